@@ -1,0 +1,46 @@
+"""HyperDFlash block speculative decoding for DeepSeek-V4 in Hugging Face transformers.
+
+The public names are imported on first use (PEP 562): importing the package loads nothing and changes nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .cache import RewindableCSACacheLayer, RewindableHCACacheLayer, make_rewindable
+    from .configuration_hyperdflash import HyperDFlashConfig
+    from .generation import SpeculationStats
+    from .losses import drafter_loss
+    from .modeling_hyperdflash import FCReducer, HCGateReducer, HyperDFlashDrafter, register_auto_classes
+    from .target import bind, capture_residual, unbind
+
+_MODULE_OF = {
+    "RewindableCSACacheLayer": "cache",
+    "RewindableHCACacheLayer": "cache",
+    "make_rewindable": "cache",
+    "HyperDFlashConfig": "configuration_hyperdflash",
+    "SpeculationStats": "generation",
+    "drafter_loss": "losses",
+    "FCReducer": "modeling_hyperdflash",
+    "HCGateReducer": "modeling_hyperdflash",
+    "HyperDFlashDrafter": "modeling_hyperdflash",
+    "register_auto_classes": "modeling_hyperdflash",
+    "bind": "target",
+    "capture_residual": "target",
+    "unbind": "target",
+}
+
+__version__ = "0.1.0"
+__all__ = [*_MODULE_OF, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

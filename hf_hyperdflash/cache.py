@@ -1,0 +1,440 @@
+"""Cache layers for DeepSeek-V4's compressed attention that can be cropped after the target has verified a draft.
+
+The stock layers keep a running compressor state (open window, compressed entries, overlap between windows) that their
+`crop` does not touch, so a rejected draft stays in it. The layers here keep, while recording is on, one record per
+window that recently closed: what the compressor held before it closed. `crop` takes windows back by their records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from transformers.cache_utils import Cache
+from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache, DeepseekV4HCACache
+
+DEFAULT_MAX_REWIND = 128
+
+
+class _ClosedWindow(NamedTuple):
+    """What it takes to open one compressor window again.
+
+    `kv` and `gate` are the window's raw projections, `[batch, compress_rate, features]`, the gate without the
+    position bias. `overlap_kv` and `overlap_gate` are CSA's overlap state before the window closed,
+    `[batch, compress_rate, features // 2]`, the gate *with* the position bias; `None` for HCA and for window 0.
+    """
+
+    kv: torch.Tensor
+    gate: torch.Tensor
+    overlap_kv: torch.Tensor | None = None
+    overlap_gate: torch.Tensor | None = None
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a small view of a large storage, so that the view does not keep all of it alive."""
+    is_compact = tensor.untyped_storage().nbytes() <= 2 * tensor.nbytes
+    return tensor if is_compact else tensor.clone()
+
+
+def _last(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """The last `count` positions of `keys`, `[batch, 1, positions, head_dim]`, or all of them if there are fewer."""
+    return keys[:, :, max(keys.shape[-2] - count, 0) :]
+
+
+def _checked_max_rewind(max_rewind: int) -> int:
+    if isinstance(max_rewind, bool) or not isinstance(max_rewind, int) or max_rewind < 1:
+        raise ValueError(
+            f"`max_rewind` is {max_rewind!r}, expected an integer of at least 1: the number of tokens that a crop can "
+            "undo. Pass at least the drafter's block size."
+        )
+    return max_rewind
+
+
+class RewindableHCACacheLayer(DeepseekV4HCACache):
+    """Cache layer of a heavily-compressed attention block with a `crop` that also rewinds the compressor.
+
+    After `crop(-n)` every tensor and counter equals, bit for bit, that of a layer that never saw the last `n` tokens.
+    While recording is on (`activate_past_recording`), any number of forwards can be undone in any number of crops, up
+    to `max_rewind` tokens back from the longest sequence seen; what came before recording was switched on can be
+    undone only as far as the open window and the sliding window still hold it (`undoable_tokens` says how far that
+    is). With recording off, results and memory are those of the stock layer.
+
+    Recording costs, however long the prompt, at most twice `sliding_window + max_rewind` keys and the raw projections
+    of four times `max_rewind + compress_rate` tokens; about half of that in steady decoding.
+
+    Keys and values are one tensor `[batch, 1, positions, config.head_dim]`, as in the stock layer; compressed entries
+    are `[batch, entries, config.head_dim]` (`config.index_head_dim` for the indexer).
+
+    Args:
+        config: Config of the model, for the sliding window and the compression rate.
+        max_rewind: How many tokens a crop can undo while recording is on. At least 1.
+
+    Raises:
+        ValueError: If `max_rewind` is not an integer of at least 1.
+    """
+
+    # A subclass that names a layer type replaces the stock class in every cache of the process.
+    _layer_type = None  # type: ignore[assignment]
+
+    # All of these are None (or hold None) until the first forward; the methods below run on them only after it.
+    keys: Any
+    values: Any
+    buffer_kv: dict[str, Any]
+    buffer_gate: dict[str, Any]
+    compressed_kv: dict[str, Any]
+
+    def __init__(self, config: DeepseekV4Config, max_rewind: int = DEFAULT_MAX_REWIND, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        self._start_journal(max_rewind)
+
+    @classmethod
+    def from_stock(cls, layer: DeepseekV4HCACache, max_rewind: int = DEFAULT_MAX_REWIND) -> RewindableHCACacheLayer:
+        """Build a rewindable layer that continues from `layer`'s state; what led to that state is not recorded.
+
+        Args:
+            layer: Stock layer of the same kind. It must not be used afterwards: its state is shared.
+            max_rewind: As for the constructor.
+
+        Raises:
+            ValueError: If `max_rewind` is not an integer of at least 1, or if `layer` was cropped by the stock class,
+                which leaves the removed tokens in the compressor.
+        """
+        for name, buffer in layer.buffer_kv.items():
+            compressed_tokens = layer.entry_count[name] * layer.compress_rate
+            seen = compressed_tokens if buffer is None else compressed_tokens + buffer.shape[1]
+            if buffer is not None and seen != layer.cumulative_length:
+                raise ValueError(
+                    f"The cache layer holds keys of {layer.cumulative_length} tokens, but its {name} has seen {seen}: "
+                    "the stock `crop` removed tokens from the keys only, and the compressor still holds them. Start "
+                    "from a new cache, or call `make_rewindable` before the first crop."
+                )
+        rewindable = cls.__new__(cls)
+        vars(rewindable).update(vars(layer))
+        rewindable._start_journal(max_rewind)
+        return rewindable
+
+    def _start_journal(self, max_rewind: int) -> None:
+        self.max_rewind = _checked_max_rewind(max_rewind)
+        self._forget_past()
+
+    def _forget_past(self) -> None:
+        # Per name, the last windows that closed while recording: the newest is the one before the open window.
+        self._closed_windows: dict[str, list[_ClosedWindow]] = {name: [] for name in self.entry_count}
+        # The recorded keys, older ones included; `keys` is then a view of its last `sliding_window - 1` positions.
+        self._recorded_keys: torch.Tensor | None = None
+
+    # Growing
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the new keys, which are also the values, and return those the new queries can see.
+
+        Args:
+            key_states: `[batch, 1, seq, config.head_dim]`.
+            value_states: The same tensor: V4 has one projection for keys and values.
+
+        Returns:
+            Keys and values (one tensor), `[batch, 1, min(length, sliding_window - 1) + seq, config.head_dim]` with
+            `length` the sequence length before this call, as `get_mask_sizes` announces.
+        """
+        if not self.record_past:
+            if self._recorded_keys is not None:
+                self._forget_past()
+            return super().update(key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        full = torch.cat([self._past_keys, key_states], dim=-2)
+        self.cumulative_length += key_states.shape[-2]
+        self._set_recorded_keys(_last(full, self.sliding_window - 1 + self.max_rewind))
+        visible = _last(full, self.sliding_window - 1 + key_states.shape[-2])
+        return visible, visible
+
+    @property
+    def _past_keys(self) -> Any:
+        return self.keys if self._recorded_keys is None else self._recorded_keys
+
+    def _set_recorded_keys(self, keys: torch.Tensor) -> None:
+        self._recorded_keys = _compact(keys)
+        self.keys = self.values = _last(self._recorded_keys, self.sliding_window - 1)
+
+    def store_compression_weights(
+        self, name: str, kv: torch.Tensor, gate: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Buffer the new projections, `[batch, seq, features]`, and return the windows that they close.
+
+        Returns:
+            As the stock layer: raw `kv` and `gate` of the closed windows, `[batch, windows * compress_rate, features]`,
+            and the position of the first one.
+        """
+        closed_kv, closed_gate, first_position = super().store_compression_weights(name, kv, gate)
+        if self.record_past:
+            self._record_windows(name, closed_kv, closed_gate)
+            self.buffer_kv[name] = _compact(self.buffer_kv[name])
+            self.buffer_gate[name] = _compact(self.buffer_gate[name])
+        return closed_kv, closed_gate, first_position
+
+    def _record_windows(self, name: str, kv: torch.Tensor, gate: torch.Tensor) -> None:
+        tokens = min(kv.shape[1], self._max_closed_windows * self.compress_rate)
+        if tokens == 0:
+            return
+        kv, gate = _compact(kv[:, -tokens:]), _compact(gate[:, -tokens:])
+        windows = zip(kv.split(self.compress_rate, dim=1), gate.split(self.compress_rate, dim=1))
+        journal = self._closed_windows[name]
+        journal.extend(_ClosedWindow(*window) for window in windows)
+        del journal[: -self._max_closed_windows]
+
+    @property
+    def _max_closed_windows(self) -> int:
+        return -(-self.max_rewind // self.compress_rate)
+
+    # Rewinding
+
+    @property
+    def undoable_tokens(self) -> int:
+        """How many of the last tokens `crop` can undo now."""
+        length = self.cumulative_length
+        if length == 0:
+            return 0
+        keys = self._past_keys
+        first_key = length - keys.shape[-2]
+        shortest = 0 if first_key == 0 else first_key + self.sliding_window - 1
+        for name, journal in self._closed_windows.items():
+            shortest = max(shortest, (self.entry_count[name] - len(journal)) * self.compress_rate)
+        return length - shortest
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens: keys, compressor and indexer state become those of a layer that never saw them.
+
+        A refused crop leaves the layer as it was.
+
+        Args:
+            tokens_to_remove: Minus the number of tokens. 0 leaves the state as it is.
+
+        Raises:
+            ValueError: If `tokens_to_remove` is positive, or asks for more tokens than the layer holds.
+            RuntimeError: If the tokens are more than `undoable_tokens`.
+        """
+        count = -int(tokens_to_remove)
+        self._check_crop(count)
+        length = self.cumulative_length - count
+        if length == 0:
+            if count > 0:
+                self.reset()
+            return
+        for name, buffer in self.buffer_kv.items():
+            if buffer is not None:
+                self._rewind_compressor(name, length)
+        self._rewind_keys(length)
+
+    def _check_crop(self, count: int) -> None:
+        length, undoable = self.cumulative_length, self.undoable_tokens
+        if count < 0:
+            raise ValueError(
+                f"`crop` was called with a positive value ({-count}), expected 0 or a negative one. Pass minus the number "
+                "of tokens to remove."
+            )
+        if count > length:
+            raise ValueError(
+                f"`crop` was asked to remove {count} tokens, but the layer holds {length}. Remove at most {length}, or "
+                "call `reset`."
+            )
+        if count > undoable:
+            reason = (
+                f"it records {self.max_rewind} tokens (`max_rewind`), starting when recording was switched on. Pass a "
+                "larger `max_rewind` to `make_rewindable`, or switch recording on earlier."
+                if self.record_past
+                else "past recording is off. Call `activate_past_recording` before the tokens arrive."
+            )
+            raise RuntimeError(
+                f"`crop` was asked to remove {count} tokens, but only the last {undoable} of the {length} in the layer "
+                f"can be undone: {reason}"
+            )
+
+    def _rewind_compressor(self, name: str, length: int) -> None:
+        entries, open_tokens = divmod(length, self.compress_rate)
+        if entries < self.entry_count[name]:
+            journal = self._closed_windows[name]
+            kept = len(journal) - (self.entry_count[name] - entries)
+            self._reopen_window(name, journal[kept])
+            del journal[kept:]
+            self.compressed_kv[name] = self.compressed_kv[name][:, :entries]
+            self.entry_count[name] = entries
+        self.buffer_kv[name] = _compact(self.buffer_kv[name][:, :open_tokens])
+        self.buffer_gate[name] = _compact(self.buffer_gate[name][:, :open_tokens])
+
+    def _reopen_window(self, name: str, window: _ClosedWindow) -> None:
+        self.buffer_kv[name], self.buffer_gate[name] = window.kv, window.gate
+
+    def _rewind_keys(self, length: int) -> None:
+        keys = self._past_keys
+        keys = keys[:, :, : keys.shape[-2] - (self.cumulative_length - length)]
+        self.cumulative_length = length
+        if self.record_past or self._recorded_keys is not None:
+            self._set_recorded_keys(keys)
+        else:
+            self.keys = self.values = keys
+
+    # The rest of the cache interface
+
+    def reset(self) -> None:
+        """Forget all tokens and records; recording stays on if it was."""
+        # Not by way of `super()`: in transformers 5.17 that zeroes the keys and leaves the compressor as it is.
+        self.keys = self.values = None
+        self.is_initialized = False
+        self.cumulative_length = 0
+        for name in self.entry_count:
+            self.buffer_kv[name] = self.buffer_gate[name] = self.compressed_kv[name] = None
+            self.entry_count[name] = 0
+        self._forget_past()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the batch, records included, for beam search."""
+        self._map_state(lambda state: state.index_select(0, beam_idx.to(state.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence of the batch, records included, `repeats` times."""
+        self._map_state(lambda state: state.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only the sequences `indices` of the batch, records included."""
+        self._map_state(lambda state: state[indices, ...])
+
+    def _map_state(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply `change` to every tensor of the layer, all of which have the batch as their first dimension."""
+        if self.cumulative_length == 0:
+            return
+        self._map_keys(change)
+        for states in self._compressor_states():
+            for name, state in states.items():
+                states[name] = None if state is None else change(state)
+        for journal in self._closed_windows.values():
+            journal[:] = [
+                _ClosedWindow(*(None if state is None else change(state) for state in window))  # type: ignore[arg-type]
+                for window in journal
+            ]
+
+    def _compressor_states(self) -> list[dict[str, torch.Tensor | None]]:
+        return [self.buffer_kv, self.buffer_gate, self.compressed_kv]
+
+    def _map_keys(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        # Once for keys and values: the stock methods would split them into two tensors.
+        if self._recorded_keys is None:
+            self.keys = self.values = change(self.keys)
+        else:
+            self._set_recorded_keys(change(self._recorded_keys))
+
+    def offload(self) -> None:
+        """Move the keys to the CPU. The compressor works right after, in the same forward, so its state stays."""
+        if self.is_initialized:
+            self._map_keys(lambda keys: keys.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Move offloaded keys back to the layer's device ahead of time."""
+        if self.is_initialized and self.keys.device != self.device:
+            self._map_keys(lambda keys: keys.to(self.device, non_blocking=True))
+
+
+class RewindableCSACacheLayer(RewindableHCACacheLayer, DeepseekV4CSACache):
+    """Cache layer of a compressed-sparse attention block with a `crop` that also rewinds compressor and indexer.
+
+    As [`RewindableHCACacheLayer`], for two compressors (`"compressor"` and `"indexer"`) whose windows overlap.
+    """
+
+    _layer_type = None  # type: ignore[assignment]
+
+    def update_overlap_state(
+        self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Hand out the overlap state of the window before the chunk and keep that of the chunk's last window.
+
+        Args:
+            chunk_kv: The windows that just closed, `[batch, windows, compress_rate, 2 * head_dim]`.
+            chunk_gate: Their gates with the position bias, same shape.
+            head_dim: `config.head_dim`, or `config.index_head_dim` for the indexer.
+
+        Returns:
+            As the stock layer: kv and gate of the window before, `[batch, compress_rate, head_dim]`, or `None` twice.
+        """
+        prior_kv, prior_gate = super().update_overlap_state(name, chunk_kv, chunk_gate, head_dim)
+        if self.record_past:
+            overlaps_kv = [prior_kv, *self._overlaps_within(chunk_kv, head_dim)]
+            overlaps_gate = [prior_gate, *self._overlaps_within(chunk_gate, head_dim)]
+            # `store_compression_weights` has just recorded the chunk's windows, at the end of the journal.
+            journal = self._closed_windows[name]
+            for index in range(-min(len(journal), len(overlaps_kv)), 0):
+                window = journal[index]._replace(overlap_kv=overlaps_kv[index], overlap_gate=overlaps_gate[index])
+                journal[index] = window
+        return prior_kv, prior_gate
+
+    def _overlaps_within(self, chunk: torch.Tensor, head_dim: int) -> list[torch.Tensor]:
+        """What the chunk's windows after the first find as overlap, for as many windows as a journal keeps."""
+        first = max(chunk.shape[1] - 1 - self._max_closed_windows, 0)
+        return list(chunk[:, first:-1, :, :head_dim].clone().unbind(1))
+
+    def _reopen_window(self, name: str, window: _ClosedWindow) -> None:
+        super()._reopen_window(name, window)
+        self.overlap_kv[name], self.overlap_gate[name] = window.overlap_kv, window.overlap_gate
+
+    def reset(self) -> None:
+        """Forget all tokens and records; recording stays on if it was."""
+        super().reset()
+        for name in self.overlap_kv:
+            self.overlap_kv[name] = self.overlap_gate[name] = None
+
+    def _compressor_states(self) -> list[dict[str, torch.Tensor | None]]:
+        return [*super()._compressor_states(), self.overlap_kv, self.overlap_gate]
+
+
+_REWINDABLE_CLASSES: dict[type, type[RewindableHCACacheLayer]] = {
+    DeepseekV4HCACache: RewindableHCACacheLayer,
+    DeepseekV4CSACache: RewindableCSACacheLayer,
+}
+
+
+def make_rewindable(cache: Cache, max_rewind: int = DEFAULT_MAX_REWIND) -> Cache:
+    """Swap, in place, every stock V4 compressed-attention layer of `cache` for a rewindable one.
+
+    State is carried over, so a filled cache continues as before; only what arrives while recording is on afterwards
+    can be undone. Rewindable layers stay as they are, except that a larger `max_rewind` applies from now on.
+
+    Layers of other kinds are not touched. V4's sliding-window layers come first and crop as stock ones do: past the
+    window they can undo only what came since the last crop, and a crop that a layer after them refuses has already
+    reached them, so that the cache as a whole is of no further use.
+
+    Args:
+        cache: The target's cache, empty or filled.
+        max_rewind: How many tokens a crop can undo: at least the longest draft.
+
+    Returns:
+        The same cache.
+
+    Raises:
+        TypeError: If `cache` is not a `Cache`, or holds a foreign subclass of a stock V4 layer, whose `crop` cannot be
+            vouched for. Its layers then stay.
+        ValueError: If `max_rewind` is not an integer of at least 1, or a layer was cropped by the stock class.
+    """
+    if not isinstance(cache, Cache):
+        raise TypeError(
+            f"`make_rewindable` got a {type(cache).__name__}, expected a transformers `Cache`. Pass "
+            "`DynamicCache(config=model.config)`."
+        )
+    _checked_max_rewind(max_rewind)
+    cache.layers[:] = [_rewindable(layer, max_rewind) for layer in cache.layers]
+    return cache
+
+
+def _rewindable(layer: Any, max_rewind: int) -> Any:
+    if isinstance(layer, RewindableHCACacheLayer):
+        layer.max_rewind = max(layer.max_rewind, max_rewind)
+        return layer
+    if type(layer) in _REWINDABLE_CLASSES:
+        return _REWINDABLE_CLASSES[type(layer)].from_stock(layer, max_rewind)
+    if isinstance(layer, DeepseekV4HCACache):
+        raise TypeError(
+            f"The cache holds a {type(layer).__name__}, a subclass of a V4 cache layer that `make_rewindable` does not "
+            "know. Build the cache with `DynamicCache(config=model.config)`, or subclass a rewindable layer instead."
+        )
+    return layer

@@ -1,0 +1,418 @@
+"""The HyperDFlash drafter: reducers, context injection, block layers."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
+
+from .configuration_hyperdflash import HyperDFlashConfig
+from .generation import SpeculationStats
+from .target import bind, check_pair, default_mask_token, describe, unbind
+
+logger = logging.getLogger(__name__)
+
+LayerKV = tuple[torch.Tensor, torch.Tensor]
+
+
+class HCGateReducer(nn.Module):
+    """Collapse the target's residual paths with an input-dependent sigmoid gate per path (Eq. 1).
+
+    The gate has the form and, after [`HyperDFlashDrafter.from_target`], the values of the target's `hc_head`; its
+    parameters are float32 as the target's are. With `config.path_norm` each path is normalized, without a weight,
+    before the sum; without it an untrained reducer computes exactly what the target's `hc_head` does.
+    """
+
+    def __init__(self, config: HyperDFlashConfig) -> None:
+        super().__init__()
+        paths, width = config.target_hc_mult, config.hidden_size
+        self.eps, self.norm_eps, self.path_norm = config.hc_eps, config.rms_norm_eps, config.path_norm
+        self.hc_fn = nn.Parameter(torch.empty(paths, paths * width, dtype=torch.float32))
+        self.hc_base = nn.Parameter(torch.empty(paths, dtype=torch.float32))
+        self.hc_scale = nn.Parameter(torch.empty(1, dtype=torch.float32))
+
+    def forward(self, residual: torch.Tensor) -> torch.Tensor:
+        """Residual `[batch, seq, config.target_hc_mult, config.hidden_size]` to `[batch, seq, config.hidden_size]`."""
+        flat = _unit_rms(residual.flatten(2).float(), self.norm_eps)
+        mixes = F.linear(flat, self.hc_fn.float())
+        gates = torch.sigmoid(mixes * self.hc_scale.float() + self.hc_base.float()) + self.eps
+        paths = _unit_rms(residual.float(), self.norm_eps) if self.path_norm else residual
+        return (gates.unsqueeze(-1) * paths).sum(dim=2).to(residual.dtype)
+
+
+class FCReducer(nn.Linear):
+    """The generic fallback: one dense projection of the concatenated paths (section 2.2)."""
+
+    def __init__(self, config: HyperDFlashConfig) -> None:
+        super().__init__(config.target_hc_mult * config.target_hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, residual: torch.Tensor) -> torch.Tensor:
+        """Residual `[batch, seq, config.target_hc_mult, config.target_hidden_size]` to
+        `[batch, seq, config.hidden_size]`."""
+        return super().forward(residual.flatten(2).to(self.weight.dtype))
+
+
+def _unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps).to(x.dtype)
+
+
+def _rotate(x: torch.Tensor, rotary: LayerKV) -> torch.Tensor:
+    cos, sin = rotary[0].unsqueeze(1), rotary[1].unsqueeze(1)
+    return x * cos + rotate_half(x) * sin
+
+
+class HyperDFlashAttention(nn.Module):
+    """Attention of a block over the injected context and, in both directions, over itself."""
+
+    def __init__(self, config: HyperDFlashConfig) -> None:
+        super().__init__()
+        width, heads, kv_heads, dim = (
+            config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim,
+        )  # fmt: skip
+        self.head_dim = dim
+        self.q_proj = nn.Linear(width, heads * dim, bias=config.attention_bias)
+        self.k_proj = nn.Linear(width, kv_heads * dim, bias=config.attention_bias)
+        self.v_proj = nn.Linear(width, kv_heads * dim, bias=config.attention_bias)
+        self.o_proj = nn.Linear(heads * dim, width, bias=config.attention_bias)
+        self.q_norm = Qwen3RMSNorm(dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(dim, eps=config.rms_norm_eps)
+
+    def keys_values(self, hidden: torch.Tensor, rotary: LayerKV) -> LayerKV:
+        """Keys and values `[batch, config.num_key_value_heads, seq, config.head_dim]` of context or block states."""
+        keys = self.k_norm(self._heads(self.k_proj(hidden))).transpose(1, 2)
+        values = self._heads(self.v_proj(hidden)).transpose(1, 2)
+        return _rotate(keys, rotary), values
+
+    def forward(
+        self, hidden: torch.Tensor, rotary: LayerKV, context: LayerKV, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        queries = _rotate(self.q_norm(self._heads(self.q_proj(hidden))).transpose(1, 2), rotary)
+        block = self.keys_values(hidden, rotary)
+        keys, values = (torch.cat(pair, dim=2) for pair in zip(context, block))
+        grouped = keys.shape[1] != queries.shape[1]
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=attention_mask, enable_gqa=grouped)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+
+class HyperDFlashLayer(nn.Module):
+    """A Qwen3-style block: attention with QK-norm, gated MLP, pre-norm residuals."""
+
+    def __init__(self, config: HyperDFlashConfig) -> None:
+        super().__init__()
+        self.self_attn = HyperDFlashAttention(config)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self, hidden: torch.Tensor, rotary: LayerKV, context: LayerKV, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, context, attention_mask)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class ContextCache:
+    """Keys and values of the accepted tokens, computed once per token and layer.
+
+    Only accepted tokens enter, so nothing is ever taken back. Buffers grow by doubling: adding a token does not copy
+    the context.
+
+    Args:
+        window: Keep only the last `window` positions visible; `None` for all.
+    """
+
+    def __init__(self, window: int | None = None) -> None:
+        self.window = window
+        self.end = 0  # position after the last token seen, in tokens of the sequence
+        self._layers: list[LayerKV] = []
+        self._start = self._stop = 0  # the filled part of the buffers
+
+    def append(self, layers: list[LayerKV]) -> None:
+        """Add keys and values, `[batch, kv_heads, new, head_dim]` each, of every layer."""
+        new = layers[0][0].shape[2]
+        if not self._layers or self._stop + new > self._layers[0][0].shape[2]:
+            self._grow(layers, new)
+        for buffers, states in zip(self._layers, layers):
+            for buffer, state in zip(buffers, states):
+                buffer[:, :, self._stop : self._stop + new] = state
+        self._stop += new
+        if self.window is not None:
+            self._start = max(self._start, self._stop - self.window)
+
+    def _grow(self, layers: list[LayerKV], new: int) -> None:
+        kept = self._stop - self._start
+        capacity = 2 * (kept + new) + 64
+
+        def moved(index: int, like: torch.Tensor, part: int) -> torch.Tensor:
+            buffer = like.new_empty(*like.shape[:2], capacity, like.shape[3])
+            if kept:
+                buffer[:, :, :kept] = self._layers[index][part][:, :, self._start : self._stop]
+            return buffer
+
+        self._layers = [(moved(i, k, 0), moved(i, v, 1)) for i, (k, v) in enumerate(layers)]
+        self._start, self._stop = 0, kept
+
+    @property
+    def layers(self) -> list[LayerKV]:
+        """Visible keys and values of every layer, views of `[batch, kv_heads, visible, head_dim]`."""
+        span = slice(self._start, self._stop)
+        return [(keys[:, :, span], values[:, :, span]) for keys, values in self._layers]
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+
+class HyperDFlashDrafter(PreTrainedModel):
+    """Drafts a block of tokens in one pass from the target's pre-collapse residual (paper, Figure 2).
+
+    The target's embedding and LM head are shared: they belong to the target, are passed in where needed, and are
+    neither copied nor saved. Use [`from_target`] to make a drafter for a target, `drafter.bind(target)` to prepare the
+    target, then `target.generate(**inputs, assistant_model=drafter)`.
+    """
+
+    config: HyperDFlashConfig
+    config_class = HyperDFlashConfig
+    base_model_prefix = "drafter"
+    supports_gradient_checkpointing = False
+    _no_split_modules = ["HyperDFlashLayer"]
+    _supports_sdpa = True
+    _keep_in_fp32_modules_strict = ["hc_gate"]
+
+    def __init__(self, config: HyperDFlashConfig) -> None:
+        super().__init__(config)
+        # The two names are the two reducers: `fc.weight` is also what z-lab's checkpoints call theirs.
+        if config.reducer == "hc_gate":
+            self.hc_gate = HCGateReducer(config)
+        else:
+            self.fc = FCReducer(config)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.hidden_size != config.target_hidden_size:
+            self.embed_proj = nn.Linear(config.target_hidden_size, config.hidden_size, bias=False)
+            self.head_proj = nn.Linear(config.hidden_size, config.target_hidden_size, bias=False)
+        self.layers = nn.ModuleList(HyperDFlashLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self._num_draft_tokens = config.max_draft_tokens
+        self.last_stats: SpeculationStats | None = None
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, HCGateReducer):
+            # Half-open gates on every path: near the mean of the paths, where `hc_head` starts too.
+            init.normal_(module.hc_fn, mean=0.0, std=self.config.initializer_range)
+            init.zeros_(module.hc_base)
+            init.ones_(module.hc_scale)
+
+    @classmethod
+    def from_target(
+        cls,
+        target: PreTrainedModel,
+        *,
+        reducer: str | None = None,
+        mask_token_id: int | None = None,
+        num_draft_tokens: int = 6,
+        dtype: torch.dtype | None = None,
+        **config_fields: Any,
+    ) -> HyperDFlashDrafter:
+        """Build an untrained drafter fitted to a target, its gate inherited from the target's `hc_head`.
+
+        Args:
+            target: The model to draft for. It is read, not changed.
+            reducer: `"hc_gate"`, `"fc"`, or `None` for the gate where the paper's conditions hold (a gated collapse
+                in the target, equal widths) and the `fc` fallback, with a logged reason, where not.
+            mask_token_id: The tokenizer's mask token. DeepSeek-V4's vocabulary has a default.
+            num_draft_tokens: Drafted tokens per round, the block size less the anchor.
+            dtype: Of the drafter's weights (the gate stays float32); the target's LM head's by default.
+            **config_fields: Any field of [`HyperDFlashConfig`], overriding what the target suggests.
+
+        Raises:
+            ValueError: If the target has no hyper-connections, no mask token is known, or the gate is asked for where
+                it cannot be inherited.
+        """
+        facts = describe(target)
+        width = config_fields.get("hidden_size", facts.hidden_size)
+        obstacle = facts.gate_obstacle(width)
+        if reducer is None:
+            reducer = "fc" if obstacle else "hc_gate"
+            if obstacle:
+                logger.warning("HyperDFlash falls back to reducer='fc': %s.", obstacle)
+        elif reducer == "hc_gate" and obstacle:
+            raise ValueError(f"`reducer='hc_gate'` cannot be used: {obstacle}. Pass `reducer='fc'` or leave it out.")
+        head_dim = config_fields.get("head_dim", min(128, facts.head_dim))
+        heads = max(1, width // head_dim)
+        fields: dict[str, Any] = {
+            "vocab_size": facts.vocab_size,
+            "hidden_size": width,
+            "head_dim": head_dim,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads // 4 if heads % 4 == 0 else heads,
+            "intermediate_size": 3 * width,
+            "rms_norm_eps": facts.rms_norm_eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": facts.rope_theta},
+            "max_position_embeddings": facts.max_position_embeddings,
+            "sliding_window": min(2048, facts.max_position_embeddings),
+            "block_size": num_draft_tokens + 1,
+            "mask_token_id": default_mask_token(target) if mask_token_id is None else mask_token_id,
+            "hc_eps": facts.hc_eps,
+            "target_hidden_size": facts.hidden_size,
+            "target_hc_mult": facts.hc_mult,
+            "target_model_type": facts.model_type,
+            "target_name_or_path": facts.name_or_path,
+        }
+        config = HyperDFlashConfig(reducer=reducer, **{**fields, **config_fields})
+        drafter = cls(config)
+        if reducer == "hc_gate":
+            drafter.hc_gate.load_state_dict({name: value.float() for name, value in facts.gate.items()})
+        head = target.get_output_embeddings().weight
+        device = head.device if head.device.type != "meta" else "cpu"
+        drafter.to(device=device, dtype=dtype or head.dtype)
+        if reducer == "hc_gate":
+            drafter.hc_gate.float()
+        return drafter
+
+    # Drafting
+
+    def reduce(self, residual: torch.Tensor) -> torch.Tensor:
+        """Collapse `[batch, seq, config.target_hc_mult, config.target_hidden_size]` to the normed conditioning
+        feature `[batch, seq, config.hidden_size]` in the drafter's dtype."""
+        reducer = self.hc_gate if self.config.reducer == "hc_gate" else self.fc
+        return self.hidden_norm(reducer(residual).to(self.norm.weight.dtype))
+
+    def encode_context(self, residual: torch.Tensor, position_ids: torch.Tensor) -> list[LayerKV]:
+        """Keys and values that the residual of accepted tokens injects into each layer.
+
+        Args:
+            residual: `[batch, seq, config.target_hc_mult, config.target_hidden_size]`, the target's pre-collapse
+                residual.
+            position_ids: `[batch, seq]`, the tokens' true positions.
+
+        Returns:
+            One pair of `[batch, config.num_key_value_heads, seq, config.head_dim]` per layer.
+        """
+        feature = self.reduce(residual)
+        rotary = self.rotary_emb(feature, position_ids)
+        return [layer.self_attn.keys_values(feature, rotary) for layer in self.layers]
+
+    def forward(
+        self,
+        block_embeds: torch.Tensor,
+        position_ids: torch.Tensor,
+        context: list[LayerKV],
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run blocks over their context: the one path that training and generation share.
+
+        Args:
+            block_embeds: `[batch, queries, config.target_hidden_size]`, the target's embeddings of anchors and mask
+                tokens.
+            position_ids: `[batch, queries]`, true positions.
+            context: What [`encode_context`] returned for the tokens before the anchors.
+            attention_mask: Boolean `[batch, 1, queries, context + queries]`, `True` where a query may look; `None`
+                for one block that sees all of its context and itself.
+
+        Returns:
+            States that the target's LM head reads, `[batch, queries, config.target_hidden_size]`.
+        """
+        hidden = block_embeds.to(self.norm.weight.dtype)
+        if hasattr(self, "embed_proj"):
+            hidden = self.embed_proj(hidden)
+        rotary = self.rotary_emb(hidden, position_ids)
+        for layer, layer_context in zip(self.layers, context):
+            hidden = layer(hidden, rotary, layer_context, attention_mask)
+        hidden = self.norm(hidden)
+        return self.head_proj(hidden) if hasattr(self, "head_proj") else hidden
+
+    def new_context(self) -> ContextCache:
+        """An empty context for one sequence."""
+        return ContextCache(self.config.sliding_window)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens drafted per round at inference, at most `config.max_draft_tokens`."""
+        return self._num_draft_tokens
+
+    @num_draft_tokens.setter
+    def num_draft_tokens(self, value: int) -> None:
+        self._num_draft_tokens = self.check_num_draft_tokens(value)
+
+    def check_num_draft_tokens(self, value: int) -> int:
+        """Return `value` if this drafter can draft that many tokens per round.
+
+        Raises:
+            ValueError: If not.
+        """
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= self.config.max_draft_tokens:
+            raise ValueError(
+                f"This drafter cannot draft {value!r} tokens a round: expected 1 to {self.config.max_draft_tokens}, the "
+                f"draft positions of its block of {self.config.block_size}. Train one with a larger `num_draft_tokens` "
+                "for more."
+            )
+        return value
+
+    # Use with a target
+
+    def bind(self, target: PreTrainedModel) -> PreTrainedModel:
+        """Check that the drafter fits `target` and prepare that one instance for assisted generation.
+
+        Afterwards `target.generate(**inputs, assistant_model=drafter)` drafts with this drafter. Only the instance's
+        class changes, to a subclass; [`unbind`] restores it.
+
+        Returns:
+            `target`.
+
+        Raises:
+            ValueError: If drafter and target do not fit, naming both values.
+        """
+        check_pair(self.config, target)
+        return bind(target)
+
+    def unbind(self, target: PreTrainedModel) -> PreTrainedModel:
+        """Give `target` its own class back."""
+        return unbind(target)
+
+    def generate(self, *args: Any, **kwargs: Any) -> None:
+        """A drafter does not generate: it assists its target.
+
+        Raises:
+            ValueError: Always, saying what to call.
+        """
+        raise ValueError(_NOT_BOUND)
+
+    @property
+    def generation_config(self) -> None:
+        """Stock assisted decoding asks its assistant for this: reached only through a target that is not bound.
+
+        Raises:
+            ValueError: Always, saying what to call.
+        """
+        raise ValueError(_NOT_BOUND)
+
+    @generation_config.setter
+    def generation_config(self, value: Any) -> None:
+        if value is not None:
+            raise ValueError(_NOT_BOUND)
+
+
+_NOT_BOUND = (
+    "A HyperDFlash drafter works only through a target that is bound to it. Call `drafter.bind(target)` once, then "
+    "`target.generate(**inputs, assistant_model=drafter)`."
+)
+
+
+def register_auto_classes() -> None:
+    """Let `AutoConfig` and `AutoModel` load drafters in this process. Nothing is registered until this is called."""
+    from transformers import AutoConfig, AutoModel
+
+    AutoConfig.register(HyperDFlashConfig.model_type, HyperDFlashConfig, exist_ok=True)
+    AutoModel.register(HyperDFlashConfig, HyperDFlashDrafter, exist_ok=True)

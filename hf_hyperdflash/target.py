@@ -1,0 +1,341 @@
+"""What the package needs to know of a target: its facts, its pre-collapse residual, and how to bind it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
+
+from .cache import DEFAULT_MAX_REWIND, make_rewindable
+from .configuration_hyperdflash import HyperDFlashConfig
+from .generation import speculative_decoding
+
+logger = logging.getLogger(__name__)
+
+# DeepSeek-V4's vocabulary of 129,280 has no mask token; this id is what DeepSeek's own DSpark drafter masks with.
+_V4_VOCAB_SIZE, _V4_MASK_TOKEN = 129280, 128799
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """A target as a drafter sees it. `gate` holds the collapse's `hc_fn`, `hc_base`, `hc_scale`; empty if ungated."""
+
+    model_type: str
+    name_or_path: str
+    vocab_size: int
+    hidden_size: int
+    hc_mult: int
+    head_dim: int
+    rms_norm_eps: float
+    hc_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    gate: dict[str, torch.Tensor]
+
+    def gate_obstacle(self, drafter_hidden_size: int) -> str | None:
+        """Why the gate cannot be inherited (the paper's conditions, section 2.2), or `None`."""
+        if not self.gate:
+            return f"the collapse of a {self.model_type} target has no gate to inherit"
+        if drafter_hidden_size != self.hidden_size:
+            return f"the drafter's hidden size {drafter_hidden_size} differs from the target's {self.hidden_size}"
+        return None
+
+
+def collapse_module(target: PreTrainedModel) -> nn.Module:
+    """The module whose input is the pre-collapse residual `[batch, seq, config.hc_mult, config.hidden_size]`.
+
+    Raises:
+        ValueError: If the model has no hyper-connections.
+    """
+    module = getattr(target.base_model, "hc_head", None) if isinstance(target, PreTrainedModel) else None
+    if module is None:
+        kind = getattr(getattr(target, "config", None), "model_type", type(target).__name__)
+        raise ValueError(
+            f"The target is a {kind} model without hyper-connections (`model.hc_head`): expected a DeepSeek-V4 causal "
+            "LM. Load the target with `AutoModelForCausalLM.from_pretrained(...)`."
+        )
+    return module
+
+
+def describe(target: PreTrainedModel) -> TargetFacts:
+    """Read from a target what fits a drafter to it.
+
+    Raises:
+        ValueError: If the model has no hyper-connections.
+    """
+    collapse = collapse_module(target)
+    config = target.config.get_text_config(decoder=True)
+    gate = {name: getattr(collapse, name, None) for name in ("hc_fn", "hc_base", "hc_scale")}
+    rope = config.rope_parameters
+    return TargetFacts(
+        model_type=config.model_type,
+        name_or_path=target.config._name_or_path,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        hc_mult=config.hc_mult,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        hc_eps=config.hc_eps,
+        rope_theta=float(rope.get("main", rope)["rope_theta"]),
+        max_position_embeddings=config.max_position_embeddings,
+        gate={name: value.detach() for name, value in gate.items() if value is not None},
+    )
+
+
+def default_mask_token(target: PreTrainedModel) -> int:
+    """The mask token of DeepSeek-V4's own vocabulary.
+
+    Raises:
+        ValueError: If the target has another vocabulary.
+    """
+    if target.config.vocab_size != _V4_VOCAB_SIZE:
+        raise ValueError(
+            f"No mask token is known for a vocabulary of {target.config.vocab_size} tokens. Pass "
+            "`mask_token_id=tokenizer.mask_token_id`, or the id of any token that never occurs in text."
+        )
+    return _V4_MASK_TOKEN
+
+
+def logits_from_residual(target: PreTrainedModel, residual: torch.Tensor) -> torch.Tensor:
+    """The target's own next-token logits `[.., config.vocab_size]` from its pre-collapse residual
+    `[batch, seq, config.hc_mult, config.hidden_size]`: the exact teacher of Eq. 2, without another forward."""
+    return target.get_output_embeddings()(target.base_model.norm(collapse_module(target)(residual)))
+
+
+@contextmanager
+def capture_residual(target: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """Collect the pre-collapse residual of every forward that this thread runs inside the context.
+
+    Yields:
+        A list that grows by one `[batch, seq, config.hc_mult, config.hidden_size]` tensor per forward.
+    """
+    captured: list[torch.Tensor] = []
+    thread = threading.get_ident()
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if threading.get_ident() == thread:  # another thread may be generating on the same target
+            captured.append(args[0])
+
+    handle = collapse_module(target).register_forward_pre_hook(hook)
+    try:
+        yield captured
+    finally:
+        handle.remove()
+
+
+def check_pair(config: HyperDFlashConfig, target: PreTrainedModel) -> None:
+    """Check that a drafter's configuration fits a target; warn where only the target's name differs.
+
+    Raises:
+        ValueError: Naming both values, if they cannot work together.
+    """
+    facts = describe(target)
+    for what, drafters, targets in (
+        ("vocab_size", config.vocab_size, facts.vocab_size),
+        ("hidden_size", config.target_hidden_size, facts.hidden_size),
+        ("hc_mult", config.target_hc_mult, facts.hc_mult),
+    ):
+        if drafters != targets:
+            raise ValueError(
+                f"The drafter was made for a target with `{what}` {drafters}, but this target's is {targets}. Load the "
+                "drafter's own target, or make one with `HyperDFlashDrafter.from_target(target)`."
+            )
+    if config.mask_token_id >= facts.vocab_size:
+        raise ValueError(
+            f"The drafter's mask token {config.mask_token_id} is outside the target's vocabulary of {facts.vocab_size}."
+        )
+    made_for, given = PurePath(config.target_name_or_path).name, PurePath(facts.name_or_path).name
+    if made_for and given and made_for.lower() != given.lower():
+        logger.warning(
+            "The drafter was made for %r and is used with %r: the text stays the target's own, but fewer drafts may be "
+            "accepted.",
+            config.target_name_or_path,
+            facts.name_or_path,
+        )
+
+
+class BoundTarget:
+    """Mixed into the class of one target instance by [`bind`]: rewindable caches and HyperDFlash drafting."""
+
+    _is_stateful = False  # what stock transformers refuses assisted generation for: our caches can rewind
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, generation_mode, *args, **kwargs
+        )
+        # Plain decoding keeps the stock layers.
+        if generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant:
+            if model_kwargs.get("past_key_values") is not None:
+                make_rewindable(model_kwargs["past_key_values"], _max_rewind(generation_config))
+                if generation_config.is_assistant:
+                    model_kwargs["past_key_values"].activate_past_recording()
+
+    def _assisted_decoding(
+        self,
+        input_ids: torch.LongTensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        inputs_tensor: torch.Tensor | None = None,
+        assistant_model: PreTrainedModel | None = None,
+        assistant_tokenizer: Any = None,
+        tokenizer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        if is_drafter(assistant_model):
+            _check_request(input_ids, generation_config, synced_gpus, model_kwargs)
+            check_pair(assistant_model.config, self)
+            with capture_residual(self) as residuals:
+                return speculative_decoding(
+                    self,
+                    assistant_model,
+                    input_ids,
+                    residuals,
+                    logits_processor=logits_processor,
+                    stopping_criteria=stopping_criteria,
+                    generation_config=generation_config,
+                    streamer=streamer,
+                    model_kwargs=model_kwargs,
+                )
+        _check_stock_assistance(assistant_model, model_kwargs)
+        return super()._assisted_decoding(  # type: ignore[misc]
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            inputs_tensor=inputs_tensor,
+            assistant_model=assistant_model,
+            assistant_tokenizer=assistant_tokenizer,
+            tokenizer=tokenizer,
+            **model_kwargs,
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # The bound class exists only in memory: copies and pickles are rebuilt from the class it was made of.
+        _, _, *state = super().__reduce_ex__(protocol)
+        return _new_bound, (_unbound_class(type(self)),), *state
+
+
+def bind(target: PreTrainedModel) -> PreTrainedModel:
+    """Prepare one target instance for assisted generation: its class becomes a subclass that can rewind its cache.
+
+    Nothing else about the target changes, and [`unbind`] undoes it. `drafter.bind(target)` does the same after checking
+    the pair. Needed without a drafter for transformers' own assisted modes (prompt lookup, a second V4 as assistant:
+    bind that one too).
+
+    Raises:
+        ValueError: If the model has no hyper-connections.
+    """
+    collapse_module(target)
+    if not isinstance(target, BoundTarget):
+        target.__class__ = _bound_class(type(target))
+    return target
+
+
+def unbind(target: PreTrainedModel) -> PreTrainedModel:
+    """Give a bound target its own class back; a target that is not bound stays as it is.
+
+    Raises:
+        ValueError: If the instance's class was changed again after binding (by FSDP2, for example).
+    """
+    if isinstance(target, BoundTarget):
+        own = _unbound_class(type(target))
+        if type(target) is not _bound_class(own):
+            raise ValueError(
+                f"The class of this target was changed again after binding, to {type(target).__mro__[0]}. Undo that "
+                "first."
+            )
+        target.__class__ = own
+    return target
+
+
+def is_drafter(model: Any) -> bool:
+    """Whether `model` is a HyperDFlash drafter, by its configuration: wrapped and remote-code ones count too."""
+    return getattr(getattr(model, "config", None), "model_type", None) == HyperDFlashConfig.model_type
+
+
+@functools.cache
+def _bound_class(own: type) -> type:
+    # The same name: `save_pretrained` writes it to the checkpoint as its architecture.
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    return type(own.__name__, (BoundTarget, own), names)
+
+
+def _unbound_class(bound: type) -> type:
+    mro = bound.__mro__
+    return mro[mro.index(BoundTarget) + 1]
+
+
+def _new_bound(own: type) -> Any:
+    bound = _bound_class(own)
+    return bound.__new__(bound)
+
+
+def _max_rewind(generation_config: GenerationConfig) -> int:
+    longest = max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)
+    return max(DEFAULT_MAX_REWIND, longest + 1)
+
+
+def _check_request(
+    input_ids: torch.Tensor, generation_config: GenerationConfig, synced_gpus: bool, model_kwargs: dict[str, Any]
+) -> None:
+    if input_ids.shape[0] > 1:
+        raise ValueError(
+            f"Assisted generation works on one sequence at a time, got a batch of {input_ids.shape[0]}. Call `generate` "
+            "once per prompt."
+        )
+    if model_kwargs.get("past_key_values") is None:
+        raise ValueError("Assisted generation needs a cache: leave `use_cache` at True.")
+    if not model_kwargs["past_key_values"].is_croppable:
+        raise ValueError(
+            f"Assisted generation cannot rewind a {type(model_kwargs['past_key_values']).__name__}: leave "
+            "`cache_implementation` out."
+        )
+    if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError("HyperDFlash drafts from token ids: pass `input_ids`, not `inputs_embeds`.")
+    if synced_gpus:
+        raise ValueError(
+            "`synced_gpus=True` is not supported with a HyperDFlash drafter: ranks that finish early would wait for "
+            "forwards that never come. Gather the target's parameters (or use tensor parallelism) for generation."
+        )
+    if generation_config.assistant_ensemble_weight is not None:
+        raise ValueError(
+            f"`assistant_ensemble_weight` is {generation_config.assistant_ensemble_weight}, expected None: HyperDFlash "
+            "is lossless, it does not mix the drafter's distribution into the target's."
+        )
+
+
+def _check_stock_assistance(assistant_model: Any, model_kwargs: dict[str, Any]) -> None:
+    if getattr(assistant_model, "_is_stateful", False):
+        raise ValueError(
+            f"The assistant, a {type(assistant_model).__name__}, cannot rewind its cache. Call "
+            "`hf_hyperdflash.bind(assistant_model)` first."
+        )
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError(
+            f"transformers' own assisted decoding would feed the prompt again on top of the {cache.get_seq_length()} "
+            "tokens in `past_key_values`. Leave `past_key_values` out, or use a HyperDFlash drafter, which continues "
+            "correctly."
+        )

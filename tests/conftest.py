@@ -1,0 +1,91 @@
+"""Tiny real DeepSeek-V4 models, built in code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+from hf_hyperdflash import HyperDFlashDrafter
+
+SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+MIXES = [[SLIDING, CSA, HCA], [HCA, CSA, CSA], [CSA, SLIDING, HCA], [HCA, HCA, CSA], [SLIDING, SLIDING, CSA]]
+MODELS = Path(__file__).parent.parent / "examples" / "models"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_seed():
+    torch.set_num_threads(1)  # two test workers share two cores
+    torch.manual_seed(0)
+
+
+def tiny_config(**fields) -> DeepseekV4Config:
+    """Small enough that sliding and compression windows close within a test's few dozen tokens. Many index heads and a
+    large `index_topk`: with few, equal ReLU scores make stock V4 itself depend on how a prompt is chunked."""
+    layer_types = fields.pop("layer_types", [SLIDING, CSA, HCA])
+    defaults = dict(
+        vocab_size=64,
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=len(layer_types),
+        layer_types=layer_types,
+        mlp_layer_types=["hash_moe"] + ["moe"] * (len(layer_types) - 1),
+        compress_rates={CSA: 4, HCA: 8},
+        sliding_window=8,
+        num_attention_heads=4,
+        head_dim=16,
+        partial_rotary_factor=0.5,
+        q_lora_rank=16,
+        o_groups=2,
+        o_lora_rank=8,
+        index_n_heads=8,
+        index_head_dim=16,
+        index_topk=512,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        hc_sinkhorn_iters=4,
+        max_position_embeddings=1024,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return DeepseekV4Config(**{**defaults, **fields})
+
+
+def tiny_target(seed: int = 0, **fields) -> DeepseekV4ForCausalLM:
+    torch.manual_seed(seed)
+    config = tiny_config(**fields)
+    target = DeepseekV4ForCausalLM(config).eval()
+    for name, table in target.named_buffers():
+        if name.endswith("tid2eid"):
+            scores = torch.rand(config.vocab_size, config.n_routed_experts)
+            table.copy_(scores.topk(config.num_experts_per_tok).indices)
+    # Zero-initialised gates would hide a gate that is not copied, or applied without its base and scale.
+    head = target.model.hc_head
+    with torch.no_grad():
+        head.hc_base.normal_()
+        head.hc_scale.fill_(1.3)
+    return target
+
+
+def tiny_drafter(target, **fields) -> HyperDFlashDrafter:
+    fields = {"mask_token_id": 1, "num_hidden_layers": 2, **fields}
+    return HyperDFlashDrafter.from_target(target, **fields).eval()
+
+
+def prompt(length: int, seed: int = 0, vocab_size: int = 64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, vocab_size, (1, length), generator=generator)
+
+
+@pytest.fixture
+def target():
+    return tiny_target()
+
+
+@pytest.fixture
+def drafter(target):
+    return tiny_drafter(target)

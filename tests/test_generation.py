@@ -1,0 +1,351 @@
+import copy
+import math
+from collections import Counter
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from hf_hyperdflash import HyperDFlashDrafter, SpeculationStats, bind
+from hf_hyperdflash.generation import speculative_choice
+
+from .conftest import CSA, HCA, MIXES, prompt, tiny_drafter, tiny_target
+
+
+class PerfectDrafter(HyperDFlashDrafter):
+    """Drafts what it is told to: the best any drafter could do."""
+
+    def expect(self, target, sequence):
+        self.sequence, self.head = sequence, target.get_output_embeddings()
+        return self
+
+    def forward(self, block_embeds, position_ids, context, attention_mask=None):
+        following = [self.sequence[min(p, len(self.sequence) - 1)] for p in position_ids[0].tolist()]
+        # The state whose logits are largest at the wanted token: solved once, for an LM head of full row rank.
+        wanted = torch.nn.functional.one_hot(torch.tensor(following), self.config.vocab_size).float()
+        return (wanted @ torch.linalg.pinv(self.head.weight).T)[None]
+
+
+def perfect(target, sequence):
+    drafter = tiny_drafter(target)
+    drafter.__class__ = PerfectDrafter
+    return drafter.expect(target, sequence.tolist())
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 31, 130, 300])
+@pytest.mark.parametrize("mix", range(len(MIXES)))
+def test_greedy_is_lossless(mix, length):
+    window, rates = [4, 8, 16, 7, 5][mix], [{CSA: 4, HCA: 8}, {CSA: 2, HCA: 4}, {CSA: 3, HCA: 6}][mix % 3]
+    target = tiny_target(mix, layer_types=MIXES[mix], sliding_window=window, compress_rates=rates, hidden_size=64)
+    ids = prompt(length, seed=mix)
+    expected = target.generate(ids, do_sample=False, max_new_tokens=30)
+    for drafter in (tiny_drafter(target), perfect(target, expected[0])):
+        drafter.bind(target)
+        assert torch.equal(target.generate(ids, do_sample=False, max_new_tokens=30, assistant_model=drafter), expected)
+    stats = drafter.last_stats
+    assert stats.accepted[:-1] == [6] * (stats.rounds - 1) and stats.emitted[:-1] == [7] * (stats.rounds - 1)
+    assert stats.tokens == 30
+
+
+@pytest.fixture
+def pair(target, drafter):
+    """A bound target and a drafter that is right about half of the time, so that rounds end everywhere."""
+    drafter.bind(target)
+    return target, drafter
+
+
+def half_right(target, ids, **kwargs):
+    sequence = target.generate(ids, do_sample=False, **kwargs)[0].clone()
+    generator = torch.Generator().manual_seed(1)
+    wrong = torch.rand(sequence.shape, generator=generator) < 0.3
+    sequence[wrong] = (sequence[wrong] + 1) % 60 + 2
+    return perfect(target, sequence)
+
+
+@pytest.fixture
+def wide():
+    """A target whose LM head has full row rank (hidden = vocabulary), bound; its drafters can be told what to say."""
+    return bind(tiny_target(3, hidden_size=64))
+
+
+GREEDY_OPTIONS = {
+    "length": dict(max_length=29),
+    "one token": dict(max_new_tokens=1),
+    "two tokens": dict(max_new_tokens=2),
+    "processors": dict(max_new_tokens=25, repetition_penalty=1.3, no_repeat_ngram_size=3, min_new_tokens=20),
+    "bad words": dict(max_new_tokens=25, bad_words_ids=[[5], [6, 7]]),
+    "config object": dict(generation_config=GenerationConfig(max_new_tokens=25, do_sample=False)),
+    "attention mask": dict(max_new_tokens=25, attention_mask=torch.ones(1, 20, dtype=torch.long)),
+    "chunked prefill": dict(max_new_tokens=25, prefill_chunk_size=6),
+    "own processor": dict(
+        max_new_tokens=25, logits_processor=LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5)])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GREEDY_OPTIONS)
+def test_greedy_options(wide, name):
+    options, ids = GREEDY_OPTIONS[name], prompt(20)
+    expected = wide.generate(ids, **options)
+    drafter = half_right(wide, ids, **options)
+    assert torch.equal(wide.generate(ids, assistant_model=drafter, **options), expected)
+
+
+def test_end_tokens_and_stopping_criteria_inside_a_block(wide):
+    ids = prompt(20)
+    text = wide.generate(ids, do_sample=False, max_new_tokens=40)[0, 20:].tolist()
+
+    class StopAfter(StoppingCriteria):
+        """A criterion with a memory: it must see every prefix once, as in plain decoding."""
+
+        def __init__(self, count):
+            self.count, self.lengths = count, []
+
+        def __call__(self, input_ids, scores, **kwargs):
+            self.lengths.append(input_ids.shape[1])
+            return torch.tensor([len(self.lengths) >= self.count])
+
+    for position in range(2, 16):
+        options = dict(max_new_tokens=40, do_sample=False, eos_token_id=[text[position], 1])
+        expected = wide.generate(ids, **options)
+        drafter = perfect(wide, torch.cat([ids[0], torch.tensor(text)]))
+        assert torch.equal(wide.generate(ids, assistant_model=drafter, **options), expected)
+        plain, assisted = StopAfter(position), StopAfter(position)
+        options = dict(max_new_tokens=40, do_sample=False)
+        expected = wide.generate(ids, stopping_criteria=StoppingCriteriaList([plain]), **options)
+        out = wide.generate(ids, stopping_criteria=StoppingCriteriaList([assisted]), assistant_model=drafter, **options)
+        assert torch.equal(out, expected) and assisted.lengths == plain.lengths
+
+
+def test_stop_strings_do_not_run_over(wide):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {chr(65 + i): i for i in range(64)}
+    raw = Tokenizer(models.WordLevel(vocab, unk_token="A"))
+    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
+    ids = prompt(20)
+    sequence = wide.generate(ids, do_sample=False, max_new_tokens=40)[0]
+    for position in (23, 26, 30):
+        stop = "".join(chr(65 + t) for t in sequence[position : position + 2].tolist())
+        options = dict(max_new_tokens=40, do_sample=False, stop_strings=[stop], tokenizer=tokenizer)
+        expected = wide.generate(ids, **options)
+        assert torch.equal(wide.generate(ids, assistant_model=perfect(wide, sequence), **options), expected)
+
+
+def test_streamer_gets_the_same_puts(wide):
+    class Recorder(BaseStreamer):
+        def __init__(self):
+            self.events = []
+
+        def put(self, value):
+            self.events.append(value.tolist())
+
+        def end(self):
+            self.events.append("end")
+
+    ids, plain, assisted = prompt(12), Recorder(), Recorder()
+    wide.generate(ids, do_sample=False, max_new_tokens=20, streamer=plain)
+    drafter = half_right(wide, ids, max_new_tokens=20)
+    wide.generate(ids, do_sample=False, max_new_tokens=20, streamer=assisted, assistant_model=drafter)
+    assert assisted.events == plain.events
+
+
+def test_dictionary_output_equals_plain_decoding(wide):
+    ids = prompt(20)
+    options = dict(
+        do_sample=False, max_new_tokens=18, return_dict_in_generate=True, output_scores=True, output_logits=True,
+        output_hidden_states=True, repetition_penalty=1.2,
+    )  # fmt: skip
+    plain = wide.generate(ids, **options)
+    assisted = wide.generate(ids, assistant_model=half_right(wide, ids, max_new_tokens=18), **options)
+    assert torch.equal(plain.sequences, assisted.sequences)
+    close = dict(atol=1e-4, rtol=1e-4)
+    assert len(plain.scores) == len(assisted.scores) == 18
+    for a, b in zip(plain.scores + plain.logits, assisted.scores + assisted.logits):
+        torch.testing.assert_close(a, b, **close)
+    assert len(plain.hidden_states) == len(assisted.hidden_states)
+    for step, (a, b) in enumerate(zip(plain.hidden_states, assisted.hidden_states)):
+        assert [x.shape for x in a] == [x.shape for x in b], step
+        for x, y in zip(a, b):
+            torch.testing.assert_close(x, y, **close)
+    assert assisted.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+
+
+def test_attentions_are_one_row_per_token(wide):
+    options = dict(do_sample=False, max_new_tokens=9, return_dict_in_generate=True, output_attentions=True)
+    ids = prompt(6)
+    out = wide.generate(ids, assistant_model=half_right(wide, ids, max_new_tokens=9), **options)
+    assert len(out.attentions) == 9 and all(step[0].shape[2] == 1 for step in out.attentions[1:])
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_continuing_a_chat_from_the_returned_cache(wide, copied):
+    first, options = prompt(14), dict(do_sample=False, max_new_tokens=15, return_dict_in_generate=True)
+    out = wide.generate(first, assistant_model=half_right(wide, first, max_new_tokens=15), **options)
+    second = torch.cat([out.sequences, prompt(7, seed=5)], dim=1)
+    expected = wide.generate(second, do_sample=False, max_new_tokens=15)
+    drafter = half_right(wide, second, max_new_tokens=15)
+    cache = copy.deepcopy(out.past_key_values) if copied else out.past_key_values
+    again = wide.generate(second, past_key_values=cache, assistant_model=drafter, **options)
+    assert torch.equal(again.sequences, expected)
+
+
+def test_the_drafters_context_continues_with_the_cache(pair):
+    """A second turn must draft from the whole conversation: the same drafts as from a fresh start."""
+    target, drafter = pair
+    options = dict(do_sample=False, max_new_tokens=12, return_dict_in_generate=True)
+    out = target.generate(prompt(14), assistant_model=drafter, **options)
+    second = torch.cat([out.sequences, prompt(7, seed=5)], dim=1)
+    continued = target.generate(second, past_key_values=out.past_key_values, assistant_model=drafter, **options)
+    fresh = target.generate(second, assistant_model=drafter, **options)
+    assert torch.equal(continued.sequences, fresh.sequences)
+    _, a = continued.past_key_values._hyperdflash_context
+    _, b = fresh.past_key_values._hyperdflash_context
+    assert a.end == b.end == continued.sequences.shape[1] - 1 == len(a)
+    for x, y in zip(a.layers, b.layers):
+        torch.testing.assert_close(x[0], y[0], atol=1e-4, rtol=1e-4)
+
+
+def test_continuing_from_the_users_own_cache(wide):
+    ids = prompt(21)
+    expected = wide.generate(ids, do_sample=False, max_new_tokens=15)
+    cache = DynamicCache(config=wide.config)
+    with torch.no_grad():
+        wide(ids[:, :13], past_key_values=cache)
+    drafter = half_right(wide, ids, max_new_tokens=15)
+    options = dict(do_sample=False, max_new_tokens=15, past_key_values=cache)
+    assert torch.equal(wide.generate(ids, assistant_model=drafter, **options), expected)
+
+
+def test_other_assisted_modes_work_once_bound(wide):
+    ids = torch.cat([prompt(12), prompt(12)], dim=1)  # repeats, so that prompt lookup finds something
+    expected = wide.generate(ids, do_sample=False, max_new_tokens=30)
+    assert torch.equal(wide.generate(ids, do_sample=False, max_new_tokens=30, prompt_lookup_num_tokens=5), expected)
+    assistant = tiny_target(4)
+    with pytest.raises(ValueError, match=r"hf_hyperdflash\.bind\(assistant_model\)"):
+        wide.generate(ids, do_sample=False, max_new_tokens=30, assistant_model=assistant)
+    for helper in (bind(assistant), bind(copy.deepcopy(wide))):
+        out = wide.generate(ids, do_sample=False, max_new_tokens=30, assistant_model=helper)
+        assert torch.equal(out, expected)
+
+
+def test_requests_that_cannot_work_are_refused_before_any_work(pair, monkeypatch):
+    target, drafter = pair
+    monkeypatch.setattr(type(target), "forward", lambda *a, **k: pytest.fail("the target ran"))
+    with pytest.raises(ValueError, match="batch of 2"):
+        target.generate(prompt(5).repeat(2, 1), assistant_model=drafter, max_new_tokens=3)
+    with pytest.raises(ValueError, match="cache"):
+        target.generate(prompt(5), assistant_model=drafter, max_new_tokens=3, use_cache=False)
+    with pytest.raises(ValueError, match="1 to 6"):
+        target.generate(prompt(5), assistant_model=drafter, max_new_tokens=3, num_assistant_tokens=7)
+    with pytest.raises(ValueError, match="lossless"):
+        target.generate(prompt(5), assistant_model=drafter, max_new_tokens=3, assistant_ensemble_weight=0.5)
+
+
+def test_fewer_drafts_on_request(wide):
+    ids = prompt(10)
+    expected = wide.generate(ids, do_sample=False, max_new_tokens=25)
+    drafter = perfect(wide, expected[0])
+    wide.generate(ids, do_sample=False, max_new_tokens=25, assistant_model=drafter, num_assistant_tokens=2)
+    assert drafter.last_stats.emitted == [3] * 8
+    drafter.num_draft_tokens = 4
+    out = wide.generate(ids, do_sample=False, max_new_tokens=25, assistant_model=drafter)
+    assert torch.equal(out, expected) and drafter.last_stats.emitted == [5, 5, 5, 5, 4]
+
+
+def test_left_padding_is_no_context(wide):
+    """Stock V4 depends on how left-padded text is chunked; what we owe is that padding is no context."""
+    ids, mask = torch.cat([torch.zeros(1, 4, dtype=torch.long), prompt(9)], dim=1), torch.ones(1, 13)
+    mask[:, :4] = 0
+    drafter = half_right(wide, ids, max_new_tokens=8)
+    out = wide.generate(ids, attention_mask=mask.long(), do_sample=False, max_new_tokens=8, assistant_model=drafter,
+                        return_dict_in_generate=True)  # fmt: skip
+    _, context = out.past_key_values._hyperdflash_context
+    assert len(context) == out.sequences.shape[1] - 1 - 4
+
+
+def chi_square(observed: Counter, probabilities: torch.Tensor, draws: int) -> tuple[float, float]:
+    """The statistic and a bound that a right sampler exceeds about once in a thousand times (Wilson-Hilferty)."""
+    expected = probabilities.double() * draws
+    usual = expected >= 5
+    statistic = sum((observed[i] - expected[i].item()) ** 2 / expected[i].item() for i in usual.nonzero()[:, 0].tolist())
+    rest = expected[~usual].sum().item()
+    cells = int(usual.sum())
+    if rest >= 5:
+        seen = sum(n for i, n in observed.items() if not usual[i])
+        statistic, cells = statistic + (seen - rest) ** 2 / rest, cells + 1
+    freedom = max(cells - 1, 1)
+    return statistic, freedom * (1 - 2 / (9 * freedom) + 3.1 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
+def test_choice_has_the_targets_distribution(temperature):
+    p = (torch.randn(1, 12) / temperature * 2).softmax(-1)
+    q = (torch.randn(1, 12) / temperature * 2).softmax(-1)
+    draws, accepted, observed = 20_000, 0, Counter()
+    for draft in torch.multinomial(q[0], draws, replacement=True):
+        token, agreed = speculative_choice(p, q, draft[None])
+        observed[int(token)] += 1
+        accepted += agreed
+    statistic, bound = chi_square(observed, p[0], draws)
+    assert statistic < bound
+    # The overlap of the two distributions is the acceptance rate: neither everything nor nothing is accepted.
+    assert accepted / draws == pytest.approx(torch.minimum(p, q).sum().item(), abs=0.02)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_sampled_text_has_the_targets_distribution(temperature):
+    """End to end: pairs of sampled tokens against the target's own joint distribution, top-k included."""
+    target = tiny_target(5, vocab_size=8, layer_types=[CSA], sliding_window=4, hc_sinkhorn_iters=1)
+    drafter, ids, k = tiny_drafter(target, num_hidden_layers=1), prompt(6, vocab_size=8), 5
+    drafter.bind(target)
+
+    def distribution(context):
+        with torch.no_grad():
+            logits = target(context).logits[0, -1] / temperature
+        return logits.masked_fill(logits < logits.topk(k).values[-1], -torch.inf).softmax(-1)
+
+    # The first token comes from the prefill; the next two pass through drafting and verification.
+    first = distribution(ids)
+    joint = torch.zeros(8, 8, 8)
+    for a in range(8):
+        after_a = distribution(torch.cat([ids, torch.tensor([[a]])], dim=1))
+        for b in range(8):
+            joint[a, b] = first[a] * after_a[b] * distribution(torch.cat([ids, torch.tensor([[a, b]])], dim=1))
+    draws, observed = 1500, Counter()
+    for _ in range(draws):
+        out = target.generate(ids, assistant_model=drafter, do_sample=True, temperature=temperature, top_k=k,
+                              max_new_tokens=4)  # fmt: skip
+        a, b, c = out[0, 6:9].tolist()
+        observed[a * 64 + b * 8 + c] += 1
+    assert sum(joint.flatten()[i] == 0 for i in observed) == 0
+    statistic, bound = chi_square(observed, joint.flatten(), draws)
+    assert statistic < bound
+
+
+def test_statistics():
+    stats = SpeculationStats(rounds=4, tokens=12, emitted=[1, 3, 4, 3], accepted=[0, 2, 3, 2])
+    assert stats.tau == 11 / 4 and stats.mean_accepted_drafts == 7 / 4
+    assert stats.acceptance == [3 / 4, 3 / 4, 1 / 4]
+    assert stats.conditional_acceptance == pytest.approx([3 / 4, 1, 1 / 3])
+    assert SpeculationStats().tau == 0 and SpeculationStats().acceptance == []
+
+
+def test_statistics_of_a_run_add_up(wide):
+    ids = prompt(10)
+    drafter = half_right(wide, ids, max_new_tokens=40)
+    wide.generate(ids, do_sample=False, max_new_tokens=40, assistant_model=drafter)
+    stats = drafter.last_stats
+    assert stats.tokens == 40 and sum(stats.emitted) + 1 in (39, 40)
+    assert 1 < stats.tau < 7 and stats.draft_seconds > 0 and stats.verify_seconds > 0
+    assert stats.acceptance == sorted(stats.acceptance, reverse=True)

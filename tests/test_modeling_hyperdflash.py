@@ -1,0 +1,186 @@
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hf_hyperdflash import FCReducer, HCGateReducer, HyperDFlashConfig, HyperDFlashDrafter, register_auto_classes
+from hf_hyperdflash.data import block_mask
+
+from .conftest import tiny_drafter, tiny_target
+
+
+def count(module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def test_parameter_counts_for_v4_flash():
+    # Table 1: 65K against 67M.
+    with torch.device("meta"):
+        assert count(HCGateReducer(HyperDFlashConfig())) == 65_541
+        assert count(FCReducer(HyperDFlashConfig(reducer="fc"))) == 67_108_864
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_untrained_gate_is_the_targets_collapse(target, dtype):
+    drafter = tiny_drafter(target, path_norm=False)
+    residual = torch.randn(2, 5, 4, 32).to(dtype)
+    assert torch.equal(drafter.hc_gate(residual), target.model.hc_head(residual))
+
+
+def test_path_norm_follows_equation_1(target):
+    drafter = tiny_drafter(target)
+    head, residual = target.model.hc_head, torch.randn(1, 3, 4, 32)
+    for t in range(3):
+        h = residual[0, t]
+        x = h.flatten() / (h.flatten().square().mean() + 1e-6).sqrt()
+        y = torch.zeros(32)
+        for j in range(4):
+            alpha = torch.sigmoid(head.hc_fn[j] @ x * head.hc_scale[0] + head.hc_base[j]) + 1e-6
+            y += alpha * h[j] / (h[j].square().mean() + 1e-6).sqrt()
+        torch.testing.assert_close(drafter.hc_gate(residual)[0, t], y)
+
+
+def test_fc_is_a_dense_projection_of_the_concatenated_paths(target):
+    drafter = tiny_drafter(target, reducer="fc")
+    residual = torch.randn(1, 2, 4, 32)
+    expected = torch.stack([torch.cat(list(residual[0, t])) @ drafter.fc.weight.T for t in range(2)])
+    torch.testing.assert_close(drafter.fc(residual)[0], expected)
+    assert "fc.weight" in drafter.state_dict()  # the name z-lab's checkpoints use
+
+
+def test_gate_parameters_stay_float32(target, tmp_path):
+    drafter = tiny_drafter(target, dtype=torch.bfloat16)
+    assert drafter.hc_gate.hc_fn.dtype == torch.float32 and drafter.norm.weight.dtype == torch.bfloat16
+    drafter.save_pretrained(tmp_path)
+    for dtype in (torch.bfloat16, torch.float32):
+        again = HyperDFlashDrafter.from_pretrained(tmp_path, dtype=dtype)
+        assert again.hc_gate.hc_fn.dtype == torch.float32 and again.layers[0].mlp.up_proj.weight.dtype == dtype
+        assert torch.equal(again.hc_gate.hc_fn, target.model.hc_head.hc_fn)
+
+
+def test_fallback_is_chosen_with_a_logged_reason(target, caplog):
+    with caplog.at_level(logging.WARNING):
+        drafter = tiny_drafter(target, hidden_size=64)
+    assert drafter.config.reducer == "fc" and "64 differs from the target's 32" in caplog.text
+    with pytest.raises(ValueError, match="64 differs"):
+        tiny_drafter(target, hidden_size=64, reducer="hc_gate")
+    assert tiny_drafter(target).config.reducer == "hc_gate"
+
+
+def test_from_target_fits_the_target(target):
+    config = tiny_drafter(target, num_draft_tokens=4).config
+    assert (config.vocab_size, config.target_hidden_size, config.target_hc_mult) == (64, 32, 4)
+    assert config.block_size == 5 and config.rope_parameters["rope_theta"] == 10000.0
+    with pytest.raises(ValueError, match="mask_token_id"):
+        HyperDFlashDrafter.from_target(target)
+
+
+def test_saves_only_its_own_safetensors(drafter, tmp_path):
+    drafter.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert names == set(drafter.state_dict())
+    assert not any("embed" in name or "lm_head" in name for name in names)
+    again = HyperDFlashDrafter.from_pretrained(tmp_path, device_map="cpu")
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, drafter.state_dict()[name]), name
+
+
+def test_auto_classes_on_request(drafter, tmp_path):
+    drafter.save_pretrained(tmp_path)
+    try:
+        register_auto_classes()
+        register_auto_classes()
+        assert isinstance(AutoConfig.from_pretrained(tmp_path), HyperDFlashConfig)
+        assert isinstance(AutoModel.from_pretrained(tmp_path), HyperDFlashDrafter)
+    finally:
+        CONFIG_MAPPING._extra_content.pop("hyperdflash", None)
+
+
+def reference_forward(drafter, embeds, positions, residual, context_positions):
+    """The block drafter, one query at a time, from the paper and Qwen3's equations."""
+    config = drafter.config
+
+    def rms(x, weight):
+        return x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weight
+
+    def rope(x, position):
+        half = config.head_dim // 2
+        angle = position * 10000.0 ** (-torch.arange(half).float() / half)
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
+
+    feature = rms(drafter.hc_gate(residual[None])[0], drafter.hidden_norm.weight)
+    hidden = embeds.clone()
+    groups = config.num_attention_heads // config.num_key_value_heads
+    for layer in drafter.layers:
+        attention, x = layer.self_attn, rms(hidden, layer.input_layernorm.weight)
+        sources = [*zip(feature, context_positions), *zip(x, positions)]
+        mixed = []
+        for q_state, q_position in zip(x, positions):
+            heads = []
+            for head in range(config.num_attention_heads):
+                span = slice(head * config.head_dim, (head + 1) * config.head_dim)
+                kv_head = head // groups
+                kv_span = slice(kv_head * config.head_dim, (kv_head + 1) * config.head_dim)
+                q = rope(rms(attention.q_proj.weight[span] @ q_state, attention.q_norm.weight), q_position)
+                keys = [rope(rms(attention.k_proj.weight[kv_span] @ s, attention.k_norm.weight), p) for s, p in sources]
+                values = [attention.v_proj.weight[kv_span] @ s for s, _ in sources]
+                scores = torch.stack([q @ k for k in keys]) / config.head_dim**0.5
+                heads.append((scores.softmax(0)[:, None] * torch.stack(values)).sum(0))
+            mixed.append(attention.o_proj.weight @ torch.cat(heads))
+        hidden = hidden + torch.stack(mixed)
+        hidden = hidden + layer.mlp(rms(hidden, layer.post_attention_layernorm.weight))
+    return rms(hidden, drafter.norm.weight)
+
+
+def test_forward_equals_a_reference_written_query_by_query(target):
+    drafter = tiny_drafter(target, head_dim=8)
+    residual, embeds = torch.randn(6, 4, 32), torch.randn(7, 32)
+    context_positions, positions = torch.arange(3, 9), torch.arange(9, 16)
+    expected = reference_forward(drafter, embeds, positions, residual, context_positions)
+    context = drafter.encode_context(residual[None], context_positions[None])
+    torch.testing.assert_close(drafter(embeds[None], positions[None], context)[0], expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("hidden_size", [32, 48])
+def test_cached_context_equals_the_masked_training_layout(target, window, hidden_size):
+    """Generation adds context token by token and runs one block; training runs all blocks at once under a mask."""
+    drafter = tiny_drafter(target, sliding_window=window, hidden_size=hidden_size, head_dim=16)
+    residual, embeds = torch.randn(1, 150, 4, 32), torch.randn(1, 3 * 7, 32)
+    anchors = torch.tensor([[1, 70, 149]])
+    positions = (anchors.unsqueeze(-1) + torch.arange(7)).flatten(1)
+    everything = drafter.encode_context(residual, torch.arange(150)[None])
+    together = drafter(embeds, positions, everything, block_mask(anchors, 7, 150, window))
+    cache, filled = drafter.new_context(), 0
+    for index, anchor in enumerate(anchors[0].tolist()):
+        while filled < anchor:
+            step = min(3, anchor - filled)
+            span = slice(filled, filled + step)
+            cache.append(drafter.encode_context(residual[:, span], torch.arange(150)[None, span]))
+            filled += step
+        assert len(cache) == min(anchor, window or anchor)
+        block = slice(7 * index, 7 * index + 7)
+        alone = drafter(embeds[:, block], positions[:, block], cache.layers)
+        torch.testing.assert_close(alone, together[:, block], atol=1e-5, rtol=1e-4)
+
+
+def test_num_draft_tokens_is_checked(drafter):
+    drafter.num_draft_tokens = 2
+    assert drafter.num_draft_tokens == 2
+    for bad in (0, 7, True, "3"):
+        with pytest.raises(ValueError, match="1 to 6"):
+            drafter.num_draft_tokens = bad
+    assert drafter.num_draft_tokens == 2
+
+
+def test_gate_is_inherited_by_value(drafter):
+    other = tiny_target(seed=0)
+    assert torch.equal(drafter.hc_gate.hc_base, other.model.hc_head.hc_base)
+    with torch.no_grad():
+        drafter.hc_gate.hc_base.add_(1)
+    assert not torch.equal(drafter.hc_gate.hc_base, other.model.hc_head.hc_base)

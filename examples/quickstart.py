@@ -94,8 +94,9 @@ def merge(all_stats: list[SpeculationStats]) -> SpeculationStats:
 
 def show(console: Console, rows: list[dict], stats: SpeculationStats, greedy: bool) -> None:
     table = Table(title="Plain and assisted decoding, side by side")
-    for heading in ("prompt", "tokens", "plain tokens/s", "assisted tokens/s", "speedup", "tau", "identical"):
-        table.add_column(heading, justify="left" if heading == "prompt" else "right")
+    table.add_column("prompt", no_wrap=True)
+    for heading in ("tokens", "plain tok/s", "assisted tok/s", "speedup", "tau", "identical"):
+        table.add_column(heading, justify="right")
     plain, assisted = sum(r["plain"] for r in rows), sum(r["assisted"] for r in rows)
     plain_tokens, tokens = sum(r["plain_tokens"] for r in rows), sum(r["tokens"] for r in rows)
     shown = rows if len(rows) <= 8 else []
@@ -171,7 +172,7 @@ def main() -> None:
         assisted, assisted_seconds = timed(target, inputs, **options, assistant_model=drafter)
         all_stats.append(drafter.last_stats)
         rows.append(
-            {"name": text if len(text) <= 28 else text[:27] + "…", "plain": plain_seconds, "assisted": assisted_seconds,
+            {"name": text if len(text) <= 16 else text[:15] + "…", "plain": plain_seconds, "assisted": assisted_seconds,
              "plain_tokens": len(plain), "tokens": len(assisted), "same": torch.equal(plain, assisted),
              "tau": drafter.last_stats.tau}
         )  # fmt: skip

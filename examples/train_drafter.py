@@ -204,7 +204,9 @@ def main() -> None:
     print(f"drafter: {sum(p.numel() for p in drafter.parameters()) / 1e6:.2f} M parameters, {drafter.config.reducer}")
     history = train(drafter, target, examples[args.held_out :], examples[: args.held_out], args)
     output = Path(args.output)
-    drafter.to(getattr(torch, args.dtype)).save_pretrained(output)
+    drafter.save_pretrained(output)
+    # Loading casts what may be cast; the gate stays float32.
+    HyperDFlashDrafter.from_pretrained(output, dtype=args.dtype).save_pretrained(output)
     facts = {**vars(args), "examples": len(examples), "tokens": tokens, "answer_tokens": answer_tokens}
     facts |= {"data": [Path(s).name for s in args.data], "target": Path(args.target).name, "output": output.name}
     (output / "training.json").write_text(json.dumps({**facts, "history": history}, indent=1))

@@ -331,9 +331,8 @@ def save_state(path: Path, target, mtp, optimizer, step: int, history: list[dict
 
 def save_checkpoint(target, mtp, tokenizer, output: Path, dtype: torch.dtype) -> None:
     """Write the target in `dtype` (float32 where V4 demands it) with the MTP tensors in the same file."""
-    master = {name: tensor.detach().float().cpu() for name, tensor in target.state_dict().items()}
-    shipped = DeepseekV4ForCausalLM(target.config).to(dtype)
-    shipped.load_state_dict({k: v for k, v in master.items()})
+    target.cpu().float().save_pretrained(output)
+    shipped = DeepseekV4ForCausalLM.from_pretrained(output, dtype=dtype)  # loading casts only what V4 allows
     shipped.generation_config.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     shipped.save_pretrained(output)
     weights = output / "model.safetensors"

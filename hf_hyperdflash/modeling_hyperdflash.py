@@ -275,10 +275,12 @@ class HyperDFlashDrafter(PreTrainedModel):
         if reducer == "hc_gate":
             drafter.hc_gate.load_state_dict({name: value.float() for name, value in facts.gate.items()})
         head = target.get_output_embeddings().weight
-        device = head.device if head.device.type != "meta" else "cpu"
-        drafter.to(device=device, dtype=dtype or head.dtype)
-        if reducer == "hc_gate":
-            drafter.hc_gate.float()
+        for name, part in drafter.named_children():
+            part.to(
+                device=head.device if head.device.type != "meta" else "cpu",
+                # Not all at once: the gate would be rounded on its way.
+                dtype=torch.float32 if name == "hc_gate" else dtype or head.dtype,
+            )
         return drafter
 
     # Drafting

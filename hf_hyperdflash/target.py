@@ -314,6 +314,7 @@ def _check_request(
         )
     if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("HyperDFlash drafts from token ids: pass `input_ids`, not `inputs_embeds`.")
+    _check_continuation(input_ids.shape[1], generation_config, model_kwargs)
     if synced_gpus:
         raise ValueError(
             "`synced_gpus=True` is not supported with a HyperDFlash drafter: ranks that finish early would wait for "
@@ -323,6 +324,17 @@ def _check_request(
         raise ValueError(
             f"`assistant_ensemble_weight` is {generation_config.assistant_ensemble_weight}, expected None: HyperDFlash "
             "is lossless, it does not mix the drafter's distribution into the target's."
+        )
+
+
+def _check_continuation(length: int, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    cached = model_kwargs["past_key_values"].get_seq_length()
+    mask = model_kwargs.get("attention_mask")
+    whole = getattr(generation_config, "_mask_length", length) if mask is None else mask.shape[1]
+    if cached and (whole != length or length <= cached):
+        raise ValueError(
+            f"`past_key_values` holds {cached} tokens and `input_ids` {length}: expected the whole sequence, what is in "
+            "the cache and at least one new token. Concatenate the earlier output and the new turn."
         )
 
 

@@ -252,6 +252,15 @@ def test_requests_that_cannot_work_are_refused_before_any_work(pair, monkeypatch
         target.generate(prompt(5), assistant_model=drafter, max_new_tokens=3, assistant_ensemble_weight=0.5)
 
 
+def test_a_continuation_needs_the_whole_sequence(pair):
+    target, drafter = pair
+    options = dict(do_sample=False, max_new_tokens=5, assistant_model=drafter, return_dict_in_generate=True)
+    out = target.generate(prompt(9), **options)
+    for ids in (prompt(3), out.sequences[:, :-1]):
+        with pytest.raises(ValueError, match="whole sequence"):
+            target.generate(ids, past_key_values=out.past_key_values, **options)
+
+
 def test_fewer_drafts_on_request(wide):
     ids = prompt(10)
     expected = wide.generate(ids, do_sample=False, max_new_tokens=25)

@@ -85,6 +85,7 @@ def merge(all_stats: list[SpeculationStats]) -> SpeculationStats:
     for stats in all_stats:
         merged.rounds += stats.rounds
         merged.tokens += stats.tokens
+        merged.draft_positions = max(merged.draft_positions, stats.draft_positions)
         merged.emitted += stats.emitted
         merged.accepted += stats.accepted
         merged.draft_seconds += stats.draft_seconds

@@ -105,15 +105,15 @@ def train(drafter, target, train_set, held_out, args) -> list[dict]:
     steps_per_epoch = math.ceil(len(train_set) / args.batch_size)
     total = steps_per_epoch * args.epochs
     checkpoint = Path(args.output) / "training_state.pt"
-    epoch, history = 0, []
+    done, history = 0, []
     if checkpoint.exists():
         state = torch.load(checkpoint, map_location=target.device)
         drafter.load_state_dict(state["drafter"])
         optimizer.load_state_dict(state["optimizer"])
-        epoch, history = state["epoch"], state["history"]
-        print(f"Going on from epoch {epoch} of {checkpoint}")
-    progress = tqdm(total=total, initial=epoch * steps_per_epoch, desc="drafter", unit="step")
-    for epoch in range(epoch, args.epochs):
+        done, history = state["epoch"], state["history"]
+        print(f"Going on from epoch {done} of {checkpoint}")
+    progress = tqdm(total=total, initial=done * steps_per_epoch, desc="drafter", unit="step")
+    for epoch in range(done, args.epochs):
         order = list(range(len(train_set)))
         random.Random(args.seed + epoch).shuffle(order)
         generator = torch.Generator().manual_seed(args.seed + epoch)
@@ -122,7 +122,9 @@ def train(drafter, target, train_set, held_out, args) -> list[dict]:
             step = epoch * steps_per_epoch + index
             warmup = min(1.0, (step + 1) / args.warmup_steps)
             for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * warmup * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / total)))
+                group["lr"] = (
+                    args.learning_rate * warmup * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / total)))
+                )
             chosen = order[index * args.batch_size : (index + 1) * args.batch_size]
             loss, hits = batch_loss(drafter, target, [train_set[i] for i in chosen], args, generator)
             if not torch.isfinite(loss):
@@ -189,7 +191,9 @@ def main() -> None:
     tokens = sum(len(e["ids"]) for e in examples)
     answer_tokens = sum(int(e["loss_mask"].sum()) for e in examples)
     size = tokens * target.config.hc_mult * target.config.hidden_size * 2
-    print(f"{len(examples)} examples, {tokens:,} tokens, {answer_tokens:,} of them answers; residuals {size / 1e9:.2f} GB")
+    print(
+        f"{len(examples)} examples, {tokens:,} tokens, {answer_tokens:,} of them answers; residuals {size / 1e9:.2f} GB"
+    )
     add_residuals(target, examples, args.batch_size, torch.bfloat16)
     torch.manual_seed(args.seed)
     drafter = HyperDFlashDrafter.from_target(

@@ -361,7 +361,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=100, help="steps between resumable states")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="bfloat16", help="of the saved checkpoint; training is in float32")
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="do not torch.compile the Sinkhorn loops")
+    parser.add_argument(
+        "--no-compile", dest="compile", action="store_false", help="do not torch.compile the Sinkhorn loops"
+    )
     return parser.parse_args()
 
 

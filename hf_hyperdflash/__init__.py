@@ -33,7 +33,22 @@ _MODULE_OF = {
 }
 
 __version__ = "0.1.0"
-__all__ = [*_MODULE_OF, "__version__"]
+__all__ = [
+    "FCReducer",
+    "HCGateReducer",
+    "HyperDFlashConfig",
+    "HyperDFlashDrafter",
+    "RewindableCSACacheLayer",
+    "RewindableHCACacheLayer",
+    "SpeculationStats",
+    "__version__",
+    "bind",
+    "capture_residual",
+    "drafter_loss",
+    "make_rewindable",
+    "register_auto_classes",
+    "unbind",
+]
 
 
 def __getattr__(name: str) -> Any:

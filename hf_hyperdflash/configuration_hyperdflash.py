@@ -31,7 +31,7 @@ class HyperDFlashConfig(PreTrainedConfig):
         reducer: `"hc_gate"` (Eq. 1, inherited from the target's `hc_head`) or `"fc"` (a dense projection).
         path_norm: Whether `"hc_gate"` normalizes each path before summing (section 2.2, "per-path RMSNorm").
         hc_eps: The target's offset on each gate.
-        target_hidden_size: Width of the target. If it differs from `hidden_size`, the reducer must be `"fc"`.
+        target_hidden_size: Width of the target; 0 for the drafter's. If it differs from `hidden_size`, the reducer must be `"fc"`.
         target_hc_mult: Number of residual paths of the target.
         target_model_type: `config.model_type` of the target.
         target_name_or_path: The target the drafter was made for; binding to another name warns.
@@ -61,7 +61,7 @@ class HyperDFlashConfig(PreTrainedConfig):
     reducer: str = "hc_gate"
     path_norm: bool = True
     hc_eps: float = 1e-6
-    target_hidden_size: int | None = None
+    target_hidden_size: int = 0
     target_hc_mult: int = 4
     target_model_type: str = "deepseek_v4"
     target_name_or_path: str = ""
@@ -70,7 +70,7 @@ class HyperDFlashConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        if self.target_hidden_size is None:
+        if self.target_hidden_size == 0:
             self.target_hidden_size = self.hidden_size
         self._check_sizes()
         self._check_reducer()
@@ -81,7 +81,9 @@ class HyperDFlashConfig(PreTrainedConfig):
             if getattr(self, field) < 1:
                 raise ValueError(f"`{field}` is {getattr(self, field)}, expected at least 1.")
         if self.block_size < 2:
-            raise ValueError(f"`block_size` is {self.block_size}, expected at least 2: the anchor and one draft position.")
+            raise ValueError(
+                f"`block_size` is {self.block_size}, expected at least 2: the anchor and one draft position."
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_attention_heads` is {self.num_attention_heads}, expected a multiple of `num_key_value_heads` "

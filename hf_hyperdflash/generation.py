@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig
@@ -25,6 +26,7 @@ class SpeculationStats:
     Attributes:
         rounds: Verification rounds (target forwards that verified at least one draft).
         tokens: New tokens, the prefill's first one included.
+        draft_positions: Most drafts that a round verified.
         emitted: Tokens that each round emitted, accepted drafts and the target's own token.
         accepted: Accepted drafts of each round.
         draft_seconds: Wall-clock seconds in drafting. On an accelerator launches count, not their completion.
@@ -33,6 +35,7 @@ class SpeculationStats:
 
     rounds: int = 0
     tokens: int = 0
+    draft_positions: int = 0
     emitted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     draft_seconds: float = 0.0
@@ -51,20 +54,19 @@ class SpeculationStats:
     @property
     def acceptance(self) -> list[float]:
         """Per draft position k = 1, 2, ..: the fraction of rounds in which it was accepted (Figure 1)."""
-        longest = max(self.accepted, default=0)
-        return [sum(n >= k for n in self.accepted) / self.rounds for k in range(1, longest + 1)]
+        return [sum(n >= k for n in self.accepted) / self.rounds for k in range(1, self.draft_positions + 1)]
 
     @property
     def conditional_acceptance(self) -> list[float]:
-        """Per draft position k: the fraction accepted of the rounds in which position k - 1 was."""
+        """Per draft position k: the fraction accepted of the rounds in which position k - 1 was (0 where none was)."""
         prefix = [1.0, *self.acceptance]
-        return [now / before for before, now in zip(prefix, prefix[1:])]
+        return [now / before if before else 0.0 for before, now in pairwise(prefix)]
 
 
 def speculative_decoding(
     target: Any,
     drafter: Any,
-    input_ids: torch.Tensor,
+    input_ids: torch.LongTensor,
     residuals: list[torch.Tensor],
     *,
     logits_processor: Any,
@@ -89,7 +91,8 @@ def speculative_decoding(
     """
     state = _Decoding(target, drafter, residuals, logits_processor, stopping_criteria, generation_config, model_kwargs)
     stats = drafter.last_stats = SpeculationStats()
-    ids, finished = input_ids, False
+    ids: torch.Tensor = input_ids
+    finished = False
     drafts, draft_scores = input_ids.new_empty(1, 0), None
     while not finished:
         began = time.perf_counter()
@@ -103,6 +106,7 @@ def speculative_decoding(
         emitted = ids.shape[1] - before
         if drafts.shape[1]:
             stats.rounds += 1
+            stats.draft_positions = max(stats.draft_positions, drafts.shape[1])
             stats.emitted.append(emitted)
             stats.accepted.append(accepted)
         if stats.tokens:
@@ -148,7 +152,7 @@ class _Decoding:
     def _context_of_cache(self) -> Any:
         """The context that an earlier `generate` left with this cache, if it still belongs to it; else an empty one."""
         owner, context = getattr(self.cache, _CONTEXT_ATTRIBUTE, (None, None))
-        if owner != id(self.drafter) or context.end != self.cache.get_seq_length():
+        if context is None or owner != id(self.drafter) or context.end != self.cache.get_seq_length():
             context = self.drafter.new_context()
         return context
 
@@ -239,8 +243,7 @@ class _Decoding:
         logits = outputs.logits[:, -count - 1 :].to(dtype=torch.float32, device=ids.device, copy=True)
         for k in range(count + 1):
             scores = self.processor(ids, logits[:, k].clone())
-            draft = drafts[:, k] if k < count else None
-            token, agreed = self._target_choice(scores, draft, draft_scores[:, k] if draft_scores is not None and k < count else None)
+            token, agreed = self._target_choice(scores, drafts, draft_scores, k)
             ids = torch.cat([ids, token[:, None]], dim=1)
             self._record(outputs, k, scores, logits[:, k])
             if streamer is not None:
@@ -251,14 +254,13 @@ class _Decoding:
         return ids, count, False
 
     def _target_choice(
-        self, scores: torch.Tensor, draft: torch.Tensor | None, draft_scores: torch.Tensor | None
+        self, scores: torch.Tensor, drafts: torch.Tensor, draft_scores: torch.Tensor | None, k: int
     ) -> tuple[torch.Tensor, bool]:
-        """The target's token `[1]`, and whether it is the draft."""
-        if draft is None or not self.config.do_sample:
-            token = self._pick(scores)
-            return token, draft is not None and bool((token == draft).all())
-        p, q = scores.softmax(-1), draft_scores.softmax(-1)
-        return speculative_choice(p, q, draft)
+        """The target's token `[1]` where draft `k` stands, and whether it is that draft."""
+        if k < drafts.shape[1] and self.config.do_sample and draft_scores is not None:
+            return speculative_choice(scores.softmax(-1), draft_scores[:, k].softmax(-1), drafts[:, k])
+        token = self._pick(scores)
+        return token, k < drafts.shape[1] and bool((token == drafts[:, k]).all())
 
     def _record(self, outputs: Any, row: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
         if not self.config.return_dict_in_generate:
@@ -301,7 +303,7 @@ class _Decoding:
         if not self.config.return_dict_in_generate:
             return ids
         shown = {name: tuple(values) if values else None for name, values in self.seen.items()}
-        return GenerateDecoderOnlyOutput(sequences=ids, past_key_values=self.cache, **shown)
+        return GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, ids), past_key_values=self.cache, **shown)
 
 
 def speculative_choice(p: torch.Tensor, q: torch.Tensor, draft: torch.Tensor) -> tuple[torch.Tensor, bool]:

@@ -59,7 +59,9 @@ def drafter_loss(
         ValueError: If the shapes do not match.
     """
     if logits.shape[:2] != labels.shape:
-        raise ValueError(f"`logits` are {tuple(logits.shape)} and `labels` {tuple(labels.shape)}: expected equal blocks and drafts.")
+        raise ValueError(
+            f"`logits` are {tuple(logits.shape)} and `labels` {tuple(labels.shape)}: expected equal blocks and drafts."
+        )
     loss = draft_cross_entropy(logits, labels)
     if teacher_logits is None or kl_weight == 0:
         return loss

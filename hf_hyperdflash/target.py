@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -24,6 +24,12 @@ logger = logging.getLogger(__name__)
 
 # DeepSeek-V4's vocabulary of 129,280 has no mask token; this id is what DeepSeek's own DSpark drafter masks with.
 _V4_VOCAB_SIZE, _V4_MASK_TOKEN = 129280, 128799
+
+
+if TYPE_CHECKING:
+    _Mixed = PreTrainedModel  # what `bind` mixes `BoundTarget` into
+else:
+    _Mixed = object
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,8 @@ def default_mask_token(target: PreTrainedModel) -> int:
 def logits_from_residual(target: PreTrainedModel, residual: torch.Tensor) -> torch.Tensor:
     """The target's own next-token logits `[.., config.vocab_size]` from its pre-collapse residual
     `[batch, seq, config.hc_mult, config.hidden_size]`: the exact teacher of Eq. 2, without another forward."""
-    return target.get_output_embeddings()(target.base_model.norm(collapse_module(target)(residual)))
+    norm, head = target.get_submodule(f"{target.base_model_prefix}.norm"), target.get_output_embeddings()
+    return head(norm(collapse_module(target)(residual)))
 
 
 @contextmanager
@@ -164,7 +171,7 @@ def check_pair(config: HyperDFlashConfig, target: PreTrainedModel) -> None:
         )
 
 
-class BoundTarget:
+class BoundTarget(_Mixed):
     """Mixed into the class of one target instance by [`bind`]: rewindable caches and HyperDFlash drafting."""
 
     _is_stateful = False  # what stock transformers refuses assisted generation for: our caches can rewind
@@ -201,9 +208,9 @@ class BoundTarget:
         tokenizer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        if is_drafter(assistant_model):
+        if assistant_model is not None and is_drafter(assistant_model):
             _check_request(input_ids, generation_config, synced_gpus, model_kwargs)
-            check_pair(assistant_model.config, self)
+            check_pair(cast(HyperDFlashConfig, assistant_model.config), self)
             with capture_residual(self) as residuals:
                 return speculative_decoding(
                     self,
@@ -233,7 +240,7 @@ class BoundTarget:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The bound class exists only in memory: copies and pickles are rebuilt from the class it was made of.
-        _, _, *state = super().__reduce_ex__(protocol)
+        state = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))[2:]
         return _new_bound, (_unbound_class(type(self)),), *state
 
 
@@ -249,7 +256,7 @@ def bind(target: PreTrainedModel) -> PreTrainedModel:
     """
     collapse_module(target)
     if not isinstance(target, BoundTarget):
-        target.__class__ = _bound_class(type(target))
+        target.__class__ = _bound_class(cast(type, type(target)))
     return target
 
 
@@ -288,8 +295,7 @@ def _unbound_class(bound: type) -> type:
 
 
 def _new_bound(own: type) -> Any:
-    bound = _bound_class(own)
-    return bound.__new__(bound)
+    return object.__new__(_bound_class(own))
 
 
 def _max_rewind(generation_config: GenerationConfig) -> int:

@@ -627,7 +627,7 @@ def test_make_rewindable_refuses_what_it_cannot_make_right():
     with pytest.raises(TypeError, match="Foreign"):
         make_rewindable(cache)
     assert cache.layers[0] is stock
-    with pytest.raises(TypeError, match="tuple.*DynamicCache"):
+    with pytest.raises(TypeError, match=r"tuple.*DynamicCache"):
         make_rewindable(())
 
     feed(stock, Tokens.random(1, 4))

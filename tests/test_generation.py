@@ -121,7 +121,9 @@ def test_end_tokens_and_stopping_criteria_inside_a_block(wide):
         plain, assisted = StopAfter(position), StopAfter(position)
         options = dict(max_new_tokens=40, do_sample=False)
         expected = wide.generate(ids, stopping_criteria=StoppingCriteriaList([plain]), **options)
-        out = wide.generate(ids, stopping_criteria=StoppingCriteriaList([assisted]), assistant_model=drafter, **options)
+        out = wide.generate(
+            ids, stopping_criteria=StoppingCriteriaList([assisted]), assistant_model=drafter, **options
+        )
         assert torch.equal(out, expected) and assisted.lengths == plain.lengths
 
 
@@ -287,7 +289,9 @@ def chi_square(observed: Counter, probabilities: torch.Tensor, draws: int) -> tu
     """The statistic and a bound that a right sampler exceeds about once in a thousand times (Wilson-Hilferty)."""
     expected = probabilities.double() * draws
     usual = expected >= 5
-    statistic = sum((observed[i] - expected[i].item()) ** 2 / expected[i].item() for i in usual.nonzero()[:, 0].tolist())
+    statistic = sum(
+        (observed[i] - expected[i].item()) ** 2 / expected[i].item() for i in usual.nonzero()[:, 0].tolist()
+    )
     rest = expected[~usual].sum().item()
     cells = int(usual.sum())
     if rest >= 5:
@@ -343,10 +347,10 @@ def test_sampled_text_has_the_targets_distribution(temperature):
 
 
 def test_statistics():
-    stats = SpeculationStats(rounds=4, tokens=12, emitted=[1, 3, 4, 3], accepted=[0, 2, 3, 2])
+    stats = SpeculationStats(rounds=4, tokens=12, draft_positions=4, emitted=[1, 3, 4, 3], accepted=[0, 2, 3, 2])
     assert stats.tau == 11 / 4 and stats.mean_accepted_drafts == 7 / 4
-    assert stats.acceptance == [3 / 4, 3 / 4, 1 / 4]
-    assert stats.conditional_acceptance == pytest.approx([3 / 4, 1, 1 / 3])
+    assert stats.acceptance == [3 / 4, 3 / 4, 1 / 4, 0]
+    assert stats.conditional_acceptance == pytest.approx([3 / 4, 1, 1 / 3, 0])
     assert SpeculationStats().tau == 0 and SpeculationStats().acceptance == []
 
 

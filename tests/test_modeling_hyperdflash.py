@@ -127,7 +127,9 @@ def reference_forward(drafter, embeds, positions, residual, context_positions):
                 kv_head = head // groups
                 kv_span = slice(kv_head * config.head_dim, (kv_head + 1) * config.head_dim)
                 q = rope(rms(attention.q_proj.weight[span] @ q_state, attention.q_norm.weight), q_position)
-                keys = [rope(rms(attention.k_proj.weight[kv_span] @ s, attention.k_norm.weight), p) for s, p in sources]
+                keys = [
+                    rope(rms(attention.k_proj.weight[kv_span] @ s, attention.k_norm.weight), p) for s, p in sources
+                ]
                 values = [attention.v_proj.weight[kv_span] @ s for s, _ in sources]
                 scores = torch.stack([q @ k for k in keys]) / config.head_dim**0.5
                 heads.append((scores.softmax(0)[:, None] * torch.stack(values)).sum(0))

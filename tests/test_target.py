@@ -58,8 +58,10 @@ def test_pairs_that_do_not_fit_name_both_values(drafter, fields, values):
         drafter.bind(other)
     assert type(other) is DeepseekV4ForCausalLM
     bind(other)
+    # With different vocabularies transformers asks for both tokenizers before it gets to us.
+    tokenizers = {"tokenizer": 1, "assistant_tokenizer": 1} if "vocab_size" in fields else {}
     with pytest.raises(ValueError, match=values):
-        greedy(other, prompt(5), assistant_model=drafter, tokenizer=1, assistant_tokenizer=1)
+        greedy(other, prompt(5), assistant_model=drafter, **tokenizers)
 
 
 def test_another_name_only_warns(target, caplog):

@@ -1,0 +1,88 @@
+"""The pair that ships with the repository, and the README's first command on it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_hyperdflash import HyperDFlashDrafter
+
+from .conftest import MODELS
+
+TARGET, DRAFTER = MODELS / "tiny-deepseek-v4", MODELS / "tiny-deepseek-v4-hyperdflash"
+PROMPTS = [
+    "Anna has 5 pencils. She buys 2 boxes with 6 pencils each. How many pencils does Anna have now?",
+    "Write a Python function that returns the sum of two numbers.",
+    "A train travels 60 miles per hour for 3 hours. How far does it go?\nPlease reason step by step, and put your final "
+    "answer within \\boxed{}.",
+]
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    drafter = HyperDFlashDrafter.from_pretrained(DRAFTER, dtype=torch.float32).eval()
+    drafter.bind(target)
+    return AutoTokenizer.from_pretrained(TARGET), target, drafter
+
+
+@pytest.mark.parametrize("text", PROMPTS)
+def test_same_text_in_fewer_rounds(shipped, text):
+    tokenizer, target, drafter = shipped
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    plain = target.generate(**inputs, do_sample=False, max_new_tokens=100)
+    assert torch.equal(target.generate(**inputs, do_sample=False, max_new_tokens=100, assistant_model=drafter), plain)
+    assert drafter.last_stats.tau > 1.5
+    lookup = target.generate(**inputs, do_sample=False, max_new_tokens=100, prompt_lookup_num_tokens=5)
+    assert torch.equal(lookup, plain)
+
+
+def test_every_mechanism_of_v4_is_present(shipped):
+    config = shipped[1].config
+    assert config.hc_mult == 4 and config.hc_sinkhorn_iters == 20
+    assert {"sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"} == set(
+        config.layer_types
+    )
+    assert set(config.mlp_layer_types) == {"hash_moe", "moe"}
+
+
+def test_mtp_head_is_in_the_checkpoint_and_dtypes_are_v4s():
+    with safe_open(TARGET / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+        dtypes = {name: file.get_slice(name).get_dtype() for name in names}
+    mtp = {name for name in names if name.startswith("mtp.0.")}
+    for part in ("enorm.weight", "hnorm.weight", "norm.weight", "e_proj.weight", "h_proj.weight", "hc_head_fn",
+                 "hc_head_base", "hc_head_scale", "attn.wq_a.weight", "attn.attn_sink", "ffn.gate.bias",
+                 "ffn.experts.3.w2.weight", "hc_attn_fn", "hc_ffn_scale"):  # fmt: skip
+        assert f"mtp.0.{part}" in mtp
+    assert {dtypes[name] for name in names if "hc_" in name} == {"F32"}
+    assert dtypes["mtp.0.e_proj.weight"] == "BF16"
+
+
+def test_the_gate_came_from_the_target(shipped):
+    _, target, drafter = shipped
+    assert drafter.config.reducer == "hc_gate"
+    cosine = torch.cosine_similarity(drafter.hc_gate.hc_fn.flatten(), target.model.hc_head.hc_fn.flatten(), dim=0)
+    assert cosine > 0.5
+
+
+def test_size():
+    assert sum(path.stat().st_size for path in MODELS.rglob("*") if path.is_file()) < 24_000_000
+
+
+def test_quickstart(tmp_path):
+    script = Path(__file__).parent.parent / "examples" / "quickstart.py"
+    picture = tmp_path / "acceptance.png"
+    result = subprocess.run(
+        [sys.executable, script, "--prompt", PROMPTS[0], "--max-new-tokens", "40", "--picture", picture],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "speedup" in result.stdout and "yes" in result.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from collections import defaultdict
 from pathlib import Path
 
@@ -64,7 +65,10 @@ def main() -> None:
     progress = tqdm(total=sum(map(len, todo.values())), desc="regenerating", unit="prompt")
     tokens = 0
     with output.open("a") as file:
-        for length, group in todo.items():
+        lengths = list(todo)
+        random.Random(args.seed).shuffle(lengths)  # a run that is stopped early has seen prompts of all kinds
+        for length in lengths:
+            group = todo[length]
             for first in range(0, len(group), args.batch_size):
                 batch = group[first : first + args.batch_size]
                 ids = torch.tensor([p["ids"] for p in batch], device=device)
@@ -74,7 +78,8 @@ def main() -> None:
                     text = tokenizer.decode(answer, skip_special_tokens=True)
                     tokens += int((answer != tokenizer.pad_token_id).sum())
                     messages = [*prompt["messages"], {"role": "assistant", "content": text}]
-                    file.write(json.dumps({"messages": messages}) + "\n")
+                    truncated = tokenizer.eos_token_id not in answer  # no end to learn from
+                    file.write(json.dumps({"messages": messages, "truncated": truncated}) + "\n")
                 file.flush()
                 progress.update(len(batch))
                 progress.set_postfix(tokens=tokens)

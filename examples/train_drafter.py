@@ -23,10 +23,11 @@ from hf_hyperdflash.data import block_labels, block_mask, load_rows, sample_anch
 from hf_hyperdflash.target import logits_from_residual
 
 
-def encode(tokenizer, messages: list[dict], max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(tokenizer, row: dict, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids `[seq]` of a conversation and a mask that is `True` on the last assistant turn."""
+    messages = to_messages(row)
     prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
-    full = prompt + messages[-1]["content"] + tokenizer.eos_token
+    full = prompt + messages[-1]["content"] + ("" if row.get("truncated") else tokenizer.eos_token)
     start = len(tokenizer(prompt, add_special_tokens=False).input_ids)
     ids = torch.tensor(tokenizer(full, add_special_tokens=False).input_ids[:max_length])
     return ids, torch.arange(len(ids)) >= start
@@ -184,7 +185,7 @@ def main() -> None:
     target.requires_grad_(False)
     examples = []
     for row in (row for source in args.data for row in load_rows(source)):
-        ids, loss_mask = encode(tokenizer, to_messages(row), args.max_length)
+        ids, loss_mask = encode(tokenizer, row, args.max_length)
         if loss_mask.sum() > 1:
             examples.append({"ids": ids, "loss_mask": loss_mask})
     random.Random(args.seed).shuffle(examples)

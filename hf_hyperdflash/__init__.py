@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .cache import RewindableCSACacheLayer, RewindableHCACacheLayer, make_rewindable
+    from .cache import RewindableCSACacheLayer, RewindableHCACacheLayer, RewindableSlidingCacheLayer, make_rewindable
     from .configuration_hyperdflash import HyperDFlashConfig
     from .generation import SpeculationStats
     from .losses import drafter_loss
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "RewindableCSACacheLayer": "cache",
     "RewindableHCACacheLayer": "cache",
+    "RewindableSlidingCacheLayer": "cache",
     "make_rewindable": "cache",
     "HyperDFlashConfig": "configuration_hyperdflash",
     "SpeculationStats": "generation",
@@ -40,6 +41,7 @@ __all__ = [
     "HyperDFlashDrafter",
     "RewindableCSACacheLayer",
     "RewindableHCACacheLayer",
+    "RewindableSlidingCacheLayer",
     "SpeculationStats",
     "__version__",
     "bind",

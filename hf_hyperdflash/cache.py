@@ -1,8 +1,13 @@
-"""Cache layers for DeepSeek-V4's compressed attention that can be cropped after the target has verified a draft.
+"""Cache layers for DeepSeek-V4's attention that can be cropped after the target has verified a draft.
 
-The stock layers keep a running compressor state (open window, compressed entries, overlap between windows) that their
-`crop` does not touch, so a rejected draft stays in it. The layers here keep, while recording is on, one record per
-window that recently closed: what the compressor held before it closed. `crop` takes windows back by their records.
+The stock compressed layers keep a running compressor state (open window, compressed entries, overlap between windows)
+that their `crop` does not touch, so a rejected draft stays in it; the stock sliding layer loses keys when it is cropped
+twice in a row. The layers here keep, while recording is on, the keys that left the sliding window recently and one
+record per window that recently closed: what the compressor held before it closed. `crop` takes them back.
+
+How far back a crop can go depends on the tokens alone, not on the kind of layer or its windows: `max_rewind` tokens from
+the longest sequence seen, and never past what came before recording. So all layers of a cache refuse the same crops, the
+first one included, and a refused `Cache.crop` leaves all of them as they were.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache, DeepseekV4HCACache
 
@@ -52,45 +57,21 @@ def _checked_max_rewind(max_rewind: int) -> int:
     return max_rewind
 
 
-class RewindableHCACacheLayer(DeepseekV4HCACache):
-    """Cache layer of a heavily-compressed attention block with a `crop` that also rewinds the compressor.
+class _RewindableKeys(DynamicSlidingWindowLayer):
+    """Sliding-window keys, which are also the values, with a `crop` that brings back keys that left the window.
 
-    After `crop(-n)` every tensor and counter equals, bit for bit, that of a layer that never saw the last `n` tokens.
-    While recording is on (`activate_past_recording`), any number of forwards can be undone in any number of crops, up
-    to `max_rewind` tokens back from the longest sequence seen; what came before recording was switched on can be
-    undone only as far as the open window and the sliding window still hold it (`undoable_tokens` says how far that
-    is). With recording off, results and memory are those of the stock layer.
-
-    Recording costs, however long the prompt, at most twice `sliding_window + max_rewind` keys and the raw projections
-    of four times `max_rewind + compress_rate` tokens; about half of that in steady decoding.
-
-    Keys and values are one tensor `[batch, 1, positions, config.head_dim]`, as in the stock layer; compressed entries
-    are `[batch, entries, config.head_dim]` (`config.index_head_dim` for the indexer).
-
-    Args:
-        config: Config of the model, for the sliding window and the compression rate.
-        max_rewind: How many tokens a crop can undo while recording is on. At least 1.
-
-    Raises:
-        ValueError: If `max_rewind` is not an integer of at least 1.
+    Shared by the layers below; those that hold more state extend `_forget_past`, `_rewind`, `reset` and `_map_state`.
     """
 
     # A subclass that names a layer type replaces the stock class in every cache of the process.
-    _layer_type = None  # type: ignore[assignment]
+    _layer_type = None
 
-    # All of these are None (or hold None) until the first forward; the methods below run on them only after it.
+    # None until the first forward; the methods below use them only after it.
     keys: Any
     values: Any
-    buffer_kv: dict[str, Any]
-    buffer_gate: dict[str, Any]
-    compressed_kv: dict[str, Any]
-
-    def __init__(self, config: DeepseekV4Config, max_rewind: int = DEFAULT_MAX_REWIND, **kwargs: Any) -> None:
-        super().__init__(config, **kwargs)
-        self._start_journal(max_rewind)
 
     @classmethod
-    def from_stock(cls, layer: DeepseekV4HCACache, max_rewind: int = DEFAULT_MAX_REWIND) -> RewindableHCACacheLayer:
+    def from_stock(cls, layer: DynamicSlidingWindowLayer, max_rewind: int = DEFAULT_MAX_REWIND) -> Any:
         """Build a rewindable layer that continues from `layer`'s state; what led to that state is not recorded.
 
         Args:
@@ -98,30 +79,37 @@ class RewindableHCACacheLayer(DeepseekV4HCACache):
             max_rewind: As for the constructor.
 
         Raises:
-            ValueError: If `max_rewind` is not an integer of at least 1, or if `layer` was cropped by the stock class,
-                which leaves the removed tokens in the compressor.
+            ValueError: If `max_rewind` is not an integer of at least 1, or if `layer` was cropped by the stock class
+                in a way that lost keys or left the removed tokens in a compressor.
         """
-        for name, buffer in layer.buffer_kv.items():
-            compressed_tokens = layer.entry_count[name] * layer.compress_rate
-            seen = compressed_tokens if buffer is None else compressed_tokens + buffer.shape[1]
-            if buffer is not None and seen != layer.cumulative_length:
-                raise ValueError(
-                    f"The cache layer holds keys of {layer.cumulative_length} tokens, but its {name} has seen {seen}: "
-                    "the stock `crop` removed tokens from the keys only, and the compressor still holds them. Start "
-                    "from a new cache, or call `make_rewindable` before the first crop."
-                )
         rewindable = cls.__new__(cls)
         vars(rewindable).update(vars(layer))
-        rewindable._start_journal(max_rewind)
+        rewindable._take_over_keys()
+        rewindable._start_recording(max_rewind)
         return rewindable
 
-    def _start_journal(self, max_rewind: int) -> None:
+    def _take_over_keys(self) -> None:
+        """Keep the stock layer's keys of the window; its values are equal to them but another tensor."""
+        if not self.is_initialized:
+            return
+        needed = min(self.cumulative_length, self.sliding_window - 1)
+        if needed > 0 and self.keys.shape[-2] < needed:
+            raise ValueError(
+                f"The cache layer has seen {self.cumulative_length} tokens, but holds keys of the last "
+                f"{self.keys.shape[-2]} only, expected {needed}: the stock `crop` lost the others. Start from a new "
+                "cache, or call `make_rewindable` before the first crop."
+            )
+        if self.keys.dim() == 4:  # not yet so in a layer that was initialized early
+            self.keys = _last(self.keys, needed)
+        self.values = self.keys
+
+    def _start_recording(self, max_rewind: int) -> None:
         self.max_rewind = _checked_max_rewind(max_rewind)
         self._forget_past()
 
     def _forget_past(self) -> None:
-        # Per name, the last windows that closed while recording: the newest is the one before the open window.
-        self._closed_windows: dict[str, list[_ClosedWindow]] = {name: [] for name in self.entry_count}
+        # The shortest length that a crop can go back to. The same in all layers of a cache: see the module's docstring.
+        self._shortest_length = self.cumulative_length
         # The recorded keys, older ones included; `keys` is then a view of its last `sliding_window - 1` positions.
         self._recorded_keys: torch.Tensor | None = None
 
@@ -139,16 +127,25 @@ class RewindableHCACacheLayer(DeepseekV4HCACache):
         Returns:
             Keys and values (one tensor), `[batch, 1, min(length, sliding_window - 1) + seq, config.head_dim]` with
             `length` the sequence length before this call, as `get_mask_sizes` announces.
+
+        Raises:
+            ValueError: If `value_states` is another tensor than `key_states`.
         """
-        if not self.record_past:
-            if self._recorded_keys is not None:
-                self._forget_past()
-            return super().update(key_states, value_states, *args, **kwargs)
+        if value_states is not key_states:
+            raise ValueError(
+                f"`update` got values of shape {tuple(value_states.shape)} that are not the keys, expected the same "
+                "tensor twice: V4 has one projection for both. Use a rewindable layer with DeepSeek-V4 only."
+            )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        full = torch.cat([self._past_keys, key_states], dim=-2)
+        full = torch.cat([self._past_keys if self.record_past else self.keys, key_states], dim=-2)
         self.cumulative_length += key_states.shape[-2]
-        self._set_recorded_keys(_last(full, self.sliding_window - 1 + self.max_rewind))
+        if self.record_past:
+            self._shortest_length = max(self._shortest_length, self.cumulative_length - self.max_rewind)
+            self._set_recorded_keys(_last(full, self.sliding_window - 1 + self.max_rewind))
+        else:
+            self._forget_past()
+            self.keys = self.values = _last(full, self.sliding_window - 1)
         visible = _last(full, self.sliding_window - 1 + key_states.shape[-2])
         return visible, visible
 
@@ -159,6 +156,178 @@ class RewindableHCACacheLayer(DeepseekV4HCACache):
     def _set_recorded_keys(self, keys: torch.Tensor) -> None:
         self._recorded_keys = _compact(keys)
         self.keys = self.values = _last(self._recorded_keys, self.sliding_window - 1)
+
+    # Rewinding
+
+    @property
+    def undoable_tokens(self) -> int:
+        """How many of the last tokens `crop` can undo now: the same number in every layer of a cache."""
+        return self.cumulative_length - self._shortest_length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens: the state becomes that of a layer that never saw them.
+
+        A refused crop leaves the layer as it was.
+
+        Args:
+            tokens_to_remove: Minus the number of tokens. 0 leaves the state as it is.
+
+        Raises:
+            ValueError: If `tokens_to_remove` is positive, or asks for more tokens than the layer holds.
+            RuntimeError: If the tokens are more than `undoable_tokens`.
+        """
+        count = -int(tokens_to_remove)
+        self._check_crop(count)
+        length = self.cumulative_length - count
+        if length > 0:
+            self._rewind(length)
+        elif count > 0:
+            self.reset()
+
+    def _check_crop(self, count: int) -> None:
+        length, undoable = self.cumulative_length, self.undoable_tokens
+        if count < 0:
+            raise ValueError(
+                f"`crop` was called with a positive value ({-count}), expected 0 or a negative one. Pass minus the number "
+                "of tokens to remove."
+            )
+        if count > length:
+            raise ValueError(
+                f"`crop` was asked to remove {count} tokens, but the layer holds {length}. Remove at most {length}, or "
+                "call `reset`."
+            )
+        if count > undoable:
+            reason = (
+                f"it records {self.max_rewind} tokens (`max_rewind`), starting when recording was switched on. Pass a "
+                "larger `max_rewind` to `make_rewindable`, or switch recording on earlier."
+                if self.record_past
+                else "past recording is off. Call `activate_past_recording` before the tokens arrive."
+            )
+            raise RuntimeError(
+                f"`crop` was asked to remove {count} tokens, but only the last {undoable} of the {length} in the layer "
+                f"can be undone: {reason}"
+            )
+
+    def _rewind(self, length: int) -> None:
+        keys = self._past_keys
+        keys = keys[:, :, : keys.shape[-2] - (self.cumulative_length - length)]
+        self.cumulative_length = length
+        self._set_recorded_keys(keys)
+
+    # The rest of the cache interface
+
+    def reset(self) -> None:
+        """Forget all tokens and records; recording stays on if it was."""
+        # Not by way of `super()`: in transformers 5.17 that zeroes the keys and keeps them.
+        self.keys = self.values = None
+        self.is_initialized = False
+        self.cumulative_length = 0
+        self._forget_past()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the batch, records included, for beam search."""
+        self._map_state(lambda state: state.index_select(0, beam_idx.to(state.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence of the batch, records included, `repeats` times."""
+        self._map_state(lambda state: state.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only the sequences `indices` of the batch, records included."""
+        self._map_state(lambda state: state[indices, ...])
+
+    def _map_state(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply `change` to every tensor of the layer, all of which have the batch as their first dimension."""
+        if self.cumulative_length > 0:
+            self._map_keys(change)
+
+    def _map_keys(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        # Once for keys and values: the stock methods would split them into two tensors.
+        if self._recorded_keys is None:
+            self.keys = self.values = change(self.keys)
+        else:
+            self._set_recorded_keys(change(self._recorded_keys))
+
+    def offload(self) -> None:
+        """Move the keys to the CPU. The compressor works right after, in the same forward, so its state stays."""
+        if self.is_initialized:
+            self._map_keys(lambda keys: keys.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Move offloaded keys back to the layer's device ahead of time."""
+        if self.is_initialized and self.keys.device != self.device:
+            self._map_keys(lambda keys: keys.to(self.device, non_blocking=True))
+
+
+class RewindableSlidingCacheLayer(_RewindableKeys):
+    """Cache layer of a V4 sliding-window block that can be cropped any number of times, in step with the others.
+
+    After `crop(-n)` the layer equals, bit for bit, one that never saw the last `n` tokens. While recording is on, it
+    keeps at most twice `sliding_window + max_rewind` keys, however many forwards pass without a crop; with recording
+    off, half of what the stock layer keeps, since keys and values are one tensor
+    `[batch, 1, positions, config.head_dim]`.
+
+    Args:
+        sliding_window: `config.sliding_window`.
+        max_rewind: How many tokens a crop can undo while recording is on. At least 1.
+
+    Raises:
+        ValueError: If `max_rewind` is not an integer of at least 1.
+    """
+
+    def __init__(self, sliding_window: int, max_rewind: int = DEFAULT_MAX_REWIND, **kwargs: Any) -> None:
+        super().__init__(sliding_window, **kwargs)
+        self._start_recording(max_rewind)
+
+
+class RewindableHCACacheLayer(_RewindableKeys, DeepseekV4HCACache):
+    """Cache layer of a heavily-compressed attention block with a `crop` that also rewinds the compressor.
+
+    After `crop(-n)` every tensor and counter equals, bit for bit, that of a layer that never saw the last `n` tokens.
+    While recording is on (`activate_past_recording`), any number of forwards can be undone in any number of crops, up
+    to `max_rewind` tokens back from the longest sequence seen; what came before recording was switched on stays
+    (`undoable_tokens` says how far back a crop can go). With recording off, results and memory are those of the stock
+    layer.
+
+    Recording costs, however long the prompt, at most twice `sliding_window + max_rewind` keys and the raw projections
+    of four times `max_rewind + compress_rate` tokens; about half of that in steady decoding.
+
+    Keys and values are one tensor `[batch, 1, positions, config.head_dim]`, as in the stock layer; compressed entries
+    are `[batch, entries, config.head_dim]` (`config.index_head_dim` for the indexer).
+
+    Args:
+        config: Config of the model, for the sliding window and the compression rate.
+        max_rewind: How many tokens a crop can undo while recording is on. At least 1.
+
+    Raises:
+        ValueError: If `max_rewind` is not an integer of at least 1.
+    """
+
+    # Their values are None until the first forward; the methods below use them only after it.
+    buffer_kv: dict[str, Any]
+    buffer_gate: dict[str, Any]
+    compressed_kv: dict[str, Any]
+
+    def __init__(self, config: DeepseekV4Config, max_rewind: int = DEFAULT_MAX_REWIND, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        self._start_recording(max_rewind)
+
+    def _take_over_keys(self) -> None:
+        super()._take_over_keys()
+        for name, buffer in self.buffer_kv.items():
+            compressed_tokens = self.entry_count[name] * self.compress_rate
+            seen = compressed_tokens if buffer is None else compressed_tokens + buffer.shape[1]
+            if buffer is not None and seen != self.cumulative_length:
+                raise ValueError(
+                    f"The cache layer holds keys of {self.cumulative_length} tokens, but its {name} has seen {seen}: "
+                    "the stock `crop` removed tokens from the keys only, and the compressor still holds them. Start "
+                    "from a new cache, or call `make_rewindable` before the first crop."
+                )
+
+    def _forget_past(self) -> None:
+        super()._forget_past()
+        # Per name, the last windows that closed while recording: the newest is the one before the open window.
+        self._closed_windows: dict[str, list[_ClosedWindow]] = {name: [] for name in self.entry_count}
 
     def store_compression_weights(
         self, name: str, kv: torch.Tensor, gate: torch.Tensor
@@ -190,68 +359,11 @@ class RewindableHCACacheLayer(DeepseekV4HCACache):
     def _max_closed_windows(self) -> int:
         return -(-self.max_rewind // self.compress_rate)
 
-    # Rewinding
-
-    @property
-    def undoable_tokens(self) -> int:
-        """How many of the last tokens `crop` can undo now."""
-        length = self.cumulative_length
-        if length == 0:
-            return 0
-        keys = self._past_keys
-        first_key = length - keys.shape[-2]
-        shortest = 0 if first_key == 0 else first_key + self.sliding_window - 1
-        for name, journal in self._closed_windows.items():
-            shortest = max(shortest, (self.entry_count[name] - len(journal)) * self.compress_rate)
-        return length - shortest
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens: keys, compressor and indexer state become those of a layer that never saw them.
-
-        A refused crop leaves the layer as it was.
-
-        Args:
-            tokens_to_remove: Minus the number of tokens. 0 leaves the state as it is.
-
-        Raises:
-            ValueError: If `tokens_to_remove` is positive, or asks for more tokens than the layer holds.
-            RuntimeError: If the tokens are more than `undoable_tokens`.
-        """
-        count = -int(tokens_to_remove)
-        self._check_crop(count)
-        length = self.cumulative_length - count
-        if length == 0:
-            if count > 0:
-                self.reset()
-            return
+    def _rewind(self, length: int) -> None:
         for name, buffer in self.buffer_kv.items():
             if buffer is not None:
                 self._rewind_compressor(name, length)
-        self._rewind_keys(length)
-
-    def _check_crop(self, count: int) -> None:
-        length, undoable = self.cumulative_length, self.undoable_tokens
-        if count < 0:
-            raise ValueError(
-                f"`crop` was called with a positive value ({-count}), expected 0 or a negative one. Pass minus the number "
-                "of tokens to remove."
-            )
-        if count > length:
-            raise ValueError(
-                f"`crop` was asked to remove {count} tokens, but the layer holds {length}. Remove at most {length}, or "
-                "call `reset`."
-            )
-        if count > undoable:
-            reason = (
-                f"it records {self.max_rewind} tokens (`max_rewind`), starting when recording was switched on. Pass a "
-                "larger `max_rewind` to `make_rewindable`, or switch recording on earlier."
-                if self.record_past
-                else "past recording is off. Call `activate_past_recording` before the tokens arrive."
-            )
-            raise RuntimeError(
-                f"`crop` was asked to remove {count} tokens, but only the last {undoable} of the {length} in the layer "
-                f"can be undone: {reason}"
-            )
+        super()._rewind(length)
 
     def _rewind_compressor(self, name: str, length: int) -> None:
         entries, open_tokens = divmod(length, self.compress_rate)
@@ -268,45 +380,15 @@ class RewindableHCACacheLayer(DeepseekV4HCACache):
     def _reopen_window(self, name: str, window: _ClosedWindow) -> None:
         self.buffer_kv[name], self.buffer_gate[name] = window.kv, window.gate
 
-    def _rewind_keys(self, length: int) -> None:
-        keys = self._past_keys
-        keys = keys[:, :, : keys.shape[-2] - (self.cumulative_length - length)]
-        self.cumulative_length = length
-        if self.record_past or self._recorded_keys is not None:
-            self._set_recorded_keys(keys)
-        else:
-            self.keys = self.values = keys
-
-    # The rest of the cache interface
-
     def reset(self) -> None:
         """Forget all tokens and records; recording stays on if it was."""
-        # Not by way of `super()`: in transformers 5.17 that zeroes the keys and leaves the compressor as it is.
-        self.keys = self.values = None
-        self.is_initialized = False
-        self.cumulative_length = 0
+        super().reset()
         for name in self.entry_count:
             self.buffer_kv[name] = self.buffer_gate[name] = self.compressed_kv[name] = None
             self.entry_count[name] = 0
-        self._forget_past()
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Reorder the batch, records included, for beam search."""
-        self._map_state(lambda state: state.index_select(0, beam_idx.to(state.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence of the batch, records included, `repeats` times."""
-        self._map_state(lambda state: state.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only the sequences `indices` of the batch, records included."""
-        self._map_state(lambda state: state[indices, ...])
 
     def _map_state(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Apply `change` to every tensor of the layer, all of which have the batch as their first dimension."""
-        if self.cumulative_length == 0:
-            return
-        self._map_keys(change)
+        super()._map_state(change)
         for states in self._compressor_states():
             for name, state in states.items():
                 states[name] = None if state is None else change(state)
@@ -319,31 +401,12 @@ class RewindableHCACacheLayer(DeepseekV4HCACache):
     def _compressor_states(self) -> list[dict[str, torch.Tensor | None]]:
         return [self.buffer_kv, self.buffer_gate, self.compressed_kv]
 
-    def _map_keys(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        # Once for keys and values: the stock methods would split them into two tensors.
-        if self._recorded_keys is None:
-            self.keys = self.values = change(self.keys)
-        else:
-            self._set_recorded_keys(change(self._recorded_keys))
-
-    def offload(self) -> None:
-        """Move the keys to the CPU. The compressor works right after, in the same forward, so its state stays."""
-        if self.is_initialized:
-            self._map_keys(lambda keys: keys.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        """Move offloaded keys back to the layer's device ahead of time."""
-        if self.is_initialized and self.keys.device != self.device:
-            self._map_keys(lambda keys: keys.to(self.device, non_blocking=True))
-
 
 class RewindableCSACacheLayer(RewindableHCACacheLayer, DeepseekV4CSACache):
     """Cache layer of a compressed-sparse attention block with a `crop` that also rewinds compressor and indexer.
 
     As [`RewindableHCACacheLayer`], for two compressors (`"compressor"` and `"indexer"`) whose windows overlap.
     """
-
-    _layer_type = None  # type: ignore[assignment]
 
     def update_overlap_state(
         self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
@@ -388,21 +451,22 @@ class RewindableCSACacheLayer(RewindableHCACacheLayer, DeepseekV4CSACache):
         return [*super()._compressor_states(), self.overlap_kv, self.overlap_gate]
 
 
-_REWINDABLE_CLASSES: dict[type, type[RewindableHCACacheLayer]] = {
+_REWINDABLE_CLASSES: dict[type, type[_RewindableKeys]] = {
+    DynamicSlidingWindowLayer: RewindableSlidingCacheLayer,
     DeepseekV4HCACache: RewindableHCACacheLayer,
     DeepseekV4CSACache: RewindableCSACacheLayer,
 }
 
 
 def make_rewindable(cache: Cache, max_rewind: int = DEFAULT_MAX_REWIND) -> Cache:
-    """Swap, in place, every stock V4 compressed-attention layer of `cache` for a rewindable one.
+    """Swap, in place, every stock layer of a V4 target's cache for a rewindable one.
+
+    Only for the cache of a DeepSeek-V4: the swapped sliding-window layers, too, take keys and values to be one tensor.
 
     State is carried over, so a filled cache continues as before; only what arrives while recording is on afterwards
-    can be undone. Rewindable layers stay as they are, except that a larger `max_rewind` applies from now on.
+    can be undone. Rewindable layers stay as they are, except that the largest `max_rewind` applies from now on.
 
-    Layers of other kinds are not touched. V4's sliding-window layers come first and crop as stock ones do: past the
-    window they can undo only what came since the last crop, and a crop that a layer after them refuses has already
-    reached them, so that the cache as a whole is of no further use.
+    All layers can undo the same number of tokens, so a refused `Cache.crop` leaves the whole cache as it was.
 
     Args:
         cache: The target's cache, empty or filled.
@@ -412,9 +476,10 @@ def make_rewindable(cache: Cache, max_rewind: int = DEFAULT_MAX_REWIND) -> Cache
         The same cache.
 
     Raises:
-        TypeError: If `cache` is not a `Cache`, or holds a foreign subclass of a stock V4 layer, whose `crop` cannot be
+        TypeError: If `cache` is not a `Cache`, or holds a foreign subclass of a stock layer, whose `crop` cannot be
             vouched for. Its layers then stay.
-        ValueError: If `max_rewind` is not an integer of at least 1, or a layer was cropped by the stock class.
+        ValueError: If `max_rewind` is not an integer of at least 1, or a layer was cropped by the stock class. The
+            layers then stay.
     """
     if not isinstance(cache, Cache):
         raise TypeError(
@@ -423,18 +488,21 @@ def make_rewindable(cache: Cache, max_rewind: int = DEFAULT_MAX_REWIND) -> Cache
         )
     _checked_max_rewind(max_rewind)
     cache.layers[:] = [_rewindable(layer, max_rewind) for layer in cache.layers]
+    rewindable = [layer for layer in cache.layers if isinstance(layer, _RewindableKeys)]
+    reach = max([max_rewind, *(layer.max_rewind for layer in rewindable)])
+    for layer in rewindable:
+        layer.max_rewind = reach
     return cache
 
 
 def _rewindable(layer: Any, max_rewind: int) -> Any:
-    if isinstance(layer, RewindableHCACacheLayer):
-        layer.max_rewind = max(layer.max_rewind, max_rewind)
+    if isinstance(layer, _RewindableKeys):
         return layer
     if type(layer) in _REWINDABLE_CLASSES:
         return _REWINDABLE_CLASSES[type(layer)].from_stock(layer, max_rewind)
-    if isinstance(layer, DeepseekV4HCACache):
+    if isinstance(layer, DynamicSlidingWindowLayer):
         raise TypeError(
-            f"The cache holds a {type(layer).__name__}, a subclass of a V4 cache layer that `make_rewindable` does not "
-            "know. Build the cache with `DynamicCache(config=model.config)`, or subclass a rewindable layer instead."
+            f"The cache holds a {type(layer).__name__}, a subclass of a stock cache layer that `make_rewindable` does "
+            "not know. Build the cache with `DynamicCache(config=model.config)`, or subclass a rewindable layer instead."
         )
     return layer

@@ -128,12 +128,12 @@ def test_end_tokens_and_stopping_criteria_inside_a_block(wide):
 
 
 def test_stop_strings_do_not_run_over(wide):
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocab = {chr(65 + i): i for i in range(64)}
     raw = Tokenizer(models.WordLevel(vocab, unk_token="A"))
-    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
     ids = prompt(20)
     sequence = wide.generate(ids, do_sample=False, max_new_tokens=40)[0]

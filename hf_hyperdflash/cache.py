@@ -64,7 +64,7 @@ class _RewindableKeys(DynamicSlidingWindowLayer):
     """
 
     # A subclass that names a layer type replaces the stock class in every cache of the process.
-    _layer_type = None
+    _layer_type: Any = None
 
     # None until the first forward; the methods below use them only after it.
     keys: Any

@@ -289,7 +289,7 @@ def test_unrecorded_tokens_cannot_be_cropped(kind, data, shape, length, chunk):
     layer = rewindable_layer(kind, **shape, recording=False)
     history = Tokens.random(1, length)
     feed_in_chunks(layer, history, chunk)
-    with pytest.raises(RuntimeError, match="only the last 0 of the .*past recording is off"):
+    with pytest.raises(RuntimeError, match=r"only the last 0 of the .*past recording is off"):
         layer.crop(-data.draw(st.integers(1, length), label="cropped"))
     layer.crop(0)
     assert_same_state(layer, feed_in_chunks(stock_layer(kind, shape["window"], shape["rate"]), history, chunk))

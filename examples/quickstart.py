@@ -135,9 +135,9 @@ def draw(stats: SpeculationStats, path: str, title: str) -> None:
     axes.bar(positions, stats.acceptance, color="#4477aa", label="accepted (all before it too)")
     axes.plot(positions, stats.conditional_acceptance, "o-", color="#ee6677", label="accepted, given the one before")
     for position, value in zip(positions, stats.acceptance):
-        axes.annotate(f"{value:.2f}", (position, value), ha="center", va="bottom", fontsize=9)
-    axes.set(xlabel="draft position", ylabel="fraction of rounds", ylim=(0, 1.08), title=title, xticks=list(positions))
-    axes.legend(loc="upper right", fontsize=9)
+        axes.annotate(f"{value:.2f}", (position, 0.02), ha="center", va="bottom", fontsize=9, color="white")
+    axes.set(xlabel="draft position", ylabel="fraction of rounds", ylim=(0, 1.02), title=title, xticks=list(positions))
+    figure.legend(loc="outside lower center", ncols=2, fontsize=9)
     figure.savefig(path, dpi=150)
 
 

@@ -173,7 +173,7 @@ def main() -> None:
         assisted, assisted_seconds = timed(target, inputs, **options, assistant_model=drafter)
         all_stats.append(drafter.last_stats)
         rows.append(
-            {"name": text if len(text) <= 16 else text[:15] + "…", "plain": plain_seconds, "assisted": assisted_seconds,
+            {"name": text if len(text) <= 14 else text[:13] + "…", "plain": plain_seconds, "assisted": assisted_seconds,
              "plain_tokens": len(plain), "tokens": len(assisted), "same": torch.equal(plain, assisted),
              "tau": drafter.last_stats.tau}
         )  # fmt: skip

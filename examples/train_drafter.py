@@ -2,7 +2,7 @@
 
     python examples/train_drafter.py --target tiny-v4 --data answers.jsonl --output tiny-v4-hyperdflash
 
-The target's residuals are computed once and kept in memory (`--target-dtype`-sized, printed first). A killed run
+The target's residuals are computed once and kept in memory in bfloat16 (their size is printed first). A killed run
 started again with the same `--output` goes on from its last checkpoint.
 """
 

@@ -312,7 +312,7 @@ def train(target, mtp, documents, args, device) -> list[dict]:
         step += 1
         if step % 8 == 0:
             balance_experts(target, batch[:1, : args.seq_length])
-        if step % 10 == 0:
+        if step % 10 == 0 or step == args.steps:
             history.append({"step": step, "loss": target_loss.item(), "mtp_loss": mtp_loss.item()})
             progress.set_postfix(loss=f"{target_loss.item():.3f}", mtp=f"{mtp_loss.item():.3f}")
         progress.update()

@@ -1,0 +1,56 @@
+"""The training scripts, end to end at toy size: target, its own answers, drafter, and the pair at work."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_hyperdflash import HyperDFlashDrafter
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(script: str, *arguments: object) -> str:
+    command = [sys.executable, EXAMPLES / script, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_from_text_to_a_working_pair(tmp_path):
+    data, target_dir, answers = tmp_path / "data.jsonl", tmp_path / "target", tmp_path / "answers.jsonl"
+    rows = [{"question": f"What is {i} plus {i}?", "answer": f"{i}+{i}={2 * i}\n#### {2 * i}"} for i in range(60)]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    toy = ["--vocab-size", 300, "--hidden-size", 64, "--layers", 3, "--batch-size", 2, "--seq-length", 48]
+    toy += ["--no-compile", "--save-every", 1]
+    run("train_tiny_target.py", "--data", data, "--output", target_dir, "--steps", 8, *toy)
+    before = load_file(target_dir / "model.safetensors")
+    assert "Going on from step 8" in run(
+        "train_tiny_target.py", "--data", data, "--output", target_dir, "--steps", 8, *toy
+    )
+    after = load_file(target_dir / "model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+    arguments = ["--target", target_dir, "--data", data, "--output", answers, "--max-new-tokens", 12]
+    run("regenerate_answers.py", *arguments, "--limit", 20)
+    run("regenerate_answers.py", *arguments, "--limit", 24)  # goes on: the first 20 are there
+    rewritten = [json.loads(line)["messages"] for line in answers.read_text().splitlines()]
+    assert len(rewritten) == len({messages[0]["content"] for messages in rewritten}) == 24
+
+    drafter_dir = tmp_path / "drafter"
+    training = ["--target", target_dir, "--data", answers, "--output", drafter_dir, "--layers", 1, "--held-out", 4]
+    run("train_drafter.py", *training, "--epochs", 2, "--batch-size", 8)
+    facts = json.loads((drafter_dir / "training.json").read_text())
+    assert facts["history"][1]["loss"] < facts["history"][0]["loss"]
+    assert str(tmp_path) not in (drafter_dir / "config.json").read_text()
+
+    target = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
+    drafter = HyperDFlashDrafter.from_pretrained(drafter_dir, dtype=torch.float32).eval()
+    ids = AutoTokenizer.from_pretrained(target_dir)("What is 3 plus 4?", return_tensors="pt").input_ids
+    expected = target.generate(ids, do_sample=False, max_new_tokens=20)
+    drafter.bind(target)
+    assert torch.equal(target.generate(ids, do_sample=False, max_new_tokens=20, assistant_model=drafter), expected)

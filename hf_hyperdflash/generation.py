@@ -102,7 +102,7 @@ def speculative_decoding(
         outputs = state.verify(ids, drafts) if stats.tokens else state.prefill(ids)
         before = ids.shape[1]
         ids, accepted, finished = state.accept(ids, drafts, draft_scores, outputs, streamer)
-        state.keep(ids, outputs, before, drafts.shape[1])
+        state.keep(ids, before, drafts.shape[1])
         emitted = ids.shape[1] - before
         if drafts.shape[1]:
             stats.rounds += 1
@@ -281,7 +281,7 @@ class _Decoding:
                 tuple(weights) if is_prefill else tuple(weight[:, :, row : row + 1] for weight in weights)
             )
 
-    def keep(self, ids: torch.Tensor, outputs: Any, before: int, num_drafts: int) -> None:
+    def keep(self, ids: torch.Tensor, before: int, num_drafts: int) -> None:
         """Rewind the target's cache to all but the last token, and give the drafter the residual of what stays."""
         emitted = ids.shape[1] - before
         self.cache.crop(-(num_drafts + 1 - emitted))

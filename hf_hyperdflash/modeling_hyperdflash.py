@@ -189,6 +189,7 @@ class HyperDFlashDrafter(PreTrainedModel):
 
     def __init__(self, config: HyperDFlashConfig) -> None:
         super().__init__(config)
+        self.__dict__.pop("generation_config", None)  # None here; see `__getattr__`
         # The two names are the two reducers: `fc.weight` is also what z-lab's checkpoints call theirs.
         if config.reducer == "hc_gate":
             self.hc_gate = HCGateReducer(config)
@@ -389,21 +390,17 @@ class HyperDFlashDrafter(PreTrainedModel):
         Raises:
             ValueError: Always, saying what to call.
         """
-        raise ValueError(_NOT_BOUND)
+        raise NotBoundError(_NOT_BOUND)
 
-    @property
-    def generation_config(self) -> Any:  # type: ignore[override]
-        """Stock assisted decoding asks its assistant for this: reached only through a target that is not bound.
+    def __getattr__(self, name: str) -> Any:
+        # Stock assisted decoding asks its assistant for this first; reached only through a target that is not bound.
+        if name == "generation_config":
+            raise NotBoundError(_NOT_BOUND)
+        return super().__getattr__(name)
 
-        Raises:
-            ValueError: Always, saying what to call.
-        """
-        raise ValueError(_NOT_BOUND)
 
-    @generation_config.setter
-    def generation_config(self, value: Any) -> None:
-        if value is not None:
-            raise ValueError(_NOT_BOUND)
+class NotBoundError(ValueError, AttributeError):
+    """The drafter was used without binding its target. Also an `AttributeError`: `hasattr` must stay usable."""
 
 
 _NOT_BOUND = (

@@ -46,6 +46,7 @@ def test_other_families_are_told_what_to_call(drafter):
         greedy(llama, prompt(5), assistant_model=drafter)
     with pytest.raises(ValueError, match=r"drafter\.bind\(target\)"):
         drafter.generate(prompt(5))
+    assert not hasattr(drafter, "generation_config")
 
 
 @pytest.mark.parametrize(

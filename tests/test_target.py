@@ -65,6 +65,13 @@ def test_pairs_that_do_not_fit_name_both_values(drafter, fields, values):
         greedy(other, prompt(5), assistant_model=drafter, **tokenizers)
 
 
+def test_a_mask_token_outside_the_vocabulary_is_refused(target, drafter):
+    drafter.config.mask_token_id = 64  # as an edited config could; a fresh one is refused when it is made
+    with pytest.raises(ValueError, match=r"mask token 64 .* vocabulary of 64"):
+        drafter.bind(target)
+    assert type(target) is DeepseekV4ForCausalLM
+
+
 def test_another_name_only_warns(target, caplog):
     drafter = tiny_drafter(target, target_name_or_path="org/one")
     target.config._name_or_path = "org/two"

@@ -2,87 +2,194 @@
 
     python examples/regenerate_answers.py --target tiny-v4 --data openai/gsm8k:main --output answers.jsonl
 
-Prompts of equal length share a batch, so nothing is padded (DeepSeek-V4's compressors see padding). A killed run
-started again goes on where it stopped.
+Every user turn of a conversation is answered in sequence; the answers of the dataset are not read. Prompts of equal
+length share a batch, so nothing is padded (DeepSeek-V4's compressors see padding). A killed run started again with the
+same arguments goes on where it stopped and ends in the same text: batches and random seeds follow from the prompts.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
 import random
-from collections import defaultdict
+from collections.abc import Iterator
+from itertools import groupby, takewhile
 from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_hyperdflash.data import load_rows, to_messages
+from hf_hyperdflash.data import Message, load_rows, to_messages
+
+Answer = tuple[Message, bool]  # and whether it is cut off, so that it has no end to learn from
+
+END_THINK = "</think>"
+CHUNK = 16  # batches of conversations with several turns that are answered together: their lengths drift apart
 
 
-def prompts_by_length(sources: list[str], suffix: str, limit: int | None, tokenizer) -> dict[int, list[dict]]:
-    groups: dict[int, list[dict]] = defaultdict(list)
-    for source in sources:
-        rows = load_rows(source)
-        for row in rows.select(range(min(limit or len(rows), len(rows)))):
-            question = to_messages(row)[0]["content"] + (suffix if "question" in row else "")
-            messages = [{"role": "user", "content": question}]
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            ids = tokenizer(text, add_special_tokens=False).input_ids
-            groups[len(ids)].append({"messages": messages, "ids": ids})
-    return groups
+def name_of(messages: list[Message]) -> str:
+    """What a conversation is recognized by when a run goes on: its system prompt and all user turns."""
+    asked = [[m["role"], m["content"]] for m in messages if m["role"] != "assistant"]
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+
+
+class Conversation:
+    """Messages so far and user turns that wait; `ids` is the prompt of the next answer."""
+
+    def __init__(self, turns: list[Message]) -> None:
+        self.name, self.waiting = name_of(turns), turns
+        self.several = sum(m["role"] == "user" for m in turns) > 1
+        self.messages: list[Message] = []
+        self.truncated = False
+
+    def ask(self, tokenizer, args: argparse.Namespace) -> bool:
+        """Go on to the next user turn. False if the conversation is over."""
+        messages = list(self.messages)
+        while self.waiting and (not messages or messages[-1]["role"] != "user"):
+            messages.append(self.waiting.pop(0))
+        if self.truncated or not messages or messages[-1]["role"] != "user":
+            return False
+        mode = {"thinking": args.thinking, "enable_thinking": args.thinking}
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **mode)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) > args.max_prompt_length:
+            return False
+        self.messages, self.ids = messages, ids
+        return True
+
+
+def user_turns(row: dict, suffix: str) -> list[Message]:
+    """System and user messages up to the first that depends on an answer of the dataset, as a tool's does."""
+    turns = [dict(m) for m in to_messages(row) if m["role"] != "assistant"]
+    if "question" in row:
+        turns[0]["content"] += suffix
+    return list(takewhile(lambda m: m["role"] in ("system", "user"), turns))
+
+
+def read_conversations(tokenizer, args: argparse.Namespace) -> list[Conversation]:
+    found: dict[str, Conversation] = {}
+    read = 0
+    for source in args.data:
+        rows = load_rows(source, args.split)
+        for row in rows.select(range(min(args.limit or len(rows), len(rows)))):
+            conversation, read = Conversation(user_turns(row, args.question_suffix)), read + 1
+            if conversation.name not in found and conversation.ask(tokenizer, args):
+                found[conversation.name] = conversation
+    print(f"{len(found)} conversations; {read - len(found)} repeated, too long or without a question")
+    return list(found.values())
+
+
+def chunks(conversations: list[Conversation], args: argparse.Namespace) -> list[list[Conversation]]:
+    """Conversations that share batches: single turns of one length; longer ones with neighbours in length."""
+    ordered = sorted(conversations, key=lambda c: len(c.ids))
+    several, size = [c for c in ordered if c.several], CHUNK * args.batch_size
+    result = [list(group) for _, group in groupby((c for c in ordered if not c.several), key=lambda c: len(c.ids))]
+    result += [several[first : first + size] for first in range(0, len(several), size)]
+    random.Random(args.seed).shuffle(result)  # a run that is stopped early has seen prompts of all kinds
+    return result
+
+
+def regenerate(target, tokenizer, chunk, done: dict[str, list[Answer]], args) -> Iterator[Conversation]:
+    """Answer all turns of some conversations; yield each when it is over. A batch that is all done is only read."""
+    while chunk:
+        following = []
+        for _, group in groupby(sorted(chunk, key=lambda c: len(c.ids)), key=lambda c: len(c.ids)):
+            members = list(group)
+            for batch in (members[i : i + args.batch_size] for i in range(0, len(members), args.batch_size)):
+                if all(len(c.messages) < len(done.get(c.name, ())) for c in batch):
+                    answers = [done[c.name][len(c.messages)] for c in batch]
+                else:
+                    answers = generate(target, tokenizer, batch, args)
+                for conversation, (message, conversation.truncated) in zip(batch, answers):
+                    conversation.messages.append(message)
+                    if conversation.ask(tokenizer, args):
+                        following.append(conversation)
+                    else:
+                        yield conversation
+        chunk = following
+
+
+def generate(target, tokenizer, batch: list[Conversation], args: argparse.Namespace) -> list[Answer]:
+    ids = torch.tensor([c.ids for c in batch], device=target.get_input_embeddings().weight.device)
+    torch.manual_seed(args.seed + int(batch[0].name[:8], 16) + len(batch[0].messages))
+    options: dict = {"do_sample": False}
+    if args.temperature:
+        options = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
+    out = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=args.max_new_tokens, **options)
+    ends = target.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    return [answer_of(tokenizer, row, ends, args.thinking) for row in out[:, ids.shape[1] :].tolist()]
+
+
+def answer_of(tokenizer, ids: list[int], ends: list[int], thinking: bool) -> Answer:
+    end = next((i for i, token in enumerate(ids) if token in ends), None)
+    ids, truncated, message = ids[:end], end is None, {"role": "assistant"}
+    if thinking:
+        mark = tokenizer.convert_tokens_to_ids(END_THINK)
+        at = ids.index(mark) if mark in ids else len(ids)
+        truncated |= at == len(ids)
+        message["reasoning_content"], ids = tokenizer.decode(ids[:at], skip_special_tokens=True), ids[at + 1 :]
+    message["content"] = tokenizer.decode(ids, skip_special_tokens=True)
+    # A cut may fall within a character.
+    return {k: v.rstrip("\ufffd") if truncated else v for k, v in message.items()}, truncated
+
+
+def read_done(output: Path) -> dict[str, list[Answer]]:
+    """Messages that are written already, by conversation. The unfinished last line of a killed run is removed."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.touch()
+    lines, newline, _ = output.read_bytes().rpartition(b"\n")
+    os.truncate(output, len(lines + newline))
+    done = {}
+    for row in map(json.loads, lines.splitlines()):
+        answers = [(message, False) for message in row["messages"][:-1]] + [(row["messages"][-1], row["truncated"])]
+        done[row.get("prompt_id") or name_of(row["messages"])] = answers
+    return done
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="path or Hub id")
     parser.add_argument("--data", action="append", required=True, help="path or Hub name; repeatable")
+    parser.add_argument("--split", default="train")
     parser.add_argument("--output", required=True, help="a .jsonl file of messages; appended to")
     parser.add_argument("--question-suffix", default="", help="appended to the prompt of question/answer rows")
     parser.add_argument("--limit", type=int, help="rows per dataset")
     parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--max-prompt-length", type=int, default=4096, help="longer ones end a conversation")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 for greedy")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--thinking", action="store_true", help="reason first; stored as reasoning_content")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", help="default: bfloat16 on CUDA, else float32")
+    parser.add_argument("--device-map", help="as for from_pretrained; default: the first CUDA device or the CPU")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
-    torch.manual_seed(args.seed)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cuda = torch.cuda.is_available()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(device).eval()
-    output = Path(args.output)
-    done = set()
-    if output.exists():
-        done = {json.loads(line)["messages"][0]["content"] for line in output.read_text().splitlines()}
-    groups = prompts_by_length(args.data, args.question_suffix, args.limit, tokenizer)
-    todo = {n: [p for p in group if p["messages"][0]["content"] not in done] for n, group in groups.items()}
-    sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
-    progress = tqdm(total=sum(map(len, todo.values())), desc="regenerating", unit="prompt")
-    tokens = 0
-    with output.open("a") as file:
-        lengths = list(todo)
-        random.Random(args.seed).shuffle(lengths)  # a run that is stopped early has seen prompts of all kinds
-        for length in lengths:
-            group = todo[length]
-            for first in range(0, len(group), args.batch_size):
-                batch = group[first : first + args.batch_size]
-                ids = torch.tensor([p["ids"] for p in batch], device=device)
-                out = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=args.max_new_tokens,
-                                      **sampling)  # fmt: skip
-                for prompt, answer in zip(batch, out[:, length:]):
-                    text = tokenizer.decode(answer, skip_special_tokens=True)
-                    tokens += int((answer != tokenizer.pad_token_id).sum())
-                    messages = [*prompt["messages"], {"role": "assistant", "content": text}]
-                    truncated = tokenizer.eos_token_id not in answer  # no end to learn from
-                    file.write(json.dumps({"messages": messages, "truncated": truncated}) + "\n")
-                file.flush()
-                progress.update(len(batch))
-                progress.set_postfix(tokens=tokens)
+    if args.thinking and END_THINK not in tokenizer.get_vocab():
+        raise SystemExit(f"--thinking: the tokenizer of {args.target} has no {END_THINK} token to end reasoning with.")
+    dtype = args.dtype or ("bfloat16" if cuda else "float32")
+    device_map = args.device_map or ("cuda:0" if cuda else "cpu")
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype, device_map=device_map).eval()
+    conversations = read_conversations(tokenizer, args)
+    done = read_done(Path(args.output))
+    todo = {c.name for c in conversations} - done.keys()
+    with Path(args.output).open("a") as file, tqdm(total=len(todo), desc="regenerating", unit="prompt") as progress:
+        for chunk in chunks(conversations, args):
+            for c in regenerate(target, tokenizer, chunk, done, args):
+                if c.name in todo:
+                    row = {"messages": c.messages, "truncated": c.truncated, "prompt_id": c.name}
+                    file.write(json.dumps(row) + "\n")
+                    file.flush()
+                    progress.update()
 
 
 if __name__ == "__main__":

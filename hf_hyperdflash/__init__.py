@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .cache import RewindableCSACacheLayer, RewindableHCACacheLayer, RewindableSlidingCacheLayer, make_rewindable
     from .configuration_hyperdflash import HyperDFlashConfig
+    from .evaluation import AcceptanceCallback, AcceptanceLength, PerPositionAcceptance, measure_acceptance
+    from .features import FeatureCache
     from .generation import SpeculationStats
     from .losses import drafter_loss
-    from .modeling_hyperdflash import FCReducer, HCGateReducer, HyperDFlashDrafter, register_auto_classes
+    from .modeling_hyperdflash import HCGateReducer, HyperDFlashDrafter, register_auto_classes
     from .target import bind, capture_residual, unbind
+    from .trainer import HyperDFlashTrainer
+    from .training_args import HyperDFlashTrainingArguments
 
 _MODULE_OF = {
     "RewindableCSACacheLayer": "cache",
@@ -22,23 +26,34 @@ _MODULE_OF = {
     "RewindableSlidingCacheLayer": "cache",
     "make_rewindable": "cache",
     "HyperDFlashConfig": "configuration_hyperdflash",
+    "AcceptanceCallback": "evaluation",
+    "AcceptanceLength": "evaluation",
+    "PerPositionAcceptance": "evaluation",
+    "measure_acceptance": "evaluation",
+    "FeatureCache": "features",
     "SpeculationStats": "generation",
     "drafter_loss": "losses",
-    "FCReducer": "modeling_hyperdflash",
     "HCGateReducer": "modeling_hyperdflash",
     "HyperDFlashDrafter": "modeling_hyperdflash",
     "register_auto_classes": "modeling_hyperdflash",
     "bind": "target",
     "capture_residual": "target",
     "unbind": "target",
+    "HyperDFlashTrainer": "trainer",
+    "HyperDFlashTrainingArguments": "training_args",
 }
 
 __version__ = "0.1.0"
 __all__ = [
-    "FCReducer",
+    "AcceptanceCallback",
+    "AcceptanceLength",
+    "FeatureCache",
     "HCGateReducer",
     "HyperDFlashConfig",
     "HyperDFlashDrafter",
+    "HyperDFlashTrainer",
+    "HyperDFlashTrainingArguments",
+    "PerPositionAcceptance",
     "RewindableCSACacheLayer",
     "RewindableHCACacheLayer",
     "RewindableSlidingCacheLayer",
@@ -48,6 +63,7 @@ __all__ = [
     "capture_residual",
     "drafter_loss",
     "make_rewindable",
+    "measure_acceptance",
     "register_auto_classes",
     "unbind",
 ]

@@ -1,56 +1,96 @@
-"""Chat text to messages; supervised tokens to anchors, blocks, labels and masks."""
+"""Chat datasets: rows to messages, messages to supervised tokens, documents to training rows."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Mapping
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
 
-Message = dict[str, str]
+logger = logging.getLogger(__name__)
 
-_SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+Message = dict[str, Any]
+Spans = list[tuple[int, int]]
+
+_ROLES = {
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model"), "assistant"),
+    **dict.fromkeys(("tool", "observation"), "tool"),
+    "system": "system",
+}
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_COLUMNS = ("input_ids", "loss_mask", "position_ids")
+_FIRST_ROWS = 1000  # of a stream, looked through for a trainable one before training starts
 
 
-def load_rows(source: str, split: str = "train") -> Dataset:
-    """Load a dataset from a local `.json` / `.jsonl` / `.parquet` file or by its Hub name.
+def load_rows(source: str, split: str = "train", streaming: bool = False) -> Dataset | IterableDataset:
+    """Load a dataset from a local file or directory, or by its Hub name.
 
     Args:
-        source: A path, or a Hub name, optionally with a configuration after a colon (`"openai/gsm8k:main"`).
-        split: The split of a Hub dataset. Files have only one.
+        source: A `.json`, `.jsonl` or `.parquet` file, a directory of such files or one that `save_to_disk` wrote, or a
+            Hub name, optionally with a configuration after a colon (`"openai/gsm8k:main"`).
+        split: The split. Single files have only one.
+        streaming: Read rows as they are used instead of converting all of them first.
 
     Raises:
-        ValueError: If `source` looks like a path and no such file exists.
+        ValueError: If there is no such file, split or dataset, or the Hub cannot be reached.
     """
-    from datasets import load_dataset  # an extra: only training scripts need it
+    from datasets import load_dataset  # an extra: only training needs it
 
     suffix = os.path.splitext(source)[1].lower()
+    if os.path.isdir(source):
+        return _load_directory(source, split, streaming)
     if os.path.exists(source):
         reader = "parquet" if suffix == ".parquet" else "json"
-        return load_dataset(reader, data_files=source, split="train")
+        return load_dataset(reader, data_files=source, split="train", streaming=streaming)
     if suffix in (".json", ".jsonl", ".parquet"):
         raise ValueError(f"No dataset file at {source!r}: expected an existing file or a Hub name like 'org/name'.")
     name, _, config = source.partition(":")
-    return load_dataset(name, config or None, split=split)
+    try:
+        return load_dataset(name, config or None, split=split, streaming=streaming)
+    except (ConnectionError, FileNotFoundError) as error:
+        raise ValueError(
+            f"Dataset {source!r} is no local file or directory and could not be loaded from the Hub ({error}). Check the "
+            "name, `HF_HUB_OFFLINE` and the network, or give the path of a .json, .jsonl or .parquet file."
+        ) from error
+
+
+def _load_directory(path: str, split: str, streaming: bool) -> Dataset | IterableDataset:
+    from datasets import DatasetDict, load_dataset, load_from_disk
+
+    if not any(os.path.exists(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json")):
+        return load_dataset(path, split=split, streaming=streaming)
+    saved = load_from_disk(path)
+    if isinstance(saved, DatasetDict):
+        if split not in saved:
+            raise ValueError(f"The dataset at {path!r} has no split {split!r}: expected one of {sorted(saved)}.")
+        saved = saved[split]
+    return saved.to_iterable_dataset() if streaming else saved
 
 
 def to_messages(row: Mapping[str, Any]) -> list[Message]:
     """Turn one dataset row into chat messages.
 
     Understands `messages`, ShareGPT `conversations`, `turns` (user turns only), `instruction`/`input`/`output`,
-    `prompt`/`completion` and `question`/`answer` (GSM8K's calculator marks are removed and its `#### 7` becomes a
-    sentence with the answer in a box, as the benchmark prompts ask for).
+    `prompt`/`completion` (texts or lists of messages) and `question`/`answer` (GSM8K's calculator marks are removed and
+    its `#### 7` becomes a sentence with the answer in a box, as the benchmark prompts ask for). A thinking model's
+    reasoning is a message's `reasoning_content`.
 
     Raises:
-        ValueError: If the row has none of these columns.
+        ValueError: If the row has none of these columns, or a conversation an unknown speaker.
     """
     if row.get("messages"):
-        return [{k: v for k, v in message.items() if v is not None} for message in row["messages"]]
+        return _as_messages(row["messages"], "")
     if row.get("conversations"):
         return [_from_sharegpt(turn) for turn in row["conversations"]]
     if row.get("turns"):
@@ -68,15 +108,26 @@ def to_messages(row: Mapping[str, Any]) -> list[Message]:
     )
 
 
-def _exchange(prompt: str, answer: str) -> list[Message]:
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+def _exchange(prompt: Any, answer: Any) -> list[Message]:
+    return _as_messages(prompt, "user") + _as_messages(answer, "assistant")
 
 
-def _from_sharegpt(turn: Mapping[str, str]) -> Message:
-    role = turn.get("from", turn.get("role", ""))
-    if role not in _SHAREGPT_ROLES:
-        raise ValueError(f"Unknown speaker {role!r} in a conversation: expected one of {sorted(_SHAREGPT_ROLES)}.")
-    return {"role": _SHAREGPT_ROLES[role], "content": turn.get("value", turn.get("content", ""))}
+def _as_messages(text: Any, role: str) -> list[Message]:
+    if isinstance(text, str):
+        return [{"role": role, "content": text}]
+    return [{k: v for k, v in message.items() if v is not None} for message in text]  # datasets fills gaps with None
+
+
+def _from_sharegpt(turn: Mapping[str, Any]) -> Message:
+    role = turn.get("from") or turn.get("role") or ""
+    if role not in _ROLES:
+        raise ValueError(
+            f"Unknown speaker {role!r} in a conversation: expected one of {sorted(_ROLES)}. Map the dataset's speakers "
+            "to these."
+        )
+    message = {"role": _ROLES[role], "content": turn.get("value") or turn.get("content") or ""}
+    reasoning = turn.get("reasoning_content")
+    return {**message, "reasoning_content": reasoning} if reasoning else message
 
 
 def _clean_worked_answer(answer: str) -> str:
@@ -84,53 +135,302 @@ def _clean_worked_answer(answer: str) -> str:
     return f"{steps}\nThe answer is \\boxed{{{final.strip()}}}." if marker else steps
 
 
-def sample_anchors(loss_mask: torch.Tensor, num_anchors: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw anchors among the supervised tokens that are followed by a supervised token, without repetition.
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], truncated: bool = False
+) -> dict[str, list[int]]:
+    """Tokenize a conversation with the tokenizer's chat template and mark what the assistant says.
+
+    The answers are the text inside the template's `{% generation %}` tags. In a template without tags, an answer is
+    what the conversation up to it adds to its generation prompt; an answer that is rendered differently once the
+    conversation goes on (templates that drop old reasoning) is not supervised. Prompts and answers are tokenized apart,
+    so that their first tokens are those of generation. A turn is in thinking mode if it has `reasoning_content`.
 
     Args:
-        loss_mask: `[batch, seq]`, `True` on assistant tokens.
-        num_anchors: Anchors per sequence.
-        generator: Source of randomness.
+        tokenizer: The target's tokenizer, byte-level as DeepSeek's.
+        messages: The conversation.
+        truncated: The last answer hit a token limit: it has no end to learn from, and none is encoded.
 
     Returns:
-        Positions `[batch, num_anchors]`, ascending; -1 where a sequence has fewer candidates.
+        `input_ids` `[seq]` and `loss_mask` `[seq]`, 1 on the tokens of answers including the end of the turn, else 0.
+
+    Raises:
+        ValueError: If the tokenizer has no chat template, or an answer is there but none can be located.
     """
-    candidates = loss_mask[:, :-1] & loss_mask[:, 1:]
-    scores = torch.rand(candidates.shape, generator=generator).to(candidates.device).masked_fill(~candidates, -1.0)
-    top = scores.topk(min(num_anchors, candidates.shape[1]), dim=1)
-    return top.indices.masked_fill(top.values < 0, -1).sort(dim=1).values
+    text, spans = _answer_spans(tokenizer, messages)
+    spans = [(start, _without_newline(tokenizer, text, start, end)) for start, end in spans]
+    if truncated and spans and messages[-1]["role"] == "assistant":
+        text, spans = _cut_after_answer(text, spans, messages[-1])
+    ids: list[int] = []
+    mask: list[int] = []
+    cursor = 0
+    for start, end in [*spans, (len(text), len(text))]:
+        for piece, supervised in ((text[cursor:start], 0), (text[start:end], 1)):
+            tokens = tokenizer(piece, add_special_tokens=False)["input_ids"] if piece else []
+            ids += tokens
+            mask += [supervised] * len(tokens)
+        cursor = end
+    return {"input_ids": ids, "loss_mask": mask}
 
 
-def block_labels(input_ids: torch.Tensor, loss_mask: torch.Tensor, anchors: torch.Tensor, drafts: int) -> torch.Tensor:
-    """Labels `[batch, anchors, drafts]`: draft position k of anchor a is the token at a+k; -100 from the first token on
-    that is not supervised, and for missing anchors."""
-    steps = torch.arange(1, drafts + 1, device=input_ids.device)
-    positions = anchors.clamp(min=0).unsqueeze(-1) + steps
-    inside = (positions < input_ids.shape[1]) & (anchors >= 0).unsqueeze(-1)
-    positions = positions.clamp(max=input_ids.shape[1] - 1)
-    flat = positions.flatten(1)
-    supervised = loss_mask.gather(1, flat).view_as(positions) & inside
-    labels = input_ids.gather(1, flat).view_as(positions)
-    return labels.masked_fill(supervised.long().cumprod(-1) == 0, -100)
+def _answer_spans(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tuple[str, Spans]:
+    """The rendered conversation and where in it, `text[start:end]`, the answers are."""
+    template = _chat_template(tokenizer)
+    if not _GENERATION_TAG.search(template):
+        return _spans_by_prefix(tokenizer, messages)
+    thinking = bool(messages[-1].get("reasoning_content"))
+    variables: dict[str, Any] = {**tokenizer.special_tokens_map, "thinking": thinking, "enable_thinking": thinking}
+    # What apply_chat_template renders; its own mask would come from tokens that may straddle prompt and answer.
+    rendered: Any = render_jinja_template(
+        conversations=[messages], chat_template=template, return_assistant_tokens_mask=True, **variables
+    )
+    (text,), (spans,) = rendered
+    return text, [(start, end) for start, end in spans if start < end]
 
 
-def block_mask(anchors: torch.Tensor, block_size: int, context: int, window: int | None = None) -> torch.Tensor:
-    """Who sees whom: a block sees the context strictly before its anchor, and itself in both directions.
+def _chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"The tokenizer {tokenizer.name_or_path!r} has no chat template, so prompts and answers cannot be told apart: "
+            "set `tokenizer.chat_template` to a Jinja template (`--chat-template FILE` in the examples)."
+        )
+    return tokenizer.get_chat_template()
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], thinking: bool, prompt: bool) -> str:
+    text = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=prompt, thinking=thinking, enable_thinking=thinking
+    )
+    return str(text)
+
+
+def _spans_by_prefix(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tuple[str, Spans]:
+    thinks = [bool(message.get("reasoning_content")) for message in messages]
+    text = _render(tokenizer, messages, thinks[-1], prompt=False)
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
+    spans = []
+    for i in answers:
+        through = _render(tokenizer, messages[: i + 1], thinks[i], prompt=False)
+        for thinking in (thinks[i], not thinks[i]):  # the other one where reasoning is written into the content
+            prompt = _render(tokenizer, messages[:i], thinking, prompt=True)
+            if through.startswith(prompt) and text.startswith(through):
+                spans.append((len(prompt), len(through)))
+                break
+    if answers and not spans:
+        raise ValueError(
+            f"No answer can be located in the conversation that begins with {str(messages[0])[:200]}: the chat template renders "
+            f"{text[-200:]!r}, which does not continue its own generation prompt {prompt[-100:]!r}. Put the assistant's "
+            "text of the template between {% generation %} and {% endgeneration %}, or move reasoning to "
+            "`reasoning_content`."
+        )
+    return text, spans
+
+
+def _without_newline(tokenizer: PreTrainedTokenizerBase, text: str, start: int, end: int) -> int:
+    """The end of an answer, without the white space that templates write after the end token: nothing generates it."""
+    answer = text[start:end].rstrip()
+    return start + len(answer) if answer.endswith(tuple(tokenizer.all_special_tokens)) else end
+
+
+def _cut_after_answer(text: str, spans: Spans, message: Message) -> tuple[str, Spans]:
+    """End the conversation right after the words of its last answer. It is not supervised if they cannot be found."""
+    answer = message.get("content") or message.get("reasoning_content") or ""
+    for words in (answer, answer.strip()):
+        first = text.rfind(words) if words else -1
+        end = first + len(words)
+        if any(start <= first and end <= stop for start, stop in spans):
+            return text[:end], [(start, min(stop, end)) for start, stop in spans if start < end]
+    return text, spans[:-1]
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, rows: Iterable[Mapping[str, Any]], thinking: bool = False
+) -> list[torch.Tensor]:
+    """Generation prompts of dataset rows: each conversation without its last answer.
 
     Args:
-        anchors: Positions `[batch, anchors]`, -1 for missing ones (they see only their own block).
-        block_size: Slots per block.
-        context: Length of the context, positions 0 to `context - 1`.
-        window: How many positions before the anchor are visible; `None` for all.
+        tokenizer: The target's tokenizer.
+        rows: Anything [`to_messages`] understands. Of several user turns without an answer, only the first is asked.
+        thinking: Ask for reasoning, by the chat template's `thinking` or `enable_thinking`.
 
     Returns:
-        Boolean `[batch, 1, anchors * block_size, context + anchors * block_size]`.
+        One tensor of token ids per row, `[1, seq]`.
+
+    Raises:
+        ValueError: If the tokenizer has no chat template, or a row no user turn.
     """
-    per_slot = anchors.repeat_interleave(block_size, dim=1).unsqueeze(-1)
-    positions = torch.arange(context, device=anchors.device)
-    sees_context = positions < per_slot
-    if window is not None:
-        sees_context &= positions >= per_slot - window
-    block = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block_size)
-    sees_block = (block.unsqueeze(-1) == block).expand(anchors.shape[0], -1, -1)
-    return torch.cat([sees_context, sees_block], dim=-1).unsqueeze(1)
+    _chat_template(tokenizer)
+    prompts = []
+    for row in rows:
+        messages = to_messages(row)
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        while len(messages) > 1 and messages[-1]["role"] == messages[-2]["role"] == "user":
+            messages.pop()
+        if not messages:
+            raise ValueError(f"A row with columns {sorted(row)} asks nothing: expected a message before the answer.")
+        text = _render(tokenizer, messages, thinking, prompt=True)
+        prompts.append(tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"])
+    return prompts
+
+
+def truncate(input_ids: list[int], loss_mask: list[int], max_length: int) -> tuple[list[int], list[int]]:
+    """Cut a document to at most `max_length` neighbouring tokens, so that supervised ones stay.
+
+    The beginning is kept if the first supervised token lies in its first half. Otherwise the document is cut on the
+    left until half of `max_length`, or more if little text follows, precedes the first supervised token.
+    """
+    first = loss_mask.index(1) if 1 in loss_mask else 0
+    start = max(0, min(first - max_length // 2, len(input_ids) - max_length))
+    return input_ids[start : start + max_length], loss_mask[start : start + max_length]
+
+
+def pack(lengths: list[int], max_length: int) -> list[list[int]]:
+    """Distribute whole documents over rows of at most `max_length` tokens: best fit, longest documents first.
+
+    Returns:
+        For every row the indices of its documents, ascending; rows in the order of their first document.
+    """
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # tokens left and row, fullest rows first
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect_left(free, (lengths[i], -1))
+        if at == len(free):
+            rows.append([])
+            free.append((max_length, len(rows) - 1))
+        left, row = free.pop(at)
+        rows[row].append(i)
+        insort(free, (left - lengths[i], row))
+    return sorted(sorted(row) for row in rows)
+
+
+def prepare_dataset(
+    dataset: Dataset | IterableDataset,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    max_length: int,
+    packing: bool = False,
+    num_proc: int | None = None,
+) -> Dataset | IterableDataset:
+    """Turn conversations into training rows.
+
+    Rows without an anchor, two neighbouring supervised tokens of one document, are skipped. How many is logged: at once
+    for a map-style dataset, at every doubling for a streaming one.
+
+    Args:
+        dataset: Rows that [`to_messages`] understands (`truncated` marks answers that hit a token limit), or tokenized
+            ones: `input_ids` and `loss_mask`, with `position_ids` if they are packed already.
+        tokenizer: The target's tokenizer; may be `None` for tokenized rows.
+        max_length: Longest row, in tokens. [`truncate`] shortens documents.
+        packing: Put several documents into a row, chosen from 1,000 at a time; none is split.
+        num_proc: Processes that tokenize a map-style dataset.
+
+    Returns:
+        A dataset of the same kind with lists `input_ids`, `loss_mask` and `position_ids`, which count from 0 in every
+        document. As many documents were kept as there are zeros among `position_ids`.
+
+    Raises:
+        ValueError: If no row (of the first 1,000 of a stream) has an anchor, or rows do not fit the arguments.
+    """
+    from datasets import Features, IterableDataset, Sequence, Value
+
+    if isinstance(dataset, dict):
+        raise ValueError(f"Expected one dataset, got several: {sorted(dataset)}. Choose one of these splits.")
+    if max_length < 2:
+        raise ValueError(f"max_length={max_length}: a block needs an anchor and a label, so at least 2 tokens.")
+    streaming = isinstance(dataset, IterableDataset)
+    columns = dataset.column_names or list(next(iter(dataset), {}))
+    features = Features({name: Sequence(Value("int32")) for name in _COLUMNS})
+    processes = {} if streaming else {"num_proc": num_proc}
+    documents = dataset.with_format(None).map(
+        _encode_row,
+        fn_kwargs={"tokenizer": tokenizer, "max_length": max_length},
+        remove_columns=columns,
+        features=features,
+        **processes,
+    )
+    rows = _skip_in_stream(documents, columns) if streaming else _skip(documents, columns, num_proc)
+    if not packing:
+        return rows
+    return rows.map(_pack_rows, batched=True, fn_kwargs={"max_length": max_length}, features=features, **processes)
+
+
+def _encode_row(
+    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None, max_length: int
+) -> dict[str, list[int]]:
+    if not ("input_ids" in row and "loss_mask" in row):
+        if tokenizer is None:
+            raise ValueError(f"Rows with columns {sorted(row)} are not tokenized: pass the target's tokenizer.")
+        row = encode_chat(tokenizer, to_messages(row), truncated=bool(row.get("truncated")))
+    ids, mask = list(row["input_ids"]), [int(supervised) for supervised in row["loss_mask"]]
+    if len(ids) != len(mask):
+        raise ValueError(f"A row has {len(ids)} input_ids but a loss_mask of {len(mask)}: expected equal lengths.")
+    counted = list(range(len(ids)))
+    positions = row.get("position_ids") or counted
+    if len(ids) > max_length:
+        if positions != counted:
+            raise ValueError(
+                f"A packed row of {len(ids)} tokens is longer than max_length={max_length}: raise max_length or pack the "
+                "documents again."
+            )
+        ids, mask = truncate(ids, mask, max_length)
+        positions = counted[:max_length]
+    return {"input_ids": ids, "loss_mask": mask, "position_ids": positions}
+
+
+def _has_anchor(loss_mask: list[int], position_ids: list[int]) -> bool:
+    pairs = zip(pairwise(loss_mask), pairwise(position_ids))
+    return any(anchor and label and after == at + 1 for (anchor, label), (at, after) in pairs)
+
+
+def _skip(documents: Dataset, columns: list[str], num_proc: int | None) -> Dataset:
+    rows = documents.filter(_has_anchor, input_columns=["loss_mask", "position_ids"], num_proc=num_proc)
+    if not len(rows):
+        raise _no_assistant_text(f"{len(documents)} rows", columns)
+    if len(rows) < len(documents):
+        _warn_skipped(len(documents) - len(rows), len(documents))
+    return rows
+
+
+def _skip_in_stream(documents: IterableDataset, columns: list[str]) -> IterableDataset:
+    if not any(_has_anchor(row["loss_mask"], row["position_ids"]) for row in documents.take(_FIRST_ROWS)):
+        raise _no_assistant_text(f"the first {_FIRST_ROWS:,} rows", columns)
+    return documents.filter(_CountSkipped(), input_columns=["loss_mask", "position_ids"])
+
+
+class _CountSkipped:
+    """[`_has_anchor`] for a stream, whose end is not known: the count so far is logged whenever it has doubled."""
+
+    def __init__(self) -> None:
+        self.seen = self.skipped = 0
+
+    def __call__(self, loss_mask: list[int], position_ids: list[int]) -> bool:
+        self.seen += 1
+        if _has_anchor(loss_mask, position_ids):
+            return True
+        self.skipped += 1
+        if self.skipped.bit_count() == 1:
+            _warn_skipped(self.skipped, self.seen)
+        return False
+
+
+def _warn_skipped(skipped: int, seen: int) -> None:
+    logger.warning(
+        "Skipped %d of %d sequences: too short for a block, which needs two neighbouring tokens of an answer.",
+        skipped,
+        seen,
+    )
+
+
+def _no_assistant_text(where: str, columns: list[str]) -> ValueError:
+    return ValueError(
+        f"No assistant text in {where} (columns {sorted(columns)}): expected conversations that end with an answer of at "
+        "least two tokens, and a chat template whose {% generation %} tags, if it has any, enclose the assistant's text. "
+        "`examples/regenerate_answers.py` writes the target's answers to datasets that only ask."
+    )
+
+
+def _pack_rows(documents: dict[str, list[list[int]]], max_length: int) -> dict[str, list[list[int]]]:
+    rows = pack([len(ids) for ids in documents["input_ids"]], max_length)
+    return {
+        name: [[value for i in row for value in documents[name][i]] for row in rows] for name in _COLUMNS
+    }  # fmt: skip

@@ -16,6 +16,8 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from .blocks import block_inputs
+
 _CONTEXT_ATTRIBUTE = "_hyperdflash_context"
 
 
@@ -139,8 +141,6 @@ class _Decoding:
         self.prompt_length = 0  # set by the prefill
         self.context = self._context_of_cache()
         self.seen: dict[str, list[Any]] = {"scores": [], "logits": [], "hidden_states": [], "attentions": []}
-        mask_token = drafter.config.mask_token_id
-        self.masks = torch.full((1, drafter.config.max_draft_tokens), mask_token, device=target.device)
 
     def _num_drafts_asked(self) -> int:
         """`num_assistant_tokens` if the caller set it; `generate` has filled in transformers' default if not."""
@@ -164,11 +164,11 @@ class _Decoding:
         count = min(self.num_drafts, self.config.max_length - ids.shape[1] - 1)  # the target adds one of its own
         if count < 1:
             return ids.new_empty(1, 0), None
-        block = torch.cat([ids[:, -1:].to(self.masks.device), self.masks], dim=1)
-        first = self.positions(ids)[:, -1:]
-        positions = first + torch.arange(block.shape[1], device=first.device)
-        device = self.drafter.device
-        embeds = self.target.get_input_embeddings()(block).to(device)
+        shape, device = self.drafter.config, self.drafter.device
+        block, positions = block_inputs(
+            ids[:, -1:], self.positions(ids)[:, -1:], shape.block_size, shape.mask_token_id
+        )
+        embeds = self.target.get_input_embeddings()(block.to(self.target.device)).to(device)
         hidden = self.drafter(embeds, positions.to(device), self.context.layers)
         head = self.target.get_output_embeddings()
         logits = head(hidden[:, 1 : count + 1].to(head.weight)).float().to(ids.device)

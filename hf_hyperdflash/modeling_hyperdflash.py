@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
 from .configuration_hyperdflash import HyperDFlashConfig
@@ -39,23 +40,12 @@ class HCGateReducer(nn.Module):
 
     def forward(self, residual: torch.Tensor) -> torch.Tensor:
         """Residual `[batch, seq, config.target_hc_mult, config.hidden_size]` to `[batch, seq, config.hidden_size]`."""
-        flat = _unit_rms(residual.flatten(2).float(), self.norm_eps)
-        mixes = F.linear(flat, self.hc_fn.float())
-        gates = torch.sigmoid(mixes * self.hc_scale.float() + self.hc_base.float()) + self.eps
-        paths = _unit_rms(residual.float(), self.norm_eps) if self.path_norm else residual
-        return (gates.unsqueeze(-1) * paths).sum(dim=2).to(residual.dtype)
-
-
-class FCReducer(nn.Linear):
-    """The generic fallback: one dense projection of the concatenated paths (section 2.2)."""
-
-    def __init__(self, config: HyperDFlashConfig) -> None:
-        super().__init__(config.target_hc_mult * config.target_hidden_size, config.hidden_size, bias=False)
-
-    def forward(self, residual: torch.Tensor) -> torch.Tensor:
-        """Residual `[batch, seq, config.target_hc_mult, config.target_hidden_size]` to
-        `[batch, seq, config.hidden_size]`."""
-        return super().forward(residual.flatten(2).to(self.weight.dtype))
+        with torch.autocast(residual.device.type, enabled=False):  # mixed-precision training keeps the gate float32 too
+            flat = _unit_rms(residual.flatten(2).float(), self.norm_eps)
+            mixes = F.linear(flat, self.hc_fn.float())
+            gates = torch.sigmoid(mixes * self.hc_scale.float() + self.hc_base.float()) + self.eps
+            paths = _unit_rms(residual.float(), self.norm_eps) if self.path_norm else residual
+            return (gates.unsqueeze(-1) * paths).sum(dim=2).to(residual.dtype)
 
 
 def _unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -90,8 +80,15 @@ class HyperDFlashAttention(nn.Module):
         return _rotate(keys, rotary), values
 
     def forward(
-        self, hidden: torch.Tensor, rotary: LayerKV, context: LayerKV, attention_mask: torch.Tensor | None
+        self,
+        hidden: torch.Tensor,
+        feature: torch.Tensor | None,
+        rotary: LayerKV,
+        context: LayerKV,
+        attention_mask: torch.Tensor | None,
     ) -> torch.Tensor:
+        if feature is not None:
+            context = self.keys_values(feature, context)
         queries = _rotate(self.q_norm(self._heads(self.q_proj(hidden))).transpose(1, 2), rotary)
         block = self.keys_values(hidden, rotary)
         keys, values = (torch.cat(pair, dim=2) for pair in zip(context, block))
@@ -103,8 +100,12 @@ class HyperDFlashAttention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim))
 
 
-class HyperDFlashLayer(nn.Module):
-    """A Qwen3-style block: attention with QK-norm, gated MLP, pre-norm residuals."""
+class HyperDFlashLayer(GradientCheckpointingLayer):
+    """A Qwen3-style block: attention with QK-norm, gated MLP, pre-norm residuals.
+
+    The context comes as keys and values (`feature` is `None`) or as the conditioning feature with its RoPE. The second
+    is for training: wrappers that shard or checkpoint a layer see everything the layer computes.
+    """
 
     def __init__(self, config: HyperDFlashConfig) -> None:
         super().__init__()
@@ -114,9 +115,14 @@ class HyperDFlashLayer(nn.Module):
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
-        self, hidden: torch.Tensor, rotary: LayerKV, context: LayerKV, attention_mask: torch.Tensor | None
+        self,
+        hidden: torch.Tensor,
+        feature: torch.Tensor | None,
+        rotary: LayerKV,
+        context: LayerKV,
+        attention_mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, context, attention_mask)
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), feature, rotary, context, attention_mask)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -182,7 +188,7 @@ class HyperDFlashDrafter(PreTrainedModel):
     config: HyperDFlashConfig
     config_class = HyperDFlashConfig
     base_model_prefix = "drafter"
-    supports_gradient_checkpointing = False
+    supports_gradient_checkpointing = True
     _no_split_modules = ["HyperDFlashLayer"]
     _supports_sdpa = True
     _keep_in_fp32_modules_strict = ["hc_gate"]
@@ -190,11 +196,11 @@ class HyperDFlashDrafter(PreTrainedModel):
     def __init__(self, config: HyperDFlashConfig) -> None:
         super().__init__(config)
         self.__dict__.pop("generation_config", None)  # None here; see `__getattr__`
-        # The two names are the two reducers: `fc.weight` is also what z-lab's checkpoints call theirs.
+        # The two reducers. `fc`, the generic fallback (section 2.2), is called that in z-lab's checkpoints too.
         if config.reducer == "hc_gate":
             self.hc_gate = HCGateReducer(config)
         else:
-            self.fc = FCReducer(config)
+            self.fc = nn.Linear(config.target_hc_mult * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         if config.hidden_size != config.target_hidden_size:
             self.embed_proj = nn.Linear(config.target_hidden_size, config.hidden_size, bias=False)
@@ -289,8 +295,10 @@ class HyperDFlashDrafter(PreTrainedModel):
     def reduce(self, residual: torch.Tensor) -> torch.Tensor:
         """Collapse `[batch, seq, config.target_hc_mult, config.target_hidden_size]` to the normed conditioning
         feature `[batch, seq, config.hidden_size]` in the drafter's dtype."""
-        reducer = self.hc_gate if self.config.reducer == "hc_gate" else self.fc
-        return self.hidden_norm(reducer(residual).to(self.norm.weight.dtype))
+        dtype = self.norm.weight.dtype
+        if self.config.reducer == "hc_gate":
+            return self.hidden_norm(self.hc_gate(residual).to(dtype))
+        return self.hidden_norm(self.fc(residual.flatten(2).to(dtype)))
 
     def encode_context(self, residual: torch.Tensor, position_ids: torch.Tensor) -> list[LayerKV]:
         """Keys and values that the residual of accepted tokens injects into each layer.
@@ -311,8 +319,10 @@ class HyperDFlashDrafter(PreTrainedModel):
         self,
         block_embeds: torch.Tensor,
         position_ids: torch.Tensor,
-        context: list[LayerKV],
+        context: list[LayerKV] | None = None,
         attention_mask: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        residual_position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run blocks over their context: the one path that training and generation share.
 
@@ -320,19 +330,31 @@ class HyperDFlashDrafter(PreTrainedModel):
             block_embeds: `[batch, queries, config.target_hidden_size]`, the target's embeddings of anchors and mask
                 tokens.
             position_ids: `[batch, queries]`, true positions.
-            context: What [`encode_context`] returned for the tokens before the anchors.
+            context: What [`encode_context`] returned for the tokens before the anchors; `None` to compute it here, in
+                training, from the next two.
             attention_mask: Boolean `[batch, 1, queries, context + queries]`, `True` where a query may look; `None`
                 for one block that sees all of its context and itself.
+            residual: `[batch, seq, config.target_hc_mult, config.target_hidden_size]`, if `context` is `None`.
+            residual_position_ids: `[batch, seq]`, true positions of `residual`.
 
         Returns:
             States that the target's LM head reads, `[batch, queries, config.target_hidden_size]`.
+
+        Raises:
+            ValueError: If neither or both of `context` and `residual` are given.
         """
+        if (context is None) == (residual is None):
+            raise ValueError("Expected either `context`, or `residual` with `residual_position_ids`, not both or neither.")
         hidden = block_embeds.to(self.norm.weight.dtype)
         if hasattr(self, "embed_proj"):
             hidden = self.embed_proj(hidden)
         rotary = self.rotary_emb(hidden, position_ids)
-        for layer, layer_context in zip(self.layers, context):
-            hidden = layer(hidden, rotary, layer_context, attention_mask)
+        feature = None
+        if residual is not None:
+            feature = self.reduce(residual)
+            context = [self.rotary_emb(feature, residual_position_ids)] * len(self.layers)
+        for layer, layer_context in zip(self.layers, cast("list[LayerKV]", context)):
+            hidden = layer(hidden, feature, rotary, layer_context, attention_mask)
         hidden = self.norm(hidden)
         return self.head_proj(hidden) if hasattr(self, "head_proj") else hidden
 

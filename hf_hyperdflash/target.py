@@ -112,11 +112,21 @@ def default_mask_token(target: PreTrainedModel) -> int:
     return _V4_MASK_TOKEN
 
 
-def logits_from_residual(target: PreTrainedModel, residual: torch.Tensor) -> torch.Tensor:
-    """The target's own next-token logits `[.., config.vocab_size]` from its pre-collapse residual
-    `[batch, seq, config.hc_mult, config.hidden_size]`: the exact teacher of Eq. 2, without another forward."""
-    norm, head = target.get_submodule(f"{target.base_model_prefix}.norm"), target.get_output_embeddings()
-    return head(norm(collapse_module(target)(residual)))
+def teacher_states(target: PreTrainedModel, residual: torch.Tensor, collapse: str = "hc_head") -> torch.Tensor:
+    """What the target's LM head reads at each position, from the pre-collapse residual, without another forward.
+
+    Args:
+        target: The target.
+        residual: `[batch, seq, config.hc_mult, config.hidden_size]`.
+        collapse: `"hc_head"` for the target's own gated collapse, whose logits are the target's next-token logits;
+            `"mean_pool"` for the mean of the paths, the paper's teacher (section 2.3).
+
+    Returns:
+        `[batch, seq, config.hidden_size]`.
+    """
+    residual = residual.to(target.get_output_embeddings().weight)  # device and dtype
+    norm = target.get_submodule(f"{target.base_model_prefix}.norm")
+    return norm(residual.mean(dim=2) if collapse == "mean_pool" else collapse_module(target)(residual))
 
 
 @contextmanager

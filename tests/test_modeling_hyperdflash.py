@@ -6,8 +6,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_hyperdflash import FCReducer, HCGateReducer, HyperDFlashConfig, HyperDFlashDrafter, register_auto_classes
-from hf_hyperdflash.data import block_mask
+from hf_hyperdflash import HCGateReducer, HyperDFlashConfig, HyperDFlashDrafter, register_auto_classes
+from hf_hyperdflash.blocks import block_mask
 
 from .conftest import tiny_drafter, tiny_target
 
@@ -20,7 +20,7 @@ def test_parameter_counts_for_v4_flash():
     # Table 1: 65K against 67M.
     with torch.device("meta"):
         assert count(HCGateReducer(HyperDFlashConfig())) == 65_541
-        assert count(FCReducer(HyperDFlashConfig(reducer="fc"))) == 67_108_864
+        assert count(HyperDFlashDrafter(HyperDFlashConfig(reducer="fc", num_hidden_layers=1)).fc) == 67_108_864
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -46,8 +46,9 @@ def test_path_norm_follows_equation_1(target):
 def test_fc_is_a_dense_projection_of_the_concatenated_paths(target):
     drafter = tiny_drafter(target, reducer="fc")
     residual = torch.randn(1, 2, 4, 32)
-    expected = torch.stack([torch.cat(list(residual[0, t])) @ drafter.fc.weight.T for t in range(2)])
-    torch.testing.assert_close(drafter.fc(residual)[0], expected)
+    projected = torch.stack([torch.cat(list(residual[0, t])) @ drafter.fc.weight.T for t in range(2)])
+    expected = projected / (projected.square().mean(-1, keepdim=True) + 1e-6).sqrt() * drafter.hidden_norm.weight
+    torch.testing.assert_close(drafter.reduce(residual)[0], expected)
     assert "fc.weight" in drafter.state_dict()  # the name z-lab's checkpoints use
 
 
@@ -156,8 +157,12 @@ def test_cached_context_equals_the_masked_training_layout(target, window, hidden
     residual, embeds = torch.randn(1, 150, 4, 32), torch.randn(1, 3 * 7, 32)
     anchors = torch.tensor([[1, 70, 149]])
     positions = (anchors.unsqueeze(-1) + torch.arange(7)).flatten(1)
-    everything = drafter.encode_context(residual, torch.arange(150)[None])
-    together = drafter(embeds, positions, everything, block_mask(anchors, 7, 150, window))
+    everywhere = torch.arange(150)[None]
+    mask = block_mask(anchors, everywhere, 7, window)
+    together = drafter(
+        embeds, positions, attention_mask=mask, residual=residual, residual_position_ids=everywhere
+    )
+    assert torch.equal(together, drafter(embeds, positions, drafter.encode_context(residual, everywhere), mask))
     cache, filled = drafter.new_context(), 0
     for index, anchor in enumerate(anchors[0].tolist()):
         while filled < anchor:
@@ -186,3 +191,17 @@ def test_gate_is_inherited_by_value(drafter):
     with torch.no_grad():
         drafter.hc_gate.hc_base.add_(1)
     assert not torch.equal(drafter.hc_gate.hc_base, other.model.hc_head.hc_base)
+
+
+def test_forward_wants_one_kind_of_context(target, drafter):
+    embeds, positions = torch.randn(1, 7, 32), torch.arange(7)[None]
+    with pytest.raises(ValueError, match="either"):
+        drafter(embeds, positions)
+
+
+def test_the_gate_stays_float32_under_autocast(target):
+    drafter = tiny_drafter(target)
+    residual = torch.randn(1, 3, 4, 32)
+    expected = drafter.hc_gate(residual)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(drafter.hc_gate(residual), expected)

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from hf_hyperdflash import bind, capture_residual, unbind
-from hf_hyperdflash.target import BoundTarget, logits_from_residual
+from hf_hyperdflash.target import BoundTarget, teacher_states
 
 from .conftest import prompt, tiny_drafter, tiny_target
 
@@ -152,7 +152,7 @@ def test_residual_is_captured_and_gives_the_targets_logits(target):
     with torch.no_grad(), capture_residual(target) as residuals:
         logits = target(ids).logits
     assert [tuple(r.shape) for r in residuals] == [(1, 7, 4, 32)]
-    assert torch.equal(logits_from_residual(target, residuals[0]), logits)
+    assert torch.equal(target.lm_head(teacher_states(target, residuals[0])), logits)
     target(ids)
     assert len(residuals) == 1
 

@@ -1,0 +1,150 @@
+"""Anchors, blocks, labels and masks: what training and generation lay out alike."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+
+from .losses import IGNORE_INDEX
+
+
+def block_inputs(
+    tokens: torch.Tensor, positions: torch.Tensor, block_size: int, mask_token_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A drafter's input: each anchor followed by mask tokens, at consecutive positions (section 2.1).
+
+    Args:
+        tokens: The anchors' token ids, `[batch, anchors]`.
+        positions: Their true positions, `[batch, anchors]`.
+        block_size: Slots per block, the anchor's included.
+        mask_token_id: Stands at every draft position.
+
+    Returns:
+        Token ids and positions, `[batch, anchors * block_size]` each.
+    """
+    masks = tokens.new_full((*tokens.shape, block_size - 1), mask_token_id)
+    steps = torch.arange(block_size, device=positions.device)
+    return torch.cat([tokens.unsqueeze(-1), masks], dim=-1).flatten(1), (positions.unsqueeze(-1) + steps).flatten(1)
+
+
+def anchor_candidates(loss_mask: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    """Where a block can start, `[batch, seq]`: at supervised tokens followed by a supervised token of the same document.
+
+    Args:
+        loss_mask: `[batch, seq]`, `True` on assistant tokens.
+        position_ids: `[batch, seq]`, counting from 0 in every packed document.
+    """
+    follows = (position_ids[:, 1:] == position_ids[:, :-1] + 1) & loss_mask[:, 1:]
+    return loss_mask & torch.nn.functional.pad(follows, (0, 1))
+
+
+def sample_anchors(candidates: torch.Tensor, num_anchors: int, seeds: list[int]) -> torch.Tensor:
+    """Draw anchors among the candidates of each row, without repetition.
+
+    Args:
+        candidates: `[batch, seq]` of [`anchor_candidates`].
+        num_anchors: Most anchors per row.
+        seeds: One per row, [`anchor_seeds`]. What is drawn does not depend on the rest of the batch or on padding.
+
+    Returns:
+        Indices into the row, `[batch, anchors]`, ascending; -1 where a row has fewer candidates than another.
+    """
+    drawn = []
+    for row, seed in zip(candidates, seeds):
+        at = row.nonzero().flatten()
+        if len(at) > num_anchors:
+            order = torch.randperm(len(at), generator=torch.Generator().manual_seed(seed))
+            at = at[order[:num_anchors].sort().values.to(at.device)]
+        drawn.append(at)
+    return pad_anchors(drawn)
+
+
+def every_anchor(candidates: torch.Tensor) -> torch.Tensor:
+    """All candidates of each row, `[batch, anchors]`, ascending; -1 where a row has fewer than another."""
+    return pad_anchors([row.nonzero().flatten() for row in candidates])
+
+
+def pad_anchors(rows: list[torch.Tensor]) -> torch.Tensor:
+    """Stack rows of anchors, -1 on the right; at least one column."""
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+    return padded if padded.shape[1] else padded.new_full((len(rows), 1), -1)
+
+
+def anchor_seeds(input_ids: torch.Tensor, loss_mask: torch.Tensor, seed: int, step: int) -> list[int]:
+    """One seed per row from the run's seed, the optimizer step and the supervised text.
+
+    No random state is involved: a resumed run, another batch layout and another number of processes draw the same
+    anchors.
+    """
+    start = zlib.crc32(f"{seed},{step}".encode())
+    return [zlib.crc32(ids[mask].cpu().numpy().tobytes(), start) for ids, mask in zip(input_ids, loss_mask)]
+
+
+def block_labels(
+    input_ids: torch.Tensor, loss_mask: torch.Tensor, position_ids: torch.Tensor, anchors: torch.Tensor, drafts: int
+) -> torch.Tensor:
+    """Labels `[batch, anchors, drafts]`: draft position k of anchor a is the token at a+k; -100 from the first token on
+    that is not supervised or belongs to another document, and for missing anchors."""
+    steps = torch.arange(1, drafts + 1, device=input_ids.device)
+    first = anchors.clamp(min=0)
+    at = first.unsqueeze(-1) + steps
+    inside = (at < input_ids.shape[1]) & (anchors >= 0).unsqueeze(-1)
+    flat = at.clamp(max=input_ids.shape[1] - 1).flatten(1)
+    same_document = position_ids.gather(1, flat).view_as(at) == position_ids.gather(1, first).unsqueeze(-1) + steps
+    supervised = loss_mask.gather(1, flat).view_as(at) & same_document & inside
+    labels = input_ids.gather(1, flat).view_as(at)
+    return labels.masked_fill(supervised.long().cumprod(-1) == 0, IGNORE_INDEX)
+
+
+def block_mask(
+    anchors: torch.Tensor, position_ids: torch.Tensor, block_size: int, window: int | None = None
+) -> torch.Tensor:
+    """Who sees whom: a block sees its document strictly before its anchor, and itself in both directions.
+
+    Args:
+        anchors: Indices `[batch, anchors]`, -1 for missing ones (they see only their own block).
+        position_ids: `[batch, context]`, counting from 0 in every packed document.
+        block_size: Slots per block.
+        window: How many positions before the anchor are visible; `None` for all.
+
+    Returns:
+        Boolean `[batch, 1, anchors * block_size, context + anchors * block_size]`.
+    """
+    back = position_ids.gather(1, anchors.clamp(min=0))  # tokens of the document before the anchor
+    if window is not None:
+        back = back.clamp(max=window)
+    slots = anchors.repeat_interleave(block_size, dim=1).unsqueeze(-1)
+    earliest = (anchors - back).repeat_interleave(block_size, dim=1).unsqueeze(-1)
+    context = torch.arange(position_ids.shape[1], device=anchors.device)
+    sees_context = (context < slots) & (context >= earliest)
+    block = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block_size)
+    sees_block = (block.unsqueeze(-1) == block).expand(anchors.shape[0], -1, -1)
+    return torch.cat([sees_context, sees_block], dim=-1).unsqueeze(1)
+
+
+def walk_rounds(anchors: torch.Tensor, matched: torch.Tensor, available: torch.Tensor) -> list[tuple[int, int]]:
+    """Verification rounds that generation would need for a text it wrote itself.
+
+    Starts at the first anchor of each supervised stretch; a round that accepts n drafts goes on from the token after
+    them, as generation does. Unlike an average over random anchors this does not favour easy stretches, where rounds
+    are long and few.
+
+    Args:
+        anchors: Indices of every candidate of one row, `[anchors]`, ascending, -1 ignored.
+        matched: How many drafts in a row equal the text, `[anchors]`.
+        available: How many tokens of the same stretch follow the anchor, at least up to one more than can be drafted,
+            `[anchors]`.
+
+    Returns:
+        Per round, emitted tokens and accepted drafts.
+    """
+    at = {a: (m, n) for a, m, n in zip(anchors.tolist(), matched.tolist(), available.tolist()) if a >= 0}
+    rounds, position = [], -1
+    for anchor, (accepted, left) in at.items():
+        if anchor < position:  # emitted by an earlier round
+            continue
+        emitted = min(accepted + 1, left)
+        rounds.append((emitted, accepted))
+        position = anchor + emitted
+    return rounds

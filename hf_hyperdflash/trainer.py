@@ -1,0 +1,398 @@
+"""Training a drafter: transformers' `Trainer` with the target's residual, blocks and Eq. 3."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import EvalPrediction, PreTrainedModel, Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from .blocks import (
+    anchor_candidates,
+    anchor_seeds,
+    block_inputs,
+    block_labels,
+    block_mask,
+    every_anchor,
+    sample_anchors,
+    walk_rounds,
+)
+from .configuration_hyperdflash import HyperDFlashConfig
+from .data import prepare_dataset
+from .features import FeatureCache, residual_of
+from .losses import IGNORE_INDEX, DrafterLoss, chunked_drafter_loss, loss_counts, position_weights
+from .target import check_pair, is_drafter, teacher_states
+from .training_args import HyperDFlashTrainingArguments
+
+logger = logging.getLogger(__name__)
+
+Batch = dict[str, torch.Tensor]
+
+
+def collate(rows: list[dict[str, Any]]) -> Batch:
+    """Pad rows on the right; positions go on counting, so that padding belongs to the last document, which it follows.
+
+    Args:
+        rows: `input_ids`, `loss_mask`, `position_ids` of `[seq]` each and, from a feature cache, `residual`
+            `[seq, config.hc_mult, config.hidden_size]`.
+
+    Returns:
+        The same names, `[batch, seq]` and `[batch, seq, config.hc_mult, config.hidden_size]`.
+    """
+    longest = max(len(row["input_ids"]) for row in rows)
+    batch: dict[str, list[torch.Tensor]] = {name: [] for name in ("input_ids", "loss_mask", "position_ids")}
+    for row in rows:
+        missing = longest - len(row["input_ids"])
+        batch["input_ids"].append(_padded(torch.as_tensor(row["input_ids"]), missing))
+        batch["loss_mask"].append(_padded(torch.as_tensor(row["loss_mask"]).bool(), missing))
+        positions = torch.as_tensor(row["position_ids"])
+        batch["position_ids"].append(torch.cat([positions, positions[-1] + torch.arange(1, missing + 1)]))
+    if "residual" in rows[0]:
+        batch["residual"] = [_padded(row["residual"], longest - len(row["residual"])) for row in rows]
+    return {name: torch.stack(values) for name, values in batch.items()}
+
+
+def _padded(values: torch.Tensor, missing: int) -> torch.Tensor:
+    return torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
+
+
+def draft_states(
+    drafter: nn.Module,
+    config: HyperDFlashConfig,
+    target: PreTrainedModel,
+    batch: Batch,
+    anchors: torch.Tensor,
+    residual: torch.Tensor,
+) -> torch.Tensor:
+    """Run the blocks of `anchors` as generation runs one: the states that the target's LM head reads.
+
+    Args:
+        drafter: The drafter, wrapped for distributed training or not.
+        config: Its configuration, which a wrapper may hide.
+        target: Its target.
+        batch: `input_ids` and `position_ids`, `[batch, seq]`.
+        anchors: Indices into the rows, `[batch, anchors]`, -1 for missing ones.
+        residual: `[batch, seq, config.target_hc_mult, config.target_hidden_size]` of the same rows.
+
+    Returns:
+        `[batch, anchors, config.max_draft_tokens, config.target_hidden_size]`.
+    """
+    first = anchors.clamp(min=0)
+    tokens, positions = block_inputs(
+        batch["input_ids"].gather(1, first), batch["position_ids"].gather(1, first), config.block_size,
+        config.mask_token_id,
+    )  # fmt: skip
+    embedding = target.get_input_embeddings()
+    with torch.no_grad():
+        embeds = embedding(tokens.to(target.device)).to(tokens.device)
+    hidden = drafter(
+        embeds,
+        positions,
+        attention_mask=block_mask(anchors, batch["position_ids"], config.block_size, config.sliding_window),
+        residual=residual,
+        residual_position_ids=batch["position_ids"],
+    )
+    return hidden.unflatten(1, (-1, config.block_size))[:, :, 1:]
+
+
+class HyperDFlashTrainer(Trainer):
+    """Train a [`HyperDFlashDrafter`] for a target.
+
+    The target is frozen and only read: just the drafter is optimized, saved and synchronized. The target may be spread
+    with `device_map`, quantized or sharded. Besides transformers' own, these values are logged: `cross_entropy` and
+    `kl` (the terms of Eq. 3) and, by `evaluate`, `teacher_forced_tau`: tokens per verification round that the held-out text would take if the target
+    wrote it, which it does if the text is the target's own (`examples/regenerate_answers.py`). Add
+    [`AcceptanceCallback`] for the acceptance of real generation beside it.
+
+    Args:
+        model: The drafter, plain or wrapped by PEFT.
+        target: The target it drafts for. It is put in eval mode, frozen, and moved to the training device unless it
+            was placed with `device_map`.
+        args: The arguments.
+        train_dataset: Conversations (any of the formats of [`to_messages`]), rows of `input_ids` and `loss_mask`, or a
+            [`FeatureCache`]. Map-style or streaming.
+        eval_dataset: The same, or a dictionary of them.
+        processing_class: The target's tokenizer; not needed for rows that are tokenized already. It stays the target's
+            and is not saved with the drafter.
+        **kwargs: Anything else that [`~transformers.Trainer`] takes.
+
+    Raises:
+        ValueError: If drafter, target, tokenizer and data do not fit together.
+    """
+
+    args: HyperDFlashTrainingArguments
+
+    def __init__(
+        self,
+        model: nn.Module,
+        target: PreTrainedModel,
+        args: HyperDFlashTrainingArguments | None = None,
+        *,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        data_collator: Callable[[list[dict[str, Any]]], Batch] = collate,
+        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        args = args or HyperDFlashTrainingArguments(output_dir="hyperdflash-drafter")
+        if not is_drafter(model):
+            raise ValueError(
+                f"`model` is a {type(model).__name__}, expected a HyperDFlashDrafter. Make one with "
+                "`HyperDFlashDrafter.from_target(target)` and pass the target as `target`."
+            )
+        self.drafter_config: HyperDFlashConfig = model.config
+        check_pair(model.config, target)
+        _check_tokenizer(processing_class, model.config)
+        if args.kl_positions > model.config.max_draft_tokens:
+            raise ValueError(
+                f"`kl_positions` is {args.kl_positions}, but the drafter has {model.config.max_draft_tokens} draft "
+                "positions: lower it."
+            )
+        self.target = target.eval().requires_grad_(False)
+        if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
+            target.to(args.device)
+        data = _Data(args, target, processing_class)
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=data.prepare(train_dataset, "train"),
+            eval_dataset=data.prepare_eval(eval_dataset),
+            compute_metrics=compute_metrics or teacher_forced_metrics,
+            **kwargs,
+        )
+        # `compute_loss` divides by the counts of the whole optimizer step itself.
+        self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
+        self._terms = torch.zeros(3)  # cross-entropy, KL and steps since the last log
+
+    # One training step
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
+    ) -> tuple[list[Batch], torch.Tensor | None]:
+        """The micro-batches of one optimizer step with anchors and labels, and what their loss is divided by."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        for batch in batches:
+            self._lay_blocks(batch)
+        self._terms[2] += 1
+        return batches, self._count(batches, device) if batches else None
+
+    def _lay_blocks(self, batch: Batch) -> None:
+        ids, mask, positions = batch["input_ids"], batch["loss_mask"], batch["position_ids"]
+        candidates = anchor_candidates(mask, positions)
+        seeds = anchor_seeds(ids, mask, self.args.seed, self.state.global_step)
+        batch["anchors"] = sample_anchors(candidates, self.args.num_anchors, seeds)
+        batch["labels"] = block_labels(ids, mask, positions, batch["anchors"], self._drafts)
+
+    def _count(self, batches: list[Batch], device: torch.device) -> torch.Tensor:
+        counts = sum(
+            loss_counts(batch["labels"].flatten(0, 1), self._kl_positions, self._weights(batch["labels"]))
+            for batch in batches
+        )
+        return self.accelerator.reduce(torch.as_tensor(counts).to(device), "sum")
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> Any:
+        """Eq. 3 of one micro-batch, divided by the counts of the whole step, so that micro-batches and processes sum to
+        one big batch's loss."""
+        if "labels" not in inputs:
+            self._lay_blocks(inputs)
+        if num_items_in_batch is None:
+            num_items_in_batch = self._count([inputs], self.args.device)
+        residual = self.residual(inputs)
+        hidden = draft_states(model, self.drafter_config, self.target, inputs, inputs["anchors"], residual)
+        terms = self._loss(hidden, inputs["anchors"], inputs["labels"], residual, num_items_in_batch)
+        self._check_finite(terms.loss, residual)
+        self._terms[:2] += torch.stack([terms.cross_entropy, terms.kl]).cpu()
+        loss = terms.loss * self.accelerator.num_processes  # gradients are averaged over processes: make it a sum
+        return (loss, terms) if return_outputs else loss
+
+    def residual(self, batch: Batch) -> torch.Tensor:
+        """The conditioning feature `[batch, seq, config.hc_mult, config.hidden_size]`: cached, or the target's now."""
+        if "residual" in batch:
+            return batch["residual"]
+        return residual_of(self.target, batch["input_ids"], batch["position_ids"])
+
+    def _loss(
+        self,
+        hidden: torch.Tensor,
+        anchors: torch.Tensor,
+        labels: torch.Tensor,
+        residual: torch.Tensor,
+        counts: torch.Tensor | None,
+    ) -> DrafterLoss:
+        return chunked_drafter_loss(
+            hidden.flatten(0, 1),
+            labels.flatten(0, 1),
+            self._head,
+            self._teacher(anchors, residual) if self._kl_positions else None,
+            kl_weight=self.args.kl_weight,
+            kl_temperature=self.args.kl_temperature,
+            weights=self._weights(labels),
+            counts=counts,
+            chunk_size=self.args.loss_chunk_size,
+        )
+
+    @torch.no_grad()
+    def _teacher(self, anchors: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Draft position k learns from the target's state at a+k-1 (section 2.3): `[blocks, P, config.hidden_size]`."""
+        steps = torch.arange(self.args.kl_positions, device=anchors.device)
+        at = (anchors.clamp(min=0).unsqueeze(-1) + steps).clamp(max=residual.shape[1] - 1).flatten(1)
+        rows = torch.arange(len(at), device=at.device).unsqueeze(-1)
+        states = teacher_states(self.target, residual[rows, at], self.args.kl_teacher)
+        return states.to(residual.device).view(-1, self.args.kl_positions, states.shape[-1])
+
+    def _head(self, states: torch.Tensor) -> torch.Tensor:
+        head = self.target.get_output_embeddings()
+        return head(states.to(head.weight)).to(states.device)
+
+    def _weights(self, labels: torch.Tensor) -> torch.Tensor | None:
+        weights = position_weights(self._drafts, self.args.loss_decay)
+        return None if weights is None else weights.to(labels.device)
+
+    @property
+    def _drafts(self) -> int:
+        return self.drafter_config.max_draft_tokens
+
+    @property
+    def _kl_positions(self) -> int:
+        return self.args.kl_positions if self.args.kl_weight else 0
+
+    def _check_finite(self, loss: torch.Tensor, residual: torch.Tensor) -> None:
+        if torch.isfinite(loss):
+            return
+        if not torch.isfinite(residual).all():
+            cause = "the target's residual is not finite (a float16 target overflows: load it in bfloat16)"
+        else:
+            cause = f"the drafter diverged (lower `learning_rate`, now {self.args.learning_rate}, or warm up longer)"
+        raise RuntimeError(
+            f"The loss is {loss.item()} at step {self.state.global_step}: {cause}. Checkpoints in "
+            f"{self.args.output_dir} are from before; go on with `resume_from_checkpoint=True`."
+        )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the loss's terms, means over the steps since the last log, to what the trainer logs."""
+        if "loss" in logs and self._terms[2]:
+            cross_entropy, kl = self.accelerator.reduce(self._terms[:2].to(self.args.device), "sum").tolist()
+            steps = int(self._terms[2])
+            logs = {**logs, "cross_entropy": cross_entropy / steps, "kl": kl / steps}
+            self._terms.zero_()
+        super().log(logs, start_time)
+
+    # Evaluation
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Draft at every possible anchor, then walk the text as generation would.
+
+        Returns:
+            The loss, and per row and round the emitted tokens and the accepted drafts, `[batch, rounds]`, -100 where
+            a row has fewer rounds.
+        """
+        batch = self._prepare_inputs(inputs)
+        with torch.no_grad():
+            residual = self.residual(batch)
+            anchors = every_anchor(anchor_candidates(batch["loss_mask"], batch["position_ids"]))
+            parts = [
+                draft_states(model, self.drafter_config, self.target, batch, part, residual)
+                for part in anchors.split(self.args.num_anchors, dim=1)
+            ]
+            hidden = torch.cat(parts, dim=1)
+            following = block_labels(
+                batch["input_ids"], batch["loss_mask"], batch["position_ids"], anchors, self._drafts + 1
+            )
+            labels = following[:, :, :-1].contiguous()
+            terms = self._loss(hidden, anchors, labels, residual, None)
+        if prediction_loss_only:
+            return terms.loss, None, None
+        matched = (terms.predictions.view_as(labels) == labels).long().cumprod(-1).sum(-1)
+        available = (following != IGNORE_INDEX).sum(-1)
+        rounds = [torch.tensor(walk_rounds(*row)).view(-1, 2) for row in zip(anchors, matched, available)]
+        emitted, accepted = nn.utils.rnn.pad_sequence(rounds, True, float(IGNORE_INDEX)).to(anchors).unbind(-1)
+        return terms.loss, emitted.contiguous(), accepted.contiguous()
+
+    # Checkpoints
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError) as error:
+            folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            if self.args.should_save:
+                shutil.rmtree(folder, ignore_errors=True)  # half a checkpoint would be resumed from
+            raise RuntimeError(
+                f"Checkpoint {folder} could not be written ({error}) and was removed; earlier ones are whole. Make room "
+                "(or lower `save_total_limit`), then go on with `resume_from_checkpoint=True`."
+            ) from error
+
+
+def teacher_forced_metrics(prediction: EvalPrediction) -> dict[str, float]:
+    """Tau and the acceptance per draft position of the rounds that [`HyperDFlashTrainer.prediction_step`] walked."""
+    emitted, accepted = prediction.predictions.ravel(), prediction.label_ids.ravel()
+    emitted, accepted = emitted[emitted != IGNORE_INDEX], accepted[accepted != IGNORE_INDEX]
+    if not len(emitted):
+        return {}
+    shares = {f"teacher_forced_acceptance_{k}": float((accepted >= k).mean()) for k in range(1, int(accepted.max()) + 1)}
+    return {"teacher_forced_tau": float(emitted.mean()), **shares}
+
+
+def _check_tokenizer(tokenizer: Any, config: HyperDFlashConfig) -> None:
+    if tokenizer is None:
+        return
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"The tokenizer has {len(tokenizer)} tokens, but the target's vocabulary {config.vocab_size}: pass the "
+            "target's own tokenizer as `processing_class`."
+        )
+    if tokenizer.convert_ids_to_tokens(config.mask_token_id) is None:
+        raise ValueError(
+            f"The tokenizer has no token {config.mask_token_id}, the drafter's mask token. Make the drafter with "
+            "`mask_token_id=tokenizer.mask_token_id`, or the id of any token that never occurs in text."
+        )
+
+
+class _Data:
+    """Datasets as the user has them to rows the trainer reads."""
+
+    def __init__(self, args: HyperDFlashTrainingArguments, target: PreTrainedModel, tokenizer: Any) -> None:
+        self.args, self.target, self.tokenizer = args, target, tokenizer
+
+    def prepare_eval(self, dataset: Any) -> Any:
+        if isinstance(dataset, dict):
+            return {name: self.prepare(part, f"eval-{name}") for name, part in dataset.items()}
+        return self.prepare(dataset, "eval")
+
+    def prepare(self, dataset: Any, name: str) -> Any:
+        if dataset is None or isinstance(dataset, FeatureCache):
+            return dataset
+        with self.args.main_process_first(desc="tokenizing"):
+            rows = prepare_dataset(
+                dataset, self.tokenizer, max_length=self.args.max_length, packing=self.args.packing and name == "train"
+            )
+        return self._cached(rows, name) if self.args.feature_source == "cached" else rows
+
+    def _cached(self, rows: Any, name: str) -> FeatureCache:
+        if not hasattr(rows, "__len__"):
+            raise ValueError("`feature_source='cached'` needs a dataset of known length, not a streaming one.")
+        directory = Path(self.args.feature_cache_dir or Path(self.args.output_dir) / "features") / name
+        with self.args.main_process_first(desc="writing features"):
+            if self.args.process_index == 0:
+                return FeatureCache.write(directory, rows, self.target, dtype=self.args.feature_dtype)
+            return FeatureCache(directory, self.target)

@@ -1,0 +1,104 @@
+"""Arguments of the trainer: transformers' own and what training a drafter adds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+
+KL_TEACHERS = ("hc_head", "mean_pool")
+FEATURE_SOURCES = ("online", "cached")
+FEATURE_DTYPES = ("bfloat16", "float32", "float8")
+
+
+@dataclass
+class HyperDFlashTrainingArguments(TrainingArguments):
+    r"""Arguments of [`HyperDFlashTrainer`]: all of [`~transformers.TrainingArguments`] and the following.
+
+    Args:
+        kl_weight (`float`, *optional*, defaults to `0.15`):
+            Weight alpha of the distillation term (Eq. 3; the paper: 0.1 to 0.2). 0 trains with cross-entropy alone.
+        kl_positions (`int`, *optional*, defaults to `2`):
+            The first P draft positions are distilled (Eq. 2).
+        kl_temperature (`float`, *optional*, defaults to `1.0`):
+            Temperature of teacher and student (Eq. 2).
+        kl_teacher (`str`, *optional*, defaults to `"hc_head"`):
+            How the teacher collapses the residual paths: `"hc_head"`, the target's own gated collapse and so its exact
+            next-token distribution, or `"mean_pool"`, the mean of the paths as in the paper (section 2.3).
+        num_anchors (`int`, *optional*, defaults to `512`):
+            Most blocks per row and step, drawn anew for every step.
+        loss_decay (`float`, *optional*):
+            Cross-entropy weights draft position k with exp(-(k - 1) / loss_decay). `None` weights all alike.
+        loss_chunk_size (`int`, *optional*, defaults to `256`):
+            Draft positions whose logits are in memory at once.
+        feature_source (`str`, *optional*, defaults to `"online"`):
+            `"online"` runs the target in every step; `"cached"` runs it once and reads `feature_cache_dir` afterwards.
+        feature_cache_dir (`str`, *optional*):
+            Where `"cached"` keeps the residuals; `<output_dir>/features` by default. A finished cache of the same data
+            and target is used as it is.
+        feature_dtype (`str`, *optional*, defaults to `"bfloat16"`):
+            How `"cached"` stores them: `"bfloat16"`, `"float32"`, or `"float8"` with a scale per token and path.
+        max_length (`int`, *optional*, defaults to `4096`):
+            Longest row in tokens. Longer conversations are cut such that assistant text stays.
+        packing (`bool`, *optional*, defaults to `False`):
+            Whether to lay several conversations in one row. The target still runs each on its own, and blocks see only
+            their own conversation.
+
+    Defaults that differ from transformers': `learning_rate` is 8e-4 (the paper's stage 1); `remove_unused_columns`,
+    `ddp_find_unused_parameters` and accelerate's `dispatch_batches` are off.
+
+    Raises:
+        ValueError: If a field is out of range.
+    """
+
+    learning_rate: float = field(default=8e-4, metadata={"help": "Peak learning rate (the paper's stage 1)."})
+    remove_unused_columns: bool | None = field(
+        default=False, metadata={"help": "The trainer needs the loss mask and positions: leave it off."}
+    )
+    kl_weight: float = field(default=0.15, metadata={"help": "Weight of the distillation term (Eq. 3)."})
+    kl_positions: int = field(default=2, metadata={"help": "Draft positions that are distilled (Eq. 2)."})
+    kl_temperature: float = field(default=1.0, metadata={"help": "Temperature of the distillation (Eq. 2)."})
+    kl_teacher: str = field(
+        default="hc_head", metadata={"help": "hc_head (exact) or mean_pool (the paper's)", "choices": KL_TEACHERS}
+    )
+    num_anchors: int = field(default=512, metadata={"help": "Most blocks per row and step."})
+    loss_decay: float | None = field(
+        default=None, metadata={"help": "Weight position k by exp(-(k-1)/loss_decay); unset for equal weights."}
+    )
+    loss_chunk_size: int = field(default=256, metadata={"help": "Draft positions with logits in memory at once."})
+    feature_source: str = field(
+        default="online", metadata={"help": "Run the target in every step, or once.", "choices": FEATURE_SOURCES}
+    )
+    feature_cache_dir: str | None = field(
+        default=None, metadata={"help": "Directory of cached features; <output_dir>/features by default."}
+    )
+    feature_dtype: str = field(
+        default="bfloat16", metadata={"help": "Number format of cached features.", "choices": FEATURE_DTYPES}
+    )
+    max_length: int = field(default=4096, metadata={"help": "Longest row in tokens."})
+    packing: bool = field(default=False, metadata={"help": "Lay several conversations in one row."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ddp_find_unused_parameters is None:
+            self.ddp_find_unused_parameters = False  # a step uses every parameter of a drafter
+        if self.accelerator_config.dispatch_batches is None:
+            self.accelerator_config.dispatch_batches = False  # rows of a streamed dataset differ in length
+        for name in ("kl_positions", "num_anchors", "loss_chunk_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}, expected at least 1.")
+        for name in ("kl_temperature", "loss_decay"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"`{name}` is {value}, expected more than 0.")
+        if self.kl_weight < 0:
+            raise ValueError(f"`kl_weight` is {self.kl_weight}, expected at least 0 (0 for cross-entropy alone).")
+        if self.max_length < 2:
+            raise ValueError(f"`max_length` is {self.max_length}, expected at least 2: an anchor and one label.")
+        for name, allowed in (
+            ("kl_teacher", KL_TEACHERS), ("feature_source", FEATURE_SOURCES), ("feature_dtype", FEATURE_DTYPES)
+        ):  # fmt: skip
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"`{name}` is {getattr(self, name)!r}, expected one of {allowed}.")
+        if self.remove_unused_columns:
+            raise ValueError("`remove_unused_columns` is True, expected False: it would drop the loss mask.")

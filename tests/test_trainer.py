@@ -107,9 +107,9 @@ def test_the_teacher_forced_estimate_walks_generations_own_rounds(tmp_path):
     every = [n for row in walked for n in row]
     assert metrics["eval_teacher_forced_tau"] == pytest.approx(sum(every) / len(every))
     for row in range(2):
-        # A token limit can leave one token that generate, unlike the walk, does not draft for.
+        # Towards a token limit generate drafts fewer tokens, for the last one none.
         rounds = len(emitted[row])
-        assert walked[row][:rounds] == emitted[row] and matched[row][:rounds] == accepted[row]
+        assert walked[row][:rounds] == emitted[row] and matched[row][: rounds - 1] == accepted[row][:-1]
         assert len(walked[row]) - rounds <= 1
     assert sum(map(len, accepted)) > 8 and max(map(max, accepted)) > 2
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 from datetime import date
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from benchmark_loss import hardware
 
 from hf_hyperdflash.data import load_rows, to_messages
 
@@ -76,7 +76,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--answers", required=True, help="the target's own answers to the training prompts")
-    parser.add_argument("--original", action="append", required=True, help="the datasets the prompts are from; repeatable")
+    parser.add_argument(
+        "--original", action="append", required=True, help="the datasets the prompts are from; repeatable"
+    )
     parser.add_argument("--question-suffix", default="", help="what regenerate_answers.py was told to append")
     parser.add_argument("--eval-answers", required=True, help="the target's own answers to held-out prompts")
     parser.add_argument("--work-dir", required=True)
@@ -93,9 +95,9 @@ def main() -> None:
     for seed in args.seeds:
         for name, flags in VARIANTS.items():
             results[name].append(run(name, flags, seed, datasets[name], args)["metrics"])
-    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.processor() or 'CPU'}"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     print(
-        f"\n{date.today()}, {hardware}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+        f"\n{date.today()}, {hardware(device)}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, {len(args.seeds)} seed(s), {' '.join(args.train_args)}\n"
     )
     print("| training | tau | teacher-forced tau | tau of each seed |\n|---|---:|---:|---|")

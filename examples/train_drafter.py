@@ -13,7 +13,7 @@ answers are the target's own: `examples/regenerate_answers.py` first. Several GP
 from __future__ import annotations
 
 import json
-import sys
+from argparse import ArgumentParser
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,9 @@ REPORTED = (
 class ScriptArguments:
     target: str = field(metadata={"help": "path or Hub id of the target"})
     stage: int = field(default=1, metadata={"help": "whose defaults to use: 1 or 2", "choices": [1, 2]})
-    drafter: str | None = field(default=None, metadata={"help": "go on from this drafter (stage 2); unset for a new one"})
+    drafter: str | None = field(
+        default=None, metadata={"help": "go on from this drafter (stage 2); unset for a new one"}
+    )
     dataset: list[str] | None = field(default=None, metadata={"help": "files or Hub names of conversations"})
     rows: int | None = field(default=None, metadata={"help": "most rows of each dataset"})
     streaming: bool = field(default=False, metadata={"help": "read the dataset while training (needs --max_steps)"})
@@ -61,8 +63,9 @@ class ScriptArguments:
 
 def parse() -> tuple[ScriptArguments, HyperDFlashTrainingArguments]:
     parser = HfArgumentParser((ScriptArguments, HyperDFlashTrainingArguments), description=__doc__.split("\n")[0])
-    stage = sys.argv[sys.argv.index("--stage") + 1] if "--stage" in sys.argv else "1"
-    parser.set_defaults(**STAGES.get(int(stage), {}))
+    stage = ArgumentParser(add_help=False, allow_abbrev=False)
+    stage.add_argument("--stage", type=int, default=1)
+    parser.set_defaults(**STAGES.get(stage.parse_known_args()[0].stage, {}))
     return parser.parse_args_into_dataclasses()
 
 

@@ -40,7 +40,9 @@ class HCGateReducer(nn.Module):
 
     def forward(self, residual: torch.Tensor) -> torch.Tensor:
         """Residual `[batch, seq, config.target_hc_mult, config.hidden_size]` to `[batch, seq, config.hidden_size]`."""
-        with torch.autocast(residual.device.type, enabled=False):  # mixed-precision training keeps the gate float32 too
+        with torch.autocast(
+            residual.device.type, enabled=False
+        ):  # mixed-precision training keeps the gate float32 too
             flat = _unit_rms(residual.flatten(2).float(), self.norm_eps)
             mixes = F.linear(flat, self.hc_fn.float())
             gates = torch.sigmoid(mixes * self.hc_scale.float() + self.hc_base.float()) + self.eps
@@ -344,7 +346,9 @@ class HyperDFlashDrafter(PreTrainedModel):
             ValueError: If neither or both of `context` and `residual` are given.
         """
         if (context is None) == (residual is None):
-            raise ValueError("Expected either `context`, or `residual` with `residual_position_ids`, not both or neither.")
+            raise ValueError(
+                "Expected either `context`, or `residual` with `residual_position_ids`, not both or neither."
+            )
         hidden = block_embeds.to(self.norm.weight.dtype)
         if hasattr(self, "embed_proj"):
             hidden = self.embed_proj(hidden)

@@ -349,7 +349,9 @@ def teacher_forced_metrics(prediction: EvalPrediction) -> dict[str, float]:
     emitted, accepted = emitted[emitted != IGNORE_INDEX], accepted[accepted != IGNORE_INDEX]
     if not len(emitted):
         return {}
-    shares = {f"teacher_forced_acceptance_{k}": float((accepted >= k).mean()) for k in range(1, int(accepted.max()) + 1)}
+    shares = {
+        f"teacher_forced_acceptance_{k}": float((accepted >= k).mean()) for k in range(1, int(accepted.max()) + 1)
+    }
     return {"teacher_forced_tau": float(emitted.mean()), **shares}
 
 

@@ -440,14 +440,14 @@ def test_regenerated_answers_are_the_targets(regenerate, ending_target, tokenize
                 assert message["content"] == tokenizer.decode(answer[:-1] if ended else answer)
         assert row["truncated"] == (not ended)
         kinds.add((sum(m["role"] == "user" for m in row["messages"]), row["truncated"]))
-    assert kinds >= {(1, True), (1, False), (2, False)}
+    assert kinds >= {(1, False), (1, True), (2, True)}  # answered turns, cut off
 
 
 @pytest.mark.parametrize("options", [[], ["--temperature", 1.0, "--top-p", 0.9], ["--thinking"]])
 def test_a_killed_run_ends_in_the_same_answers(regenerate, tmp_path, options):
     whole = regenerate("whole.jsonl", *options)
     cut = tmp_path / "cut.jsonl"
-    cut.write_text("\n".join([whole[5], whole[1], whole[3][:30]]))
+    cut.write_text("\n".join([*whole[::3], whole[1][:30]]))
     assert sorted(regenerate("cut.jsonl", *options)) == sorted(whole)
     assert regenerate("cut.jsonl", *options) == cut.read_text().splitlines()
 

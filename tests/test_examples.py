@@ -41,12 +41,28 @@ def test_from_text_to_a_working_pair(tmp_path):
     rewritten = [json.loads(line)["messages"] for line in answers.read_text().splitlines()]
     assert len(rewritten) == len({messages[0]["content"] for messages in rewritten}) == 24
 
-    drafter_dir = tmp_path / "drafter"
-    training = ["--target", target_dir, "--data", answers, "--output", drafter_dir, "--layers", 1, "--held-out", 4]
-    run("train_drafter.py", *training, "--epochs", 2, "--batch-size", 8)
-    facts = json.loads((drafter_dir / "training.json").read_text())
-    assert facts["history"][1]["loss"] < facts["history"][0]["loss"]
-    assert str(tmp_path) not in (drafter_dir / "config.json").read_text()
+    first, drafter_dir = tmp_path / "stage-1", tmp_path / "drafter"
+    training = [
+        "--target",
+        target_dir,
+        "--dataset",
+        answers,
+        "--eval_rows",
+        4,
+        "--eval_prompts",
+        2,
+        "--report_to",
+        "none",
+    ]
+    training += ["--eval_max_new_tokens", 8, "--per_device_train_batch_size", 8, "--max_length", 64, "--use_cpu"]
+    run("train_drafter.py", *training, "--output_dir", first, "--layers", 1, "--num_train_epochs", 2)
+    second = ["--stage", 2, "--drafter", first, "--num_train_epochs", 1, "--eval_strategy", "epoch"]
+    run("train_drafter.py", *training, "--output_dir", drafter_dir, *second)
+    facts, before = (json.loads((folder / "training.json").read_text()) for folder in (drafter_dir, first))
+    assert (before["settings"]["learning_rate"], facts["settings"]["learning_rate"]) == (8e-4, 1e-4)
+    assert facts["metrics"]["eval_loss"] < before["metrics"]["eval_loss"] + 0.05
+    assert facts["metrics"]["eval_tau"] >= 1 and facts["history"][0]["eval_teacher_forced_tau"] >= 1
+    assert str(tmp_path) not in (drafter_dir / "config.json").read_text() + json.dumps(facts)
 
     target = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
     drafter = HyperDFlashDrafter.from_pretrained(drafter_dir, dtype=torch.float32).eval()

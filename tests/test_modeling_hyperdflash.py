@@ -159,9 +159,7 @@ def test_cached_context_equals_the_masked_training_layout(target, window, hidden
     positions = (anchors.unsqueeze(-1) + torch.arange(7)).flatten(1)
     everywhere = torch.arange(150)[None]
     mask = block_mask(anchors, everywhere, 7, window)
-    together = drafter(
-        embeds, positions, attention_mask=mask, residual=residual, residual_position_ids=everywhere
-    )
+    together = drafter(embeds, positions, attention_mask=mask, residual=residual, residual_position_ids=everywhere)
     assert torch.equal(together, drafter(embeds, positions, drafter.encode_context(residual, everywhere), mask))
     cache, filled = drafter.new_context(), 0
     for index, anchor in enumerate(anchors[0].tolist()):

@@ -156,6 +156,12 @@ def test_cached_features_train_like_online_ones(tmp_path, target):
         trainer.train()
         runs.append(losses(trainer))
     assert runs[0] == pytest.approx(runs[1], rel=1e-5) and runs[1] == runs[2]
+    target.save_pretrained(tmp_path / "saved")
+    head = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", num_hidden_layers=0, dtype=torch.float32)
+    drafter = tiny_drafter(target)
+    trainer = trainer_for(tmp_path, head, drafter, data, feature_source="cached", feature_dtype="float32")
+    trainer.train()
+    assert len(head.model.layers) == 0 and losses(trainer) == runs[1]
     with pytest.raises(ValueError, match="target"):
         other = tiny_target(seed=1)
         trainer_for(tmp_path, other, tiny_drafter(other), data, feature_source="cached", feature_dtype="float32")

@@ -48,7 +48,9 @@ class PerPositionAcceptance(evaluate.Metric):
 
     def _compute(self, predictions: list[int], num_drafts: int | None = None) -> dict[str, list[float]]:
         if not len(predictions):
-            raise ValueError("`predictions` is empty: expected the accepted drafts of at least one verification round.")
+            raise ValueError(
+                "`predictions` is empty: expected the accepted drafts of at least one verification round."
+            )
         if num_drafts is None:
             num_drafts = max(predictions)
         if min(predictions) < 0 or max(predictions) > num_drafts:

@@ -6,8 +6,9 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import EvalPrediction, PreTrainedModel, Trainer
@@ -147,24 +148,24 @@ class HyperDFlashTrainer(Trainer):
                 f"`model` is a {type(model).__name__}, expected a HyperDFlashDrafter. Make one with "
                 "`HyperDFlashDrafter.from_target(target)` and pass the target as `target`."
             )
-        self.drafter_config: HyperDFlashConfig = model.config
-        check_pair(model.config, target)
-        _check_tokenizer(processing_class, model.config)
-        if args.kl_positions > model.config.max_draft_tokens:
+        config = self.drafter_config = cast(HyperDFlashConfig, model.config)
+        check_pair(config, target)
+        _check_tokenizer(processing_class, config)
+        if args.kl_positions > config.max_draft_tokens:
             raise ValueError(
-                f"`kl_positions` is {args.kl_positions}, but the drafter has {model.config.max_draft_tokens} draft "
-                "positions: lower it."
+                f"`kl_positions` is {args.kl_positions}, but the drafter has {config.max_draft_tokens} draft positions: "
+                "lower it."
             )
         self.target = target.eval().requires_grad_(False)
         if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
-            target.to(args.device)
-        data = _Data(args, target, processing_class)
+            cast(nn.Module, target).to(args.device)
+        data = {"args": args, "target": target, "tokenizer": processing_class}
         super().__init__(
             model=model,
             args=args,
             data_collator=data_collator,
-            train_dataset=data.prepare(train_dataset, "train"),
-            eval_dataset=data.prepare_eval(eval_dataset),
+            train_dataset=_rows(train_dataset, "train", packing=args.packing, **data),
+            eval_dataset=_rows(eval_dataset, "eval", packing=False, **data),
             compute_metrics=compute_metrics or teacher_forced_metrics,
             **kwargs,
         )
@@ -203,7 +204,7 @@ class HyperDFlashTrainer(Trainer):
         model: nn.Module,
         inputs: Batch,
         return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """Eq. 3 of one micro-batch, divided by the counts of the whole step, so that micro-batches and processes sum to
         one big batch's loss."""
@@ -213,7 +214,8 @@ class HyperDFlashTrainer(Trainer):
             num_items_in_batch = self._count([inputs], self.args.device)
         residual = self.residual(inputs)
         hidden = draft_states(model, self.drafter_config, self.target, inputs, inputs["anchors"], residual)
-        terms = self._loss(hidden, inputs["anchors"], inputs["labels"], residual, num_items_in_batch)
+        counts = torch.as_tensor(num_items_in_batch)
+        terms = self._loss(hidden, inputs["anchors"], inputs["labels"], residual, counts)
         self._check_finite(terms.loss, residual)
         self._terms[:2] += torch.stack([terms.cross_entropy, terms.kl]).cpu()
         loss = terms.loss * self.accelerator.num_processes  # gradients are averaged over processes: make it a sum
@@ -345,7 +347,7 @@ class HyperDFlashTrainer(Trainer):
 
 def teacher_forced_metrics(prediction: EvalPrediction) -> dict[str, float]:
     """Tau and the acceptance per draft position of the rounds that [`HyperDFlashTrainer.prediction_step`] walked."""
-    emitted, accepted = prediction.predictions.ravel(), prediction.label_ids.ravel()
+    emitted, accepted = (np.asarray(part).ravel() for part in (prediction.predictions, prediction.label_ids))
     emitted, accepted = emitted[emitted != IGNORE_INDEX], accepted[accepted != IGNORE_INDEX]
     if not len(emitted):
         return {}
@@ -370,31 +372,24 @@ def _check_tokenizer(tokenizer: Any, config: HyperDFlashConfig) -> None:
         )
 
 
-class _Data:
-    """Datasets as the user has them to rows the trainer reads."""
+def _rows(
+    dataset: Any, name: str, packing: bool, args: HyperDFlashTrainingArguments, target: PreTrainedModel, tokenizer: Any
+) -> Any:
+    """A dataset as the user has it to rows the trainer reads."""
+    if dataset is None or isinstance(dataset, FeatureCache):
+        return dataset
+    if isinstance(dataset, dict) and name == "eval":  # several evaluation sets
+        return {k: _rows(part, f"{name}-{k}", packing, args, target, tokenizer) for k, part in dataset.items()}
+    with args.main_process_first(desc="tokenizing"):
+        rows = prepare_dataset(dataset, tokenizer, max_length=args.max_length, packing=packing)
+    return _cached(rows, name, args, target) if args.feature_source == "cached" else rows
 
-    def __init__(self, args: HyperDFlashTrainingArguments, target: PreTrainedModel, tokenizer: Any) -> None:
-        self.args, self.target, self.tokenizer = args, target, tokenizer
 
-    def prepare_eval(self, dataset: Any) -> Any:
-        if isinstance(dataset, dict):
-            return {name: self.prepare(part, f"eval-{name}") for name, part in dataset.items()}
-        return self.prepare(dataset, "eval")
-
-    def prepare(self, dataset: Any, name: str) -> Any:
-        if dataset is None or isinstance(dataset, FeatureCache):
-            return dataset
-        with self.args.main_process_first(desc="tokenizing"):
-            rows = prepare_dataset(
-                dataset, self.tokenizer, max_length=self.args.max_length, packing=self.args.packing and name == "train"
-            )
-        return self._cached(rows, name) if self.args.feature_source == "cached" else rows
-
-    def _cached(self, rows: Any, name: str) -> FeatureCache:
-        if not hasattr(rows, "__len__"):
-            raise ValueError("`feature_source='cached'` needs a dataset of known length, not a streaming one.")
-        directory = Path(self.args.feature_cache_dir or Path(self.args.output_dir) / "features") / name
-        with self.args.main_process_first(desc="writing features"):
-            if self.args.process_index == 0:
-                return FeatureCache.write(directory, rows, self.target, dtype=self.args.feature_dtype)
-            return FeatureCache(directory, self.target)
+def _cached(rows: Any, name: str, args: HyperDFlashTrainingArguments, target: PreTrainedModel) -> FeatureCache:
+    if not hasattr(rows, "__len__"):
+        raise ValueError("`feature_source='cached'` needs a dataset of known length, not a streaming one.")
+    directory = Path(args.feature_cache_dir or Path(str(args.output_dir)) / "features") / name
+    with args.main_process_first(local=False, desc="writing features"):
+        if args.process_index == 0:
+            return FeatureCache.write(directory, rows, target, dtype=args.feature_dtype)
+        return FeatureCache(directory, target)

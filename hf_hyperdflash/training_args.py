@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import TrainingArguments
 
@@ -34,8 +35,8 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         feature_source (`str`, *optional*, defaults to `"online"`):
             `"online"` runs the target in every step; `"cached"` runs it once and reads `feature_cache_dir` afterwards.
         feature_cache_dir (`str`, *optional*):
-            Where `"cached"` keeps the residuals; `<output_dir>/features` by default. A finished cache of the same data
-            and target is used as it is.
+            Where `"cached"` keeps the residuals, a folder that all processes see; `<output_dir>/features` by default. A
+            finished cache of the same data and target is used as it is.
         feature_dtype (`str`, *optional*, defaults to `"bfloat16"`):
             How `"cached"` stores them: `"bfloat16"`, `"float32"`, or `"float8"` with a scale per token and path.
         max_length (`int`, *optional*, defaults to `4096`):
@@ -52,7 +53,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
     """
 
     learning_rate: float = field(default=8e-4, metadata={"help": "Peak learning rate (the paper's stage 1)."})
-    remove_unused_columns: bool | None = field(
+    remove_unused_columns: bool = field(
         default=False, metadata={"help": "The trainer needs the loss mask and positions: leave it off."}
     )
     kl_weight: float = field(default=0.15, metadata={"help": "Weight of the distillation term (Eq. 3)."})
@@ -82,8 +83,9 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False  # a step uses every parameter of a drafter
-        if self.accelerator_config.dispatch_batches is None:
-            self.accelerator_config.dispatch_batches = False  # rows of a streamed dataset differ in length
+        accelerator: Any = self.accelerator_config  # an AcceleratorConfig by now
+        if accelerator.dispatch_batches is None:
+            accelerator.dispatch_batches = False  # rows of a streamed dataset differ in length
         for name in ("kl_positions", "num_anchors", "loss_chunk_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}, expected at least 1.")

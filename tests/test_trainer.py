@@ -397,3 +397,20 @@ def test_a_full_disk_leaves_earlier_checkpoints_whole(tmp_path, target):
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 4
     shutil.rmtree(tmp_path / "out")
+
+
+def test_a_target_spread_with_device_map_stays_where_it_is(tmp_path, target):
+    target.save_pretrained(tmp_path / "saved")
+    places = {f"model.{name}": "cpu" for name, _ in target.model.named_children() if name != "layers"}
+    places |= {"lm_head": "cpu", **{f"model.layers.{i}": "disk" for i in range(3)}}
+    spread = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", device_map=places, offload_folder=tmp_path / "offload", dtype=torch.float32
+    )
+    assert any(p.device.type == "meta" for p in spread.parameters())
+    runs = []
+    for model in (target, spread):
+        trainer = trainer_for(tmp_path, model, tiny_drafter(target), rows(4))
+        trainer.train()
+        runs.append(losses(trainer))
+    assert runs[0] == pytest.approx(runs[1], rel=1e-5)
+    assert any(p.device.type == "meta" for p in spread.parameters())

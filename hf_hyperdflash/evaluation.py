@@ -57,16 +57,7 @@ def measure_acceptance(
     kwargs = {"do_sample": False, "use_cache": True, "synced_gpus": False, **generate_kwargs}
     with _bound(target), _in_eval_mode(target, drafter):
         for prompt in prompts:
-            ids = prompt.to(target.device)
-            began = _now(target.device)
-            target.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                assistant_model=drafter,
-                max_new_tokens=max_new_tokens,
-                **kwargs,
-            )
-            seconds += _now(target.device) - began
+            seconds += _generate(target, drafter, prompt, max_new_tokens=max_new_tokens, **kwargs)
             _add(total, drafter.last_stats)
     if not total.rounds:
         raise ValueError(
@@ -89,6 +80,13 @@ def _check_prompts(prompts: Sequence[torch.Tensor], max_new_tokens: int) -> None
             f"`max_new_tokens` is {max_new_tokens}, expected at least {_MIN_NEW_TOKENS}: the first token needs no draft, "
             "and a round adds a draft and the target's own token."
         )
+
+
+def _generate(target: Any, drafter: Any, prompt: torch.Tensor, **kwargs: Any) -> float:
+    ids = prompt.to(target.device)
+    began = _now(target.device)
+    target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **kwargs)
+    return _now(target.device) - began
 
 
 def _add(total: SpeculationStats, stats: SpeculationStats) -> None:
@@ -219,13 +217,9 @@ class AcceptanceCallback(TrainerCallback):
         self._measured: dict[str, float] = {}
 
     def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, float],
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        metrics: dict[str, float] = kwargs["metrics"]  # the dictionary that `Trainer.evaluate` returns
         prefix = _prefix(metrics)
         if not prefix.startswith("eval"):
             return

@@ -162,11 +162,12 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         """
         if not -len(self) <= i < len(self):
             raise IndexError(f"Row {i} of a feature cache with {len(self)} rows.")
-        shard = bisect_right(self._first_rows, i % len(self)) - 1
+        i %= len(self)
+        shard = bisect_right(self._first_rows, i) - 1
         name = self.index["shards"][shard]["name"]
         if name not in self._verified:
             self._verify([self.index["shards"][shard]])
-        row = _read_row(self.directory / name, i % len(self) - self._first_rows[shard])
+        row = _read_row(self.directory / name, i - self._first_rows[shard])
         if "scale" in row:
             row["residual"] = (row["residual"].float() * row.pop("scale").unsqueeze(-1)).bfloat16()
         return {**row, "input_ids": row["input_ids"].long(), "position_ids": row["position_ids"].long()}
@@ -248,8 +249,8 @@ def _sample(name: str, value: torch.Tensor) -> bytes:
     if value.is_meta or not value.numel():
         raise ValueError(
             f"The values of the target's {name} are not in this process (device {value.device}, shape "
-            f"{list(value.shape)}): the target cannot be recognised. Open the feature cache before sharding the target "
-            "with ZeRO-3, or with a target loaded with `num_hidden_layers=0`."
+            f"{list(value.shape)}): the target cannot be recognised. Open the feature cache before the target is "
+            "sharded with ZeRO-3, or load the target outside of ZeRO-3."
         )
     value = value.full_tensor() if hasattr(value, "full_tensor") else value
     sample = value.flatten()[:: math.ceil(value.numel() / _SAMPLED)]
@@ -435,6 +436,7 @@ def _shard_tensors(
 ) -> dict[str, torch.Tensor]:
     """All rows of a shard end to end, their lengths, and their residual, computed in batches of similar length."""
     lengths = [len(row["input_ids"]) for row in rows]
+    ends = list(accumulate(lengths))
     columns = {name: torch.cat([row[name] for row in rows]) for name in _COLUMNS}
     starts = (columns["position_ids"] == 0).nonzero().flatten().tolist()
     documents = columns["input_ids"].tensor_split(starts[1:])
@@ -445,19 +447,22 @@ def _shard_tensors(
     for at in range(0, len(order), batch_size):
         batch = order[at : at + batch_size]
         for i, residual in zip(batch, _residual_of_documents(target, [documents[i] for i in batch])):
-            if not residual.isfinite().all():
-                row = first_row + bisect_right(list(accumulate(lengths)), starts[i])
-                raise ValueError(
-                    f"The target's residual of row {row} is not finite: it would make the loss NaN. Load the target in "
-                    "bfloat16 or float32, or leave that row out."
-                )
+            _check_finite(residual, first_row + bisect_right(ends, starts[i]))
             for name, value in _encode(residual, dtype).items():
                 if name not in stored:
-                    stored[name] = torch.empty((sum(lengths), *value.shape[1:]), dtype=value.dtype)
+                    stored[name] = torch.empty((ends[-1], *value.shape[1:]), dtype=value.dtype)
                 stored[name][starts[i] : starts[i] + len(value)] = value.cpu()
             progress.update(len(residual))
     narrow = {name: columns[name].to(kind) for name, kind in _COLUMNS.items()}
     return {**narrow, **stored, "lengths": torch.tensor(lengths)}
+
+
+def _check_finite(residual: torch.Tensor, row: int) -> None:
+    if not residual.isfinite().all():
+        raise ValueError(
+            f"The target's residual of row {row} is not finite: it would make the loss NaN. Load the target in bfloat16 "
+            "or float32, or leave that row out."
+        )
 
 
 def _encode(residual: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import datasets
 import evaluate
 
@@ -61,5 +63,5 @@ class PerPositionAcceptance(evaluate.Metric):
         reached = [sum(accepted >= k for accepted in predictions) for k in range(num_drafts + 1)]
         return {
             "acceptance": [count / len(predictions) for count in reached[1:]],
-            "conditional_acceptance": [now / before if before else 0.0 for before, now in zip(reached, reached[1:])],
+            "conditional_acceptance": [now / before if before else 0.0 for before, now in pairwise(reached)],
         }

@@ -155,6 +155,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--target", required=True, help="path or Hub id")
     parser.add_argument("--data", action="append", required=True, help="path or Hub name; repeatable")
     parser.add_argument("--split", default="train")
+    parser.add_argument("--chat-template", help="a Jinja file, where the tokenizer has none")
     parser.add_argument("--output", required=True, help="a .jsonl file of messages; appended to")
     parser.add_argument("--question-suffix", default="", help="appended to the prompt of question/answer rows")
     parser.add_argument("--limit", type=int, help="rows per dataset")
@@ -174,6 +175,10 @@ def main() -> None:
     args = parse_args()
     cuda = torch.cuda.is_available()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
+    if args.chat_template:
+        tokenizer.chat_template = Path(args.chat_template).read_text()
+    if not tokenizer.chat_template:
+        raise SystemExit(f"The tokenizer of {args.target} has no chat template: name one with --chat-template FILE.")
     if args.thinking and END_THINK not in tokenizer.get_vocab():
         raise SystemExit(f"--thinking: the tokenizer of {args.target} has no {END_THINK} token to end reasoning with.")
     dtype = args.dtype or ("bfloat16" if cuda else "float32")

@@ -56,6 +56,7 @@ class ScriptArguments:
     reducer: str | None = field(default=None, metadata={"help": "hc_gate or fc; unset for the gate where it can be"})
     num_draft_tokens: int = field(default=6, metadata={"help": "draft positions of a new drafter"})
     mask_token_id: int | None = field(default=None, metadata={"help": "unset for the tokenizer's mask token"})
+    chat_template: str | None = field(default=None, metadata={"help": "a Jinja file, where the tokenizer has none"})
     target_dtype: str = field(default="auto", metadata={"help": "number format of the target"})
     device_map: str | None = field(default=None, metadata={"help": "spread the target, for example auto"})
     save_dtype: str = field(default="bfloat16", metadata={"help": "number format of the finished drafter"})
@@ -106,12 +107,14 @@ def settings(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> dic
     """What a model card needs to know of the run, without this machine's folders."""
     told = {**vars(script), **{name: getattr(args, name) for name in REPORTED}}
     told |= {"target": Path(script.target).name, "dataset": [Path(source).name for source in script.dataset]}
-    return told | {name: told[name] and Path(told[name]).name for name in ("drafter", "eval_dataset")}
+    return told | {name: told[name] and Path(told[name]).name for name in ("drafter", "eval_dataset", "chat_template")}
 
 
 def main() -> None:
     script, args = parse()
     tokenizer = AutoTokenizer.from_pretrained(script.target)
+    if script.chat_template:
+        tokenizer.chat_template = Path(script.chat_template).read_text()
     target = AutoModelForCausalLM.from_pretrained(
         script.target, dtype=script.target_dtype, device_map=script.device_map
     )

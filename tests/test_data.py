@@ -461,7 +461,10 @@ def test_regenerated_answers_are_the_targets(regenerate, ending_target, tokenize
     assert kinds >= {(1, False), (1, True), (2, True)}  # answered turns, cut off
 
 
-@pytest.mark.parametrize("options", [[], ["--temperature", 1.0, "--top-p", 0.9], ["--thinking"]])
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--temperature", 1.0, "--top-p", 0.9], ["--thinking", "--chat-template", TARGET / "chat_template.jinja"]],
+)
 def test_a_killed_run_ends_in_the_same_answers(regenerate, tmp_path, options):
     whole = regenerate("whole.jsonl", *options)
     cut = tmp_path / "cut.jsonl"

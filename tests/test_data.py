@@ -456,6 +456,7 @@ def test_regenerated_answers_are_the_targets(regenerate, ending_target, tokenize
                 answer = target.generate(ids, do_sample=False, max_new_tokens=5)[0, ids.shape[1] :].tolist()
                 ended = answer[-1] in target.generation_config.eos_token_id
                 assert message["content"] == tokenizer.decode(answer[:-1] if ended else answer)
+                assert ended or message is row["messages"][-1]  # nothing follows an answer that is cut off
         assert row["truncated"] == (not ended)
         kinds.add((sum(m["role"] == "user" for m in row["messages"]), row["truncated"]))
     assert kinds >= {(1, False), (1, True), (2, True)}  # answered turns, cut off

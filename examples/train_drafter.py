@@ -57,7 +57,9 @@ class ScriptArguments:
     num_draft_tokens: int = field(default=6, metadata={"help": "draft positions of a new drafter"})
     mask_token_id: int | None = field(default=None, metadata={"help": "unset for the tokenizer's mask token"})
     chat_template: str | None = field(default=None, metadata={"help": "a Jinja file, where the tokenizer has none"})
-    target_dtype: str = field(default="auto", metadata={"help": "number format of the target"})
+    target_dtype: str | None = field(
+        default=None, metadata={"help": "unset for the checkpoint's on a GPU, else float32"}
+    )
     device_map: str | None = field(default=None, metadata={"help": "spread the target, for example auto"})
     save_dtype: str = field(default="bfloat16", metadata={"help": "number format of the finished drafter"})
 
@@ -115,9 +117,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(script.target)
     if script.chat_template:
         tokenizer.chat_template = Path(script.chat_template).read_text()
-    target = AutoModelForCausalLM.from_pretrained(
-        script.target, dtype=script.target_dtype, device_map=script.device_map
-    )
+    dtype = script.target_dtype or ("auto" if torch.cuda.is_available() else "float32")
+    target = AutoModelForCausalLM.from_pretrained(script.target, dtype=dtype, device_map=script.device_map)
     torch.manual_seed(args.seed)
     drafter = load_drafter(script, target, tokenizer)
     train, held_out = load_data(script, args.seed)

@@ -57,15 +57,15 @@ def sample_anchors(candidates: torch.Tensor, num_anchors: int, seeds: list[int])
             order = torch.randperm(len(at), generator=torch.Generator().manual_seed(seed))
             at = at[order[:num_anchors].sort().values.to(at.device)]
         drawn.append(at)
-    return pad_anchors(drawn)
+    return _stacked(drawn)
 
 
 def every_anchor(candidates: torch.Tensor) -> torch.Tensor:
     """All candidates of each row, `[batch, anchors]`, ascending; -1 where a row has fewer than another."""
-    return pad_anchors([row.nonzero().flatten() for row in candidates])
+    return _stacked([row.nonzero().flatten() for row in candidates])
 
 
-def pad_anchors(rows: list[torch.Tensor]) -> torch.Tensor:
+def _stacked(rows: list[torch.Tensor]) -> torch.Tensor:
     """Stack rows of anchors, -1 on the right; at least one column."""
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
     return padded if padded.shape[1] else padded.new_full((len(rows), 1), -1)

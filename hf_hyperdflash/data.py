@@ -7,12 +7,13 @@ import os
 import re
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
+
+from .blocks import anchor_candidates
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -378,8 +379,7 @@ def _encode_row(
 
 
 def _has_anchor(loss_mask: list[int], position_ids: list[int]) -> bool:
-    pairs = zip(pairwise(loss_mask), pairwise(position_ids))
-    return any(anchor and label and after == at + 1 for (anchor, label), (at, after) in pairs)
+    return bool(anchor_candidates(torch.tensor([loss_mask]).bool(), torch.tensor([position_ids])).any())
 
 
 def _skip(documents: Dataset, columns: list[str], num_proc: int | None) -> Dataset:

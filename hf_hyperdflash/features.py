@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Rows: TypeAlias = "datasets.Dataset | Sequence[Mapping[str, Any]]"
 
 _INDEX, _FORMAT = "features.json", 1
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
+FEATURE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
 _COLUMNS = {"input_ids": torch.int32, "loss_mask": torch.bool, "position_ids": torch.int32}
 _SAMPLED = 64  # elements of every parameter that go into a fingerprint
 _RESERVE = 64 * 2**20  # bytes left free on the disk: file headers, the index, and whoever else writes there
@@ -93,9 +93,12 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """
 
     def __init__(self, directory: str | os.PathLike[str], target: PreTrainedModel) -> None:
-        self.directory = Path(directory)
-        self.index = _read_index(self.directory)
-        _check_target(self.directory, self.index, _identity(target))
+        self._open(Path(directory), _identity(target))
+
+    def _open(self, directory: Path, identity: dict[str, str]) -> None:
+        self.directory = directory
+        self.index = _read_index(directory)
+        _check_target(directory, self.index, identity)
         _check_shards(self.directory, self.index["shards"])
         self._first_rows = _first_rows(self.index)
         self._verified: set[str] = set()
@@ -145,7 +148,9 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         if todo:
             _prepare_disk(path, index, todo)
             _write_shards(path, index, todo, rows, target, batch_size)
-        return cls(path, target)
+        cache = cls.__new__(cls)
+        cache._open(path, plan["target"])  # not again from the target: its fingerprint may mean reading it from disk
+        return cache
 
     def __len__(self) -> int:
         return self.index["rows"]
@@ -208,10 +213,10 @@ def estimate_size(target: PreTrainedModel, rows: int, tokens: int, dtype: str = 
 
 
 def _size(hc_mult: int, hidden_size: int, dtype: str, rows: int, tokens: int) -> int:
-    if dtype not in _DTYPES:
-        raise ValueError(f"`dtype` is {dtype!r}, expected one of {sorted(_DTYPES)}.")
+    if dtype not in FEATURE_DTYPES:
+        raise ValueError(f"`dtype` is {dtype!r}, expected one of {sorted(FEATURE_DTYPES)}.")
     scale = torch.float32.itemsize if dtype == "float8" else 0
-    per_token = hc_mult * (hidden_size * _DTYPES[dtype].itemsize + scale)
+    per_token = hc_mult * (hidden_size * FEATURE_DTYPES[dtype].itemsize + scale)
     return tokens * (per_token + sum(kind.itemsize for kind in _COLUMNS.values())) + rows * torch.int64.itemsize
 
 
@@ -466,7 +471,7 @@ def _check_finite(residual: torch.Tensor, row: int) -> None:
 
 
 def _encode(residual: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
-    kind = _DTYPES[dtype]
+    kind = FEATURE_DTYPES[dtype]
     if dtype != "float8":
         return {"residual": residual.to(kind)}
     residual = residual.float()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,11 +26,10 @@ from .blocks import (
 from .configuration_hyperdflash import HyperDFlashConfig
 from .data import prepare_dataset
 from .features import FeatureCache, residual_of
+from .generation import SpeculationStats
 from .losses import IGNORE_INDEX, DrafterLoss, chunked_drafter_loss, loss_counts, position_weights
 from .target import check_pair, is_drafter, teacher_states
 from .training_args import HyperDFlashTrainingArguments
-
-logger = logging.getLogger(__name__)
 
 Batch = dict[str, torch.Tensor]
 
@@ -107,9 +105,9 @@ class HyperDFlashTrainer(Trainer):
 
     The target is frozen and only read: just the drafter is optimized, saved and synchronized. The target may be spread
     with `device_map`, quantized or sharded. Besides transformers' own, these values are logged: `cross_entropy` and
-    `kl` (the terms of Eq. 3) and, by `evaluate`, `teacher_forced_tau`: tokens per verification round that the held-out text would take if the target
-    wrote it, which it does if the text is the target's own (`examples/regenerate_answers.py`). Add
-    [`AcceptanceCallback`] for the acceptance of real generation beside it.
+    `kl` (the terms of Eq. 3) and, by `evaluate`, `teacher_forced_tau`: tokens per verification round that the held-out
+    text would take if the target wrote it, which it does if the text is the target's own
+    (`examples/regenerate_answers.py`). Add [`AcceptanceCallback`] for the acceptance of real generation beside it.
 
     Args:
         model: The drafter, plain or wrapped by PEFT.
@@ -166,7 +164,7 @@ class HyperDFlashTrainer(Trainer):
             data_collator=data_collator,
             train_dataset=_rows(train_dataset, "train", packing=args.packing, **data),
             eval_dataset=_rows(eval_dataset, "eval", packing=False, **data),
-            compute_metrics=compute_metrics or teacher_forced_metrics,
+            compute_metrics=compute_metrics or self._teacher_forced_metrics,
             **kwargs,
         )
         # `compute_loss` divides by the counts of the whole optimizer step itself.
@@ -330,6 +328,16 @@ class HyperDFlashTrainer(Trainer):
         emitted, accepted = nn.utils.rnn.pad_sequence(rounds, True, float(IGNORE_INDEX)).to(anchors).unbind(-1)
         return terms.loss, emitted.contiguous(), accepted.contiguous()
 
+    def _teacher_forced_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
+        """Tau and the acceptance per draft position of the rounds that `prediction_step` walked."""
+        parts = (np.asarray(part).ravel() for part in (prediction.predictions, prediction.label_ids))
+        emitted, accepted = (part[part != IGNORE_INDEX].tolist() for part in parts)
+        if not emitted:
+            return {}
+        stats = SpeculationStats(len(emitted), draft_positions=self._drafts, emitted=emitted, accepted=accepted)
+        shares = {f"teacher_forced_acceptance_{k}": share for k, share in enumerate(stats.acceptance, start=1)}
+        return {"teacher_forced_tau": stats.tau, **shares}
+
     # Checkpoints
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -343,18 +351,6 @@ class HyperDFlashTrainer(Trainer):
                 f"Checkpoint {folder} could not be written ({error}) and was removed; earlier ones are whole. Make room "
                 "(or lower `save_total_limit`), then go on with `resume_from_checkpoint=True`."
             ) from error
-
-
-def teacher_forced_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """Tau and the acceptance per draft position of the rounds that [`HyperDFlashTrainer.prediction_step`] walked."""
-    emitted, accepted = (np.asarray(part).ravel() for part in (prediction.predictions, prediction.label_ids))
-    emitted, accepted = emitted[emitted != IGNORE_INDEX], accepted[accepted != IGNORE_INDEX]
-    if not len(emitted):
-        return {}
-    shares = {
-        f"teacher_forced_acceptance_{k}": float((accepted >= k).mean()) for k in range(1, int(accepted.max()) + 1)
-    }
-    return {"teacher_forced_tau": float(emitted.mean()), **shares}
 
 
 def _check_tokenizer(tokenizer: Any, config: HyperDFlashConfig) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from .features import FEATURE_DTYPES
+
 KL_TEACHERS = ("hc_head", "mean_pool")
 FEATURE_SOURCES = ("online", "cached")
-FEATURE_DTYPES = ("bfloat16", "float32", "float8")
 
 
 @dataclass
@@ -74,7 +75,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         default=None, metadata={"help": "Directory of cached features; <output_dir>/features by default."}
     )
     feature_dtype: str = field(
-        default="bfloat16", metadata={"help": "Number format of cached features.", "choices": FEATURE_DTYPES}
+        default="bfloat16", metadata={"help": "Number format of cached features.", "choices": tuple(FEATURE_DTYPES)}
     )
     max_length: int = field(default=4096, metadata={"help": "Longest row in tokens."})
     packing: bool = field(default=False, metadata={"help": "Lay several conversations in one row."})
@@ -98,7 +99,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         if self.max_length < 2:
             raise ValueError(f"`max_length` is {self.max_length}, expected at least 2: an anchor and one label.")
         for name, allowed in (
-            ("kl_teacher", KL_TEACHERS), ("feature_source", FEATURE_SOURCES), ("feature_dtype", FEATURE_DTYPES)
+            ("kl_teacher", KL_TEACHERS), ("feature_source", FEATURE_SOURCES), ("feature_dtype", tuple(FEATURE_DTYPES))
         ):  # fmt: skip
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}, expected one of {allowed}.")

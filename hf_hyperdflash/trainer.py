@@ -104,7 +104,8 @@ class HyperDFlashTrainer(Trainer):
     """Train a [`HyperDFlashDrafter`] for a target.
 
     The target is frozen and only read: just the drafter is optimized, saved and synchronized. The target may be spread
-    with `device_map`, quantized or sharded. Besides transformers' own, these values are logged: `cross_entropy` and
+    with `device_map` or quantized; its LM head must not be sharded by FSDP or ZeRO-3, because processes call it a
+    different number of times. Besides transformers' own, these values are logged: `cross_entropy` and
     `kl` (the terms of Eq. 3) and, by `evaluate`, `teacher_forced_tau`: tokens per verification round that the held-out
     text would take if the target wrote it, which it does if the text is the target's own
     (`examples/regenerate_answers.py`). Add [`AcceptanceCallback`] for the acceptance of real generation beside it.

@@ -50,10 +50,15 @@ class ScriptArguments:
     streaming: bool = field(default=False, metadata={"help": "read the dataset while training (needs --max_steps)"})
     eval_dataset: str | None = field(default=None, metadata={"help": "held-out rows; unset to split them off"})
     eval_rows: int = field(default=64, metadata={"help": "held-out rows that are split off"})
-    eval_prompts: int = field(default=32, metadata={"help": "held-out prompts that are really generated from"})
+    eval_prompts: int = field(default=32, metadata={"help": "held-out prompts generated from; 0 for none"})
     eval_max_new_tokens: int = field(default=128, metadata={"help": "tokens generated per prompt"})
     layers: int = field(default=5, metadata={"help": "layers of a new drafter"})
-    reducer: str | None = field(default=None, metadata={"help": "hc_gate or fc; unset for the gate where it can be"})
+    reducer: str | None = field(
+        default=None, metadata={"help": "hc_gate, fc, hybrid or stream_mean; unset for the gate where it can be"}
+    )
+    target_layer_ids: list[int] | None = field(
+        default=None, metadata={"help": "layers a new drafter reads; -1, the pre-collapse residual, if unset"}
+    )
     num_draft_tokens: int = field(default=6, metadata={"help": "draft positions of a new drafter"})
     mask_token_id: int | None = field(default=None, metadata={"help": "unset for the tokenizer's mask token"})
     chat_template: str | None = field(default=None, metadata={"help": "a Jinja file, where the tokenizer has none"})
@@ -64,12 +69,12 @@ class ScriptArguments:
     save_dtype: str = field(default="bfloat16", metadata={"help": "number format of the finished drafter"})
 
 
-def parse() -> tuple[ScriptArguments, HyperDFlashTrainingArguments]:
+def parse(argv: list[str] | None) -> tuple[ScriptArguments, HyperDFlashTrainingArguments]:
     parser = HfArgumentParser((ScriptArguments, HyperDFlashTrainingArguments), description=__doc__.split("\n")[0])
     stage = ArgumentParser(add_help=False, allow_abbrev=False)
     stage.add_argument("--stage", type=int, default=1)
-    parser.set_defaults(**STAGES.get(stage.parse_known_args()[0].stage, {}))
-    return parser.parse_args_into_dataclasses()
+    parser.set_defaults(**STAGES.get(stage.parse_known_args(argv)[0].stage, {}))
+    return parser.parse_args_into_dataclasses(argv)
 
 
 def load_drafter(script: ScriptArguments, target, tokenizer) -> HyperDFlashDrafter:
@@ -80,6 +85,7 @@ def load_drafter(script: ScriptArguments, target, tokenizer) -> HyperDFlashDraft
     return HyperDFlashDrafter.from_target(
         target,
         reducer=script.reducer,
+        target_layer_ids=script.target_layer_ids,
         mask_token_id=mask_token_id,
         num_draft_tokens=script.num_draft_tokens,
         num_hidden_layers=script.layers,
@@ -112,8 +118,8 @@ def settings(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> dic
     return told | {name: told[name] and Path(told[name]).name for name in ("drafter", "eval_dataset", "chat_template")}
 
 
-def main() -> None:
-    script, args = parse()
+def main(argv: list[str] | None = None) -> None:
+    script, args = parse(argv)
     tokenizer = AutoTokenizer.from_pretrained(script.target)
     if script.chat_template:
         tokenizer.chat_template = Path(script.chat_template).read_text()
@@ -125,8 +131,9 @@ def main() -> None:
     trainer = HyperDFlashTrainer(
         drafter, target, args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer
     )
-    prompts = encode_prompts(tokenizer, held_out.select(range(min(script.eval_prompts, len(held_out)))))
-    trainer.add_callback(AcceptanceCallback(trainer, prompts, max_new_tokens=script.eval_max_new_tokens))
+    if script.eval_prompts:
+        prompts = encode_prompts(tokenizer, held_out.select(range(min(script.eval_prompts, len(held_out)))))
+        trainer.add_callback(AcceptanceCallback(trainer, prompts, max_new_tokens=script.eval_max_new_tokens))
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     metrics = trainer.evaluate()
     trainer.save_model()
@@ -137,8 +144,8 @@ def main() -> None:
         history = [line for line in trainer.state.log_history if "eval_tau" in line]
         facts = {"settings": settings(script, args), "metrics": metrics, "history": history}
         (Path(args.output_dir) / "training.json").write_text(json.dumps(facts, indent=1))
-        taus = f"tau {metrics['eval_tau']:.2f}, teacher-forced {metrics['eval_teacher_forced_tau']:.2f}"
-        print(f"Saved to {args.output_dir}: {taus}")
+        taus = [f"{name} {metrics[name]:.2f}" for name in ("eval_tau", "eval_teacher_forced_tau") if name in metrics]
+        print(f"Saved to {args.output_dir}: {', '.join(taus)}")
 
 
 if __name__ == "__main__":

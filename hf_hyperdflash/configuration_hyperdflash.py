@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
-REDUCERS = ("hc_gate", "fc")
+REDUCERS = ("hc_gate", "fc", "hybrid", "stream_mean")
 
 
 class HyperDFlashConfig(PreTrainedConfig):
@@ -28,10 +29,16 @@ class HyperDFlashConfig(PreTrainedConfig):
         sliding_window: How many context positions before the anchor a block sees; `None` for all.
         block_size: Anchor plus draft positions: 7 is the paper's six drafted steps (section 3.3).
         mask_token_id: The token that stands at every draft position of a block's input.
-        reducer: `"hc_gate"` (Eq. 1, inherited from the target's `hc_head`) or `"fc"` (a dense projection).
-        path_norm: Whether `"hc_gate"` normalizes each path before summing (section 2.2, "per-path RMSNorm").
+        target_layer_ids: Whose residual paths the drafter reads, ascending: -1 is the last layer's output, the
+            pre-collapse residual, which is the paper's source and the default; other numbers are intermediate layers,
+            counted from 0.
+        reducer: How the paths become the conditioning feature. `"hc_gate"`: the paper's, gates inherited from the
+            target's `hc_head` (Eq. 1), per layer read. `"fc"`: vanilla DFlash's dense projection of all paths read.
+            `"hybrid"`: ours, the gate of the last layer read plus a dense projection, zero at first, of the others (of
+            the same, where only one is read). `"stream_mean"`: the mean over the paths of each layer, then a projection.
+        path_norm: Whether a gate normalizes each path before summing (section 2.2, "per-path RMSNorm").
         hc_eps: The target's offset on each gate.
-        target_hidden_size: Width of the target; 0 for the drafter's. If it differs from `hidden_size`, the reducer must be `"fc"`.
+        target_hidden_size: Width of the target; 0 for the drafter's. If it differs from `hidden_size`, the reducer cannot have a gate.
         target_hc_mult: Number of residual paths of the target.
         target_model_type: `config.model_type` of the target.
         target_name_or_path: The target the drafter was made for; binding to another name warns.
@@ -58,6 +65,7 @@ class HyperDFlashConfig(PreTrainedConfig):
     sliding_window: int | None = None
     block_size: int = 7
     mask_token_id: int = 128799
+    target_layer_ids: list[int] | None = None
     reducer: str = "hc_gate"
     path_norm: bool = True
     hc_eps: float = 1e-6
@@ -72,6 +80,8 @@ class HyperDFlashConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         if self.target_hidden_size == 0:
             self.target_hidden_size = self.hidden_size
+        if self.target_layer_ids is None:
+            self.target_layer_ids = [-1]
         self._check_sizes()
         self._check_reducer()
 
@@ -102,11 +112,28 @@ class HyperDFlashConfig(PreTrainedConfig):
     def _check_reducer(self) -> None:
         if self.reducer not in REDUCERS:
             raise ValueError(f"`reducer` is {self.reducer!r}, expected one of {REDUCERS}.")
-        if self.reducer == "hc_gate" and self.hidden_size != self.target_hidden_size:
+        ids = self.target_layer_ids
+        order = [math.inf if i == -1 else i for i in ids or []]  # the last layer comes last
+        if not ids or min(ids) < -1 or order != sorted(set(order)):
             raise ValueError(
-                f"`reducer='hc_gate'` needs equal widths, but the drafter's `hidden_size` is {self.hidden_size} and "
+                f"`target_layer_ids` is {ids}, expected ascending layer numbers from 0, each once, and -1, the "
+                "pre-collapse residual, at the end: [-1], [2] or [2, -1] for example."
+            )
+        if self.has_gate and self.hidden_size != self.target_hidden_size:
+            raise ValueError(
+                f"`reducer={self.reducer!r}` needs equal widths, but the drafter's `hidden_size` is {self.hidden_size} and "
                 f"the target's {self.target_hidden_size}. Use `reducer='fc'` or the target's width."
             )
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether the reducer has a gate to inherit."""
+        return self.reducer in ("hc_gate", "hybrid")
+
+    @property
+    def num_paths(self) -> int:
+        """Residual paths that the drafter reads: `target_hc_mult` of each layer in `target_layer_ids`."""
+        return len(self.target_layer_ids or ()) * self.target_hc_mult
 
     @property
     def max_draft_tokens(self) -> int:

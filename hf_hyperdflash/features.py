@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -40,8 +41,13 @@ _ROOM = (
 
 
 @torch.no_grad()
-def residual_of(target: PreTrainedModel, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """Pre-collapse residual of right-padded or packed rows.
+def residual_of(
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    target_layer_ids: Sequence[int] = (-1,),
+) -> torch.Tensor:
+    """Residual paths, by default the pre-collapse ones, of right-padded or packed rows.
 
     Every document runs on its own, so that none sees another: V4's compressors have no mask for that. Padding on the
     right changes nothing, every part of V4 is causal.
@@ -50,36 +56,39 @@ def residual_of(target: PreTrainedModel, input_ids: torch.Tensor, position_ids: 
         target: The target, in eval mode.
         input_ids: `[batch, seq]`.
         position_ids: `[batch, seq]`, counting from 0 in every document of a row.
+        target_layer_ids: As in [`capture_residual`].
 
     Returns:
-        `[batch, seq, config.hc_mult, config.hidden_size]` on the device of `input_ids`.
+        `[batch, seq, len(target_layer_ids) * config.hc_mult, config.hidden_size]` on the device of `input_ids`.
     """
     packed = bool((position_ids != torch.arange(input_ids.shape[1], device=position_ids.device)).any())
     if not packed:
-        return _forward(target, input_ids).to(input_ids.device)
+        return _forward(target, input_ids, target_layer_ids).to(input_ids.device)
     flat, starts = input_ids.flatten(), (position_ids.flatten() == 0).nonzero().flatten().tolist()
-    rows = torch.cat(_residual_of_documents(target, flat.tensor_split(starts[1:]))).to(input_ids.device)
-    return rows.unflatten(0, input_ids.shape)
+    documents = _residual_of_documents(target, flat.tensor_split(starts[1:]), target_layer_ids)
+    return torch.cat(documents).to(input_ids.device).unflatten(0, input_ids.shape)
 
 
 @torch.no_grad()
-def _residual_of_documents(target: PreTrainedModel, documents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    residual = _forward(target, pad_sequence(list(documents), batch_first=True))
+def _residual_of_documents(
+    target: PreTrainedModel, documents: Sequence[torch.Tensor], target_layer_ids: Sequence[int]
+) -> list[torch.Tensor]:
+    residual = _forward(target, pad_sequence(list(documents), batch_first=True), target_layer_ids)
     return [states[: len(ids)] for states, ids in zip(residual, documents)]
 
 
-def _forward(target: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
+def _forward(target: PreTrainedModel, input_ids: torch.Tensor, target_layer_ids: Sequence[int]) -> torch.Tensor:
     if target.device.type != "meta":  # an offloaded target: accelerate's hooks bring the ids to where they run
         input_ids = input_ids.to(target.device)
-    with capture_residual(target) as captured:
+    with capture_residual(target, target_layer_ids) as captured:
         target.base_model(input_ids=input_ids, use_cache=False)
     return captured[0]
 
 
 class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """The target's pre-collapse residual of every row of a dataset, on disk: written once, trained on many times.
+    """The target's residual paths of every row of a dataset, on disk: written once, trained on many times.
 
-    Nothing else of the target is stored: the teacher's logits follow from the residual
+    By default those of the pre-collapse residual. Nothing else of the target is stored: the teacher's logits follow from the residual
     ([`~target.teacher_states`]). Items are those of [`FeatureCache.__getitem__`]. A shard's checksum is verified
     once per process, before its first item is returned; after [`FeatureCache.verify`] data loader workers skip that.
 
@@ -102,6 +111,18 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         _check_shards(self.directory, self.index["shards"])
         self._first_rows = _first_rows(self.index)
         self._verified: set[str] = set()
+        self.target_layer_ids: Sequence[int] = _stored_layers(self.index)
+
+    def of_layers(self, target_layer_ids: Sequence[int]) -> FeatureCache:
+        """The same cache, whose items have the paths of these layers only.
+
+        Raises:
+            ValueError: If one of them is not stored.
+        """
+        _check_layers(self.directory, self.index, target_layer_ids)
+        chosen = copy.copy(self)
+        chosen.target_layer_ids = list(target_layer_ids)
+        return chosen
 
     @classmethod
     def write(
@@ -111,6 +132,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         target: PreTrainedModel,
         *,
         dtype: str = "bfloat16",
+        target_layer_ids: Sequence[int] = (-1,),
         batch_size: int = 8,
         shard_size: int = 2 * 2**30,
     ) -> FeatureCache:
@@ -125,7 +147,9 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             rows: Map-style dataset, one row per training sequence: `input_ids`, `loss_mask` (0 or 1) and
                 `position_ids` (counting from 0 in every packed document), lists of integers of one length.
             target: The target, in eval mode.
-            dtype: `"float32"`, `"bfloat16"`, or `"float8"`: e4m3 with a float32 scale per token and stream.
+            dtype: `"float32"`, `"bfloat16"`, or `"float8"`: e4m3 with a float32 scale per token and path.
+            target_layer_ids: Whose paths, as in [`capture_residual`]. A cache that exists and holds more is opened
+                for these.
             batch_size: Documents per forward of the target.
             shard_size: Bytes after which a new file begins; about twice as much memory is used. A cache that exists
                 keeps its own.
@@ -137,7 +161,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         """
         path = Path(directory)
         rows = rows.with_format("numpy") if hasattr(rows, "with_format") else rows
-        plan = _plan(rows, target, dtype, shard_size)
+        plan = _plan(rows, target, dtype, target_layer_ids, shard_size)
         index = _resume(path, plan) if (path / _INDEX).exists() else plan
         todo = [i for i, shard in enumerate(index["shards"]) if not _is_whole(path / shard["name"], shard)]
         if todo and not plan["target"]["body"]:
@@ -150,7 +174,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             _write_shards(path, index, todo, rows, target, batch_size)
         cache = cls.__new__(cls)
         cache._open(path, plan["target"])  # not again from the target: its fingerprint may mean reading it from disk
-        return cache
+        return cache.of_layers(target_layer_ids)
 
     def __len__(self) -> int:
         return self.index["rows"]
@@ -160,7 +184,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
         Returns:
             `input_ids` and `position_ids` (long), `loss_mask` (bool), `[seq]` each, and `residual`
-            `[seq, config.hc_mult, config.hidden_size]`, float32 if stored so, else bfloat16.
+            `[seq, len(target_layer_ids) * config.hc_mult, config.hidden_size]`, float32 if stored so, else bfloat16.
 
         Raises:
             ValueError: If the shard of the row is damaged.
@@ -173,6 +197,11 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         if name not in self._verified:
             self._verify([self.index["shards"][shard]])
         row = _read_row(self.directory / name, i - self._first_rows[shard])
+        stored = _stored_layers(self.index)
+        if list(self.target_layer_ids) != stored:
+            for part in row.keys() & {"residual", "scale"}:
+                layers = dict(zip(stored, row[part].chunk(len(stored), dim=1)))
+                row[part] = torch.cat([layers[layer] for layer in self.target_layer_ids], dim=1)
         if "scale" in row:
             row["residual"] = (row["residual"].float() * row.pop("scale").unsqueeze(-1)).bfloat16()
         return {**row, "input_ids": row["input_ids"].long(), "position_ids": row["position_ids"].long()}
@@ -196,27 +225,34 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         self._verified.update(shard["name"] for shard in shards)
 
 
-def estimate_size(target: PreTrainedModel, rows: int, tokens: int, dtype: str = "bfloat16") -> int:
+def estimate_size(
+    target: PreTrainedModel,
+    rows: int,
+    tokens: int,
+    dtype: str = "bfloat16",
+    target_layer_ids: Sequence[int] = (-1,),
+) -> int:
     """Bytes of a feature cache, but for file headers (under a kilobyte per shard).
 
     Args:
         target: The target.
         rows: Number of rows.
         tokens: Their tokens in all.
-        dtype: As in [`FeatureCache.write`].
+        dtype: As in [`FeatureCache.write`], like the next.
+        target_layer_ids: Whose paths.
 
     Raises:
         ValueError: If the target has no hyper-connections or `dtype` is unknown.
     """
     facts = describe(target)
-    return _size(facts.hc_mult, facts.hidden_size, dtype, rows, tokens)
+    return _size(len(target_layer_ids) * facts.hc_mult, facts.hidden_size, dtype, rows, tokens)
 
 
-def _size(hc_mult: int, hidden_size: int, dtype: str, rows: int, tokens: int) -> int:
+def _size(paths: int, hidden_size: int, dtype: str, rows: int, tokens: int) -> int:
     if dtype not in FEATURE_DTYPES:
         raise ValueError(f"`dtype` is {dtype!r}, expected one of {sorted(FEATURE_DTYPES)}.")
     scale = torch.float32.itemsize if dtype == "float8" else 0
-    per_token = hc_mult * (hidden_size * FEATURE_DTYPES[dtype].itemsize + scale)
+    per_token = paths * (hidden_size * FEATURE_DTYPES[dtype].itemsize + scale)
     return tokens * (per_token + sum(kind.itemsize for kind in _COLUMNS.values())) + rows * torch.int64.itemsize
 
 
@@ -273,11 +309,14 @@ def _identity(target: PreTrainedModel) -> dict[str, str]:
     return {"name": target.config._name_or_path, **target_fingerprint(target)}
 
 
-def _plan(rows: Rows, target: PreTrainedModel, dtype: str, shard_size: int) -> dict[str, Any]:
+def _plan(
+    rows: Rows, target: PreTrainedModel, dtype: str, target_layer_ids: Sequence[int], shard_size: int
+) -> dict[str, Any]:
     """The index of a cache before anything is written: which rows go to which shard follows from their lengths."""
     facts = describe(target)
     lengths, digest = _scan(rows, facts.vocab_size)
-    sizes = [_size(facts.hc_mult, facts.hidden_size, dtype, 1, length) for length in lengths]
+    paths = len(target_layer_ids) * facts.hc_mult
+    sizes = [_size(paths, facts.hidden_size, dtype, 1, length) for length in lengths]
     shards = [
         {"rows": stop - start, "tokens": sum(lengths[start:stop]), "bytes": None, "sha256": None}
         for start, stop in _split(sizes, shard_size)
@@ -286,6 +325,7 @@ def _plan(rows: Rows, target: PreTrainedModel, dtype: str, shard_size: int) -> d
         "version": _FORMAT,
         "target": _identity(target),
         "dtype": dtype,
+        "target_layer_ids": list(target_layer_ids),
         "hc_mult": facts.hc_mult,
         "hidden_size": facts.hidden_size,
         "rows": len(lengths),
@@ -373,7 +413,21 @@ def _resume(directory: Path, plan: dict[str, Any]) -> dict[str, Any]:
             f"The feature cache in {directory} differs in {', '.join(differing)}. Choose another directory, delete this "
             "one, or pass what it was written with."
         )
+    _check_layers(directory, index, plan["target_layer_ids"])
     return index
+
+
+def _stored_layers(index: dict[str, Any]) -> list[int]:
+    return index.get("target_layer_ids", [-1])  # caches of release 0.3 hold the pre-collapse residual alone
+
+
+def _check_layers(directory: Path, index: dict[str, Any], wanted: Sequence[int]) -> None:
+    stored = _stored_layers(index)
+    if not set(wanted) <= set(stored):
+        raise ValueError(
+            f"The feature cache in {directory} holds layers {stored}, but {list(wanted)} are needed (-1 is the "
+            "pre-collapse residual). Write one with these `target_layer_ids` in another directory."
+        )
 
 
 def _prepare_disk(directory: Path, index: dict[str, Any], todo: list[int]) -> None:
@@ -398,7 +452,8 @@ def _prepare_disk(directory: Path, index: dict[str, Any], todo: list[int]) -> No
 
 def _shard_size(index: dict[str, Any], i: int) -> int:
     shard = index["shards"][i]
-    return _size(index["hc_mult"], index["hidden_size"], index["dtype"], shard["rows"], shard["tokens"])
+    paths = len(_stored_layers(index)) * index["hc_mult"]
+    return _size(paths, index["hidden_size"], index["dtype"], shard["rows"], shard["tokens"])
 
 
 def _human(size: float) -> str:
@@ -418,7 +473,7 @@ def _write_shards(
         for i in todo:
             shard, first = index["shards"][i], first_rows[i]
             held = [_row(rows, row) for row in range(first, first + shard["rows"])]
-            data = save(_shard_tensors(held, first, target, index["dtype"], batch_size, progress))
+            data = save(_shard_tensors(held, first, target, index, batch_size, progress))
             shard.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
             try:
                 _write_whole(directory / shard["name"], data)
@@ -435,7 +490,7 @@ def _shard_tensors(
     rows: list[dict[str, torch.Tensor]],
     first_row: int,
     target: PreTrainedModel,
-    dtype: str,
+    index: dict[str, Any],
     batch_size: int,
     progress: tqdm,
 ) -> dict[str, torch.Tensor]:
@@ -451,9 +506,10 @@ def _shard_tensors(
     stored: dict[str, torch.Tensor] = {}
     for at in range(0, len(order), batch_size):
         batch = order[at : at + batch_size]
-        for i, residual in zip(batch, _residual_of_documents(target, [documents[i] for i in batch])):
+        states = _residual_of_documents(target, [documents[i] for i in batch], _stored_layers(index))
+        for i, residual in zip(batch, states):
             _check_finite(residual, first_row + bisect_right(ends, starts[i]))
-            for name, value in _encode(residual, dtype).items():
+            for name, value in _encode(residual, index["dtype"]).items():
                 if name not in stored:
                     stored[name] = torch.empty((ends[-1], *value.shape[1:]), dtype=value.dtype)
                 stored[name][starts[i] : starts[i] + len(value)] = value.cpu()

@@ -28,24 +28,41 @@ class HCGateReducer(nn.Module):
     The gate has the form and, after [`HyperDFlashDrafter.from_target`], the values of the target's `hc_head`; its
     parameters are float32 as the target's are. With `config.path_norm` each path is normalized, without a weight,
     before the sum; without it an untrained reducer computes exactly what the target's `hc_head` does.
+
+    Args:
+        config: The drafter's.
+        layers: How many of the target's layers are read. Each has gates of its own; all layers' paths are summed.
     """
 
-    def __init__(self, config: HyperDFlashConfig) -> None:
+    def __init__(self, config: HyperDFlashConfig, layers: int = 1) -> None:
         super().__init__()
         paths, width = config.target_hc_mult, config.hidden_size
-        self.eps, self.norm_eps, self.path_norm = config.hc_eps, config.rms_norm_eps, config.path_norm
-        self.hc_fn = nn.Parameter(torch.empty(paths, paths * width, dtype=torch.float32))
-        self.hc_base = nn.Parameter(torch.empty(paths, dtype=torch.float32))
-        self.hc_scale = nn.Parameter(torch.empty(1, dtype=torch.float32))
+        self.layers, self.eps, self.norm_eps, self.path_norm = (
+            layers, config.hc_eps, config.rms_norm_eps, config.path_norm,
+        )  # fmt: skip
+        self.hc_fn = nn.Parameter(torch.empty(layers * paths, paths * width, dtype=torch.float32))
+        self.hc_base = nn.Parameter(torch.empty(layers * paths, dtype=torch.float32))
+        self.hc_scale = nn.Parameter(torch.empty(layers, dtype=torch.float32))
+
+    @torch.no_grad()
+    def inherit(self, gate: dict[str, torch.Tensor]) -> None:
+        """Copy the target's `hc_fn`, `hc_base` and `hc_scale`, for every layer read."""
+        for name, value in gate.items():
+            getattr(self, name).copy_(value.repeat(self.layers, *[1] * (value.ndim - 1)))
 
     def forward(self, residual: torch.Tensor) -> torch.Tensor:
-        """Residual `[batch, seq, config.target_hc_mult, config.hidden_size]` to `[batch, seq, config.hidden_size]`."""
+        """Residual `[batch, seq, layers * config.target_hc_mult, config.hidden_size]` to
+        `[batch, seq, config.hidden_size]`."""
         with torch.autocast(
             residual.device.type, enabled=False
         ):  # mixed-precision training keeps the gate float32 too
-            flat = _unit_rms(residual.flatten(2).float(), self.norm_eps)
-            mixes = F.linear(flat, self.hc_fn.float())
-            gates = torch.sigmoid(mixes * self.hc_scale.float() + self.hc_base.float()) + self.eps
+            mixes = [
+                F.linear(_unit_rms(paths.flatten(2).float(), self.norm_eps), weight) * scale
+                for paths, weight, scale in zip(
+                    residual.chunk(self.layers, dim=2), self.hc_fn.float().chunk(self.layers), self.hc_scale.float()
+                )
+            ]
+            gates = torch.sigmoid(torch.cat(mixes, dim=-1) + self.hc_base.float()) + self.eps
             paths = _unit_rms(residual.float(), self.norm_eps) if self.path_norm else residual
             return (gates.unsqueeze(-1) * paths).sum(dim=2).to(residual.dtype)
 
@@ -198,11 +215,18 @@ class HyperDFlashDrafter(PreTrainedModel):
     def __init__(self, config: HyperDFlashConfig) -> None:
         super().__init__(config)
         self.__dict__.pop("generation_config", None)  # None here; see `__getattr__`
-        # The two reducers. `fc`, the generic fallback (section 2.2), is called that in z-lab's checkpoints too.
-        if config.reducer == "hc_gate":
-            self.hc_gate = HCGateReducer(config)
-        else:
-            self.fc = nn.Linear(config.target_hc_mult * config.target_hidden_size, config.hidden_size, bias=False)
+        layers = len(config.target_layer_ids or ())
+        if config.has_gate:
+            self.hc_gate = HCGateReducer(config, layers if config.reducer == "hc_gate" else 1)
+        if config.reducer != "hc_gate":
+            # What it reads: all paths (section 2.2; z-lab's checkpoints call it `fc` too), those of all layers but the
+            # one with the gate, or one mean per layer.
+            read = {
+                "fc": config.num_paths,
+                "hybrid": max(layers - 1, 1) * config.target_hc_mult,
+                "stream_mean": layers,
+            }[config.reducer]
+            self.fc = nn.Linear(read * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         if config.hidden_size != config.target_hidden_size:
             self.embed_proj = nn.Linear(config.target_hidden_size, config.hidden_size, bias=False)
@@ -222,6 +246,8 @@ class HyperDFlashDrafter(PreTrainedModel):
             init.normal_(module.hc_fn, mean=0.0, std=self.config.initializer_range)
             init.zeros_(module.hc_base)
             init.ones_(module.hc_scale)
+        elif self.config.reducer == "hybrid" and module is self.fc:
+            init.zeros_(module.weight)
 
     @classmethod
     def from_target(
@@ -238,8 +264,8 @@ class HyperDFlashDrafter(PreTrainedModel):
 
         Args:
             target: The model to draft for. It is read, not changed.
-            reducer: `"hc_gate"`, `"fc"`, or `None` for the gate where the paper's conditions hold (a gated collapse
-                in the target, equal widths) and the `fc` fallback, with a logged reason, where not.
+            reducer: One of [`HyperDFlashConfig`]'s, or `None` for the gate where the paper's conditions hold (a gated
+                collapse in the target, equal widths) and the `fc` fallback, with a logged reason, where not.
             mask_token_id: The tokenizer's mask token. DeepSeek-V4's vocabulary has a default.
             num_draft_tokens: Drafted tokens per round, the block size less the anchor.
             dtype: Of the drafter's weights (the gate stays float32); the target's LM head's by default.
@@ -256,8 +282,8 @@ class HyperDFlashDrafter(PreTrainedModel):
             reducer = "fc" if obstacle else "hc_gate"
             if obstacle:
                 logger.warning("HyperDFlash falls back to reducer='fc': %s.", obstacle)
-        elif reducer == "hc_gate" and obstacle:
-            raise ValueError(f"`reducer='hc_gate'` cannot be used: {obstacle}. Pass `reducer='fc'` or leave it out.")
+        elif reducer in ("hc_gate", "hybrid") and obstacle:
+            raise ValueError(f"`reducer={reducer!r}` cannot be used: {obstacle}. Pass `reducer='fc'` or leave it out.")
         head_dim = config_fields.get("head_dim", min(128, facts.head_dim))
         heads = max(1, width // head_dim)
         fields: dict[str, Any] = {
@@ -280,9 +306,10 @@ class HyperDFlashDrafter(PreTrainedModel):
             "target_name_or_path": facts.name_or_path,
         }
         config = HyperDFlashConfig(reducer=reducer, **{**fields, **config_fields})
+        check_pair(config, target)
         drafter = cls(config)
-        if reducer == "hc_gate":
-            drafter.hc_gate.load_state_dict({name: value.float() for name, value in facts.gate.items()})
+        if config.has_gate:
+            drafter.hc_gate.inherit(facts.gate)
         head = target.get_output_embeddings().weight
         for name, part in drafter.named_children():
             part.to(
@@ -295,19 +322,28 @@ class HyperDFlashDrafter(PreTrainedModel):
     # Drafting
 
     def reduce(self, residual: torch.Tensor) -> torch.Tensor:
-        """Collapse `[batch, seq, config.target_hc_mult, config.target_hidden_size]` to the normed conditioning
-        feature `[batch, seq, config.hidden_size]` in the drafter's dtype."""
-        dtype = self.norm.weight.dtype
-        if self.config.reducer == "hc_gate":
-            return self.hidden_norm(self.hc_gate(residual).to(dtype))
-        return self.hidden_norm(self.fc(residual.flatten(2).to(dtype)))
+        """Collapse `[batch, seq, config.num_paths, config.target_hidden_size]` to the normed conditioning feature
+        `[batch, seq, config.hidden_size]` in the drafter's dtype."""
+        return self.hidden_norm(self._collapse(residual, self.norm.weight.dtype))
+
+    def _collapse(self, residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        reducer, hc_mult = self.config.reducer, self.config.target_hc_mult
+        if reducer == "hc_gate":
+            return self.hc_gate(residual).to(dtype)
+        if reducer == "stream_mean":
+            return self.fc(residual.to(dtype).unflatten(2, (-1, hc_mult)).mean(3).flatten(2))
+        if reducer == "fc":
+            return self.fc(residual.flatten(2).to(dtype))
+        gated, others = residual[:, :, -hc_mult:], residual[:, :, :-hc_mult]
+        dense = self.fc((others if others.shape[2] else gated).flatten(2).to(dtype))
+        return self.hc_gate(gated).to(dtype) + dense
 
     def encode_context(self, residual: torch.Tensor, position_ids: torch.Tensor) -> list[LayerKV]:
         """Keys and values that the residual of accepted tokens injects into each layer.
 
         Args:
-            residual: `[batch, seq, config.target_hc_mult, config.target_hidden_size]`, the target's pre-collapse
-                residual.
+            residual: `[batch, seq, config.num_paths, config.target_hidden_size]`, the target's residual paths of
+                `config.target_layer_ids`: by default its pre-collapse residual.
             position_ids: `[batch, seq]`, the tokens' true positions.
 
         Returns:
@@ -336,7 +372,7 @@ class HyperDFlashDrafter(PreTrainedModel):
                 training, from the next two.
             attention_mask: Boolean `[batch, 1, queries, context + queries]`, `True` where a query may look; `None`
                 for one block that sees all of its context and itself.
-            residual: `[batch, seq, config.target_hc_mult, config.target_hidden_size]`, if `context` is `None`.
+            residual: `[batch, seq, config.num_paths, config.target_hidden_size]`, if `context` is `None`.
             residual_position_ids: `[batch, seq]`, true positions of `residual`.
 
         Returns:

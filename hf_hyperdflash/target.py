@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -40,6 +40,7 @@ class TargetFacts:
     name_or_path: str
     vocab_size: int
     hidden_size: int
+    num_hidden_layers: int
     hc_mult: int
     head_dim: int
     rms_norm_eps: float
@@ -88,6 +89,7 @@ def describe(target: PreTrainedModel) -> TargetFacts:
         name_or_path=target.config._name_or_path,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_hidden_layers,
         hc_mult=config.hc_mult,
         head_dim=config.head_dim,
         rms_norm_eps=config.rms_norm_eps,
@@ -130,24 +132,41 @@ def teacher_states(target: PreTrainedModel, residual: torch.Tensor, collapse: st
 
 
 @contextmanager
-def capture_residual(target: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Collect the pre-collapse residual of every forward that this thread runs inside the context.
+def capture_residual(target: PreTrainedModel, target_layer_ids: Sequence[int] = (-1,)) -> Iterator[list[torch.Tensor]]:
+    """Collect the residual paths of every forward that this thread runs inside the context.
+
+    Args:
+        target: The target.
+        target_layer_ids: After which layers: -1 is the last, whose paths are the pre-collapse residual.
 
     Yields:
-        A list that grows by one `[batch, seq, config.hc_mult, config.hidden_size]` tensor per forward.
+        A list that grows by one tensor per forward, `[batch, seq, paths, config.hidden_size]` with `config.hc_mult`
+        paths per layer, in the order of `target_layer_ids`.
     """
     captured: list[torch.Tensor] = []
+    passed: dict[int, torch.Tensor] = {}
     thread = threading.get_ident()
 
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if threading.get_ident() == thread:  # another thread may be generating on the same target
-            captured.append(args[0])
+    def passing(layer: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+            if threading.get_ident() == thread:  # another thread may be generating on the same target
+                passed[layer] = output
 
-    handle = collapse_module(target).register_forward_pre_hook(hook)
+        return hook
+
+    def collapsing(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if threading.get_ident() == thread:
+            parts = [args[0] if i == -1 else passed.pop(i).to(args[0].device) for i in target_layer_ids]
+            captured.append(torch.cat(parts, dim=2) if len(parts) > 1 else parts[0])
+
+    handles = [collapse_module(target).register_forward_pre_hook(collapsing)]
+    layers = target.get_submodule(f"{target.base_model_prefix}.layers")
+    handles += [cast(nn.ModuleList, layers)[i].register_forward_hook(passing(i)) for i in target_layer_ids if i != -1]
     try:
         yield captured
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def check_pair(config: HyperDFlashConfig, target: PreTrainedModel) -> None:
@@ -167,6 +186,12 @@ def check_pair(config: HyperDFlashConfig, target: PreTrainedModel) -> None:
                 f"The drafter was made for a target with `{what}` {drafters}, but this target's is {targets}. Load the "
                 "drafter's own target, or make one with `HyperDFlashDrafter.from_target(target)`."
             )
+    deepest = max(config.target_layer_ids or [-1])
+    if facts.num_hidden_layers and deepest >= facts.num_hidden_layers:  # loaded without layers: for its head alone
+        raise ValueError(
+            f"The drafter reads layers {config.target_layer_ids}, but this target's are 0 to "
+            f"{facts.num_hidden_layers - 1} (-1 for the last)."
+        )
     if config.mask_token_id >= facts.vocab_size:
         raise ValueError(
             f"The drafter's mask token {config.mask_token_id} is outside the target's vocabulary of {facts.vocab_size}."

@@ -61,6 +61,12 @@ def _padded(values: torch.Tensor, missing: int) -> torch.Tensor:
     return torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
 
 
+def read_layers(config: HyperDFlashConfig) -> list[int]:
+    """Layers that training reads: the drafter's and, for the teacher, the last."""
+    ids = list(config.target_layer_ids or ())
+    return ids if ids[-1] == -1 else [*ids, -1]
+
+
 def draft_states(
     drafter: nn.Module,
     config: HyperDFlashConfig,
@@ -77,7 +83,7 @@ def draft_states(
         target: Its target.
         batch: `input_ids` and `position_ids`, `[batch, seq]`.
         anchors: Indices into the rows, `[batch, anchors]`, -1 for missing ones.
-        residual: `[batch, seq, config.target_hc_mult, config.target_hidden_size]` of the same rows.
+        residual: `[batch, seq, paths, config.target_hidden_size]` of the same rows, paths of [`read_layers`].
 
     Returns:
         `[batch, anchors, config.max_draft_tokens, config.target_hidden_size]`.
@@ -94,7 +100,7 @@ def draft_states(
         embeds,
         positions,
         attention_mask=block_mask(anchors, batch["position_ids"], config.block_size, config.sliding_window),
-        residual=residual,
+        residual=residual[:, :, : config.num_paths],
         residual_position_ids=batch["position_ids"],
     )
     return hidden.unflatten(1, (-1, config.block_size))[:, :, 1:]
@@ -158,7 +164,7 @@ class HyperDFlashTrainer(Trainer):
         self.target = target.eval().requires_grad_(False)
         if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
             cast(nn.Module, target).to(args.device)
-        data = {"args": args, "target": target, "tokenizer": processing_class}
+        data = {"args": args, "target": target, "tokenizer": processing_class, "layers": read_layers(config)}
         super().__init__(
             model=model,
             args=args,
@@ -221,10 +227,11 @@ class HyperDFlashTrainer(Trainer):
         return (loss, terms) if return_outputs else loss
 
     def residual(self, batch: Batch) -> torch.Tensor:
-        """The conditioning feature `[batch, seq, config.hc_mult, config.hidden_size]`: cached, or the target's now."""
+        """Residual paths `[batch, seq, paths, config.hidden_size]` of [`read_layers`], cached or the target's now."""
         if "residual" in batch:
             return batch["residual"]
-        return residual_of(self.target, batch["input_ids"], batch["position_ids"])
+        layers = read_layers(self.drafter_config)
+        return residual_of(self.target, batch["input_ids"], batch["position_ids"], layers)
 
     def _loss(
         self,
@@ -252,7 +259,8 @@ class HyperDFlashTrainer(Trainer):
         steps = torch.arange(self.args.kl_positions, device=anchors.device)
         at = (anchors.clamp(min=0).unsqueeze(-1) + steps).clamp(max=residual.shape[1] - 1).flatten(1)
         rows = torch.arange(len(at), device=at.device).unsqueeze(-1)
-        states = teacher_states(self.target, residual[rows, at], self.args.kl_teacher)
+        final = residual[:, :, -self.drafter_config.target_hc_mult :]
+        states = teacher_states(self.target, final[rows, at], self.args.kl_teacher)
         return states.to(residual.device).view(-1, self.args.kl_positions, states.shape[-1])
 
     def _head(self, states: torch.Tensor) -> torch.Tensor:
@@ -370,23 +378,33 @@ def _check_tokenizer(tokenizer: Any, config: HyperDFlashConfig) -> None:
 
 
 def _rows(
-    dataset: Any, name: str, packing: bool, args: HyperDFlashTrainingArguments, target: PreTrainedModel, tokenizer: Any
+    dataset: Any,
+    name: str,
+    packing: bool,
+    args: HyperDFlashTrainingArguments,
+    target: PreTrainedModel,
+    tokenizer: Any,
+    layers: list[int],
 ) -> Any:
     """A dataset as the user has it to rows the trainer reads."""
-    if dataset is None or isinstance(dataset, FeatureCache):
-        return dataset
+    if dataset is None:
+        return None
+    if isinstance(dataset, FeatureCache):
+        return dataset.of_layers(layers)
     if isinstance(dataset, dict) and name == "eval":  # several evaluation sets
-        return {k: _rows(part, f"{name}-{k}", packing, args, target, tokenizer) for k, part in dataset.items()}
+        return {k: _rows(part, f"{name}-{k}", packing, args, target, tokenizer, layers) for k, part in dataset.items()}
     with args.main_process_first(desc="tokenizing"):
         rows = prepare_dataset(dataset, tokenizer, max_length=args.max_length, packing=packing)
-    return _cached(rows, name, args, target) if args.feature_source == "cached" else rows
+    return _cached(rows, name, args, target, layers) if args.feature_source == "cached" else rows
 
 
-def _cached(rows: Any, name: str, args: HyperDFlashTrainingArguments, target: PreTrainedModel) -> FeatureCache:
+def _cached(
+    rows: Any, name: str, args: HyperDFlashTrainingArguments, target: PreTrainedModel, layers: list[int]
+) -> FeatureCache:
     if not hasattr(rows, "__len__"):
         raise ValueError("`feature_source='cached'` needs a dataset of known length, not a streaming one.")
     directory = Path(args.feature_cache_dir or Path(str(args.output_dir)) / "features") / name
     with args.main_process_first(local=False, desc="writing features"):
         if args.process_index == 0:
-            return FeatureCache.write(directory, rows, target, dtype=args.feature_dtype)
-        return FeatureCache(directory, target)
+            return FeatureCache.write(directory, rows, target, dtype=args.feature_dtype, target_layer_ids=layers)
+        return FeatureCache(directory, target).of_layers(layers)

@@ -91,7 +91,9 @@ def grid(args: argparse.Namespace) -> list[dict]:
 
 
 def print_tables(cells: list[dict], args: argparse.Namespace) -> None:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout
     print(
         f"\n{date.today()}, {hardware('cuda' if torch.cuda.is_available() else 'cpu')}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, commit {commit.strip()}, seed {args.seed}, learning rates "

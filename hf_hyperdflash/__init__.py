@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .generation import SpeculationStats
     from .losses import drafter_loss
     from .modeling_hyperdflash import HCGateReducer, HyperDFlashDrafter, register_auto_classes
+    from .prompt_lookup import PromptLookupDrafter
     from .target import bind, capture_residual, unbind
     from .trainer import HyperDFlashTrainer
     from .training_args import HyperDFlashTrainingArguments
@@ -36,6 +37,7 @@ _MODULE_OF = {
     "HCGateReducer": "modeling_hyperdflash",
     "HyperDFlashDrafter": "modeling_hyperdflash",
     "register_auto_classes": "modeling_hyperdflash",
+    "PromptLookupDrafter": "prompt_lookup",
     "bind": "target",
     "capture_residual": "target",
     "unbind": "target",
@@ -54,6 +56,7 @@ __all__ = [
     "HyperDFlashTrainer",
     "HyperDFlashTrainingArguments",
     "PerPositionAcceptance",
+    "PromptLookupDrafter",
     "RewindableCSACacheLayer",
     "RewindableHCACacheLayer",
     "RewindableSlidingCacheLayer",

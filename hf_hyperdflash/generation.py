@@ -8,15 +8,14 @@ four-dimensional hidden states.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
-
-from .blocks import block_inputs
 
 _CONTEXT_ATTRIBUTE = "_hyperdflash_context"
 
@@ -26,13 +25,16 @@ class SpeculationStats:
     """What one `generate` call with a drafter did.
 
     Attributes:
-        rounds: Verification rounds (target forwards that verified at least one draft).
+        rounds: Verification rounds: target forwards after the prefill for which drafts were asked. A drafter may have
+            had none (prompt lookup); with no room for a draft before the end of the text it is no round.
         tokens: New tokens, the prefill's first one included.
         draft_positions: Most drafts that a round verified.
         emitted: Tokens that each round emitted, accepted drafts and the target's own token.
         accepted: Accepted drafts of each round.
-        draft_seconds: Wall-clock seconds in drafting. On an accelerator launches count, not their completion.
-        verify_seconds: Wall-clock seconds in the target's forwards and in accepting, prefill excluded.
+        draft_seconds: Wall-clock seconds in the drafter: drafting and taking in what was accepted, prompt excluded. On
+            an accelerator launches count, not their completion, unless the drafter's `synchronize_timing` is set.
+        verify_seconds: Wall-clock seconds in the target's forwards, prefill excluded.
+        loop_seconds: Wall-clock seconds of everything after the prefill; what is not in the other two is our overhead.
     """
 
     rounds: int = 0
@@ -42,6 +44,7 @@ class SpeculationStats:
     accepted: list[int] = field(default_factory=list)
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    loop_seconds: float = 0.0
 
     @property
     def tau(self) -> float:
@@ -65,9 +68,91 @@ class SpeculationStats:
         return [now / before if before else 0.0 for before, now in pairwise(prefix)]
 
 
+class Drafter(Protocol):
+    """What [`speculative_decoding`] asks of a drafter.
+
+    Attributes:
+        num_draft_tokens: Tokens to draft per round.
+        target_layer_ids: Whose residual paths it reads, as in [`~target.capture_residual`]; empty for none.
+        last_stats: Set by every `generate`.
+        synchronize_timing: Whether an accelerator is waited for where times are taken. Slower, but each second counts
+            where it was spent.
+    """
+
+    num_draft_tokens: int
+    target_layer_ids: Sequence[int]
+    last_stats: SpeculationStats | None
+    synchronize_timing: bool
+
+    def check_target(self, target: Any) -> None:
+        """Raise a `ValueError` if the drafter does not fit the target."""
+
+    def check_num_draft_tokens(self, value: int) -> int:
+        """Return `value` if that many tokens can be drafted, else raise a `ValueError`."""
+
+    def new_context(self) -> Any:
+        """State of one sequence, with an attribute `end`: tokens of the sequence that were taken in."""
+
+    def extend(
+        self,
+        target: Any,
+        context: Any,
+        residual: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        next_ids: torch.Tensor,
+    ) -> None:
+        """Take in accepted tokens.
+
+        Args:
+            residual: `[1, new, paths, config.hidden_size]` of `target_layer_ids`, `None` if they are empty.
+            position_ids: The tokens' true positions, `[1, new]`.
+            next_ids: The token that follows each, `[1, new]`.
+        """
+
+    def draft(
+        self, target: Any, context: Any, ids: torch.Tensor, position_ids: torch.Tensor, count: int, choose: Choice
+    ) -> None:
+        """Draft up to `count` tokens after the anchor, the last of `ids` `[1, seq]`, through `choose`."""
+
+
+class Choice:
+    """Picks drafted tokens as the request asks for (greedy or sampled, with its processors) and remembers them.
+
+    Attributes:
+        tokens: Drafted so far, `[1, drafts]`.
+        scores: What each was drawn from, `[1, config.vocab_size]`; empty if nothing was drawn.
+    """
+
+    def __init__(self, ids: torch.Tensor, processor: Any, do_sample: bool) -> None:
+        self.ids, self.processor, self.do_sample = ids, processor, do_sample
+        self.tokens = ids.new_empty(1, 0)
+        self.scores: list[torch.Tensor] = []
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """The next tokens, `[1, new]` from the logits `[1, new, config.vocab_size]` of a drafter."""
+        logits = logits.float().to(self.ids.device)
+        if not self.do_sample and not len(self.processor):
+            self.propose(logits.argmax(-1))
+        else:
+            for k in range(logits.shape[1]):
+                prefix = torch.cat([self.ids, self.tokens], dim=1)
+                self.scores.append(self.processor(prefix, logits[:, k]))
+                self.propose(pick(self.scores[-1], self.do_sample)[:, None])
+        return self.tokens[:, -logits.shape[1] :]
+
+    def propose(self, tokens: torch.Tensor) -> None:
+        """Draft these tokens `[1, new]`, which no distribution was asked for."""
+        self.tokens = torch.cat([self.tokens, tokens], dim=1)
+
+
+def pick(scores: torch.Tensor, do_sample: bool) -> torch.Tensor:
+    """A token `[1]` from processed scores `[1, config.vocab_size]`."""
+    return torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1) if do_sample else scores.argmax(-1)
+
+
 def speculative_decoding(
     target: Any,
-    drafter: Any,
+    drafter: Drafter,
     input_ids: torch.LongTensor,
     residuals: list[torch.Tensor],
     *,
@@ -85,7 +170,7 @@ def speculative_decoding(
         target: A bound target.
         drafter: The drafter, on any device.
         input_ids: `[1, seq]`, the prompt, tokens that are already in the cache included.
-        residuals: Grows by the pre-collapse residual of every forward of the target.
+        residuals: Grows by the residual paths that the drafter reads, with every forward of the target.
         logits_processor: As prepared by `generate`, like the rest.
 
     Returns:
@@ -94,27 +179,32 @@ def speculative_decoding(
     state = _Decoding(target, drafter, residuals, logits_processor, stopping_criteria, generation_config, model_kwargs)
     stats = drafter.last_stats = SpeculationStats()
     ids: torch.Tensor = input_ids
-    finished = False
-    drafts, draft_scores = input_ids.new_empty(1, 0), None
+    choice = Choice(ids, state.processor, state.config.do_sample)
+    outputs = state.prefill(ids)
+    ids, _, finished = state.accept(ids, choice, outputs, streamer)
+    state.keep(ids, input_ids.shape[1], 0)
+    stats.tokens = 1
+    began = state.now()
     while not finished:
-        began = time.perf_counter()
-        if stats.tokens:
-            drafts, draft_scores = state.draft(ids)
-        drafted = time.perf_counter()
-        outputs = state.verify(ids, drafts) if stats.tokens else state.prefill(ids)
-        before = ids.shape[1]
-        ids, accepted, finished = state.accept(ids, drafts, draft_scores, outputs, streamer)
-        state.keep(ids, before, drafts.shape[1])
+        before, started = ids.shape[1], state.now()
+        count = state.room(ids)
+        choice = state.draft(ids, count)
+        drafted = state.now()
+        outputs = state.verify(ids, choice.tokens)
+        verified = state.now()
+        ids, accepted, finished = state.accept(ids, choice, outputs, streamer)
+        accepting = state.now()
+        state.keep(ids, before, choice.tokens.shape[1])
+        stats.draft_seconds += drafted - started + state.now() - accepting
+        stats.verify_seconds += verified - drafted
         emitted = ids.shape[1] - before
-        if drafts.shape[1]:
+        stats.tokens += emitted
+        if count:
             stats.rounds += 1
-            stats.draft_positions = max(stats.draft_positions, drafts.shape[1])
+            stats.draft_positions = max(stats.draft_positions, choice.tokens.shape[1])
             stats.emitted.append(emitted)
             stats.accepted.append(accepted)
-        if stats.tokens:
-            stats.draft_seconds += drafted - began
-            stats.verify_seconds += time.perf_counter() - drafted
-        stats.tokens += emitted
+    stats.loop_seconds = state.now() - began
     if streamer is not None:
         streamer.end()
     return state.result(ids)
@@ -126,7 +216,7 @@ class _Decoding:
     def __init__(
         self,
         target: Any,
-        drafter: Any,
+        drafter: Drafter,
         residuals: list[torch.Tensor],
         logits_processor: Any,
         stopping_criteria: Any,
@@ -156,38 +246,23 @@ class _Decoding:
             context = self.drafter.new_context()
         return context
 
+    def now(self) -> float:
+        if self.drafter.synchronize_timing and self.target.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
     # Draft
 
-    def draft(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draft tokens `[1, drafts]` after `ids` and, when sampling, the scores they were drawn from
-        `[1, drafts, config.vocab_size]`."""
-        count = min(self.num_drafts, self.config.max_length - ids.shape[1] - 1)  # the target adds one of its own
-        if count < 1:
-            return ids.new_empty(1, 0), None
-        shape, device = self.drafter.config, self.drafter.device
-        block, positions = block_inputs(
-            ids[:, -1:], self.positions(ids)[:, -1:], shape.block_size, shape.mask_token_id
-        )
-        embeds = self.target.get_input_embeddings()(block.to(self.target.device)).to(device)
-        hidden = self.drafter(embeds, positions.to(device), self.context.layers)
-        head = self.target.get_output_embeddings()
-        logits = head(hidden[:, 1 : count + 1].to(head.weight)).float().to(ids.device)
-        return self._choose(ids, logits)
+    def room(self, ids: torch.Tensor) -> int:
+        """How many tokens to draft after `ids`: what was asked for, or what fits, as the target adds one of its own."""
+        return max(0, min(self.num_drafts, self.config.max_length - ids.shape[1] - 1))
 
-    def _choose(self, ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not self.config.do_sample and len(self.processor) == 0:
-            return logits.argmax(-1), None
-        prefix, scores = ids, []
-        for k in range(logits.shape[1]):
-            scores.append(self.processor(prefix, logits[:, k]))
-            token = self._pick(scores[-1])
-            prefix = torch.cat([prefix, token[:, None]], dim=1)
-        return prefix[:, ids.shape[1] :], torch.stack(scores, dim=1)
-
-    def _pick(self, scores: torch.Tensor) -> torch.Tensor:
-        if self.config.do_sample:
-            return torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
-        return scores.argmax(-1)
+    def draft(self, ids: torch.Tensor, count: int) -> Choice:
+        """Draft up to `count` tokens after `ids`."""
+        choice = Choice(ids, self.processor, self.config.do_sample)
+        if count:
+            self.drafter.draft(self.target, self.context, ids, self.positions(ids), count, choice)
+        return choice
 
     # Verify
 
@@ -229,9 +304,7 @@ class _Decoding:
 
     # Accept
 
-    def accept(
-        self, ids: torch.Tensor, drafts: torch.Tensor, draft_scores: torch.Tensor | None, outputs: Any, streamer: Any
-    ) -> tuple[torch.Tensor, int, bool]:
+    def accept(self, ids: torch.Tensor, choice: Choice, outputs: Any, streamer: Any) -> tuple[torch.Tensor, int, bool]:
         """Append tokens to `ids` for as long as the target agrees with the drafts, then the target's own token.
 
         Processors and stopping criteria see every accepted prefix once and in order, as in plain decoding.
@@ -239,11 +312,11 @@ class _Decoding:
         Returns:
             The longer ids, the number of accepted drafts, and whether generation is finished.
         """
-        count = drafts.shape[1]
+        count = choice.tokens.shape[1]
         logits = outputs.logits[:, -count - 1 :].to(dtype=torch.float32, device=ids.device, copy=True)
         for k in range(count + 1):
             scores = self.processor(ids, logits[:, k].clone())
-            token, agreed = self._target_choice(scores, drafts, draft_scores, k)
+            token, agreed = self._target_choice(scores, choice, k)
             ids = torch.cat([ids, token[:, None]], dim=1)
             self._record(outputs, k, scores, logits[:, k])
             if streamer is not None:
@@ -253,13 +326,13 @@ class _Decoding:
                 return ids, k + agreed, finished
         return ids, count, False
 
-    def _target_choice(
-        self, scores: torch.Tensor, drafts: torch.Tensor, draft_scores: torch.Tensor | None, k: int
-    ) -> tuple[torch.Tensor, bool]:
+    def _target_choice(self, scores: torch.Tensor, choice: Choice, k: int) -> tuple[torch.Tensor, bool]:
         """The target's token `[1]` where draft `k` stands, and whether it is that draft."""
-        if k < drafts.shape[1] and self.config.do_sample and draft_scores is not None:
-            return speculative_choice(scores.softmax(-1), draft_scores[:, k].softmax(-1), drafts[:, k])
-        token = self._pick(scores)
+        drafts = choice.tokens
+        if k < len(choice.scores) and self.config.do_sample:
+            return speculative_choice(scores.softmax(-1), choice.scores[k].softmax(-1), drafts[:, k])
+        # A draft that was not drawn at random is right with the probability that the target draws it.
+        token = pick(scores, self.config.do_sample)
         return token, k < drafts.shape[1] and bool((token == drafts[:, k]).all())
 
     def _record(self, outputs: Any, row: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
@@ -282,20 +355,23 @@ class _Decoding:
             )
 
     def keep(self, ids: torch.Tensor, before: int, num_drafts: int) -> None:
-        """Rewind the target's cache to all but the last token, and give the drafter the residual of what stays."""
+        """Rewind the target's cache to all but the last token, and give the drafter what stays."""
         emitted = ids.shape[1] - before
         self.cache.crop(-(num_drafts + 1 - emitted))
-        residual = torch.cat(self.residuals, dim=1)
-        self.residuals.clear()
-        residual = residual[:, : residual.shape[1] - (num_drafts + 1 - emitted)]
         end = ids.shape[1] - 1
-        positions = self.positions(ids)[:, end - residual.shape[1] : end]
+        residual, new = None, end - self.context.end
+        if self.drafter.target_layer_ids:
+            residual = self.residuals[0] if len(self.residuals) == 1 else torch.cat(self.residuals, dim=1)
+            self.residuals.clear()
+            residual = residual[:, : residual.shape[1] - (num_drafts + 1 - emitted)]
+            new = residual.shape[1]  # less than what is new to the drafter after another's turn on the same cache
+        positions, following = self.positions(ids)[:, end - new : end], ids[:, end - new + 1 :]
         if self.kwargs.get("attention_mask") is not None:  # padding is no context
-            real = self._mask(ids)[0, end - residual.shape[1] : end].bool()
-            residual, positions = residual[:, real], positions[:, real]
-        device = self.drafter.device
-        if residual.shape[1]:
-            self.context.append(self.drafter.encode_context(residual.to(device), positions.to(device)))
+            real = self._mask(ids)[0, end - new : end].bool()
+            positions, following = positions[:, real], following[:, real]
+            residual = None if residual is None else residual[:, real]
+        if new:
+            self.drafter.extend(self.target, self.context, residual, positions, following)
         self.context.end = end
         setattr(self.cache, _CONTEXT_ATTRIBUTE, (id(self.drafter), self.context))
 

@@ -13,8 +13,9 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
+from .blocks import block_inputs
 from .configuration_hyperdflash import HyperDFlashConfig
-from .generation import SpeculationStats
+from .generation import Choice, SpeculationStats
 from .target import bind, check_pair, default_mask_token, describe, unbind
 
 logger = logging.getLogger(__name__)
@@ -236,6 +237,7 @@ class HyperDFlashDrafter(PreTrainedModel):
         self.rotary_emb = Qwen3RotaryEmbedding(config)  # type: ignore[arg-type]
         self._num_draft_tokens = config.max_draft_tokens
         self.last_stats: SpeculationStats | None = None
+        self.synchronize_timing = False
         self.post_init()
 
     @torch.no_grad()
@@ -398,9 +400,48 @@ class HyperDFlashDrafter(PreTrainedModel):
         hidden = self.norm(hidden)
         return self.head_proj(hidden) if hasattr(self, "head_proj") else hidden
 
+    # One sequence (`generation.Drafter`)
+
+    @property
+    def target_layer_ids(self) -> list[int]:
+        """Whose residual paths the drafter reads."""
+        return cast("list[int]", self.config.target_layer_ids)
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Raise a `ValueError` if the drafter does not fit `target`."""
+        check_pair(self.config, target)
+
     def new_context(self) -> ContextCache:
         """An empty context for one sequence."""
         return ContextCache(self.config.sliding_window)
+
+    def extend(
+        self,
+        target: PreTrainedModel,
+        context: ContextCache,
+        residual: torch.Tensor,
+        position_ids: torch.Tensor,
+        next_ids: torch.Tensor,
+    ) -> None:
+        """Add accepted tokens to the context."""
+        context.append(self.encode_context(residual.to(self.device), position_ids.to(self.device)))
+
+    def draft(
+        self,
+        target: PreTrainedModel,
+        context: ContextCache,
+        ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        count: int,
+        choose: Choice,
+    ) -> None:
+        """Draft `count` tokens after the last of `ids` in one pass. The block always has its trained width."""
+        config = self.config
+        block, positions = block_inputs(ids[:, -1:], position_ids[:, -1:], config.block_size, config.mask_token_id)
+        embeds = target.get_input_embeddings()(block.to(target.device)).to(self.device)
+        hidden = self(embeds, positions.to(self.device), context.layers)
+        head = target.get_output_embeddings()
+        choose(head(hidden[:, 1 : count + 1].to(head.weight)))
 
     @property
     def num_draft_tokens(self) -> int:
@@ -439,7 +480,7 @@ class HyperDFlashDrafter(PreTrainedModel):
         Raises:
             ValueError: If drafter and target do not fit, naming both values.
         """
-        check_pair(self.config, target)
+        self.check_target(target)
         return bind(target)
 
     def unbind(self, target: PreTrainedModel) -> PreTrainedModel:

@@ -137,7 +137,8 @@ def capture_residual(target: PreTrainedModel, target_layer_ids: Sequence[int] = 
 
     Args:
         target: The target.
-        target_layer_ids: After which layers: -1 is the last, whose paths are the pre-collapse residual.
+        target_layer_ids: After which layers: -1 is the last, whose paths are the pre-collapse residual. None for
+            nothing.
 
     Yields:
         A list that grows by one tensor per forward, `[batch, seq, paths, config.hidden_size]` with `config.hc_mult`
@@ -159,6 +160,9 @@ def capture_residual(target: PreTrainedModel, target_layer_ids: Sequence[int] = 
             parts = [args[0] if i == -1 else passed.pop(i).to(args[0].device) for i in target_layer_ids]
             captured.append(torch.cat(parts, dim=2) if len(parts) > 1 else parts[0])
 
+    if not target_layer_ids:
+        yield captured
+        return
     handles = [collapse_module(target).register_forward_pre_hook(collapsing)]
     layers = target.get_submodule(f"{target.base_model_prefix}.layers")
     handles += [cast(nn.ModuleList, layers)[i].register_forward_hook(passing(i)) for i in target_layer_ids if i != -1]
@@ -238,15 +242,15 @@ class BoundTarget(_Mixed):
         synced_gpus: bool = False,
         streamer: Any = None,
         inputs_tensor: torch.Tensor | None = None,
-        assistant_model: PreTrainedModel | None = None,
+        assistant_model: Any = None,
         assistant_tokenizer: Any = None,
         tokenizer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        if assistant_model is not None and is_drafter(assistant_model):
+        if is_drafter(assistant_model):
             _check_request(input_ids, generation_config, synced_gpus, model_kwargs)
-            check_pair(cast(HyperDFlashConfig, assistant_model.config), self)
-            with capture_residual(self) as residuals:
+            assistant_model.check_target(self)
+            with capture_residual(self, assistant_model.target_layer_ids) as residuals:
                 return speculative_decoding(
                     self,
                     assistant_model,
@@ -313,7 +317,12 @@ def unbind(target: PreTrainedModel) -> PreTrainedModel:
 
 
 def is_drafter(model: Any) -> bool:
-    """Whether `model` is a HyperDFlash drafter, by its configuration: wrapped and remote-code ones count too."""
+    """Whether `model` drafts through our loop (`generation.Drafter`): wrapped and remote-code drafters count too."""
+    return all(callable(getattr(model, name, None)) for name in ("check_target", "extend", "draft"))
+
+
+def is_hyperdflash(model: Any) -> bool:
+    """Whether `model` is a HyperDFlash drafter, by its configuration."""
     return getattr(getattr(model, "config", None), "model_type", None) == HyperDFlashConfig.model_type
 
 

@@ -28,7 +28,7 @@ from .data import prepare_dataset
 from .features import FeatureCache, residual_of
 from .generation import SpeculationStats
 from .losses import IGNORE_INDEX, DrafterLoss, chunked_drafter_loss, loss_counts, position_weights
-from .target import check_pair, is_drafter, teacher_states
+from .target import check_pair, is_hyperdflash, teacher_states
 from .training_args import HyperDFlashTrainingArguments
 
 Batch = dict[str, torch.Tensor]
@@ -148,7 +148,7 @@ class HyperDFlashTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         args = args or HyperDFlashTrainingArguments(output_dir="hyperdflash-drafter")
-        if not is_drafter(model):
+        if not is_hyperdflash(model):
             raise ValueError(
                 f"`model` is a {type(model).__name__}, expected a HyperDFlashDrafter. Make one with "
                 "`HyperDFlashDrafter.from_target(target)` and pass the target as `target`."

@@ -10,8 +10,8 @@ import hf_hyperdflash
 PACKAGE = Path(hf_hyperdflash.__file__).parent
 # A module may import only modules to its left.
 ORDER = [
-    "configuration_hyperdflash", "cache", "losses", "blocks", "data", "generation", "target", "modeling_hyperdflash",
-    "features", "evaluation", "training_args", "trainer",
+    "configuration_hyperdflash", "cache", "losses", "blocks", "data", "generation", "prompt_lookup", "target",
+    "modeling_hyperdflash", "features", "evaluation", "training_args", "trainer",
 ]  # fmt: skip
 
 

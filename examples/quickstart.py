@@ -80,19 +80,6 @@ def timed(target, inputs, **options) -> tuple[torch.Tensor, float]:
     return out[0, inputs["input_ids"].shape[1] :], time.perf_counter() - began
 
 
-def merge(all_stats: list[SpeculationStats]) -> SpeculationStats:
-    merged = SpeculationStats()
-    for stats in all_stats:
-        merged.rounds += stats.rounds
-        merged.tokens += stats.tokens
-        merged.draft_positions = max(merged.draft_positions, stats.draft_positions)
-        merged.emitted += stats.emitted
-        merged.accepted += stats.accepted
-        merged.draft_seconds += stats.draft_seconds
-        merged.verify_seconds += stats.verify_seconds
-    return merged
-
-
 def show(console: Console, rows: list[dict], stats: SpeculationStats, greedy: bool) -> None:
     table = Table(title="Plain and assisted decoding, side by side")
     table.add_column("prompt", no_wrap=True)
@@ -154,7 +141,7 @@ def main() -> None:
     options = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
     if args.temperature > 0:
         options |= {"temperature": args.temperature, "top_k": 0}
-    rows, all_stats = [], []
+    rows, stats = [], SpeculationStats()
     prompts = read_prompts(args)
     for index, text in enumerate([prompts[0], *prompts]):
         messages = [{"role": "user", "content": text}]
@@ -171,13 +158,12 @@ def main() -> None:
             target.generate(**inputs, **options, assistant_model=drafter, streamer=streamer)
         plain, plain_seconds = timed(target, inputs, **options)
         assisted, assisted_seconds = timed(target, inputs, **options, assistant_model=drafter)
-        all_stats.append(drafter.last_stats)
+        stats += drafter.last_stats
         rows.append(
             {"name": text if len(text) <= 14 else text[:13] + "…", "plain": plain_seconds, "assisted": assisted_seconds,
              "plain_tokens": len(plain), "tokens": len(assisted), "same": torch.equal(plain, assisted),
              "tau": drafter.last_stats.tau}
         )  # fmt: skip
-    stats = merge(all_stats)
     show(console, rows, stats, greedy=args.temperature == 0)
     if stats.acceptance:
         draw(stats, args.picture, f"Accepted drafts by position, tau {stats.tau:.2f}")

@@ -58,7 +58,7 @@ def measure_acceptance(
     with _bound(target), _in_eval_mode(target, drafter):
         for prompt in prompts:
             seconds += _generate(target, drafter, prompt, max_new_tokens=max_new_tokens, **kwargs)
-            _add(total, drafter.last_stats)
+            total += drafter.last_stats
     if not total.rounds:
         raise ValueError(
             f"None of the {len(prompts)} prompts led to a verification round: the target ended every answer at its "
@@ -87,14 +87,6 @@ def _generate(target: Any, drafter: Any, prompt: torch.Tensor, **kwargs: Any) ->
     began = _now(target.device)
     target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **kwargs)
     return _now(target.device) - began
-
-
-def _add(total: SpeculationStats, stats: SpeculationStats) -> None:
-    total.rounds += stats.rounds
-    total.tokens += stats.tokens
-    total.draft_positions = max(total.draft_positions, stats.draft_positions)
-    total.emitted += stats.emitted
-    total.accepted += stats.accepted
 
 
 def _metrics(stats: SpeculationStats) -> dict[str, Any]:

@@ -46,6 +46,15 @@ class SpeculationStats:
     verify_seconds: float = 0.0
     loop_seconds: float = 0.0
 
+    def __iadd__(self, other: SpeculationStats) -> SpeculationStats:
+        """Add another call's."""
+        self.draft_positions = max(self.draft_positions, other.draft_positions)
+        for name in (
+            "rounds", "tokens", "emitted", "accepted", "draft_seconds", "verify_seconds", "loop_seconds",
+        ):  # fmt: skip
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        return self
+
     @property
     def tau(self) -> float:
         """Mean tokens per verification round, accepted drafts plus the target's own (the paper's accepted length)."""

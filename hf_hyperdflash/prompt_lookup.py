@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from .generation import Choice, SpeculationStats
@@ -25,6 +26,7 @@ class PromptLookupDrafter:
     keeps statistics, stops at stop strings and continues from a filled cache.
 
     Args:
+        target: The target, of which only the configuration is kept.
         num_draft_tokens: Most drafted tokens per round.
         max_matching_ngram_size: Longest run of last tokens to look for.
 
@@ -34,7 +36,8 @@ class PromptLookupDrafter:
 
     target_layer_ids: tuple[int, ...] = ()
 
-    def __init__(self, num_draft_tokens: int = 10, max_matching_ngram_size: int = 2) -> None:
+    def __init__(self, target: PreTrainedModel, num_draft_tokens: int = 10, max_matching_ngram_size: int = 2) -> None:
+        self.config = target.config  # `generate` compares vocabularies
         self.num_draft_tokens = self.check_num_draft_tokens(num_draft_tokens)
         if max_matching_ngram_size < 1:
             raise ValueError(f"`max_matching_ngram_size` is {max_matching_ngram_size}, expected at least 1.")

@@ -1,0 +1,190 @@
+"""The `hf-hyperdflash` command: a thin layer over the package's functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+if TYPE_CHECKING:
+    from .benchmark import BenchmarkSettings, Method
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="HyperDFlash: draft with, train and measure.")
+
+
+@app.callback()
+def main() -> None:
+    """HyperDFlash block speculative decoding for DeepSeek-V4."""
+
+
+Target = Annotated[str, typer.Option(help="Path or Hub id of the target.")]
+Drafters = Annotated[
+    Optional[list[str]],  # noqa: UP045 - typer evaluates it, on Python 3.10 too
+    typer.Option("--drafter", help="Path or Hub id of a drafter, or NAME=PATH to name it in the tables; repeatable."),
+]
+Output = Annotated[Path, typer.Option(help="Folder of results.jsonl and the report; a killed run continues there.")]
+Suites = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Option("--suite", help="gsm8k, math500, aime25, humaneval, mbpp, livecodebench, mt-bench; all if unset."),
+]
+Data = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option(help='Folder with <suite>.jsonl files of {"turns": [...]} lines; the Hub if unset.'),
+]
+Modes = Annotated[Optional[list[str]], typer.Option("--mode", help="non-think or think-high; repeatable.")]  # noqa: UP045
+Temperatures = Annotated[
+    Optional[list[float]],  # noqa: UP045
+    typer.Option("--temperature", help="0 is greedy; repeatable."),
+]
+Limit = Annotated[Optional[int], typer.Option(help="Prompts of each suite; all if unset.")]  # noqa: UP045
+NewTokens = Annotated[int, typer.Option(help="Most new tokens per turn.")]
+Seed = Annotated[int, typer.Option(help="Of sampling.")]
+Dtype = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="float32, bfloat16, ..; float32 on a CPU, the checkpoint's elsewhere, if unset."),
+]
+DeviceMap = Annotated[Optional[str], typer.Option(help="Spread the target, for example auto.")]  # noqa: UP045
+Threads = Annotated[Optional[int], typer.Option(help="CPU threads.")]  # noqa: UP045
+
+
+@app.command()
+def benchmark(
+    target: Target,
+    output: Output,
+    drafter: Drafters = None,
+    mtp: Annotated[
+        Optional[list[int]],  # noqa: UP045
+        typer.Option(help="Compare with the target's own MTP head, this many drafts; repeatable."),
+    ] = None,
+    prompt_lookup: Annotated[
+        Optional[list[int]],  # noqa: UP045
+        typer.Option(help="Compare with prompt lookup, this many drafts; repeatable."),
+    ] = None,
+    suite: Suites = None,
+    data: Data = None,
+    mode: Modes = None,
+    temperature: Temperatures = None,
+    limit: Limit = None,
+    max_new_tokens: NewTokens = 2048,
+    seed: Seed = 0,
+    dtype: Dtype = None,
+    device_map: DeviceMap = None,
+    threads: Threads = None,
+) -> None:
+    """Compare drafters with the target alone and with each other, prompt by prompt (the paper's Tables 2 and 3)."""
+    model, tokenizer = _load_target(target, dtype, device_map, threads)
+    methods = [*_mtp(model, target, mtp or []), *_prompt_lookup(model, prompt_lookup or [])]
+    methods += [_method(name, part) for name, part in _load_drafters(model, drafter or [])]
+    settings = _settings(suite, data, mode, temperature, limit, max_new_tokens, seed)
+    _run(model, tokenizer, methods, settings, output)
+
+
+@app.command()
+def sweep(
+    target: Target,
+    output: Output,
+    drafter: Drafters = None,
+    mtp: Annotated[bool, typer.Option(help="Sweep the target's own MTP head too.")] = False,
+    tokens: Annotated[
+        Optional[list[int]],  # noqa: UP045
+        typer.Option(help="Numbers of drafted tokens to try; all a drafter can (6 for MTP) if unset."),
+    ] = None,
+    suite: Suites = None,
+    data: Data = None,
+    mode: Modes = None,
+    temperature: Temperatures = None,
+    limit: Limit = None,
+    max_new_tokens: NewTokens = 2048,
+    seed: Seed = 0,
+    dtype: Dtype = None,
+    device_map: DeviceMap = None,
+    threads: Threads = None,
+) -> None:
+    """Find the number of drafted tokens per round that is fastest on each suite."""
+    from .report import recommendation
+
+    model, tokenizer = _load_target(target, dtype, device_map, threads)
+    methods = _mtp(model, target, tokens or list(range(1, 7))) if mtp else []
+    for name, part in _load_drafters(model, drafter or []):
+        counts = tokens or range(1, part.config.max_draft_tokens + 1)
+        methods += [_method(name, part, part.check_num_draft_tokens(count)) for count in counts]
+    settings = _settings(suite, data, mode, temperature, limit, max_new_tokens, seed)
+    results = _run(model, tokenizer, methods, settings, output)
+    typer.echo(recommendation(results))
+
+
+def _load_target(target: str, dtype: str | None, device_map: str | None, threads: int | None) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from .target import bind
+
+    if threads:
+        torch.set_num_threads(threads)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(
+        target, dtype=dtype or ("float32" if device == "cpu" else "auto"), device_map=device_map or device
+    )
+    return bind(model.eval()), AutoTokenizer.from_pretrained(target)
+
+
+def _load_drafters(model: Any, named: list[str]) -> list[tuple[str, Any]]:
+    from .modeling_hyperdflash import HyperDFlashDrafter
+
+    drafters = []
+    for given in named:
+        name, _, path = given.rpartition("=")
+        drafter = HyperDFlashDrafter.from_pretrained(path, dtype=model.dtype, device_map=model.device).eval()
+        drafter.bind(model)
+        drafters.append((name or _title(drafter.config), drafter))
+    return drafters
+
+
+def _title(config: Any) -> str:
+    """What a drafter is called where the user gives it no name."""
+    if config.reducer == "hybrid":
+        return "HyperDFlash hybrid"
+    return "HyperDFlash" if config.reducer == "hc_gate" else "Vanilla DFlash"
+
+
+def _method(name: str, drafter: Any, count: int | None = None) -> Method:
+    from .benchmark import Method
+
+    count = count or drafter.num_draft_tokens
+    return Method(f"{name} ({count})", drafter, count)
+
+
+def _mtp(model: Any, target: str, counts: list[int]) -> list[Method]:
+    from .modeling_mtp import DeepseekV4MTPDrafter
+
+    drafter = DeepseekV4MTPDrafter.from_target(model) if counts else None
+    return [_method("MTP", drafter, count) for count in counts]
+
+
+def _prompt_lookup(model: Any, counts: list[int]) -> list[Method]:
+    from .prompt_lookup import PromptLookupDrafter
+
+    return [_method("Prompt lookup", PromptLookupDrafter(model, count)) for count in counts]
+
+
+def _settings(
+    suite: list[str] | None, data: Path | None, mode: list[str] | None, temperature: list[float] | None, *rest: Any
+) -> BenchmarkSettings:
+    from .benchmark import BenchmarkSettings
+    from .suites import SUITES
+
+    suites = suite or list(SUITES)
+    return BenchmarkSettings(
+        suites, None if data is None else str(data), mode or ["non-think"], temperature or [0.0], *rest
+    )
+
+
+def _run(model: Any, tokenizer: Any, methods: list[Method], settings: BenchmarkSettings, output: Path) -> Path:
+    from .benchmark import run_benchmark
+    from .report import write_report
+
+    results = run_benchmark(model, tokenizer, methods, settings, output / "results.jsonl")
+    write_report(results, output)
+    typer.echo(f"{output / 'report.md'}, summary.csv, acceptance.png and speedup_tau.png are written.")
+    return results

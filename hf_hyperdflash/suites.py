@@ -1,0 +1,122 @@
+"""The seven prompt suites of the paper (section 3.2), from local files or the Hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+_LIVECODEBENCH = (
+    "You are an expert Python programmer. You will be given a question (problem specification) and will generate a "
+    "correct Python program that matches the specification and passes all tests. You will NOT return anything except "
+    "for the program\n\n### Question:\n{question}\n\n### Format: {format}\n```python\n{starter}\n```\n\n### Answer: "
+    "(use the provided format with backticks)"
+)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A suite of prompts.
+
+    Attributes:
+        title: As the paper's tables name it.
+        group: MATH, CODE or CHAT.
+        source: Hub name, with its configuration after a colon where it has one, or a file there (`hf://`).
+        split: The split that holds the prompts.
+        turns: The user's turns of a row of it.
+    """
+
+    title: str
+    group: str
+    source: str
+    split: str
+    turns: Callable[[Mapping[str, Any]], list[str]]
+
+
+def _livecodebench(row: Mapping[str, Any]) -> list[str]:
+    starter = row.get("starter_code") or ""
+    told = (
+        "You will use the following starter code to write the solution to the problem and enclose your code within "
+        "delimiters."
+        if starter
+        else "Write your code in the following format:"
+    )
+    text = _LIVECODEBENCH.format(question=row["question_content"], format=told, starter=starter or "# YOUR CODE HERE")
+    return [text]
+
+
+SUITES = {
+    "gsm8k": Suite("GSM8K", "MATH", "openai/gsm8k:main", "test", lambda row: [row["question"] + _BOXED]),
+    "math500": Suite("MATH-500", "MATH", "HuggingFaceH4/MATH-500", "test", lambda row: [row["problem"] + _BOXED]),
+    "aime25": Suite("AIME25", "MATH", "MathArena/aime_2025", "train", lambda row: [row["problem"] + _BOXED]),
+    "humaneval": Suite(
+        "HumanEval", "CODE", "openai/openai_humaneval", "test",
+        lambda row: [
+            "Write a solution to the following problem and make sure that it passes the tests:\n"
+            f"```python\n{row['prompt']}\n```"
+        ],
+    ),
+    "mbpp": Suite(
+        "MBPP", "CODE", "google-research-datasets/mbpp:sanitized", "test", lambda row: [row["prompt"]]
+    ),
+    "livecodebench": Suite(
+        "LCB", "CODE", "hf://datasets/livecodebench/code_generation_lite/test.jsonl", "train", _livecodebench
+    ),
+    "mt-bench": Suite("MT-Bench", "CHAT", "HuggingFaceH4/mt_bench_prompts", "train", lambda row: list(row["prompt"])),
+}  # fmt: skip
+
+
+def load_suite(name: str, folder: str | Path | None = None, limit: int | None = None) -> list[list[str]]:
+    """The first prompts of a suite, each a list of user turns.
+
+    Args:
+        name: One of [`SUITES`], or the name of any file in `folder` without `.jsonl`.
+        folder: Where `<name>.jsonl` lies, one `{"turns": [...]}` a line; `None` for the Hub.
+        limit: How many prompts; `None` for all.
+
+    Raises:
+        ValueError: If there is no such suite or file, a line has no turns, or the Hub cannot be reached.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"`limit` is {limit}, expected at least 1, or None for all prompts.")
+    prompts = _from_folder(name, Path(folder), limit) if folder else _from_hub(name, limit)
+    if not prompts:
+        raise ValueError(f"The suite {name!r} has no prompts.")
+    return prompts
+
+
+def _from_folder(name: str, folder: Path, limit: int | None) -> list[list[str]]:
+    path = folder / f"{name}.jsonl"
+    if not path.is_file():
+        there = sorted(file.stem for file in folder.glob("*.jsonl"))
+        raise ValueError(f"No suite {name!r} in {folder}: expected the file {path.name}; there are {there}.")
+    prompts = []
+    for number, line in enumerate(path.read_text().splitlines()[:limit], start=1):
+        turns = json.loads(line).get("turns") if line.startswith("{") else None
+        if not turns or not all(isinstance(turn, str) for turn in turns):
+            raise ValueError(f'Line {number} of {path} has no list of `turns`: expected {{"turns": ["..."]}}.')
+        prompts.append(turns)
+    return prompts
+
+
+def _from_hub(name: str, limit: int | None) -> list[list[str]]:
+    if name not in SUITES:
+        raise ValueError(f"No suite {name!r}: expected one of {list(SUITES)}, or a folder with {name}.jsonl.")
+    from datasets import load_dataset  # an extra
+
+    suite = SUITES[name]
+    hub_name, _, config = suite.source.partition(":") if "://" not in suite.source else (suite.source, "", "")
+    try:
+        if "://" in hub_name:
+            rows = load_dataset("json", data_files=hub_name, split=suite.split)
+        else:
+            rows = load_dataset(hub_name, config or None, split=suite.split)
+    except (ConnectionError, FileNotFoundError) as error:
+        raise ValueError(
+            f"The suite {name!r} ({hub_name}) could not be loaded from the Hub ({error}). Check the network and "
+            f"`HF_HUB_OFFLINE`, or give a folder with {name}.jsonl."
+        ) from error
+    return [suite.turns(row) for row in rows.select(range(min(limit or len(rows), len(rows))))]

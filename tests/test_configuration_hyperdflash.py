@@ -15,6 +15,12 @@ from hf_hyperdflash import HyperDFlashConfig
         ({"hidden_size": 0}, "at least 1"),
         ({"sliding_window": 0}, "sliding_window"),
         ({"hidden_size": 64, "target_hidden_size": 128}, "equal widths"),
+        ({"hidden_size": 64, "target_hidden_size": 128, "reducer": "hybrid"}, "equal widths"),
+        ({"target_layer_ids": []}, "target_layer_ids"),
+        ({"target_layer_ids": [2, 1]}, "ascending"),
+        ({"target_layer_ids": [-1, 2]}, "ascending"),
+        ({"target_layer_ids": [1, 1]}, "each once"),
+        ({"target_layer_ids": [-2, -1]}, "layer numbers from 0"),
     ],
 )
 def test_bad_fields_name_the_value_and_the_fix(fields, message):
@@ -28,6 +34,7 @@ def test_round_trip(tmp_path):
     again = HyperDFlashConfig.from_pretrained(tmp_path)
     assert again.to_dict() == config.to_dict()
     assert again.max_draft_tokens == 4
+    assert again.target_layer_ids == [-1] and again.num_paths == 4  # the paper's source
 
 
 def test_vllms_key_is_not_used():

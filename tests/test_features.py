@@ -140,6 +140,23 @@ def test_items_are_the_rows_with_the_targets_own_residual(target, tmp_path, dtyp
         cache[8]
 
 
+def test_a_cache_of_several_layers_serves_drafters_that_read_some(target, tmp_path):
+    rows, layers = make_rows(), [0, 1, -1]
+    whole = write(tmp_path, target, rows, target_layer_ids=layers, dtype="float8")
+    assert whole[3]["residual"].shape == (len(rows[3]["input_ids"]), 12, 32)
+    last = write(tmp_path / "last", target, rows, dtype="float8")
+    assert sum(s["bytes"] for s in whole.index["shards"]) > 2.5 * sum(s["bytes"] for s in last.index["shards"])
+    # Opened again for less, by the same call or another: nothing is written.
+    for some in (write(tmp_path, target, rows, dtype="float8"), whole.of_layers([-1])):
+        assert torch.equal(some[3]["residual"], last[3]["residual"])
+    assert torch.equal(whole.of_layers([0, -1])[3]["residual"], whole[3]["residual"][:, [0, 1, 2, 3, 8, 9, 10, 11]])
+    assert list(whole.target_layer_ids) == layers
+    for refused in (lambda: last.of_layers([1, -1]), lambda: write(tmp_path / "last", target, rows,
+                                                                    target_layer_ids=[1, -1], dtype="float8")):  # fmt: skip
+        with pytest.raises(ValueError, match=r"holds layers \[-1\], but \[1, -1\] are needed"):
+            refused()
+
+
 def test_batches_change_only_the_rounding(target, tmp_path):
     for item, row in zip(write(tmp_path, target, dtype="float32", batch_size=5), make_rows()):
         torch.testing.assert_close(item["residual"], run_alone(target, row), atol=1e-5, rtol=1e-4)

@@ -52,6 +52,63 @@ def test_fc_is_a_dense_projection_of_the_concatenated_paths(target):
     assert "fc.weight" in drafter.state_dict()  # the name z-lab's checkpoints use
 
 
+def naive_gate(gate, paths, layer=0):
+    """Eq. 1 over the paths of one layer, with that layer's gate."""
+    m, d = paths.shape
+    x = paths.flatten() / (paths.flatten().square().mean() + 1e-6).sqrt()
+    y = torch.zeros(d)
+    for j in range(m):
+        row = layer * m + j
+        alpha = torch.sigmoid(gate.hc_fn[row] @ x * gate.hc_scale[layer] + gate.hc_base[row]) + 1e-6
+        y += alpha * paths[j] / (paths[j].square().mean() + 1e-6).sqrt()
+    return y
+
+
+@pytest.mark.parametrize("layers", [[-1], [1], [1, -1], [0, 1, -1]])
+@pytest.mark.parametrize("reducer", ["hc_gate", "fc", "hybrid", "stream_mean"])
+def test_every_reducer_over_every_source_follows_its_definition(target, reducer, layers):
+    drafter = tiny_drafter(target, reducer=reducer, target_layer_ids=layers)
+    with torch.no_grad():
+        for part in drafter.parameters():  # gates that differ between layers, an `fc` that is not zero
+            part.normal_(std=0.2)
+    residual = torch.randn(1, 3, 4 * len(layers), 32)
+    reduced = drafter.reduce(residual)
+    for t in range(3):
+        per_layer = [residual[0, t, 4 * i : 4 * i + 4] for i in range(len(layers))]
+        if reducer == "hc_gate":
+            y = sum(naive_gate(drafter.hc_gate, paths, i) for i, paths in enumerate(per_layer))
+        elif reducer == "fc":
+            y = drafter.fc.weight @ torch.cat([path for paths in per_layer for path in paths])
+        elif reducer == "stream_mean":
+            y = drafter.fc.weight @ torch.cat([sum(paths) / 4 for paths in per_layer])
+        else:
+            dense = [path for paths in (per_layer[:-1] or per_layer) for path in paths]
+            y = naive_gate(drafter.hc_gate, per_layer[-1]) + drafter.fc.weight @ torch.cat(dense)
+        y = y / (y.square().mean() + 1e-6).sqrt() * drafter.hidden_norm.weight
+        torch.testing.assert_close(reduced[0, t], y, atol=1e-5, rtol=1e-5)
+
+
+def test_an_untrained_hybrid_is_the_papers_drafter(target):
+    paper = tiny_drafter(target)
+    hybrid = tiny_drafter(target, reducer="hybrid", target_layer_ids=[1, -1])
+    assert not hybrid.fc.weight.any()
+    hybrid.load_state_dict(paper.state_dict(), strict=False)
+    residual = torch.randn(1, 3, 8, 32)
+    assert torch.equal(hybrid.reduce(residual), paper.reduce(residual[:, :, 4:]))
+
+
+def test_every_layer_inherits_the_targets_gate(target):
+    gate, head = tiny_drafter(target, target_layer_ids=[0, 1, -1]).hc_gate, target.model.hc_head
+    for name in ("hc_fn", "hc_base", "hc_scale"):
+        for part in getattr(gate, name).chunk(3):
+            assert torch.equal(part, getattr(head, name))
+
+
+def test_layers_that_are_not_there_are_refused(target):
+    with pytest.raises(ValueError, match=r"layers \[3, -1\].* 0 to 2"):
+        tiny_drafter(target, reducer="fc", target_layer_ids=[3, -1])
+
+
 def test_gate_parameters_stay_float32(target, tmp_path):
     drafter = tiny_drafter(target, dtype=torch.bfloat16)
     assert drafter.hc_gate.hc_fn.dtype == torch.float32 and drafter.norm.weight.dtype == torch.bfloat16

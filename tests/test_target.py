@@ -147,6 +147,22 @@ def test_two_threads_on_one_pair(target, drafter):
         assert torch.equal(results[index], ids)
 
 
+def test_residual_of_any_layers_is_captured(target):
+    ids, passed = prompt(7), {}
+    handles = [
+        layer.register_forward_hook(lambda module, args, output, i=i: passed.update({i: output}))
+        for i, layer in enumerate(target.model.layers)
+    ]
+    with torch.no_grad(), capture_residual(target, [0, 2, -1]) as residuals:
+        target(ids)
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(residuals[0], torch.cat([passed[0], passed[2], passed[2]], dim=2))
+    with capture_residual(target, []) as residuals:
+        target(ids)
+    assert residuals == [] and not any(layer._forward_hooks for layer in target.model.layers)
+
+
 def test_residual_is_captured_and_gives_the_targets_logits(target):
     ids = prompt(7)
     with torch.no_grad(), capture_residual(target) as residuals:

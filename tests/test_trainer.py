@@ -22,7 +22,7 @@ from hf_hyperdflash import (
     capture_residual,
 )
 from hf_hyperdflash.data import encode_prompts
-from hf_hyperdflash.trainer import collate, draft_states
+from hf_hyperdflash.trainer import collate, draft_states, read_layers
 
 from . import conftest
 from .conftest import MODELS, prompt, tiny_target
@@ -65,8 +65,13 @@ def weights(drafter) -> torch.Tensor:
 
 # One feature path
 
+FIELDS = [
+    {}, {"sliding_window": 6}, {"reducer": "fc"}, {"hidden_size": 48, "head_dim": 16},
+    {"reducer": "fc", "target_layer_ids": [0, 1]}, {"reducer": "hybrid", "target_layer_ids": [1, -1]},
+]  # fmt: skip
 
-@pytest.mark.parametrize("fields", [{}, {"sliding_window": 6}, {"reducer": "fc"}, {"hidden_size": 48, "head_dim": 16}])
+
+@pytest.mark.parametrize("fields", FIELDS)
 def test_training_reproduces_the_draft_logits_of_every_round(target, fields):
     drafter = tiny_drafter(target, **fields)
     drafter.bind(target)
@@ -80,7 +85,7 @@ def test_training_reproduces_the_draft_logits_of_every_round(target, fields):
     handle.remove()
     assert len(rounds) > 5
     batch = {"input_ids": text, "position_ids": torch.arange(text.shape[1])[None]}
-    with torch.no_grad(), capture_residual(target) as captured:
+    with torch.no_grad(), capture_residual(target, read_layers(drafter.config)) as captured:
         target(text, use_cache=False)
         anchors = torch.tensor([[anchor for anchor, _ in rounds]])
         logits = target.lm_head(draft_states(drafter, drafter.config, target, batch, anchors, captured[0]))

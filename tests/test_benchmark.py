@@ -1,0 +1,152 @@
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter
+from hf_hyperdflash.benchmark import TARGET_ONLY, BenchmarkSettings, Method, hardware, run_benchmark
+from hf_hyperdflash.data import encode_prompts
+
+from .conftest import MODELS
+
+SUITE = {
+    "gsm8k": [["Tom has 3 pens and buys 4 more. How many pens has he?"], ["What is 5 times 6?"]],
+    "mt-bench": [["Write a function that adds two numbers.", "Now subtract them."]],
+}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = AutoModelForCausalLM.from_pretrained(MODELS / "tiny-deepseek-v4", dtype=torch.float32).eval()
+    drafter = HyperDFlashDrafter.from_pretrained(MODELS / "tiny-deepseek-v4-hyperdflash", dtype=torch.float32).eval()
+    drafter.bind(target)
+    return target, AutoTokenizer.from_pretrained(MODELS / "tiny-deepseek-v4"), drafter
+
+
+@pytest.fixture
+def data(tmp_path):
+    for name, prompts in SUITE.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in prompts))
+    return str(tmp_path)
+
+
+def settings(data, **fields):
+    return BenchmarkSettings(**{"suites": list(SUITE), "data": data, "max_new_tokens": 20, **fields})
+
+
+def methods(target, drafter):
+    return [
+        Method("HyperDFlash (6)", drafter, 6),
+        Method("HyperDFlash (2)", drafter, 2),
+        Method("Prompt lookup (3)", PromptLookupDrafter(target, 3)),
+    ]
+
+
+def read(path):
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line["run"] for line in lines if "run" in line], [line for line in lines if "run" not in line]
+
+
+def without_times(record):
+    return {k: v for k, v in record.items() if "seconds" not in k and k != "peak_memory"}
+
+
+def test_every_method_runs_every_turn_and_writes_the_targets_text(pair, data, tmp_path):
+    target, tokenizer, drafter = pair
+    path = run_benchmark(target, tokenizer, methods(target, drafter), settings(data), tmp_path / "out" / "r.jsonl")
+    runs, records = read(path)
+    assert len(records) == 4 * (2 + 2) and len(runs) == 1
+    assert runs[0]["methods"].keys() == {r["method"] for r in records} and runs[0]["dtype"] == "float32"
+    for record in records:
+        place = [r for r in records if all(r[k] == record[k] for k in ("suite", "prompt", "turn"))]
+        assert [r["method"] for r in place].count(record["method"]) == 1
+        own = next(r for r in place if r["method"] == TARGET_ONLY)
+        assert record["new_tokens"] == len(own["output_ids"]) and 0 < record["decode_seconds"] < record["seconds"]
+        if record is own:
+            assert record["rounds"] is None and record["identical"] is None
+            continue
+        assert record["identical"] is True and record["first_difference"] is None
+        assert record["rounds"] == len(record["emitted"]) == len(record["accepted"]) > 0
+        assert sum(record["emitted"]) in (record["new_tokens"] - 1, record["new_tokens"] - 2)
+        assert record["draft_positions"] <= int(record["method"].partition("(")[2][0])
+        assert record["draft_seconds"] + record["verify_seconds"] < record["loop_seconds"] <= record["decode_seconds"]
+    # Methods take turns at being first.
+    firsts = {r["method"] for i, r in enumerate(records) if i % 4 == 0}
+    assert len(firsts) > 1
+
+
+def test_the_second_turn_follows_the_targets_own_answer(pair, data, tmp_path):
+    target, tokenizer, drafter = pair
+    path = run_benchmark(
+        target, tokenizer, methods(target, drafter)[2:], settings(data, suites=["mt-bench"], modes=["think-high"]),
+        tmp_path / "r.jsonl",
+    )  # fmt: skip
+    _, records = read(path)
+    first = next(r for r in records if r["method"] == TARGET_ONLY and r["turn"] == 0)
+    answer = tokenizer.decode(first["output_ids"], skip_special_tokens=True).rpartition("</think>")[2]
+    turns = SUITE["mt-bench"][0]
+    messages = [{"role": "user", "content": turns[0]}]
+    asked = encode_prompts(tokenizer, [{"messages": messages}], thinking=True)[0]
+    assert first["prompt_tokens"] == asked.shape[1]
+    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turns[1]}]
+    asked = encode_prompts(tokenizer, [{"messages": messages}], thinking=True)[0]
+    assert {r["prompt_tokens"] for r in records if r["turn"] == 1} == {asked.shape[1]}
+    expected = target.generate(asked, do_sample=False, max_new_tokens=20)[0, asked.shape[1] :].tolist()
+    assert next(r for r in records if r["method"] == TARGET_ONLY and r["turn"] == 1)["output_ids"] == expected
+
+
+def test_a_killed_run_goes_on_where_it_stopped(pair, data, tmp_path):
+    target, tokenizer, drafter = pair
+    chosen = methods(target, drafter)[:1]
+    sampled = settings(data, temperatures=[0.0, 1.0], max_new_tokens=8)
+    whole = run_benchmark(target, tokenizer, chosen, sampled, tmp_path / "whole.jsonl")
+    lines = whole.read_text().splitlines()
+    expected = [without_times(r) for r in read(whole)[1]]
+    for cut in (1, len(lines) - 2):
+        killed = tmp_path / f"killed-{cut}.jsonl"
+        killed.write_text("\n".join([*lines[:cut], lines[cut][:40]]))
+        runs, records = read(run_benchmark(target, tokenizer, chosen, sampled, killed))
+        assert sorted(map(str, map(without_times, records))) == sorted(map(str, expected)) and len(runs) == 2
+    assert len(read(run_benchmark(target, tokenizer, chosen, sampled, whole))[1]) == len(
+        expected
+    )  # nothing left to do
+    with pytest.raises(ValueError, match="`max_new_tokens` 20, but this run's is 30"):
+        run_benchmark(target, tokenizer, chosen, settings(data, temperatures=[0.0, 1.0], max_new_tokens=30), whole)
+
+
+def test_a_difference_is_counted(pair, data, tmp_path):
+    target, tokenizer, _ = pair
+
+    class Wrong(PromptLookupDrafter):
+        """Changes the target under our feet: its texts cannot be the same."""
+
+        def check_target(self, target):
+            self.noise = target.lm_head.register_forward_hook(lambda m, a, out: out.roll(1, -1))
+
+    wrong = Wrong(target, 3)
+    path = run_benchmark(
+        target, tokenizer, [Method("Wrong (3)", wrong)], settings(data, suites=["gsm8k"]), tmp_path / "r.jsonl"
+    )
+    target.lm_head._forward_hooks.clear()
+    flags = [(r["identical"], r["first_difference"]) for r in read(path)[1] if r["method"] == "Wrong (3)"]
+    assert (False, 0) in flags
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"suites": []}, "suites"), ({"modes": ["thinking"]}, "thinking"), ({"temperatures": [-1.0]}, "at least 0"),
+        ({"limit": 0}, "limit"), ({"max_new_tokens": 2}, "max_new_tokens"),
+    ],
+)  # fmt: skip
+def test_bad_settings_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        BenchmarkSettings(**fields)
+
+
+def test_names_must_differ_and_hardware_is_named(pair, data, tmp_path):
+    target, tokenizer, drafter = pair
+    with pytest.raises(ValueError, match="each once"):
+        run_benchmark(target, tokenizer, [Method("A", drafter)] * 2, settings(data), tmp_path / "r.jsonl")
+    assert "core" in hardware("cpu")

@@ -11,7 +11,6 @@ the same `--output` goes on from its last checkpoint.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
 import random
@@ -21,16 +20,11 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import nn
 from tqdm.auto import tqdm
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, PreTrainedTokenizerFast
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
-    DeepseekV4DecoderLayer,
-    DeepseekV4HyperConnection,
-    DeepseekV4HyperHead,
-    DeepseekV4RMSNorm,
-)
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
 
+from hf_hyperdflash import DeepseekV4MTPDrafter
 from hf_hyperdflash.data import Message, load_rows, to_messages
 
 BOS, EOS, PAD, MASK = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>", "<｜mask｜>"
@@ -48,66 +42,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '" + ASSISTANT + "' }}"
     "{{ '" + THINK + "' if thinking or enable_thinking else '" + END_THINK + "' }}{% endif %}"
 )
-# DeepSeek's names for a decoder block's parameters, left side ours; experts are handled apart (one tensor each there).
-MTP_NAMES = [
-    ("block.self_attn.q_a_proj", "attn.wq_a"),
-    ("block.self_attn.q_b_proj", "attn.wq_b"),
-    ("block.self_attn.q_a_norm", "attn.q_norm"),
-    ("block.self_attn.kv_proj", "attn.wkv"),
-    ("block.self_attn.kv_norm", "attn.kv_norm"),
-    ("block.self_attn.o_a_proj", "attn.wo_a"),
-    ("block.self_attn.o_b_proj", "attn.wo_b"),
-    ("block.self_attn.sinks", "attn.attn_sink"),
-    ("block.input_layernorm", "attn_norm"),
-    ("block.post_attention_layernorm", "ffn_norm"),
-    ("block.attn_hc.", "hc_attn_"),
-    ("block.ffn_hc.", "hc_ffn_"),
-    ("block.mlp.gate.e_score_correction_bias", "ffn.gate.bias"),
-    ("block.mlp.gate", "ffn.gate"),
-    ("block.mlp.shared_experts.gate_proj", "ffn.shared_experts.w1"),
-    ("block.mlp.shared_experts.down_proj", "ffn.shared_experts.w2"),
-    ("block.mlp.shared_experts.up_proj", "ffn.shared_experts.w3"),
-    ("hc_head.hc_", "hc_head_"),
-]
-
-
-class MTPHead(nn.Module):
-    """DeepSeek-V4's multi-token-prediction head: one block from the pre-collapse residual to the token after next."""
-
-    def __init__(self, config: DeepseekV4Config) -> None:
-        super().__init__()
-        block_config = copy.deepcopy(config)
-        block_config.layer_types, block_config.mlp_layer_types = ["sliding_attention"], ["moe"]
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.enorm, self.hnorm, self.norm = (DeepseekV4RMSNorm(hidden, eps) for _ in range(3))
-        self.e_proj, self.h_proj = nn.Linear(hidden, hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
-        self.block = DeepseekV4DecoderLayer(block_config, layer_idx=0)
-        self.hc_head = DeepseekV4HyperHead(config)
-
-    def forward(self, residual: torch.Tensor, next_embeds: torch.Tensor, **block_kwargs) -> torch.Tensor:
-        """Residual `[batch, seq, hc_mult, hidden]`, next tokens' embeddings `[batch, seq, hidden]` to the normed state
-        `[batch, seq, hidden]` that the target's LM head reads."""
-        streams = self.e_proj(self.enorm(next_embeds)).unsqueeze(2) + self.h_proj(self.hnorm(residual))
-        return self.norm(self.hc_head(self.block(streams, **block_kwargs)))
-
-    def deepseek_state_dict(self) -> dict[str, torch.Tensor]:
-        """The parameters under DeepSeek's `mtp.0.*` names."""
-        tensors: dict[str, torch.Tensor] = {}
-        for name, tensor in self.state_dict().items():
-            if name == "block.mlp.experts.gate_up_proj":
-                for i, (gate, up) in enumerate(weight.chunk(2) for weight in tensor):
-                    tensors[f"mtp.0.ffn.experts.{i}.w1.weight"] = gate.contiguous()
-                    tensors[f"mtp.0.ffn.experts.{i}.w3.weight"] = up.contiguous()
-            elif name == "block.mlp.experts.down_proj":
-                for i, down in enumerate(tensor):
-                    tensors[f"mtp.0.ffn.experts.{i}.w2.weight"] = down.contiguous()
-            else:
-                for ours, theirs in MTP_NAMES:
-                    if name.startswith(ours):
-                        name = theirs + name[len(ours) :]
-                        break
-                tensors[f"mtp.0.{name}"] = tensor.contiguous()
-        return tensors
 
 
 def target_messages(row: dict, rng: random.Random) -> list[Message]:
@@ -179,12 +113,11 @@ def tiny_config(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) ->
     )
 
 
-def build_models(config: DeepseekV4Config, seed: int) -> tuple[DeepseekV4ForCausalLM, MTPHead]:
+def build_models(config: DeepseekV4Config, seed: int) -> tuple[DeepseekV4ForCausalLM, DeepseekV4MTPDrafter]:
     torch.manual_seed(seed)
     target = DeepseekV4ForCausalLM(config)
     target.set_experts_implementation("grouped_mm")
-    mtp = MTPHead(config)
-    mtp.apply(target._init_weights)
+    mtp = DeepseekV4MTPDrafter(config)
     for name, table in target.named_buffers():
         if name.endswith("tid2eid"):  # each token id goes to a fixed random pair of experts
             scores = torch.rand(config.vocab_size, config.n_routed_experts)
@@ -201,7 +134,7 @@ def packed_rows(documents: list[list[int]], length: int, seed: int) -> torch.Ten
     return torch.tensor(stream[: len(stream) // width * width]).view(-1, width)
 
 
-def joint_loss(target: DeepseekV4ForCausalLM, mtp: MTPHead, rows: torch.Tensor, mtp_weight: float):
+def joint_loss(target: DeepseekV4ForCausalLM, mtp: DeepseekV4MTPDrafter, rows: torch.Tensor, mtp_weight: float):
     """Next-token loss of the target plus the MTP head's loss on the token after next."""
     length = rows.shape[1] - 2
     captured: dict[str, torch.Tensor] = {}
@@ -213,26 +146,10 @@ def joint_loss(target: DeepseekV4ForCausalLM, mtp: MTPHead, rows: torch.Tensor, 
     vocab = logits.shape[-1]
     target_loss = F.cross_entropy(logits.view(-1, vocab).float(), rows[:, 1 : length + 1].reshape(-1))
     embeds = target.model.embed_tokens(rows[:, 1 : length + 1])
-    positions = torch.arange(length, device=rows.device).unsqueeze(0)
-    rotary = {k: target.model.rotary_emb(embeds, position_ids=positions, layer_type=k) for k in ("main", "compress")}
-    hidden = mtp(
-        captured["residual"],
-        embeds,
-        position_embeddings=rotary,
-        position_ids=positions,
-        attention_mask=sliding_mask(length, target.config.sliding_window, rows.device),
-        past_key_values=None,
-    )
+    hidden = mtp.collapse(mtp(captured["residual"], embeds))
     mtp_logits = target.lm_head(hidden)
     mtp_loss = F.cross_entropy(mtp_logits.view(-1, vocab).float(), rows[:, 2:].reshape(-1))
     return target_loss + mtp_weight * mtp_loss, target_loss.detach(), mtp_loss.detach()
-
-
-def sliding_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """Additive causal sliding-window mask `[1, 1, length, length]`."""
-    distance = torch.arange(length, device=device).unsqueeze(1) - torch.arange(length, device=device)
-    visible = (distance >= 0) & (distance < window)
-    return torch.zeros(length, length, device=device).masked_fill(~visible, torch.finfo(torch.float32).min)[None, None]
 
 
 @torch.no_grad()
@@ -259,7 +176,7 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
     return args.learning_rate * warmup * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / args.steps)))
 
 
-def compile_hyper_connections(target: DeepseekV4ForCausalLM, mtp: MTPHead) -> None:
+def compile_hyper_connections(target: DeepseekV4ForCausalLM, mtp: DeepseekV4MTPDrafter) -> None:
     """Compile the Sinkhorn loops, a hundred tiny operations a layer each: a third more tokens per second on a CPU.
     Compiling whole blocks is slower there: inductor's backward recomputes the loop inside larger kernels."""
     for module in [*target.modules(), *mtp.modules()]:

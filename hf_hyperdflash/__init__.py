@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .generation import SpeculationStats
     from .losses import drafter_loss
     from .modeling_hyperdflash import HCGateReducer, HyperDFlashDrafter, register_auto_classes
+    from .modeling_mtp import DeepseekV4MTPDrafter
     from .prompt_lookup import PromptLookupDrafter
     from .target import bind, capture_residual, unbind
     from .trainer import HyperDFlashTrainer
@@ -37,6 +38,7 @@ _MODULE_OF = {
     "HCGateReducer": "modeling_hyperdflash",
     "HyperDFlashDrafter": "modeling_hyperdflash",
     "register_auto_classes": "modeling_hyperdflash",
+    "DeepseekV4MTPDrafter": "modeling_mtp",
     "PromptLookupDrafter": "prompt_lookup",
     "bind": "target",
     "capture_residual": "target",
@@ -49,6 +51,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AcceptanceCallback",
     "AcceptanceLength",
+    "DeepseekV4MTPDrafter",
     "FeatureCache",
     "HCGateReducer",
     "HyperDFlashConfig",

@@ -120,6 +120,7 @@ class DeepseekV4MTPDrafter(DeepseekV4PreTrainedModel):
         self.rotary_emb = DeepseekV4RotaryEmbedding(self.config)
         self._num_draft_tokens = 3
         self.last_stats: SpeculationStats | None = None
+        self.synchronize_timing = False
         self.post_init()
 
     @classmethod

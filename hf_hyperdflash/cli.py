@@ -21,7 +21,10 @@ def main() -> None:
 Target = Annotated[str, typer.Option(help="Path or Hub id of the target.")]
 Drafters = Annotated[
     Optional[list[str]],  # noqa: UP045 - typer evaluates it, on Python 3.10 too
-    typer.Option("--drafter", help="Path or Hub id of a drafter, or NAME=PATH to name it in the tables; repeatable."),
+    typer.Option(
+        "--drafter",
+        help='Path or Hub id of a drafter; NAME=PATH names it in the tables, "NAME (4)=PATH" lets it draft 4. Repeatable.',
+    ),
 ]
 Output = Annotated[Path, typer.Option(help="Folder of results.jsonl and the report; a killed run continues there.")]
 Suites = Annotated[
@@ -75,7 +78,7 @@ def benchmark(
     """Compare drafters with the target alone and with each other, prompt by prompt (the paper's Tables 2 and 3)."""
     model, tokenizer = _load_target(target, dtype, device_map, threads)
     methods = [*_mtp(model, target, mtp or []), *_prompt_lookup(model, prompt_lookup or [])]
-    methods += [_method(name, part) for name, part in _load_drafters(model, drafter or [])]
+    methods += [_method(*part) for part in _load_drafters(model, drafter or [])]
     settings = _settings(suite, data, mode, temperature, limit, max_new_tokens, seed)
     _run(model, tokenizer, methods, settings, output)
 
@@ -106,8 +109,8 @@ def sweep(
 
     model, tokenizer = _load_target(target, dtype, device_map, threads)
     methods = _mtp(model, target, tokens or list(range(1, 7))) if mtp else []
-    for name, part in _load_drafters(model, drafter or []):
-        counts = tokens or range(1, part.config.max_draft_tokens + 1)
+    for name, part, _ in _load_drafters(model, drafter or []):
+        counts = tokens or range(1, getattr(part.config, "max_draft_tokens", 6) + 1)
         methods += [_method(name, part, part.check_num_draft_tokens(count)) for count in counts]
     settings = _settings(suite, data, mode, temperature, limit, max_new_tokens, seed)
     results = _run(model, tokenizer, methods, settings, output)
@@ -129,20 +132,33 @@ def _load_target(target: str, dtype: str | None, device_map: str | None, threads
     return bind(model.eval()), AutoTokenizer.from_pretrained(target)
 
 
-def _load_drafters(model: Any, named: list[str]) -> list[tuple[str, Any]]:
-    from .modeling_hyperdflash import HyperDFlashDrafter
+def _load_drafters(model: Any, named: list[str]) -> list[tuple[str, Any, int | None]]:
+    """Names, drafters and how many tokens each is to draft, if the name says so."""
+    from transformers import AutoConfig
 
+    from .configuration_hyperdflash import HyperDFlashConfig
+    from .modeling_hyperdflash import HyperDFlashDrafter, register_auto_classes
+    from .modeling_mtp import DeepseekV4MTPDrafter
+
+    register_auto_classes()
+    loaded: dict[str, Any] = {}
     drafters = []
     for given in named:
         name, _, path = given.rpartition("=")
-        drafter = HyperDFlashDrafter.from_pretrained(path, dtype=model.dtype, device_map=model.device).eval()
-        drafter.bind(model)
-        drafters.append((name or _title(drafter.config), drafter))
+        if path not in loaded:
+            is_ours = isinstance(AutoConfig.from_pretrained(path), HyperDFlashConfig)
+            kind: Any = HyperDFlashDrafter if is_ours else DeepseekV4MTPDrafter
+            loaded[path] = kind.from_pretrained(path, dtype=model.dtype, device_map=model.device).eval()
+            loaded[path].bind(model)
+        name, _, count = (name or _title(loaded[path].config)).partition(" (")
+        drafters.append((name, loaded[path], int(count.rstrip(")")) if count else None))
     return drafters
 
 
 def _title(config: Any) -> str:
     """What a drafter is called where the user gives it no name."""
+    if not hasattr(config, "reducer"):
+        return "MTP"
     if config.reducer == "hybrid":
         return "HyperDFlash hybrid"
     return "HyperDFlash" if config.reducer == "hc_gate" else "Vanilla DFlash"

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import create_sliding_window_causal_mask
 
-from hf_hyperdflash.modeling_mtp import DeepseekV4MTPDrafter, dequantize, sliding_mask
+from hf_hyperdflash.modeling_mtp import DeepseekV4MTPDrafter, sliding_mask
+from hf_hyperdflash.mtp_checkpoint import dequantize
 from hf_hyperdflash.target import BoundTarget, capture_residual
 
 from .conftest import MODELS, prompt, tiny_config, tiny_target
@@ -577,3 +578,23 @@ def test_the_shipped_target_accepts_its_own_mtps_drafts():
         accepted.append((torch.cat(tokens, 1) == ids[:, anchor + 1 : anchor + 3])[0].long().cumprod(0))
     first, second = torch.stack(accepted).float().mean(0).tolist()
     assert first > 0.5 and second > 0.2, (first, second)
+
+
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_generate_is_lossless_and_counts_its_rounds(count):
+    target = AutoModelForCausalLM.from_pretrained(MODELS / "tiny-deepseek-v4", dtype=torch.float32).eval()
+    drafter = DeepseekV4MTPDrafter.from_target(target, num_draft_tokens=count)
+    ids = prompt(90, vocab_size=2000)  # longer than the window of 64
+    options = dict(do_sample=False, max_new_tokens=30, eos_token_id=None)
+    expected = target.generate(ids, **options)
+    drafter.bind(target)
+    out = target.generate(ids, **options, assistant_model=drafter, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, expected)
+    stats = drafter.last_stats
+    assert stats.tokens == 30 and stats.draft_positions == count and 1 < stats.tau <= count + 1
+    second = torch.cat([expected, prompt(5, seed=7, vocab_size=2000)], dim=1)
+    again = target.generate(second, **options, assistant_model=drafter, past_key_values=out.past_key_values)
+    assert torch.equal(again, target.generate(second, **options))
+    torch.manual_seed(0)
+    sampled = target.generate(ids, **{**options, "do_sample": True}, assistant_model=drafter)
+    assert sampled.shape == expected.shape

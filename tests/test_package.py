@@ -11,7 +11,7 @@ PACKAGE = Path(hf_hyperdflash.__file__).parent
 # A module may import only modules to its left.
 ORDER = [
     "configuration_hyperdflash", "cache", "losses", "blocks", "data", "generation", "prompt_lookup", "target",
-    "modeling_hyperdflash", "mtp_checkpoint", "modeling_mtp", "features", "evaluation", "training_args", "trainer", "suites", "benchmark", "cli",
+    "modeling_hyperdflash", "mtp_checkpoint", "modeling_mtp", "features", "evaluation", "training_args", "trainer", "suites", "benchmark", "summary", "figures", "report", "cli",
 ]  # fmt: skip
 
 

@@ -1,0 +1,58 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_hyperdflash.cli import app
+
+from .conftest import MODELS
+
+TARGET, DRAFTER = str(MODELS / "tiny-deepseek-v4"), str(MODELS / "tiny-deepseek-v4-hyperdflash")
+
+
+@pytest.fixture
+def data(tmp_path):
+    (tmp_path / "gsm8k.jsonl").write_text('{"turns": ["What is 3 plus 4?"]}\n{"turns": ["What is 2 times 8?"]}\n')
+    return tmp_path
+
+
+def run(*args):
+    result = CliRunner().invoke(app, list(map(str, args)))
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+def test_help_explains_every_option():
+    for command in ("benchmark", "sweep"):
+        text = run(command, "--help")
+        assert "--drafter" in text and "--max-new-tokens" in text and "Traceback" not in text
+
+
+def test_benchmark_writes_results_and_report(data, tmp_path):
+    out = tmp_path / "out"
+    printed = run(
+        "benchmark", "--target", TARGET, "--drafter", DRAFTER, "--drafter", f"Mine (2)={DRAFTER}", "--mtp", 3, "--mtp", 1,
+        "--prompt-lookup", 4, "--suite", "gsm8k", "--data", data, "--limit", 1, "--max-new-tokens", 10, "--output", out,
+    )  # fmt: skip
+    assert str(out / "report.md") in printed
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    names = ["Target only", "MTP (3)", "MTP (1)", "Prompt lookup (4)", "HyperDFlash (6)", "Mine (2)"]
+    assert list(lines[0]["run"]["methods"]) == names and {line["method"] for line in lines[1:]} == set(names)
+    assert {line["identical"] for line in lines[1:]} == {None, True}
+    drafted = {line["method"]: line["draft_positions"] for line in lines[1:]}
+    assert drafted["Mine (2)"] == 2 and drafted["MTP (1)"] == 1
+    report = (out / "report.md").read_text()
+    assert "tiny-deepseek-v4" in report and all(name in report for name in names[1:])
+    assert all((out / name).stat().st_size > 500 for name in ("summary.csv", "acceptance.png", "speedup_tau.png"))
+
+
+def test_sweep_recommends_a_number_of_drafts(data, tmp_path):
+    printed = run(
+        "sweep", "--target", TARGET, "--drafter", DRAFTER, "--tokens", 2, "--tokens", 5, "--suite", "gsm8k", "--data", data,
+        "--limit", 1, "--max-new-tokens", 12, "--output", tmp_path / "out",
+    )  # fmt: skip
+    assert "| Suite | Temperature | HyperDFlash (2) | HyperDFlash (5) | Fastest |" in printed
+    result = CliRunner().invoke(
+        app, ["sweep", "--target", TARGET, "--drafter", DRAFTER, "--tokens", "7", "--data", str(data), "--output", "x"]
+    )
+    assert result.exit_code != 0 and "cannot draft 7" in str(result.exception)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from itertools import chain, islice, repeat
 from pathlib import Path
 
 import torch
@@ -30,9 +31,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dataset", required=True, help="the target's own answers (regenerate_answers.py)")
     parser.add_argument("--output", required=True, help="folder of the tuned block; features are cached beside it")
     parser.add_argument("--feature-cache-dir", help="a FeatureCache of these rows; <output>/features if unset")
-    parser.add_argument("--steps-ahead", type=int, default=6)
+    parser.add_argument("--steps-ahead", type=int, default=3)
     parser.add_argument("--step-decay", type=float, default=4.0, help="step j weighs exp(-(j-1)/step_decay)")
-    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--warmup-steps", type=int, default=50)
@@ -69,24 +70,22 @@ def main() -> None:
     rows = prepare_dataset(load_rows(args.dataset), tokenizer, max_length=args.max_length, packing=False)
     cache = FeatureCache.write(args.feature_cache_dir or Path(args.output) / "features", rows, target)
     loader = torch.utils.data.DataLoader(cache, args.batch_size, shuffle=True, collate_fn=collate)
-    total = args.epochs * len(loader)
     optimizer = torch.optim.AdamW(drafter.parameters(), args.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
-        lambda i: min(1, (i + 1) / args.warmup_steps) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * i / total))),
+        lambda i: min(1, (i + 1) / args.warmup_steps) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * i / args.steps))),
     )
-    with tqdm(total=total, unit="step") as progress:
-        for _ in range(args.epochs):
-            for batch in loader:
-                losses = chain_losses(drafter, target, batch, args.steps_ahead)
-                sum(math.exp(-j / args.step_decay) * loss for j, loss in enumerate(losses)).backward()
-                torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
-                progress.update()
-                if progress.n % 20 == 0:
-                    progress.set_postfix_str(" ".join(f"{loss.item():.2f}" for loss in losses))
+    with tqdm(total=args.steps, unit="step") as progress:
+        for batch in islice(chain.from_iterable(repeat(loader)), args.steps):
+            losses = chain_losses(drafter, target, batch, args.steps_ahead)
+            sum(math.exp(-j / args.step_decay) * loss for j, loss in enumerate(losses)).backward()
+            torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            progress.update()
+            if progress.n % 20 == 0:
+                progress.set_postfix_str(" ".join(f"{loss.item():.2f}" for loss in losses))
     drafter.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
     print(f"Saved to {args.output}: loss of each step {' '.join(f'{loss.item():.2f}' for loss in losses)}")

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_hyperdflash import HyperDFlashDrafter
+from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -63,6 +63,27 @@ def test_from_text_to_a_working_pair(tmp_path):
     assert facts["metrics"]["eval_loss"] < before["metrics"]["eval_loss"] + 0.05
     assert facts["metrics"]["eval_tau"] >= 1 and facts["history"][0]["eval_teacher_forced_tau"] >= 1
     assert str(tmp_path) not in (drafter_dir / "config.json").read_text() + json.dumps(facts)
+
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("\n".join(answers.read_text().splitlines()[:3]))
+    grid = ["--target", target_dir, "--answers", answers, "--eval-answers", held_out, "--max-length", 64]
+    grid += ["--work-dir", tmp_path / "grid", "--reducers", "hc_gate", "fc", "--sources", "-1", "1,-1"]
+    grid += ["--kl-weights", 0, "--learning-rates", "1e-3", "2e-3"]
+    printed = run("compare_reducers.py", *grid, "--", "--max_steps", 2, "--layers", 1, "--num_anchors", 4, "--use_cpu")
+    assert (
+        "| layers read | gate | fc |" in printed
+        and f"| 1,-1 | {2 * (4 * 256 + 4 + 1):,} | {8 * 64 * 64:,} |" in printed
+    )
+    lines = (tmp_path / "grid" / "grid.csv").read_text().splitlines()
+    assert len(lines) == 1 + 8 and all(float(line.rsplit(",", 1)[1]) >= 1 for line in lines[1:])
+
+    tuned = ["--steps", 2, "--steps-ahead", 2, "--max-length", 64, "--output", tmp_path / "mtp"]
+    run("train_mtp.py", "--target", target_dir, "--dataset", answers, *tuned)
+    mtp = DeepseekV4MTPDrafter.from_pretrained(tmp_path / "mtp", dtype=torch.float32)
+    native = DeepseekV4MTPDrafter.from_target(target_dir, dtype=torch.float32)
+    assert mtp.e_proj.weight.shape == native.e_proj.weight.shape and not torch.equal(
+        mtp.e_proj.weight, native.e_proj.weight
+    )
 
     target = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
     drafter = HyperDFlashDrafter.from_pretrained(drafter_dir, dtype=torch.float32).eval()

@@ -34,8 +34,8 @@ class HyperDFlashConfig(PreTrainedConfig):
             counted from 0.
         reducer: How the paths become the conditioning feature. `"hc_gate"`: the paper's, gates inherited from the
             target's `hc_head` (Eq. 1), per layer read. `"fc"`: vanilla DFlash's dense projection of all paths read.
-            `"hybrid"`: ours, the gate of the last layer read plus a dense projection, zero at first, of the others (of
-            the same, where only one is read). `"stream_mean"`: the mean over the paths of each layer, then a projection.
+            `"hybrid"`: ours, the gate of the last layer read plus a normed dense projection of the others (of the same,
+            where only one is read), which counts for nothing at first. `"stream_mean"`: the mean over the paths of each layer, then a projection.
         path_norm: Whether a gate normalizes each path before summing (section 2.2, "per-path RMSNorm").
         hc_eps: The target's offset on each gate.
         target_hidden_size: Width of the target; 0 for the drafter's. If it differs from `hidden_size`, the reducer cannot have a gate.

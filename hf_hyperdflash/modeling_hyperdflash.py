@@ -228,6 +228,10 @@ class HyperDFlashDrafter(PreTrainedModel):
                 "stream_mean": layers,
             }[config.reducer]
             self.fc = nn.Linear(read * config.target_hidden_size, config.hidden_size, bias=False)
+        if config.reducer == "hybrid":
+            # Its weight is zero at first. Without a norm the projection, whose every output has thousands of inputs,
+            # outgrows the gate within a few steps.
+            self.fc_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         if config.hidden_size != config.target_hidden_size:
             self.embed_proj = nn.Linear(config.target_hidden_size, config.hidden_size, bias=False)
@@ -248,7 +252,7 @@ class HyperDFlashDrafter(PreTrainedModel):
             init.normal_(module.hc_fn, mean=0.0, std=self.config.initializer_range)
             init.zeros_(module.hc_base)
             init.ones_(module.hc_scale)
-        elif self.config.reducer == "hybrid" and module is self.fc:
+        elif self.config.reducer == "hybrid" and module is self.fc_norm:
             init.zeros_(module.weight)
 
     @classmethod
@@ -338,7 +342,7 @@ class HyperDFlashDrafter(PreTrainedModel):
             return self.fc(residual.flatten(2).to(dtype))
         gated, others = residual[:, :, -hc_mult:], residual[:, :, :-hc_mult]
         dense = self.fc((others if others.shape[2] else gated).flatten(2).to(dtype))
-        return self.hc_gate(gated).to(dtype) + dense
+        return self.hc_gate(gated).to(dtype) + self.fc_norm(dense)
 
     def encode_context(self, residual: torch.Tensor, position_ids: torch.Tensor) -> list[LayerKV]:
         """Keys and values that the residual of accepted tokens injects into each layer.

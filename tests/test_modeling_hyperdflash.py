@@ -83,7 +83,9 @@ def test_every_reducer_over_every_source_follows_its_definition(target, reducer,
             y = drafter.fc.weight @ torch.cat([sum(paths) / 4 for paths in per_layer])
         else:
             dense = [path for paths in (per_layer[:-1] or per_layer) for path in paths]
-            y = naive_gate(drafter.hc_gate, per_layer[-1]) + drafter.fc.weight @ torch.cat(dense)
+            dense = drafter.fc.weight @ torch.cat(dense)
+            dense = dense / (dense.square().mean() + 1e-6).sqrt() * drafter.fc_norm.weight
+            y = naive_gate(drafter.hc_gate, per_layer[-1]) + dense
         y = y / (y.square().mean() + 1e-6).sqrt() * drafter.hidden_norm.weight
         torch.testing.assert_close(reduced[0, t], y, atol=1e-5, rtol=1e-5)
 
@@ -91,7 +93,7 @@ def test_every_reducer_over_every_source_follows_its_definition(target, reducer,
 def test_an_untrained_hybrid_is_the_papers_drafter(target):
     paper = tiny_drafter(target)
     hybrid = tiny_drafter(target, reducer="hybrid", target_layer_ids=[1, -1])
-    assert not hybrid.fc.weight.any()
+    assert not hybrid.fc_norm.weight.any() and hybrid.fc.weight.any()
     hybrid.load_state_dict(paper.state_dict(), strict=False)
     residual = torch.randn(1, 3, 8, 32)
     assert torch.equal(hybrid.reduce(residual), paper.reduce(residual[:, :, 4:]))

@@ -111,7 +111,7 @@ def test_a_killed_run_goes_on_where_it_stopped(pair, data, tmp_path):
     assert len(read(run_benchmark(target, tokenizer, chosen, sampled, whole))[1]) == len(
         expected
     )  # nothing left to do
-    with pytest.raises(ValueError, match="`max_new_tokens` 20, but this run's is 30"):
+    with pytest.raises(ValueError, match="`max_new_tokens` 8, but this run's is 30"):
         run_benchmark(target, tokenizer, chosen, settings(data, temperatures=[0.0, 1.0], max_new_tokens=30), whole)
 
 

@@ -13,6 +13,15 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="HyperDFlash: draft with, train and measure.")
 
 
+def run() -> None:
+    """The command. What the user can mend ends in one line, not in a traceback."""
+    try:
+        app()
+    except (ValueError, OSError, ImportError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise SystemExit(1) from error
+
+
 @app.callback()
 def main() -> None:
     """HyperDFlash block speculative decoding for DeepSeek-V4."""

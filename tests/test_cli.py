@@ -4,6 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_hyperdflash.cli import app
+from hf_hyperdflash.cli import run as entry_point
 
 from .conftest import MODELS
 
@@ -52,7 +53,20 @@ def test_sweep_recommends_a_number_of_drafts(data, tmp_path):
         "--limit", 1, "--max-new-tokens", 12, "--output", tmp_path / "out",
     )  # fmt: skip
     assert "| Suite | Temperature | HyperDFlash (2) | HyperDFlash (5) | Fastest |" in printed
-    result = CliRunner().invoke(
-        app, ["sweep", "--target", TARGET, "--drafter", DRAFTER, "--tokens", "7", "--data", str(data), "--output", "x"]
-    )
-    assert result.exit_code != 0 and "cannot draft 7" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sweep", "--target", TARGET, "--drafter", DRAFTER, "--tokens", "7", "--output", "x"], "cannot draft 7 tokens"),
+        (["benchmark", "--target", TARGET, "--data", "nowhere", "--output", "x"], "No suite 'gsm8k' in nowhere"),
+    ],
+)  # fmt: skip
+def test_what_the_user_can_mend_is_said_in_one_line(monkeypatch, capsys, tmp_path, arguments, message):
+    monkeypatch.setattr("sys.argv", ["hf-hyperdflash", *arguments])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        entry_point()
+    printed = capsys.readouterr().err
+    assert ended.value.code == 1 and message in printed and "Traceback" not in printed
+    assert not list(tmp_path.iterdir())  # refused before anything was written

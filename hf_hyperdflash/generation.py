@@ -186,26 +186,20 @@ def speculative_decoding(
         What `generate` returns.
     """
     state = _Decoding(target, drafter, residuals, logits_processor, stopping_criteria, generation_config, model_kwargs)
-    stats = drafter.last_stats = SpeculationStats()
+    stats = drafter.last_stats = state.stats
     ids: torch.Tensor = input_ids
     choice = Choice(ids, state.processor, state.config.do_sample)
     outputs = state.prefill(ids)
     ids, _, finished = state.accept(ids, choice, outputs, streamer)
     state.keep(ids, input_ids.shape[1], 0)
-    stats.tokens = 1
+    stats.tokens, stats.draft_seconds = 1, 0.0  # the prompt's do not count
     began = state.now()
     while not finished:
-        before, started = ids.shape[1], state.now()
-        count = state.room(ids)
+        before, count = ids.shape[1], state.room(ids)
         choice = state.draft(ids, count)
-        drafted = state.now()
         outputs = state.verify(ids, choice.tokens)
-        verified = state.now()
         ids, accepted, finished = state.accept(ids, choice, outputs, streamer)
-        accepting = state.now()
         state.keep(ids, before, choice.tokens.shape[1])
-        stats.draft_seconds += drafted - started + state.now() - accepting
-        stats.verify_seconds += verified - drafted
         emitted = ids.shape[1] - before
         stats.tokens += emitted
         if count:
@@ -237,6 +231,7 @@ class _Decoding:
         self.kwargs = model_kwargs
         self.cache = model_kwargs["past_key_values"]
         self.num_drafts = self._num_drafts_asked()
+        self.stats = SpeculationStats()
         self.prompt_length = 0  # set by the prefill
         self.context = self._context_of_cache()
         self.seen: dict[str, list[Any]] = {"scores": [], "logits": [], "hidden_states": [], "attentions": []}
@@ -270,7 +265,9 @@ class _Decoding:
         """Draft up to `count` tokens after `ids`."""
         choice = Choice(ids, self.processor, self.config.do_sample)
         if count:
-            self.drafter.draft(self.target, self.context, ids, self.positions(ids), count, choice)
+            positions, began = self.positions(ids), self.now()
+            self.drafter.draft(self.target, self.context, ids, positions, count, choice)
+            self.stats.draft_seconds += self.now() - began
         return choice
 
     # Verify
@@ -293,7 +290,10 @@ class _Decoding:
             candidates, next_sequence_length=count, is_first_iteration=False, **kwargs
         )
         inputs["logits_to_keep"] = count
-        return self.target(**inputs, return_dict=True)
+        began = self.now()
+        outputs = self.target(**inputs, return_dict=True)
+        self.stats.verify_seconds += self.now() - began
+        return outputs
 
     def positions(self, ids: torch.Tensor) -> torch.Tensor:
         """True positions `[1, seq]` of `ids`: the caller's, continued, or counted over the unpadded tokens."""
@@ -380,7 +380,9 @@ class _Decoding:
             positions, following = positions[:, real], following[:, real]
             residual = None if residual is None else residual[:, real]
         if new:
+            began = self.now()
             self.drafter.extend(self.target, self.context, residual, positions, following)
+            self.stats.draft_seconds += self.now() - began
         self.context.end = end
         setattr(self.cache, _CONTEXT_ATTRIBUTE, (id(self.drafter), self.context))
 

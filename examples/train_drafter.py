@@ -134,7 +134,8 @@ def main(argv: list[str] | None = None) -> None:
     if script.eval_prompts:
         prompts = encode_prompts(tokenizer, held_out.select(range(min(script.eval_prompts, len(held_out)))))
         trainer.add_callback(AcceptanceCallback(trainer, prompts, max_new_tokens=script.eval_max_new_tokens))
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    resume = args.resume_from_checkpoint  # a folder, or True for the last in `--output_dir`
+    trainer.train(resume_from_checkpoint=True if resume in ("True", "true") else resume)
     metrics = trainer.evaluate()
     trainer.save_model()
     trainer.save_state()

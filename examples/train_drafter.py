@@ -60,6 +60,9 @@ class ScriptArguments:
         default=None, metadata={"help": "layers a new drafter reads; -1, the pre-collapse residual, if unset"}
     )
     num_draft_tokens: int = field(default=6, metadata={"help": "draft positions of a new drafter"})
+    sliding_window: int = field(
+        default=2048, metadata={"help": "context that a new drafter's blocks see: not more than the rows mostly have"}
+    )
     mask_token_id: int | None = field(default=None, metadata={"help": "unset for the tokenizer's mask token"})
     chat_template: str | None = field(default=None, metadata={"help": "a Jinja file, where the tokenizer has none"})
     target_dtype: str | None = field(
@@ -86,6 +89,7 @@ def load_drafter(script: ScriptArguments, target, tokenizer) -> HyperDFlashDraft
         target,
         reducer=script.reducer,
         target_layer_ids=script.target_layer_ids,
+        sliding_window=min(script.sliding_window, target.config.max_position_embeddings),
         mask_token_id=mask_token_id,
         num_draft_tokens=script.num_draft_tokens,
         num_hidden_layers=script.layers,

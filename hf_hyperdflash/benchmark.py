@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -284,7 +285,7 @@ def _run_facts(target: Any, methods: Sequence[Method], settings: BenchmarkSettin
 
     return {
         "date": date.today().isoformat(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "commit": commit(),
         "hardware": hardware(target.device),
         "threads": torch.get_num_threads(),

@@ -60,7 +60,9 @@ class HCGateReducer(nn.Module):
             mixes = [
                 F.linear(_unit_rms(paths.flatten(2).float(), self.norm_eps), weight) * scale
                 for paths, weight, scale in zip(
-                    residual.chunk(self.layers, dim=2), self.hc_fn.float().chunk(self.layers), self.hc_scale.float()
+                    residual.chunk(self.layers, dim=2),
+                    self.hc_fn.float().chunk(self.layers),
+                    self.hc_scale.float().chunk(self.layers),
                 )
             ]
             gates = torch.sigmoid(torch.cat(mixes, dim=-1) + self.hc_base.float()) + self.eps

@@ -11,6 +11,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
@@ -216,14 +217,12 @@ def _generate(
     clock, stats = _Clock(), None
     drafter = method.drafter
     if drafter is not None:
-        if method.num_draft_tokens is not None:
-            drafter.num_draft_tokens = method.num_draft_tokens
-        drafter.synchronize_timing = True
         options["assistant_model"] = drafter
     _reset_peak_memory(target.device)
-    began = _now(target.device)
-    output = target.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **options)
-    ended = _now(target.device)
+    with _set_up(method):
+        began = _now(target.device)
+        output = target.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **options)
+        ended = _now(target.device)
     new = output[0, ids.shape[1] :].tolist()
     stats = SpeculationStats() if drafter is None else drafter.last_stats
     record = {
@@ -235,6 +234,21 @@ def _generate(
         "peak_memory": _peak_memory(target.device),
     }
     return record, new
+
+
+@contextmanager
+def _set_up(method: Method) -> Iterator[None]:
+    """Let the drafter draft the method's number of tokens and time exactly; then as it was."""
+    drafter = method.drafter
+    if drafter is None:
+        yield
+        return
+    before = drafter.num_draft_tokens, drafter.synchronize_timing
+    drafter.num_draft_tokens, drafter.synchronize_timing = method.num_draft_tokens or before[0], True
+    try:
+        yield
+    finally:
+        drafter.num_draft_tokens, drafter.synchronize_timing = before
 
 
 def _now(device: torch.device) -> float:

@@ -57,6 +57,7 @@ def test_every_method_runs_every_turn_and_writes_the_targets_text(pair, data, tm
     path = run_benchmark(target, tokenizer, methods(target, drafter), settings(data), tmp_path / "out" / "r.jsonl")
     runs, records = read(path)
     assert len(records) == 4 * (2 + 2) and len(runs) == 1
+    assert drafter.num_draft_tokens == 6 and not drafter.synchronize_timing  # as they were
     assert runs[0]["methods"].keys() == {r["method"] for r in records} and runs[0]["dtype"] == "float32"
     for record in records:
         place = [r for r in records if all(r[k] == record[k] for k in ("suite", "prompt", "turn"))]

@@ -418,7 +418,7 @@ def _resume(directory: Path, plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stored_layers(index: dict[str, Any]) -> list[int]:
-    return index.get("target_layer_ids", [-1])  # caches of release 0.3 hold the pre-collapse residual alone
+    return index.get("target_layer_ids", [-1])  # caches from before layers could be chosen
 
 
 def _check_layers(directory: Path, index: dict[str, Any], wanted: Sequence[int]) -> None:

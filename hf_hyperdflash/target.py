@@ -137,8 +137,8 @@ def capture_residual(target: PreTrainedModel, target_layer_ids: Sequence[int] = 
 
     Args:
         target: The target.
-        target_layer_ids: After which layers: -1 is the last, whose paths are the pre-collapse residual. None for
-            nothing.
+        target_layer_ids: After which layers: -1 is the last, whose paths are the pre-collapse residual. Empty
+            for nothing.
 
     Yields:
         A list that grows by one tensor per forward, `[batch, seq, paths, config.hidden_size]` with `config.hc_mult`

@@ -19,13 +19,13 @@ from datetime import date
 from pathlib import Path
 
 import torch
-import train_drafter
 import transformers
 from benchmark_loss import hardware
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_hyperdflash import FeatureCache, HyperDFlashConfig
+from hf_hyperdflash import FeatureCache, HyperDFlashConfig, HyperDFlashDrafter
 from hf_hyperdflash.data import load_rows, prepare_dataset
+from hf_hyperdflash.train import main as train_drafter
 
 REDUCERS = {"hc_gate": "gate", "fc": "fc", "hybrid": "gate + fc", "stream_mean": "stream mean"}
 
@@ -57,7 +57,7 @@ def train(source: str, reducer: str, kl_weight: float, rate: float, args: argpar
             *args.train_args,
         ]  # fmt: skip
         print(folder.name, flush=True)
-        train_drafter.main(list(map(str, flags)))
+        train_drafter(list(map(str, flags)))
     return json.loads((folder / "training.json").read_text())["metrics"]
 
 
@@ -68,7 +68,7 @@ def reducer_parameters(source: str, reducer: str, args: argparse.Namespace) -> i
         target_layer_ids=layer_ids(source), num_hidden_layers=1,
     )  # fmt: skip
     with torch.device("meta"):
-        drafter = train_drafter.HyperDFlashDrafter(shape)
+        drafter = HyperDFlashDrafter(shape)
     parts = [getattr(drafter, name) for name in ("hc_gate", "fc") if hasattr(drafter, name)]
     return sum(p.numel() for part in parts for p in part.parameters())
 

@@ -61,6 +61,138 @@ Threads = Annotated[Optional[int], typer.Option(help="CPU threads.")]  # noqa: U
 
 
 @app.command()
+def generate(
+    target: Target,
+    drafter: Annotated[str, typer.Option(help="Path or Hub id of the drafter.")],
+    prompt: Annotated[str, typer.Argument(help="What to ask, as one chat turn.")],
+    max_new_tokens: NewTokens = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    num_draft_tokens: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Drafted tokens per round; all that the drafter can if unset."),
+    ] = None,
+    seed: Seed = 0,
+    dtype: Dtype = None,
+    device_map: DeviceMap = None,
+    threads: Threads = None,
+) -> None:
+    """Answer a prompt with a drafter's help, as it is written, and say how well the drafter did."""
+    import torch
+    from transformers import TextStreamer
+
+    from .data import encode_prompts
+
+    model, tokenizer = _load_target(target, dtype, device_map, threads)
+    ((_, assistant, _),) = _load_drafters(model, [drafter])
+    if num_draft_tokens is not None:
+        assistant.num_draft_tokens = assistant.check_num_draft_tokens(num_draft_tokens)
+    torch.manual_seed(seed)
+    ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": prompt}]}])[0].to(model.device)
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    model.generate(
+        ids,
+        assistant_model=assistant,
+        max_new_tokens=max_new_tokens,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        **sampling,
+    )
+    stats = assistant.last_stats
+    rates = ", ".join(f"{100 * rate:.0f}" for rate in stats.acceptance)
+    typer.echo(
+        f"\n{stats.tokens} tokens in {stats.rounds} verification rounds: tau {stats.tau:.2f}, "
+        f"{stats.tokens / max(stats.loop_seconds, 1e-9):.1f} tokens/s. Drafts accepted at each position, %: {rates}.",
+        err=True,
+    )
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def train(context: typer.Context) -> None:
+    """Train a drafter for a target. All flags of transformers' TrainingArguments and more: `train --help` lists them."""
+    from .train import main as run_training
+
+    run_training(context.args)
+
+
+@app.command()
+def card(
+    folder: Annotated[Path, typer.Argument(help="Folder of a saved drafter.")],
+    results: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Folder that `benchmark` wrote, for the figures."),
+    ] = None,
+    method: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Which of the benchmark's methods this drafter is, if it compares several."),
+    ] = None,
+    repo_id: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Where users will load it from."),
+    ] = None,
+    target: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Where users load the target from, if not from where the drafter's configuration says."),
+    ] = None,
+    license: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="A Hub licence name, for example apache-2.0."),
+    ] = None,
+    notes: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="A Markdown file about the training."),
+    ] = None,
+) -> None:
+    """Write a drafter's model card, README.md in its folder, from its configuration, training record and benchmark."""
+    import shutil
+
+    from .model_card import drafter_card
+    from .report import measured
+
+    figures = None if results is None else measured(results / "results.jsonl", method)
+    picture = "acceptance.png" if results and (results / "acceptance.png").exists() else None
+    written = drafter_card(
+        folder,
+        repo_id=repo_id,
+        target=target,
+        license=license,
+        measured=figures,
+        figure=picture,
+        notes=notes.read_text().strip() if notes else None,
+    )
+    if results and picture:
+        shutil.copyfile(results / picture, folder / picture)
+    written.save(folder / "README.md")
+    typer.echo(f"{folder / 'README.md'} is written.")
+
+
+@app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(help="Folder of a saved drafter.")],
+    repo_id: Annotated[str, typer.Argument(help="org/name on the Hub; made if needed.")],
+    private: Annotated[bool, typer.Option(help="Whether a new repository is private.")] = False,
+    revision: Annotated[Optional[str], typer.Option(help="The branch, made if needed.")] = None,  # noqa: UP045
+    create_pr: Annotated[bool, typer.Option(help="Propose the commit instead.")] = False,
+    commit_message: Annotated[Optional[str], typer.Option(help="What is committed.")] = None,  # noqa: UP045
+    token: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Of the Hub; the stored one if unset.", envvar="HF_TOKEN", show_envvar=True),
+    ] = None,
+) -> None:
+    """Upload a saved drafter with its code and its card, in one commit."""
+    from .modeling_hyperdflash import HyperDFlashDrafter
+
+    drafter = HyperDFlashDrafter.from_pretrained(folder, dtype="auto")
+    done = drafter.push_to_hub(
+        repo_id,
+        commit_message=commit_message,
+        private=private or None,
+        token=token,
+        revision=revision,
+        create_pr=create_pr,
+    )
+    typer.echo(done.commit_url)
+
+
+@app.command()
 def benchmark(
     target: Target,
     output: Output,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
@@ -42,6 +42,7 @@ class HyperDFlashConfig(PreTrainedConfig):
         target_hc_mult: Number of residual paths of the target.
         target_model_type: `config.model_type` of the target.
         target_name_or_path: The target the drafter was made for; binding to another name warns.
+        target_revision: Its commit on the Hub, if it came from there.
         attention_bias: Whether the attention projections have biases.
         initializer_range: Standard deviation of fresh weights.
 
@@ -50,6 +51,7 @@ class HyperDFlashConfig(PreTrainedConfig):
     """
 
     model_type = "hyperdflash"
+    _auto_class: ClassVar[str | None] = "AutoConfig"
 
     vocab_size: int = 129280
     hidden_size: int = 4096
@@ -73,6 +75,7 @@ class HyperDFlashConfig(PreTrainedConfig):
     target_hc_mult: int = 4
     target_model_type: str = "deepseek_v4"
     target_name_or_path: str = ""
+    target_revision: str = ""
     attention_bias: bool = False
     initializer_range: float = 0.02
 
@@ -84,6 +87,17 @@ class HyperDFlashConfig(PreTrainedConfig):
             self.target_layer_ids = [-1]
         self._check_sizes()
         self._check_reducer()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As of any configuration, but only from a drafter's: another model's fields would make a drafter of defaults."""
+        kind = config_dict.get("model_type", cls.model_type)
+        if kind != cls.model_type:
+            raise ValueError(
+                f"The configuration is of a {kind!r} model, expected {cls.model_type!r}. Pass the path or Hub id of a "
+                "HyperDFlash drafter, not of its target or of another model."
+            )
+        return super().from_dict(config_dict, **kwargs)
 
     def _check_sizes(self) -> None:
         for field in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",

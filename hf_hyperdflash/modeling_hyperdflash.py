@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import CommitInfo, HfApi
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
@@ -16,9 +22,14 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwe
 from .blocks import block_inputs
 from .configuration_hyperdflash import HyperDFlashConfig
 from .generation import Choice, SpeculationStats
+from .model_card import TEMPLATE, TRAINING_RECORD, drafter_card
+from .recipe import RECIPE
 from .target import bind, check_pair, default_mask_token, describe, unbind
 
 logger = logging.getLogger(__name__)
+
+# What `save_pretrained(push_to_hub=True)` may be given besides.
+_PUSHING = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
 
 LayerKV = tuple[torch.Tensor, torch.Tensor]
 
@@ -210,6 +221,7 @@ class HyperDFlashDrafter(PreTrainedModel):
     config: HyperDFlashConfig
     config_class = HyperDFlashConfig
     base_model_prefix = "drafter"
+    _auto_class = "AutoModel"  # type: ignore[assignment]  # `save_pretrained` adds the code, so that plain transformers can load it from the Hub
     supports_gradient_checkpointing = True
     _no_split_modules = ["HyperDFlashLayer"]
     _supports_sdpa = True
@@ -312,6 +324,7 @@ class HyperDFlashDrafter(PreTrainedModel):
             "target_hc_mult": facts.hc_mult,
             "target_model_type": facts.model_type,
             "target_name_or_path": facts.name_or_path,
+            "target_revision": facts.revision,
         }
         config = HyperDFlashConfig(reducer=reducer, **{**fields, **config_fields})
         check_pair(config, target)
@@ -326,6 +339,94 @@ class HyperDFlashDrafter(PreTrainedModel):
                 dtype=torch.float32 if name == "hc_gate" else dtype or head.dtype,
             )
         return drafter
+
+    # The Hub
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As of any model.
+
+        Raises:
+            ValueError: If it is no HyperDFlash drafter.
+            OSError: If it cannot be found or its weights are damaged.
+        """
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except SafetensorError as error:
+            raise OSError(
+                f"The weights of {pretrained_model_name_or_path} are damaged ({error}). Load them again with "
+                "`force_download=True`; if that does not help, the upload was cut off: push the drafter again."
+            ) from error
+
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: str | os.PathLike, is_main_process: bool = True, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """As of any model. The folder also gets the code with which plain transformers drafts without this package."""
+        of_push = {name: kwargs.pop(name) for name in _PUSHING if name in kwargs}
+        super().save_pretrained(save_directory, is_main_process=is_main_process, token=of_push.get("token"), **kwargs)
+        if not is_main_process:
+            return
+        recipe = Path(save_directory) / "custom_generate" / "generate.py"
+        recipe.parent.mkdir(exist_ok=True)
+        shutil.copyfile(RECIPE, recipe)
+        if push_to_hub:
+            self.push_to_hub(of_push.pop("repo_id", Path(save_directory).name), **of_push)
+
+    def push_to_hub(  # type: ignore[override]
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str = "50GB",
+        tags: list[str] | None = None,
+    ) -> CommitInfo:
+        """Upload drafter, code and model card in one commit. The target's embedding and head are no part of it.
+
+        Args:
+            repo_id: The repository, `"org/name"`, made if needed.
+            commit_message: What is committed.
+            commit_description: More about it.
+            private: Whether a new repository is private.
+            token: Of the Hub; the stored one by default.
+            revision: The branch, made if needed.
+            create_pr: Propose the commit instead.
+            max_shard_size: Of one weights file.
+            tags: For the card, beside its own.
+
+        The card is the `README.md` of the folder that the drafter was loaded from; else the one that the repository has
+        already; else a new one from what is known (`hf-hyperdflash card` makes one with a benchmark's figures).
+        """
+        api = HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(folder, max_shard_size=max_shard_size)
+            self._add_papers(Path(folder))
+            is_new = not api.file_exists(repo_id, "README.md", revision=revision)
+            if is_new and TEMPLATE.exists() and not (Path(folder) / "README.md").exists():
+                drafter_card(folder, repo_id=repo_id, tags=tags).save(Path(folder) / "README.md")
+            return api.upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                commit_message=commit_message or "Upload HyperDFlash drafter",
+                commit_description=commit_description,
+                revision=revision,
+                create_pr=create_pr,
+            )
+
+    def _add_papers(self, folder: Path) -> None:
+        """Card, pictures and training record from the local folder that the drafter was loaded from."""
+        source = Path(self.name_or_path or "")
+        if self.name_or_path and source.is_dir():
+            for path in (source / "README.md", source / TRAINING_RECORD, *source.glob("*.png")):
+                if path.is_file():
+                    shutil.copyfile(path, folder / path.name)
 
     # Drafting
 
@@ -407,6 +508,11 @@ class HyperDFlashDrafter(PreTrainedModel):
         return self.head_proj(hidden) if hasattr(self, "head_proj") else hidden
 
     # One sequence (`generation.Drafter`)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format of the layers; a gate is always float32."""
+        return self.norm.weight.dtype
 
     @property
     def target_layer_ids(self) -> list[int]:

@@ -8,7 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import EvalResult
+
 from .figures import acceptance_figure, speedup_figure
+from .model_card import Measured
 from .suites import SUITES
 from .summary import MODES, Results, Row, averages, load, pool, summarize, temperatures
 
@@ -195,3 +198,85 @@ def recommendation(results: Path) -> str:
                 shown = _bold([speedups.get(method) for method in methods], "×")
                 body.append([_name(suite), f"{heat:g}", *shown, max(speedups, key=speedups.__getitem__)])
     return _table(["Suite", "Temperature", *methods, "Fastest"], body)
+
+
+def measured(results: Path, method: str | None = None) -> Measured:
+    """What a model card shows of one method of a benchmark.
+
+    Args:
+        results: The benchmark's `results.jsonl`.
+        method: Which, as the tables name it; may be left out where there is only one.
+
+    Raises:
+        ValueError: If the file has no such method, or several and none is named.
+    """
+    loaded = load(results)
+    rows = summarize(loaded)
+    methods = list(dict.fromkeys(row.method for row in rows))
+    if method not in methods and (method is not None or len(methods) > 1):
+        raise ValueError(f"The method is {method!r}, but {results} compares {methods}. Pass one of them as `method`.")
+    rows = [row for row in rows if row.method == (method or methods[0])]
+    tables = []
+    for mode in dict.fromkeys(row.mode for row in rows):
+        of_mode = [row for row in rows if row.mode == mode]
+        tables += [f"{MODES.get(mode, mode).partition(' (')[0]}, speedup / tau:", _card_table(of_mode)]
+    positions = max(len(row.acceptance) for row in rows)
+    tables += [
+        "Drafts accepted at each position, % of the rounds, all suites together:",
+        _table(
+            ["Mode, temperature", *map(str, range(1, positions + 1))],
+            [
+                [f"{row.mode}, {row.temperature:g}", *(f"{100 * rate:.0f}" for rate in row.acceptance)]
+                for row in pool(loaded)
+                if row.method == rows[0].method
+            ],
+        ),
+    ]
+    return Measured(_card_settings(loaded, rows), "\n\n".join(tables), [r for row in rows for r in _results(row)])
+
+
+def _card_table(rows: list[Row]) -> str:
+    suites, means, body = _suites(rows), averages(rows), []
+    for heat in temperatures(rows):
+        cells = {row.suite: (row.speedup, row.tau) for row in rows if row.temperature == heat}
+        pairs: list[tuple[float | None, float | None]] = [cells.get(suite, (None, None)) for suite in suites]
+        pairs.append(means.get((rows[0].mode, heat, rows[0].method), (None, None)))
+        body.append([f"{heat:g}", *(f"{_number(speedup, unit='×')} / {_number(tau)}" for speedup, tau in pairs)])
+    return _table(["Temperature", *map(_name, suites), "Average"], body)
+
+
+def _card_settings(results: Results, rows: list[Row]) -> str:
+    run, texts = results.runs[-1], sum(row.checked for row in rows)
+    dates = " and ".join(dict.fromkeys(run["date"] for run in results.runs))
+    drafts, limit = max(len(row.acceptance) for row in rows), run["limit"]
+    prompts = f"The first {limit} prompts of each suite" if limit else "All prompts of each suite"
+    same = (
+        f" Of {texts} greedy texts {sum(row.differing for row in rows)} differ from the target's own." if texts else ""
+    )
+    return (
+        f"{prompts}, at most {run['max_new_tokens']} new tokens, {drafts} drafts a round, each generation side by side with "
+        f"plain decoding (`hf-hyperdflash benchmark`). {dates}, {run['hardware']}, {run['threads']} CPU thread"
+        f"{'s' if run['threads'] > 1 else ''}, {run['dtype']}, torch {run['versions']['torch']}, transformers "
+        f"{run['versions']['transformers']}. Tau is the mean number of tokens per verification round: accepted drafts plus "
+        f"the target's own.{same}"
+    )
+
+
+def _results(row: Row) -> list[EvalResult]:
+    suite, where = SUITES.get(row.suite), f"{row.mode}, temperature {row.temperature:g}"
+    return [
+        EvalResult(
+            task_type="text-generation",
+            task_name="Speculative decoding",
+            dataset_type=suite.source.partition(":")[0] if suite and "//" not in suite.source else row.suite,
+            dataset_name=_name(row.suite),
+            dataset_split=suite.split if suite else None,
+            metric_type=kind,
+            metric_name=f"{name}, {where}",
+            metric_value=round(value, 3),
+        )
+        for kind, name, value in (
+            ("tau", "tau", row.tau), ("speedup", "speedup", row.speedup),
+        )
+        if value is not None
+    ]  # fmt: skip

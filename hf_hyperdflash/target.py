@@ -38,6 +38,7 @@ class TargetFacts:
 
     model_type: str
     name_or_path: str
+    revision: str
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
@@ -87,6 +88,7 @@ def describe(target: PreTrainedModel) -> TargetFacts:
     return TargetFacts(
         model_type=config.model_type,
         name_or_path=target.config._name_or_path,
+        revision=getattr(target.config, "_commit_hash", None) or "",
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         num_hidden_layers=config.num_hidden_layers,

@@ -9,9 +9,11 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from huggingface_hub import HfApi
 from torch import nn
 from transformers import EvalPrediction, PreTrainedModel, Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
+from transformers.utils.hub import PushInProgress
 
 from .blocks import (
     anchor_candidates,
@@ -28,6 +30,7 @@ from .data import prepare_dataset
 from .features import FeatureCache, residual_of
 from .generation import SpeculationStats
 from .losses import IGNORE_INDEX, DrafterLoss, chunked_drafter_loss, loss_counts, position_weights
+from .model_card import TRAINING_RECORD, drafter_card
 from .target import check_pair, is_hyperdflash, teacher_states
 from .training_args import HyperDFlashTrainingArguments
 
@@ -361,6 +364,95 @@ class HyperDFlashTrainer(Trainer):
                 "(or lower `save_total_limit`), then go on with `resume_from_checkpoint=True`."
             ) from error
 
+    # The Hub
+
+    def push_to_hub(  # type: ignore[override]
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the drafter and [`upload`] it. Other arguments are [`create_model_card`]'s."""
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        self.save_model(_internal_call=True)
+        return self.upload(commit_message, blocking=blocking, token=token, revision=revision, **kwargs)
+
+    def upload(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Upload the drafter or adapter that `output_dir` holds, its code and its card, as one commit.
+
+        Nothing else there is uploaded: no features, no checkpoints, no pickles.
+
+        Returns:
+            The commit; a `Future` of it if `blocking` is `False`; `None` on all processes but the first.
+        """
+        if not self.is_world_process_zero():
+            return None
+        self.create_model_card(**kwargs)
+        self._finish_current_push()
+        return self._upload(commit_message, token or self.args.hub_token, revision, not blocking)
+
+    def create_model_card(  # type: ignore[override]
+        self, license: str | None = None, tags: str | list[str] | None = None, **kwargs: Any
+    ) -> None:
+        """Write `README.md` in `output_dir` from facts ([`~model_card.drafter_card`]); an adapter's is PEFT's."""
+        folder = Path(str(self.args.output_dir))
+        if not (folder / "config.json").exists():
+            return super().create_model_card(license=license, tags=tags, **kwargs)
+        if self.is_world_process_zero():
+            tags = [tags] if isinstance(tags, str) else tags
+            card = drafter_card(folder, repo_id=self.hub_model_id or folder.name, license=license, tags=tags)
+            card.save(folder / "README.md")
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push the drafter of a checkpoint. transformers' own would add pickles, which only a user asks for who wants
+        to resume from the Hub."""
+        strategy = self.args.hub_strategy
+        if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            return super()._push_from_checkpoint(checkpoint_folder)
+        busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
+        if not self.is_world_process_zero() or strategy == HubStrategy.END or (busy and not self.args.hub_always_push):
+            return
+        self._finish_current_push()
+        for name in _uploaded(Path(checkpoint_folder)):  # copied: old checkpoints are removed
+            copy = Path(str(self.args.output_dir)) / name
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(Path(checkpoint_folder) / name, copy)
+        message = f"Training in progress, step {self.state.global_step}"
+        job = self._upload(message, self.args.hub_token, self.args.hub_revision, True)
+        self.push_in_progress = PushInProgress([job])  # type: ignore[assignment,arg-type]
+
+    def _upload(self, message: str | None, token: str | None, revision: str | None, run_as_future: bool) -> Any:
+        folder = Path(str(self.args.output_dir))
+        return HfApi(token=token).upload_folder(  # type: ignore[call-overload]
+            repo_id=self.hub_model_id,
+            folder_path=folder,
+            commit_message=message,
+            revision=revision,
+            allow_patterns=_uploaded(folder),
+            run_as_future=run_as_future,
+        )
+
+
+def _uploaded(folder: Path) -> list[str]:
+    """Files of a drafter or adapter: an output folder has others, and folders of features and checkpoints."""
+    named = ("config.json", "adapter_config.json", TRAINING_RECORD)
+    kinds = (".safetensors", ".safetensors.index.json", ".py", ".md", ".png")
+    paths = [*folder.iterdir(), *folder.glob("custom_generate/*.py")]
+    return [
+        p.relative_to(folder).as_posix() for p in paths if p.is_file() and (p.name in named or p.name.endswith(kinds))
+    ]
+
 
 def _check_tokenizer(tokenizer: Any, config: HyperDFlashConfig) -> None:
     if tokenizer is None:
@@ -403,7 +495,7 @@ def _cached(
 ) -> FeatureCache:
     if not hasattr(rows, "__len__"):
         raise ValueError("`feature_source='cached'` needs a dataset of known length, not a streaming one.")
-    directory = Path(args.feature_cache_dir or Path(str(args.output_dir)) / "features") / name
+    directory = Path(args.feature_cache_dir or Path(str(args.output_dir)) / "_features") / name
     with args.main_process_first(local=False, desc="writing features"):
         if args.process_index == 0:
             return FeatureCache.write(directory, rows, target, dtype=args.feature_dtype, target_layer_ids=layers)

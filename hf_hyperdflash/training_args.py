@@ -36,7 +36,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         feature_source (`str`, *optional*, defaults to `"online"`):
             `"online"` runs the target in every step; `"cached"` runs it once and reads `feature_cache_dir` afterwards.
         feature_cache_dir (`str`, *optional*):
-            Where `"cached"` keeps the residuals, a folder that all processes see; `<output_dir>/features` by default. A
+            Where `"cached"` keeps the residuals, a folder that all processes see; `<output_dir>/_features` by default. A
             finished cache of the same data and target is used as it is.
         feature_dtype (`str`, *optional*, defaults to `"bfloat16"`):
             How `"cached"` stores them: `"bfloat16"`, `"float32"`, or `"float8"` with a scale per token and path.
@@ -72,7 +72,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         default="online", metadata={"help": "Run the target in every step, or once.", "choices": FEATURE_SOURCES}
     )
     feature_cache_dir: str | None = field(
-        default=None, metadata={"help": "Directory of cached features; <output_dir>/features by default."}
+        default=None, metadata={"help": "Directory of cached features; <output_dir>/_features by default."}
     )
     feature_dtype: str = field(
         default="bfloat16", metadata={"help": "Number format of cached features.", "choices": tuple(FEATURE_DTYPES)}

@@ -1,0 +1,257 @@
+"""Drafters on a Hub: `huggingface_hub` and transformers talk HTTP to `hub_server.py`, in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_hyperdflash import HyperDFlashDrafter
+
+from .conftest import prompt, tiny_drafter, tiny_target
+from .hub_server import HubServer
+
+TOKENS = {
+    "hf_writer": {"name": "alice", "write": True, "orgs": ["org"]},
+    "hf_reader": {"name": "org", "write": False},
+    "hf_stranger": {"name": "eve", "write": True},
+}
+CODE = {
+    "blocks.py", "cache.py", "configuration_hyperdflash.py", "custom_generate/generate.py",
+    "generation.py", "losses.py", "model_card.py", "modeling_hyperdflash.py", "recipe.py", "target.py",
+}  # fmt: skip
+SETUP = """
+import json, sys, torch
+from pathlib import Path
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
+folder = Path(sys.argv[1])
+ids = torch.load(folder / "prompt.pt")
+def target():
+    return AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+def written(model, **options):
+    return model.generate(ids, max_new_tokens=20, do_sample=False, **options)[0].tolist()
+def failure(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__ + ": " + str(error)
+    return None
+told = {}
+"""
+
+
+@pytest.fixture
+def hub():
+    with HubServer(TOKENS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A target, its drafter, a prompt and what the target writes."""
+    folder = tmp_path_factory.mktemp("models")
+    target = tiny_target()
+    target.save_pretrained(folder / "target")
+    tiny_drafter(target, target_name_or_path="org/target", dtype=torch.float32).save_pretrained(folder / "drafter")
+    torch.save(prompt(13), folder / "prompt.pt")
+    expected = target.generate(prompt(13), max_new_tokens=20, do_sample=False)[0].tolist()
+    (folder / "expected.json").write_text(json.dumps(expected))
+    return folder
+
+
+def run(hub, folder, home, code: str, token: str | None = "hf_writer", **environment: str) -> dict:
+    """What a process told of itself; the tokens of its generations are the target's own."""
+    environment = {**hub.environment(home, token), "PYTHONPATH": str(Path(__file__).parent.parent), **environment}
+    command = [sys.executable, "-c", SETUP + code + "\nprint(json.dumps(told))", str(folder)]
+    result = subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    told = json.loads(result.stdout.splitlines()[-1])
+    texts = told.pop("texts", [])
+    assert all(text == json.loads((folder / "expected.json").read_text()) for text in texts)
+    return told | {"count": len(texts)}
+
+
+def without_package(home: Path) -> str:
+    """Everything that this environment has but our package, as a folder to import from."""
+    bare = home / "bare"
+    bare.mkdir()
+    for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for path in Path(place).iterdir():
+            if "hyperdflash" not in path.name.lower() and path.suffix != ".pth" and not (bare / path.name).exists():
+                (bare / path.name).symlink_to(path)
+    return str(bare)
+
+
+def test_push_and_pull(hub, folder, tmp_path):
+    pushed = """
+from hf_hyperdflash import HyperDFlashDrafter
+drafter = HyperDFlashDrafter.from_pretrained(folder / "drafter", dtype="auto")
+drafter.push_to_hub("org/name")
+drafter.push_to_hub("org/secret", private=True, tags=["mine"])
+told["commits"] = drafter.push_to_hub("org/name").oid  # nothing new
+drafter.norm.weight.data *= 1.5
+drafter.push_to_hub("org/name", revision="next", commit_message="Another")
+drafter.save_pretrained(folder / "saved", push_to_hub=True, repo_id="org/saved", private=True)
+"""
+    told = run(hub, folder, tmp_path, pushed)
+    files = hub.files("org/name")
+    assert set(files) == CODE | {".gitattributes", "README.md", "config.json", "model.safetensors"}
+    assert len(files["model.safetensors"]) < 1.1 * (folder / "drafter" / "model.safetensors").stat().st_size
+    assert (
+        b"embed" not in files["model.safetensors"][:20_000] and b"lm_head" not in files["model.safetensors"][:20_000]
+    )
+    assert b"org/target" in files["README.md"] and b"custom_generate" in files["README.md"]
+    assert hub.repos["org/secret"].private and not hub.repos["org/name"].private
+    assert b"- mine" in hub.files("org/secret")["README.md"]
+    assert hub.commits("org/name", "next")[-1].title == "Another"
+    assert set(hub.files("org/saved")) == set(files)
+
+    pulled = """
+from hf_hyperdflash import HyperDFlashDrafter
+told["texts"] = []
+for name, options in (("org/name", {}), ("org/name", {"revision": "next"}), ("org/secret", {}), ("org/saved", {})):
+    drafter, model = HyperDFlashDrafter.from_pretrained(name, dtype=torch.float32, **options), target()
+    drafter.bind(model)
+    told["texts"].append(written(model, assistant_model=drafter))
+    assert drafter.last_stats.rounds
+"""
+    (tmp_path / "empty").mkdir()
+    assert run(hub, folder, tmp_path / "empty", pulled)["count"] == 4
+    hub.requests.clear()
+    assert run(hub, folder, tmp_path / "empty", pulled, HF_HUB_OFFLINE="1")["count"] == 4
+    assert not hub.requests
+    assert told["commits"] == hub.commits("org/name")[-1].sha
+
+
+def test_without_the_package(hub, folder, tmp_path):
+    run(hub, folder, tmp_path, """
+from hf_hyperdflash import HyperDFlashDrafter
+HyperDFlashDrafter.from_pretrained(folder / "drafter", dtype="auto").push_to_hub("org/name", private=True)
+""")  # fmt: skip
+    code = """
+try:
+    import hf_hyperdflash
+    raise SystemExit("the package is here")
+except ImportError:
+    pass
+from transformers import AutoModel
+model = target()
+own = type(model)
+recipe = {"custom_generate": "org/name", "trust_remote_code": True}
+told["texts"] = [written(model, **recipe), written(model, **recipe)]
+assert type(model) is own
+drafter = AutoModel.from_pretrained("org/name", trust_remote_code=True, dtype=torch.float32)
+drafter.bind(model)
+told["texts"] += [written(model, assistant_model=drafter), written(model, **recipe)]
+assert drafter.last_stats.rounds and type(model) is not own
+drafter.unbind(model)
+drafter.save_pretrained(folder / "again")  # and from there once more
+told["texts"].append(written(model, custom_generate=str(folder / "again"), trust_remote_code=True))
+told["refused"] = failure(lambda: written(model, custom_generate="org/name"))
+drafter.push_to_hub("org/again")
+"""
+    (tmp_path / "bare home").mkdir()
+    environment = {"PYTHONPATH": without_package(tmp_path)}
+    told = run(hub, folder, tmp_path / "bare home", code, **environment)
+    assert told["count"] == 5 and "trust_remote_code" in told["refused"]
+    again, first = hub.files("org/again"), hub.files("org/name")
+    assert again["model.safetensors"] == first["model.safetensors"] and set(again) == set(first) - {"README.md"}
+
+
+def test_what_goes_wrong_is_said_and_leaves_nothing(hub, folder, tmp_path):
+    run(hub, folder, tmp_path, """
+from hf_hyperdflash import HyperDFlashDrafter
+drafter = HyperDFlashDrafter.from_pretrained(folder / "drafter", dtype="auto")
+drafter.push_to_hub("org/name", private=True)
+from transformers import BertConfig
+BertConfig(hidden_size=24).push_to_hub("org/bert")
+""")  # fmt: skip
+    before = len(hub.commits("org/name"))
+    code = """
+from hf_hyperdflash import HyperDFlashDrafter
+load = HyperDFlashDrafter.from_pretrained
+drafter = load(folder / "drafter", dtype="auto")
+told["revision"] = failure(lambda: load("org/name", revision="absent"))
+told["bert"] = failure(lambda: load("org/bert"))
+told["nothing"] = failure(lambda: load("org/nothing"))
+told["reader"] = failure(lambda: drafter.push_to_hub("org/name", token="hf_reader"))
+told["wrong"] = failure(lambda: drafter.push_to_hub("org/name", token="hf_wrong"))
+told["stranger"] = failure(lambda: load("org/name", token="hf_stranger"))
+"""
+    told = run(hub, folder, tmp_path, code)
+    for name, words in {
+        "revision": "absent", "bert": "expected 'hyperdflash'", "nothing": "org/nothing", "reader": "403",
+        "wrong": "401", "stranger": "org/name",
+    }.items():  # fmt: skip
+        assert told[name] and words in told[name], (name, told[name])
+    assert len(hub.commits("org/name")) == before
+
+    hub.fail_uploads_after = 1000
+    cut = """
+from hf_hyperdflash import HyperDFlashDrafter
+drafter = HyperDFlashDrafter.from_pretrained(folder / "drafter", dtype="auto")
+drafter.norm.weight.data += 1
+import time
+time.sleep = lambda seconds: None  # between the client's tries
+told["cut"] = failure(lambda: drafter.push_to_hub("org/name"))
+"""
+    assert "model.safetensors" in run(hub, folder, tmp_path, cut)["cut"]
+    assert len(hub.commits("org/name")) == before
+    hub.fail_uploads_after = None
+    hub.truncate = {"model.safetensors": 5000}
+    (tmp_path / "other").mkdir()
+    truncated = """
+from hf_hyperdflash import HyperDFlashDrafter
+told["truncated"] = failure(lambda: HyperDFlashDrafter.from_pretrained("org/name"))
+"""
+    assert "force_download=True" in run(hub, folder, tmp_path / "other", truncated)["truncated"]
+
+
+def test_trainer_and_adapters(hub, folder, tmp_path):
+    code = """
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTrainingArguments
+rows = Dataset.from_list([{"input_ids": list(range(2, 40)), "loss_mask": [False] * 8 + [True] * 30}] * 4)
+def trained(drafter, name):
+    args = HyperDFlashTrainingArguments(
+        str(folder / name), max_steps=2, save_strategy="steps", save_steps=1, num_anchors=2, report_to=[], use_cpu=True,
+        push_to_hub=True, hub_model_id="org/" + name, feature_source="cached", disable_tqdm=True,
+    )
+    trainer = HyperDFlashTrainer(drafter, target(), args, train_dataset=rows)
+    trainer.train()
+    trainer.push_to_hub()
+    return drafter
+drafter = trained(HyperDFlashDrafter.from_pretrained(folder / "drafter", dtype=torch.float32), "trained")
+adapted = get_peft_model(drafter, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+trained(adapted, "adapter")
+adapted.push_to_hub("org/adapter-alone")
+base, model = HyperDFlashDrafter.from_pretrained("org/trained", dtype=torch.float32), target()
+base.bind(model)
+wrapped = PeftModel.from_pretrained(base, "org/adapter-alone").eval()
+told["texts"] = [written(model, assistant_model=wrapped)]
+told["same"] = all(torch.equal(v, adapted.state_dict()[k]) for k, v in wrapped.state_dict().items() if "lora" in k)
+"""
+    told = run(hub, folder, tmp_path, code)
+    assert told == {"count": 1, "same": True}
+    assert set(hub.files("org/trained")) == CODE | {".gitattributes", "README.md", "config.json", "model.safetensors"}
+    titles = [commit.title for commit in hub.commits("org/trained")]
+    assert any("step 1" in title for title in titles) and titles[-1] == "End of training"
+    for name in ("org/adapter", "org/adapter-alone"):
+        assert set(hub.files(name)) == {
+            ".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors",
+        }  # fmt: skip
+
+
+def test_a_saved_drafter_has_the_code_as_it_is(folder):
+    package = Path(HyperDFlashDrafter.__module__.replace(".", "/")).parent
+    source = Path(__file__).parent.parent / package
+    for name in CODE:
+        of_package = source / ("recipe.py" if "/" in name else name)
+        assert (folder / "drafter" / name).read_bytes() == of_package.read_bytes(), name
+    assert not any(name.endswith((".bin", ".pt")) for name in os.listdir(folder / "drafter"))

@@ -140,28 +140,78 @@ def card(
         Optional[Path],  # noqa: UP045
         typer.Option(help="A Markdown file about the training."),
     ] = None,
+    limits: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="A Markdown file about where the drafter does not do well."),
+    ] = None,
+    card_dtype: Annotated[str, typer.Option("--dtype", help="Of the target in the usage snippet.")] = "auto",
+    figure: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Where the acceptance figure is; the benchmark's is copied beside the card if unset."),
+    ] = None,
+    output: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="The card; README.md in the drafter's folder if unset."),
+    ] = None,
 ) -> None:
-    """Write a drafter's model card, README.md in its folder, from its configuration, training record and benchmark."""
+    """Write a drafter's model card from its configuration, training record and benchmark. What is not known is left out."""
     import shutil
 
     from .model_card import drafter_card
     from .report import measured
 
     figures = None if results is None else measured(results / "results.jsonl", method)
-    picture = "acceptance.png" if results and (results / "acceptance.png").exists() else None
+    output, picture = output or folder / "README.md", "acceptance.png"
+    is_copied = results is not None and figure is None and (results / picture).exists()
     written = drafter_card(
         folder,
         repo_id=repo_id,
         target=target,
         license=license,
+        dtype=card_dtype,
         measured=figures,
-        figure=picture,
+        figure=picture if is_copied else figure,
         notes=notes.read_text().strip() if notes else None,
+        limits=limits.read_text().strip() if limits else None,
     )
-    if results and picture:
-        shutil.copyfile(results / picture, folder / picture)
-    written.save(folder / "README.md")
-    typer.echo(f"{folder / 'README.md'} is written.")
+    if results is not None and is_copied:
+        shutil.copyfile(results / picture, output.parent / picture)
+    written.save(output)
+    typer.echo(f"{output} is written.")
+
+
+@app.command()
+def doctor(
+    target: Target,
+    drafter: Annotated[str, typer.Option(help="Path or Hub id of the drafter.")],
+    max_new_tokens: NewTokens = 64,
+    dtype: Dtype = None,
+    device_map: DeviceMap = None,
+    threads: Threads = None,
+) -> None:
+    """Say whether a drafter fits a target, what it takes and gives, and what is wrong. Exit status 1 if anything is."""
+    from .doctor import examine
+    from .modeling_hyperdflash import HyperDFlashDrafter
+
+    model, tokenizer = _load_target(target, dtype, device_map, threads)
+    assistant = HyperDFlashDrafter.from_pretrained(drafter, dtype=model.dtype, device_map=model.device).eval()
+    diagnosis = examine(model, assistant, tokenizer, max_new_tokens=max_new_tokens)
+    typer.echo(str(diagnosis))
+    if diagnosis.problems:
+        raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    drafter: Annotated[str, typer.Argument(help="Path or Hub id of a drafter.")],
+    folder: Annotated[Path, typer.Argument(help="Where the checkpoint goes.")],
+    format: Annotated[str, typer.Option(help="z-lab (vLLM and SGLang) or speculators (vLLM).")] = "z-lab",
+) -> None:
+    """Write a drafter in another program's layout, if that has words for it, and say how to serve it."""
+    from .formats import export_dflash
+    from .modeling_hyperdflash import HyperDFlashDrafter
+
+    typer.echo(export_dflash(HyperDFlashDrafter.from_pretrained(drafter, dtype="auto"), folder, format))
 
 
 @app.command()

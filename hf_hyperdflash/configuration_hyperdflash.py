@@ -28,6 +28,10 @@ class HyperDFlashConfig(PreTrainedConfig):
         max_position_embeddings: Longest position RoPE is made for.
         sliding_window: How many context positions before the anchor a block sees; `None` for all.
         block_size: Anchor plus draft positions: 7 is the paper's six drafted steps (section 3.3).
+        draft_vocab_size: How many tokens it can draft, with an LM head of its own for them; 0 for all, with the target's. Only
+            for drafters of other formats.
+        sample_from_anchor: Whether the anchor's slot drafts as well, so that slot k drafts the token k + 1 after the anchor.
+            The paper's does not: slot k drafts the token k after it. Only for drafters of other formats.
         mask_token_id: The token that stands at every draft position of a block's input.
         target_layer_ids: Whose residual paths the drafter reads, ascending: -1 is the last layer's output, the
             pre-collapse residual, which is the paper's source and the default; other numbers are intermediate layers,
@@ -43,6 +47,8 @@ class HyperDFlashConfig(PreTrainedConfig):
         target_model_type: `config.model_type` of the target.
         target_name_or_path: The target the drafter was made for; binding to another name warns.
         target_revision: Its commit on the Hub, if it came from there.
+        target_fingerprint: Digests of its head and of its other weights, see [`~features.target_fingerprint`], `-` for
+            what was not loaded.
         attention_bias: Whether the attention projections have biases.
         initializer_range: Standard deviation of fresh weights.
 
@@ -66,6 +72,8 @@ class HyperDFlashConfig(PreTrainedConfig):
     max_position_embeddings: int = 1048576
     sliding_window: int | None = None
     block_size: int = 7
+    draft_vocab_size: int = 0
+    sample_from_anchor: bool = False
     mask_token_id: int = 128799
     target_layer_ids: list[int] | None = None
     reducer: str = "hc_gate"
@@ -76,6 +84,7 @@ class HyperDFlashConfig(PreTrainedConfig):
     target_model_type: str = "deepseek_v4"
     target_name_or_path: str = ""
     target_revision: str = ""
+    target_fingerprint: str = ""
     attention_bias: bool = False
     initializer_range: float = 0.02
 
@@ -151,5 +160,10 @@ class HyperDFlashConfig(PreTrainedConfig):
 
     @property
     def max_draft_tokens(self) -> int:
-        """The most tokens one round can draft: every slot of the block but the anchor's."""
-        return self.block_size - 1
+        """The most tokens one round can draft: every slot of the block, but the anchor's only where that drafts."""
+        return self.block_size - self.first_slot
+
+    @property
+    def first_slot(self) -> int:
+        """The slot of a block that drafts the token after the anchor."""
+        return 0 if self.sample_from_anchor else 1

@@ -55,7 +55,7 @@ def measure_acceptance(
     seconds = 0.0
     # Ranks generate in lockstep and none ends early: the forwards that `synced_gpus` would add are not needed.
     kwargs = {"do_sample": False, "use_cache": True, "synced_gpus": False, **generate_kwargs}
-    with _bound(target), _in_eval_mode(target, drafter):
+    with bound(target), _in_eval_mode(target, drafter):
         for prompt in prompts:
             seconds += _generate(target, drafter, prompt, max_new_tokens=max_new_tokens, **kwargs)
             total += drafter.last_stats
@@ -104,7 +104,8 @@ def _metrics(stats: SpeculationStats) -> dict[str, Any]:
 
 
 @contextmanager
-def _bound(target: PreTrainedModel) -> Iterator[None]:
+def bound(target: PreTrainedModel) -> Iterator[None]:
+    """Bind a target for a while, if it is not bound."""
     was_bound = isinstance(target, BoundTarget)
     bind(target)
     try:

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from accelerate.utils import align_module_device
@@ -271,7 +271,7 @@ def target_fingerprint(target: PreTrainedModel) -> dict[str, str]:
     Raises:
         ValueError: If the target has no hyper-connections, or the values of a parameter are not in this process.
     """
-    collapse, norm = collapse_module(target), target.get_submodule(f"{target.base_model_prefix}.norm")
+    collapse, norm = collapse_module(target), cast(Any, target.get_decoder()).norm
     roots = (collapse, norm, target.get_input_embeddings(), target.get_output_embeddings())
     heads = {id(module) for root in roots for module in root.modules()}
     parts: dict[str, list[tuple[str, bytes]]] = {"head": [], "body": []}

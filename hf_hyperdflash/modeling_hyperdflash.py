@@ -252,6 +252,9 @@ class HyperDFlashDrafter(PreTrainedModel):
             self.head_proj = nn.Linear(config.hidden_size, config.target_hidden_size, bias=False)
         self.layers = nn.ModuleList(HyperDFlashLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.draft_vocab_size:
+            self.lm_head = nn.Linear(config.target_hidden_size, config.draft_vocab_size, bias=False)
+            self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))  # of the target's vocabulary
         self.rotary_emb = Qwen3RotaryEmbedding(config)  # type: ignore[arg-type]
         self._num_draft_tokens = config.max_draft_tokens
         self.last_stats: SpeculationStats | None = None
@@ -552,8 +555,14 @@ class HyperDFlashDrafter(PreTrainedModel):
         block, positions = block_inputs(ids[:, -1:], position_ids[:, -1:], config.block_size, config.mask_token_id)
         embeds = target.get_input_embeddings()(block.to(target.device)).to(self.device)
         hidden = self(embeds, positions.to(self.device), context.layers)
-        head = target.get_output_embeddings()
-        choose(head(hidden[:, 1 : count + 1].to(head.weight)))
+        drafts = hidden[:, config.first_slot : config.first_slot + count]
+        if config.draft_vocab_size:
+            own = self.lm_head(drafts)
+            logits = own.new_full((*own.shape[:2], config.vocab_size), -torch.inf)
+            choose(logits.index_copy_(2, cast(torch.Tensor, self.draft_ids), own))
+        else:
+            head = target.get_output_embeddings()
+            choose(head(drafts.to(head.weight)))
 
     @property
     def num_draft_tokens(self) -> int:

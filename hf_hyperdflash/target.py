@@ -59,32 +59,44 @@ class TargetFacts:
         return None
 
 
+def has_streams(target: PreTrainedModel) -> bool:
+    """Whether the target has hyper-connections: several residual paths that `hc_head` collapses."""
+    return hasattr(target.get_decoder(), "hc_head")
+
+
 def collapse_module(target: PreTrainedModel) -> nn.Module:
-    """The module whose input is the pre-collapse residual `[batch, seq, config.hc_mult, config.hidden_size]`.
+    """The module whose input is the last layer's residual: `hc_head` of a target with hyper-connections, whose input is
+    the pre-collapse residual `[batch, seq, config.hc_mult, config.hidden_size]`; else the final norm, whose input is
+    `[batch, seq, config.hidden_size]`.
 
     Raises:
-        ValueError: If the model has no hyper-connections.
+        ValueError: If the model has neither, or residual paths of a kind that is not known.
     """
-    module = getattr(target.base_model, "hc_head", None) if isinstance(target, PreTrainedModel) else None
+    decoder = target.get_decoder() if isinstance(target, PreTrainedModel) else None
+    config = getattr(target, "config", None)
+    module = getattr(decoder, "hc_head", None)
+    if module is None and not any(hasattr(config, name) for name in ("hc_mult", "hc_count")):
+        module = getattr(decoder, "norm", None) if hasattr(decoder, "layers") else None
     if module is None:
-        kind = getattr(getattr(target, "config", None), "model_type", type(target).__name__)
         raise ValueError(
-            f"The target is a {kind} model without hyper-connections (`model.hc_head`): expected a DeepSeek-V4 causal "
-            "LM. Load the target with `AutoModelForCausalLM.from_pretrained(...)`."
+            f"The target is a {getattr(config, 'model_type', type(target).__name__)} model: expected a DeepSeek-V4, or a "
+            "causal LM with one residual stream (`model.layers` and `model.norm`). Load the target with "
+            "`AutoModelForCausalLM.from_pretrained(...)`."
         )
-    return module
+    return cast(nn.Module, module)
 
 
 def describe(target: PreTrainedModel) -> TargetFacts:
     """Read from a target what fits a drafter to it.
 
     Raises:
-        ValueError: If the model has no hyper-connections.
+        ValueError: If it is no target (see [`collapse_module`]).
     """
     collapse = collapse_module(target)
     config = target.config.get_text_config(decoder=True)
     gate = {name: getattr(collapse, name, None) for name in ("hc_fn", "hc_base", "hc_scale")}
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {}
+    of_layers = [rope[kind] for kind in ("main", "full_attention") if isinstance(rope.get(kind), dict)]
     return TargetFacts(
         model_type=config.model_type,
         name_or_path=target.config._name_or_path,
@@ -92,11 +104,11 @@ def describe(target: PreTrainedModel) -> TargetFacts:
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         num_hidden_layers=config.num_hidden_layers,
-        hc_mult=config.hc_mult,
-        head_dim=config.head_dim,
-        rms_norm_eps=config.rms_norm_eps,
-        hc_eps=config.hc_eps,
-        rope_theta=float(rope.get("main", rope)["rope_theta"]),
+        hc_mult=config.hc_mult if has_streams(target) else 1,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        hc_eps=getattr(config, "hc_eps", 1e-6),
+        rope_theta=float((of_layers[0] if of_layers else rope).get("rope_theta", 10000.0)),
         max_position_embeddings=config.max_position_embeddings,
         gate={name: value.detach() for name, value in gate.items() if value is not None},
     )
@@ -129,8 +141,10 @@ def teacher_states(target: PreTrainedModel, residual: torch.Tensor, collapse: st
         `[batch, seq, config.hidden_size]`.
     """
     residual = residual.to(target.get_output_embeddings().weight)  # device and dtype
-    norm = target.get_submodule(f"{target.base_model_prefix}.norm")
-    return norm(residual.mean(dim=2) if collapse == "mean_pool" else collapse_module(target)(residual))
+    norm = cast(Any, target.get_decoder()).norm
+    if collapse == "mean_pool" or not has_streams(target):  # one path is its own mean
+        return norm(residual.mean(dim=2))
+    return norm(collapse_module(target)(residual))
 
 
 @contextmanager
@@ -151,28 +165,33 @@ def capture_residual(target: PreTrainedModel, target_layer_ids: Sequence[int] = 
     thread = threading.get_ident()
 
     def passing(layer: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if threading.get_ident() == thread:  # another thread may be generating on the same target
-                passed[layer] = output
+                passed[layer] = _paths(output[0] if isinstance(output, tuple) else output)
 
         return hook
 
     def collapsing(module: nn.Module, args: tuple[Any, ...]) -> None:
         if threading.get_ident() == thread:
-            parts = [args[0] if i == -1 else passed.pop(i).to(args[0].device) for i in target_layer_ids]
+            parts = [_paths(args[0]) if i == -1 else passed.pop(i).to(args[0].device) for i in target_layer_ids]
             captured.append(torch.cat(parts, dim=2) if len(parts) > 1 else parts[0])
 
     if not target_layer_ids:
         yield captured
         return
     handles = [collapse_module(target).register_forward_pre_hook(collapsing)]
-    layers = target.get_submodule(f"{target.base_model_prefix}.layers")
-    handles += [cast(nn.ModuleList, layers)[i].register_forward_hook(passing(i)) for i in target_layer_ids if i != -1]
+    layers = cast(nn.ModuleList, target.get_decoder().layers)  # type: ignore[union-attr]
+    handles += [layers[i].register_forward_hook(passing(i)) for i in target_layer_ids if i != -1]
     try:
         yield captured
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _paths(residual: torch.Tensor) -> torch.Tensor:
+    """`[batch, seq, paths, config.hidden_size]`; a target without hyper-connections has one path."""
+    return residual.unsqueeze(2) if residual.ndim == 3 else residual
 
 
 def check_pair(config: HyperDFlashConfig, target: PreTrainedModel) -> None:
@@ -230,7 +249,7 @@ class BoundTarget(_Mixed):
         )
         # Plain decoding keeps the stock layers.
         if generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant:
-            if model_kwargs.get("past_key_values") is not None:
+            if model_kwargs.get("past_key_values") is not None and has_streams(cast(PreTrainedModel, self)):
                 make_rewindable(model_kwargs["past_key_values"], _max_rewind(generation_config))
                 if generation_config.is_assistant:
                     model_kwargs["past_key_values"].activate_past_recording()
@@ -293,9 +312,14 @@ def bind(target: PreTrainedModel) -> PreTrainedModel:
     bind that one too).
 
     Raises:
-        ValueError: If the model has no hyper-connections.
+        ValueError: If it is no target (see [`collapse_module`]), or its cache cannot be rewound.
     """
     collapse_module(target)
+    if getattr(target, "_is_stateful", False) and not has_streams(target):
+        raise ValueError(
+            f"A {type(target).__name__} keeps a running state that cannot be rewound, so drafts that the target rejects "
+            "could not be taken back. Use a target whose layers all attend to a key-value cache."
+        )
     if not isinstance(target, BoundTarget):
         target.__class__ = _bound_class(cast(type, type(target)))
     return target

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
 from .data import encode_prompts, load_rows
 from .evaluation import AcceptanceCallback
+from .features import target_fingerprint
 from .model_card import TRAINING_RECORD
 from .modeling_hyperdflash import HyperDFlashDrafter
 from .trainer import HyperDFlashTrainer
@@ -147,6 +148,8 @@ def main(argv: list[str] | None = None) -> None:
     target = AutoModelForCausalLM.from_pretrained(script.target, dtype=dtype, device_map=script.device_map)
     torch.manual_seed(args.seed)
     drafter = load_drafter(script, target, tokenizer)
+    prints = target_fingerprint(target)
+    drafter.config.target_fingerprint = " ".join(prints[part][:32] or "-" for part in ("head", "body"))
     train, held_out = load_data(script, args.seed)
     trainer = HyperDFlashTrainer(
         drafter, target, args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer

@@ -157,6 +157,12 @@ class HyperDFlashTrainer(Trainer):
                 "`HyperDFlashDrafter.from_target(target)` and pass the target as `target`."
             )
         config = self.drafter_config = cast(HyperDFlashConfig, model.config)
+        if config.sample_from_anchor or config.draft_vocab_size:
+            raise ValueError(
+                f"The drafter's `sample_from_anchor` is {config.sample_from_anchor} and its `draft_vocab_size` "
+                f"{config.draft_vocab_size}, expected False and 0: training is for blocks whose anchor slot does not draft "
+                "(paper, section 2.1) and the target's LM head. Make a drafter with `HyperDFlashDrafter.from_target(target)`."
+            )
         check_pair(config, target)
         _check_tokenizer(processing_class, config)
         if args.kl_positions > config.max_draft_tokens:

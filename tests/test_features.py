@@ -19,7 +19,7 @@ import torch
 from accelerate import cpu_offload
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from hf_hyperdflash.features import FeatureCache, estimate_size, residual_of, target_fingerprint
 from hf_hyperdflash.target import teacher_states
@@ -554,10 +554,8 @@ def test_a_residual_that_is_not_finite_is_not_stored(target, tmp_path):
     assert json.loads((tmp_path / "features.json").read_text())["shards"][0]["sha256"]
 
 
-def test_a_target_without_hyper_connections_is_refused(tmp_path):
-    llama = LlamaForCausalLM(
-        LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    )
-    for refuse in (lambda: write(tmp_path, llama), lambda: target_fingerprint(llama)):
-        with pytest.raises(ValueError, match="llama model without hyper-connections"):
+def test_a_model_of_another_layout_is_refused(tmp_path):
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2))
+    for refuse in (lambda: write(tmp_path, gpt2), lambda: target_fingerprint(gpt2)):
+        with pytest.raises(ValueError, match="gpt2 model: expected a DeepSeek-V4"):
             refuse()

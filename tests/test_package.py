@@ -11,7 +11,7 @@ PACKAGE = Path(hf_hyperdflash.__file__).parent
 # A module may import only modules to its left.
 ORDER = [
     "configuration_hyperdflash", "recipe", "model_card", "cache", "losses", "blocks", "data", "generation", "prompt_lookup", "target",
-    "modeling_hyperdflash", "mtp_checkpoint", "modeling_mtp", "features", "evaluation", "training_args", "trainer", "train", "suites", "benchmark", "summary", "figures", "report", "cli",
+    "modeling_hyperdflash", "formats", "mtp_checkpoint", "modeling_mtp", "features", "evaluation", "training_args", "trainer", "train", "doctor", "suites", "benchmark", "summary", "figures", "report", "cli",
 ]  # fmt: skip
 
 

@@ -8,8 +8,8 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV4ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -37,13 +37,11 @@ def test_bind_is_on_one_instance_and_undone(target, drafter):
 
 
 def test_other_families_are_told_what_to_call(drafter):
-    llama = LlamaForCausalLM(
-        LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    )
-    with pytest.raises(ValueError, match="llama model without hyper-connections"):
-        drafter.bind(llama)
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2))
+    with pytest.raises(ValueError, match="gpt2 model: expected a DeepSeek-V4"):
+        drafter.bind(gpt2)
     with pytest.raises(ValueError, match=r"drafter\.bind\(target\)"):
-        greedy(llama, prompt(5), assistant_model=drafter)
+        greedy(gpt2, prompt(5), assistant_model=drafter)
     with pytest.raises(ValueError, match=r"drafter\.bind\(target\)"):
         drafter.generate(prompt(5))
     assert not hasattr(drafter, "generation_config")

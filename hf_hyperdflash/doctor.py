@@ -1,0 +1,273 @@
+"""What is wrong with a target and its drafter, in words, before long jobs are started with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .configuration_hyperdflash import HyperDFlashConfig
+from .data import encode_prompts
+from .evaluation import bound
+from .features import target_fingerprint
+from .generation import SpeculationStats
+from .modeling_hyperdflash import HyperDFlashDrafter
+from .target import describe
+
+PROMPTS = (
+    "Write a Python function that adds two numbers.",
+    "Tom has 12 marbles and gives 5 of them to his sister. How many marbles does he have now?",
+    "Write a Python function that checks whether a string is a palindrome.",
+    "A baker sells 24 loaves of bread a day for $3 each. How much money does she make in a week?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a Python function that returns the largest number in a list.",
+    "A train travels 60 miles an hour. How far does it travel in 2 hours and 30 minutes?",
+    "List three things to take along on a hike.",
+    "Write a SQL query that counts the rows of a table called users.",
+    "Anna reads 15 pages each day. How many days does she need for a book of 240 pages?",
+)
+_FEW = 3  # prompts on which other settings are tried
+_HARDLY = 1.2  # a tau below is no speedup anywhere
+_CLEARLY = 1.15  # another setting counts as the right one if its tau is that many times as long
+
+
+@dataclass
+class Diagnosis:
+    """What [`examine`] found.
+
+    Attributes:
+        problems: What is wrong and what to do, a sentence or two each.
+        remarks: What may matter.
+        facts: What was looked at, as name and value.
+        tau: Tokens per verification round over the prompts; `None` if nothing could be generated.
+        differing: Greedy texts that are not the target's own.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
+    tau: float | None = None
+    differing: int | None = None
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {value}" for name, value in self.facts.items()]
+        lines += [f"PROBLEM: {text}" for text in self.problems] + [f"Remark: {text}" for text in self.remarks]
+        return "\n".join([*lines, "Problems found." if self.problems else "No problem found."])
+
+
+def examine(
+    target: PreTrainedModel,
+    drafter: HyperDFlashDrafter,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prompts: Sequence[str] = PROMPTS,
+    max_new_tokens: int = 64,
+) -> Diagnosis:
+    """Check a pair: whether it fits, the tokenizer, memory, and what generation from a few prompts really gives.
+
+    Args:
+        target: The target. It is bound for the time, and left as it was.
+        drafter: Its drafter, in the same state afterwards.
+        tokenizer: The target's tokenizer.
+        prompts: Questions, asked as chat turns.
+        max_new_tokens: Tokens generated from each.
+    """
+    found = Diagnosis()
+    found.facts["versions"] = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    try:
+        drafter.check_target(target)
+    except ValueError as error:
+        found.problems.append(str(error))
+        return found
+    _look_at_memory(found, target, drafter)
+    _compare_fingerprints(found, target, drafter.config)
+    if _look_at_tokenizer(found, target, drafter.config, tokenizer):
+        _generate(found, target, drafter, tokenizer, prompts, max_new_tokens)
+    return found
+
+
+def _look_at_memory(found: Diagnosis, target: PreTrainedModel, drafter: HyperDFlashDrafter) -> None:
+    config = drafter.config
+    weights = sum(p.numel() * p.element_size() for p in drafter.parameters())
+    visible = config.sliding_window or config.max_position_embeddings
+    token = (
+        2
+        * config.num_hidden_layers
+        * config.num_key_value_heads
+        * config.head_dim
+        * drafter.norm.weight.element_size()
+    )
+    found.facts["drafter"] = (
+        f"{config.reducer} over layers {config.target_layer_ids}, {config.max_draft_tokens} drafts a round, "
+        f"{sum(p.numel() for p in drafter.parameters()):,} parameters"
+    )
+    found.facts["memory"] = (
+        f"target {_size(target.get_memory_footprint())}, drafter {_size(weights)} and {_size(token)} for each token of its "
+        f"context, of which it sees {visible:,}: up to {_size(2 * visible * token)}"
+    )
+
+
+def _size(count: float) -> str:
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while count >= 1000 and len(units) > 1:
+        count, units = count / 1000, units[1:]
+    return f"{count:.3g} {units[0]}"
+
+
+def _compare_fingerprints(found: Diagnosis, target: PreTrainedModel, config: HyperDFlashConfig) -> None:
+    if not config.target_fingerprint:
+        found.remarks.append("The drafter does not say which weights it was trained for; that cannot be compared.")
+        return
+    now = target_fingerprint(target)
+    changed = [
+        part for part, digest in zip(("head", "body"), config.target_fingerprint.split())
+        if digest != "-" and now[part] and not now[part].startswith(digest)
+    ]  # fmt: skip
+    if changed:
+        found.problems.append(
+            f"The target's weights ({' and '.join(changed)}) are not those that the drafter was trained for: the target was "
+            "fine-tuned since, is another checkpoint, or is loaded in another quantization. The text stays right, but fewer "
+            "drafts are accepted: train the drafter on for this target (`hf-hyperdflash train --drafter`)."
+        )
+
+
+def _look_at_tokenizer(
+    found: Diagnosis, target: PreTrainedModel, config: HyperDFlashConfig, tokenizer: PreTrainedTokenizerBase
+) -> bool:
+    """Whether there is enough to generate with."""
+    if len(tokenizer) > describe(target).vocab_size:
+        found.problems.append(
+            f"The tokenizer has {len(tokenizer)} tokens, the target's vocabulary {describe(target).vocab_size}: it belongs "
+            "to another model. Load the target's own."
+        )
+        return False
+    mask = tokenizer.convert_ids_to_tokens(config.mask_token_id)
+    if mask is None:
+        found.problems.append(f"The drafter's mask token {config.mask_token_id} is no token of the tokenizer.")
+    elif config.mask_token_id not in tokenizer.all_special_ids and config.mask_token_id not in _added(tokenizer):
+        found.remarks.append(
+            f"The drafter's mask token {config.mask_token_id} is {mask!r}, an ordinary token: it should be one that never "
+            "occurs in text."
+        )
+    found.facts["mask token"] = f"{config.mask_token_id}, {mask!r}"
+    ends = target.generation_config.eos_token_id if target.generation_config else None
+    ends = ends if isinstance(ends, list) else [ends]
+    if tokenizer.eos_token_id is not None and None not in ends and tokenizer.eos_token_id not in ends:
+        found.problems.append(
+            f"The tokenizer ends text with token {tokenizer.eos_token_id}, the target with {ends}: one of the two belongs to "
+            "another model."
+        )
+    if not tokenizer.chat_template:
+        found.problems.append("The tokenizer has no chat template, so chat cannot be asked as in training.")
+        return False
+    return True
+
+
+def _added(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    return set(tokenizer.get_added_vocab().values())
+
+
+def _generate(
+    found: Diagnosis,
+    target: PreTrainedModel,
+    drafter: HyperDFlashDrafter,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+) -> None:
+    ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": text}]} for text in prompts])
+    _ask_the_target(found, target, ids)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
+    with bound(target):
+        plain = [_text(target, prompt, **options) for prompt in ids]
+        stats, texts = _assisted(target, drafter, ids, **options)
+        found.differing = sum(not torch.equal(*pair) for pair in zip(texts, plain))
+        found.facts["losslessness"] = f"{len(ids) - found.differing} of {len(ids)} greedy texts are the target's own"
+        if found.differing:
+            found.remarks.append(
+                f"{found.differing} greedy texts differ. In float32 that should not be; in lower precision it happens where "
+                "the target's two best tokens are equal to within rounding."
+            )
+        if not stats.rounds:
+            found.problems.append(
+                "The target ends every answer at once: the chat template is not the one it was trained with."
+            )
+            return
+        found.tau = stats.tau
+        rates = ", ".join(f"{100 * rate:.0f}" for rate in stats.acceptance)
+        found.facts["acceptance"] = (
+            f"tau {stats.tau:.2f} over {len(ids)} prompts, {stats.rounds} rounds; drafts accepted at each position, %: {rates}"
+        )
+        few, _ = _assisted(target, drafter, ids[:_FEW], **options)
+        taus = {}
+        for name, fields in _other_settings(target, drafter.config):
+            with _changed(drafter.config, fields):
+                taus[name] = _assisted(target, drafter, ids[:_FEW], **options)[0].tau
+    better = max(taus, key=taus.__getitem__, default=None)
+    if better is not None and taus[better] > _CLEARLY * few.tau:
+        found.problems.append(
+            f"With {better} more drafts are accepted (tau {taus[better]:.2f} instead of {few.tau:.2f} on the first {len(ids[:_FEW])} "
+            "prompts): the configuration does not say how the drafter was trained. Correct it in `config.json`."
+        )
+    elif stats.tau < _HARDLY:
+        found.problems.append(
+            f"Hardly any draft is accepted (tau {stats.tau:.2f}): the drafter is untrained, or was trained for another target, "
+            "chat template or tokenizer."
+        )
+
+
+def _ask_the_target(found: Diagnosis, target: PreTrainedModel, ids: list[torch.Tensor]) -> None:
+    """Whether the target finds text in its own tokenizer's tokens more likely than noise."""
+    with torch.no_grad():
+        losses = [target(prompt.to(target.device), labels=prompt.to(target.device)).loss.item() for prompt in ids]
+    mean, noise = sum(losses) / len(losses), math.log(describe(target).vocab_size)
+    found.facts["target"] = f"{mean:.2f} nats a token on the prompts, where noise has {noise:.2f}"
+    if mean > 0.8 * noise:
+        found.problems.append(
+            f"To the target, plain questions look like noise ({mean:.2f} nats a token of {noise:.2f}): the tokenizer belongs to "
+            "another model, or the target is untrained."
+        )
+
+
+def _text(target: Any, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
+    ids = prompt.to(target.device)
+    return cast(torch.Tensor, target.generate(ids, attention_mask=torch.ones_like(ids), **options))
+
+
+def _assisted(
+    target: PreTrainedModel, drafter: HyperDFlashDrafter, ids: list[torch.Tensor], **options: Any
+) -> tuple[SpeculationStats, list[torch.Tensor]]:
+    stats, texts = SpeculationStats(), []
+    for prompt in ids:
+        texts.append(_text(target, prompt, assistant_model=drafter, **options))
+        stats += cast(SpeculationStats, drafter.last_stats)
+    return stats, texts
+
+
+def _other_settings(target: PreTrainedModel, config: HyperDFlashConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Mistakes that others' formats invite: layers counted from 1, and a block whose anchor slot drafts too."""
+    ids, layers = config.target_layer_ids or [], describe(target).num_hidden_layers
+    for step in (-1, 1):
+        moved = [layer if layer == -1 else layer + step for layer in ids]
+        if moved != ids and all(layer == -1 or 0 <= layer < layers for layer in moved):
+            yield f"`target_layer_ids` {moved} instead of {ids}", {"target_layer_ids": moved}
+    other = not config.sample_from_anchor
+    yield f"`sample_from_anchor` {other}", {"sample_from_anchor": other}
+
+
+@contextmanager
+def _changed(config: HyperDFlashConfig, fields: dict[str, Any]) -> Iterator[None]:
+    before = {name: getattr(config, name) for name in fields}
+    try:
+        for name, value in fields.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)

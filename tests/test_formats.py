@@ -1,0 +1,184 @@
+"""Others' DFlash checkpoints against an independent reading of them (`oracle_dflash.py`), and ours written in theirs."""
+
+import json
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from typer.testing import CliRunner
+
+from hf_hyperdflash import HyperDFlashDrafter
+from hf_hyperdflash.cli import app
+from hf_hyperdflash.formats import export_dflash, load_dflash
+from hf_hyperdflash.target import capture_residual
+
+from .conftest import prompt, tiny_drafter
+from .oracle_dflash import speculators_logits, write_speculators, write_zlab, zlab_logits
+
+SHAPE = {"block_size": 5, "mask_token_id": 1}
+ZLAB = [
+    {"nested": False, "layer_ids": [0, 2]},
+    {"nested": True, "layer_ids": [1, 2]},
+    {"nested": True, "layer_ids": [1]},
+]
+SPECULATORS = [
+    {"layer_ids": [1, 3]},
+    {"layer_ids": [2, 3], "draft_vocab_size": 20},
+    {"layer_ids": [1, 3], "verifier_weights": "omitted"},
+    {"layer_ids": [1, 3], "sample_from_anchor": True},
+]
+
+
+def qwen3() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=512, initializer_range=0.2, bos_token_id=None,
+        eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).eval()
+
+
+@pytest.fixture
+def target():
+    return qwen3()
+
+
+@torch.no_grad()
+def drafted(drafter: HyperDFlashDrafter, target, ids: torch.Tensor, count: int) -> torch.Tensor:
+    """Logits `[count, vocab]` of the path that generation takes."""
+    with capture_residual(target, drafter.target_layer_ids) as captured:
+        target(ids[:, :-1])
+    context, positions, seen = drafter.new_context(), torch.arange(ids.shape[1])[None], []
+    drafter.extend(target, context, captured[0], positions[:, :-1], ids[:, 1:])
+    drafter.draft(target, context, ids, positions, count, seen.append)
+    return seen[0][0]
+
+
+def check(drafter, target, expected: torch.Tensor, ids: torch.Tensor) -> None:
+    found = drafted(drafter, target, ids, len(expected))
+    finite = expected.isfinite()
+    assert torch.equal(finite, found.isfinite())
+    torch.testing.assert_close(found[finite], expected[finite], atol=1e-4, rtol=1e-4)
+    plain = target.generate(ids, max_new_tokens=20, do_sample=False)
+    drafter.bind(target)
+    assert torch.equal(target.generate(ids, max_new_tokens=20, do_sample=False, assistant_model=drafter), plain)
+    assert drafter.last_stats.rounds
+    drafter.unbind(target)
+
+
+def whole(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Logits over the target's vocabulary of a drafter that knows only some tokens."""
+    return logits.new_full((len(logits), 64), -torch.inf).index_copy(1, ids, logits)
+
+
+@pytest.mark.parametrize("options", ZLAB)
+def test_zlab(target, tmp_path, options):
+    write_zlab(tmp_path, target, **options, **SHAPE)
+    ids = prompt(14)
+    drafter = load_dflash(tmp_path, dtype=torch.float32)
+    assert drafter.config.target_layer_ids == options["layer_ids"] and drafter.num_draft_tokens == 4
+    check(drafter, target, zlab_logits(tmp_path, target, ids, 4, slots=5), ids)
+
+
+@pytest.mark.parametrize("options", SPECULATORS)
+def test_speculators(target, tmp_path, options):
+    write_speculators(tmp_path, target, **options, **SHAPE)
+    ids, count = prompt(14), 5 if options.get("sample_from_anchor") else 4
+    drafter = load_dflash(tmp_path, target=target, dtype=torch.float32)
+    assert drafter.config.target_layer_ids == [layer - 1 for layer in options["layer_ids"]]
+    assert drafter.num_draft_tokens == count
+    check(drafter, target, whole(*speculators_logits(tmp_path, target, ids, count, slots=5)), ids)
+
+
+@pytest.mark.parametrize("size", [None, 20])
+def test_an_embedding_of_its_own_is_refused(target, tmp_path, size):
+    write_speculators(tmp_path, target, layer_ids=[1], draft_vocab_size=size, verifier_weights="own", **SHAPE)
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight.* not a copy"):
+        load_dflash(tmp_path, target=target)
+
+
+def test_a_layer_or_a_slot_off_is_another_drafter(target, tmp_path):
+    """What the formats' two traps would do: the comparison above can fail."""
+    write_speculators(tmp_path, target, layer_ids=[1, 2], **SHAPE)
+    ids = prompt(14)
+    expected = whole(*speculators_logits(tmp_path, target, ids, 4, slots=5))
+    for field, value in (("target_layer_ids", [1, 2]), ("sample_from_anchor", True)):
+        drafter = load_dflash(tmp_path, dtype=torch.float32)
+        setattr(drafter.config, field, value)
+        assert (drafted(drafter, target, ids, 4) - expected).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(("format", "window"), [("z-lab", None), ("speculators", None), ("speculators", 6)])
+def test_export_is_what_the_oracle_reads(target, tmp_path, format, window):
+    drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[0, 2], sliding_window=window, num_draft_tokens=4)
+    drafter = drafter.float()
+    told = export_dflash(drafter, tmp_path, format)
+    assert '"num_speculative_tokens": 4' in told and ("SGLang" in told) == (format == "z-lab")
+    ids = prompt(14)
+    if format == "z-lab":
+        check(drafter, target, zlab_logits(tmp_path, target, ids, 4, slots=5), ids)
+    else:
+        check(drafter, target, whole(*speculators_logits(tmp_path, target, ids, 4, slots=5)), ids)
+    again = load_dflash(tmp_path)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in drafter.state_dict().items())
+    assert torch.equal(drafted(again, target, ids, 4), drafted(drafter, target, ids, 4))
+
+
+def test_a_truncated_vocabulary_is_written_back(target, tmp_path):
+    write_speculators(tmp_path / "theirs", target, layer_ids=[2, 3], draft_vocab_size=20, **SHAPE)
+    first = load_dflash(tmp_path / "theirs")
+    export_dflash(first, tmp_path / "ours", "speculators")
+    again = load_dflash(tmp_path / "ours")
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in first.state_dict().items())
+    first.save_pretrained(tmp_path / "saved")  # and in our own layout
+    loaded = HyperDFlashDrafter.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert torch.equal(drafted(loaded, target, prompt(9), 4), drafted(first, target, prompt(9), 4))
+
+
+def test_what_cannot_be_expressed_is_refused(tmp_path):
+    from .conftest import tiny_target
+
+    gated = tiny_drafter(tiny_target())
+    with pytest.raises(ValueError, match=r"reducer is 'hc_gate'.*4 residual paths.*last layer's residual"):
+        export_dflash(gated, tmp_path / "out")
+    plain = tiny_drafter(qwen3(), reducer="fc", target_layer_ids=[0])
+    with pytest.raises(ValueError, match="window"):
+        export_dflash(plain, tmp_path / "out")
+    with pytest.raises(ValueError, match="expected one of"):
+        export_dflash(plain, tmp_path / "out", "gguf")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dflash_config": None}, "no DFlash drafter"),
+        ({"dflash_config": {"target_layer_ids": [0, 3], "mask_token_id": 1, "block_size": 5}}, "last layer's output"),
+        ({"dflash_config": {"target_layer_ids": [2, 0], "mask_token_id": 1, "block_size": 5}}, "ascending"),
+        ({"dflash_config": {"target_layer_ids": [0, 2], "block_size": 5}}, "`mask_token_id` .None."),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding attention"),
+        ({"final_logit_softcapping": 30.0}, "softcapping"),
+        ({"num_hidden_layers": 1}, r"unknown \['layers\.1"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(target, tmp_path, change, message):
+    write_zlab(tmp_path, target, nested=True, layer_ids=[0, 2], **SHAPE)
+    fields = {**json.loads((tmp_path / "config.json").read_text()), **change}
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
+    with pytest.raises(ValueError, match=message):
+        load_dflash(tmp_path)
+
+
+def test_mixed_windows_are_refused(target, tmp_path):
+    write_speculators(tmp_path, target, layer_ids=[1], sliding_window=6, sliding_window_non_causal=True, **SHAPE)
+    with pytest.raises(ValueError, match="mixed with full ones"):
+        load_dflash(tmp_path)
+
+
+def test_the_command(target, tmp_path):
+    drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[0, 2], sliding_window=None)
+    drafter.save_pretrained(tmp_path / "drafter")
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "drafter"), str(tmp_path / "out"), "--format", "z-lab"])
+    assert result.exit_code == 0 and "--speculative-config" in result.output, result.output
+    assert load_dflash(tmp_path / "out").config.target_layer_ids == [0, 2]

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .cache import RewindableCSACacheLayer, RewindableHCACacheLayer, RewindableSlidingCacheLayer, make_rewindable
     from .configuration_hyperdflash import HyperDFlashConfig
+    from .doctor import examine
     from .evaluation import AcceptanceCallback, AcceptanceLength, PerPositionAcceptance, measure_acceptance
     from .features import FeatureCache
+    from .formats import export_dflash, load_dflash
     from .generation import SpeculationStats
     from .losses import drafter_loss
+    from .model_card import drafter_card
     from .modeling_hyperdflash import HCGateReducer, HyperDFlashDrafter, register_auto_classes
     from .modeling_mtp import DeepseekV4MTPDrafter
     from .prompt_lookup import PromptLookupDrafter
@@ -33,6 +36,10 @@ _MODULE_OF = {
     "PerPositionAcceptance": "evaluation",
     "measure_acceptance": "evaluation",
     "FeatureCache": "features",
+    "drafter_card": "model_card",
+    "examine": "doctor",
+    "export_dflash": "formats",
+    "load_dflash": "formats",
     "SpeculationStats": "generation",
     "drafter_loss": "losses",
     "HCGateReducer": "modeling_hyperdflash",
@@ -67,7 +74,11 @@ __all__ = [
     "__version__",
     "bind",
     "capture_residual",
+    "drafter_card",
     "drafter_loss",
+    "examine",
+    "export_dflash",
+    "load_dflash",
     "make_rewindable",
     "measure_acceptance",
     "register_auto_classes",

@@ -191,10 +191,13 @@ def doctor(
 ) -> None:
     """Say whether a drafter fits a target, what it takes and gives, and what is wrong. Exit status 1 if anything is."""
     from .doctor import examine
-    from .modeling_hyperdflash import HyperDFlashDrafter
+    from .target import unbind
 
     model, tokenizer = _load_target(target, dtype, device_map, threads)
-    assistant = HyperDFlashDrafter.from_pretrained(drafter, dtype=model.dtype, device_map=model.device).eval()
+    assistant = _load_drafter(model, drafter)
+    if not hasattr(assistant.config, "reducer"):
+        raise ValueError(f"{drafter} is a {type(assistant).__name__}, expected a HyperDFlash or DFlash drafter.")
+    unbind(model)
     diagnosis = examine(model, assistant, tokenizer, max_new_tokens=max_new_tokens)
     typer.echo(str(diagnosis))
     if diagnosis.problems:
@@ -325,25 +328,31 @@ def _load_target(target: str, dtype: str | None, device_map: str | None, threads
 
 def _load_drafters(model: Any, named: list[str]) -> list[tuple[str, Any, int | None]]:
     """Names, drafters and how many tokens each is to draft, if the name says so."""
-    from transformers import AutoConfig
-
-    from .configuration_hyperdflash import HyperDFlashConfig
-    from .modeling_hyperdflash import HyperDFlashDrafter, register_auto_classes
-    from .modeling_mtp import DeepseekV4MTPDrafter
-
-    register_auto_classes()
     loaded: dict[str, Any] = {}
     drafters = []
     for given in named:
         name, _, path = given.rpartition("=")
         if path not in loaded:
-            is_ours = isinstance(AutoConfig.from_pretrained(path), HyperDFlashConfig)
-            kind: Any = HyperDFlashDrafter if is_ours else DeepseekV4MTPDrafter
-            loaded[path] = kind.from_pretrained(path, dtype=model.dtype, device_map=model.device).eval()
+            loaded[path] = _load_drafter(model, path)
             loaded[path].bind(model)
         name, _, count = (name or _title(loaded[path].config)).partition(" (")
         drafters.append((name, loaded[path], int(count.rstrip(")")) if count else None))
     return drafters
+
+
+def _load_drafter(model: Any, path: str) -> Any:
+    """Ours, an MTP block, or a DFlash drafter of others, as its configuration says."""
+    from transformers import PreTrainedConfig
+
+    from .formats import load_dflash
+    from .modeling_hyperdflash import HyperDFlashDrafter
+    from .modeling_mtp import DeepseekV4MTPDrafter
+
+    fields, _ = PreTrainedConfig.get_config_dict(path)
+    if "dflash_config" in fields or "speculators_model_type" in fields:
+        return load_dflash(path, target=model, dtype=model.dtype).to(model.device)
+    kind: Any = DeepseekV4MTPDrafter if fields.get("model_type") == "deepseek_v4" else HyperDFlashDrafter
+    return kind.from_pretrained(path, dtype=model.dtype, device_map=model.device).eval()
 
 
 def _title(config: Any) -> str:

@@ -104,7 +104,8 @@ class HyperDFlashConfig(PreTrainedConfig):
         if kind != cls.model_type:
             raise ValueError(
                 f"The configuration is of a {kind!r} model, expected {cls.model_type!r}. Pass the path or Hub id of a "
-                "HyperDFlash drafter, not of its target or of another model."
+                "HyperDFlash drafter, not of its target or of another model; DFlash drafters of others are read by "
+                "`hf_hyperdflash.load_dflash`."
             )
         return super().from_dict(config_dict, **kwargs)
 

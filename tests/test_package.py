@@ -67,7 +67,7 @@ import transformers.generation.utils, torch.utils.data, tqdm.auto
 before = set(sys.modules)
 import hf_hyperdflash
 for name in hf_hyperdflash.__all__:
-    if hf_hyperdflash._MODULE_OF.get(name) not in ("evaluation", "trainer", "training_args"):
+    if hf_hyperdflash._MODULE_OF.get(name) not in ("doctor", "evaluation", "trainer", "training_args"):
         getattr(hf_hyperdflash, name)
 print(sorted(m for m in set(sys.modules) - before if not m.startswith(('hf_hyperdflash', 'transformers'))))
 """

@@ -5,15 +5,18 @@ import json
 
 import pytest
 import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from hf_hyperdflash import HyperDFlashDrafter
+from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTrainingArguments
 from hf_hyperdflash.cli import app
+from hf_hyperdflash.data import encode_prompts
 from hf_hyperdflash.doctor import PROMPTS, examine
 from hf_hyperdflash.features import target_fingerprint
 
-from .conftest import MODELS
+from .conftest import MODELS, qwen3
 
 TARGET, DRAFTER = MODELS / "tiny-deepseek-v4", MODELS / "tiny-deepseek-v4-hyperdflash"
 FEW = {"prompts": PROMPTS[:3], "max_new_tokens": 24}
@@ -53,11 +56,43 @@ def test_a_healthy_pair(target, drafter, tokenizer):
     assert type(target) is own and drafter.config == config
 
 
-def test_layers_counted_from_another_number(target, drafter, tokenizer):
-    right = drafter.config.target_layer_ids
-    drafter.config.target_layer_ids = [layer if layer == -1 else layer - 1 for layer in right]
-    assert f"`target_layer_ids` {right} instead of" in problem(examine(target, drafter, tokenizer, **FEW))
-    assert drafter.config.target_layer_ids != right
+def characters() -> PreTrainedTokenizerFast:
+    """A tokenizer of 60 characters, which chats by spelling."""
+    letters = [*"abcdefghijklmnopqrstuvwxyzAELTW0123456789 .,?$'"]
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<mask>", "<unk>", *letters])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=template, mask_token="<mask>", unk_token="<unk>", pad_token="<pad>"
+    )
+
+
+def test_layers_counted_from_another_number(tmp_path):
+    """A vanilla drafter, trained on what the target answers to the doctor's own prompts."""
+    target, tokenizer = qwen3(), characters()
+    rows = []
+    for ids in encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": text}]} for text in PROMPTS]):
+        text = target.generate(ids, max_new_tokens=40, do_sample=False)[0].tolist()
+        mask = [False] * ids.shape[1] + [True] * (len(text) - ids.shape[1])
+        rows.append({"input_ids": text, "loss_mask": mask})
+    torch.manual_seed(0)
+    drafter = HyperDFlashDrafter.from_target(
+        target, reducer="fc", target_layer_ids=[1, 2], mask_token_id=1, num_hidden_layers=1, num_draft_tokens=3,
+        dtype=torch.float32,
+    )  # fmt: skip
+    args = HyperDFlashTrainingArguments(
+        str(tmp_path), max_steps=250, per_device_train_batch_size=5, num_anchors=16, learning_rate=5e-3, report_to=[],
+        use_cpu=True, disable_tqdm=True, save_strategy="no", logging_strategy="no",
+    )  # fmt: skip
+    HyperDFlashTrainer(drafter, target, args, train_dataset=Dataset.from_list(rows)).train()
+    drafter.eval()
+    healthy = examine(target, drafter, tokenizer, **FEW)
+    assert healthy.tau > 1.5 and not any("target_layer_ids" in text for text in healthy.problems)
+    drafter.config.target_layer_ids = [0, 1]
+    broken = examine(target, drafter, tokenizer, **FEW)
+    assert any("`target_layer_ids` [1, 2] instead of [0, 1]" in text for text in broken.problems), broken
+    assert drafter.config.target_layer_ids == [0, 1]
 
 
 def test_another_anchor_convention(target, drafter, tokenizer):

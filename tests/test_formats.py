@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
 from hf_hyperdflash import HyperDFlashDrafter
@@ -12,7 +11,7 @@ from hf_hyperdflash.cli import app
 from hf_hyperdflash.formats import export_dflash, load_dflash
 from hf_hyperdflash.target import capture_residual
 
-from .conftest import prompt, tiny_drafter
+from .conftest import prompt, qwen3, tiny_drafter, tiny_target
 from .oracle_dflash import speculators_logits, write_speculators, write_zlab, zlab_logits
 
 SHAPE = {"block_size": 5, "mask_token_id": 1}
@@ -27,16 +26,6 @@ SPECULATORS = [
     {"layer_ids": [1, 3], "verifier_weights": "omitted"},
     {"layer_ids": [1, 3], "sample_from_anchor": True},
 ]
-
-
-def qwen3() -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=512, initializer_range=0.2, bos_token_id=None,
-        eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config).eval()
 
 
 @pytest.fixture
@@ -137,8 +126,6 @@ def test_a_truncated_vocabulary_is_written_back(target, tmp_path):
 
 
 def test_what_cannot_be_expressed_is_refused(tmp_path):
-    from .conftest import tiny_target
-
     gated = tiny_drafter(tiny_target())
     with pytest.raises(ValueError, match=r"reducer is 'hc_gate'.*4 residual paths.*last layer's residual"):
         export_dflash(gated, tmp_path / "out")

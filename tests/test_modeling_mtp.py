@@ -547,7 +547,7 @@ def test_bind_checks_the_pair(drafter, target):
         drafter.check_target(tiny_target(hidden_size=64))
     with pytest.raises(ValueError, match=r"`hc_mult` 4, but this target's is 2"):
         drafter.check_target(tiny_target(hc_mult=2))
-    llama = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    llama = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     with pytest.raises(ValueError, match=r"hc_mult` 4, but this target.s is 1"):
         drafter.check_target(LlamaForCausalLM(llama))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
@@ -57,7 +57,6 @@ class HyperDFlashConfig(PreTrainedConfig):
     """
 
     model_type = "hyperdflash"
-    _auto_class: ClassVar[str | None] = "AutoConfig"
 
     vocab_size: int = 129280
     hidden_size: int = 4096

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
@@ -28,6 +29,10 @@ from .target import bind, check_pair, default_mask_token, describe, unbind
 
 logger = logging.getLogger(__name__)
 
+_AUTO_MAP = {
+    "AutoConfig": "configuration_hyperdflash.HyperDFlashConfig",
+    "AutoModel": "modeling_hyperdflash.HyperDFlashDrafter",
+}
 # What `save_pretrained(push_to_hub=True)` may be given besides.
 _PUSHING = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
 
@@ -221,7 +226,6 @@ class HyperDFlashDrafter(PreTrainedModel):
     config: HyperDFlashConfig
     config_class = HyperDFlashConfig
     base_model_prefix = "drafter"
-    _auto_class = "AutoModel"  # type: ignore[assignment]  # `save_pretrained` adds the code, so that plain transformers can load it from the Hub
     supports_gradient_checkpointing = True
     _no_split_modules = ["HyperDFlashLayer"]
     _supports_sdpa = True
@@ -366,9 +370,13 @@ class HyperDFlashDrafter(PreTrainedModel):
     ) -> None:
         """As of any model. The folder also gets the code with which plain transformers drafts without this package."""
         of_push = {name: kwargs.pop(name) for name in _PUSHING if name in kwargs}
+        self.config.auto_map = dict(_AUTO_MAP)
         super().save_pretrained(save_directory, is_main_process=is_main_process, token=of_push.get("token"), **kwargs)
         if not is_main_process:
             return
+        # Not transformers' own way, which goes by the class: FSDP2 makes the drafter's a subclass of its own.
+        for path in {__file__, *get_relative_import_files(__file__)}:
+            shutil.copyfile(path, Path(save_directory) / Path(path).name)
         recipe = Path(save_directory) / "custom_generate" / "generate.py"
         recipe.parent.mkdir(exist_ok=True)
         shutil.copyfile(RECIPE, recipe)
@@ -406,7 +414,7 @@ class HyperDFlashDrafter(PreTrainedModel):
         """
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if revision is not None:
+        if revision is not None and not revision.startswith("refs/"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder, max_shard_size=max_shard_size)

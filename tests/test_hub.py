@@ -255,3 +255,14 @@ def test_a_saved_drafter_has_the_code_as_it_is(folder):
         of_package = source / ("recipe.py" if "/" in name else name)
         assert (folder / "drafter" / name).read_bytes() == of_package.read_bytes(), name
     assert not any(name.endswith((".bin", ".pt")) for name in os.listdir(folder / "drafter"))
+
+
+def test_a_sharded_drafter_is_saved_under_its_own_name(tmp_path):
+    """FSDP2's `fully_shard` replaces the class by a subclass that torch defines."""
+    drafter = tiny_drafter(tiny_target())
+    drafter.__class__ = type("FSDPHyperDFlashDrafter", (HyperDFlashDrafter,), {"__module__": "torch.nn.functional"})
+    drafter.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["auto_map"]["AutoModel"] == "modeling_hyperdflash.HyperDFlashDrafter"
+    assert config["architectures"] == ["HyperDFlashDrafter"]
+    assert {path.name for path in tmp_path.glob("*.py")} == {name for name in CODE if "/" not in name}

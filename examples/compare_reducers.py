@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import transformers
 from benchmark_loss import hardware
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_hyperdflash import FeatureCache, HyperDFlashConfig, HyperDFlashDrafter
 from hf_hyperdflash.data import load_rows, prepare_dataset
@@ -62,7 +62,7 @@ def train(source: str, reducer: str, kl_weight: float, rate: float, args: argpar
 
 
 def reducer_parameters(source: str, reducer: str, args: argparse.Namespace) -> int:
-    target = AutoModelForCausalLM.from_pretrained(args.target, num_hidden_layers=0).config
+    target = AutoConfig.from_pretrained(args.target)
     shape = HyperDFlashConfig(
         hidden_size=target.hidden_size, target_hc_mult=target.hc_mult, reducer=reducer,
         target_layer_ids=layer_ids(source), num_hidden_layers=1,

@@ -19,7 +19,7 @@ from hf_hyperdflash.features import target_fingerprint
 from .conftest import MODELS, qwen3
 
 TARGET, DRAFTER = MODELS / "tiny-deepseek-v4", MODELS / "tiny-deepseek-v4-hyperdflash"
-FEW = {"prompts": PROMPTS[:3], "max_new_tokens": 24}
+FEW = {"prompts": PROMPTS[:2], "max_new_tokens": 20}
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,8 @@ def problem(diagnosis) -> str:
 def test_a_healthy_pair(target, drafter, tokenizer):
     own, config = type(target), copy.deepcopy(drafter.config)
     found = examine(target, drafter, tokenizer, **FEW)
-    assert not found.problems and not found.remarks and found.differing == 0 and found.tau > 1.8
-    assert "3 of 3 greedy texts" in str(found) and str(found).endswith("No problem found.")
+    assert not found.problems and not found.remarks and found.differing == 0 and found.tau > 1.5
+    assert "2 of 2 greedy texts" in str(found) and str(found).endswith("No problem found.")
     assert f"{sum(p.numel() for p in drafter.parameters()):,} parameters" in found.facts["drafter"]
     assert "256" in found.facts["memory"] and "'<｜mask｜>'" in found.facts["mask token"]
     assert type(target) is own and drafter.config == config

@@ -97,6 +97,8 @@ told["commits"] = drafter.push_to_hub("org/name").oid  # nothing new
 drafter.norm.weight.data *= 1.5
 drafter.push_to_hub("org/name", revision="next", commit_message="Another")
 drafter.save_pretrained(folder / "saved", push_to_hub=True, repo_id="org/saved", private=True)
+from huggingface_hub import HfApi
+HfApi().upload_folder(repo_id="org/saved", folder_path=folder / "drafter", path_in_repo="inner")
 """
     told = run(hub, folder, tmp_path, pushed)
     files = hub.files("org/name")
@@ -109,21 +111,24 @@ drafter.save_pretrained(folder / "saved", push_to_hub=True, repo_id="org/saved",
     assert hub.repos["org/secret"].private and not hub.repos["org/name"].private
     assert b"- mine" in hub.files("org/secret")["README.md"]
     assert hub.commits("org/name", "next")[-1].title == "Another"
-    assert set(hub.files("org/saved")) == set(files)
+    assert {name for name in hub.files("org/saved") if not name.startswith("inner/")} == set(files)
 
     pulled = """
 from hf_hyperdflash import HyperDFlashDrafter
 told["texts"] = []
-for name, options in (("org/name", {}), ("org/name", {"revision": "next"}), ("org/secret", {}), ("org/saved", {})):
+for name, options in (
+    ("org/name", {}), ("org/name", {"revision": "next"}), ("org/secret", {}), ("org/saved", {}),
+    ("org/saved", {"subfolder": "inner"}),
+):
     drafter, model = HyperDFlashDrafter.from_pretrained(name, dtype=torch.float32, **options), target()
     drafter.bind(model)
     told["texts"].append(written(model, assistant_model=drafter))
     assert drafter.last_stats.rounds
 """
     (tmp_path / "empty").mkdir()
-    assert run(hub, folder, tmp_path / "empty", pulled)["count"] == 4
+    assert run(hub, folder, tmp_path / "empty", pulled)["count"] == 5
     hub.requests.clear()
-    assert run(hub, folder, tmp_path / "empty", pulled, HF_HUB_OFFLINE="1")["count"] == 4
+    assert run(hub, folder, tmp_path / "empty", pulled, HF_HUB_OFFLINE="1")["count"] == 5
     assert not hub.requests
     assert told["commits"] == hub.commits("org/name")[-1].sha
 
@@ -210,6 +215,13 @@ from hf_hyperdflash import HyperDFlashDrafter
 told["truncated"] = failure(lambda: HyperDFlashDrafter.from_pretrained("org/name"))
 """
     assert "force_download=True" in run(hub, folder, tmp_path / "other", truncated)["truncated"]
+    hub.truncate = {}
+    mended = """
+from hf_hyperdflash import HyperDFlashDrafter
+told["truncated"] = failure(lambda: HyperDFlashDrafter.from_pretrained("org/name", force_download=True))
+told["then"] = failure(lambda: HyperDFlashDrafter.from_pretrained("org/name"))
+"""
+    assert run(hub, folder, tmp_path / "other", mended) == {"truncated": None, "then": None, "count": 0}
 
 
 def test_trainer_and_adapters(hub, folder, tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 from .summary import MODES, Row, averages, temperatures
 
 # Okabe and Ito's colours, to be told apart by colour-blind readers; seven and eight, so that pairs repeat only after 56.
-_COLOURS = ("#0072B2", "#E69F00", "#CC79A7", "#56B4E9", "#D55E00", "#009E73", "#000000")
+_COLOURS = ("#0072B2", "#E69F00", "#CC79A7", "#56B4E9", "#D55E00", "#009E73", "#000000", "#8C6D31")
 _MARKERS = ("o", "s", "^", "v", "D", "P", "X", "*")
 
 

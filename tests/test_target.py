@@ -8,8 +8,16 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV4ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -178,3 +186,41 @@ def test_plain_decoding_of_a_bound_target_keeps_the_stock_cache(target, drafter)
         "transformers.cache_utils",
         "transformers.models.deepseek_v4.modeling_deepseek_v4",
     }
+
+
+ONE_STREAM = [
+    (LlamaConfig, LlamaForCausalLM, {}),
+    (MistralConfig, MistralForCausalLM, {"sliding_window": 8}),
+    (Gemma2Config, Gemma2ForCausalLM, {"sliding_window": 8}),
+    (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "model", "fields"), ONE_STREAM, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize("layers", [[0], [-1], [0, -1]])
+def test_targets_with_one_residual_stream(config, model, fields, layers):
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "initializer_range": 0.2,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+    }  # fmt: skip
+    target = model(config(**shape, **fields)).eval()
+    drafter = tiny_drafter(target, target_layer_ids=layers)
+    assert (drafter.config.reducer, drafter.config.target_hc_mult) == ("fc", 1)
+    ids = prompt(13)
+    plain = greedy(target, ids)
+    drafter.bind(target)
+    assert torch.equal(greedy(target, ids, assistant_model=drafter), plain)
+    assert drafter.last_stats.rounds and drafter.last_stats.tokens == 12
+    with capture_residual(target, [-1]) as captured:
+        logits = target(ids).logits
+    heads = target.get_output_embeddings()(teacher_states(target, captured[0]))
+    if config is not Gemma2Config:  # which caps its logits
+        torch.testing.assert_close(heads, logits)
+    drafter.unbind(target)
+    assert type(target) is model

@@ -173,18 +173,14 @@ drafter.push_to_hub("org/again")
 
 
 def test_what_goes_wrong_is_said_and_leaves_nothing(hub, folder, tmp_path):
-    run(hub, folder, tmp_path, """
-from hf_hyperdflash import HyperDFlashDrafter
-drafter = HyperDFlashDrafter.from_pretrained(folder / "drafter", dtype="auto")
-drafter.push_to_hub("org/name", private=True)
-from transformers import BertConfig
-BertConfig(hidden_size=24).push_to_hub("org/bert")
-""")  # fmt: skip
-    before = len(hub.commits("org/name"))
     code = """
+from transformers import BertConfig
 from hf_hyperdflash import HyperDFlashDrafter
 load = HyperDFlashDrafter.from_pretrained
 drafter = load(folder / "drafter", dtype="auto")
+drafter.push_to_hub("org/name", private=True)
+BertConfig(hidden_size=24).push_to_hub("org/bert")
+drafter.norm.weight.data *= 2
 told["revision"] = failure(lambda: load("org/name", revision="absent"))
 told["bert"] = failure(lambda: load("org/bert"))
 told["nothing"] = failure(lambda: load("org/nothing"))
@@ -198,7 +194,8 @@ told["stranger"] = failure(lambda: load("org/name", token="hf_stranger"))
         "wrong": "401", "stranger": "org/name",
     }.items():  # fmt: skip
         assert told[name] and words in told[name], (name, told[name])
-    assert len(hub.commits("org/name")) == before
+    before = len(hub.commits("org/name"))
+    assert before == 2  # the Hub's own and the first push
 
     hub.fail_uploads_after = 1000
     cut = """

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
@@ -66,10 +67,9 @@ def folder(tmp_path_factory):
 
 def run(hub, folder, home, code: str, token: str | None = "hf_writer", **environment: str) -> dict:
     """What a process told of itself; the tokens of its generations are the target's own."""
-    # -S: nothing of this environment's own site-packages, where our package may be installed.
-    isolated = ["-S"] if "PYTHONPATH" in environment else []
+    python = environment.pop("PYTHON", sys.executable)
     environment = {**hub.environment(home, token), "PYTHONPATH": str(Path(__file__).parent.parent), **environment}
-    command = [sys.executable, *isolated, "-c", SETUP + code + "\nprint('\\n' + json.dumps(told))", str(folder)]
+    command = [python, "-c", SETUP + code + "\nprint('\\n' + json.dumps(told))", str(folder)]
     result = subprocess.run(
         command, env=environment, cwd=home, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
     )
@@ -165,7 +165,9 @@ told["refused"] = failure(lambda: written(model, custom_generate="org/name"))
 drafter.push_to_hub("org/again")
 """
     (tmp_path / "bare home").mkdir()
-    environment = {"PYTHONPATH": without_package(tmp_path)}
+    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)  # empty: what it may import is linked
+    python = str(tmp_path / "venv" / "bin" / "python")
+    environment = {"PYTHONPATH": without_package(tmp_path), "PYTHON": python}
     told = run(hub, folder, tmp_path / "bare home", code, **environment)
     assert told["count"] == 5 and "trust_remote_code" in told["refused"]
     again, first = hub.files("org/again"), hub.files("org/name")

@@ -39,6 +39,8 @@ class _ClosedWindow(NamedTuple):
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a small view of a large storage, so that the view does not keep all of it alive."""
+    if torch.compiler.is_compiling():  # which knows no storages
+        return tensor.clone()
     is_compact = tensor.untyped_storage().nbytes() <= 2 * tensor.nbytes
     return tensor if is_compact else tensor.clone()
 

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from .target import capture_residual, collapse_module, describe
+from .target import capture_residual, collapse_of, describe
 
 if TYPE_CHECKING:
     import datasets
@@ -271,8 +271,7 @@ def target_fingerprint(target: PreTrainedModel) -> dict[str, str]:
     Raises:
         ValueError: If the target has no hyper-connections, or the values of a parameter are not in this process.
     """
-    collapse, norm = collapse_module(target), cast(Any, target.get_decoder()).norm
-    roots = (collapse, norm, target.get_input_embeddings(), target.get_output_embeddings())
+    roots = (*collapse_of(target).modules, target.get_input_embeddings(), target.get_output_embeddings())
     heads = {id(module) for root in roots for module in root.modules()}
     parts: dict[str, list[tuple[str, bytes]]] = {"head": [], "body": []}
     saved = set(target.state_dict())

@@ -7,6 +7,7 @@ four-dimensional hidden states.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -266,7 +267,7 @@ class _Decoding:
         choice = Choice(ids, self.processor, self.config.do_sample)
         if count:
             positions, began = self.positions(ids), self.now()
-            self.drafter.draft(self.target, self.context, ids, positions, count, choice)
+            self.drafter.draft(self.target, self.context, ids, _text_axis(positions), count, choice)
             self.stats.draft_seconds += self.now() - began
         return choice
 
@@ -275,9 +276,26 @@ class _Decoding:
     def prefill(self, ids: torch.Tensor) -> Any:
         """Run the part of the prompt that is not in the cache yet, in chunks where the caller asks for them."""
         self.prompt_length = ids.shape[1]
-        outputs = self.target._prefill(ids, self.config, self.kwargs)
+        thread = threading.get_ident()
+
+        def after_forward(module: Any, args: Any, outputs: Any) -> None:
+            if threading.get_ident() == thread:  # another thread may be generating on the same target
+                self.extend_by_chunk(ids, outputs.past_key_values.get_seq_length())
+
+        handle = self.target.register_forward_hook(after_forward)
+        try:
+            outputs = self.target._prefill(ids, self.config, self.kwargs)
+        finally:
+            handle.remove()
+        if outputs.past_key_values is not self.cache:  # remote code may make a cache of its own
+            self.cache = self.kwargs["past_key_values"] = check_cache(outputs.past_key_values)
         self.cache.activate_past_recording()  # after the prompt: there is nothing in it to take back
         return outputs
+
+    def extend_by_chunk(self, ids: torch.Tensor, end: int) -> None:
+        """Give the drafter what a part of the prompt left, so that a long prompt's residual is never held whole."""
+        if end < ids.shape[1] and self.residuals:
+            self.extend(ids, end)
 
     def verify(self, ids: torch.Tensor, drafts: torch.Tensor) -> Any:
         """One forward of the target over the anchor and the drafts: logits `[1, drafts + 1, config.vocab_size]`."""
@@ -296,12 +314,13 @@ class _Decoding:
         return outputs
 
     def positions(self, ids: torch.Tensor) -> torch.Tensor:
-        """True positions `[1, seq]` of `ids`: the caller's, continued, or counted over the unpadded tokens."""
+        """True positions `[1, seq]` of `ids`: the caller's, continued, or counted over the unpadded tokens. Multimodal
+        targets have them for several axes, `[axes, 1, seq]`."""
         given = self.kwargs.get("position_ids")
         if given is not None:
             steps = torch.arange(ids.shape[1], device=given.device) - (self.prompt_length - 1)
-            counted = given[:, -1:] + steps
-            counted[:, self.prompt_length - given.shape[1] : self.prompt_length] = given
+            counted = given[..., -1:] + steps
+            counted[..., self.prompt_length - given.shape[-1] : self.prompt_length] = given
             return counted
         if self.kwargs.get("attention_mask") is not None:
             return (self._mask(ids).cumsum(-1) - 1).clamp(min=0)
@@ -367,30 +386,59 @@ class _Decoding:
         """Rewind the target's cache to all but the last token, and give the drafter what stays."""
         emitted = ids.shape[1] - before
         self.cache.crop(-(num_drafts + 1 - emitted))
-        end = ids.shape[1] - 1
+        if self.cache.get_seq_length() != ids.shape[1] - 1:
+            raise RuntimeError(
+                f"The cache, a {type(self.cache).__name__}, holds {self.cache.get_seq_length()} tokens after it was "
+                f"cropped, expected {ids.shape[1] - 1}: its `crop(-n)` must take back the last n tokens."
+            )
+        rejected = num_drafts + 1 - emitted
+        if self.residuals and rejected:
+            self.residuals[-1] = self.residuals[-1][:, :-rejected]
+        self.extend(ids, ids.shape[1] - 1)
+        setattr(self.cache, _CONTEXT_ATTRIBUTE, (id(self.drafter), self.context))
+
+    def extend(self, ids: torch.Tensor, end: int) -> None:
+        """Give the drafter the tokens before `end` that are new to it."""
         residual, new = None, end - self.context.end
         if self.drafter.target_layer_ids:
             residual = self.residuals[0] if len(self.residuals) == 1 else torch.cat(self.residuals, dim=1)
             self.residuals.clear()
-            residual = residual[:, : residual.shape[1] - (num_drafts + 1 - emitted)]
             new = residual.shape[1]  # less than what is new to the drafter after another's turn on the same cache
-        positions, following = self.positions(ids)[:, end - new : end], ids[:, end - new + 1 :]
+        positions, following = _text_axis(self.positions(ids))[:, end - new : end], ids[:, end - new + 1 : end + 1]
         if self.kwargs.get("attention_mask") is not None:  # padding is no context
             real = self._mask(ids)[0, end - new : end].bool()
             positions, following = positions[:, real], following[:, real]
-            residual = None if residual is None else residual[:, real]
-        if new:
+            residual = None if residual is None else residual[:, real.to(residual.device)]
+        if following.shape[1]:
             began = self.now()
             self.drafter.extend(self.target, self.context, residual, positions, following)
             self.stats.draft_seconds += self.now() - began
         self.context.end = end
-        setattr(self.cache, _CONTEXT_ATTRIBUTE, (id(self.drafter), self.context))
 
     def result(self, ids: torch.Tensor) -> GenerateDecoderOnlyOutput | torch.Tensor:
         if not self.config.return_dict_in_generate:
             return ids
         shown = {name: tuple(values) if values else None for name, values in self.seen.items()}
         return GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, ids), past_key_values=self.cache, **shown)
+
+
+def _text_axis(position_ids: torch.Tensor) -> torch.Tensor:
+    """`[1, seq]`: where tokens have a position on several axes, text has the same on each."""
+    return position_ids[0] if position_ids.ndim == 3 else position_ids
+
+
+def check_cache(cache: Any) -> Any:
+    """Return a cache that drafts can be taken back from.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    if not getattr(cache, "is_croppable", False):
+        raise ValueError(
+            f"Assisted generation cannot rewind a {type(cache).__name__}: leave `cache_implementation` out. A cache of "
+            "remote code needs `is_croppable = True` and a `crop(-n)` that takes back the last n tokens."
+        )
+    return cache
 
 
 def speculative_choice(p: torch.Tensor, q: torch.Tensor, draft: torch.Tensor) -> tuple[torch.Tensor, bool]:

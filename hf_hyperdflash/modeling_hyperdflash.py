@@ -25,7 +25,7 @@ from .configuration_hyperdflash import HyperDFlashConfig
 from .generation import Choice, SpeculationStats
 from .model_card import TEMPLATE, TRAINING_RECORD, drafter_card
 from .recipe import RECIPE
-from .target import bind, check_pair, default_mask_token, describe, unbind
+from .target import bind, check_pair, default_mask_token, describe, embed, logits_of, path_gates, unbind
 
 logger = logging.getLogger(__name__)
 
@@ -70,18 +70,15 @@ class HCGateReducer(nn.Module):
     def forward(self, residual: torch.Tensor) -> torch.Tensor:
         """Residual `[batch, seq, layers * config.target_hc_mult, config.hidden_size]` to
         `[batch, seq, config.hidden_size]`."""
-        with torch.autocast(
-            residual.device.type, enabled=False
-        ):  # mixed-precision training keeps the gate float32 too
-            mixes = [
-                F.linear(_unit_rms(paths.flatten(2).float(), self.norm_eps), weight) * scale
-                for paths, weight, scale in zip(
-                    residual.chunk(self.layers, dim=2),
-                    self.hc_fn.float().chunk(self.layers),
-                    self.hc_scale.float().chunk(self.layers),
-                )
-            ]
-            gates = torch.sigmoid(torch.cat(mixes, dim=-1) + self.hc_base.float()) + self.eps
+        parts = zip(
+            residual.chunk(self.layers, dim=2),
+            self.hc_fn.chunk(self.layers),
+            self.hc_base.chunk(self.layers),
+            self.hc_scale.chunk(self.layers),
+        )
+        # Mixed-precision training keeps the gate float32 too.
+        with torch.autocast(residual.device.type, enabled=False):
+            gates = torch.cat([path_gates(*part, self.norm_eps, self.eps) for part in parts], dim=-1)
             paths = _unit_rms(residual.float(), self.norm_eps) if self.path_norm else residual
             return (gates.unsqueeze(-1) * paths).sum(dim=2).to(residual.dtype)
 
@@ -295,7 +292,7 @@ class HyperDFlashDrafter(PreTrainedModel):
                 collapse in the target, equal widths) and the `fc` fallback, with a logged reason, where not.
             mask_token_id: The tokenizer's mask token. DeepSeek-V4's vocabulary has a default.
             num_draft_tokens: Drafted tokens per round, the block size less the anchor.
-            dtype: Of the drafter's weights (the gate stays float32); the target's LM head's by default.
+            dtype: Of the drafter's weights (the gate stays float32); the target's residual stream's by default.
             **config_fields: Any field of [`HyperDFlashConfig`], overriding what the target suggests.
 
         Raises:
@@ -343,7 +340,7 @@ class HyperDFlashDrafter(PreTrainedModel):
             part.to(
                 device=head.device if head.device.type != "meta" else "cpu",
                 # Not all at once: the gate would be rounded on its way.
-                dtype=torch.float32 if name == "hc_gate" else dtype or head.dtype,
+                dtype=torch.float32 if name == "hc_gate" else dtype or facts.dtype,
             )
         return drafter
 
@@ -546,8 +543,10 @@ class HyperDFlashDrafter(PreTrainedModel):
         position_ids: torch.Tensor,
         next_ids: torch.Tensor,
     ) -> None:
-        """Add accepted tokens to the context."""
-        context.append(self.encode_context(residual.to(self.device), position_ids.to(self.device)))
+        """Add accepted tokens to the context: of many, those that its window keeps."""
+        kept = slice(-self.config.sliding_window if self.config.sliding_window else None, None)
+        residual, position_ids = residual[:, kept].to(self.device), position_ids[:, kept].to(self.device)
+        context.append(self.encode_context(residual, position_ids))
 
     def draft(
         self,
@@ -561,16 +560,14 @@ class HyperDFlashDrafter(PreTrainedModel):
         """Draft `count` tokens after the last of `ids` in one pass. The block always has its trained width."""
         config = self.config
         block, positions = block_inputs(ids[:, -1:], position_ids[:, -1:], config.block_size, config.mask_token_id)
-        embeds = target.get_input_embeddings()(block.to(target.device)).to(self.device)
-        hidden = self(embeds, positions.to(self.device), context.layers)
+        hidden = self(embed(target, block).to(self.device), positions.to(self.device), context.layers)
         drafts = hidden[:, config.first_slot : config.first_slot + count]
         if config.draft_vocab_size:
             own = self.lm_head(drafts)
             logits = own.new_full((*own.shape[:2], config.vocab_size), -torch.inf)
             choose(logits.index_copy_(2, cast(torch.Tensor, self.draft_ids), own))
         else:
-            head = target.get_output_embeddings()
-            choose(head(drafts.to(head.weight)))
+            choose(logits_of(target, drafts))
 
     @property
     def num_draft_tokens(self) -> int:

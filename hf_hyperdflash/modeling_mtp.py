@@ -21,7 +21,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 
 from .generation import SpeculationStats
 from .mtp_checkpoint import PREFIX, MTPCheckpoint
-from .target import bind, describe, unbind
+from .target import bind, describe, embed, logits_of, unbind
 
 # Our names and DeepSeek's, by prefix, the first that matches; experts, one tensor each there, are handled apart.
 _DEEPSEEK_NAMES = [
@@ -321,11 +321,10 @@ class DeepseekV4MTPDrafter(DeepseekV4PreTrainedModel):
             token = choose(self._logits(target, streams).to(ids.device))
 
     def _embed(self, target: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-        return target.get_input_embeddings()(ids.to(target.device)).to(self.device)
+        return embed(target, ids).to(self.device)
 
     def _logits(self, target: PreTrainedModel, streams: torch.Tensor) -> torch.Tensor:
-        head = target.get_output_embeddings()
-        return head(self.collapse(streams).to(head.weight)).float()
+        return logits_of(target, self.collapse(streams)).float()
 
     @property
     def num_draft_tokens(self) -> int:

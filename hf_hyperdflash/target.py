@@ -14,13 +14,23 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
+
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACache
 
 from .cache import DEFAULT_MAX_REWIND, make_rewindable
 from .configuration_hyperdflash import HyperDFlashConfig
-from .generation import speculative_decoding
+from .generation import check_cache, speculative_decoding
+from .linear_cache import make_linear_rewindable, record_calls
 
 logger = logging.getLogger(__name__)
+
+# Of `config.layer_types`: whose cache layers stock transformers or this package can rewind.
+_REWINDABLE_KINDS = {
+    "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "linear_attention",
+    "compressed_sparse_attention", "heavily_compressed_attention",
+}  # fmt: skip
 
 # DeepSeek-V4's vocabulary of 129,280 has no mask token; this id is what DeepSeek's own DSpark drafter masks with.
 _V4_VOCAB_SIZE, _V4_MASK_TOKEN = 129280, 128799
@@ -33,8 +43,134 @@ else:
 
 
 @dataclass(frozen=True)
+class Collapse:
+    """Where a target's residual paths become one before its LM head: what differs from family to family.
+
+    Attributes:
+        paths: How many there are.
+        layers: The decoder layers; the last one's output is the pre-collapse residual.
+        states: From the pre-collapse residual `[batch, seq, paths, config.hidden_size]` to what the LM head reads,
+            `[batch, seq, config.hidden_size]`.
+        norm: The final norm, applied after the collapse; `None` where the collapse has its own.
+        modules: What of it has parameters, apart from `gate`.
+        gate: `hc_fn` `[paths, paths * config.hidden_size]`, `hc_base` `[paths]` and `hc_scale` `[1]` of a collapse with
+            one gate per path.
+        why_ungated: Why `gate` is empty.
+    """
+
+    paths: int
+    layers: nn.ModuleList
+    states: Callable[[torch.Tensor], torch.Tensor]
+    norm: nn.Module | None
+    modules: tuple[nn.Module, ...]
+    gate: dict[str, torch.Tensor]
+    why_ungated: str = ""
+
+
+def collapse_of(target: PreTrainedModel) -> Collapse:
+    """How this target collapses its residual paths. A new family is a new case here.
+
+    Raises:
+        ValueError: If the model is of no known family, or has residual paths of a kind that is not known.
+    """
+    config = getattr(target, "config", None)
+    trunk = _trunk(target)
+    norm, head = getattr(trunk, "norm", None), getattr(trunk, "hc_head", None)
+    if isinstance(head, nn.Module):
+        gate = {name: getattr(head, name) for name in _GATE if hasattr(head, name)}
+        paths = cast(Any, trunk).config.hc_mult
+        if not gate:  # GLM-5 Next takes the mean
+            gate = _uniform_gate(paths, cast(Any, trunk).config)
+        return Collapse(paths, _layers(trunk), lambda x: norm(head(x)), norm, (head, norm), gate)
+    if hasattr(trunk, "hyper_connection_mixer"):  # Qwen4-Exp
+        mixer = cast(nn.Module, trunk.hyper_connection_mixer)
+        why = "its collapse weighs every channel of a path by itself, which one gate per path cannot express"
+        paths = cast(Any, trunk).config.hc_count
+        return Collapse(paths, _layers(trunk), lambda x: mixer(x.flatten(2)), None, (mixer,), {}, why)
+    for owner in (trunk, target):
+        if hasattr(owner, "hc_head_fn"):  # DeepSeek-V4 in DeepSeek's own layout (remote code)
+            gate = {name: getattr(owner, name.replace("hc_", "hc_head_")) for name in _GATE}
+            text_config = _text_config(target)
+            eps = _norm_eps(text_config), getattr(text_config, "hc_eps", 1e-6)
+            return Collapse(
+                gate["hc_fn"].shape[0],
+                _layers(trunk),
+                lambda x: norm((path_gates(x, *gate.values(), *eps).unsqueeze(-1) * x).sum(dim=2).to(x.dtype)),
+                norm,
+                (norm,),
+                gate,
+            )
+    if trunk is not None and norm is not None and not any(hasattr(config, name) for name in ("hc_mult", "hc_count")):
+        why = f"a {cast(Any, config).model_type} target has one residual stream, and no gate that collapses several"
+        return Collapse(1, _layers(trunk), lambda x: norm(x.squeeze(2)), norm, (norm,), {}, why)
+    raise ValueError(
+        f"The target is a {getattr(config, 'model_type', type(target).__name__)} model: expected a DeepSeek-V4, Hunyuan "
+        "V4, GLM-5 Next or Qwen4-Exp, or a causal LM with one residual stream (`model.layers` and `model.norm`). Load "
+        "the target with `AutoModelForCausalLM.from_pretrained(...)`."
+    )
+
+
+_GATE = ("hc_fn", "hc_base", "hc_scale")
+
+
+def _trunk(target: PreTrainedModel) -> nn.Module | None:
+    """The module that runs the decoder layers."""
+    if not isinstance(target, PreTrainedModel):
+        return None
+    places = (target.get_decoder(), target.base_model, target)
+    return next((place for place in places if isinstance(getattr(place, "layers", None), nn.ModuleList)), None)
+
+
+def _layers(trunk: nn.Module | None) -> nn.ModuleList:
+    return cast(nn.ModuleList, cast(nn.Module, trunk).layers)
+
+
+def _text_config(target: PreTrainedModel) -> Any:
+    return target.config.get_text_config(decoder=True)
+
+
+def _norm_eps(config: Any) -> float:
+    return getattr(config, "rms_norm_eps", None) or getattr(config, "norm_eps", 1e-6)
+
+
+def _uniform_gate(paths: int, config: Any) -> dict[str, torch.Tensor]:
+    """The gate whose collapse is the mean of the paths, whatever they hold."""
+    half_open = torch.tensor(1 / paths - config.hc_eps).logit()
+    return {
+        "hc_fn": torch.zeros(paths, paths * config.hidden_size),
+        "hc_base": half_open.repeat(paths),
+        "hc_scale": torch.ones(1),
+    }
+
+
+def path_gates(
+    paths: torch.Tensor,
+    hc_fn: torch.Tensor,
+    hc_base: torch.Tensor,
+    hc_scale: torch.Tensor,
+    norm_eps: float,
+    hc_eps: float,
+) -> torch.Tensor:
+    """The weight of each residual path, float32 (the paper's Eq. 1).
+
+    Args:
+        paths: `[batch, seq, paths, config.hidden_size]`.
+        hc_fn: `[paths, paths * config.hidden_size]`.
+        hc_base: `[paths]`.
+        hc_scale: `[1]`.
+
+    Returns:
+        `[batch, seq, paths]`.
+    """
+    flat = paths.flatten(2).float()
+    normed = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
+    mixes = torch.nn.functional.linear(normed, hc_fn.float()) * hc_scale.float()
+    return torch.sigmoid(mixes + hc_base.float()) + hc_eps
+
+
+@dataclass(frozen=True)
 class TargetFacts:
-    """A target as a drafter sees it. `gate` holds the collapse's `hc_fn`, `hc_base`, `hc_scale`; empty if ungated."""
+    """A target as a drafter sees it. `gate` is that of its [`Collapse`], `dtype` its residual stream's."""
 
     model_type: str
     name_or_path: str
@@ -48,53 +184,27 @@ class TargetFacts:
     hc_eps: float
     rope_theta: float
     max_position_embeddings: int
+    dtype: torch.dtype
     gate: dict[str, torch.Tensor]
+    why_ungated: str
 
     def gate_obstacle(self, drafter_hidden_size: int) -> str | None:
         """Why the gate cannot be inherited (the paper's conditions, section 2.2), or `None`."""
         if not self.gate:
-            return f"the collapse of a {self.model_type} target has no gate to inherit"
+            return self.why_ungated
         if drafter_hidden_size != self.hidden_size:
             return f"the drafter's hidden size {drafter_hidden_size} differs from the target's {self.hidden_size}"
         return None
-
-
-def has_streams(target: PreTrainedModel) -> bool:
-    """Whether the target has hyper-connections: several residual paths that `hc_head` collapses."""
-    return hasattr(target.get_decoder(), "hc_head")
-
-
-def collapse_module(target: PreTrainedModel) -> nn.Module:
-    """The module whose input is the last layer's residual: `hc_head` of a target with hyper-connections, whose input is
-    the pre-collapse residual `[batch, seq, config.hc_mult, config.hidden_size]`; else the final norm, whose input is
-    `[batch, seq, config.hidden_size]`.
-
-    Raises:
-        ValueError: If the model has neither, or residual paths of a kind that is not known.
-    """
-    decoder = target.get_decoder() if isinstance(target, PreTrainedModel) else None
-    config = getattr(target, "config", None)
-    module = getattr(decoder, "hc_head", None)
-    if module is None and not any(hasattr(config, name) for name in ("hc_mult", "hc_count")):
-        module = getattr(decoder, "norm", None) if hasattr(decoder, "layers") else None
-    if module is None:
-        raise ValueError(
-            f"The target is a {getattr(config, 'model_type', type(target).__name__)} model: expected a DeepSeek-V4, or a "
-            "causal LM with one residual stream (`model.layers` and `model.norm`). Load the target with "
-            "`AutoModelForCausalLM.from_pretrained(...)`."
-        )
-    return cast(nn.Module, module)
 
 
 def describe(target: PreTrainedModel) -> TargetFacts:
     """Read from a target what fits a drafter to it.
 
     Raises:
-        ValueError: If it is no target (see [`collapse_module`]).
+        ValueError: If it is no target (see [`collapse_of`]).
     """
-    collapse = collapse_module(target)
-    config = target.config.get_text_config(decoder=True)
-    gate = {name: getattr(collapse, name, None) for name in ("hc_fn", "hc_base", "hc_scale")}
+    collapse = collapse_of(target)
+    config = _text_config(target)
     rope = getattr(config, "rope_parameters", None) or {}
     of_layers = [rope[kind] for kind in ("main", "full_attention") if isinstance(rope.get(kind), dict)]
     return TargetFacts(
@@ -104,13 +214,15 @@ def describe(target: PreTrainedModel) -> TargetFacts:
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         num_hidden_layers=config.num_hidden_layers,
-        hc_mult=config.hc_mult if has_streams(target) else 1,
+        hc_mult=collapse.paths,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        rms_norm_eps=_norm_eps(config),
         hc_eps=getattr(config, "hc_eps", 1e-6),
         rope_theta=float((of_layers[0] if of_layers else rope).get("rope_theta", 10000.0)),
         max_position_embeddings=config.max_position_embeddings,
-        gate={name: value.detach() for name, value in gate.items() if value is not None},
+        dtype=target.get_input_embeddings().weight.dtype,
+        gate={name: value.detach() for name, value in collapse.gate.items()},
+        why_ungated=collapse.why_ungated,
     )
 
 
@@ -120,9 +232,10 @@ def default_mask_token(target: PreTrainedModel) -> int:
     Raises:
         ValueError: If the target has another vocabulary.
     """
-    if target.config.vocab_size != _V4_VOCAB_SIZE:
+    vocab_size = _text_config(target).vocab_size
+    if vocab_size != _V4_VOCAB_SIZE:
         raise ValueError(
-            f"No mask token is known for a vocabulary of {target.config.vocab_size} tokens. Pass "
+            f"No mask token is known for a vocabulary of {vocab_size} tokens. Pass "
             "`mask_token_id=tokenizer.mask_token_id`, or the id of any token that never occurs in text."
         )
     return _V4_MASK_TOKEN
@@ -134,17 +247,50 @@ def teacher_states(target: PreTrainedModel, residual: torch.Tensor, collapse: st
     Args:
         target: The target.
         residual: `[batch, seq, config.hc_mult, config.hidden_size]`.
-        collapse: `"hc_head"` for the target's own gated collapse, whose logits are the target's next-token logits;
+        collapse: `"hc_head"` for the target's own collapse, whose logits are the target's next-token logits;
             `"mean_pool"` for the mean of the paths, the paper's teacher (section 2.3).
 
     Returns:
         `[batch, seq, config.hidden_size]`.
+
+    Raises:
+        ValueError: If the mean is asked for and the target has no final norm to put after it.
     """
-    residual = residual.to(target.get_output_embeddings().weight)  # device and dtype
-    norm = cast(Any, target.get_decoder()).norm
-    if collapse == "mean_pool" or not has_streams(target):  # one path is its own mean
-        return norm(residual.mean(dim=2))
-    return norm(collapse_module(target)(residual))
+    own, head = collapse_of(target), target.get_output_embeddings().weight
+    residual = _like(residual, head).to(target.get_input_embeddings().weight.dtype)  # that of the residual stream
+    check_teacher(target, collapse)
+    if collapse == "mean_pool":
+        return _like(cast(nn.Module, own.norm)(residual.mean(dim=2)), head)
+    return _like(own.states(residual), head)
+
+
+def check_teacher(target: PreTrainedModel, collapse: str) -> None:
+    """Raise a `ValueError` if `target` cannot be a teacher with this collapse (see [`teacher_states`])."""
+    if collapse == "mean_pool" and collapse_of(target).norm is None:
+        raise ValueError(
+            f"`kl_teacher` is 'mean_pool', but a {_text_config(target).model_type} target has no norm after its collapse. "
+            "Use 'hc_head'."
+        )
+
+
+def embed(target: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """The target's embeddings of `ids` `[batch, seq]`, `[batch, seq, config.hidden_size]`, on the device of `ids`."""
+    embedding = target.get_input_embeddings()
+    weight = embedding.weight
+    return embedding(ids if weight.is_meta else ids.to(weight.device)).to(ids.device)
+
+
+def logits_of(target: PreTrainedModel, states: torch.Tensor) -> torch.Tensor:
+    """The target's LM head over `states` `[..., config.hidden_size]` of any dtype and device."""
+    head = target.get_output_embeddings()
+    return head(_like(states, head.weight))
+
+
+def _like(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`values` where `weight` is and in its dtype. An offloaded module fetches its inputs itself, and a quantized
+    weight's dtype is not one to compute in."""
+    dtype = weight.dtype if weight.dtype.is_floating_point and weight.dtype.itemsize > 1 else values.dtype
+    return values.to(dtype=dtype, device=values.device if weight.is_meta else weight.device)
 
 
 @contextmanager
@@ -161,37 +307,35 @@ def capture_residual(target: PreTrainedModel, target_layer_ids: Sequence[int] = 
         paths per layer, in the order of `target_layer_ids`.
     """
     captured: list[torch.Tensor] = []
+    if not target_layer_ids:
+        yield captured
+        return
+    collapse = collapse_of(target)
+    last = _text_config(target).num_hidden_layers - 1
+    wanted = [last if i == -1 else i for i in target_layer_ids]
     passed: dict[int, torch.Tensor] = {}
     thread = threading.get_ident()
 
     def passing(layer: int) -> Callable[..., None]:
+        @torch.compiler.disable  # a compiled layer leaves its graph here
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if threading.get_ident() == thread:  # another thread may be generating on the same target
-                passed[layer] = _paths(output[0] if isinstance(output, tuple) else output)
+            if threading.get_ident() != thread:  # another thread may be generating on the same target
+                return
+            residual = output[0] if isinstance(output, tuple) else output
+            passed[layer] = residual.unflatten(2, (collapse.paths, -1)) if residual.ndim == 3 else residual
+            if layer == max(wanted):
+                parts = [passed[i].to(residual.device) for i in wanted]
+                captured.append(torch.cat(parts, dim=2) if len(parts) > 1 else parts[0])
+                passed.clear()
 
         return hook
 
-    def collapsing(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if threading.get_ident() == thread:
-            parts = [_paths(args[0]) if i == -1 else passed.pop(i).to(args[0].device) for i in target_layer_ids]
-            captured.append(torch.cat(parts, dim=2) if len(parts) > 1 else parts[0])
-
-    if not target_layer_ids:
-        yield captured
-        return
-    handles = [collapse_module(target).register_forward_pre_hook(collapsing)]
-    layers = cast(nn.ModuleList, target.get_decoder().layers)  # type: ignore[union-attr]
-    handles += [layers[i].register_forward_hook(passing(i)) for i in target_layer_ids if i != -1]
+    handles = [collapse.layers[i].register_forward_hook(passing(i)) for i in set(wanted)]
     try:
         yield captured
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _paths(residual: torch.Tensor) -> torch.Tensor:
-    """`[batch, seq, paths, config.hidden_size]`; a target without hyper-connections has one path."""
-    return residual.unsqueeze(2) if residual.ndim == 3 else residual
 
 
 def check_pair(config: HyperDFlashConfig, target: PreTrainedModel) -> None:
@@ -249,10 +393,13 @@ class BoundTarget(_Mixed):
         )
         # Plain decoding keeps the stock layers.
         if generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant:
-            if model_kwargs.get("past_key_values") is not None and has_streams(cast(PreTrainedModel, self)):
-                make_rewindable(model_kwargs["past_key_values"], _max_rewind(generation_config))
+            cache = model_kwargs.get("past_key_values")
+            if isinstance(cache, Cache):
+                make_linear_rewindable(cache)
+                if _shares_keys(cast(PreTrainedModel, self), cache):
+                    make_rewindable(cache, _max_rewind(generation_config))
                 if generation_config.is_assistant:
-                    model_kwargs["past_key_values"].activate_past_recording()
+                    cache.activate_past_recording()
 
     def _assisted_decoding(
         self,
@@ -271,7 +418,8 @@ class BoundTarget(_Mixed):
         if is_drafter(assistant_model):
             _check_request(input_ids, generation_config, synced_gpus, model_kwargs)
             assistant_model.check_target(self)
-            with capture_residual(self, assistant_model.target_layer_ids) as residuals:
+            layers = collapse_of(cast(PreTrainedModel, self)).layers
+            with record_calls(layers), capture_residual(self, assistant_model.target_layer_ids) as residuals:
                 return speculative_decoding(
                     self,
                     assistant_model,
@@ -284,19 +432,20 @@ class BoundTarget(_Mixed):
                     model_kwargs=model_kwargs,
                 )
         _check_stock_assistance(assistant_model, model_kwargs)
-        return super()._assisted_decoding(  # type: ignore[misc]
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            synced_gpus=synced_gpus,
-            streamer=streamer,
-            inputs_tensor=inputs_tensor,
-            assistant_model=assistant_model,
-            assistant_tokenizer=assistant_tokenizer,
-            tokenizer=tokenizer,
-            **model_kwargs,
-        )
+        with record_calls(collapse_of(cast(PreTrainedModel, self)).layers):
+            return super()._assisted_decoding(  # type: ignore[misc]
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+                inputs_tensor=inputs_tensor,
+                assistant_model=assistant_model,
+                assistant_tokenizer=assistant_tokenizer,
+                tokenizer=tokenizer,
+                **model_kwargs,
+            )
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The bound class exists only in memory: copies and pickles are rebuilt from the class it was made of.
@@ -312,14 +461,17 @@ def bind(target: PreTrainedModel) -> PreTrainedModel:
     bind that one too).
 
     Raises:
-        ValueError: If it is no target (see [`collapse_module`]), or its cache cannot be rewound.
+        ValueError: If it is no target (see [`collapse_of`]), or its cache cannot be rewound.
     """
-    collapse_module(target)
-    if getattr(target, "_is_stateful", False) and not has_streams(target):
-        raise ValueError(
-            f"A {type(target).__name__} keeps a running state that cannot be rewound, so drafts that the target rejects "
-            "could not be taken back. Use a target whose layers all attend to a key-value cache."
-        )
+    collapse_of(target)
+    if getattr(target, "_is_stateful", False):
+        kinds = set(getattr(_text_config(target), "layer_types", None) or ["of no declared kind"])
+        if kinds - _REWINDABLE_KINDS:
+            raise ValueError(
+                f"A {type(target).__name__} has layers ({', '.join(sorted(kinds - _REWINDABLE_KINDS))}) with a running "
+                "state that cannot be rewound, so drafts that the target rejects could not be taken back. Use a target "
+                f"whose layers are of these kinds: {', '.join(sorted(_REWINDABLE_KINDS))}."
+            )
     if not isinstance(target, BoundTarget):
         target.__class__ = _bound_class(cast(type, type(target)))
     return target
@@ -368,6 +520,13 @@ def _new_bound(own: type) -> Any:
     return object.__new__(_bound_class(own))
 
 
+def _shares_keys(target: PreTrainedModel, cache: Cache) -> bool:
+    """Whether keys and values are one tensor, as in DeepSeek-V4, whose compressors have to be rewound too."""
+    return _text_config(target).model_type == "deepseek_v4" or any(
+        isinstance(layer, DeepseekV4HCACache) for layer in cache.layers
+    )
+
+
 def _max_rewind(generation_config: GenerationConfig) -> int:
     longest = max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)
     return max(DEFAULT_MAX_REWIND, longest + 1)
@@ -383,13 +542,12 @@ def _check_request(
         )
     if model_kwargs.get("past_key_values") is None:
         raise ValueError("Assisted generation needs a cache: leave `use_cache` at True.")
-    if not model_kwargs["past_key_values"].is_croppable:
-        raise ValueError(
-            f"Assisted generation cannot rewind a {type(model_kwargs['past_key_values']).__name__}: leave "
-            "`cache_implementation` out."
-        )
+    check_cache(model_kwargs["past_key_values"])
     if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("HyperDFlash drafts from token ids: pass `input_ids`, not `inputs_embeds`.")
+    media = [name for name in model_kwargs if name.startswith("pixel_values") and model_kwargs[name] is not None]
+    if media:
+        raise ValueError(f"HyperDFlash drafts text only: leave {media} out, or generate without `assistant_model`.")
     _check_continuation(input_ids.shape[1], generation_config, model_kwargs)
     if synced_gpus:
         raise ValueError(

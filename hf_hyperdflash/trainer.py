@@ -31,7 +31,7 @@ from .features import FeatureCache, residual_of
 from .generation import SpeculationStats
 from .losses import IGNORE_INDEX, DrafterLoss, chunked_drafter_loss, loss_counts, position_weights
 from .model_card import TRAINING_RECORD, drafter_card
-from .target import check_pair, is_hyperdflash, teacher_states
+from .target import check_pair, check_teacher, embed, is_hyperdflash, logits_of, teacher_states
 from .training_args import HyperDFlashTrainingArguments
 
 Batch = dict[str, torch.Tensor]
@@ -96,9 +96,8 @@ def draft_states(
         batch["input_ids"].gather(1, first), batch["position_ids"].gather(1, first), config.block_size,
         config.mask_token_id,
     )  # fmt: skip
-    embedding = target.get_input_embeddings()
     with torch.no_grad():
-        embeds = embedding(tokens.to(target.device)).to(tokens.device)
+        embeds = embed(target, tokens)
     hidden = drafter(
         embeds,
         positions,
@@ -164,6 +163,7 @@ class HyperDFlashTrainer(Trainer):
                 "(paper, section 2.1) and the target's LM head. Make a drafter with `HyperDFlashDrafter.from_target(target)`."
             )
         check_pair(config, target)
+        check_teacher(target, args.kl_teacher)
         _check_tokenizer(processing_class, config)
         if args.kl_positions > config.max_draft_tokens:
             raise ValueError(
@@ -273,8 +273,7 @@ class HyperDFlashTrainer(Trainer):
         return states.to(residual.device).view(-1, self.args.kl_positions, states.shape[-1])
 
     def _head(self, states: torch.Tensor) -> torch.Tensor:
-        head = self.target.get_output_embeddings()
-        return head(states.to(head.weight)).to(states.device)
+        return logits_of(self.target, states).to(states.device)
 
     def _weights(self, labels: torch.Tensor) -> torch.Tensor | None:
         weights = position_weights(self._drafts, self.args.loss_decay)

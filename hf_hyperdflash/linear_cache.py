@@ -1,0 +1,180 @@
+"""A cache layer for linear attention that can be cropped after the target has verified a draft.
+
+Linear attention keeps one running state instead of a key per token, so there is nothing to cut off: stock transformers
+calls such a cache not croppable and refuses assisted generation. The layer here keeps the state from before the last
+forward and what the attention module was called with. A crop puts that state back and runs the module, not the rest of
+the decoder layer, once more over the tokens that stay: at most a block of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, LinearAttentionLayer
+
+
+class _Snapshot(NamedTuple):
+    """Copies of a layer's states, by their index in the layer; `fed` tells which have seen a token."""
+
+    conv: dict[int, torch.Tensor | None]
+    recurrent: dict[int, torch.Tensor | None]
+    fed: dict[int, bool]
+
+
+class RewindableLinearLayer(LinearAttentionLayer):
+    """Cache layer of a linear-attention block, with a `crop` that undoes tokens of the last forward.
+
+    While recording is on (`activate_past_recording`) and the target runs inside [`record_calls`], the layer holds one
+    copy of its states, which do not grow with the sequence, and the inputs of one forward. After `crop(-n)` the states
+    are those after the tokens that stay, up to the rounding that another length of the same forward brings.
+    """
+
+    is_croppable = True  # type: ignore[assignment]
+
+    @classmethod
+    def from_stock(cls, layer: LinearAttentionLayer) -> RewindableLinearLayer:
+        """A layer that continues from `layer`'s state, which it shares: `layer` must not be used afterwards."""
+        rewindable = cls.__new__(cls)
+        vars(rewindable).update(vars(layer))
+        # Stock recording keeps the convolution's inputs, which some models then update in place: ours keeps states.
+        rewindable.record_past = False
+        rewindable.recording = layer.record_past
+        rewindable._forget_call()
+        return rewindable
+
+    def activate_past_recording(self) -> None:
+        """From now on, be ready to undo the last forward."""
+        self.recording = True
+
+    def _forget_call(self) -> None:
+        self._calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._before: _Snapshot | None = None
+        self._replaying = False
+
+    def entering(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module that updates this layer is about to run: remember how, and the states that it finds."""
+        if self._replaying or not self.recording:
+            return
+        if not self._calls or module in self._calls:  # the first module of a new forward
+            self._calls = {}
+            self._before = self._snapshot()
+        self._calls[module] = (args, kwargs)
+
+    @property
+    def undoable_tokens(self) -> int:
+        """How many of the last tokens `crop` can undo now: those of the last forward."""
+        return max((_length(args, kwargs) for args, kwargs in self._calls.values()), default=0)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens. A refused crop leaves the layer as it was.
+
+        Args:
+            tokens_to_remove: Minus the number of tokens; 0 only drops what was kept to undo the last forward.
+
+        Raises:
+            ValueError: If `tokens_to_remove` is positive.
+            RuntimeError: If the tokens are more than the last forward's, or it was not recorded.
+        """
+        count, length = -int(tokens_to_remove), self.undoable_tokens
+        if count < 0:
+            raise ValueError(
+                f"`crop` was called with a positive value ({-count}), expected 0 or a negative one. Pass minus the number "
+                "of tokens to remove."
+            )
+        if count > length:
+            raise RuntimeError(
+                f"`crop` was asked to remove {count} tokens, but linear attention keeps a running state and only the last "
+                f"forward, of {length} recorded tokens, can be undone. Crop after every forward, inside `record_calls`."
+            )
+        calls, before = self._calls, self._before
+        if count and before is not None:
+            self._restore(before)
+        self._forget_call()
+        if 0 < count < length:
+            self._replay(calls, length, length - count)
+
+    def _snapshot(self) -> _Snapshot:
+        states = [
+            {index: None if state is None else state.clone() for index, state in kind.items()}
+            for kind in (self.conv_states, self.recurrent_states)
+        ]
+        return _Snapshot(*states, dict(self.has_previous_state))
+
+    def _restore(self, before: _Snapshot) -> None:
+        self.has_previous_state = dict(before.fed)
+        for states, earlier in ((self.conv_states, before.conv), (self.recurrent_states, before.recurrent)):
+            for index, state in earlier.items():
+                if state is not None:  # in place: compiled graphs know the address
+                    states[index].copy_(state)  # type: ignore[union-attr]
+
+    def _replay(self, calls: dict[nn.Module, Any], length: int, kept: int) -> None:
+        self._replaying = True
+        try:
+            for module, (args, kwargs) in calls.items():
+                module(
+                    *(_prefix(value, length, kept) for value in args),
+                    **{name: _prefix(value, length, kept) for name, value in kwargs.items()},
+                )
+        finally:
+            self._replaying = False
+
+    def reset(self) -> None:
+        """Forget all tokens; recording stays on if it was."""
+        super().reset()
+        self._forget_call()
+
+
+def _length(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Tokens of a call: the first tensor of three dimensions is the hidden states, `[batch, seq, features]`."""
+    values = (*args, *kwargs.values())
+    return next(value.shape[1] for value in values if isinstance(value, torch.Tensor) and value.ndim == 3)
+
+
+def _prefix(value: Any, length: int, kept: int) -> Any:
+    is_sequence = isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == length
+    return value[:, :kept] if is_sequence else value
+
+
+@contextmanager
+def record_calls(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Tell every [`RewindableLinearLayer`] of the caches in use which modules update it, in this thread's forwards.
+
+    Args:
+        layers: The target's decoder layers, in the order of the cache's.
+    """
+    thread = threading.get_ident()
+
+    def hook_of(index: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if threading.get_ident() != thread:  # another thread may be generating on the same target
+                return
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, Cache) and isinstance(value.layers[index], RewindableLinearLayer):
+                    value.layers[index].entering(module, args, kwargs)
+
+        return hook
+
+    handles = [
+        part.register_forward_pre_hook(hook_of(index), with_kwargs=True)
+        for index, layer in enumerate(layers)
+        for part in layer.children()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def make_linear_rewindable(cache: Cache) -> Cache:
+    """Swap, in place, the stock linear-attention layers of a cache for rewindable ones; others stay as they are."""
+    cache.layers[:] = [
+        RewindableLinearLayer.from_stock(layer) if type(layer) is LinearAttentionLayer else layer
+        for layer in cache.layers
+    ]
+    return cache

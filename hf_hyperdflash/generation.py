@@ -18,7 +18,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-_CONTEXT_ATTRIBUTE = "_hyperdflash_context"
+_CONTEXT_ATTRIBUTE, _PADDING_ATTRIBUTE = "_hyperdflash_context", "_hyperdflash_padding"
 
 
 @dataclass
@@ -171,6 +171,7 @@ def speculative_decoding(
     generation_config: Any,
     streamer: Any,
     model_kwargs: dict[str, Any],
+    skip_padding: bool = False,
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
     """Generate as `target.generate` would without a drafter, several tokens per forward.
 
@@ -182,11 +183,14 @@ def speculative_decoding(
         input_ids: `[1, seq]`, the prompt, tokens that are already in the cache included.
         residuals: Grows by the residual paths that the drafter reads, with every forward of the target.
         logits_processor: As prepared by `generate`, like the rest.
+        skip_padding: Feed the target what comes after a prompt's left padding only.
 
     Returns:
         What `generate` returns.
     """
     state = _Decoding(target, drafter, residuals, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    if skip_padding:
+        state.skip_padding()
     stats = drafter.last_stats = state.stats
     ids: torch.Tensor = input_ids
     choice = Choice(ids, state.processor, state.config.do_sample)
@@ -233,9 +237,21 @@ class _Decoding:
         self.cache = model_kwargs["past_key_values"]
         self.num_drafts = self._num_drafts_asked()
         self.stats = SpeculationStats()
+        self.padding = getattr(self.cache, _PADDING_ATTRIBUTE, 0)  # columns on the left that the target never saw
         self.prompt_length = 0  # set by the prefill
         self.context = self._context_of_cache()
         self.seen: dict[str, list[Any]] = {"scores": [], "logits": [], "hidden_states": [], "attentions": []}
+
+    def skip_padding(self) -> None:
+        """Take the padding on the left out of what the target is given; the caller's ids keep it."""
+        mask = self.kwargs.get("attention_mask")
+        if mask is not None and self.cache.get_seq_length() == 0:
+            self.padding = int(mask[0].long().argmax())
+        if self.padding:
+            setattr(self.cache, _PADDING_ATTRIBUTE, self.padding)
+            for name in ("attention_mask", "position_ids"):
+                if self.kwargs.get(name) is not None:
+                    self.kwargs[name] = self.kwargs[name][..., self.padding :]
 
     def _num_drafts_asked(self) -> int:
         """`num_assistant_tokens` if the caller set it; `generate` has filled in transformers' default if not."""
@@ -266,6 +282,7 @@ class _Decoding:
         """Draft up to `count` tokens after `ids`."""
         choice = Choice(ids, self.processor, self.config.do_sample)
         if count:
+            ids = ids[:, self.padding :]
             positions, began = self.positions(ids), self.now()
             self.drafter.draft(self.target, self.context, ids, _text_axis(positions), count, choice)
             self.stats.draft_seconds += self.now() - began
@@ -275,6 +292,7 @@ class _Decoding:
 
     def prefill(self, ids: torch.Tensor) -> Any:
         """Run the part of the prompt that is not in the cache yet, in chunks where the caller asks for them."""
+        ids = ids[:, self.padding :]
         self.prompt_length = ids.shape[1]
         thread = threading.get_ident()
 
@@ -284,7 +302,8 @@ class _Decoding:
 
         handle = self.target.register_forward_hook(after_forward)
         try:
-            outputs = self.target._prefill(ids, self.config, self.kwargs)
+            # A copy: with chunks it shortens mask and positions to what was fed so far.
+            outputs = self.target._prefill(ids, self.config, dict(self.kwargs))
         finally:
             handle.remove()
         if outputs.past_key_values is not self.cache:  # remote code may make a cache of its own
@@ -299,7 +318,7 @@ class _Decoding:
 
     def verify(self, ids: torch.Tensor, drafts: torch.Tensor) -> Any:
         """One forward of the target over the anchor and the drafts: logits `[1, drafts + 1, config.vocab_size]`."""
-        candidates = torch.cat([ids, drafts.to(ids.device)], dim=1)
+        candidates = torch.cat([ids[:, self.padding :], drafts.to(ids.device)], dim=1)
         count = drafts.shape[1] + 1
         kwargs = {**self.kwargs, "position_ids": self.positions(candidates)}
         if kwargs.get("attention_mask") is not None:
@@ -384,7 +403,7 @@ class _Decoding:
 
     def keep(self, ids: torch.Tensor, before: int, num_drafts: int) -> None:
         """Rewind the target's cache to all but the last token, and give the drafter what stays."""
-        emitted = ids.shape[1] - before
+        emitted, ids = ids.shape[1] - before, ids[:, self.padding :]
         self.cache.crop(-(num_drafts + 1 - emitted))
         if self.cache.get_seq_length() != ids.shape[1] - 1:
             raise RuntimeError(

@@ -99,11 +99,11 @@ class RewindableLinearLayer(LinearAttentionLayer):
             self._replay(calls, length, length - count)
 
     def _snapshot(self) -> _Snapshot:
-        states = [
+        conv, recurrent = (
             {index: None if state is None else state.clone() for index, state in kind.items()}
             for kind in (self.conv_states, self.recurrent_states)
-        ]
-        return _Snapshot(*states, dict(self.has_previous_state))
+        )
+        return _Snapshot(conv, recurrent, dict(self.has_previous_state))
 
     def _restore(self, before: _Snapshot) -> None:
         self.has_previous_state = dict(before.fed)
@@ -154,8 +154,9 @@ def record_calls(layers: Iterable[nn.Module]) -> Iterator[None]:
             if threading.get_ident() != thread:  # another thread may be generating on the same target
                 return
             for value in (*args, *kwargs.values()):
-                if isinstance(value, Cache) and isinstance(value.layers[index], RewindableLinearLayer):
-                    value.layers[index].entering(module, args, kwargs)
+                cached = value.layers[index] if isinstance(value, Cache) else None
+                if isinstance(cached, RewindableLinearLayer):
+                    cached.entering(module, args, kwargs)
 
         return hook
 

@@ -12,11 +12,11 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from accelerate.utils import align_module_device
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
-
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACache
 
 from .cache import DEFAULT_MAX_REWIND, make_rewindable
@@ -28,9 +28,12 @@ logger = logging.getLogger(__name__)
 
 # Of `config.layer_types`: whose cache layers stock transformers or this package can rewind.
 _REWINDABLE_KINDS = {
-    "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "linear_attention",
+    "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "indexed_attention",
+    "deepseek_sparse_attention",  # what earlier transformers call it
     "compressed_sparse_attention", "heavily_compressed_attention",
 }  # fmt: skip
+
+_MEDIA = ("pixel_values", "mm_encoder_outputs", "input_features")  # prefixes of `generate`'s arguments
 
 # DeepSeek-V4's vocabulary of 129,280 has no mask token; this id is what DeepSeek's own DSpark drafter masks with.
 _V4_VOCAB_SIZE, _V4_MASK_TOKEN = 129280, 128799
@@ -52,10 +55,10 @@ class Collapse:
         states: From the pre-collapse residual `[batch, seq, paths, config.hidden_size]` to what the LM head reads,
             `[batch, seq, config.hidden_size]`.
         norm: The final norm, applied after the collapse; `None` where the collapse has its own.
-        modules: What of it has parameters, apart from `gate`.
-        gate: `hc_fn` `[paths, paths * config.hidden_size]`, `hc_base` `[paths]` and `hc_scale` `[1]` of a collapse with
-            one gate per path.
-        why_ungated: Why `gate` is empty.
+        modules: What of the collapse and the norm has parameters.
+        gate: Reads `hc_fn` `[paths, paths * config.hidden_size]`, `hc_base` `[paths]` and `hc_scale` `[1]` of a collapse
+            with one gate per path; `None` if it has another form.
+        why_ungated: Which.
     """
 
     paths: int
@@ -63,54 +66,90 @@ class Collapse:
     states: Callable[[torch.Tensor], torch.Tensor]
     norm: nn.Module | None
     modules: tuple[nn.Module, ...]
-    gate: dict[str, torch.Tensor]
+    gate: Callable[[], dict[str, torch.Tensor]] | None
     why_ungated: str = ""
 
 
 def collapse_of(target: PreTrainedModel) -> Collapse:
-    """How this target collapses its residual paths. A new family is a new case here.
+    """How this target collapses its residual paths.
 
     Raises:
         ValueError: If the model is of no known family, or has residual paths of a kind that is not known.
     """
-    config = getattr(target, "config", None)
     trunk = _trunk(target)
-    norm, head = getattr(trunk, "norm", None), getattr(trunk, "hc_head", None)
-    if isinstance(head, nn.Module):
-        gate = {name: getattr(head, name) for name in _GATE if hasattr(head, name)}
-        paths = cast(Any, trunk).config.hc_mult
-        if not gate:  # GLM-5 Next takes the mean
-            gate = _uniform_gate(paths, cast(Any, trunk).config)
-        return Collapse(paths, _layers(trunk), lambda x: norm(head(x)), norm, (head, norm), gate)
-    if hasattr(trunk, "hyper_connection_mixer"):  # Qwen4-Exp
-        mixer = cast(nn.Module, trunk.hyper_connection_mixer)
-        why = "its collapse weighs every channel of a path by itself, which one gate per path cannot express"
-        paths = cast(Any, trunk).config.hc_count
-        return Collapse(paths, _layers(trunk), lambda x: mixer(x.flatten(2)), None, (mixer,), {}, why)
-    for owner in (trunk, target):
-        if hasattr(owner, "hc_head_fn"):  # DeepSeek-V4 in DeepSeek's own layout (remote code)
-            gate = {name: getattr(owner, name.replace("hc_", "hc_head_")) for name in _GATE}
-            text_config = _text_config(target)
-            eps = _norm_eps(text_config), getattr(text_config, "hc_eps", 1e-6)
-            return Collapse(
-                gate["hc_fn"].shape[0],
-                _layers(trunk),
-                lambda x: norm((path_gates(x, *gate.values(), *eps).unsqueeze(-1) * x).sum(dim=2).to(x.dtype)),
-                norm,
-                (norm,),
-                gate,
-            )
-    if trunk is not None and norm is not None and not any(hasattr(config, name) for name in ("hc_mult", "hc_count")):
-        why = f"a {cast(Any, config).model_type} target has one residual stream, and no gate that collapses several"
-        return Collapse(1, _layers(trunk), lambda x: norm(x.squeeze(2)), norm, (norm,), {}, why)
-    raise ValueError(
-        f"The target is a {getattr(config, 'model_type', type(target).__name__)} model: expected a DeepSeek-V4, Hunyuan "
-        "V4, GLM-5 Next or Qwen4-Exp, or a causal LM with one residual stream (`model.layers` and `model.norm`). Load "
-        "the target with `AutoModelForCausalLM.from_pretrained(...)`."
+    found = (family(target, trunk) for family in _FAMILIES) if trunk is not None else ()
+    collapse = next((collapse for collapse in found if collapse is not None), None)
+    if collapse is None:
+        name = getattr(getattr(target, "config", None), "model_type", type(target).__name__)
+        raise ValueError(
+            f"The target is a {name} model: expected a DeepSeek-V4, Hunyuan V4, GLM-5 Next or Qwen4-Exp, or a causal LM "
+            "with one residual stream (`model.layers` and `model.norm`). Load the target with "
+            "`AutoModelForCausalLM.from_pretrained(...)`."
+        )
+    return collapse
+
+
+# The families. A new one is a function here and its name in `_FAMILIES`.
+
+
+def _with_head(target: PreTrainedModel, trunk: Any) -> Collapse | None:
+    """DeepSeek-V4 and Hunyuan V4, whose `hc_head` has a gate, and GLM-5 Next, whose `hc_head` takes the mean."""
+    head = getattr(trunk, "hc_head", None)
+    if not isinstance(head, nn.Module):
+        return None
+    paths, norm = trunk.config.hc_mult, trunk.norm
+    is_gated = hasattr(head, "hc_fn")
+    return Collapse(
+        paths,
+        trunk.layers,
+        lambda residual: norm(head(residual)),
+        norm,
+        (head, norm),
+        lambda: _read_gate(head, "hc_") if is_gated else _uniform_gate(paths, trunk.config),
     )
 
 
-_GATE = ("hc_fn", "hc_base", "hc_scale")
+def _with_bare_gate(target: PreTrainedModel, trunk: Any) -> Collapse | None:
+    """DeepSeek-V4 in DeepSeek's own layout, as remote code has it: the gate's parameters belong to no module."""
+    owner = next((place for place in (trunk, target) if hasattr(place, "hc_head_fn")), None)
+    if owner is None:
+        return None
+    config, norm = _text_config(target), trunk.norm
+    norm_eps, hc_eps = _norm_eps(config), getattr(config, "hc_eps", 1e-6)
+
+    def states(residual: torch.Tensor) -> torch.Tensor:
+        gates = path_gates(residual, **_read_gate(owner, "hc_head_"), norm_eps=norm_eps, hc_eps=hc_eps)
+        return norm((gates.unsqueeze(-1) * residual).sum(dim=2).to(residual.dtype))
+
+    paths = cast(torch.Tensor, owner.hc_head_fn).shape[0]
+    return Collapse(paths, trunk.layers, states, norm, (norm,), lambda: _read_gate(owner, "hc_head_"))
+
+
+def _with_mixer(target: PreTrainedModel, trunk: Any) -> Collapse | None:
+    """Qwen4-Exp, whose residual is flat, `[batch, seq, config.hc_count * config.hidden_size]`."""
+    mixer = getattr(trunk, "hyper_connection_mixer", None)
+    if mixer is None:
+        return None
+    why = "its collapse weighs every channel of a path by itself, which one gate per path cannot express"
+    paths = trunk.config.hc_count
+    return Collapse(paths, trunk.layers, lambda residual: mixer(residual.flatten(2)), None, (mixer,), None, why)
+
+
+def _with_one_stream(target: PreTrainedModel, trunk: Any) -> Collapse | None:
+    """Everything else that ends in a norm and an LM head."""
+    norm = getattr(trunk, "norm", None)
+    if norm is None or any(hasattr(trunk.config, name) for name in ("hc_mult", "hc_count")):
+        return None
+    why = f"a {trunk.config.model_type} target has one residual stream, and no gate that collapses several"
+    return Collapse(1, trunk.layers, lambda residual: norm(residual.squeeze(2)), norm, (norm,), None, why)
+
+
+_FAMILIES = (_with_head, _with_bare_gate, _with_mixer, _with_one_stream)
+
+
+def _read_gate(owner: nn.Module, prefix: str) -> dict[str, torch.Tensor]:
+    with align_module_device(owner):  # an offloaded gate's values come to memory here
+        return {f"hc_{part}": getattr(owner, prefix + part).detach().clone() for part in ("fn", "base", "scale")}
 
 
 def _trunk(target: PreTrainedModel) -> nn.Module | None:
@@ -121,16 +160,12 @@ def _trunk(target: PreTrainedModel) -> nn.Module | None:
     return next((place for place in places if isinstance(getattr(place, "layers", None), nn.ModuleList)), None)
 
 
-def _layers(trunk: nn.Module | None) -> nn.ModuleList:
-    return cast(nn.ModuleList, cast(nn.Module, trunk).layers)
-
-
 def _text_config(target: PreTrainedModel) -> Any:
     return target.config.get_text_config(decoder=True)
 
 
 def _norm_eps(config: Any) -> float:
-    return getattr(config, "rms_norm_eps", None) or getattr(config, "norm_eps", 1e-6)
+    return cast(float, getattr(config, "rms_norm_eps", getattr(config, "norm_eps", 1e-6)))
 
 
 def _uniform_gate(paths: int, config: Any) -> dict[str, torch.Tensor]:
@@ -220,8 +255,8 @@ def describe(target: PreTrainedModel) -> TargetFacts:
         hc_eps=getattr(config, "hc_eps", 1e-6),
         rope_theta=float((of_layers[0] if of_layers else rope).get("rope_theta", 10000.0)),
         max_position_embeddings=config.max_position_embeddings,
-        dtype=target.get_input_embeddings().weight.dtype,
-        gate={name: value.detach() for name, value in collapse.gate.items()},
+        dtype=_weight(target.get_input_embeddings()).dtype,
+        gate=collapse.gate() if collapse.gate else {},
         why_ungated=collapse.why_ungated,
     )
 
@@ -256,8 +291,8 @@ def teacher_states(target: PreTrainedModel, residual: torch.Tensor, collapse: st
     Raises:
         ValueError: If the mean is asked for and the target has no final norm to put after it.
     """
-    own, head = collapse_of(target), target.get_output_embeddings().weight
-    residual = _like(residual, head).to(target.get_input_embeddings().weight.dtype)  # that of the residual stream
+    own, head = collapse_of(target), _weight(target.get_output_embeddings())
+    residual = _like(residual, head).to(_weight(target.get_input_embeddings()).dtype)  # that of the residual stream
     check_teacher(target, collapse)
     if collapse == "mean_pool":
         return _like(cast(nn.Module, own.norm)(residual.mean(dim=2)), head)
@@ -276,14 +311,18 @@ def check_teacher(target: PreTrainedModel, collapse: str) -> None:
 def embed(target: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """The target's embeddings of `ids` `[batch, seq]`, `[batch, seq, config.hidden_size]`, on the device of `ids`."""
     embedding = target.get_input_embeddings()
-    weight = embedding.weight
+    weight = _weight(embedding)
     return embedding(ids if weight.is_meta else ids.to(weight.device)).to(ids.device)
 
 
 def logits_of(target: PreTrainedModel, states: torch.Tensor) -> torch.Tensor:
     """The target's LM head over `states` `[..., config.hidden_size]` of any dtype and device."""
     head = target.get_output_embeddings()
-    return head(_like(states, head.weight))
+    return head(_like(states, _weight(head)))
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    return cast(torch.Tensor, module.weight)
 
 
 def _like(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -430,6 +469,8 @@ class BoundTarget(_Mixed):
                     generation_config=generation_config,
                     streamer=streamer,
                     model_kwargs=model_kwargs,
+                    # V4's compressors pool padding with text: its text would depend on how much there is.
+                    skip_padding=_shares_keys(cast(PreTrainedModel, self), model_kwargs["past_key_values"]),
                 )
         _check_stock_assistance(assistant_model, model_kwargs)
         with record_calls(collapse_of(cast(PreTrainedModel, self)).layers):
@@ -523,7 +564,7 @@ def _new_bound(own: type) -> Any:
 def _shares_keys(target: PreTrainedModel, cache: Cache) -> bool:
     """Whether keys and values are one tensor, as in DeepSeek-V4, whose compressors have to be rewound too."""
     return _text_config(target).model_type == "deepseek_v4" or any(
-        isinstance(layer, DeepseekV4HCACache) for layer in cache.layers
+        isinstance(layer, DeepseekV4HCACache) for layer in getattr(cache, "layers", ())
     )
 
 
@@ -545,7 +586,7 @@ def _check_request(
     check_cache(model_kwargs["past_key_values"])
     if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("HyperDFlash drafts from token ids: pass `input_ids`, not `inputs_embeds`.")
-    media = [name for name in model_kwargs if name.startswith("pixel_values") and model_kwargs[name] is not None]
+    media = [name for name, value in model_kwargs.items() if name.startswith(_MEDIA) and value]
     if media:
         raise ValueError(f"HyperDFlash drafts text only: leave {media} out, or generate without `assistant_model`.")
     _check_continuation(input_ids.shape[1], generation_config, model_kwargs)

@@ -11,6 +11,8 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Glm5NextConfig,
@@ -19,6 +21,8 @@ from transformers import (
     HYV4ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
@@ -31,10 +35,11 @@ from transformers import (
     Qwen4ExpForConditionalGeneration,
     Qwen4ExpTextConfig,
 )
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
 from .conftest import tiny_target
 
-LINEAR, INDEXED, FULL, SLIDING = "linear_attention", "indexed_attention", "full_attention", "sliding_attention"
+LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 # An LM head of full row rank (hidden = vocabulary): its drafters can be told what to draft.
 COMMON = dict(
     vocab_size=64, hidden_size=64, num_attention_heads=4, max_position_embeddings=1024, initializer_range=0.2,
@@ -49,7 +54,7 @@ GLM_TEXT = dict(
     **COMMON, intermediate_size=48, moe_intermediate_size=16, num_key_value_heads=4, num_hidden_layers=4,
     n_routed_experts=4, num_experts_per_tok=2, kv_lora_rank=16, q_lora_rank=16, v_head_dim=16, qk_nope_head_dim=16,
     index_topk=16, index_head_dim=8, index_n_heads=4, index_kpool=4, linear_head_dim=8, linear_num_heads=4,
-    layer_types=[LINEAR, INDEXED, INDEXED, LINEAR], indexer_types=["full", "full", "shared", "full"],
+    layer_types=[LINEAR, FULL, FULL, LINEAR], indexer_types=["full", "full", "shared", "full"],
     mlp_layer_types=["dense", "sparse", "sparse", "sparse"], hc_mult=4,
 )  # fmt: skip
 QWEN4_TEXT = dict(
@@ -137,7 +142,24 @@ def qwen3_5() -> PreTrainedModel:
     return Qwen3_5ForCausalLM(config)
 
 
+def mistral() -> PreTrainedModel:
+    config = MistralConfig(
+        **COMMON, intermediate_size=48, num_hidden_layers=4, num_key_value_heads=2, sliding_window=8
+    )
+    return MistralForCausalLM(config)
+
+
+def gemma2() -> PreTrainedModel:
+    config = Gemma2Config(**COMMON, intermediate_size=48, num_hidden_layers=4, num_key_value_heads=2, head_dim=16,
+                          sliding_window=8)  # fmt: skip
+    return Gemma2ForCausalLM(config)
+
+
 FAMILIES = [
-    deepseek_v4, deepseek_v4_remote_code, hunyuan_v4, glm5_next, qwen4_exp, qwen4_exp_multimodal, qwen3, llama, gemma3,
-    qwen3_next, qwen3_5,
+    deepseek_v4, deepseek_v4_remote_code, hunyuan_v4, glm5_next, qwen3, qwen3_next, qwen3_5, llama, mistral, gemma2,
+    gemma3,
 ]  # fmt: skip
+# Earlier transformers keep the positions of Qwen4-Exp's indexer beside the cache's layers, where nothing rewinds them.
+REWINDABLE_QWEN4 = "indexed_attention" in DYNAMIC_LAYER_TYPE_MAPPING
+if REWINDABLE_QWEN4:
+    FAMILIES += [qwen4_exp, qwen4_exp_multimodal]

@@ -14,30 +14,10 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hyperdflash import HyperDFlashDrafter, SpeculationStats, bind
+from hf_hyperdflash import SpeculationStats, bind
 from hf_hyperdflash.generation import speculative_choice
 
-from .conftest import CSA, HCA, MIXES, prompt, tiny_drafter, tiny_target
-
-
-class PerfectDrafter(HyperDFlashDrafter):
-    """Drafts what it is told to: the best any drafter could do."""
-
-    def expect(self, target, sequence):
-        self.sequence, self.head = sequence, target.get_output_embeddings()
-        return self
-
-    def forward(self, block_embeds, position_ids, context, attention_mask=None):
-        following = [self.sequence[min(p, len(self.sequence) - 1)] for p in position_ids[0].tolist()]
-        # The state whose logits are largest at the wanted token: solved once, for an LM head of full row rank.
-        wanted = torch.nn.functional.one_hot(torch.tensor(following), self.config.vocab_size).float()
-        return (wanted @ torch.linalg.pinv(self.head.weight).T)[None]
-
-
-def perfect(target, sequence):
-    drafter = tiny_drafter(target)
-    drafter.__class__ = PerfectDrafter
-    return drafter.expect(target, sequence.tolist())
+from .conftest import CSA, HCA, MIXES, half_right, perfect, prompt, tiny_drafter, tiny_target
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 31, 130, 300])
@@ -60,14 +40,6 @@ def pair(target, drafter):
     """A bound target and a drafter that is right about half of the time, so that rounds end everywhere."""
     drafter.bind(target)
     return target, drafter
-
-
-def half_right(target, ids, **kwargs):
-    sequence = target.generate(ids, do_sample=False, **kwargs)[0].clone()
-    generator = torch.Generator().manual_seed(1)
-    wrong = torch.rand(sequence.shape, generator=generator) < 0.3
-    sequence[wrong] = (sequence[wrong] + 1) % 60 + 2
-    return perfect(target, sequence)
 
 
 @pytest.fixture
@@ -274,15 +246,29 @@ def test_fewer_drafts_on_request(wide):
     assert torch.equal(out, expected) and drafter.last_stats.emitted == [5, 5, 5, 5, 4]
 
 
-def test_left_padding_is_no_context(wide):
-    """Stock V4 depends on how left-padded text is chunked; what we owe is that padding is no context."""
-    ids, mask = torch.cat([torch.zeros(1, 4, dtype=torch.long), prompt(9)], dim=1), torch.ones(1, 13)
+@pytest.mark.parametrize("chunk", [None, 6])
+def test_left_padding_changes_nothing(wide, chunk):
+    """Stock V4 pools padding with text, and its text depends on both; ours is that of the prompt alone."""
+    ids = prompt(17)
+    padded, mask = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids], dim=1), torch.ones(1, 21).long()
     mask[:, :4] = 0
-    drafter = half_right(wide, ids, max_new_tokens=8)
-    out = wide.generate(ids, attention_mask=mask.long(), do_sample=False, max_new_tokens=8, assistant_model=drafter,
-                        return_dict_in_generate=True)  # fmt: skip
+    options = dict(do_sample=False, max_new_tokens=12, repetition_penalty=1.2, prefill_chunk_size=chunk)
+    expected = wide.generate(ids, **options)
+    drafter = half_right(wide, ids, **options)
+    out = wide.generate(padded, attention_mask=mask, assistant_model=drafter, return_dict_in_generate=True, **options)
+    assert torch.equal(out.sequences[:, :4], padded[:, :4]) and torch.equal(out.sequences[:, 4:], expected)
     _, context = out.past_key_values._hyperdflash_context
-    assert len(context) == out.sequences.shape[1] - 1 - 4
+    assert len(context) == expected.shape[1] - 1
+    # The next turn on the same cache.
+    turn = prompt(5, seed=7)
+    options["repetition_penalty"] = None
+    plain = wide.generate(torch.cat([expected, turn], dim=1), **options)
+    again = torch.cat([out.sequences, turn], dim=1)
+    mask = (torch.arange(again.shape[1]) >= 4).long()[None]
+    out = wide.generate(
+        again, attention_mask=mask, past_key_values=out.past_key_values, assistant_model=drafter, **options
+    )
+    assert torch.equal(out[:, 4:], plain)
 
 
 def chi_square(observed: Counter, probabilities: torch.Tensor, draws: int) -> tuple[float, float]:

@@ -5,27 +5,21 @@ import threading
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV4ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     StoppingCriteria,
     StoppingCriteriaList,
 )
 
-from hf_hyperdflash import bind, capture_residual, unbind
-from hf_hyperdflash.target import BoundTarget, teacher_states
+from hf_hyperdflash import HyperDFlashTrainer, HyperDFlashTrainingArguments, bind, capture_residual, unbind
+from hf_hyperdflash.target import BoundTarget, check_teacher, collapse_of, describe, logits_of, teacher_states
 
-from .conftest import prompt, tiny_drafter, tiny_target
+from .conftest import half_right, prompt, qwen3, tiny_drafter, tiny_target
+from .families import FAMILIES, REWINDABLE_QWEN4, glm5_next, qwen3_next, qwen4_exp
 
 
 def greedy(target, ids, **kwargs):
@@ -188,39 +182,192 @@ def test_plain_decoding_of_a_bound_target_keeps_the_stock_cache(target, drafter)
     }
 
 
-ONE_STREAM = [
-    (LlamaConfig, LlamaForCausalLM, {}),
-    (MistralConfig, MistralForCausalLM, {"sliding_window": 8}),
-    (Gemma2Config, Gemma2ForCausalLM, {"sliding_window": 8}),
-    (
-        Gemma3TextConfig,
-        Gemma3ForCausalLM,
-        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-]
+# Every family of targets
 
 
-@pytest.mark.parametrize(("config", "model", "fields"), ONE_STREAM, ids=lambda value: getattr(value, "__name__", ""))
-@pytest.mark.parametrize("layers", [[0], [-1], [0, -1]])
-def test_targets_with_one_residual_stream(config, model, fields, layers):
+@pytest.fixture(params=FAMILIES, ids=lambda family: family.__name__)
+def family(request):
     torch.manual_seed(0)
-    shape = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "initializer_range": 0.2,
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
-    }  # fmt: skip
-    target = model(config(**shape, **fields)).eval()
-    drafter = tiny_drafter(target, target_layer_ids=layers)
-    assert (drafter.config.reducer, drafter.config.target_hc_mult) == ("fc", 1)
-    ids = prompt(13)
-    plain = greedy(target, ids)
+    return request.param().eval()
+
+
+@pytest.mark.parametrize(("length", "chunk"), [(1, None), (23, None), (23, 5)])
+def test_every_family_writes_its_own_text(family, length, chunk):
+    if chunk and family.config.model_type == "remote_v4":
+        pytest.skip("transformers cannot run a prompt in chunks with a cache that the model makes itself")
+    ids, own = prompt(length), type(family)
+    options = dict(do_sample=False, max_new_tokens=30, prefill_chunk_size=chunk)
+    expected = family.generate(ids, **options)
+    for drafter in (tiny_drafter(family), half_right(family, ids, max_new_tokens=30)):
+        drafter.bind(family)
+        assert torch.equal(family.generate(ids, assistant_model=drafter, **options), expected)
+    stats = drafter.last_stats
+    assert stats.tokens == expected.shape[1] - length and 1 < stats.tau < 7
+    assert len(set(stats.accepted)) > 1  # rounds ended in several places
+    assert stats.tokens - 1 - sum(stats.emitted) in (0, 1)  # a last token without room for drafts is no round
+    drafter.unbind(family)
+    assert type(family) is own
+    assert torch.equal(family.generate(ids, **options), expected)
+
+
+def test_every_family_passes_its_residual(family):
+    ids, paths = prompt(9), describe(family).hc_mult
+    with torch.no_grad(), capture_residual(family, [1, -1]) as captured:
+        logits = family(ids).logits
+    assert captured[0].shape == (1, 9, 2 * paths, 64)
+    states = teacher_states(family, captured[0][:, :, paths:])
+    if not getattr(family.config, "final_logit_softcapping", None):
+        torch.testing.assert_close(logits_of(family, states), logits)
+
+
+def test_every_family_hands_its_gate_down_or_says_why_not(family, caplog):
+    with caplog.at_level(logging.WARNING):
+        drafter = tiny_drafter(family, path_norm=False)
+    with torch.no_grad(), capture_residual(family) as captured:
+        family(prompt(9))
+    facts, residual = describe(family), captured[0]
+    if facts.gate:
+        assert drafter.config.reducer == "hc_gate" and not caplog.text and facts.hc_mult > 1
+        collapsed = collapse_of(family)
+        norm_reads = []
+        collapsed.norm.register_forward_pre_hook(lambda module, args: norm_reads.append(args[0]))
+        collapsed.states(residual)
+        torch.testing.assert_close(drafter.hc_gate(residual), norm_reads[0])
+    else:
+        assert drafter.config.reducer == "fc" and facts.why_ungated in caplog.text
+        with pytest.raises(ValueError, match="cannot be used"):
+            tiny_drafter(family, reducer="hc_gate")
+
+
+def test_every_family_trains_a_drafter(family, tmp_path):
+    drafter = tiny_drafter(family, num_hidden_layers=1)
+    rows = Dataset.from_list([{"input_ids": prompt(24, seed)[0].tolist(), "loss_mask": [1] * 24} for seed in range(4)])
+    arguments = HyperDFlashTrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=20, logging_steps=1, learning_rate=2e-2,
+        num_anchors=8, report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True, max_length=64,
+        dataloader_pin_memory=False, warmup_steps=1,
+    )  # fmt: skip
+    before = [p.clone() for p in family.parameters()]
+    trainer = HyperDFlashTrainer(drafter, family, arguments, train_dataset=rows)
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert losses[-1] < 0.92 * losses[0]
+    assert all(torch.equal(old, new) for old, new in zip(before, family.parameters()))
+    ids = prompt(12)
+    expected = greedy(family, ids)
+    drafter.eval().bind(family)
+    assert torch.equal(greedy(family, ids, assistant_model=drafter), expected)
+
+
+def test_images_are_refused():
+    torch.manual_seed(0)
+    target = glm5_next().eval()
+    drafter = tiny_drafter(target)
     drafter.bind(target)
-    assert torch.equal(greedy(target, ids, assistant_model=drafter), plain)
-    assert drafter.last_stats.rounds and drafter.last_stats.tokens == 12
-    with capture_residual(target, [-1]) as captured:
-        logits = target(ids).logits
-    heads = target.get_output_embeddings()(teacher_states(target, captured[0]))
-    if config is not Gemma2Config:  # which caps its logits
-        torch.testing.assert_close(heads, logits)
-    drafter.unbind(target)
-    assert type(target) is model
+    with pytest.raises(ValueError, match=r"text only: leave .* out"):
+        greedy(
+            target, prompt(5), assistant_model=drafter, pixel_values=torch.zeros(4, 1176),
+            image_grid_thw=torch.tensor([[1, 2, 2]]), mm_token_type_ids=torch.zeros(1, 5, dtype=torch.long),
+        )  # fmt: skip
+
+
+@pytest.mark.skipif(REWINDABLE_QWEN4, reason="this transformers can rewind it")
+def test_a_state_that_nothing_rewinds_is_refused():
+    with pytest.raises(ValueError, match=r"qwen_sparse_attention.* cannot be rewound"):
+        bind(qwen4_exp())
+
+
+def test_states_of_other_kinds_are_refused():
+    target = qwen3_next()
+    target.config.layer_types = ["hybrid", "full_attention", "linear_attention", "full_attention"]
+    with pytest.raises(ValueError, match=r"has layers \(hybrid\) with a running state that cannot be rewound"):
+        bind(target)
+
+
+def test_a_mean_needs_a_norm_after_it():
+    if REWINDABLE_QWEN4:
+        torch.manual_seed(0)
+        with pytest.raises(ValueError, match="'mean_pool', but a qwen4_exp_text target has no norm"):
+            check_teacher(qwen4_exp(), "mean_pool")
+
+
+# Native V4 in all its loadings
+
+
+def test_compiled_layers_pass_their_residual():
+    """Hooks that come after compilation run, and find what belongs to this capture."""
+    target, ids = qwen3(), prompt(9)
+    with torch.no_grad(), capture_residual(target, [0, -1]) as expected:
+        target(ids)
+        target(ids[:, :5])
+    for layer in target.model.layers:
+        layer.compile(backend="eager", dynamic=True)
+    with torch.no_grad():
+        target(ids)  # compiled without a hook
+        for _ in range(2):
+            with capture_residual(target, [0, -1]) as captured:
+                target(ids)
+                target(ids[:, :5])
+            for one, other in zip(captured, expected, strict=True):
+                torch.testing.assert_close(one, other)
+
+
+def test_a_target_with_compiled_parts_writes_the_same_text(target, drafter):
+    ids = prompt(9)
+    expected = greedy(target, ids)
+    for layer in target.model.layers:
+        layer.mlp.compile(backend="eager", dynamic=True)
+    drafter.bind(target)
+    for _ in range(2):
+        assert torch.equal(greedy(target, ids, assistant_model=drafter), expected)
+
+
+def test_an_offloaded_target_writes_the_same_text(tmp_path):
+    target = tiny_target(hidden_size=64)
+    ids = prompt(20)
+    expected = target.generate(ids, do_sample=False, max_new_tokens=20)
+    drafts = half_right(target, ids, max_new_tokens=20)
+    target.save_pretrained(tmp_path / "saved")
+    for on_cpu in ([], ["model.embed_tokens", "model.layers.0", "model.norm"]):
+        places = {f"model.{name}": "disk" for name, _ in target.model.named_children() if name != "layers"}
+        places |= {"lm_head": "disk", **{f"model.layers.{i}": "disk" for i in range(3)}}
+        spread = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "saved", device_map=places | dict.fromkeys(on_cpu, "cpu"),
+            offload_folder=tmp_path / "offload", dtype=torch.float32,
+        )  # fmt: skip
+        assert spread.lm_head.weight.is_meta
+        untrained = tiny_drafter(spread)
+        for drafter in (untrained, drafts):
+            drafter.bind(spread)
+            out = spread.generate(ids, do_sample=False, max_new_tokens=20, assistant_model=drafter)
+            assert torch.equal(out, expected) and drafter.last_stats.rounds
+        assert spread.lm_head.weight.is_meta
+
+
+@pytest.mark.parametrize("chunk", [4, 7, 16])
+def test_a_prompt_in_chunks_reaches_the_drafter_whole_and_is_never_held_whole(chunk):
+    """Far beyond the target's windows and the drafter's: memory is bounded by the chunk, the features are the same."""
+    target = tiny_target(hidden_size=64)
+    ids = prompt(150)
+    contexts, largest = [], []
+    for size in (None, chunk):
+        drafter = tiny_drafter(target, sliding_window=32, target_layer_ids=[0, -1], reducer="hybrid")
+        torch.manual_seed(1)
+        for parameter in drafter.parameters():
+            parameter.data.normal_(std=0.1)
+        drafter.bind(target)
+        seen, extend = [], drafter.extend
+
+        def counting(target, context, residual, *rest, seen=seen, extend=extend):
+            seen.append(residual.shape[1])
+            extend(target, context, residual, *rest)
+
+        drafter.extend = counting
+        out = target.generate(ids, do_sample=False, max_new_tokens=3, assistant_model=drafter, prefill_chunk_size=size,
+                              return_dict_in_generate=True)  # fmt: skip
+        contexts.append(out.past_key_values._hyperdflash_context[1].layers)
+        largest.append(seen)
+    assert largest[0][0] == 150 and max(largest[1]) <= chunk and sum(largest[1]) == sum(largest[0])
+    for one, other in zip(*contexts, strict=True):
+        for states, again in zip(one, other, strict=True):
+            torch.testing.assert_close(states, again, atol=1e-4, rtol=1e-4)

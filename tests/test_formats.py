@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 from typer.testing import CliRunner
 
 from hf_hyperdflash import HyperDFlashDrafter
@@ -169,3 +171,49 @@ def test_the_command(target, tmp_path):
     result = CliRunner().invoke(app, ["export", str(tmp_path / "drafter"), str(tmp_path / "out"), "--format", "z-lab"])
     assert result.exit_code == 0 and "--speculative-config" in result.output, result.output
     assert load_dflash(tmp_path / "out").config.target_layer_ids == [0, 2]
+
+
+def test_drafts_are_those_of_transformers_own_dflash_path(target, monkeypatch):
+    """The same weights in transformers' reference drafter: the same drafts in every round, the same text."""
+    fields = dict(num_hidden_layers=2, intermediate_size=48, head_dim=8, num_attention_heads=4, num_key_value_heads=2)
+    drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[0, 2], sliding_window=None, **fields)
+    assistant = MuseGlimmerAssistantModel(
+        MuseGlimmerAssistantConfig(
+            **fields, hidden_size=32, target_layer_ids=[0, 2], block_size=7, mask_token_id=1, rms_norm_eps=1e-6,
+            sliding_window=4096, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        )
+    ).eval()  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    for parameter in drafter.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    names = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
+    weights = {
+        next((new + name.removeprefix(old) for old, new in names.items() if name.startswith(old)), name): value
+        for name, value in drafter.state_dict().items()
+    }
+    assistant.load_state_dict(weights)
+    theirs, ours = [], []
+    get_candidates = DFlashTokenCandidateGenerator.get_candidates
+
+    def listening(self, input_ids, *args, **kwargs):
+        candidates = get_candidates(self, input_ids, *args, **kwargs)
+        if candidates[0].shape[1] > input_ids.shape[1]:
+            theirs.append(candidates[0][0, input_ids.shape[1] :].tolist())
+        return candidates
+
+    draft = type(drafter).draft
+
+    def telling(self, target, context, ids, position_ids, count, choose):
+        draft(self, target, context, ids, position_ids, count, choose)
+        ours.append(choose.tokens[0].tolist())
+
+    monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", listening)
+    monkeypatch.setattr(type(drafter), "draft", telling)
+    ids = prompt(13)
+    options = dict(do_sample=False, max_new_tokens=24)
+    expected = target.generate(ids, assistant_model=assistant, speculation_type="dflash", **options)
+    drafter.bind(target)
+    assert torch.equal(target.generate(ids, assistant_model=drafter, **options), expected)
+    assert len(ours) > 5
+    for mine, their in zip(ours, theirs):  # at the end of the text transformers drafts more than fit
+        assert mine == their[: len(mine)]

@@ -302,7 +302,7 @@ def test_choice_has_the_targets_distribution(temperature):
     assert accepted / draws == pytest.approx(torch.minimum(p, q).sum().item(), abs=0.02)
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("temperature", [0.8])
 def test_sampled_text_has_the_targets_distribution(temperature):
     """End to end: pairs of sampled tokens against the target's own joint distribution, top-k included."""
     target = tiny_target(5, vocab_size=8, layer_types=[CSA], sliding_window=4, hc_sinkhorn_iters=1)
@@ -321,7 +321,7 @@ def test_sampled_text_has_the_targets_distribution(temperature):
         after_a = distribution(torch.cat([ids, torch.tensor([[a]])], dim=1))
         for b in range(8):
             joint[a, b] = first[a] * after_a[b] * distribution(torch.cat([ids, torch.tensor([[a, b]])], dim=1))
-    draws, observed = 1500, Counter()
+    draws, observed = 900, Counter()
     for _ in range(draws):
         out = target.generate(ids, assistant_model=drafter, do_sample=True, temperature=temperature, top_k=k,
                               max_new_tokens=4)  # fmt: skip

@@ -1,11 +1,18 @@
 import copy
+import json
 import logging
+import os
 import pickle
+import re
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV4ForCausalLM,
@@ -16,10 +23,11 @@ from transformers import (
 )
 
 from hf_hyperdflash import HyperDFlashTrainer, HyperDFlashTrainingArguments, bind, capture_residual, unbind
-from hf_hyperdflash.target import BoundTarget, check_teacher, collapse_of, describe, logits_of, teacher_states
+from hf_hyperdflash.target import BoundTarget, _like, check_teacher, collapse_of, describe, logits_of, teacher_states
 
 from .conftest import half_right, prompt, qwen3, tiny_drafter, tiny_target
 from .families import FAMILIES, REWINDABLE_QWEN4, glm5_next, qwen3_next, qwen4_exp
+from .test_modeling_mtp import quantize_fp4, quantize_fp8
 
 
 def greedy(target, ids, **kwargs):
@@ -371,3 +379,87 @@ def test_a_prompt_in_chunks_reaches_the_drafter_whole_and_is_never_held_whole(ch
     for one, other in zip(*contexts, strict=True):
         for states, again in zip(one, other, strict=True):
             torch.testing.assert_close(states, again, atol=1e-4, rtol=1e-4)
+
+
+QUANTIZED = re.compile(r"\.(attn\.(wq_a|wq_b|wkv|wo_a|wo_b)|ffn\.(experts\.\d+|shared_experts)\.w\d)\.weight$")
+
+
+@pytest.mark.parametrize("fp4_experts", [False, True])
+def test_a_quantized_checkpoint_is_drafted_for(tmp_path, fp4_experts):
+    """As DeepSeek ships V4: block-scaled FP8, and FP4 experts. Without a GPU transformers dequantizes it on loading."""
+    source = tiny_target(hidden_size=64, moe_intermediate_size=64)
+    source.save_pretrained(tmp_path)
+    tensors, generator = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(1)
+    values = {}
+    for name in [name for name in tensors if QUANTIZED.search(name)]:
+        if fp4_experts and ".experts." in name:
+            tensors[name], scale, values[name] = quantize_fp4(tensors[name].shape, generator)
+        else:
+            tensors[name], scale, values[name] = quantize_fp8(tensors[name].shape, (128, 128), generator)
+        tensors[name.removesuffix("weight") + "scale"] = scale.to(torch.float8_e8m0fnu)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    target = AutoModelForCausalLM.from_pretrained(tmp_path)
+    layer = target.model.layers[1]
+    assert torch.equal(layer.self_attn.q_a_proj.weight, values["model.layers.1.attn.wq_a.weight"])
+    assert torch.equal(layer.mlp.experts.down_proj[2], values["model.layers.1.ffn.experts.2.w2.weight"])
+    drafter, ids = tiny_drafter(target), prompt(20)
+    assert drafter.hc_gate.hc_fn.dtype == torch.float32
+    assert torch.equal(drafter.hc_gate.hc_fn, source.model.hc_head.hc_fn)
+    expected = greedy(target, ids)
+    for choice in (drafter, half_right(target, ids, max_new_tokens=12)):
+        choice.bind(target)
+        assert torch.equal(greedy(target, ids, assistant_model=choice), expected)
+
+
+def test_quantized_heads_are_fed_in_the_drafters_own_dtype():
+    states = torch.randn(1, 2, 8, dtype=torch.bfloat16)
+    for dtype, expected in (
+        (torch.float8_e4m3fn, torch.bfloat16),
+        (torch.uint8, torch.bfloat16),
+        (torch.float32,) * 2,
+    ):
+        assert _like(states, torch.zeros(4, 8).to(dtype)).dtype == expected
+
+
+TWO_RANKS = """
+import sys
+import torch, torch.distributed as dist
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from tests.conftest import half_right, prompt, tiny_drafter
+torch.set_num_threads(1)
+plans = [{"tp_plan": "auto"}]
+if hasattr(DistributedConfig(), "ep_size"):  # experts spread as whole experts
+    plans.append({"distributed_config": DistributedConfig(tp_size=2, ep_size=2, tp_plan="auto")})
+whole, ids = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval(), prompt(20)
+options = dict(do_sample=False, max_new_tokens=20)
+expected = whole.generate(ids, **options)
+drafts = half_right(whole, ids, max_new_tokens=20)
+for plan in plans:
+    spread = AutoModelForCausalLM.from_pretrained(sys.argv[1], **plan).eval()
+    for drafter in (tiny_drafter(spread), drafts):
+        drafter.bind(spread)
+        same = torch.equal(spread.generate(ids, assistant_model=drafter, **options), expected)
+        sys.stdout.write(f"rank {dist.get_rank()} {list(plan)} {same} {drafter.last_stats.tau > 1}\n")  # one piece
+        sys.stdout.flush()
+dist.destroy_process_group()
+"""
+
+
+def test_a_target_spread_over_two_processes_writes_the_same_text(tmp_path):
+    """Tensor- and expert-parallel: each rank drafts the same tokens and verifies them together with the other."""
+    tiny_target(hidden_size=64).save_pretrained(tmp_path / "saved")
+    (tmp_path / "run.py").write_text(TWO_RANKS)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, tmp_path / "run.py", tmp_path / "saved"],
+        capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = re.findall(r"rank \d \[[^]]*\] (True|False) (True|False)", done.stdout)
+    assert len(found) in (4, 8) and all(same == "True" for same, _ in found), done.stdout
+    assert sum(some == "True" for _, some in found) >= len(found) // 2  # the drafts that were partly right

@@ -242,7 +242,7 @@ def estimate_size(
         target_layer_ids: Whose paths.
 
     Raises:
-        ValueError: If the target has no hyper-connections or `dtype` is unknown.
+        ValueError: If it is no target or `dtype` is unknown.
     """
     facts = describe(target)
     return _size(len(target_layer_ids) * facts.hc_mult, facts.hidden_size, dtype, rows, tokens)
@@ -269,7 +269,7 @@ def target_fingerprint(target: PreTrainedModel) -> dict[str, str]:
         and `"body"` over the rest; an empty string for a target loaded without layers.
 
     Raises:
-        ValueError: If the target has no hyper-connections, or the values of a parameter are not in this process.
+        ValueError: If it is no target, or the values of a parameter are not in this process.
     """
     roots = (*collapse_of(target).modules, target.get_input_embeddings(), target.get_output_embeddings())
     heads = {id(module) for root in roots for module in root.modules()}

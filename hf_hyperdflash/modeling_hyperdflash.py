@@ -296,7 +296,7 @@ class HyperDFlashDrafter(PreTrainedModel):
             **config_fields: Any field of [`HyperDFlashConfig`], overriding what the target suggests.
 
         Raises:
-            ValueError: If the target has no hyper-connections, no mask token is known, or the gate is asked for where
+            ValueError: If it is no target, no mask token is known, or the gate is asked for where
                 it cannot be inherited.
         """
         facts = describe(target)

@@ -164,6 +164,10 @@ def _text_config(target: PreTrainedModel) -> Any:
     return target.config.get_text_config(decoder=True)
 
 
+def _layer_kinds(target: PreTrainedModel) -> set[str]:
+    return set(getattr(_text_config(target), "layer_types", None) or ["of no declared kind"])
+
+
 def _norm_eps(config: Any) -> float:
     return cast(float, getattr(config, "rms_norm_eps", getattr(config, "norm_eps", 1e-6)))
 
@@ -506,7 +510,7 @@ def bind(target: PreTrainedModel) -> PreTrainedModel:
     """
     collapse_of(target)
     if getattr(target, "_is_stateful", False):
-        kinds = set(getattr(_text_config(target), "layer_types", None) or ["of no declared kind"])
+        kinds = _layer_kinds(target)
         if kinds - _REWINDABLE_KINDS:
             raise ValueError(
                 f"A {type(target).__name__} has layers ({', '.join(sorted(kinds - _REWINDABLE_KINDS))}) with a running "
@@ -618,6 +622,11 @@ def _check_stock_assistance(assistant_model: Any, model_kwargs: dict[str, Any]) 
         raise ValueError(
             f"The assistant, a {type(assistant_model).__name__}, cannot rewind its cache. Call "
             "`hf_hyperdflash.bind(assistant_model)` first."
+        )
+    if isinstance(assistant_model, BoundTarget) and "linear_attention" in _layer_kinds(assistant_model):
+        raise ValueError(
+            f"The assistant, a {type(assistant_model).__name__}, has linear attention, which can take back the last forward "
+            "only, and an assistant runs several. Use a HyperDFlash drafter, or an assistant without linear attention."
         )
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:

@@ -88,7 +88,7 @@ def hunyuan_v4() -> PreTrainedModel:
     config = HYV4Config(
         **COMMON, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3, head_dim=8, n_routed_experts=4,
         num_experts_per_tok=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
-        index_topk=16, index_head_dim=16, index_n_heads=8, hc_mult=4,
+        index_topk=16, index_head_dim=16, index_n_heads=32, hc_mult=4,
     )  # fmt: skip
     target = HYV4ForCausalLM(config)
     with torch.no_grad():

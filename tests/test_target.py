@@ -218,6 +218,22 @@ def test_every_family_writes_its_own_text(family, length, chunk):
     assert torch.equal(family.generate(ids, **options), expected)
 
 
+def test_every_familys_cache_is_as_if_no_draft_had_been(family):
+    ids = prompt(14)
+    drafter = half_right(family, ids, max_new_tokens=24)
+    drafter.bind(family)
+    options = dict(do_sample=False, max_new_tokens=24, return_dict_in_generate=True)
+    out = family.generate(ids, assistant_model=drafter, **options)
+    cache, written = out.past_key_values, out.sequences
+    assert cache.get_seq_length() == written.shape[1] - 1 and drafter.last_stats.rounds > 1
+    turn = torch.cat([written[:, -1:], prompt(9, seed=3)], dim=1)
+    positions = torch.arange(written.shape[1] - 1, written.shape[1] + 9)[None]
+    with torch.no_grad():
+        after = family(turn, past_key_values=cache, position_ids=positions, use_cache=True).logits
+        whole = family(torch.cat([written[:, :-1], turn], dim=1)).logits[:, -10:]
+    torch.testing.assert_close(after, whole, atol=1e-3, rtol=1e-3)
+
+
 def test_every_family_passes_its_residual(family):
     ids, paths = prompt(9), describe(family).hc_mult
     with torch.no_grad(), capture_residual(family, [1, -1]) as captured:
@@ -265,6 +281,18 @@ def test_every_family_trains_a_drafter(family, tmp_path):
     expected = greedy(family, ids)
     drafter.eval().bind(family)
     assert torch.equal(greedy(family, ids, assistant_model=drafter), expected)
+
+
+def test_transformers_own_modes_work_on_linear_attention_but_not_as_assistant():
+    torch.manual_seed(0)
+    target, ids = qwen3_next().eval(), prompt(12)
+    ids = torch.cat([ids, ids[:, :7]], dim=1)
+    expected = greedy(target, ids)
+    bind(target)
+    assert torch.equal(greedy(target, ids, prompt_lookup_num_tokens=4), expected)
+    assistant = bind(qwen3_next().eval())
+    with pytest.raises(ValueError, match="has linear attention, which can take back the last forward only"):
+        greedy(target, ids, assistant_model=assistant)
 
 
 def test_images_are_refused():

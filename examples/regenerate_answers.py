@@ -20,9 +20,10 @@ from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from hf_hyperdflash.data import Message, load_rows, to_messages
+from hf_hyperdflash.target import load_target
 
 Answer = tuple[Message, bool]  # and whether it is cut off, so that it has no end to learn from
 
@@ -168,13 +169,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", help="default: bfloat16 on CUDA, else float32")
     parser.add_argument("--device-map", help="as for from_pretrained; default: the first CUDA device or the CPU")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the target brings along")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
     cuda = torch.cuda.is_available()
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
     if args.chat_template:
         tokenizer.chat_template = Path(args.chat_template).read_text()
     if not tokenizer.chat_template:
@@ -183,7 +185,7 @@ def main() -> None:
         raise SystemExit(f"--thinking: the tokenizer of {args.target} has no {END_THINK} token to end reasoning with.")
     dtype = args.dtype or ("bfloat16" if cuda else "float32")
     device_map = args.device_map or ("cuda:0" if cuda else "cpu")
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype, device_map=device_map).eval()
+    target = load_target(args.target, dtype=dtype, device_map=device_map, trust_remote_code=args.trust_remote_code)
     conversations = read_conversations(tokenizer, args)
     done = read_done(Path(args.output))
     todo = {c.name for c in conversations} - done.keys()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .modeling_hyperdflash import HCGateReducer, HyperDFlashDrafter, register_auto_classes
     from .modeling_mtp import DeepseekV4MTPDrafter
     from .prompt_lookup import PromptLookupDrafter
-    from .target import bind, capture_residual, unbind
+    from .target import bind, capture_residual, load_target, unbind
     from .trainer import HyperDFlashTrainer
     from .training_args import HyperDFlashTrainingArguments
 
@@ -49,6 +49,7 @@ _MODULE_OF = {
     "PromptLookupDrafter": "prompt_lookup",
     "bind": "target",
     "capture_residual": "target",
+    "load_target": "target",
     "unbind": "target",
     "HyperDFlashTrainer": "trainer",
     "HyperDFlashTrainingArguments": "training_args",
@@ -79,6 +80,7 @@ __all__ = [
     "examine",
     "export_dflash",
     "load_dflash",
+    "load_target",
     "make_rewindable",
     "measure_acceptance",
     "register_auto_classes",

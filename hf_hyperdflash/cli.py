@@ -58,6 +58,9 @@ Dtype = Annotated[
 ]
 DeviceMap = Annotated[Optional[str], typer.Option(help="Spread the target, for example auto.")]  # noqa: UP045
 Threads = Annotated[Optional[int], typer.Option(help="CPU threads.")]  # noqa: UP045
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the code that the target brings along.")
+]
 
 
 @app.command()
@@ -75,6 +78,7 @@ def generate(
     dtype: Dtype = None,
     device_map: DeviceMap = None,
     threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Answer a prompt with a drafter's help, as it is written, and say how well the drafter did."""
     import torch
@@ -82,7 +86,7 @@ def generate(
 
     from .data import encode_prompts
 
-    model, tokenizer = _load_target(target, dtype, device_map, threads)
+    model, tokenizer = _load_target(target, dtype, device_map, threads, trust_remote_code)
     ((_, assistant, _),) = _load_drafters(model, [drafter])
     if num_draft_tokens is not None:
         assistant.num_draft_tokens = assistant.check_num_draft_tokens(num_draft_tokens)
@@ -188,12 +192,13 @@ def doctor(
     dtype: Dtype = None,
     device_map: DeviceMap = None,
     threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Say whether a drafter fits a target, what it takes and gives, and what is wrong. Exit status 1 if anything is."""
     from .doctor import examine
     from .target import unbind
 
-    model, tokenizer = _load_target(target, dtype, device_map, threads)
+    model, tokenizer = _load_target(target, dtype, device_map, threads, trust_remote_code)
     assistant = _load_drafter(model, drafter)
     if not hasattr(assistant.config, "reducer"):
         raise ValueError(f"{drafter} is a {type(assistant).__name__}, expected a HyperDFlash or DFlash drafter.")
@@ -268,9 +273,10 @@ def benchmark(
     dtype: Dtype = None,
     device_map: DeviceMap = None,
     threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Compare drafters with the target alone and with each other, prompt by prompt (the paper's Tables 2 and 3)."""
-    model, tokenizer = _load_target(target, dtype, device_map, threads)
+    model, tokenizer = _load_target(target, dtype, device_map, threads, trust_remote_code)
     methods = [*_mtp(model, target, mtp or []), *_prompt_lookup(model, prompt_lookup or [])]
     methods += [_method(*part) for part in _load_drafters(model, drafter or [])]
     settings = _settings(suite, data, mode, temperature, limit, max_new_tokens, seed)
@@ -297,11 +303,12 @@ def sweep(
     dtype: Dtype = None,
     device_map: DeviceMap = None,
     threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Find the number of drafted tokens per round that is fastest on each suite."""
     from .report import recommendation
 
-    model, tokenizer = _load_target(target, dtype, device_map, threads)
+    model, tokenizer = _load_target(target, dtype, device_map, threads, trust_remote_code)
     methods = _mtp(model, target, tokens or list(range(1, 7))) if mtp else []
     for name, part, _ in _load_drafters(model, drafter or []):
         counts = tokens or range(1, getattr(part.config, "max_draft_tokens", 6) + 1)
@@ -311,19 +318,24 @@ def sweep(
     typer.echo(recommendation(results))
 
 
-def _load_target(target: str, dtype: str | None, device_map: str | None, threads: int | None) -> tuple[Any, Any]:
+def _load_target(
+    target: str, dtype: str | None, device_map: str | None, threads: int | None, trust_remote_code: bool
+) -> tuple[Any, Any]:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    from .target import bind
+    from .target import bind, load_target
 
     if threads:
         torch.set_num_threads(threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(
-        target, dtype=dtype or ("float32" if device == "cpu" else "auto"), device_map=device_map or device
+    model = load_target(
+        target,
+        dtype=dtype or ("float32" if device == "cpu" else "auto"),
+        device_map=device_map or device,
+        trust_remote_code=trust_remote_code,
     )
-    return bind(model.eval()), AutoTokenizer.from_pretrained(target)
+    return bind(model), AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)
 
 
 def _load_drafters(model: Any, named: list[str]) -> list[tuple[str, Any, int | None]]:
@@ -349,10 +361,12 @@ def _load_drafter(model: Any, path: str) -> Any:
     from .modeling_mtp import DeepseekV4MTPDrafter
 
     fields, _ = PreTrainedConfig.get_config_dict(path)
+    weight = model.get_output_embeddings().weight
+    device: Any = "cpu" if weight.is_meta else weight.device  # where the target's LM head is
     if "dflash_config" in fields or "speculators_model_type" in fields:
-        return load_dflash(path, target=model, dtype=model.dtype).to(model.device)
+        return load_dflash(path, target=model, dtype=model.dtype).to(device)
     kind: Any = DeepseekV4MTPDrafter if fields.get("model_type") == "deepseek_v4" else HyperDFlashDrafter
-    return kind.from_pretrained(path, dtype=model.dtype, device_map=model.device).eval()
+    return kind.from_pretrained(path, dtype=model.dtype, device_map={"": device}).eval()
 
 
 def _title(config: Any) -> str:

@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, cast
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from accelerate.utils import align_module_device
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACache
@@ -97,15 +97,15 @@ def _with_head(target: PreTrainedModel, trunk: Any) -> Collapse | None:
     head = getattr(trunk, "hc_head", None)
     if not isinstance(head, nn.Module):
         return None
-    paths, norm = trunk.config.hc_mult, trunk.norm
+    config, norm = _text_config(target), trunk.norm
     is_gated = hasattr(head, "hc_fn")
     return Collapse(
-        paths,
+        config.hc_mult,
         trunk.layers,
         lambda residual: norm(head(residual)),
         norm,
         (head, norm),
-        lambda: _read_gate(head, "hc_") if is_gated else _uniform_gate(paths, trunk.config),
+        lambda: _read_gate(head, "hc_") if is_gated else _uniform_gate(config),
     )
 
 
@@ -131,16 +131,16 @@ def _with_mixer(target: PreTrainedModel, trunk: Any) -> Collapse | None:
     if mixer is None:
         return None
     why = "its collapse weighs every channel of a path by itself, which one gate per path cannot express"
-    paths = trunk.config.hc_count
+    paths = _text_config(target).hc_count
     return Collapse(paths, trunk.layers, lambda residual: mixer(residual.flatten(2)), None, (mixer,), None, why)
 
 
 def _with_one_stream(target: PreTrainedModel, trunk: Any) -> Collapse | None:
     """Everything else that ends in a norm and an LM head."""
-    norm = getattr(trunk, "norm", None)
-    if norm is None or any(hasattr(trunk.config, name) for name in ("hc_mult", "hc_count")):
+    config, norm = _text_config(target), getattr(trunk, "norm", None)
+    if norm is None or any(hasattr(config, name) for name in ("hc_mult", "hc_count")):
         return None
-    why = f"a {trunk.config.model_type} target has one residual stream, and no gate that collapses several"
+    why = f"a {config.model_type} target has one residual stream, and no gate that collapses several"
     return Collapse(1, trunk.layers, lambda residual: norm(residual.squeeze(2)), norm, (norm,), None, why)
 
 
@@ -172,12 +172,12 @@ def _norm_eps(config: Any) -> float:
     return cast(float, getattr(config, "rms_norm_eps", getattr(config, "norm_eps", 1e-6)))
 
 
-def _uniform_gate(paths: int, config: Any) -> dict[str, torch.Tensor]:
+def _uniform_gate(config: Any) -> dict[str, torch.Tensor]:
     """The gate whose collapse is the mean of the paths, whatever they hold."""
-    half_open = torch.tensor(1 / paths - config.hc_eps).logit()
+    paths = config.hc_mult
     return {
         "hc_fn": torch.zeros(paths, paths * config.hidden_size),
-        "hc_base": half_open.repeat(paths),
+        "hc_base": torch.tensor(1 / paths - config.hc_eps).logit().repeat(paths),
         "hc_scale": torch.ones(1),
     }
 
@@ -234,6 +234,21 @@ class TargetFacts:
         if drafter_hidden_size != self.hidden_size:
             return f"the drafter's hidden size {drafter_hidden_size} differs from the target's {self.hidden_size}"
         return None
+
+
+def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) -> PreTrainedModel:
+    """Load a target of any family, in eval mode: a causal LM, or the multimodal class where a family has no other.
+
+    Args:
+        name: Path or Hub id.
+        trust_remote_code: Run the code that the target brings along.
+        **kwargs: As of `from_pretrained`.
+    """
+    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    kind: Any = AutoModelForCausalLM
+    if type(config) in AutoModelForImageTextToText._model_mapping and type(config) not in kind._model_mapping:
+        kind = AutoModelForImageTextToText
+    return cast(PreTrainedModel, kind.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs).eval())
 
 
 def describe(target: PreTrainedModel) -> TargetFacts:
@@ -461,8 +476,7 @@ class BoundTarget(_Mixed):
         if is_drafter(assistant_model):
             _check_request(input_ids, generation_config, synced_gpus, model_kwargs)
             assistant_model.check_target(self)
-            layers = collapse_of(cast(PreTrainedModel, self)).layers
-            with record_calls(layers), capture_residual(self, assistant_model.target_layer_ids) as residuals:
+            with _recording(self), capture_residual(self, assistant_model.target_layer_ids) as residuals:
                 return speculative_decoding(
                     self,
                     assistant_model,
@@ -477,7 +491,7 @@ class BoundTarget(_Mixed):
                     skip_padding=_shares_keys(cast(PreTrainedModel, self), model_kwargs["past_key_values"]),
                 )
         _check_stock_assistance(assistant_model, model_kwargs)
-        with record_calls(collapse_of(cast(PreTrainedModel, self)).layers):
+        with _recording(self):
             return super()._assisted_decoding(  # type: ignore[misc]
                 input_ids,
                 logits_processor=logits_processor,
@@ -563,6 +577,11 @@ def _unbound_class(bound: type) -> type:
 
 def _new_bound(own: type) -> Any:
     return object.__new__(_bound_class(own))
+
+
+def _recording(target: Any) -> AbstractContextManager[None]:
+    """What linear attention needs to be rewound; nothing for targets without."""
+    return record_calls(collapse_of(target).layers if "linear_attention" in _layer_kinds(target) else ())
 
 
 def _shares_keys(target: PreTrainedModel, cache: Cache) -> bool:

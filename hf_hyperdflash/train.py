@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from transformers import AutoTokenizer, HfArgumentParser
 
 from .data import encode_prompts, load_rows
 from .evaluation import AcceptanceCallback
 from .features import target_fingerprint
 from .model_card import TRAINING_RECORD
 from .modeling_hyperdflash import HyperDFlashDrafter
+from .target import load_target
 from .trainer import HyperDFlashTrainer
 from .training_args import HyperDFlashTrainingArguments
 
@@ -73,6 +74,7 @@ class ScriptArguments:
         default=None, metadata={"help": "unset for the checkpoint's on a GPU, else float32"}
     )
     device_map: str | None = field(default=None, metadata={"help": "spread the target, for example auto"})
+    trust_remote_code: bool = field(default=False, metadata={"help": "run the code that the target brings along"})
     save_dtype: str = field(default="bfloat16", metadata={"help": "number format of the finished drafter"})
 
 
@@ -141,11 +143,13 @@ def _public_name(source: str) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     script, args = parse(argv)
-    tokenizer = AutoTokenizer.from_pretrained(script.target)
+    tokenizer = AutoTokenizer.from_pretrained(script.target, trust_remote_code=script.trust_remote_code)
     if script.chat_template:
         tokenizer.chat_template = Path(script.chat_template).read_text()
     dtype = script.target_dtype or ("auto" if torch.cuda.is_available() else "float32")
-    target = AutoModelForCausalLM.from_pretrained(script.target, dtype=dtype, device_map=script.device_map)
+    target = load_target(
+        script.target, dtype=dtype, device_map=script.device_map, trust_remote_code=script.trust_remote_code
+    )
     torch.manual_seed(args.seed)
     drafter = load_drafter(script, target, tokenizer)
     prints = target_fingerprint(target)

@@ -6,7 +6,9 @@ from typer.testing import CliRunner
 from hf_hyperdflash.cli import app
 from hf_hyperdflash.cli import run as entry_point
 
-from .conftest import MODELS
+from .conftest import MODELS, tiny_drafter
+from .families import deepseek_v4_remote_code, glm5_next
+from .test_doctor import characters
 
 TARGET, DRAFTER = str(MODELS / "tiny-deepseek-v4"), str(MODELS / "tiny-deepseek-v4-hyperdflash")
 
@@ -70,3 +72,17 @@ def test_what_the_user_can_mend_is_said_in_one_line(monkeypatch, capsys, tmp_pat
     printed = capsys.readouterr().err
     assert ended.value.code == 1 and message in printed and "Traceback" not in printed
     assert not list(tmp_path.iterdir())  # refused before anything was written
+
+
+@pytest.mark.parametrize(("family", "flags"), [(deepseek_v4_remote_code, ["--trust-remote-code"]), (glm5_next, [])])
+def test_other_families_are_loaded_by_name(tmp_path, family, flags):
+    """Remote code, and a family that has only a multimodal class."""
+    target = family()
+    target.save_pretrained(tmp_path / "target")
+    characters().save_pretrained(tmp_path / "target")
+    tiny_drafter(target).save_pretrained(tmp_path / "drafter")
+    pair = ["--target", tmp_path / "target", "--drafter", tmp_path / "drafter", "--max-new-tokens", 8, *flags]
+    assert "verification rounds" in run("generate", *pair, "what is 2?")
+    if flags:
+        refused = CliRunner().invoke(app, [str(x) for x in ["generate", *pair[:-1], "what is 2?"]])
+        assert refused.exit_code != 0 and "trust_remote_code" in str(refused.exception)

@@ -245,7 +245,7 @@ class _Decoding:
     def skip_padding(self) -> None:
         """Take the padding on the left out of what the target is given; the caller's ids keep it."""
         mask = self.kwargs.get("attention_mask")
-        if mask is not None and self.cache.get_seq_length() == 0:
+        if mask is not None and mask.ndim == 2 and self.cache.get_seq_length() == 0:
             self.padding = int(mask[0].long().argmax())
         if self.padding:
             setattr(self.cache, _PADDING_ATTRIBUTE, self.padding)

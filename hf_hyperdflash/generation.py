@@ -7,7 +7,7 @@ four-dimensional hidden states.
 
 from __future__ import annotations
 
-import threading
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -291,30 +291,30 @@ class _Decoding:
     # Verify
 
     def prefill(self, ids: torch.Tensor) -> Any:
-        """Run the part of the prompt that is not in the cache yet, in chunks where the caller asks for them."""
+        """Run the part of the prompt that is not in the cache yet. In chunks, where the caller asks for them, of which each
+        reaches the drafter before the next is run, so that a long prompt's residual is never held whole."""
         ids = ids[:, self.padding :]
-        self.prompt_length = ids.shape[1]
-        thread = threading.get_ident()
-
-        def after_forward(module: Any, args: Any, outputs: Any) -> None:
-            if threading.get_ident() == thread:  # another thread may be generating on the same target
-                self.extend_by_chunk(ids, outputs.past_key_values.get_seq_length())
-
-        handle = self.target.register_forward_hook(after_forward)
-        try:
-            # A copy: with chunks it shortens mask and positions to what was fed so far.
-            outputs = self.target._prefill(ids, self.config, dict(self.kwargs))
-        finally:
-            handle.remove()
-        if outputs.past_key_values is not self.cache:  # remote code may make a cache of its own
-            self.cache = self.kwargs["past_key_values"] = check_cache(outputs.past_key_values)
+        self.prompt_length = length = ids.shape[1]
+        chunk = self.config.prefill_chunk_size or length
+        for end in [*range(self.cache.get_seq_length() + chunk, length, chunk), length]:
+            outputs = self.feed_prompt(ids[:, :end], length - end)
+            if end < length and self.residuals:
+                self.extend(ids, end)
         self.cache.activate_past_recording()  # after the prompt: there is nothing in it to take back
         return outputs
 
-    def extend_by_chunk(self, ids: torch.Tensor, end: int) -> None:
-        """Give the drafter what a part of the prompt left, so that a long prompt's residual is never held whole."""
-        if end < ids.shape[1] and self.residuals:
-            self.extend(ids, end)
+    def feed_prompt(self, ids: torch.Tensor, rest: int) -> Any:
+        """Run what of `ids` is not in the cache; `rest` tokens of the prompt come later."""
+        config, kwargs = copy.copy(self.config), dict(self.kwargs)
+        # Not transformers' own chunks, which before 5.20 or so feed what is in the cache again.
+        config.prefill_chunk_size, config._mask_length = None, ids.shape[1]
+        for name in ("attention_mask", "position_ids"):
+            if rest and kwargs.get(name) is not None:
+                kwargs[name] = kwargs[name][..., :-rest]
+        outputs = self.target._prefill(ids, config, kwargs)
+        if outputs.past_key_values is not self.cache:  # remote code may make a cache of its own
+            self.cache = self.kwargs["past_key_values"] = check_cache(outputs.past_key_values)
+        return outputs
 
     def verify(self, ids: torch.Tensor, drafts: torch.Tensor) -> Any:
         """One forward of the target over the anchor and the drafts: logits `[1, drafts + 1, config.vocab_size]`."""

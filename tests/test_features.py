@@ -187,8 +187,8 @@ def test_float8_is_as_close_as_its_three_mantissa_bits_allow(target, tmp_path):
 
 @pytest.mark.parametrize("size", [0.0, 1e-44, 7e-43, 1e-39, 3e38])
 def test_float8_survives_streams_of_any_size(target, tmp_path, size):
-    head_input = target.model.hc_head.register_forward_pre_hook(  # before the feature is read
-        lambda module, args: (args[0].clone().index_fill_(2, torch.tensor([1]), size),)
+    head_input = target.model.layers[-1].register_forward_hook(  # before the feature is read
+        lambda module, args, output: output.clone().index_fill_(2, torch.tensor([1]), size)
     )
     cache = write(tmp_path, target, make_rows([(9,)]), dtype="float8")
     head_input.remove()

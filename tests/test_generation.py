@@ -254,7 +254,7 @@ def test_left_padding_changes_nothing(wide, chunk):
     mask[:, :4] = 0
     options = dict(do_sample=False, max_new_tokens=12, repetition_penalty=1.2, prefill_chunk_size=chunk)
     expected = wide.generate(ids, **options)
-    drafter = half_right(wide, ids, **options)
+    drafter = half_right(wide, ids, max_new_tokens=12, repetition_penalty=1.2)
     out = wide.generate(padded, attention_mask=mask, assistant_model=drafter, return_dict_in_generate=True, **options)
     assert torch.equal(out.sequences[:, :4], padded[:, :4]) and torch.equal(out.sequences[:, 4:], expected)
     _, context = out.past_key_values._hyperdflash_context

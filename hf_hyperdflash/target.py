@@ -609,7 +609,11 @@ def _check_request(
     check_cache(model_kwargs["past_key_values"])
     if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("HyperDFlash drafts from token ids: pass `input_ids`, not `inputs_embeds`.")
-    media = [name for name, value in model_kwargs.items() if name.startswith(_MEDIA) and value]
+    media = [
+        name
+        for name, value in model_kwargs.items()
+        if name.startswith(_MEDIA) and (isinstance(value, torch.Tensor) or value)
+    ]
     if media:
         raise ValueError(f"HyperDFlash drafts text only: leave {media} out, or generate without `assistant_model`.")
     _check_continuation(input_ids.shape[1], generation_config, model_kwargs)

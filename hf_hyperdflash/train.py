@@ -26,7 +26,7 @@ from .evaluation import AcceptanceCallback
 from .features import target_fingerprint
 from .model_card import TRAINING_RECORD
 from .modeling_hyperdflash import HyperDFlashDrafter
-from .target import load_target
+from .target import describe, load_target
 from .trainer import HyperDFlashTrainer
 from .training_args import HyperDFlashTrainingArguments
 
@@ -96,7 +96,7 @@ def load_drafter(script: ScriptArguments, target: Any, tokenizer: Any) -> HyperD
         target,
         reducer=script.reducer,
         target_layer_ids=script.target_layer_ids,
-        sliding_window=min(script.sliding_window, target.config.max_position_embeddings),
+        sliding_window=min(script.sliding_window, describe(target).max_position_embeddings),
         mask_token_id=mask_token_id,
         num_draft_tokens=script.num_draft_tokens,
         num_hidden_layers=script.layers,

@@ -40,7 +40,8 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 from .conftest import tiny_target
 
 LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
-# An LM head of full row rank (hidden = vocabulary): its drafters can be told what to draft.
+# Many index heads: with few, several tokens score exactly zero, and which of them stock indexers choose depends on how a
+# text is cut into forwards. An LM head of full row rank (hidden = vocabulary): its drafters can be told what to draft.
 COMMON = dict(
     vocab_size=64, hidden_size=64, num_attention_heads=4, max_position_embeddings=1024, initializer_range=0.2,
     bos_token_id=None, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
@@ -53,14 +54,14 @@ DELTA_NET = dict(
 GLM_TEXT = dict(
     **COMMON, intermediate_size=48, moe_intermediate_size=16, num_key_value_heads=4, num_hidden_layers=4,
     n_routed_experts=4, num_experts_per_tok=2, kv_lora_rank=16, q_lora_rank=16, v_head_dim=16, qk_nope_head_dim=16,
-    index_topk=16, index_head_dim=8, index_n_heads=4, index_kpool=4, linear_head_dim=8, linear_num_heads=4,
+    index_topk=16, index_head_dim=8, index_n_heads=32, index_kpool=4, linear_head_dim=8, linear_num_heads=4,
     layer_types=[LINEAR, FULL, FULL, LINEAR], indexer_types=["full", "full", "shared", "full"],
     mlp_layer_types=["dense", "sparse", "sparse", "sparse"], hc_mult=4,
 )  # fmt: skip
 QWEN4_TEXT = dict(
     **{**COMMON, "eos_token_id": 1}, **MOE, **DELTA_NET, num_hidden_layers=4, hc_count=4, hc_lowrank=8,
     layer_types=[LINEAR, FULL, LINEAR, FULL], ple_layer_ids=[1], ple_embed_dim=32, heads_per_ngram=2,
-    ngram_vocab_size_base=50, make_ngram_vocab_size_divisible_by=8, split_ngram_parts=1, indexer_n_heads=2,
+    ngram_vocab_size_base=50, make_ngram_vocab_size_divisible_by=8, split_ngram_parts=1, indexer_n_heads=16,
     indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=16, indexer_compress_ratio=4,
     rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
 )  # fmt: skip

@@ -5,6 +5,7 @@ from typer.testing import CliRunner
 
 from hf_hyperdflash.cli import app
 from hf_hyperdflash.cli import run as entry_point
+from hf_hyperdflash.train import main as train_main
 
 from .conftest import MODELS, tiny_drafter
 from .families import deepseek_v4_remote_code, glm5_next
@@ -83,6 +84,18 @@ def test_other_families_are_loaded_by_name(tmp_path, family, flags):
     tiny_drafter(target).save_pretrained(tmp_path / "drafter")
     pair = ["--target", tmp_path / "target", "--drafter", tmp_path / "drafter", "--max-new-tokens", 8, *flags]
     assert "verification rounds" in run("generate", *pair, "what is 2?")
+    rows = [
+        {"messages": [{"role": "user", "content": f"what is {i}?"}, {"role": "assistant", "content": f"it is {i}."}]}
+        for i in range(12)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    arguments = [
+        "--target", pair[1], "--dataset", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "trained", "--layers", 1,
+        "--max_steps", 2, "--eval_rows", 2, "--eval_prompts", 1, "--eval_max_new_tokens", 4, "--report_to", "none",
+        "--use_cpu", *(["--trust_remote_code"] if flags else []),
+    ]  # fmt: skip
+    train_main(list(map(str, arguments)))
+    assert (tmp_path / "trained" / "model.safetensors").exists()
     if flags:
         refused = CliRunner().invoke(app, [str(x) for x in ["generate", *pair[:-1], "what is 2?"]])
         assert refused.exit_code != 0 and "trust_remote_code" in str(refused.exception)

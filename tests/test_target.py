@@ -209,7 +209,7 @@ def test_every_family_writes_its_own_text(family, length, chunk):
         expected = family.generate(ids, **{**options, "prefill_chunk_size": None})
     else:
         expected = family.generate(ids, **options)
-    for drafter in (tiny_drafter(family), half_right(family, ids, max_new_tokens=30)):
+    for drafter in (tiny_drafter(family), half_right(family, ids, max_new_tokens=48)):
         drafter.bind(family)
         assert torch.equal(family.generate(ids, assistant_model=drafter, **options), expected)
     stats = drafter.last_stats

@@ -150,7 +150,7 @@ class RemoteV4ForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self):
         return self.head
 
-    def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, past_key_values=None, **kwargs):
+    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **kwargs):
         # The cache that `generate` prepares is not this model's: it is left out, and a new one made on first use.
         cache = past_key_values if isinstance(past_key_values, RemoteV4Cache) else RemoteV4Cache()
         new = input_ids[:, cache.get_seq_length() :]

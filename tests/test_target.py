@@ -22,12 +22,13 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hf_hyperdflash import HyperDFlashTrainer, HyperDFlashTrainingArguments, bind, capture_residual, unbind
+from hf_hyperdflash import bind, capture_residual, unbind
 from hf_hyperdflash.target import BoundTarget, _like, check_teacher, collapse_of, describe, logits_of, teacher_states
 
 from .conftest import half_right, prompt, qwen3, tiny_drafter, tiny_target
 from .families import FAMILIES, REWINDABLE_QWEN4, glm5_next, qwen3_next, qwen4_exp
 from .test_modeling_mtp import quantize_fp4, quantize_fp8
+from .test_trainer import losses, trainer_for
 
 
 def greedy(target, ids, **kwargs):
@@ -267,17 +268,15 @@ def test_every_family_hands_its_gate_down_or_says_why_not(family, caplog):
 
 def test_every_family_trains_a_drafter(family, tmp_path):
     drafter = tiny_drafter(family, num_hidden_layers=1)
-    rows = Dataset.from_list([{"input_ids": prompt(24, seed)[0].tolist(), "loss_mask": [1] * 24} for seed in range(4)])
-    arguments = HyperDFlashTrainingArguments(
-        output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=20, logging_steps=1, learning_rate=2e-2,
-        num_anchors=8, report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True, max_length=64,
-        dataloader_pin_memory=False, warmup_steps=1,
-    )  # fmt: skip
+    documents = Dataset.from_list([{"input_ids": prompt(24, i)[0].tolist(), "loss_mask": [1] * 24} for i in range(4)])
     before = [p.clone() for p in family.parameters()]
-    trainer = HyperDFlashTrainer(drafter, family, arguments, train_dataset=rows)
+    trainer = trainer_for(
+        tmp_path, family, drafter, documents, per_device_train_batch_size=4, max_steps=20, learning_rate=2e-2,
+        num_anchors=8, warmup_steps=1,
+    )  # fmt: skip
     trainer.train()
-    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    assert losses[-1] < 0.92 * losses[0]
+    falling = losses(trainer)
+    assert falling[-1] < 0.92 * falling[0]
     assert all(torch.equal(old, new) for old, new in zip(before, family.parameters()))
     ids = prompt(12)
     expected = greedy(family, ids)

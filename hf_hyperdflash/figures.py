@@ -23,7 +23,7 @@ def acceptance_figure(pooled: Sequence[Row]) -> Any:
     Raises:
         ImportError: If matplotlib is not installed.
     """
-    figure, panels = _panels(pooled, "Draft position", "Acceptance, share of rounds", (4.8, 3.6))
+    figure, panels = _panels(pooled, "Draft position", "Acceptance, share of rounds", (4.8, 3.6), shared=True)
     styles = _styles(pooled)
     for axes, rows in panels:
         for row in rows:
@@ -58,8 +58,7 @@ def speedup_figure(rows: Sequence[Row]) -> Any:
                 axes.plot(tau, speedup, markersize=10, markeredgecolor="white", zorder=4, **styles[method])
                 labels.append((axes, method, (tau, speedup)))
         axes.margins(0.1)
-    for axes, _ in panels:  # after all of them: they share their limits
-        _draw_efficiencies(axes, rows)
+        _draw_efficiencies(axes, of_panel)
     figure.supxlabel("small: a suite; large: average over suites; dashed: equal speedup / τ", fontsize=9)
     _place(figure, labels)
     return figure
@@ -75,9 +74,9 @@ def _styles(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
 
 def _panels(
-    rows: Sequence[Row], xlabel: str, ylabel: str, size: tuple[float, float], pad: float = 6
+    rows: Sequence[Row], xlabel: str, ylabel: str, size: tuple[float, float], pad: float = 6, shared: bool = False
 ) -> tuple[Any, list[Any]]:
-    """A figure and its panels, each with its rows: modes downwards, temperatures across."""
+    """A figure and its panels, each with its rows: modes downwards, temperatures across; `shared` limits or each its own."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -86,7 +85,7 @@ def _panels(
     modes, heats = list(dict.fromkeys(row.mode for row in rows)), temperatures(rows)
     figure = Figure((size[0] * len(heats), size[1] * len(modes) + 0.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.subplots(len(modes), len(heats), sharex=True, sharey=True, squeeze=False)
+    grid = figure.subplots(len(modes), len(heats), sharex=shared, sharey=shared, squeeze=False)
     panels = []
     for mode, line in zip(modes, grid):
         for heat, axes in zip(heats, line):

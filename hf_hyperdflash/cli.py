@@ -114,7 +114,7 @@ def train(context: typer.Context) -> None:
     """Train a drafter for a target. All flags of transformers' TrainingArguments and more: `train --help` lists them."""
     from .train import main as run_training
 
-    run_training(context.args)
+    run_training(context.args, context.command_path)
 
 
 @app.command()

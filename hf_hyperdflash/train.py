@@ -78,9 +78,9 @@ class ScriptArguments:
     save_dtype: str = field(default="bfloat16", metadata={"help": "number format of the finished drafter"})
 
 
-def parse(argv: list[str] | None) -> tuple[ScriptArguments, HyperDFlashTrainingArguments]:
+def parse(argv: list[str] | None, prog: str | None = None) -> tuple[ScriptArguments, HyperDFlashTrainingArguments]:
     kinds: Any = (ScriptArguments, HyperDFlashTrainingArguments)
-    parser = HfArgumentParser(kinds, description=__doc__.split("\n")[0])
+    parser = HfArgumentParser(kinds, prog=prog, description=__doc__.split("\n")[0])
     stage = ArgumentParser(add_help=False, allow_abbrev=False)
     stage.add_argument("--stage", type=int, default=1)
     parser.set_defaults(**STAGES.get(stage.parse_known_args(argv)[0].stage, {}))
@@ -141,8 +141,8 @@ def _public_name(source: str) -> str:
     return Path(source).name if Path(source).exists() else source
 
 
-def main(argv: list[str] | None = None) -> None:
-    script, args = parse(argv)
+def main(argv: list[str] | None = None, prog: str | None = None) -> None:
+    script, args = parse(argv, prog)
     tokenizer = AutoTokenizer.from_pretrained(script.target, trust_remote_code=script.trust_remote_code)
     if script.chat_template:
         tokenizer.chat_template = Path(script.chat_template).read_text()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from hf_hyperdflash import HyperDFlashDrafter
 
@@ -69,17 +69,6 @@ def tiny_target(seed: int = 0, **fields) -> DeepseekV4ForCausalLM:
         head.hc_base.normal_()
         head.hc_scale.fill_(1.3)
     return target
-
-
-def qwen3() -> Qwen3ForCausalLM:
-    """A target with one residual stream."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=512, initializer_range=0.2, bos_token_id=None,
-        eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config).eval()
 
 
 def tiny_drafter(target, **fields) -> HyperDFlashDrafter:

@@ -16,7 +16,8 @@ from hf_hyperdflash.data import encode_prompts
 from hf_hyperdflash.doctor import PROMPTS, examine
 from hf_hyperdflash.features import target_fingerprint
 
-from .conftest import MODELS, qwen3
+from .conftest import MODELS
+from .families import qwen3
 
 TARGET, DRAFTER = MODELS / "tiny-deepseek-v4", MODELS / "tiny-deepseek-v4-hyperdflash"
 FEW = {"prompts": PROMPTS[:2], "max_new_tokens": 20}
@@ -70,7 +71,8 @@ def characters() -> PreTrainedTokenizerFast:
 
 def test_layers_counted_from_another_number(tmp_path):
     """A vanilla drafter, trained on what the target answers to the doctor's own prompts."""
-    target, tokenizer = qwen3(), characters()
+    torch.manual_seed(0)
+    target, tokenizer = qwen3().eval(), characters()
     rows = []
     for ids in encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": text}]} for text in PROMPTS]):
         text = target.generate(ids, max_new_tokens=40, do_sample=False)[0].tolist()

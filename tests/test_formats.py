@@ -13,7 +13,8 @@ from hf_hyperdflash.cli import app
 from hf_hyperdflash.formats import export_dflash, load_dflash
 from hf_hyperdflash.target import capture_residual
 
-from .conftest import prompt, qwen3, tiny_drafter, tiny_target
+from .conftest import prompt, tiny_drafter, tiny_target
+from .families import qwen3
 from .oracle_dflash import speculators_logits, write_speculators, write_zlab, zlab_logits
 
 SHAPE = {"block_size": 5, "mask_token_id": 1}
@@ -32,7 +33,8 @@ SPECULATORS = [
 
 @pytest.fixture
 def target():
-    return qwen3()
+    torch.manual_seed(0)
+    return qwen3().eval()
 
 
 @torch.no_grad()
@@ -179,7 +181,7 @@ def test_drafts_are_those_of_transformers_own_dflash_path(target, monkeypatch):
     drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[0, 2], sliding_window=None, **fields)
     assistant = MuseGlimmerAssistantModel(
         MuseGlimmerAssistantConfig(
-            **fields, hidden_size=32, target_layer_ids=[0, 2], block_size=7, mask_token_id=1, rms_norm_eps=1e-6,
+            **fields, hidden_size=64, target_layer_ids=[0, 2], block_size=7, mask_token_id=1, rms_norm_eps=1e-6,
             sliding_window=4096, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         )
     ).eval()  # fmt: skip

@@ -25,8 +25,8 @@ from transformers import (
 from hf_hyperdflash import bind, capture_residual, unbind
 from hf_hyperdflash.target import BoundTarget, _like, check_teacher, collapse_of, describe, logits_of, teacher_states
 
-from .conftest import half_right, prompt, qwen3, tiny_drafter, tiny_target
-from .families import FAMILIES, REWINDABLE_QWEN4, glm5_next, qwen3_next, qwen4_exp
+from .conftest import half_right, prompt, tiny_drafter, tiny_target
+from .families import FAMILIES, REWINDABLE_QWEN4, glm5_next, qwen3, qwen3_next, qwen4_exp
 from .test_modeling_mtp import quantize_fp4, quantize_fp8
 from .test_trainer import losses, trainer_for
 
@@ -333,7 +333,7 @@ def test_a_mean_needs_a_norm_after_it():
 
 def test_compiled_layers_pass_their_residual():
     """Hooks that come after compilation run, and find what belongs to this capture."""
-    target, ids = qwen3(), prompt(9)
+    target, ids = qwen3().eval(), prompt(9)
     with torch.no_grad(), capture_residual(target, [0, -1]) as expected:
         target(ids)
         target(ids[:, :5])

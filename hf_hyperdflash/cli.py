@@ -375,7 +375,10 @@ def _title(config: Any) -> str:
         return "MTP"
     if config.reducer == "hybrid":
         return "HyperDFlash hybrid"
-    return "HyperDFlash" if config.reducer == "hc_gate" else "Vanilla DFlash"
+    if config.reducer != "hc_gate":
+        return "Vanilla DFlash"
+    layers = config.target_layer_ids
+    return "HyperDFlash" if layers == [-1] else f"HyperDFlash on {', '.join(map(str, layers))}"
 
 
 def _method(name: str, drafter: Any, count: int | None = None) -> Method:

@@ -9,8 +9,11 @@ import numpy as np
 
 from .summary import MODES, Row, averages, temperatures
 
-# Okabe and Ito's colours, to be told apart by colour-blind readers; seven and eight, so that pairs repeat only after 56.
-_COLOURS = ("#0072B2", "#E69F00", "#CC79A7", "#56B4E9", "#D55E00", "#009E73", "#000000", "#8C6D31")
+# Okabe and Ito's colours, to be told apart by colour-blind readers, and two more. Nine beside eight markers: pairs repeat
+# only after 72.
+_COLOURS = (
+    "#0072B2", "#E69F00", "#CC79A7", "#56B4E9", "#D55E00", "#009E73", "#000000", "#8C6D31", "#6A3D9A",
+)  # fmt: skip
 _MARKERS = ("o", "s", "^", "v", "D", "P", "X", "*")
 
 
@@ -55,7 +58,8 @@ def speedup_figure(rows: Sequence[Row]) -> Any:
         for method in dict.fromkeys(row.method for row in of_panel):
             speedup, tau = means.get((of_panel[0].mode, of_panel[0].temperature, method), (None, None))
             if speedup is not None and tau is not None:
-                axes.plot(tau, speedup, markersize=10, markeredgecolor="white", zorder=4, **styles[method])
+                rim = {"markeredgecolor": "white", "markeredgewidth": 0.5}
+                axes.plot(tau, speedup, markersize=9, zorder=4, **rim, **styles[method])
                 labels.append((axes, method, (tau, speedup)))
         axes.margins(0.1)
         _draw_efficiencies(axes, of_panel)
@@ -131,7 +135,7 @@ def _place(figure: Any, labels: list[tuple[Any, str, tuple[float, float]]]) -> N
     for axes, text, point in labels:
         note = axes.annotate(text, point, (0, 0), arrowprops=arrow, **style)
         box, centre = note.get_window_extent(renderer).padded(2 * pixels), axes.transData.transform(point)
-        averages_here = [_square(axes, at, 14 * pixels) for other, _, at in labels if other is axes]
+        averages_here = [_square(axes, at, 12 * pixels) for other, _, at in labels if other is axes]
         suites = [_square(axes, at, 6 * pixels) for line in axes.lines for at in line.get_xydata() if line.get_alpha()]
         best: tuple[float, Any, list[Any]] = (np.inf, None, [])
         for offset in _offsets(box.width / pixels, box.height / pixels):

@@ -499,6 +499,14 @@ def test_pictures_show_the_figures(tmp_path):
                 assert tuple(curve.get_xydata()[0]) == (0, 0)
 
 
+def test_every_method_has_its_own_colour_and_marker(tmp_path):
+    methods = [f"Method {i} (6)" for i in range(20)]
+    lines = [line(method) for method in [PLAIN, *methods]]
+    pooled = pool(load(written(tmp_path / "r", lines, settings([PLAIN, *methods]))))
+    for axes in acceptance_figure(pooled).axes:
+        assert len({(curve.get_color(), curve.get_marker()) for curve in axes.lines}) == len(methods)
+
+
 def test_report_is_written_whole(tmp_path):
     write_report(written(tmp_path / "r", realistic(0, modes=("non-think",))), tmp_path / "new" / "folder")
     files = {path.name for path in (tmp_path / "new" / "folder").iterdir()}

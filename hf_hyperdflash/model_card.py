@@ -139,8 +139,9 @@ def drafter_card(
 
 def _layers(config: HyperDFlashConfig) -> str:
     ids = config.target_layer_ids or []
-    before = ", ".join(str(layer) for layer in ids if layer != -1)
-    parts = [f"the residual paths after layer{'s' if ',' in before else ''} {before}"] if before else []
+    before = [str(layer) for layer in ids if layer != -1]
+    named = " and ".join(filter(None, [", ".join(before[:-1]), *before[-1:]]))
+    parts = [f"the residual paths after layer{'s' if len(before) > 1 else ''} {named}"] if before else []
     return " and ".join([*parts, *(["the pre-collapse residual"] if -1 in ids else [])])
 
 

@@ -1,5 +1,6 @@
 """Model cards: facts only, readable by the Hub, with a snippet that runs."""
 
+import csv
 import json
 import os
 import re
@@ -65,8 +66,7 @@ def test_a_benchmark_fills_tables_and_the_model_index(saved, tmp_path):
     read = ModelCard.load(tmp_path / "card.md")  # as the Hub reads it
     by_name = {(r.dataset_name, r.metric_name): r.metric_value for r in read.data.eval_results}
     with (RESULTS / "summary.csv").open() as file:
-        header, *lines = (line.rstrip("\n").split(",") for line in file)
-    rows = [dict(zip(header, line)) for line in lines]
+        rows = list(csv.DictReader(file))
     row = next(r for r in rows if (r["suite"], r["method"], r["temperature"]) == ("gsm8k", METHOD, "0.0"))
     assert by_name["GSM8K", "tau, non-think, temperature 0"] == round(float(row["tau"]), 3)
     assert by_name["GSM8K", "speedup, non-think, temperature 0"] == round(float(row["speedup"]), 3)

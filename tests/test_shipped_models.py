@@ -70,7 +70,7 @@ def test_the_gate_came_from_the_target(shipped):
     assert drafter.config.reducer == "hc_gate" and drafter.config.target_layer_ids == [1, 3]
     started_as = target.model.hc_head.hc_fn.repeat(2, 1)  # the gate of both layers
     cosine = torch.cosine_similarity(drafter.hc_gate.hc_fn.flatten(), started_as.flatten(), dim=0)
-    assert cosine > 0.1, cosine  # training moves it far; two random gates have 0.01
+    assert cosine > 0.2  # of two random gates: 0.01
 
 
 def test_size():

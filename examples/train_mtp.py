@@ -38,6 +38,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--warmup-steps", type=int, default=50)
     parser.add_argument("--max-length", type=int, default=512)
+    parser.add_argument("--save-steps", type=int, default=500, help="a killed run goes on from its last such step")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -75,8 +76,17 @@ def main() -> None:
         optimizer,
         lambda i: min(1, (i + 1) / args.warmup_steps) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * i / args.steps))),
     )
-    with tqdm(total=args.steps, unit="step") as progress:
-        for batch in islice(chain.from_iterable(repeat(loader)), args.steps):
+    checkpoint, done = Path(args.output) / "checkpoint.pt", 0
+    checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    states = {"drafter": drafter, "optimizer": optimizer, "schedule": schedule}
+    if checkpoint.exists():
+        saved = torch.load(checkpoint, weights_only=True)
+        done = saved.pop("step")
+        for name, state in saved.items():
+            states[name].load_state_dict(state)
+        torch.manual_seed(args.seed + done)  # not the rows of the first steps again
+    with tqdm(total=args.steps, initial=done, unit="step") as progress:
+        for batch in islice(chain.from_iterable(repeat(loader)), args.steps - done):
             losses = chain_losses(drafter, target, batch, args.steps_ahead)
             sum(math.exp(-j / args.step_decay) * loss for j, loss in enumerate(losses)).backward()
             torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
@@ -86,8 +96,13 @@ def main() -> None:
             progress.update()
             if progress.n % 20 == 0:
                 progress.set_postfix_str(" ".join(f"{loss.item():.2f}" for loss in losses))
+            if progress.n % args.save_steps == 0 and progress.n < args.steps:
+                saved = {name: state.state_dict() for name, state in states.items()}
+                torch.save(saved | {"step": progress.n}, checkpoint.with_suffix(".new"))
+                checkpoint.with_suffix(".new").replace(checkpoint)  # whole or not at all
     drafter.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
+    checkpoint.unlink(missing_ok=True)
     print(f"Saved to {args.output}: loss of each step {' '.join(f'{loss.item():.2f}' for loss in losses)}")
 
 

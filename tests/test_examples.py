@@ -77,8 +77,9 @@ def test_from_text_to_a_working_pair(tmp_path):
     lines = (tmp_path / "grid" / "grid.csv").read_text().splitlines()
     assert len(lines) == 1 + 8 and all(float(line.rsplit(",", 1)[1]) >= 1 for line in lines[1:])
 
-    tuned = ["--steps", 2, "--steps-ahead", 2, "--max-length", 64, "--output", tmp_path / "mtp"]
+    tuned = ["--steps", 2, "--save-steps", 1, "--steps-ahead", 2, "--max-length", 64, "--output", tmp_path / "mtp"]
     run("train_mtp.py", "--target", target_dir, "--dataset", answers, *tuned)
+    assert not (tmp_path / "mtp" / "checkpoint.pt").exists()  # only a killed run leaves one
     mtp = DeepseekV4MTPDrafter.from_pretrained(tmp_path / "mtp", dtype=torch.float32)
     native = DeepseekV4MTPDrafter.from_target(target_dir, dtype=torch.float32)
     assert mtp.e_proj.weight.shape == native.e_proj.weight.shape and not torch.equal(

@@ -320,9 +320,12 @@ def _run_facts(target: Any, methods: Sequence[Method], settings: BenchmarkSettin
 def _describe(method: Method) -> str:
     if method.drafter is None:
         return "one token per forward"
-    name = type(method.drafter).__name__
-    config = method.drafter.config
-    return f"{name}, {config.reducer} over layers {config.target_layer_ids}" if hasattr(config, "reducer") else name
+    drafter, facts = method.drafter, [type(method.drafter).__name__]
+    if hasattr(drafter.config, "reducer"):
+        facts.append(f"{drafter.config.reducer} over layers {drafter.config.target_layer_ids}")
+    if hasattr(drafter, "num_parameters"):
+        facts.append(f"{drafter.num_parameters():,} parameters")  # rivals of unequal size are easily overlooked
+    return ", ".join(facts)
 
 
 def commit() -> str | None:

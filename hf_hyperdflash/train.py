@@ -58,6 +58,9 @@ class ScriptArguments:
     eval_prompts: int = field(default=32, metadata={"help": "held-out prompts generated from; 0 for none"})
     eval_max_new_tokens: int = field(default=128, metadata={"help": "tokens generated per prompt"})
     layers: int = field(default=5, metadata={"help": "layers of a new drafter"})
+    intermediate_size: int | None = field(
+        default=None, metadata={"help": "width of a new drafter's MLPs; unset for three times its hidden size"}
+    )
     reducer: str | None = field(
         default=None, metadata={"help": "hc_gate, fc, hybrid or stream_mean; unset for the gate where it can be"}
     )
@@ -92,6 +95,7 @@ def load_drafter(script: ScriptArguments, target: Any, tokenizer: Any) -> HyperD
     if script.drafter:
         return HyperDFlashDrafter.from_pretrained(script.drafter, dtype=torch.float32)
     mask_token_id = tokenizer.mask_token_id if script.mask_token_id is None else script.mask_token_id
+    width = {} if script.intermediate_size is None else {"intermediate_size": script.intermediate_size}
     return HyperDFlashDrafter.from_target(
         target,
         reducer=script.reducer,
@@ -102,6 +106,7 @@ def load_drafter(script: ScriptArguments, target: Any, tokenizer: Any) -> HyperD
         num_hidden_layers=script.layers,
         dtype=torch.float32,
         target_name_or_path=_public_name(script.target),
+        **width,
     )
 
 

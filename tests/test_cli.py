@@ -3,6 +3,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from hf_hyperdflash import HyperDFlashDrafter
 from hf_hyperdflash.cli import app
 from hf_hyperdflash.cli import run as entry_point
 from hf_hyperdflash.train import main as train_main
@@ -91,11 +92,11 @@ def test_other_families_are_loaded_by_name(tmp_path, family, flags):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     arguments = [
         "--target", pair[1], "--dataset", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "trained", "--layers", 1,
-        "--max_steps", 2, "--eval_rows", 2, "--eval_prompts", 1, "--eval_max_new_tokens", 4, "--report_to", "none",
+        "--intermediate_size", 24, "--max_steps", 2, "--eval_rows", 2, "--eval_prompts", 1, "--eval_max_new_tokens", 4, "--report_to", "none",
         "--use_cpu", *(["--trust_remote_code"] if flags else []),
     ]  # fmt: skip
     train_main(list(map(str, arguments)))
-    assert (tmp_path / "trained" / "model.safetensors").exists()
+    assert HyperDFlashDrafter.from_pretrained(tmp_path / "trained").config.intermediate_size == 24
     if flags:
         refused = CliRunner().invoke(app, [str(x) for x in ["generate", *pair[:-1], "what is 2?"]])
         assert refused.exit_code != 0 and "trust_remote_code" in str(refused.exception)

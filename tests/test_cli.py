@@ -92,8 +92,8 @@ def test_other_families_are_loaded_by_name(tmp_path, family, flags):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     arguments = [
         "--target", pair[1], "--dataset", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "trained", "--layers", 1,
-        "--intermediate_size", 24, "--max_steps", 2, "--eval_rows", 2, "--eval_prompts", 1, "--eval_max_new_tokens", 4, "--report_to", "none",
-        "--use_cpu", *(["--trust_remote_code"] if flags else []),
+        "--intermediate_size", 24, "--max_steps", 2, "--eval_rows", 2, "--eval_prompts", 1,
+        "--eval_max_new_tokens", 4, "--report_to", "none", "--use_cpu", *(["--trust_remote_code"] if flags else []),
     ]  # fmt: skip
     train_main(list(map(str, arguments)))
     assert HyperDFlashDrafter.from_pretrained(tmp_path / "trained").config.intermediate_size == 24

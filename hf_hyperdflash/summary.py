@@ -8,7 +8,7 @@ prompts that all of them have: a run may have been killed anywhere.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,7 +156,7 @@ def summarize(results: Results) -> list[Row]:
     Raises:
         ValueError: If there is no prompt that target-only and a method have both answered.
     """
-    pairs = _pairs(results)
+    pairs = paired(results)
     if not pairs:
         raise ValueError(
             f"None of the {len(results.generations)} generations can be compared: expected a prompt with a line of "
@@ -172,8 +172,8 @@ def pool(results: Results) -> list[Row]:
         ValueError: If there is no such suite.
     """
     pooled: dict[tuple[Key, str], list[Pair]] = {}
-    pairs = _pairs(results)
-    for key in _complete(pairs):
+    pairs = paired(results)
+    for key in complete(pairs):
         for method, of in pairs[key].items():
             pooled.setdefault(((*key[:2], ALL_SUITES), method), []).extend(of)
     if not pooled:
@@ -187,7 +187,7 @@ def averages(rows: Iterable[Row]) -> dict[tuple[str, float, str], tuple[float | 
     for row in rows:
         cells.setdefault((row.mode, row.temperature, row.suite), {})[row.method] = row
     found: dict[tuple[str, float, str], list[Row]] = {}
-    for key in _complete(cells):
+    for key in complete(cells):
         for method, row in cells[key].items():
             found.setdefault((*key[:2], method), []).append(row)
     return {key: (_mean([row.speedup for row in of]), _mean([row.tau for row in of])) for key, of in found.items()}
@@ -198,14 +198,15 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known and len(known) == len(values) else None
 
 
-def _complete(cells: dict[Key, dict[str, Any]]) -> list[Key]:
+def complete(cells: Mapping[Key, Mapping[str, Any]]) -> list[Key]:
     """The suites that have every method that is anywhere in their mode and temperature."""
     return [
         key for key in cells if all(set(cells[other]) <= set(cells[key]) for other in cells if other[:2] == key[:2])
     ]
 
 
-def _pairs(results: Results) -> dict[Key, dict[str, list[Pair]]]:
+def paired(results: Results) -> dict[Key, dict[str, list[Pair]]]:
+    """Each method's generations beside target-only's, over the prompts that all of them have, in the paper's order."""
     cells: dict[Key, dict[str, dict[tuple[Any, Any], Generation]]] = {}
     for line in results.generations:
         cell = cells.setdefault((line["mode"], line["temperature"], line["suite"]), {})

@@ -10,8 +10,8 @@ import hf_hyperdflash
 PACKAGE = Path(hf_hyperdflash.__file__).parent
 # A module may import only modules to its left.
 ORDER = [
-    "configuration_hyperdflash", "recipe", "model_card", "cache", "linear_cache", "losses", "blocks", "data", "generation", "prompt_lookup", "target",
-    "modeling_hyperdflash", "formats", "mtp_checkpoint", "modeling_mtp", "features", "evaluation", "training_args", "trainer", "train", "doctor", "suites", "benchmark", "summary", "figures", "report", "cli",
+    "configuration_hyperdflash", "recipe", "model_card", "cache", "linear_cache", "losses", "blocks", "data", "generation", "prompt_lookup", "indexer", "target",
+    "modeling_hyperdflash", "formats", "mtp_checkpoint", "modeling_mtp", "features", "evaluation", "training_args", "trainer", "train", "doctor", "suites", "benchmark", "summary", "leads", "figures", "report", "cli",
 ]  # fmt: skip
 
 

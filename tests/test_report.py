@@ -382,6 +382,23 @@ def test_main_table_is_the_papers(tmp_path):
     assert "MATH: GSM8K (3), MATH-500 (3), AIME25 (3); CODE: HumanEval (3)" in text and "Other: new-suite (3)" in text
 
 
+def test_leads_follow_the_main_table(tmp_path):
+    lines = [line(name, prompt) for prompt in range(3) for name in (PLAIN, "A|B", "MTP (3)", "Lookup")]
+    for one in lines:
+        if one["method"] == "MTP (3)":
+            one |= dict(seconds=0.5, rounds=2, emitted=[5, 5], accepted=[4, 4], draft_positions=4)
+        elif one["method"] == "Lookup":
+            one |= dict(rounds=0, emitted=[], accepted=[], draft_positions=0)
+    results = load(written(tmp_path / "r", lines))
+    text = markdown(results, summarize(results), pool(results))
+    assert tables(text)[1] == [
+        ["Lead", "Temperature", "Speedup", "τ"],
+        [r"MTP (3) over A\|B", "0", "+1.00× (+1.00 to +1.00)", "+2.00 (+2.00 to +2.00)"],
+        ["MTP (3) over Lookup", "0", "+1.00× (+1.00 to +1.00)", "–"],
+    ]
+    assert text.index("95 % intervals") < text.index("### Temperature")
+
+
 def test_details_and_acceptance(tmp_path):
     lines = [
         line(PLAIN, peak_memory=2_500_000_000),

@@ -22,6 +22,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACa
 from .cache import DEFAULT_MAX_REWIND, make_rewindable
 from .configuration_hyperdflash import HyperDFlashConfig
 from .generation import check_cache, speculative_decoding
+from .indexer import one_token_choice
 from .linear_cache import make_linear_rewindable, record_calls
 
 logger = logging.getLogger(__name__)
@@ -476,7 +477,8 @@ class BoundTarget(_Mixed):
         if is_drafter(assistant_model):
             _check_request(input_ids, generation_config, synced_gpus, model_kwargs)
             assistant_model.check_target(self)
-            with _recording(self), capture_residual(self, assistant_model.target_layer_ids) as residuals:
+            layer_ids = assistant_model.target_layer_ids
+            with _recording(self), one_token_choice(self), capture_residual(self, layer_ids) as residuals:
                 return speculative_decoding(
                     self,
                     assistant_model,

@@ -23,7 +23,7 @@ TOKENS = {
 }
 CODE = {
     "blocks.py", "cache.py", "configuration_hyperdflash.py", "custom_generate/generate.py",
-    "generation.py", "linear_cache.py", "losses.py", "model_card.py", "modeling_hyperdflash.py", "recipe.py", "target.py",
+    "generation.py", "indexer.py", "linear_cache.py", "losses.py", "model_card.py", "modeling_hyperdflash.py", "recipe.py", "target.py",
 }  # fmt: skip
 SETUP = """
 import json, sys, torch

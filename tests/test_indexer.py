@@ -1,0 +1,63 @@
+"""The indexer's choice: against one `topk` per position over the entries of its time, and in generation."""
+
+import pytest
+import torch
+
+from hf_hyperdflash import PromptLookupDrafter, bind
+from hf_hyperdflash.indexer import choose, one_token_choice
+
+from .conftest import CSA, HCA, SLIDING, tiny_drafter, tiny_target
+
+TIES = dict(index_n_heads=1, index_topk=3, layer_types=[CSA, SLIDING, CSA, HCA])
+
+
+def naive(scores, positions, rate, top_k):
+    """As so many forwards of one token."""
+    rows = []
+    for row, position in zip(scores[0], positions):
+        there = row[: (position + 1) // rate]
+        found = there.topk(min(top_k, len(there))).indices.tolist()
+        rows.append(found + [-1] * (top_k - len(found)))
+    return torch.tensor([rows])
+
+
+@pytest.mark.parametrize("rate", [1, 4])
+@pytest.mark.parametrize("end", [8, 40, 41, 42, 43, 203])
+@pytest.mark.parametrize("seq", [2, 5, 7])
+def test_every_position_chooses_as_if_it_were_the_last(rate, end, seq):
+    positions = list(range(end - seq, end))
+    for top_k in (1, 3, 16):
+        scores = torch.randint(0, 3, (1, seq, end // rate)).float()  # nearly all equal
+        assert torch.equal(
+            choose(scores, torch.tensor([positions]), rate, top_k), naive(scores, positions, rate, top_k)
+        )
+
+
+def test_topk_alone_depends_on_what_comes_later():
+    """Why there is something to mend."""
+    scores = torch.zeros(1, 1, 103)
+    assert scores[..., :102].topk(64).indices.sort().values.tolist() != scores.topk(64).indices.sort().values.tolist()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_greedy_text_is_the_targets_though_scores_tie(seed):
+    target = tiny_target(seed, **TIES)
+    prompt = torch.randint(2, 64, (1, 90))
+    expected = target.generate(prompt, max_new_tokens=60, do_sample=False)
+    bind(target)
+    for drafter in (tiny_drafter(target), PromptLookupDrafter(target)):
+        assert torch.equal(
+            target.generate(prompt, max_new_tokens=60, do_sample=False, assistant_model=drafter), expected
+        )
+    assert torch.equal(target.generate(prompt, max_new_tokens=60, do_sample=False), expected)
+
+
+def test_nothing_stays_and_prompts_are_stocks():
+    target = tiny_target(**TIES)
+    ids = torch.randint(2, 64, (1, 90))
+    with torch.no_grad():
+        stock = target(ids, use_cache=True).logits
+        with one_token_choice(target):
+            assert torch.equal(target(ids, use_cache=True).logits, stock)
+            assert torch.equal(target(ids, use_cache=False).logits, stock)
+    assert not any(module._forward_hooks for module in target.modules())

@@ -60,7 +60,7 @@ def test_every_method_runs_every_turn_and_writes_the_targets_text(pair, data, tm
     assert drafter.num_draft_tokens == 6 and not drafter.synchronize_timing  # as they were
     assert runs[0]["methods"].keys() == {r["method"] for r in records} and runs[0]["dtype"] == "float32"
     size = sum(weight.numel() for weight in drafter.parameters())
-    described = f"HyperDFlashDrafter, hc_gate over layers [1, 3], {size:,} parameters"
+    described = f"HyperDFlashDrafter, hybrid over layers [1, 3, -1], {size:,} parameters"
     assert runs[0]["methods"]["HyperDFlash (6)"] == described
     assert runs[0]["methods"]["Prompt lookup (3)"] == "PromptLookupDrafter"
     for record in records:

@@ -41,7 +41,7 @@ def test_benchmark_writes_results_and_report(data, tmp_path):
     )  # fmt: skip
     assert str(out / "report.md") in printed
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
-    names = ["Target only", "MTP (3)", "MTP (1)", "Prompt lookup (4)", "HyperDFlash on 1, 3 (6)", "Mine (2)"]
+    names = ["Target only", "MTP (3)", "MTP (1)", "Prompt lookup (4)", "HyperDFlash hybrid (6)", "Mine (2)"]
     assert list(lines[0]["run"]["methods"]) == names and {line["method"] for line in lines[1:]} == set(names)
     assert {line["identical"] for line in lines[1:]} == {None, True}
     drafted = {line["method"]: line["draft_positions"] for line in lines[1:]}
@@ -56,7 +56,7 @@ def test_sweep_recommends_a_number_of_drafts(data, tmp_path):
         "sweep", "--target", TARGET, "--drafter", DRAFTER, "--tokens", 2, "--tokens", 5, "--suite", "gsm8k", "--data", data,
         "--limit", 1, "--max-new-tokens", 12, "--output", tmp_path / "out",
     )  # fmt: skip
-    assert "| Suite | Temperature | HyperDFlash on 1, 3 (2) | HyperDFlash on 1, 3 (5) | Fastest |" in printed
+    assert "| Suite | Temperature | HyperDFlash hybrid (2) | HyperDFlash hybrid (5) | Fastest |" in printed
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from .conftest import MODELS, tiny_drafter
 ROOT = Path(__file__).parent.parent
 SHIPPED = "tiny-deepseek-v4-hyperdflash"
 RESULTS = ROOT / "examples" / "results" / "tiny-deepseek-v4"
-METHOD = "HyperDFlash on 1, 3 (6)"
+METHOD = "HyperDFlash hybrid (6)"
 
 
 @pytest.fixture

@@ -39,17 +39,17 @@ def test_topk_alone_depends_on_what_comes_later():
     assert scores[..., :102].topk(64).indices.sort().values.tolist() != scores.topk(64).indices.sort().values.tolist()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_greedy_text_is_the_targets_though_scores_tie(seed):
     target = tiny_target(seed, **TIES)
     prompt = torch.randint(2, 64, (1, 90))
-    expected = target.generate(prompt, max_new_tokens=60, do_sample=False)
+    expected = target.generate(prompt, max_new_tokens=40, do_sample=False)
     bind(target)
     for drafter in (tiny_drafter(target), PromptLookupDrafter(target)):
         assert torch.equal(
-            target.generate(prompt, max_new_tokens=60, do_sample=False, assistant_model=drafter), expected
+            target.generate(prompt, max_new_tokens=40, do_sample=False, assistant_model=drafter), expected
         )
-    assert torch.equal(target.generate(prompt, max_new_tokens=60, do_sample=False), expected)
+    assert torch.equal(target.generate(prompt, max_new_tokens=40, do_sample=False), expected)
 
 
 def test_nothing_stays_and_prompts_are_stocks():

@@ -18,7 +18,7 @@ def loaded(path, lines, methods=(A, B)):
 
 
 def rounds(tokens, count):
-    """Ten tokens in `count` rounds, the last of which takes the rest."""
+    """So many tokens in `count` rounds, the last of which takes the rest."""
     emitted = [1] * (count - 1) + [tokens - count + 1]
     return dict(rounds=count, emitted=emitted, accepted=[n - 1 for n in emitted], draft_positions=9)
 

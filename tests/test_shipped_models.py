@@ -65,11 +65,11 @@ def test_mtp_head_is_in_the_checkpoint_and_dtypes_are_v4s():
     assert dtypes["mtp.0.e_proj.weight"] == "BF16"
 
 
-def test_the_hybrid_is_shipped(shipped):
-    """What measured best. Training has moved its gate far from the one that it inherited."""
+def test_the_gate_came_from_the_target(shipped):
     _, target, drafter = shipped
     assert drafter.config.reducer == "hybrid" and drafter.config.target_layer_ids == [1, 3, -1]
-    assert drafter.hc_gate.hc_fn.shape == target.model.hc_head.hc_fn.shape
+    cosine = torch.cosine_similarity(drafter.hc_gate.hc_fn.flatten(), target.model.hc_head.hc_fn.flatten(), dim=0)
+    assert cosine > 0.1  # training moves it far; of two random gates: 0.02
 
 
 def test_size():

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol, cast
 
 import torch
-from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from .attentions import attention_rows
+from .draft_processors import without_state
 
 _CONTEXT_ATTRIBUTE, _PADDING_ATTRIBUTE = "_hyperdflash_context", "_hyperdflash_padding"
 
@@ -160,11 +164,36 @@ def pick(scores: torch.Tensor, do_sample: bool) -> torch.Tensor:
     return torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1) if do_sample else scores.argmax(-1)
 
 
+class KeptContext:
+    """A drafter's context that stays with the target's cache between turns. Copies of the cache get a copy of it.
+
+    Args:
+        drafter: Whose context it is. Another's would be read as if it were one's own, so it is told apart by the object
+            itself: an `id` comes back once its owner is gone.
+        context: The context.
+    """
+
+    def __init__(self, drafter: Drafter, context: Any) -> None:
+        self._drafter, self.context = weakref.ref(drafter), context
+
+    def is_of(self, drafter: Drafter) -> bool:
+        """Whether `drafter` made the context."""
+        return self._drafter() is drafter
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptContext:
+        again = object.__new__(KeptContext)
+        again._drafter, again.context = self._drafter, copy.deepcopy(self.context, memo)
+        return again
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # pickled with a cache it is no context: elsewhere there is no such drafter
+
+
 def speculative_decoding(
     target: Any,
     drafter: Drafter,
     input_ids: torch.LongTensor,
-    residuals: list[torch.Tensor],
+    num_drafts: int,
     *,
     logits_processor: Any,
     stopping_criteria: Any,
@@ -181,31 +210,30 @@ def speculative_decoding(
         target: A bound target.
         drafter: The drafter, on any device.
         input_ids: `[1, seq]`, the prompt, tokens that are already in the cache included.
-        residuals: Grows by the residual paths that the drafter reads, with every forward of the target.
+        num_drafts: Most drafted tokens per round. The cache can take back one more.
         logits_processor: As prepared by `generate`, like the rest.
         skip_padding: Feed the target what comes after a prompt's left padding only.
 
     Returns:
         What `generate` returns.
     """
-    state = _Decoding(target, drafter, residuals, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    state = _Decoding(
+        target, drafter, input_ids, num_drafts, logits_processor, stopping_criteria, generation_config, streamer,
+        model_kwargs,
+    )  # fmt: skip
     if skip_padding:
         state.skip_padding()
     stats = drafter.last_stats = state.stats
-    ids: torch.Tensor = input_ids
-    choice = Choice(ids, state.processor, state.config.do_sample)
-    outputs = state.prefill(ids)
-    ids, _, finished = state.accept(ids, choice, outputs, streamer)
-    state.keep(ids, input_ids.shape[1], 0)
+    outputs = state.prefill()
+    _, finished = state.advance(Choice(input_ids, state.draft_processor, state.config.do_sample), outputs)
     stats.tokens, stats.draft_seconds = 1, 0.0  # the prompt's do not count
     began = state.now()
     while not finished:
-        before, count = ids.shape[1], state.room(ids)
-        choice = state.draft(ids, count)
-        outputs = state.verify(ids, choice.tokens)
-        ids, accepted, finished = state.accept(ids, choice, outputs, streamer)
-        state.keep(ids, before, choice.tokens.shape[1])
-        emitted = ids.shape[1] - before
+        before, count = state.ids.shape[1], state.room()
+        choice = state.draft(count)
+        outputs = state.verify(choice.tokens)
+        accepted, finished = state.advance(choice, outputs)
+        emitted = state.ids.shape[1] - before
         stats.tokens += emitted
         if count:
             stats.rounds += 1
@@ -215,28 +243,31 @@ def speculative_decoding(
     stats.loop_seconds = state.now() - began
     if streamer is not None:
         streamer.end()
-    return state.result(ids)
+    return state.result()
 
 
 class _Decoding:
-    """One sequence on its way: the target's cache, the drafter's context and what the caller asked to see."""
+    """One sequence on its way: its tokens, the target's cache, the drafter's context and what the caller asked to see."""
 
     def __init__(
         self,
         target: Any,
         drafter: Drafter,
-        residuals: list[torch.Tensor],
+        input_ids: torch.Tensor,
+        num_drafts: int,
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
+        streamer: Any,
         model_kwargs: dict[str, Any],
     ) -> None:
-        self.target, self.drafter, self.residuals = target, drafter, residuals
-        self.processor, self.stopping, self.config = logits_processor, stopping_criteria, generation_config
+        self.target, self.drafter, self.ids, self.num_drafts = target, drafter, input_ids, num_drafts
+        self.processor, self.draft_processor = logits_processor, without_state(logits_processor)
+        self.stopping, self.config, self.streamer = stopping_criteria, generation_config, streamer
         self.kwargs = model_kwargs
         self.cache = model_kwargs["past_key_values"]
-        self.num_drafts = self._num_drafts_asked()
         self.stats = SpeculationStats()
+        self.residuals: list[torch.Tensor] = []  # of what is in the cache and not yet in the drafter's context
         self.padding = getattr(self.cache, _PADDING_ATTRIBUTE, 0)  # columns on the left that the target never saw
         self.prompt_length = 0  # set by the prefill
         self.context = self._context_of_cache()
@@ -253,19 +284,12 @@ class _Decoding:
                 if self.kwargs.get(name) is not None:
                     self.kwargs[name] = self.kwargs[name][..., self.padding :]
 
-    def _num_drafts_asked(self) -> int:
-        """`num_assistant_tokens` if the caller set it; `generate` has filled in transformers' default if not."""
-        asked = self.config.num_assistant_tokens
-        if asked in (None, GenerationConfig._get_default_generation_params().get("num_assistant_tokens")):
-            return self.drafter.num_draft_tokens
-        return self.drafter.check_num_draft_tokens(asked)
-
     def _context_of_cache(self) -> Any:
         """The context that an earlier `generate` left with this cache, if it still belongs to it; else an empty one."""
-        owner, context = getattr(self.cache, _CONTEXT_ATTRIBUTE, (None, None))
-        if context is None or owner != id(self.drafter) or context.end != self.cache.get_seq_length():
-            context = self.drafter.new_context()
-        return context
+        kept: KeptContext | None = getattr(self.cache, _CONTEXT_ATTRIBUTE, None)
+        if kept is None or not kept.is_of(self.drafter) or kept.context.end != self.cache.get_seq_length():
+            return self.drafter.new_context()
+        return kept.context
 
     def now(self) -> float:
         if self.drafter.synchronize_timing and self.target.device.type != "cpu":
@@ -274,15 +298,15 @@ class _Decoding:
 
     # Draft
 
-    def room(self, ids: torch.Tensor) -> int:
-        """How many tokens to draft after `ids`: what was asked for, or what fits, as the target adds one of its own."""
-        return max(0, min(self.num_drafts, self.config.max_length - ids.shape[1] - 1))
+    def room(self) -> int:
+        """How many tokens to draft: what was asked for, or what fits, as the target adds one of its own."""
+        return max(0, min(self.num_drafts, self.config.max_length - self.ids.shape[1] - 1))
 
-    def draft(self, ids: torch.Tensor, count: int) -> Choice:
-        """Draft up to `count` tokens after `ids`."""
-        choice = Choice(ids, self.processor, self.config.do_sample)
+    def draft(self, count: int) -> Choice:
+        """Draft up to `count` tokens."""
+        choice = Choice(self.ids, self.draft_processor, self.config.do_sample)
         if count:
-            ids = ids[:, self.padding :]
+            ids = self.ids[:, self.padding :]
             positions, began = self.positions(ids), self.now()
             self.drafter.draft(self.target, self.context, ids, _text_axis(positions), count, choice)
             self.stats.draft_seconds += self.now() - began
@@ -290,10 +314,18 @@ class _Decoding:
 
     # Verify
 
-    def prefill(self, ids: torch.Tensor) -> Any:
+    @contextmanager
+    def own_forward(self, verified_position_ids: torch.Tensor | None = None) -> Iterator[None]:
+        """Run a forward of the target inside: its residual is read, and that of nobody else's forwards."""
+        layer_ids = self.drafter.target_layer_ids
+        with self.target.hyperdflash_hooks.own_forward(layer_ids, verified_position_ids) as captured:
+            yield
+        self.residuals += captured
+
+    def prefill(self) -> Any:
         """Run the part of the prompt that is not in the cache yet. In chunks, where the caller asks for them, of which each
         reaches the drafter before the next is run, so that a long prompt's residual is never held whole."""
-        ids = ids[:, self.padding :]
+        ids = self.ids[:, self.padding :]
         self.prompt_length = length = ids.shape[1]
         chunk = self.config.prefill_chunk_size or length
         for end in [*range(self.cache.get_seq_length() + chunk, length, chunk), length]:
@@ -311,14 +343,15 @@ class _Decoding:
         for name in ("attention_mask", "position_ids"):
             if rest and kwargs.get(name) is not None:
                 kwargs[name] = kwargs[name][..., :-rest]
-        outputs = self.target._prefill(ids, config, kwargs)
+        with self.own_forward():
+            outputs = self.target._prefill(ids, config, kwargs)
         if outputs.past_key_values is not self.cache:  # remote code may make a cache of its own
             self.cache = self.kwargs["past_key_values"] = check_cache(outputs.past_key_values)
         return outputs
 
-    def verify(self, ids: torch.Tensor, drafts: torch.Tensor) -> Any:
+    def verify(self, drafts: torch.Tensor) -> Any:
         """One forward of the target over the anchor and the drafts: logits `[1, drafts + 1, config.vocab_size]`."""
-        candidates = torch.cat([ids[:, self.padding :], drafts.to(ids.device)], dim=1)
+        candidates = torch.cat([self.ids[:, self.padding :], drafts.to(self.ids.device)], dim=1)
         count = drafts.shape[1] + 1
         kwargs = {**self.kwargs, "position_ids": self.positions(candidates)}
         if kwargs.get("attention_mask") is not None:
@@ -328,7 +361,8 @@ class _Decoding:
         )
         inputs["logits_to_keep"] = count
         began = self.now()
-        outputs = self.target(**inputs, return_dict=True)
+        with self.own_forward(_text_axis(kwargs["position_ids"])[:, -count:]):
+            outputs = self.target(**inputs, return_dict=True)
         self.stats.verify_seconds += self.now() - began
         return outputs
 
@@ -351,27 +385,36 @@ class _Decoding:
 
     # Accept
 
-    def accept(self, ids: torch.Tensor, choice: Choice, outputs: Any, streamer: Any) -> tuple[torch.Tensor, int, bool]:
-        """Append tokens to `ids` for as long as the target agrees with the drafts, then the target's own token.
-
-        Processors and stopping criteria see every accepted prefix once and in order, as in plain decoding.
+    def advance(self, choice: Choice, outputs: Any) -> tuple[int, bool]:
+        """Accept what the target agrees with and leave the rest behind, also where a streamer or a criterion raises: a
+        caller who goes on with this cache and the tokens so far gets the same text.
 
         Returns:
-            The longer ids, the number of accepted drafts, and whether generation is finished.
+            The number of accepted drafts, and whether generation is finished.
         """
-        count = choice.tokens.shape[1]
-        logits = outputs.logits[:, -count - 1 :].to(dtype=torch.float32, device=ids.device, copy=True)
+        try:
+            return self.accept(choice, outputs)
+        finally:
+            self.keep()
+
+    def accept(self, choice: Choice, outputs: Any) -> tuple[int, bool]:
+        """Append tokens for as long as the target agrees with the drafts, then the target's own token.
+
+        Processors and stopping criteria see every accepted prefix once and in order, as in plain decoding.
+        """
+        count, device = choice.tokens.shape[1], self.ids.device
+        logits = outputs.logits[:, -count - 1 :].to(dtype=torch.float32, device=device, copy=True)
         for k in range(count + 1):
-            scores = self.processor(ids, logits[:, k].clone())
+            scores = self.processor(self.ids, logits[:, k].clone())
             token, agreed = self._target_choice(scores, choice, k)
-            ids = torch.cat([ids, token[:, None]], dim=1)
+            self.ids = torch.cat([self.ids, token[:, None]], dim=1)
             self._record(outputs, k, scores, logits[:, k])
-            if streamer is not None:
-                streamer.put(token.cpu())
-            finished = bool(self.stopping(ids, tuple(self.seen["scores"]) or None).all())
+            if self.streamer is not None:
+                self.streamer.put(token.cpu())
+            finished = bool(self.stopping(self.ids, tuple(self.seen["scores"]) or None).all())
             if finished or not agreed:
-                return ids, k + agreed, finished
-        return ids, count, False
+                return k + agreed, finished
+        return count, False
 
     def _target_choice(self, scores: torch.Tensor, choice: Choice, k: int) -> tuple[torch.Tensor, bool]:
         """The target's token `[1]` where draft `k` stands, and whether it is that draft."""
@@ -391,30 +434,33 @@ class _Decoding:
             self.seen["logits"].append(logits)
         is_prefill = not self.seen["hidden_states"] and not self.seen["attentions"]
         if self.config.output_hidden_states:
-            states = outputs.hidden_states
+            states = outputs.hidden_states  # remote code may have none to show
+            is_whole = is_prefill or states is None
             self.seen["hidden_states"].append(
-                tuple(states) if is_prefill else tuple(state[:, row : row + 1] for state in states)
+                states if is_whole else tuple(state[:, row : row + 1] for state in states)
             )
         if self.config.output_attentions:
             weights = outputs.attentions
-            self.seen["attentions"].append(
-                tuple(weights) if is_prefill else tuple(weight[:, :, row : row + 1] for weight in weights)
-            )
+            is_whole = is_prefill or weights is None
+            self.seen["attentions"].append(weights if is_whole else attention_rows(weights, row, self.cache))
 
-    def keep(self, ids: torch.Tensor, before: int, num_drafts: int) -> None:
+    def keep(self) -> None:
         """Rewind the target's cache to all but the last token, and give the drafter what stays."""
-        emitted, ids = ids.shape[1] - before, ids[:, self.padding :]
-        self.cache.crop(-(num_drafts + 1 - emitted))
-        if self.cache.get_seq_length() != ids.shape[1] - 1:
+        ids = self.ids[:, self.padding :]
+        kept = ids.shape[1] - 1
+        if kept < self.prompt_length:
+            return  # interrupted before the first token: the cache holds the prompt
+        rejected = self.cache.get_seq_length() - kept
+        self.cache.crop(-rejected)
+        if self.cache.get_seq_length() != kept:
             raise RuntimeError(
                 f"The cache, a {type(self.cache).__name__}, holds {self.cache.get_seq_length()} tokens after it was "
-                f"cropped, expected {ids.shape[1] - 1}: its `crop(-n)` must take back the last n tokens."
+                f"cropped, expected {kept}: its `crop(-n)` must take back the last n tokens."
             )
-        rejected = num_drafts + 1 - emitted
         if self.residuals and rejected:
             self.residuals[-1] = self.residuals[-1][:, :-rejected]
-        self.extend(ids, ids.shape[1] - 1)
-        setattr(self.cache, _CONTEXT_ATTRIBUTE, (id(self.drafter), self.context))
+        self.extend(ids, kept)
+        setattr(self.cache, _CONTEXT_ATTRIBUTE, KeptContext(self.drafter, self.context))
 
     def extend(self, ids: torch.Tensor, end: int) -> None:
         """Give the drafter the tokens before `end` that are new to it."""
@@ -434,11 +480,13 @@ class _Decoding:
             self.stats.draft_seconds += self.now() - began
         self.context.end = end
 
-    def result(self, ids: torch.Tensor) -> GenerateDecoderOnlyOutput | torch.Tensor:
+    def result(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
         if not self.config.return_dict_in_generate:
-            return ids
+            return self.ids
         shown = {name: tuple(values) if values else None for name, values in self.seen.items()}
-        return GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, ids), past_key_values=self.cache, **shown)
+        return GenerateDecoderOnlyOutput(
+            sequences=cast(torch.LongTensor, self.ids), past_key_values=self.cache, **shown
+        )
 
 
 def _text_axis(position_ids: torch.Tensor) -> torch.Tensor:

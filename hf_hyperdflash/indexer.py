@@ -7,58 +7,79 @@ target's text would then depend on how it was cut into forwards; stock DeepSeek-
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Indexer
 
-_PARAMETERS = ("hidden_states", "q_residual", "position_ids", "past_key_values", "layer_idx")  # of its forward
+from .per_thread import PerThread
 
 
-@contextmanager
-def one_token_choice(target: nn.Module) -> Iterator[None]:
-    """Let the indexers of a target choose as for one token at a time, in this thread's forwards.
+class _Round(NamedTuple):
+    """A verification round's forward in one thread: positions `[1, seq]`, and scores by indexer until it has chosen."""
 
-    Forwards of a prompt choose as they always do: only those with a cache that records what a `crop` may undo change.
+    position_ids: torch.Tensor
+    scores: dict[nn.Module, torch.Tensor]
+
+
+class OneTokenChoice:
+    """Hooks on a target's indexers that choose as for one token at a time, in verification rounds only.
 
     Args:
-        target: The target; nothing happens if it has no DeepSeek-V4 indexer, or no more entries than its indexer takes.
+        target: The target; there are no hooks if it has no DeepSeek-V4 indexer.
     """
-    thread, handles, scores = threading.get_ident(), [], {}
 
-    def scored(indexer: nn.Module) -> Any:
-        @torch.compiler.disable  # as the hooks that capture the residual
-        def hook(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
-            if threading.get_ident() == thread:  # another thread may be generating on the same target
-                scores[indexer] = output
+    def __init__(self, target: nn.Module) -> None:
+        self._rounds: PerThread[_Round] = PerThread()
+        self.handles: list[RemovableHandle] = []
+        for indexer in target.modules():
+            if isinstance(indexer, DeepseekV4Indexer):
+                self.handles += [
+                    indexer.scorer.register_forward_hook(partial(_scored, self._rounds, indexer)),
+                    indexer.register_forward_hook(partial(_chosen, self._rounds)),
+                ]
 
-        return hook
+    @contextmanager
+    def applied(self, position_ids: torch.Tensor) -> Iterator[None]:
+        """Let the forward inside the context, in this thread, be a verification round's.
 
-    @torch.compiler.disable
-    def chosen(indexer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> Any:
-        found = scores.pop(indexer, None) if threading.get_ident() == thread else None
-        call = dict(zip(_PARAMETERS, args)) | kwargs
-        cache = call["past_key_values"]
-        if found is None or found.shape[1] == 1 or found.shape[2] <= indexer.index_topk:
-            return output  # nothing to choose, or chosen as for one token
-        if cache is None or not cache.layers[call["layer_idx"]].record_past:
-            return output  # a prompt's
-        return choose(found, call["position_ids"], indexer.compress_rate, indexer.index_topk)
+        Args:
+            position_ids: `[1, seq]` of its tokens, consecutive.
+        """
+        with self._rounds.holding(_Round(position_ids, {})):
+            yield
 
-    for indexer in target.modules():
-        if isinstance(indexer, DeepseekV4Indexer):
-            handles.append(indexer.scorer.register_forward_hook(scored(indexer)))
-            handles.append(indexer.register_forward_hook(chosen, with_kwargs=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+def _scored(rounds: PerThread[_Round], indexer: nn.Module, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    if rounds:  # apart from what follows, so that a compiled indexer stays one graph where nothing is verified
+        _remember(rounds, indexer, output)
+
+
+def _chosen(rounds: PerThread[_Round], indexer: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return _choose_again(rounds, indexer, output) if rounds else output
+
+
+@torch.compiler.disable  # as the hooks that hand out the residual
+def _remember(rounds: PerThread[_Round], indexer: nn.Module, scores: torch.Tensor) -> None:
+    for round_ in rounds.here[-1:]:
+        round_.scores[indexer] = scores
+
+
+@torch.compiler.disable
+def _choose_again(rounds: PerThread[_Round], indexer: Any, output: torch.Tensor) -> torch.Tensor:
+    for round_ in rounds.here[-1:]:
+        scores = round_.scores.pop(indexer, None)
+        # Else there is nothing to choose, or it is chosen as for one token.
+        if scores is not None and scores.shape[1] > 1 and scores.shape[2] > indexer.index_topk:
+            positions = round_.position_ids.to(scores.device)
+            return choose(scores, positions, indexer.compress_rate, indexer.index_topk)
+    return output
 
 
 def choose(scores: torch.Tensor, position_ids: torch.Tensor, compress_rate: int, top_k: int) -> torch.Tensor:

@@ -8,13 +8,13 @@ the decoder layer, once more over the tokens that stay: at most a block of them.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 
@@ -29,7 +29,7 @@ class _Snapshot(NamedTuple):
 class RewindableLinearLayer(LinearAttentionLayer):
     """Cache layer of a linear-attention block, with a `crop` that undoes tokens of the last forward.
 
-    While recording is on (`activate_past_recording`) and the target runs inside [`record_calls`], the layer holds one
+    While recording is on (`activate_past_recording`) and the target runs under a [`CallRecorder`], the layer holds one
     copy of its states, which do not grow with the sequence, and the inputs of one forward. After `crop(-n)` the states
     are those after the tokens that stay, up to the rounding that another length of the same forward brings.
     """
@@ -89,7 +89,7 @@ class RewindableLinearLayer(LinearAttentionLayer):
         if count > length:
             raise RuntimeError(
                 f"`crop` was asked to remove {count} tokens, but linear attention keeps a running state and only the last "
-                f"forward, of {length} recorded tokens, can be undone. Crop after every forward, inside `record_calls`."
+                f"forward, of {length} recorded tokens, can be undone. Crop after every forward, under a `CallRecorder`."
             )
         calls, before = self._calls, self._before
         if count and before is not None:
@@ -140,36 +140,27 @@ def _prefix(value: Any, length: int, kept: int) -> Any:
     return value[:, :kept] if is_sequence else value
 
 
-@contextmanager
-def record_calls(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Tell every [`RewindableLinearLayer`] of the caches in use which modules update it, in this thread's forwards.
+class CallRecorder:
+    """Hooks that tell the [`RewindableLinearLayer`]s of a cache which modules update them, and how they are called.
 
     Args:
         layers: The target's decoder layers, in the order of the cache's.
     """
-    thread = threading.get_ident()
 
-    def hook_of(index: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if threading.get_ident() != thread:  # another thread may be generating on the same target
-                return
-            for value in (*args, *kwargs.values()):
-                cached = value.layers[index] if isinstance(value, Cache) else None
-                if isinstance(cached, RewindableLinearLayer):
-                    cached.entering(module, args, kwargs)
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self.handles: list[RemovableHandle] = [
+            part.register_forward_pre_hook(partial(_entering, index), with_kwargs=True)
+            for index, layer in enumerate(layers)
+            for part in layer.children()
+        ]
 
-        return hook
 
-    handles = [
-        part.register_forward_pre_hook(hook_of(index), with_kwargs=True)
-        for index, layer in enumerate(layers)
-        for part in layer.children()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _entering(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    # torch marks a hook as one with keyword arguments after it is there: a thread between the two passes none.
+    for value in (*args, *(kwargs or {}).values()):
+        cached = value.layers[index] if isinstance(value, Cache) else None
+        if isinstance(cached, RewindableLinearLayer):
+            cached.entering(module, args, kwargs or {})
 
 
 def make_linear_rewindable(cache: Cache) -> Cache:

@@ -25,7 +25,7 @@ from .configuration_hyperdflash import HyperDFlashConfig
 from .generation import Choice, SpeculationStats
 from .model_card import TEMPLATE, TRAINING_RECORD, drafter_card
 from .recipe import RECIPE
-from .target import bind, check_pair, default_mask_token, describe, embed, logits_of, path_gates, unbind
+from .target import bind, check_fit, check_pair, default_mask_token, describe, embed, logits_of, path_gates, unbind
 
 logger = logging.getLogger(__name__)
 
@@ -606,7 +606,7 @@ class HyperDFlashDrafter(PreTrainedModel):
         Raises:
             ValueError: If drafter and target do not fit, naming both values.
         """
-        self.check_target(target)
+        check_fit(target, self)
         return bind(target)
 
     def unbind(self, target: PreTrainedModel) -> PreTrainedModel:

@@ -21,7 +21,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 
 from .generation import SpeculationStats
 from .mtp_checkpoint import PREFIX, MTPCheckpoint
-from .target import bind, describe, embed, logits_of, unbind
+from .target import bind, check_fit, describe, embed, logits_of, unbind
 
 # Our names and DeepSeek's, by prefix, the first that matches; experts, one tensor each there, are handled apart.
 _DEEPSEEK_NAMES = [
@@ -377,7 +377,7 @@ class DeepseekV4MTPDrafter(DeepseekV4PreTrainedModel):
         Raises:
             ValueError: If drafter and target do not fit, naming both values.
         """
-        self.check_target(target)
+        check_fit(target, self)
         return bind(target)
 
     def unbind(self, target: PreTrainedModel) -> PreTrainedModel:

@@ -6,10 +6,11 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from accelerate.utils import align_module_device
@@ -22,8 +23,9 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACa
 from .cache import DEFAULT_MAX_REWIND, make_rewindable
 from .configuration_hyperdflash import HyperDFlashConfig
 from .generation import check_cache, speculative_decoding
-from .indexer import one_token_choice
-from .linear_cache import make_linear_rewindable, record_calls
+from .hooks import TargetHooks
+from .linear_cache import make_linear_rewindable
+from .residual import ResidualTap
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,10 @@ _REWINDABLE_KINDS = {
     "deepseek_sparse_attention",  # what earlier transformers call it
     "compressed_sparse_attention", "heavily_compressed_attention",
 }  # fmt: skip
+
+# `bind` and `unbind` change a target as a whole, and each drafter is checked once for a target that is bound.
+_BINDING = threading.Lock()
+_fitting: WeakKeyDictionary[PreTrainedModel, WeakSet[Any]] = WeakKeyDictionary()
 
 _MEDIA = ("pixel_values", "mm_encoder_outputs", "input_features")  # prefixes of `generate`'s arguments
 
@@ -357,7 +363,8 @@ def capture_residual(target: PreTrainedModel, target_layer_ids: Sequence[int] = 
     """Collect the residual paths of every forward that this thread runs inside the context.
 
     Args:
-        target: The target.
+        target: The target. One that is not bound gets hooks for the time, which torch does not expect to go while
+            another thread runs it: bind it where several threads do.
         target_layer_ids: After which layers: -1 is the last, whose paths are the pre-collapse residual. Empty
             for nothing.
 
@@ -365,35 +372,17 @@ def capture_residual(target: PreTrainedModel, target_layer_ids: Sequence[int] = 
         A list that grows by one tensor per forward, `[batch, seq, paths, config.hidden_size]` with `config.hc_mult`
         paths per layer, in the order of `target_layer_ids`.
     """
-    captured: list[torch.Tensor] = []
-    if not target_layer_ids:
-        yield captured
+    if isinstance(target, BoundTarget):
+        with target.hyperdflash_hooks.residual.reading(target_layer_ids) as captured:
+            yield captured
         return
     collapse = collapse_of(target)
-    last = _text_config(target).num_hidden_layers - 1
-    wanted = [last if i == -1 else i for i in target_layer_ids]
-    passed: dict[int, torch.Tensor] = {}
-    thread = threading.get_ident()
-
-    def passing(layer: int) -> Callable[..., None]:
-        @torch.compiler.disable  # a compiled layer leaves its graph here
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if threading.get_ident() != thread:  # another thread may be generating on the same target
-                return
-            residual = output[0] if isinstance(output, tuple) else output
-            passed[layer] = residual.unflatten(2, (collapse.paths, -1)) if residual.ndim == 3 else residual
-            if layer == max(wanted):
-                parts = [passed[i].to(residual.device) for i in wanted]
-                captured.append(torch.cat(parts, dim=2) if len(parts) > 1 else parts[0])
-                passed.clear()
-
-        return hook
-
-    handles = [collapse.layers[i].register_forward_hook(passing(i)) for i in set(wanted)]
+    tap = ResidualTap(collapse.layers, collapse.paths)
     try:
-        yield captured
+        with tap.reading(target_layer_ids) as captured:
+            yield captured
     finally:
-        for handle in handles:
+        for handle in tap.handles:
             handle.remove()
 
 
@@ -435,9 +424,26 @@ def check_pair(config: HyperDFlashConfig, target: PreTrainedModel) -> None:
 
 
 class BoundTarget(_Mixed):
-    """Mixed into the class of one target instance by [`bind`]: rewindable caches and HyperDFlash drafting."""
+    """Mixed into the class of one target instance by [`bind`]: rewindable caches and HyperDFlash drafting.
+
+    Attributes:
+        hyperdflash_hooks: On its modules, from [`bind`] to [`unbind`].
+    """
 
     _is_stateful = False  # what stock transformers refuses assisted generation for: our caches can rewind
+    hyperdflash_hooks: TargetHooks
+
+    def _prepare_generation_config(
+        self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any
+    ) -> tuple[GenerationConfig, dict[str, Any]]:
+        # What the caller asked for: later, transformers' default of 20 and a 20 of the caller's look the same.
+        given = (kwargs, *(vars(config) for config in (generation_config, self.generation_config) if config))
+        asked = (values.get("num_assistant_tokens") for values in given)
+        config, model_kwargs = super()._prepare_generation_config(  # type: ignore[misc]
+            generation_config, *args, **kwargs
+        )
+        config._num_drafts_asked = next((count for count in asked if count is not None), None)
+        return config, model_kwargs
 
     def _prepare_cache_for_generation(
         self,
@@ -447,18 +453,21 @@ class BoundTarget(_Mixed):
         *args: Any,
         **kwargs: Any,
     ) -> None:
+        is_rewound = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
+        if is_rewound and generation_config.cache_implementation not in (None, "dynamic", "offloaded"):
+            raise ValueError(
+                f"`cache_implementation` is {generation_config.cache_implementation!r}, but assisted generation has to "
+                "rewind its cache: leave it out, or use 'dynamic' or 'offloaded'."
+            )
         super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, *args, **kwargs
         )
-        # Plain decoding keeps the stock layers.
-        if generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant:
-            cache = model_kwargs.get("past_key_values")
-            if isinstance(cache, Cache):
-                make_linear_rewindable(cache)
-                if _shares_keys(cast(PreTrainedModel, self), cache):
-                    make_rewindable(cache, _max_rewind(generation_config))
-                if generation_config.is_assistant:
-                    cache.activate_past_recording()
+        cache = model_kwargs.get("past_key_values")
+        if is_rewound and isinstance(cache, Cache):  # plain decoding keeps the stock layers
+            most = generation_config.prompt_lookup_num_tokens, generation_config.num_assistant_tokens
+            _make_rewindable(cast(PreTrainedModel, self), cache, max(count or 0 for count in most))
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
 
     def _assisted_decoding(
         self,
@@ -475,38 +484,41 @@ class BoundTarget(_Mixed):
         **model_kwargs: Any,
     ) -> Any:
         if is_drafter(assistant_model):
+            target = cast(PreTrainedModel, self)
             _check_request(input_ids, generation_config, synced_gpus, model_kwargs)
-            assistant_model.check_target(self)
-            layer_ids = assistant_model.target_layer_ids
-            with _recording(self), one_token_choice(self), capture_residual(self, layer_ids) as residuals:
-                return speculative_decoding(
-                    self,
-                    assistant_model,
-                    input_ids,
-                    residuals,
-                    logits_processor=logits_processor,
-                    stopping_criteria=stopping_criteria,
-                    generation_config=generation_config,
-                    streamer=streamer,
-                    model_kwargs=model_kwargs,
-                    # V4's compressors pool padding with text: its text would depend on how much there is.
-                    skip_padding=_shares_keys(cast(PreTrainedModel, self), model_kwargs["past_key_values"]),
-                )
-        _check_stock_assistance(assistant_model, model_kwargs)
-        with _recording(self):
-            return super()._assisted_decoding(  # type: ignore[misc]
+            check_fit(target, assistant_model)
+            asked, cache = getattr(generation_config, "_num_drafts_asked", None), model_kwargs["past_key_values"]
+            num_drafts = (
+                assistant_model.num_draft_tokens if asked is None else assistant_model.check_num_draft_tokens(asked)
+            )
+            _make_rewindable(target, cache, num_drafts)
+            return speculative_decoding(
+                target,
+                assistant_model,
                 input_ids,
+                num_drafts,
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
                 generation_config=generation_config,
-                synced_gpus=synced_gpus,
                 streamer=streamer,
-                inputs_tensor=inputs_tensor,
-                assistant_model=assistant_model,
-                assistant_tokenizer=assistant_tokenizer,
-                tokenizer=tokenizer,
-                **model_kwargs,
+                model_kwargs=model_kwargs,
+                # V4's compressors pool padding with text: its text would depend on how much there is.
+                skip_padding=_shares_keys(target, cache),
             )
+        _check_stock_assistance(assistant_model, model_kwargs)
+        return super()._assisted_decoding(  # type: ignore[misc]
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            inputs_tensor=inputs_tensor,
+            assistant_model=assistant_model,
+            assistant_tokenizer=assistant_tokenizer,
+            tokenizer=tokenizer,
+            **model_kwargs,
+        )
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The bound class exists only in memory: copies and pickles are rebuilt from the class it was made of.
@@ -524,17 +536,19 @@ def bind(target: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ValueError: If it is no target (see [`collapse_of`]), or its cache cannot be rewound.
     """
-    collapse_of(target)
+    collapse, kinds = collapse_of(target), _layer_kinds(target)
     if getattr(target, "_is_stateful", False):
-        kinds = _layer_kinds(target)
         if kinds - _REWINDABLE_KINDS:
             raise ValueError(
                 f"A {type(target).__name__} has layers ({', '.join(sorted(kinds - _REWINDABLE_KINDS))}) with a running "
                 "state that cannot be rewound, so drafts that the target rejects could not be taken back. Use a target "
                 f"whose layers are of these kinds: {', '.join(sorted(_REWINDABLE_KINDS))}."
             )
-    if not isinstance(target, BoundTarget):
-        target.__class__ = _bound_class(cast(type, type(target)))
+    with _BINDING:
+        if not isinstance(target, BoundTarget):
+            hooks = TargetHooks(target, collapse.layers, collapse.paths, "linear_attention" in kinds)
+            target.hyperdflash_hooks = cast(Any, hooks)
+            target.__class__ = _bound_class(cast(type, type(target)))
     return target
 
 
@@ -544,15 +558,31 @@ def unbind(target: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ValueError: If the instance's class was changed again after binding (by FSDP2, for example).
     """
-    if isinstance(target, BoundTarget):
-        own = _unbound_class(type(target))
-        if type(target) is not _bound_class(own):
-            raise ValueError(
-                f"The class of this target was changed again after binding, to {type(target).__mro__[0]}. Undo that "
-                "first."
-            )
-        target.__class__ = own
+    with _BINDING:
+        if isinstance(target, BoundTarget):
+            own = _unbound_class(type(target))
+            if type(target) is not _bound_class(own):
+                raise ValueError(
+                    f"The class of this target was changed again after binding, to {type(target).__mro__[0]}. Undo that "
+                    "first."
+                )
+            target.hyperdflash_hooks.remove()
+            del target.hyperdflash_hooks
+            target.__class__ = own
+            _fitting.pop(target, None)
     return target
+
+
+def check_fit(target: PreTrainedModel, drafter: Any) -> None:
+    """Check that a drafter fits a target, once for as long as the target is bound.
+
+    Raises:
+        ValueError: Naming both values, if they do not fit.
+    """
+    fitting = _fitting.setdefault(target, WeakSet())
+    if drafter not in fitting:
+        drafter.check_target(target)
+        fitting.add(drafter)
 
 
 def is_drafter(model: Any) -> bool:
@@ -581,11 +611,6 @@ def _new_bound(own: type) -> Any:
     return object.__new__(_bound_class(own))
 
 
-def _recording(target: Any) -> AbstractContextManager[None]:
-    """What linear attention needs to be rewound; nothing for targets without."""
-    return record_calls(collapse_of(target).layers if "linear_attention" in _layer_kinds(target) else ())
-
-
 def _shares_keys(target: PreTrainedModel, cache: Cache) -> bool:
     """Whether keys and values are one tensor, as in DeepSeek-V4, whose compressors have to be rewound too."""
     return _text_config(target).model_type == "deepseek_v4" or any(
@@ -593,9 +618,11 @@ def _shares_keys(target: PreTrainedModel, cache: Cache) -> bool:
     )
 
 
-def _max_rewind(generation_config: GenerationConfig) -> int:
-    longest = max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)
-    return max(DEFAULT_MAX_REWIND, longest + 1)
+def _make_rewindable(target: PreTrainedModel, cache: Cache, num_drafts: int) -> None:
+    """Let a cache take back that many drafts and the anchor."""
+    make_linear_rewindable(cache)
+    if _shares_keys(target, cache):
+        make_rewindable(cache, max(DEFAULT_MAX_REWIND, num_drafts + 1))
 
 
 def _check_request(

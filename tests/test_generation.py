@@ -1,5 +1,6 @@
 import copy
 import math
+import pickle
 from collections import Counter
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from transformers import (
     DynamicCache,
     GenerationConfig,
+    LogitsProcessor,
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
@@ -14,7 +16,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hyperdflash import SpeculationStats, bind
+from hf_hyperdflash import PromptLookupDrafter, SpeculationStats, bind, generation
 from hf_hyperdflash.generation import speculative_choice
 
 from .conftest import CSA, HCA, MIXES, half_right, perfect, prompt, tiny_drafter, tiny_target
@@ -155,13 +157,6 @@ def test_dictionary_output_equals_plain_decoding(wide):
     assert assisted.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
 
 
-def test_attentions_are_one_row_per_token(wide):
-    options = dict(do_sample=False, max_new_tokens=9, return_dict_in_generate=True, output_attentions=True)
-    ids = prompt(6)
-    out = wide.generate(ids, assistant_model=half_right(wide, ids, max_new_tokens=9), **options)
-    assert len(out.attentions) == 9 and all(step[0].shape[2] == 1 for step in out.attentions[1:])
-
-
 @pytest.mark.parametrize("copied", [False, True])
 def test_continuing_a_chat_from_the_returned_cache(wide, copied):
     first, options = prompt(14), dict(do_sample=False, max_new_tokens=15, return_dict_in_generate=True)
@@ -183,11 +178,25 @@ def test_the_drafters_context_continues_with_the_cache(pair):
     continued = target.generate(second, past_key_values=out.past_key_values, assistant_model=drafter, **options)
     fresh = target.generate(second, assistant_model=drafter, **options)
     assert torch.equal(continued.sequences, fresh.sequences)
-    _, a = continued.past_key_values._hyperdflash_context
-    _, b = fresh.past_key_values._hyperdflash_context
+    a, b = (out.past_key_values._hyperdflash_context.context for out in (continued, fresh))
     assert a.end == b.end == continued.sequences.shape[1] - 1 == len(a)
     for x, y in zip(a.layers, b.layers):
         torch.testing.assert_close(x[0], y[0], atol=1e-4, rtol=1e-4)
+
+
+def test_a_context_is_its_drafters_own_whatever_ids_are_given_again(pair, monkeypatch):
+    """Two drafters in turn on one cache: each drafts as if it were alone."""
+    target, first = pair
+    second = tiny_drafter(target, num_hidden_layers=1)
+    options = dict(do_sample=False, max_new_tokens=8, return_dict_in_generate=True)
+    out = target.generate(prompt(14), assistant_model=first, **options)
+    monkeypatch.setattr(generation, "id", lambda thing: 7, raising=False)  # as if `second` stood where `first` did
+    turn = torch.cat([out.sequences, prompt(4, seed=5)], dim=1)
+    again = target.generate(turn, past_key_values=out.past_key_values, assistant_model=second, **options)
+    kept = again.past_key_values._hyperdflash_context
+    assert kept.is_of(second) and not kept.is_of(first)
+    assert len(kept.context.layers) == 1 and len(kept.context) == again.sequences.shape[1] - out.sequences.shape[1]
+    assert pickle.loads(pickle.dumps(again.past_key_values))._hyperdflash_context is None
 
 
 def test_continuing_from_the_users_own_cache(wide):
@@ -257,7 +266,7 @@ def test_left_padding_changes_nothing(wide, chunk):
     drafter = half_right(wide, ids, max_new_tokens=12, repetition_penalty=1.2)
     out = wide.generate(padded, attention_mask=mask, assistant_model=drafter, return_dict_in_generate=True, **options)
     assert torch.equal(out.sequences[:, :4], padded[:, :4]) and torch.equal(out.sequences[:, 4:], expected)
-    _, context = out.past_key_values._hyperdflash_context
+    context = out.past_key_values._hyperdflash_context.context
     assert len(context) == expected.shape[1] - 1
     # The next turn on the same cache.
     turn = prompt(5, seed=7)
@@ -269,6 +278,142 @@ def test_left_padding_changes_nothing(wide, chunk):
         again, attention_mask=mask, past_key_values=out.past_key_values, assistant_model=drafter, **options
     )
     assert torch.equal(out[:, 4:], plain)
+
+
+def test_what_the_caller_sets_counts(wide):
+    """Also where it is transformers' own default, 20, and also through a configuration."""
+    ids = prompt(10)
+    expected = wide.generate(ids, do_sample=False, max_new_tokens=60)
+    drafter = perfect(wide, expected[0])
+    for asked in (19, 20):
+        with pytest.raises(ValueError, match=f"cannot draft {asked} tokens"):
+            wide.generate(ids, max_new_tokens=60, assistant_model=drafter, num_assistant_tokens=asked)
+        lookup = PromptLookupDrafter(wide, num_draft_tokens=2)
+        draft, counts = lookup.draft, []
+        lookup.draft = lambda t, c, ids, p, count, choose, draft=draft, counts=counts: counts.append(count)
+        for given in (
+            dict(num_assistant_tokens=asked),
+            dict(generation_config=GenerationConfig(num_assistant_tokens=asked, do_sample=False)),
+        ):
+            wide.generate(ids, assistant_model=lookup, max_new_tokens=30, **given)
+            assert counts[0] == asked
+            counts.clear()
+    wide.generation_config.num_assistant_tokens = 3
+    wide.generate(ids, do_sample=False, max_new_tokens=60, assistant_model=drafter)
+    assert max(drafter.last_stats.accepted) == 3
+
+
+class Echo(PromptLookupDrafter):
+    """Drafts a given text, however long."""
+
+    def __init__(self, target, sequence, count):
+        super().__init__(target, count)
+        self.sequence = sequence
+
+    def draft(self, target, context, ids, position_ids, count, choose):
+        choose.propose(self.sequence[None, ids.shape[1] : ids.shape[1] + count])
+
+
+def test_more_drafts_than_a_cache_takes_back_by_default(wide):
+    ids = prompt(10)
+    expected = wide.generate(ids, do_sample=False, max_new_tokens=160)
+    wrong = expected[0].clone()
+    wrong[13:] = (wrong[13:] + 1) % 64
+    drafter = Echo(wide, wrong, 150)
+    out = wide.generate(ids, do_sample=False, max_new_tokens=160, assistant_model=drafter)
+    assert torch.equal(out, expected) and drafter.last_stats.draft_positions > 128
+
+
+class Remembering(LogitsProcessor):
+    """As a grammar is, which forbids what came three calls before: it must see every prefix of the text once."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, input_ids, scores):
+        self.seen.append(input_ids[0].tolist())
+        scores = scores.clone()
+        scores[:, [len(ids) % 64 for ids in self.seen[-3:]]] = -torch.inf
+        scores[:, len(self.seen) % 64] += 5  # what it has seen changes the text
+        return scores
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_processor_with_a_state_sees_the_text_alone(wide, do_sample):
+    ids, plain, assisted = prompt(20), Remembering(), Remembering()
+    options = dict(max_new_tokens=24, do_sample=False, repetition_penalty=1.2)
+    expected = wide.generate(ids, logits_processor=LogitsProcessorList([plain]), **options)
+    options["do_sample"] = do_sample
+    if do_sample:
+        options["top_k"] = 1  # one text, through the code that samples
+    drafter = perfect(wide, expected[0])
+    out = wide.generate(ids, logits_processor=LogitsProcessorList([assisted]), assistant_model=drafter, **options)
+    assert torch.equal(out, expected) and assisted.seen == plain.seen
+    assert max(drafter.last_stats.accepted) > 0
+
+
+@pytest.mark.parametrize("kind", ["drafter", "lookup"])
+def test_guidance_runs_the_target_on_its_own(wide, kind):
+    """Whatever else calls the target meanwhile is none of our forwards."""
+    ids, options = prompt(20), dict(do_sample=False, max_new_tokens=16, guidance_scale=1.5)
+    expected = wide.generate(ids, **options)
+    drafter = perfect(wide, expected[0]) if kind == "drafter" else PromptLookupDrafter(wide)
+    assert torch.equal(wide.generate(ids, assistant_model=drafter, **options), expected)
+
+
+class StopAt(BaseStreamer):
+    """Raises at the n-th token, as a closed connection does."""
+
+    def __init__(self, count):
+        self.count, self.tokens = count, []
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+        self.count -= 1
+        if self.count < 0:  # the first put is the prompt
+            raise ConnectionError("closed")
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["echo", "block"])
+def test_after_an_interruption_the_cache_is_that_of_the_text_so_far(wide, kind):
+    ids = prompt(12)
+    whole = wide.generate(ids, do_sample=False, max_new_tokens=40)
+    for count in range(1, 13):
+        drafter = Echo(wide, whole[0], 7) if kind == "echo" else perfect(wide, whole[0])
+        cache, streamer = DynamicCache(config=wide.config), StopAt(count)
+        options = dict(do_sample=False, past_key_values=cache, assistant_model=drafter)
+        with pytest.raises(ConnectionError):
+            wide.generate(ids, max_new_tokens=40, streamer=streamer, **options)
+        seen = torch.tensor([streamer.tokens])
+        assert cache.get_seq_length() == seen.shape[1] - 1, count
+        options["attention_mask"] = torch.ones_like(seen)  # a padding token among them is text here
+        assert torch.equal(wide.generate(seen, max_length=52, **options), whole), count
+        assert cache._hyperdflash_context.is_of(drafter) and drafter.last_stats.tau > 4  # it goes on, too
+
+
+def test_a_criterion_that_raises_before_the_first_token_leaves_the_prompt(wide):
+    def broken(input_ids, scores):
+        raise RuntimeError("broken")
+
+    ids, cache = prompt(12), DynamicCache(config=wide.config)
+    options = dict(do_sample=False, max_new_tokens=9, past_key_values=cache)
+    drafter = PromptLookupDrafter(wide)
+    with pytest.raises(RuntimeError, match="broken"):
+        wide.generate(ids, assistant_model=drafter, logits_processor=LogitsProcessorList([broken]), **options)
+    assert cache.get_seq_length() == 12
+    longer = torch.cat([ids, prompt(3, seed=2)], dim=1)
+    expected = wide.generate(longer, do_sample=False, max_new_tokens=9)
+    assert torch.equal(wide.generate(longer, assistant_model=drafter, **options), expected)
+
+
+@pytest.mark.parametrize("kind", ["static", "offloaded_static", "quantized"])
+def test_caches_that_cannot_be_rewound_are_refused_by_name(pair, kind):
+    target, drafter = pair
+    with pytest.raises(ValueError, match=f"`cache_implementation` is '{kind}'.*leave it out"):
+        target.generate(prompt(8), assistant_model=drafter, max_new_tokens=3, cache_implementation=kind)
 
 
 def chi_square(observed: Counter, probabilities: torch.Tensor, draws: int) -> tuple[float, float]:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hf_hyperdflash import PromptLookupDrafter, bind
-from hf_hyperdflash.indexer import choose, one_token_choice
+from hf_hyperdflash import PromptLookupDrafter, bind, unbind
+from hf_hyperdflash.indexer import choose
 
 from .conftest import CSA, HCA, SLIDING, tiny_drafter, tiny_target
 
@@ -52,12 +52,33 @@ def test_greedy_text_is_the_targets_though_scores_tie(seed):
     assert torch.equal(target.generate(prompt, max_new_tokens=40, do_sample=False), expected)
 
 
-def test_nothing_stays_and_prompts_are_stocks():
+@pytest.mark.parametrize("seed", range(2))
+def test_a_next_turns_prompt_is_run_as_stock_runs_it(seed):
+    """Over all entries at once, on the cache that an assisted turn left: where scores tie, stock chooses otherwise there
+    than for one token at a time."""
+    target = tiny_target(seed, **TIES)
+    ids = torch.randint(2, 64, (1, 60))
+    drafter, options = tiny_drafter(target), dict(do_sample=False, max_new_tokens=30, return_dict_in_generate=True)
+    plain = target.generate(ids, **options)
+    turn = torch.cat([plain.sequences, torch.randint(2, 64, (1, 40))], dim=1)
+    options |= dict(max_new_tokens=1, output_logits=True)
+    expected = target.generate(turn, past_key_values=plain.past_key_values, **options)
+    drafter.bind(target)
+    options["assistant_model"] = drafter
+    first = target.generate(ids, **{**options, "max_new_tokens": 30})
+    assert torch.equal(first.sequences, plain.sequences)
+    again = target.generate(turn, past_key_values=first.past_key_values, **options)
+    torch.testing.assert_close(again.logits[0], expected.logits[0], atol=1e-5, rtol=1e-5)
+
+
+def test_prompts_are_stocks_and_nothing_stays():
     target = tiny_target(**TIES)
     ids = torch.randint(2, 64, (1, 90))
     with torch.no_grad():
         stock = target(ids, use_cache=True).logits
-        with one_token_choice(target):
-            assert torch.equal(target(ids, use_cache=True).logits, stock)
+        bind(target)
+        assert torch.equal(target(ids, use_cache=True).logits, stock)
+        with target.hyperdflash_hooks.own_forward([-1]):
             assert torch.equal(target(ids, use_cache=False).logits, stock)
+    unbind(target)
     assert not any(module._forward_hooks for module in target.modules())

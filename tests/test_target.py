@@ -21,12 +21,14 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.generation.streamers import BaseStreamer
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Indexer
 
-from hf_hyperdflash import bind, capture_residual, unbind
+from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, bind, capture_residual, unbind
 from hf_hyperdflash.target import BoundTarget, _like, check_teacher, collapse_of, describe, logits_of, teacher_states
 
 from .conftest import half_right, prompt, tiny_drafter, tiny_target
-from .families import FAMILIES, REWINDABLE_QWEN4, glm5_next, qwen3, qwen3_next, qwen4_exp
+from .families import FAMILIES, REWINDABLE_QWEN4, deepseek_v4, glm5_next, qwen3, qwen3_next, qwen4_exp
 from .test_modeling_mtp import quantize_fp4, quantize_fp8
 from .test_trainer import losses, trainer_for
 
@@ -137,23 +139,141 @@ def test_nothing_stays_behind_after_an_interruption(target, drafter, error):
     assert hooks_of(target) == hooks and target.config.to_dict() == config
 
 
-def test_two_threads_on_one_pair(target, drafter):
-    prompts = [prompt(6, seed) for seed in range(4)]
-    expected = [greedy(target, ids) for ids in prompts]
-    drafter.bind(target)
-    results = {}
+def drafters_for(target, ids):
+    """All kinds in turn, each partly right."""
+    kinds = [tiny_drafter(target), half_right(target, ids, max_new_tokens=9), PromptLookupDrafter(target, 4)]
+    if target.config.model_type == "deepseek_v4":
+        kinds.append(DeepseekV4MTPDrafter(target.config).eval())
+    return kinds
+
+
+@pytest.mark.parametrize("family", [deepseek_v4, qwen3_next], ids=lambda family: family.__name__)
+def test_many_threads_on_one_target(family):
+    """Short texts, so that threads begin and end all the time while others run the same modules."""
+    torch.manual_seed(0)
+    target = family().eval()
+    prompts = [torch.cat([prompt(6, seed)] * 2, dim=1) for seed in range(8)]
+    expected = [greedy(target, ids)[:, :16] for ids in prompts]
+    drafters = drafters_for(target, prompts[0])
+    errors = []
 
     def work(index):
-        for _ in range(3):
-            results[index] = greedy(target, prompts[index], assistant_model=drafter)
+        for turn in range(12):
+            drafter = drafters[(index + turn) % len(drafters)]
+            try:
+                drafter.bind(target) if hasattr(drafter, "bind") else bind(target)
+                out = target.generate(prompts[index], do_sample=False, max_new_tokens=4, assistant_model=drafter)
+                assert torch.equal(out, expected[index])
+            except BaseException as error:
+                errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # threads change places as often as can be
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not errors, errors[:3]
+
+
+@pytest.mark.parametrize("family", [deepseek_v4, qwen3_next], ids=lambda family: family.__name__)
+def test_one_thread_ends_while_another_is_inside_a_module(family):
+    """The interleaving that crashes where hooks come and go with each call: torch has listed a module's hooks, and before
+    it comes to ours another thread takes its own away."""
+    torch.manual_seed(0)
+    target, ids = family().eval(), prompt(12)
+    expected = greedy(target, ids)
+    drafter = half_right(target, ids, max_new_tokens=12)
+    first_is_half_way, second_is_inside, first_is_done = (threading.Event() for _ in range(3))
+    results = {}
+
+    def inside(module, args):
+        if threading.current_thread().name == "second" and not second_is_inside.is_set():
+            second_is_inside.set()
+            assert first_is_done.wait(60)
+
+    for module in target.modules():  # a user's hooks, before ours
+        if isinstance(module, DeepseekV4Indexer):
+            module.register_forward_hook(lambda module, args, output: inside(module, args))
+    for layer in target.model.layers if family is qwen3_next else ():
+        for part in layer.children():
+            part.register_forward_pre_hook(inside)
+    drafter.bind(target)
+
+    class Pause(BaseStreamer):
+        def __init__(self):
+            self.puts = 0
+
+        def put(self, value):
+            self.puts += 1
+            if self.puts == 3:
+                first_is_half_way.set()
+                assert second_is_inside.wait(60)
+
+        def end(self):
+            pass
+
+    def first():
+        results["first"] = greedy(target, ids, assistant_model=drafter, streamer=Pause())
+        first_is_done.set()
+
+    def second():
+        assert first_is_half_way.wait(60)
+        results["second"] = greedy(target, ids, assistant_model=drafter)
+
+    threads = [threading.Thread(target=run, name=run.__name__) for run in (first, second)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
-    for index, ids in enumerate(expected):
-        assert torch.equal(results[index], ids)
+        thread.join(120)
+    assert torch.equal(results["first"], expected) and torch.equal(results["second"], expected)
+
+
+def test_no_hook_comes_or_goes_while_generating(target, drafter):
+    drafter.bind(target)
+    hooks, ids = hooks_of(target), prompt(9)
+
+    class Watch(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            assert hooks_of(target) == hooks
+            with capture_residual(target):
+                assert hooks_of(target) == hooks
+            return torch.zeros(1, dtype=torch.bool)
+
+    greedy(target, ids, assistant_model=drafter, stopping_criteria=StoppingCriteriaList([Watch()]))
+    unbind(target)
+    assert not any(before or after for _, before, after in hooks_of(target))
+
+
+def test_capturing_around_a_generation_sees_it(target, drafter):
+    """A reader of one's own and the drafter's, in one thread."""
+    ids = prompt(9)
+    with capture_residual(target) as plain:
+        greedy(target, ids)
+    drafter.bind(target)
+    with capture_residual(target) as captured:
+        greedy(target, ids, assistant_model=drafter)
+    torch.testing.assert_close(captured[0], plain[0])
+    assert drafter.last_stats.rounds < len(captured) <= drafter.last_stats.rounds + 2
+
+
+def test_a_pair_is_checked_once_for_as_long_as_it_is_bound(target, drafter, monkeypatch):
+    checks = []
+    check = type(drafter).check_target
+    monkeypatch.setattr(type(drafter), "check_target", lambda self, t: checks.append(t) or check(self, t))
+    for bind_it in (lambda: drafter.bind(target), lambda: bind(target)):
+        bind_it()
+        for _ in range(3):
+            greedy(target, prompt(5), assistant_model=drafter)
+        assert checks == [target]
+        checks.clear()
+        unbind(target)
+    greedy(bind(copy.deepcopy(target)), prompt(5), assistant_model=drafter)
+    assert len(checks) == 1  # another target
 
 
 def test_residual_of_any_layers_is_captured(target):
@@ -232,6 +352,22 @@ def test_every_familys_cache_is_as_if_no_draft_had_been(family):
         after = family(turn, past_key_values=cache, position_ids=positions, use_cache=True).logits
         whole = family(torch.cat([written[:, :-1], turn], dim=1)).logits[:, -10:]
     torch.testing.assert_close(after, whole, atol=1e-3, rtol=1e-3)
+
+
+def test_every_family_shows_what_plain_decoding_shows(family):
+    ids, options = prompt(6), dict(do_sample=False, max_new_tokens=24)
+    if hasattr(family, "set_attn_implementation"):
+        family.set_attn_implementation("eager")
+    drafter = half_right(family, ids, max_new_tokens=24)
+    options |= dict(return_dict_in_generate=True, output_attentions=True, output_hidden_states=True)
+    plain = family.generate(ids, **options)
+    drafter.bind(family)
+    assisted = family.generate(ids, assistant_model=drafter, **options)
+    assert torch.equal(assisted.sequences, plain.sequences)
+    for shown, again in ((plain.attentions, assisted.attentions), (plain.hidden_states, assisted.hidden_states)):
+        for step, same in zip(shown or (), again or (), strict=True):
+            for one, other in zip(step or (), same or (), strict=True):
+                torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
 
 
 def test_every_family_passes_its_residual(family):
@@ -346,6 +482,15 @@ def test_compiled_layers_pass_their_residual():
                 torch.testing.assert_close(one, other)
 
 
+def test_a_bound_target_is_one_graph_where_nobody_reads_it():
+    target, ids = qwen3().eval(), prompt(9)
+    with torch.no_grad():
+        expected = target(ids).logits
+        bind(target)
+        whole = torch.compile(target.model, backend="eager", fullgraph=True)
+        torch.testing.assert_close(target.lm_head(whole(ids).last_hidden_state), expected)
+
+
 def test_a_target_with_compiled_parts_writes_the_same_text(target, drafter):
     ids = prompt(9)
     expected = greedy(target, ids)
@@ -399,7 +544,7 @@ def test_a_prompt_in_chunks_reaches_the_drafter_whole_and_is_never_held_whole(ch
         drafter.extend = counting
         out = target.generate(ids, do_sample=False, max_new_tokens=3, assistant_model=drafter, prefill_chunk_size=size,
                               return_dict_in_generate=True)  # fmt: skip
-        contexts.append(out.past_key_values._hyperdflash_context[1].layers)
+        contexts.append(out.past_key_values._hyperdflash_context.context.layers)
         largest.append(seen)
     assert largest[0][0] == 150 and max(largest[1]) <= chunk and sum(largest[1]) == sum(largest[0])
     for one, other in zip(*contexts, strict=True):

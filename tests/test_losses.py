@@ -214,6 +214,13 @@ def test_a_count_of_zero_contributes_zero():
     assert result.cross_entropy == 0 and result.loss.item() == pytest.approx(expected)
     assert drafter_loss(head(hidden), labels, head(teacher), counts=counts).item() == pytest.approx(expected)
     assert hidden.grad.isfinite().all() and hidden.grad[:, 2:].count_nonzero() == 0
+    for total in (counts, torch.zeros(3)):  # also in float32, where a division by nearly nothing shows
+        states, single = hidden.detach().float().requires_grad_(), RecordingHead(torch.float32)
+        single.load_state_dict(head.state_dict())
+        result = chunked(states, labels, single, teacher.float(), counts=total)
+        result.loss.backward()
+        assert result.loss.item() == pytest.approx(expected if total.any() else 0, rel=1e-5)
+        assert states.grad.isfinite().all()
 
 
 def test_without_gradient_only_the_sums_are_computed():

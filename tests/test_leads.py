@@ -38,7 +38,7 @@ def test_values_are_differences_of_the_averages(tmp_path):
 
 def test_the_interval_is_that_of_a_mean_of_strata(tmp_path):
     """Where a suite's speedup is a mean over prompts, its standard error is the textbook's, also of few prompts."""
-    rng, suites, prompts, lines, variance = np.random.default_rng(1), ["gsm8k", "mbpp", "humaneval"], 5, [], 0.0
+    rng, suites, prompts, lines, variance = np.random.default_rng(1), ["gsm8k", "mbpp", "humaneval"], 4, [], 0.0
     for suite in suites:
         tokens = rng.integers(20, 60, size=prompts)
         variance += (tokens / 10).var(ddof=1) / prompts / len(suites) ** 2
@@ -47,7 +47,9 @@ def test_the_interval_is_that_of_a_mean_of_strata(tmp_path):
             lines.append(line(A, prompt, suite=suite, new_tokens=count))
     (lead,) = leads(loaded(tmp_path, lines))
     assert (lead.fastest, lead.method) == (A, B)
-    assert lead.speedup.high - lead.speedup.low == pytest.approx(2 * 1.96 * math.sqrt(variance), rel=0.1)
+    # 300 other streams of random numbers gave 0.99 of that, with a deviation of 0.02: five of them fit into 12 %, so less
+    # than one stream in a million would fail here.
+    assert lead.speedup.high - lead.speedup.low == pytest.approx(2 * 1.96 * math.sqrt(variance), rel=0.12)
     assert lead.tau.low == lead.tau.high == 0
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from .blocks import (
     sample_anchors,
     walk_rounds,
 )
+from .checkpoints import last_whole, share_modes, to_resume
 from .configuration_hyperdflash import HyperDFlashConfig
 from .data import prepare_dataset
 from .features import FeatureCache, residual_of
@@ -33,6 +35,8 @@ from .losses import IGNORE_INDEX, DrafterLoss, chunked_drafter_loss, loss_counts
 from .model_card import TRAINING_RECORD, drafter_card
 from .target import check_pair, check_teacher, embed, is_hyperdflash, logits_of, teacher_states
 from .training_args import HyperDFlashTrainingArguments
+
+logger = logging.getLogger(__name__)
 
 Batch = dict[str, torch.Tensor]
 
@@ -131,7 +135,7 @@ class HyperDFlashTrainer(Trainer):
         **kwargs: Anything else that [`~transformers.Trainer`] takes.
 
     Raises:
-        ValueError: If drafter, target, tokenizer and data do not fit together.
+        ValueError: If drafter, target, tokenizer and data do not fit together, or weights are not finite.
     """
 
     args: HyperDFlashTrainingArguments
@@ -164,6 +168,8 @@ class HyperDFlashTrainer(Trainer):
             )
         check_pair(config, target)
         check_teacher(target, args.kl_teacher)
+        _check_weights("drafter", model)
+        _check_weights("target", target)
         _check_tokenizer(processing_class, config)
         if args.kl_positions > config.max_draft_tokens:
             raise ValueError(
@@ -290,13 +296,17 @@ class HyperDFlashTrainer(Trainer):
     def _check_finite(self, loss: torch.Tensor, residual: torch.Tensor) -> None:
         if torch.isfinite(loss):
             return
-        if not torch.isfinite(residual).all():
-            cause = "the target's residual is not finite (a float16 target overflows: load it in bfloat16)"
-        else:
-            cause = f"the drafter diverged (lower `learning_rate`, now {self.args.learning_rate}, or warm up longer)"
-        raise RuntimeError(
-            f"The loss is {loss.item()} at step {self.state.global_step}: {cause}. Checkpoints in "
-            f"{self.args.output_dir} are from before; go on with `resume_from_checkpoint=True`."
+        if torch.isfinite(residual).all():
+            raise self._diverged(f"The loss is {loss.item()}")
+        raise ValueError(
+            f"The loss is {loss.item()} at step {self.state.global_step}: the target's residual is not finite. A float16 "
+            f"target overflows: load it in bfloat16{self._advice()}."
+        )
+
+    def _diverged(self, sign: str) -> ValueError:
+        return ValueError(
+            f"{sign} at step {self.state.global_step}: the drafter diverged. Lower `learning_rate`, now "
+            f"{self.args.learning_rate}, or warm up longer{self._advice()}."
         )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -357,17 +367,61 @@ class HyperDFlashTrainer(Trainer):
 
     # Checkpoints
 
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train, or go on from a checkpoint: `True` for the newest in `output_dir` that is whole, or its folder.
+
+        Raises:
+            ValueError: If there is nothing to go on from, or a part of the checkpoint is missing: it would be made anew.
+        """
+        if resume_from_checkpoint:
+            resume_from_checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint or None, trial, ignore_keys_for_eval)
+
+    def _checkpoint_to_resume(self, wanted: str | Literal[True]) -> str:
+        output_dir = Path(str(self.args.output_dir))
+        folder = to_resume(wanted, output_dir)
+        if self.is_world_process_zero():
+            for line in last_whole(output_dir)[1] if wanted is True else ():
+                logger.warning("A checkpoint that is not whole was skipped, %s.", line)
+            logger.warning("Going on from %s.", folder)
+        return str(folder)
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write a checkpoint, `trainer_state.json` last: without it none counts as whole."""
+        if bad := _not_finite(model):
+            raise self._diverged(f"{bad[0]} is not finite")  # one would go on from it in vain
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save:
+            shutil.rmtree(folder, ignore_errors=True)  # an earlier run's of the same step, or half of one
+        self.accelerator.wait_for_everyone()
         try:
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError) as error:
-            folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             if self.args.should_save:
-                shutil.rmtree(folder, ignore_errors=True)  # half a checkpoint would be resumed from
-            raise RuntimeError(
-                f"Checkpoint {folder} could not be written ({error}) and was removed; earlier ones are whole. Make room "
-                "(or lower `save_total_limit`), then go on with `resume_from_checkpoint=True`."
+                shutil.rmtree(folder, ignore_errors=True)
+            raise OSError(
+                f"Checkpoint {folder} could not be written ({error}) and was removed. Make room (or lower "
+                f"`save_total_limit`){self._advice()}."
             ) from error
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()  # then the first process writes `trainer_state.json`
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            share_modes(Path(output_dir or str(self.args.output_dir)))
+
+    def _advice(self) -> str:
+        """How to go on after an error, if there is anything to go on from."""
+        last, _ = last_whole(Path(str(self.args.output_dir)))
+        return f", then go on from {last} with `resume_from_checkpoint=True`" if last else " and begin again"
 
     # The Hub
 
@@ -472,6 +526,28 @@ def _check_tokenizer(tokenizer: Any, config: HyperDFlashConfig) -> None:
             f"The tokenizer has no token {config.mask_token_id}, the drafter's mask token. Make the drafter with "
             "`mask_token_id=tokenizer.mask_token_id`, or the id of any token that never occurs in text."
         )
+
+
+def _check_weights(name: str, model: nn.Module) -> None:
+    """Refuse a model with NaN or infinite weights, which would look like a learning rate that is too high."""
+    if bad := _not_finite(model):
+        raise ValueError(
+            f"The {name} has weights that are not finite, in {len(bad)} tensors: {', '.join(bad[:3])}. Load a checkpoint "
+            "that is whole, in bfloat16 if its values do not fit into float16."
+        )
+
+
+def _not_finite(model: nn.Module) -> list[str]:
+    """Names of the parameters with NaN or infinite values. What is not here yet, or quantized, is not looked at."""
+    kinds, bad = (torch.float32, torch.float16, torch.bfloat16), []
+    for name, parameter in model.named_parameters():
+        values = parameter.detach()
+        values = values.to_local() if hasattr(values, "to_local") else values  # FSDP's shard
+        # NaN is least and greatest; nothing of the parameter's size is made.
+        if values.numel() and values.dtype in kinds and not values.is_meta:
+            if not torch.isfinite(torch.stack(values.aminmax())).all():
+                bad.append(name)
+    return bad
 
 
 def _rows(

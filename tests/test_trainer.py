@@ -21,11 +21,13 @@ from hf_hyperdflash import (
     HyperDFlashTrainingArguments,
     capture_residual,
 )
+from hf_hyperdflash.checkpoints import last_whole
 from hf_hyperdflash.data import encode_prompts
 from hf_hyperdflash.trainer import collate, draft_states, read_layers
 
 from . import conftest
 from .conftest import MODELS, prompt, tiny_target
+from .test_losses import naive_cross_entropy, naive_kl
 
 
 def rows(count: int, seed: int = 0) -> Dataset:
@@ -117,6 +119,56 @@ def test_the_teacher_forced_estimate_walks_generations_own_rounds(tmp_path):
         assert walked[row][:rounds] == emitted[row] and matched[row][: rounds - 1] == accepted[row][:-1]
         assert len(walked[row]) - rounds <= 1
     assert sum(map(len, accepted)) > 8 and max(map(max, accepted)) > 2
+
+
+# The loss is the paper's
+
+
+def naive_loss(target, drafter, documents, teacher, positions, temperature, decay, kl_weight):
+    """Eq. 3 with every block drafted alone, as in generation, and the target run on each document alone."""
+    drafted, labels, taught = [], [], []
+    drafts = drafter.config.max_draft_tokens
+    for document in documents:
+        ids, mask = torch.tensor([document["input_ids"]]), [*document["loss_mask"], 0]
+        with capture_residual(target, drafter.config.target_layer_ids) as captured:
+            logits = target(ids, use_cache=False).logits[0]
+        if teacher == "mean_pool":
+            with capture_residual(target, [-1]) as last:
+                target(ids, use_cache=False)
+            logits = target.lm_head(target.model.norm(last[0].mean(dim=2)))[0]
+        for a in (i for i in range(ids.shape[1]) if mask[i] and mask[i + 1]):
+            block = torch.tensor([[document["input_ids"][a], *[drafter.config.mask_token_id] * drafts]])
+            first = max(0, a - (drafter.config.sliding_window or a))
+            context = dict(residual=captured[0][:, first:a], residual_position_ids=torch.arange(first, a)[None])
+            states = drafter(target.model.embed_tokens(block), torch.arange(a, a + drafts + 1)[None], **context)
+            drafted.append(target.lm_head(states[0, 1:]))
+            unsupervised = next(j for j in range(a + 1, len(mask)) if not mask[j])
+            row = document["input_ids"][a + 1 : min(a + 1 + drafts, unsupervised)]
+            labels.append(row + [-100] * (drafts - len(row)))
+            # The logits at a+k-1 are the target's for the token at a+k. None are wanted where there is no label.
+            taught.append(torch.stack([logits[min(a + k - 1, len(logits) - 1)] for k in range(1, positions + 1)]))
+    drafted, labels, taught = torch.stack(drafted), torch.tensor(labels), torch.stack(taught)
+    weights = [math.exp(-k / decay) for k in range(drafts)]
+    cross_entropy = naive_cross_entropy(drafted, labels, weights)
+    return cross_entropy + kl_weight * naive_kl(drafted, taught, labels, temperature)
+
+
+@pytest.mark.parametrize(("teacher", "packing"), [("hc_head", False), ("mean_pool", True)])
+@pytest.mark.parametrize("fields", FIELDS)
+def test_the_loss_is_eq_3_of_the_targets_own_logits(tmp_path, target, fields, teacher, packing):
+    drafter, data = tiny_drafter(target, **fields), rows(3)
+    # The first document is supervised from its first token, the second in two stretches.
+    documents = data.to_list()
+    documents[0]["loss_mask"] = [1] * len(documents[0]["loss_mask"])
+    documents[1]["loss_mask"][2:5] = [1, 1, 1]
+    settings = dict(kl_teacher=teacher, kl_positions=3, kl_temperature=1.7, loss_decay=3.0, kl_weight=5.0)
+    trainer = trainer_for(
+        tmp_path, target, drafter, Dataset.from_list(documents), num_anchors=64, packing=packing, **settings
+    )
+    with torch.no_grad():
+        loss = trainer.compute_loss(drafter, collate(trainer.train_dataset.to_list()))
+        expected = naive_loss(target, drafter, documents, teacher, 3, 1.7, 3.0, 5.0)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 # The loss is the same however the batch is laid out
@@ -361,18 +413,32 @@ def test_data_without_assistant_text_is_refused(tmp_path, target):
         trainer_for(tmp_path, target, tiny_drafter(target), silent)
 
 
-def test_nan_ends_the_run_and_names_the_cause(tmp_path, target):
-    drafter = tiny_drafter(target)
-    trainer = trainer_for(
-        tmp_path, target, drafter, rows(6), max_steps=40, learning_rate=1e18, max_grad_norm=0.0, optim="sgd",
-        save_strategy="steps", save_steps=1, kl_weight=0.0,
-    )  # fmt: skip
-    with pytest.raises(RuntimeError, match="learning_rate"):
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_cause(tmp_path, target):
+    settings = dict(max_steps=40, learning_rate=1e18, max_grad_norm=0.0, optim="sgd", kl_weight=0.0)
+    trainer = trainer_for(tmp_path, target, tiny_drafter(target), rows(6), **settings)
+    with pytest.raises(ValueError, match="Lower `learning_rate`, now 1e\\+18, or warm up longer and begin again"):
         trainer.train()
+    settings |= dict(save_strategy="steps", save_steps=1)
+    trainer = trainer_for(tmp_path, target, tiny_drafter(target), rows(6), **settings)
+    with pytest.raises(ValueError, match=r"or warm up longer, then go on from .*checkpoint-\d+ with `resume_from"):
+        trainer.train()
+    written = HyperDFlashDrafter.from_pretrained(last_whole(tmp_path)[0])
+    assert torch.isfinite(weights(written)).all()
     overflowing = tiny_target()
-    overflowing.model.embed_tokens.weight.data.fill_(math.inf)
-    with pytest.raises(RuntimeError, match="residual is not finite"):
+    overflowing.model.embed_tokens.weight.data.fill_(3e38)  # finite, but not its square
+    with pytest.raises(ValueError, match="residual is not finite"):
         trainer_for(tmp_path, overflowing, tiny_drafter(overflowing), rows(4)).train()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_not_blamed_on_the_learning_rate(tmp_path, target, value):
+    drafter = tiny_drafter(target)
+    drafter.norm.weight.data[3] = value
+    with pytest.raises(ValueError, match=r"The drafter has weights that are not finite, in 1 tensors: norm\.weight"):
+        trainer_for(tmp_path, target, drafter, rows(4))
+    target.lm_head.weight.data[5, 2] = value
+    with pytest.raises(ValueError, match=r"The target has weights that are not finite, in 1 tensors: lm_head\.weight"):
+        trainer_for(tmp_path, target, tiny_drafter(target), rows(4))
 
 
 FULL_DISK = """
@@ -396,7 +462,8 @@ def test_a_full_disk_leaves_earlier_checkpoints_whole(tmp_path, target):
     script.write_text(FULL_DISK)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     done = subprocess.run([sys.executable, script, tmp_path / "out"], capture_output=True, text=True, env=environment)
-    assert done.returncode == 1 and "could not be written" in done.stderr, done.stderr[-2000:]
+    assert done.returncode == 1 and "OSError: Checkpoint " in done.stderr, done.stderr[-2000:]
+    assert f"then go on from {tmp_path / 'out' / 'checkpoint-2'}" in done.stderr
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
     again = trainer_for(tmp_path / "out", target, tiny_drafter(target), rows(6), max_steps=4)
     again.train(resume_from_checkpoint=True)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import re
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .blocks import anchor_candidates
+from .places import PLACE, at_row, why_unreadable
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -31,6 +35,7 @@ _ROLES = {
 }
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _COLUMNS = ("input_ids", "loss_mask", "position_ids")
+_LENGTH = "length"  # of a document before it was cut; not in the rows that are returned
 _FIRST_ROWS = 1000  # of a stream, looked through for a trainable one before training starts
 
 
@@ -44,16 +49,17 @@ def load_rows(source: str, split: str = "train", streaming: bool = False) -> Dat
         streaming: Read rows as they are used instead of converting all of them first.
 
     Raises:
-        ValueError: If there is no such file, split or dataset, or the Hub cannot be reached.
+        ValueError: If there is no such file, split or dataset, a file is damaged or empty, or the Hub cannot be reached.
     """
     from datasets import load_dataset  # an extra: only training needs it
 
     suffix = os.path.splitext(source)[1].lower()
-    if os.path.isdir(source):
-        return _load_directory(source, split, streaming)
     if os.path.exists(source):
-        reader = "parquet" if suffix == ".parquet" else "json"
-        return load_dataset(reader, data_files=source, split="train", streaming=streaming)
+        with _saying_why(source, suffix, streaming):
+            if os.path.isdir(source):
+                return _load_directory(source, split, streaming)
+            reader = "parquet" if suffix == ".parquet" else "json"
+            return load_dataset(reader, data_files=source, split="train", streaming=streaming)
     if suffix in (".json", ".jsonl", ".parquet"):
         raise ValueError(f"No dataset file at {source!r}: expected an existing file or a Hub name like 'org/name'.")
     name, _, config = source.partition(":")
@@ -64,6 +70,27 @@ def load_rows(source: str, split: str = "train", streaming: bool = False) -> Dat
             f"Dataset {source!r} is no local file or directory and could not be loaded from the Hub ({error}). Check the "
             "name, `HF_HUB_OFFLINE` and the network, or give the path of a .json, .jsonl or .parquet file."
         ) from error
+
+
+@contextmanager
+def _saying_why(path: str, suffix: str, streaming: bool) -> Iterator[None]:
+    """Errors of `datasets` in words, with the line of a JSON file; the first lines of a stream are read at once."""
+    from datasets.exceptions import DatasetsError
+
+    files = [path] if suffix in (".json", ".jsonl") else sorted(glob.glob(os.path.join(path, "*.jsonl")))
+    if streaming and (why := _first_reason(files, _FIRST_ROWS)):
+        raise ValueError(why)
+    try:
+        yield
+    except (DatasetsError, StopIteration, ValueError) as error:
+        why = _first_reason(files)
+        if why is None and isinstance(error, ValueError):
+            raise
+        raise ValueError(why or f"{path} cannot be read as rows ({error.__cause__ or error}).") from error
+
+
+def _first_reason(files: list[str], lines: int | None = None) -> str | None:
+    return next((why for file in files if (why := why_unreadable(file, lines))), None)
 
 
 def _load_directory(path: str, split: str, streaming: bool) -> Dataset | IterableDataset:
@@ -90,22 +117,25 @@ def to_messages(row: Mapping[str, Any]) -> list[Message]:
     Raises:
         ValueError: If the row has none of these columns, or a conversation an unknown speaker.
     """
-    if row.get("messages"):
-        return _as_messages(row["messages"], "")
-    if row.get("conversations"):
-        return [_from_sharegpt(turn) for turn in row["conversations"]]
-    if row.get("turns"):
-        return [{"role": "user", "content": turn} for turn in row["turns"]]
-    if "instruction" in row and "output" in row:
-        prompt = "\n".join(part for part in (row["instruction"], row.get("input")) if part)
-        return _exchange(prompt, row["output"])
-    if "prompt" in row and "completion" in row:
-        return _exchange(row["prompt"], row["completion"])
-    if "question" in row and "answer" in row:
-        return _exchange(row["question"], _clean_worked_answer(row["answer"]))
+    given = {name: value for name, value in row.items() if value is not None and name != PLACE}
+    if given.get("messages"):
+        return _as_messages(given["messages"])
+    if given.get("conversations"):
+        return _as_messages([_from_sharegpt(turn) for turn in _listed(given["conversations"])])
+    if given.get("turns"):
+        return _as_messages([{"role": "user", "content": turn} for turn in _listed(given["turns"])])
+    if "instruction" in given and "output" in given:
+        prompt = "\n".join(str(part) for part in (given["instruction"], given.get("input")) if part)
+        return _exchange(prompt, given["output"])
+    if "prompt" in given and "completion" in given:
+        return _exchange(given["prompt"], given["completion"])
+    if "question" in given and "answer" in given:
+        return _exchange(given["question"], _clean_worked_answer(given["answer"]))
+    empty = sorted(set(row) - set(given) - {PLACE})
     raise ValueError(
-        f"A row with columns {sorted(row)} is no conversation: expected messages, conversations, turns, "
-        "instruction/output, prompt/completion or question/answer. Rename the columns of the dataset."
+        f"A row with columns {sorted(given)}{f' and nothing in {empty}' if empty else ''} is no conversation: expected "
+        "messages, conversations, turns, instruction/output, prompt/completion or question/answer. Rename the columns of "
+        "the dataset, or leave such rows out."
     )
 
 
@@ -113,13 +143,31 @@ def _exchange(prompt: Any, answer: Any) -> list[Message]:
     return _as_messages(prompt, "user") + _as_messages(answer, "assistant")
 
 
-def _as_messages(text: Any, role: str) -> list[Message]:
-    if isinstance(text, str):
-        return [{"role": role, "content": text}]
-    return [{k: v for k, v in message.items() if v is not None} for message in text]  # datasets fills gaps with None
+def _as_messages(given: Any, role: str | None = None) -> list[Message]:
+    """A list of messages, or a text of somebody, without the gaps that `datasets` fills with None."""
+    if isinstance(given, str) and role:
+        return [{"role": role, "content": given}]
+    messages = [{k: v for k, v in message.items() if v is not None} for message in _listed(given, dict)]
+    for message in messages:
+        if not isinstance(message.get("role"), str):
+            raise ValueError(
+                f"The role of a message is {message.get('role')!r}, expected user or assistant, for example."
+            )
+        said = message.get("content")
+        if not isinstance(said, (str, list)) and not {"tool_calls", "reasoning_content"} & set(message):
+            raise ValueError(f"A message by {message['role']!r} says {said!r}, expected text. Leave such rows out.")
+    return messages
 
 
-def _from_sharegpt(turn: Mapping[str, Any]) -> Message:
+def _listed(given: Any, kind: type = object) -> list[Any]:
+    if isinstance(given, list) and all(isinstance(part, kind) for part in given):
+        return given
+    raise ValueError(f"A conversation is {str(given)[:100]!r}, expected a list of messages.")
+
+
+def _from_sharegpt(turn: Any) -> Message:
+    if not isinstance(turn, Mapping):
+        raise ValueError(f"A turn of a conversation is {turn!r}, expected `from` and `value`.")
     role = turn.get("from") or turn.get("role") or ""
     if role not in _ROLES:
         raise ValueError(
@@ -131,7 +179,9 @@ def _from_sharegpt(turn: Mapping[str, Any]) -> Message:
     return {**message, "reasoning_content": reasoning} if reasoning else message
 
 
-def _clean_worked_answer(answer: str) -> str:
+def _clean_worked_answer(answer: Any) -> Any:
+    if not isinstance(answer, str):
+        return answer
     steps, marker, final = re.sub(r"<<.*?>>", "", answer).partition("\n#### ")
     return f"{steps}\nThe answer is \\boxed{{{final.strip()}}}." if marker else steps
 
@@ -261,17 +311,22 @@ def encode_prompts(
     """
     _chat_template(tokenizer)
     prompts = []
-    for row in rows:
-        messages = to_messages(row)
-        while messages and messages[-1]["role"] == "assistant":
-            messages.pop()
-        while len(messages) > 1 and messages[-1]["role"] == messages[-2]["role"] == "user":
-            messages.pop()
-        if not messages:
-            raise ValueError(f"A row with columns {sorted(row)} asks nothing: expected a message before the answer.")
-        text = _render(tokenizer, messages, thinking, prompt=True)
+    for number, row in enumerate(rows):
+        with at_row(row, number):
+            text = _render(tokenizer, _asked(row), thinking, prompt=True)
         prompts.append(tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"])
     return prompts
+
+
+def _asked(row: Mapping[str, Any]) -> list[Message]:
+    messages = to_messages(row)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    while len(messages) > 1 and messages[-1]["role"] == messages[-2]["role"] == "user":
+        messages.pop()
+    if not messages:
+        raise ValueError("The conversation asks nothing: expected a message before the answer.")
+    return messages
 
 
 def truncate(input_ids: list[int], loss_mask: list[int], max_length: int) -> tuple[list[int], list[int]]:
@@ -310,12 +365,13 @@ def prepare_dataset(
     *,
     max_length: int,
     packing: bool = False,
+    vocab_size: int | None = None,
     num_proc: int | None = None,
 ) -> Dataset | IterableDataset:
     """Turn conversations into training rows.
 
-    Rows without an anchor, two neighbouring supervised tokens of one document, are skipped. How many is logged: at once
-    for a map-style dataset, at every doubling for a streaming one.
+    Rows without an anchor, two neighbouring supervised tokens of one document, are skipped. How many, and how many were
+    cut to `max_length`, is logged: at once for a map-style dataset, at every doubling for a streaming one.
 
     Args:
         dataset: Rows that [`to_messages`] understands (`truncated` marks answers that hit a token limit), or tokenized
@@ -323,6 +379,7 @@ def prepare_dataset(
         tokenizer: The target's tokenizer; may be `None` for tokenized rows.
         max_length: Longest row, in tokens. [`truncate`] shortens documents.
         packing: Put several documents into a row, chosen from 1,000 at a time; none is split.
+        vocab_size: The target's: tokenized rows with other ids are refused.
         num_proc: Processes that tokenize a map-style dataset.
 
     Returns:
@@ -330,7 +387,8 @@ def prepare_dataset(
         document. As many documents were kept as there are zeros among `position_ids`.
 
     Raises:
-        ValueError: If no row (of the first 1,000 of a stream) has an anchor, or rows do not fit the arguments.
+        ValueError: If no row (of the first 1,000 of a stream) has an anchor, or a row is no conversation or does not fit
+            the arguments: with its file and line, if [`with_places`] has been there.
     """
     from datasets import Features, IterableDataset, Sequence, Value
 
@@ -344,73 +402,99 @@ def prepare_dataset(
     processes = {} if streaming else {"num_proc": num_proc}
     documents = dataset.with_format(None).map(
         _encode_row,
-        fn_kwargs={"tokenizer": tokenizer, "max_length": max_length},
+        with_indices=True,
+        fn_kwargs={"tokenizer": tokenizer, "max_length": max_length, "vocab_size": vocab_size},
         remove_columns=columns,
-        features=features,
+        features=Features({**features, _LENGTH: Value("int32")}),
         **processes,
     )
-    rows = _skip_in_stream(documents, columns) if streaming else _skip(documents, columns, num_proc)
+    rows = _in_stream(documents, columns, max_length) if streaming else _kept(documents, columns, max_length, num_proc)
+    rows = rows.remove_columns(_LENGTH)
     if not packing:
         return rows
     return rows.map(_pack_rows, batched=True, fn_kwargs={"max_length": max_length}, features=features, **processes)
 
 
 def _encode_row(
-    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None, max_length: int
-) -> dict[str, list[int]]:
-    if not ("input_ids" in row and "loss_mask" in row):
-        if tokenizer is None:
+    row: Mapping[str, Any],
+    number: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+    max_length: int,
+    vocab_size: int | None,
+) -> dict[str, Any]:
+    with at_row(row, number):
+        if row.get("input_ids") is not None and row.get("loss_mask") is not None:
+            ids, mask = _tokenized(row, vocab_size)
+        elif tokenizer is None:
             raise ValueError(f"Rows with columns {sorted(row)} are not tokenized: pass the target's tokenizer.")
-        row = encode_chat(tokenizer, to_messages(row), truncated=bool(row.get("truncated")))
-    ids, mask = list(row["input_ids"]), [int(supervised) for supervised in row["loss_mask"]]
+        else:
+            ids, mask = encode_chat(tokenizer, to_messages(row), truncated=bool(row.get("truncated"))).values()
+        counted = list(range(len(ids)))
+        positions, length = row.get("position_ids") or counted, len(ids)
+        if length > max_length:
+            if positions != counted:
+                raise ValueError(
+                    f"A packed row of {length} tokens is longer than max_length={max_length}: raise max_length or pack the "
+                    "documents again."
+                )
+            ids, mask = truncate(ids, mask, max_length)
+            positions = counted[:max_length]
+        return {"input_ids": ids, "loss_mask": mask, "position_ids": positions, _LENGTH: length}
+
+
+def _tokenized(row: Mapping[str, Any], vocab_size: int | None) -> tuple[list[int], list[int]]:
+    ids, mask = list(row["input_ids"]), [int(bool(supervised)) for supervised in row["loss_mask"]]
     if len(ids) != len(mask):
         raise ValueError(f"A row has {len(ids)} input_ids but a loss_mask of {len(mask)}: expected equal lengths.")
-    counted = list(range(len(ids)))
-    positions = row.get("position_ids") or counted
-    if len(ids) > max_length:
-        if positions != counted:
-            raise ValueError(
-                f"A packed row of {len(ids)} tokens is longer than max_length={max_length}: raise max_length or pack the "
-                "documents again."
-            )
-        ids, mask = truncate(ids, mask, max_length)
-        positions = counted[:max_length]
-    return {"input_ids": ids, "loss_mask": mask, "position_ids": positions}
+    if None in ids:
+        raise ValueError(f"`input_ids` has nothing at {ids.index(None)}, expected a token id.")
+    for found in (min(ids, default=0), max(ids, default=0)):
+        if found < 0 or (vocab_size is not None and found >= vocab_size):
+            below = f", expected ids below {vocab_size}" if vocab_size is not None else ""
+            raise ValueError(f"`input_ids` has {found}{below}. Tokenize with the target's own tokenizer.")
+    return ids, mask
 
 
 def _has_anchor(loss_mask: list[int], position_ids: list[int]) -> bool:
     return bool(anchor_candidates(torch.tensor([loss_mask]).bool(), torch.tensor([position_ids])).any())
 
 
-def _skip(documents: Dataset, columns: list[str], num_proc: int | None) -> Dataset:
+def _kept(documents: Dataset, columns: list[str], max_length: int, num_proc: int | None) -> Dataset:
     rows = documents.filter(_has_anchor, input_columns=["loss_mask", "position_ids"], num_proc=num_proc)
     if not len(rows):
         raise _no_assistant_text(f"{len(documents)} rows", columns)
     if len(rows) < len(documents):
         _warn_skipped(len(documents) - len(rows), len(documents))
+    lengths = rows.with_format("numpy")[_LENGTH]
+    if cut := int((np.asarray(lengths) > max_length).sum()):
+        _warn_cut(cut, len(rows), max_length)
     return rows
 
 
-def _skip_in_stream(documents: IterableDataset, columns: list[str]) -> IterableDataset:
+def _in_stream(documents: IterableDataset, columns: list[str], max_length: int) -> IterableDataset:
     if not any(_has_anchor(row["loss_mask"], row["position_ids"]) for row in documents.take(_FIRST_ROWS)):
         raise _no_assistant_text(f"the first {_FIRST_ROWS:,} rows", columns)
-    return documents.filter(_CountSkipped(), input_columns=["loss_mask", "position_ids"])
+    return documents.filter(_Counted(max_length), input_columns=["loss_mask", "position_ids", _LENGTH])
 
 
-class _CountSkipped:
-    """[`_has_anchor`] for a stream, whose end is not known: the count so far is logged whenever it has doubled."""
+class _Counted:
+    """[`_has_anchor`] for a stream, whose end is not known: counts so far are logged whenever they have doubled."""
 
-    def __init__(self) -> None:
-        self.seen = self.skipped = 0
+    def __init__(self, max_length: int) -> None:
+        self.max_length, self.seen, self.skipped, self.cut = max_length, 0, 0, 0
 
-    def __call__(self, loss_mask: list[int], position_ids: list[int]) -> bool:
+    def __call__(self, loss_mask: list[int], position_ids: list[int], length: int) -> bool:
         self.seen += 1
-        if _has_anchor(loss_mask, position_ids):
-            return True
-        self.skipped += 1
-        if self.skipped.bit_count() == 1:
-            _warn_skipped(self.skipped, self.seen)
-        return False
+        if not _has_anchor(loss_mask, position_ids):
+            self.skipped += 1
+            if self.skipped.bit_count() == 1:
+                _warn_skipped(self.skipped, self.seen)
+            return False
+        if length > self.max_length:
+            self.cut += 1
+            if self.cut.bit_count() == 1:
+                _warn_cut(self.cut, self.seen, self.max_length)
+        return True
 
 
 def _warn_skipped(skipped: int, seen: int) -> None:
@@ -418,6 +502,12 @@ def _warn_skipped(skipped: int, seen: int) -> None:
         "Skipped %d of %d sequences: too short for a block, which needs two neighbouring tokens of an answer.",
         skipped,
         seen,
+    )
+
+
+def _warn_cut(cut: int, seen: int, max_length: int) -> None:
+    logger.warning(
+        "Cut %d of %d sequences to `max_length`, %d tokens: raise it to train on all of them.", cut, seen, max_length
     )
 
 

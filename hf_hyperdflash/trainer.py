@@ -180,6 +180,7 @@ class HyperDFlashTrainer(Trainer):
         if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
             cast(nn.Module, target).to(args.device)
         data = {"args": args, "target": target, "tokenizer": processing_class, "layers": read_layers(config)}
+        data["vocab_size"] = config.vocab_size
         super().__init__(
             model=model,
             args=args,
@@ -558,6 +559,7 @@ def _rows(
     target: PreTrainedModel,
     tokenizer: Any,
     layers: list[int],
+    vocab_size: int,
 ) -> Any:
     """A dataset as the user has it to rows the trainer reads."""
     if dataset is None:
@@ -565,9 +567,12 @@ def _rows(
     if isinstance(dataset, FeatureCache):
         return dataset.of_layers(layers)
     if isinstance(dataset, dict) and name == "eval":  # several evaluation sets
-        return {k: _rows(part, f"{name}-{k}", packing, args, target, tokenizer, layers) for k, part in dataset.items()}
+        return {
+            k: _rows(part, f"{name}-{k}", packing, args, target, tokenizer, layers, vocab_size)
+            for k, part in dataset.items()
+        }
     with args.main_process_first(desc="tokenizing"):
-        rows = prepare_dataset(dataset, tokenizer, max_length=args.max_length, packing=packing)
+        rows = prepare_dataset(dataset, tokenizer, max_length=args.max_length, packing=packing, vocab_size=vocab_size)
     return _cached(rows, name, args, target, layers) if args.feature_source == "cached" else rows
 
 

@@ -3,7 +3,10 @@
 accelerate launch --config_file examples/accelerate/ddp.yaml examples/train_drafter.py --target TARGET ...
 """
 
-from hf_hyperdflash.train import main
+import sys
+
+from hf_hyperdflash.cli import run
 
 if __name__ == "__main__":
-    main()
+    sys.argv.insert(1, "train")
+    run()

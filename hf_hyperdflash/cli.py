@@ -112,6 +112,12 @@ def generate(
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def train(context: typer.Context) -> None:
     """Train a drafter for a target. All flags of transformers' TrainingArguments and more: `train --help` lists them."""
+    if {"-h", "--help"} & set(context.args):
+        from .train_flags import help_text
+
+        typer.echo(help_text(context.command_path))
+        return
+    typer.echo("Loading PyTorch and transformers ...", err=True)
     from .train import main as run_training
 
     run_training(context.args, context.command_path)

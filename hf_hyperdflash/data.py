@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .blocks import anchor_candidates
-from .places import PLACE, at_row, why_unreadable
+from .places import PLACE, at_row, why_unlike, why_unreadable
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -78,19 +78,21 @@ def _saying_why(path: str, suffix: str, streaming: bool) -> Iterator[None]:
     from datasets.exceptions import DatasetsError
 
     files = [path] if suffix in (".json", ".jsonl") else sorted(glob.glob(os.path.join(path, "*.jsonl")))
-    if streaming and (why := _first_reason(files, _FIRST_ROWS)):
-        raise ValueError(why)
+    if streaming:
+        _refuse(why_unreadable(file, _FIRST_ROWS) for file in files)
     try:
         yield
     except (DatasetsError, StopIteration, ValueError) as error:
-        why = _first_reason(files)
-        if why is None and isinstance(error, ValueError):
+        _refuse(why_unreadable(file) for file in files)
+        _refuse(why_unlike(file) for file in files)
+        if isinstance(error, ValueError):
             raise
-        raise ValueError(why or f"{path} cannot be read as rows ({error.__cause__ or error}).") from error
+        raise ValueError(f"{path} cannot be read as rows ({error.__cause__ or error}).") from error
 
 
-def _first_reason(files: list[str], lines: int | None = None) -> str | None:
-    return next((why for file in files if (why := why_unreadable(file, lines))), None)
+def _refuse(reasons: Iterable[str | None]) -> None:
+    if reason := next(filter(None, reasons), None):
+        raise ValueError(reason)
 
 
 def _load_directory(path: str, split: str, streaming: bool) -> Dataset | IterableDataset:

@@ -53,23 +53,30 @@ def why_unreadable(path: str, lines: int | None = None) -> str | None:
         return f"{path} is empty: expected a JSON object on every line."
     if start.startswith(b"[") or start.splitlines()[0].strip() == b"{":  # all rows in one, or one over several lines
         return _why_no_document(path)
-    kinds: dict[str, tuple[str, int]] = {}
     with open(path, "rb") as file:
         for number, line in enumerate(islice(file, lines), start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.strip().decode("utf-8-sig"))
             except UnicodeDecodeError:
                 return f"{path}:{number} is not UTF-8 text: expected a JSON object on every line."
-            except ValueError as error:
-                return f"{path}:{number} is no JSON ({error}): expected an object on every line."
+            except json.JSONDecodeError as error:
+                return f"{path}:{number} is no JSON ({error.msg}, column {error.colno}): expected an object on every line."
             if not isinstance(row, dict):
                 return f"{path}:{number} is a {type(row).__name__}, expected an object of columns and values."
-            for name, kind in _kinds(row):
+    return None
+
+
+def why_unlike(path: str) -> str | None:
+    """The first row of a JSON Lines file that has something else in a column than the rows before."""
+    kinds: dict[str, tuple[str, int]] = {}
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            for name, kind in _kinds(json.loads(line)) if line.strip() else ():
                 first, where = kinds.setdefault(name, (kind, number))
                 if kind != first:
-                    return f"{path}:{number}: `{name}` is a {kind}, but in line {where} a {first}. Make them alike."
+                    return f"{path}:{number}: `{name}` is {kind}, but in line {where} {first}. Make them alike."
     return None
 
 
@@ -90,12 +97,12 @@ def _why_no_document(path: str) -> str | None:
 def _kinds(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
     """The kind of every part of a row that is not null; numbers are of one."""
     if isinstance(value, dict):
-        yield name, "object"
+        yield name, "an object"
         for key, part in value.items():
             yield from _kinds(part, f"{name}.{key}" if name else key)
     elif isinstance(value, list):
-        yield name, "list"
+        yield name, "a list"
         for part in value:
             yield from _kinds(part, f"{name}[]")
     elif value is not None:
-        yield name, "number" if type(value) in (int, float) else {str: "text", bool: "truth value"}[type(value)]
+        yield name, {str: "text", bool: "true or false"}.get(type(value), "a number")

@@ -1,93 +1,112 @@
-"""Train a HyperDFlash drafter for a DeepSeek-V4, by default with the paper's recipe.
-
-    hf-hyperdflash train --stage 1 --target TARGET --output_dir stage-1
-    hf-hyperdflash train --stage 2 --target TARGET --drafter stage-1 --output_dir my-drafter
-
-Stage 1 is general chat and code, stage 2 tasks (section 3.1: datasets, learning rates, 5 epochs, 4 rows per GPU on 8
-GPUs). Everything can be overridden: all of transformers' training arguments are flags. Drafters accept more when the
-answers are the target's own: `examples/regenerate_answers.py` first. Several GPUs:
-
-    accelerate launch --config_file examples/accelerate/ddp.yaml examples/train_drafter.py ...
-"""
+"""What `hf-hyperdflash train` does: data, target and drafter by their flags, training, the drafter with its record."""
 
 from __future__ import annotations
 
 import json
+import sys
 from argparse import ArgumentParser
-from dataclasses import dataclass, field
+from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from transformers import AutoTokenizer, HfArgumentParser
 
+from .checkpoints import last_whole, share_modes, to_resume
 from .data import encode_prompts, load_rows
 from .evaluation import AcceptanceCallback
 from .features import target_fingerprint
 from .model_card import TRAINING_RECORD
 from .modeling_hyperdflash import HyperDFlashDrafter
-from .target import describe, load_target
+from .places import with_places
+from .target import load_target
+from .train_flags import STAGES, ScriptArguments
 from .trainer import HyperDFlashTrainer
 from .training_args import HyperDFlashTrainingArguments
 
-RECIPE = {"num_train_epochs": 5, "per_device_train_batch_size": 4, "lr_scheduler_type": "cosine", "warmup_steps": 0.04}
-STAGES: dict[int, dict[str, Any]] = {
-    1: {**RECIPE, "dataset": ["zhaode/EagleChat"], "rows": 300_000, "learning_rate": 8e-4},
-    2: {**RECIPE, "dataset": ["theblackcat102/evol-codealpaca-v1"], "rows": 150_000, "learning_rate": 1e-4},
-}
-
 REPORTED = (
-    "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps",
-    "world_size", "warmup_steps", "weight_decay", "adam_beta2", "bf16", "seed", "kl_weight", "kl_positions",
+    "learning_rate", "lr_scheduler_type", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "optim",
+    "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "seed", "kl_weight", "kl_positions",
     "kl_temperature", "kl_teacher", "num_anchors", "loss_decay", "feature_source", "feature_dtype", "max_length", "packing",
 )  # fmt: skip
 
 
-@dataclass
-class ScriptArguments:
-    target: str = field(metadata={"help": "path or Hub id of the target"})
-    stage: int = field(default=1, metadata={"help": "whose defaults to use: 1 or 2", "choices": [1, 2]})
-    drafter: str | None = field(
-        default=None, metadata={"help": "go on from this drafter (stage 2); unset for a new one"}
-    )
-    dataset: list[str] | None = field(default=None, metadata={"help": "files or Hub names of conversations"})
-    rows: int | None = field(default=None, metadata={"help": "most rows of each dataset"})
-    streaming: bool = field(default=False, metadata={"help": "read the dataset while training (needs --max_steps)"})
-    eval_dataset: str | None = field(default=None, metadata={"help": "held-out rows; unset to split them off"})
-    eval_rows: int = field(default=64, metadata={"help": "held-out rows that are split off"})
-    eval_prompts: int = field(default=32, metadata={"help": "held-out prompts generated from; 0 for none"})
-    eval_max_new_tokens: int = field(default=128, metadata={"help": "tokens generated per prompt"})
-    layers: int = field(default=5, metadata={"help": "layers of a new drafter"})
-    intermediate_size: int | None = field(
-        default=None, metadata={"help": "width of a new drafter's MLPs; unset for three times its hidden size"}
-    )
-    reducer: str | None = field(
-        default=None, metadata={"help": "hc_gate, fc, hybrid or stream_mean; unset for the gate where it can be"}
-    )
-    target_layer_ids: list[int] | None = field(
-        default=None, metadata={"help": "layers a new drafter reads; -1, the pre-collapse residual, if unset"}
-    )
-    num_draft_tokens: int = field(default=6, metadata={"help": "draft positions of a new drafter"})
-    sliding_window: int = field(
-        default=2048, metadata={"help": "context that a new drafter's blocks see: not more than the rows mostly have"}
-    )
-    mask_token_id: int | None = field(default=None, metadata={"help": "unset for the tokenizer's mask token"})
-    chat_template: str | None = field(default=None, metadata={"help": "a Jinja file, where the tokenizer has none"})
-    target_dtype: str | None = field(
-        default=None, metadata={"help": "unset for the checkpoint's on a GPU, else float32"}
-    )
-    device_map: str | None = field(default=None, metadata={"help": "spread the target, for example auto"})
-    trust_remote_code: bool = field(default=False, metadata={"help": "run the code that the target brings along"})
-    save_dtype: str = field(default="bfloat16", metadata={"help": "number format of the finished drafter"})
-
-
 def parse(argv: list[str] | None, prog: str | None = None) -> tuple[ScriptArguments, HyperDFlashTrainingArguments]:
+    """Flags to arguments, those of the chosen stage where nothing else is said.
+
+    Raises:
+        ValueError: If a flag is unknown or does not fit.
+    """
+    parser = make_parser(argv, prog)
+    *parsed, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if unknown:
+        known = [option for action in parser._actions for option in action.option_strings]
+        near = get_close_matches(unknown[0], known, n=1)
+        raise ValueError(
+            f"`train` knows no {unknown[0]!r}{f': {near[0]}, perhaps' if near else ''}. `train --help` lists its flags."
+        )
+    script, args = cast("tuple[ScriptArguments, HyperDFlashTrainingArguments]", parsed)
+    _check(script, args)
+    return script, args
+
+
+def make_parser(argv: list[str] | None, prog: str | None = None) -> HfArgumentParser:
     kinds: Any = (ScriptArguments, HyperDFlashTrainingArguments)
-    parser = HfArgumentParser(kinds, prog=prog, description=__doc__.split("\n")[0])
+    usage = "%(prog)s --target TARGET --output_dir FOLDER [--dataset ROWS] [flags], `train --help` lists them"
+    parser = HfArgumentParser(kinds, prog=prog, usage=usage, allow_abbrev=False)
     stage = ArgumentParser(add_help=False, allow_abbrev=False)
     stage.add_argument("--stage", type=int, default=1)
     parser.set_defaults(**STAGES.get(stage.parse_known_args(argv)[0].stage, {}))
-    return cast("tuple[ScriptArguments, HyperDFlashTrainingArguments]", parser.parse_args_into_dataclasses(argv))
+    return parser
+
+
+def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
+    """Refuse what cannot go well before anything is loaded."""
+    if script.stage == 2 and not script.drafter:
+        raise ValueError(
+            "`--stage 2` goes on from stage 1: name its drafter with `--drafter FOLDER`. For a new drafter leave `--stage` "
+            "out and set `--dataset` and `--learning_rate`."
+        )
+    ignored = [] if not script.drafter else [name for name in _OF_A_NEW_DRAFTER if _is_set(script, name)]
+    if ignored:
+        raise ValueError(
+            f"`--{ignored[0]}` is for a new drafter, but `--drafter {script.drafter}` has its own: leave one out."
+        )
+    for name in ("target_dtype", "save_dtype"):
+        value = getattr(script, name)
+        if value not in (None, "auto") and not isinstance(getattr(torch, value, None), torch.dtype):
+            raise ValueError(f"`--{name}` is {value!r}, expected a number format like float32 or bfloat16.")
+    if script.eval_rows < 1:
+        raise ValueError(f"`--eval_rows` is {script.eval_rows}, expected at least 1: a run ends with an evaluation.")
+    if script.streaming and not script.eval_dataset:
+        raise ValueError("`--streaming` needs `--eval_dataset`: nothing can be split off a stream.")
+    if script.streaming and args.max_steps <= 0:
+        raise ValueError("`--streaming` needs `--max_steps`: how long a stream is is not known.")
+    if script.chat_template and not Path(script.chat_template).is_file():
+        raise ValueError(f"`--chat_template` is {script.chat_template!r}, and there is no such file.")
+    _window(script)
+
+
+_OF_A_NEW_DRAFTER = (
+    "layers", "intermediate_size", "reducer", "target_layer_ids", "num_draft_tokens", "sliding_window", "mask_token_id",
+)  # fmt: skip
+
+
+def _is_set(script: ScriptArguments, name: str) -> bool:
+    return getattr(script, name) != next(part.default for part in fields(script) if part.name == name)
+
+
+def _window(script: ScriptArguments) -> dict[str, int | None]:
+    """The field `sliding_window` of a new drafter, if it is not to be its default."""
+    given = script.sliding_window
+    if given is None:
+        return {}
+    if given.lower() in ("none", "0"):
+        return {"sliding_window": None}
+    if not given.isdecimal():
+        raise ValueError(f"`--sliding_window` is {given!r}, expected a number of tokens, or none for no window.")
+    return {"sliding_window": int(given)}
 
 
 def load_drafter(script: ScriptArguments, target: Any, tokenizer: Any) -> HyperDFlashDrafter:
@@ -100,41 +119,64 @@ def load_drafter(script: ScriptArguments, target: Any, tokenizer: Any) -> HyperD
         target,
         reducer=script.reducer,
         target_layer_ids=script.target_layer_ids,
-        sliding_window=min(script.sliding_window, describe(target).max_position_embeddings),
         mask_token_id=mask_token_id,
         num_draft_tokens=script.num_draft_tokens,
         num_hidden_layers=script.layers,
         dtype=torch.float32,
         target_name_or_path=_public_name(script.target),
         **width,
+        **_window(script),
     )
 
 
 def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
-    """Training rows and held-out rows."""
+    """Training rows and held-out rows, each with its place.
+
+    Raises:
+        ValueError: If they cannot be read, or are too few to hold some out.
+    """
     from datasets import concatenate_datasets
 
     parts = []
     for source in script.dataset or ():
         rows = load_rows(source, streaming=script.streaming)
-        parts.append(
-            rows.take(script.rows)
-            if script.streaming
-            else rows.select(range(min(script.rows or len(rows), len(rows))))
-        )
+        if script.rows is not None:
+            rows = rows.take(script.rows) if script.streaming else rows.select(range(min(script.rows, len(rows))))
+        parts.append(with_places(rows, source))
     train = concatenate_datasets(parts)
     if script.eval_dataset:
-        return train, load_rows(script.eval_dataset)
-    if script.streaming:
-        raise ValueError("--streaming needs --eval_dataset: nothing can be split off a stream.")
-    split = train.train_test_split(script.eval_rows, seed=seed)
-    return split["train"], split["test"]
+        held_out = with_places(load_rows(script.eval_dataset), script.eval_dataset)
+    elif len(train) <= script.eval_rows:
+        raise ValueError(
+            f"{', '.join(script.dataset or ())} has {len(train)} rows, and `--eval_rows` holds {script.eval_rows} of them "
+            "out: lower it, or name other rows with `--eval_dataset`."
+        )
+    else:
+        split = train.train_test_split(script.eval_rows, seed=seed)
+        train, held_out = split["train"], split["test"]
+    if script.eval_prompts and "input_ids" in held_out.column_names:
+        raise ValueError(
+            "Held-out rows are tokenized, so that there is no prompt to generate from: set `--eval_prompts 0`."
+        )
+    return train, held_out
 
 
-def settings(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> dict[str, Any]:
-    """What a model card needs to know of the run, without this machine's folders."""
+def settings(
+    script: ScriptArguments, args: HyperDFlashTrainingArguments, trainer: HyperDFlashTrainer
+) -> dict[str, Any]:
+    """What a model card needs to know of the run as it happened, without this machine's folders."""
     told = {**vars(script), **{name: getattr(args, name) for name in REPORTED}}
     told["dataset"] = [_public_name(source) for source in script.dataset or ()]
+    state, rows = trainer.state, cast(Any, trainer.train_dataset)
+    told |= {
+        "steps": state.global_step,
+        "schedule_steps": state.max_steps,  # more if the run was stopped early
+        "warmup_steps": args.get_warmup_steps(state.max_steps),
+        "epochs": round(state.epoch or 0, 3),
+        "train_rows": len(rows) if hasattr(rows, "__len__") else None,
+        "held_out_rows": len(cast(Any, trainer.eval_dataset)),
+    }
+    del told["eval_rows"]  # what would have been split off
     return told | {
         name: told[name] and _public_name(told[name])
         for name in ("target", "drafter", "eval_dataset", "chat_template")
@@ -147,7 +189,41 @@ def _public_name(source: str) -> str:
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> None:
+    """Train as the flags say. Ctrl-C ends in a line on how to go on.
+
+    Raises:
+        ValueError: If flags, data, drafter and target do not fit together.
+    """
     script, args = parse(argv, prog)
+    try:
+        run(script, args)
+    except KeyboardInterrupt:
+        last, _ = last_whole(Path(str(args.output_dir)))
+        then = (
+            f"with `--resume_from_checkpoint true` goes on from {last}" if last else "begins again: no checkpoint yet"
+        )
+        _say(args, f"\nStopped. The same command {then}.")
+        raise SystemExit(130) from None
+
+
+def _say(args: HyperDFlashTrainingArguments, text: str) -> None:
+    if args.process_index == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
+    folder, wanted = Path(str(args.output_dir)), args.resume_from_checkpoint
+    resume = True if wanted in ("True", "true") else wanted  # the newest, or a checkpoint's folder
+    if resume:
+        to_resume(resume, folder)
+    elif earlier := last_whole(folder)[0]:
+        _say(
+            args,
+            f"{folder} has checkpoints of an earlier run: `--resume_from_checkpoint true` goes on from {earlier}.",
+        )
+    _say(args, f"Reading {', '.join(script.dataset or ())} ...")
+    train, held_out = load_data(script, args.seed)
+    _say(args, f"Loading {script.target} ...")
     tokenizer = AutoTokenizer.from_pretrained(script.target, trust_remote_code=script.trust_remote_code)
     if script.chat_template:
         tokenizer.chat_template = Path(script.chat_template).read_text()
@@ -159,24 +235,22 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> None:
     drafter = load_drafter(script, target, tokenizer)
     prints = target_fingerprint(target)
     drafter.config.target_fingerprint = " ".join(prints[part][:32] or "-" for part in ("head", "body"))
-    train, held_out = load_data(script, args.seed)
     trainer = HyperDFlashTrainer(
         drafter, target, args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer
     )
     if script.eval_prompts:
         prompts = encode_prompts(tokenizer, held_out.select(range(min(script.eval_prompts, len(held_out)))))
         trainer.add_callback(AcceptanceCallback(trainer, prompts, max_new_tokens=script.eval_max_new_tokens))
-    resume = args.resume_from_checkpoint  # a folder, or True for the last in `--output_dir`
-    trainer.train(resume_from_checkpoint=True if resume in ("True", "true") else resume)
+    trainer.train(resume_from_checkpoint=resume)
     metrics = trainer.evaluate()
     trainer.save_model(_internal_call=True)  # which does not push yet
     trainer.save_state()
     if trainer.is_world_process_zero():
-        folder = Path(str(args.output_dir))
         # Loading casts what may be cast; the gate stays float32.
         HyperDFlashDrafter.from_pretrained(folder, dtype=script.save_dtype).save_pretrained(folder)
+        share_modes(folder)
         history = [line for line in trainer.state.log_history if "eval_tau" in line]
-        facts = {"settings": settings(script, args), "metrics": metrics, "history": history}
+        facts = {"settings": settings(script, args, trainer), "metrics": metrics, "history": history}
         (folder / TRAINING_RECORD).write_text(json.dumps(facts, indent=1))
         taus = [f"{name} {metrics[name]:.2f}" for name in ("eval_tau", "eval_teacher_forced_tau") if name in metrics]
         print(f"Saved to {args.output_dir}: {', '.join(taus)}")

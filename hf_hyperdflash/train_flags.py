@@ -122,14 +122,19 @@ def _written_in(source: Path, name: str) -> Iterator[Flag]:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Call):
             given = {keyword.arg: keyword.value for keyword in node.value.keywords}
             if "init" not in given:
-                told = given.get("metadata")
-                told = dict(zip(map(ast.unparse, told.keys), told.values)) if isinstance(told, ast.Dict) else {}
-                words = ast.literal_eval(told["'help'"]) if "'help'" in told else ""
-                yield Flag(node.target.id, _default(given.get("default")), words)
+                yield Flag(node.target.id, _default(given.get("default")), _help(given.get("metadata")))
 
 
 def _default(node: ast.expr | None) -> str:
+    if node is None:
+        return ""
     try:
-        return "" if node is None else _shown(ast.literal_eval(node))
-    except ValueError:
+        return _shown(ast.literal_eval(node))
+    except ValueError:  # an expression
         return ast.unparse(node)
+
+
+def _help(metadata: ast.expr | None) -> str:
+    entries = zip(metadata.keys, metadata.values) if isinstance(metadata, ast.Dict) else ()
+    words = (value for key, value in entries if isinstance(key, ast.Constant) and key.value == "help")
+    return next((ast.literal_eval(value).replace("%%", "%") for value in words), "")  # as argparse shows it

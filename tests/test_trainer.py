@@ -379,6 +379,19 @@ def test_a_lora_adapter_trains_saves_loads_merges_and_drafts(tmp_path, target):
     assert not torch.allclose(tiny_drafter(target)(embeds, positions, **call), adapted, atol=1e-4)
 
 
+# What is read
+
+
+def test_each_layer_is_read_once_and_padding_belongs_to_the_last_document(target):
+    layers = {(0, -1): [0, -1], (0, 1): [0, 1, -1], (-1,): [-1]}
+    for ids, expected in layers.items():
+        assert read_layers(tiny_drafter(target, reducer="fc", target_layer_ids=list(ids)).config) == expected
+    packed = {"input_ids": [5, 6, 7], "loss_mask": [1, 1, 1], "position_ids": [0, 1, 0]}
+    batch = collate([packed, {"input_ids": [5] * 6, "loss_mask": [1] * 6, "position_ids": list(range(6))}])
+    assert batch["position_ids"][0].tolist() == [0, 1, 0, 1, 2, 3]  # a document more would be run through the target
+    assert batch["input_ids"][0].tolist() == [5, 6, 7, 0, 0, 0] and batch["loss_mask"][0].sum() == 3
+
+
 # Bad input
 
 

@@ -23,6 +23,7 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from hf_hyperdflash.data import Message, load_rows, to_messages
+from hf_hyperdflash.places import at_row, with_places
 from hf_hyperdflash.target import load_target
 
 Answer = tuple[Message, bool]  # and whether it is cut off, so that it has no end to learn from
@@ -75,8 +76,10 @@ def read_conversations(tokenizer, args: argparse.Namespace) -> list[Conversation
     read = 0
     for source in args.data:
         rows = load_rows(source, args.split)
-        for row in rows.select(range(min(args.limit or len(rows), len(rows)))):
-            conversation, read = Conversation(user_turns(row, args.question_suffix)), read + 1
+        rows = with_places(rows.select(range(min(args.limit or len(rows), len(rows)))), source)
+        for row in rows:
+            with at_row(row, read):
+                conversation, read = Conversation(user_turns(row, args.question_suffix)), read + 1
             if conversation.name not in found and conversation.ask(tokenizer, args):
                 found[conversation.name] = conversation
     print(f"{len(found)} conversations; {read - len(found)} repeated, too long or without a question")
@@ -93,8 +96,8 @@ def chunks(conversations: list[Conversation], args: argparse.Namespace) -> list[
     return result
 
 
-def regenerate(target, tokenizer, chunk, done: dict[str, list[Answer]], args) -> Iterator[Conversation]:
-    """Answer all turns of some conversations; yield each when it is over. A batch that is all done is only read."""
+def regenerate(target, tokenizer, chunk, done: dict[str, list[Answer]], args) -> Iterator[list[Conversation]]:
+    """Answer all turns of some conversations; yield those of a batch that are over. One that is all done is only read."""
     while chunk:
         following = []
         for _, group in groupby(sorted(chunk, key=lambda c: len(c.ids)), key=lambda c: len(c.ids)):
@@ -104,12 +107,11 @@ def regenerate(target, tokenizer, chunk, done: dict[str, list[Answer]], args) ->
                     answers = [done[c.name][len(c.messages)] for c in batch]
                 else:
                     answers = generate(target, tokenizer, batch, args)
+                over = []
                 for conversation, (message, conversation.truncated) in zip(batch, answers):
                     conversation.messages.append(message)
-                    if conversation.ask(tokenizer, args):
-                        following.append(conversation)
-                    else:
-                        yield conversation
+                    (following if conversation.ask(tokenizer, args) else over).append(conversation)
+                yield over
         chunk = following
 
 
@@ -143,11 +145,17 @@ def read_done(output: Path) -> dict[str, list[Answer]]:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.touch()
     lines, newline, _ = output.read_bytes().rpartition(b"\n")
-    os.truncate(output, len(lines + newline))
     done = {}
-    for row in map(json.loads, lines.splitlines()):
-        answers = [(message, False) for message in row["messages"][:-1]] + [(row["messages"][-1], row["truncated"])]
+    for number, line in enumerate(lines.splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            answers = [(message, False) for message in row["messages"][:-1]] + [
+                (row["messages"][-1], row["truncated"])
+            ]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{output}:{number} was not written by this script: name another --output.") from None
         done[row.get("prompt_id") or name_of(row["messages"])] = answers
+    os.truncate(output, len(lines + newline))
     return done
 
 
@@ -185,19 +193,28 @@ def main() -> None:
         raise SystemExit(f"--thinking: the tokenizer of {args.target} has no {END_THINK} token to end reasoning with.")
     dtype = args.dtype or ("bfloat16" if cuda else "float32")
     device_map = args.device_map or ("cuda:0" if cuda else "cpu")
-    target = load_target(args.target, dtype=dtype, device_map=device_map, trust_remote_code=args.trust_remote_code)
     conversations = read_conversations(tokenizer, args)
     done = read_done(Path(args.output))
+    print(f"Loading {args.target} ...")
+    target = load_target(args.target, dtype=dtype, device_map=device_map, trust_remote_code=args.trust_remote_code)
     todo = {c.name for c in conversations} - done.keys()
-    with Path(args.output).open("a") as file, tqdm(total=len(todo), desc="regenerating", unit="prompt") as progress:
+    bar = {"total": len(conversations), "initial": len(conversations) - len(todo), "smoothing": 0}  # ETA by the mean
+    with Path(args.output).open("a") as file, tqdm(**bar, desc="regenerating", unit="prompt") as progress:
         for chunk in chunks(conversations, args):
-            for c in regenerate(target, tokenizer, chunk, done, args):
-                if c.name in todo:
-                    row = {"messages": c.messages, "truncated": c.truncated, "prompt_id": c.name}
-                    file.write(json.dumps(row) + "\n")
-                    file.flush()
-                    progress.update()
+            for over in regenerate(target, tokenizer, chunk, done, args):
+                new = [c for c in over if c.name in todo]
+                for c in new:
+                    file.write(
+                        json.dumps({"messages": c.messages, "truncated": c.truncated, "prompt_id": c.name}) + "\n"
+                    )
+                file.flush()
+                progress.update(len(new))  # at once: the first of a batch took no less time than all of it
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError, ImportError) as error:
+        raise SystemExit(f"Error: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit("Stopped. The same command goes on from what is written.") from None

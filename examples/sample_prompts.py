@@ -52,7 +52,9 @@ def main() -> None:
     end = tokenizer(after, add_special_tokens=False).input_ids[0]
     output = Path(args.output)
     known = set(output.read_text().splitlines()) if output.exists() else set()
-    with output.open("a") as file, tqdm(total=args.count, initial=len(known), unit="prompt") as progress:
+    # ETA by the mean: what a batch yields varies.
+    bar = tqdm(total=args.count, initial=len(known), unit="prompt", smoothing=0)
+    with output.open("a") as file, bar as progress:
         while len(known) < args.count:
             torch.manual_seed(args.seed + len(known))
             ids = start.repeat(args.batch_size, 1)
@@ -66,9 +68,14 @@ def main() -> None:
                 if text and line not in known and len(known) < args.count:
                     known.add(line)
                     file.write(line + "\n")
-                    progress.update()
             file.flush()
+            progress.update(len(known) - progress.n)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError, ImportError) as error:
+        raise SystemExit(f"Error: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit("Stopped. The same command goes on from what is written.") from None

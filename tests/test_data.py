@@ -474,6 +474,41 @@ def test_a_killed_run_ends_in_the_same_answers(regenerate, tmp_path, options):
     assert regenerate("cut.jsonl", *options) == cut.read_text().splitlines()
 
 
+def test_the_bar_counts_what_was_done_and_moves_by_batches(regenerate, script, tmp_path, monkeypatch):
+    bars = []
+
+    class Recorded(script.tqdm):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.steps, self.options = [], options
+            bars.append(self)
+
+        def update(self, n=1):
+            self.steps.append(n)
+            return super().update(n)
+
+    monkeypatch.setattr(script, "tqdm", Recorded)
+    whole = regenerate("answers.jsonl")
+    (tmp_path / "answers.jsonl").write_text("\n".join(whole[:3]) + "\n")
+    regenerate("answers.jsonl")
+    first, second = bars
+    assert (first.options["initial"], second.options["initial"]) == (0, 3) and {bar.total for bar in bars} == {8}
+    assert first.n == second.n == 8 and sum(first.steps) == 8 and max(first.steps) == 2  # two in a batch
+    assert first.smoothing == 0  # the mean, not the last batch
+
+
+def test_an_output_of_something_else_is_left_as_it_is(regenerate, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"messages": [{"role": "user", "content": "q"}]}\nand no newline')
+    with pytest.raises(ValueError, match=r"other\.jsonl:1 was not written by this script"):
+        regenerate("other.jsonl")
+    assert other.read_text().endswith("and no newline")
+    with (tmp_path / "data.jsonl").open("a") as file:
+        file.write('\n{"messages": [{"role": "user", "content": null}]}')
+    with pytest.raises(ValueError, match=r"data\.jsonl:11: A message by 'user' says None"):
+        regenerate("answers.jsonl")
+
+
 def test_generated_reasoning_is_kept_apart(script, tokenizer):
     def answer(text, thinking=True):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -175,9 +175,13 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys):
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     threading.Thread(target=press_control_c, daemon=True).start()
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+    finally:
+        signal.signal(signal.SIGINT, before)
     told = capsys.readouterr().err.splitlines()[-1]
     assert ended.value.code == 130 and told.startswith(
         "Stopped. The same command with `--resume_from_checkpoint true` goes"

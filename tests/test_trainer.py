@@ -261,6 +261,16 @@ def test_mean_pooled_teacher_and_no_kl(tmp_path, target):
         assert line["loss"] == pytest.approx(line["cross_entropy"] + weight * line["kl"], rel=1e-4)
 
 
+def test_logged_terms_are_means_over_the_steps_since_the_last_log(tmp_path, target):
+    logged = []
+    for every in (1, 3):
+        trainer = trainer_for(tmp_path, target, tiny_drafter(target), rows(6), max_steps=6, logging_steps=every)
+        trainer.train()
+        logged.append([[line[name] for name in ("cross_entropy", "kl")] for line in trainer.state.log_history[:-1]])
+    each, means = map(torch.tensor, logged)
+    torch.testing.assert_close(each.view(2, 3, 2).mean(1), means)
+
+
 # Stopping and going on
 
 

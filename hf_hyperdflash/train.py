@@ -83,6 +83,12 @@ def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
         raise ValueError("`--streaming` needs `--eval_dataset`: nothing can be split off a stream.")
     if script.streaming and args.max_steps <= 0:
         raise ValueError("`--streaming` needs `--max_steps`: how long a stream is is not known.")
+    if Path(str(args.output_dir)).is_file():
+        raise ValueError(f"`--output_dir` is {args.output_dir!r}, a file: expected a folder, which is made if needed.")
+    if (script.device_map or "").startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(
+            f"`--device_map` is {script.device_map!r}, but PyTorch sees no CUDA device here: leave it out."
+        )
     if script.chat_template and not Path(script.chat_template).is_file():
         raise ValueError(f"`--chat_template` is {script.chat_template!r}, and there is no such file.")
     _window(script)

@@ -120,13 +120,16 @@ def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path, name):
         (["--drafter", "x", "--sliding_window", "5"], "`--sliding_window` is for a new drafter"),
         (["--streaming"], "`--streaming` needs `--eval_dataset`"),
         (["--streaming", "--eval_dataset", "x", "--max_steps", "-1"], "`--streaming` needs `--max_steps`"),
+        (["--output_dir", __file__], r"test_train\.py', a file: expected a folder"),
+        (["--device_map", "cuda:7"], "`--device_map` is 'cuda:7', but PyTorch sees no CUDA device"),
         (["--eval_rows", "0"], "`--eval_rows` is 0"),
         (["--chat_template", "nowhere.jinja"], "'nowhere.jinja', and there is no such file"),
         (["--resume_from_checkpoint", "true"], "No checkpoint in .*out to go on from"),
     ],
 )
-def test_flags_that_do_not_fit_are_refused_before_any_work(tmp_path, given, message):
-    arguments = [part for part in flags(tmp_path, "nowhere.jsonl", layers=None)]
+def test_flags_that_do_not_fit_are_refused_before_any_work(tmp_path, monkeypatch, given, message):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    arguments = flags(tmp_path, "nowhere.jsonl", layers=None)
     with pytest.raises(ValueError, match=message):
         main([*arguments, *given])
     assert not list(tmp_path.iterdir())

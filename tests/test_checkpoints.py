@@ -140,7 +140,7 @@ def test_a_run_killed_while_it_saves_ends_in_the_same_weights(tmp_path):
     script = tmp_path / "run.py"
     script.write_text(KILLED)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, script, tmp_path, "0", "5"]
+    command = [sys.executable, script, tmp_path, "0", "3"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout.split("killed")[1]) > 2
+    assert int(done.stdout.split("killed")[1]) > 1

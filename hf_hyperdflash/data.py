@@ -428,7 +428,9 @@ def _encode_row(
         if row.get("input_ids") is not None and row.get("loss_mask") is not None:
             ids, mask = _tokenized(row, vocab_size)
         elif tokenizer is None:
-            raise ValueError(f"Rows with columns {sorted(row)} are not tokenized: pass the target's tokenizer.")
+            raise ValueError(
+                f"Rows with columns {sorted(set(row) - {PLACE})} are not tokenized: pass the target's tokenizer."
+            )
         else:
             ids, mask = encode_chat(tokenizer, to_messages(row), truncated=bool(row.get("truncated"))).values()
         counted = list(range(len(ids)))
@@ -515,7 +517,7 @@ def _warn_cut(cut: int, seen: int, max_length: int) -> None:
 
 def _no_assistant_text(where: str, columns: list[str]) -> ValueError:
     return ValueError(
-        f"No assistant text in {where} (columns {sorted(columns)}): expected conversations that end with an answer of at "
+        f"No assistant text in {where} (columns {sorted(set(columns) - {PLACE})}): expected conversations that end with an answer of at "
         "least two tokens, and a chat template whose {% generation %} tags, if it has any, enclose the assistant's text. "
         "`examples/regenerate_answers.py` writes the target's answers to datasets that only ask."
     )

@@ -368,6 +368,12 @@ class HyperDFlashTrainer(Trainer):
 
     # Checkpoints
 
+    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
+        try:
+            return super()._determine_best_metric(*args, **kwargs)
+        except KeyError as error:  # with words, for whoever set `metric_for_best_model`
+            raise ValueError(error.args[0]) from error
+
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,

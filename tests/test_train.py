@@ -169,6 +169,12 @@ def test_the_record_tells_what_happened(tmp_path, caplog, capsys):
         main(flags(tmp_path, write(tmp_path / "ids.jsonl", rows), resume_from_checkpoint="true"))
 
 
+def test_rows_that_nobody_answers_are_told_by_their_own_columns(tmp_path):
+    data = write(tmp_path / "rows.jsonl", [{"turns": ["What is it?"]}] * 6)
+    with pytest.raises(ValueError, match=r"No assistant text in 4 rows \(columns \['turns'\]\)"):
+        main(flags(tmp_path, data))
+
+
 def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys):
     data = write(tmp_path / "rows.jsonl", chats(12))
     arguments = flags(tmp_path, data, max_steps=100000, save_steps=1, save_total_limit=1, eval_prompts=0)

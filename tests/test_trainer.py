@@ -301,6 +301,17 @@ def test_the_best_checkpoint_by_real_acceptance_is_loaded(tmp_path, target):
     assert trainer.state.best_model_checkpoint
 
 
+def test_a_metric_that_there_is_not_is_refused(tmp_path, target):
+    settings = dict(
+        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True
+    )
+    trainer = trainer_for(
+        tmp_path, target, tiny_drafter(target), rows(4), rows(2), metric_for_best_model="nothing", **settings
+    )
+    with pytest.raises(ValueError, match="eval_nothing"):
+        trainer.train()
+
+
 def test_only_the_drafter_is_trained_and_saved(tmp_path, target):
     before = {name: value.clone() for name, value in target.state_dict().items()}
     drafter = tiny_drafter(target)

@@ -261,6 +261,16 @@ def test_mean_pooled_teacher_and_no_kl(tmp_path, target):
         assert line["loss"] == pytest.approx(line["cross_entropy"] + weight * line["kl"], rel=1e-4)
 
 
+def test_every_step_draws_other_anchors(tmp_path, target):
+    trainer = trainer_for(tmp_path, target, tiny_drafter(target), rows(4), num_anchors=2)
+    drawn = []
+    for trainer.state.global_step in (0, 1, 0):
+        batch = collate(trainer.train_dataset.to_list())
+        trainer._lay_blocks(batch)
+        drawn.append(batch["anchors"].tolist())
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
 def test_logged_terms_are_means_over_the_steps_since_the_last_log(tmp_path, target):
     logged = []
     for every in (1, 3):

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__
+
 if TYPE_CHECKING:
     from .cache import RewindableCSACacheLayer, RewindableHCACacheLayer, RewindableSlidingCacheLayer, make_rewindable
     from .configuration_hyperdflash import HyperDFlashConfig
@@ -55,7 +57,6 @@ _MODULE_OF = {
     "HyperDFlashTrainingArguments": "training_args",
 }
 
-__version__ = "0.1.0"
 __all__ = [
     "AcceptanceCallback",
     "AcceptanceLength",

@@ -148,14 +148,13 @@ def _look_at_tokenizer(
         )
         return False
     mask = tokenizer.convert_ids_to_tokens(config.mask_token_id)
-    if mask is None:
-        found.problems.append(f"The drafter's mask token {config.mask_token_id} is no token of the tokenizer.")
-    elif config.mask_token_id not in tokenizer.all_special_ids and config.mask_token_id not in _added(tokenizer):
+    known = {*tokenizer.all_special_ids, *_added(tokenizer)}
+    if mask is not None and config.mask_token_id not in known:
         found.remarks.append(
             f"The drafter's mask token {config.mask_token_id} is {mask!r}, an ordinary token: it should be one that never "
             "occurs in text."
         )
-    found.facts["mask token"] = f"{config.mask_token_id}, {mask!r}"
+    found.facts["mask token"] = f"{config.mask_token_id}, {repr(mask) if mask else 'which the tokenizer does not use'}"
     ends = target.generation_config.eos_token_id if target.generation_config else None
     ends = ends if isinstance(ends, list) else [ends]
     if tokenizer.eos_token_id is not None and None not in ends and tokenizer.eos_token_id not in ends:

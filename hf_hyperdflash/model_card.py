@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from .configuration_hyperdflash import HyperDFlashConfig
 
-TRAINING_RECORD = "training.json"
+TRAINING_RECORD, PICTURE = "training.json", "acceptance.png"
 # Only in the package: drafters that are pushed on by code from the Hub get no new card.
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
 _REDUCERS = {

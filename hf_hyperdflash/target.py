@@ -42,9 +42,6 @@ _fitting: WeakKeyDictionary[PreTrainedModel, WeakSet[Any]] = WeakKeyDictionary()
 
 _MEDIA = ("pixel_values", "mm_encoder_outputs", "input_features")  # prefixes of `generate`'s arguments
 
-# DeepSeek-V4's vocabulary of 129,280 has no mask token; this id is what DeepSeek's own DSpark drafter masks with.
-_V4_VOCAB_SIZE, _V4_MASK_TOKEN = 129280, 128799
-
 
 if TYPE_CHECKING:
     _Mixed = PreTrainedModel  # what `bind` mixes `BoundTarget` into
@@ -285,21 +282,6 @@ def describe(target: PreTrainedModel) -> TargetFacts:
         gate=collapse.gate() if collapse.gate else {},
         why_ungated=collapse.why_ungated,
     )
-
-
-def default_mask_token(target: PreTrainedModel) -> int:
-    """The mask token of DeepSeek-V4's own vocabulary.
-
-    Raises:
-        ValueError: If the target has another vocabulary.
-    """
-    vocab_size = _text_config(target).vocab_size
-    if vocab_size != _V4_VOCAB_SIZE:
-        raise ValueError(
-            f"No mask token is known for a vocabulary of {vocab_size} tokens. Pass "
-            "`mask_token_id=tokenizer.mask_token_id`, or the id of any token that never occurs in text."
-        )
-    return _V4_MASK_TOKEN
 
 
 def teacher_states(target: PreTrainedModel, residual: torch.Tensor, collapse: str = "hc_head") -> torch.Tensor:

@@ -71,7 +71,9 @@ class ScriptArguments:
     sliding_window: int = field(
         default=2048, metadata={"help": "context that a new drafter's blocks see: not more than the rows mostly have"}
     )
-    mask_token_id: int | None = field(default=None, metadata={"help": "unset for the tokenizer's mask token"})
+    mask_token_id: int | None = field(
+        default=None, metadata={"help": "unset for the tokenizer's mask token or one that is not used"}
+    )
     chat_template: str | None = field(default=None, metadata={"help": "a Jinja file, where the tokenizer has none"})
     target_dtype: str | None = field(
         default=None, metadata={"help": "unset for the checkpoint's on a GPU, else float32"}
@@ -94,14 +96,14 @@ def load_drafter(script: ScriptArguments, target: Any, tokenizer: Any) -> HyperD
     """A new drafter, or an earlier stage's, in float32: what an optimizer needs."""
     if script.drafter:
         return HyperDFlashDrafter.from_pretrained(script.drafter, dtype=torch.float32)
-    mask_token_id = tokenizer.mask_token_id if script.mask_token_id is None else script.mask_token_id
     width = {} if script.intermediate_size is None else {"intermediate_size": script.intermediate_size}
     return HyperDFlashDrafter.from_target(
         target,
         reducer=script.reducer,
         target_layer_ids=script.target_layer_ids,
         sliding_window=min(script.sliding_window, describe(target).max_position_embeddings),
-        mask_token_id=mask_token_id,
+        mask_token_id=script.mask_token_id,
+        tokenizer=tokenizer,
         num_draft_tokens=script.num_draft_tokens,
         num_hidden_layers=script.layers,
         dtype=torch.float32,

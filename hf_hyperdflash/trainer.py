@@ -29,8 +29,9 @@ from .configuration_hyperdflash import HyperDFlashConfig
 from .data import prepare_dataset
 from .features import FeatureCache, residual_of
 from .generation import SpeculationStats
+from .hub import drafter_files, reaching_hub
 from .losses import IGNORE_INDEX, DrafterLoss, chunked_drafter_loss, loss_counts, position_weights
-from .model_card import TRAINING_RECORD, drafter_card
+from .model_card import drafter_card
 from .target import check_pair, check_teacher, embed, is_hyperdflash, logits_of, teacher_states
 from .training_args import HyperDFlashTrainingArguments
 
@@ -429,7 +430,7 @@ class HyperDFlashTrainer(Trainer):
         if not self.is_world_process_zero() or strategy == HubStrategy.END or (busy and not self.args.hub_always_push):
             return
         self._finish_current_push()
-        for name in _uploaded(Path(checkpoint_folder)):  # copied: old checkpoints are removed
+        for name in drafter_files(Path(checkpoint_folder)):  # copied: old checkpoints are removed
             copy = Path(str(self.args.output_dir)) / name
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(Path(checkpoint_folder) / name, copy)
@@ -439,24 +440,15 @@ class HyperDFlashTrainer(Trainer):
 
     def _upload(self, message: str | None, token: str | None, revision: str | None, run_as_future: bool) -> Any:
         folder = Path(str(self.args.output_dir))
-        return HfApi(token=token).upload_folder(  # type: ignore[call-overload]
-            repo_id=self.hub_model_id,
-            folder_path=folder,
-            commit_message=message,
-            revision=revision,
-            allow_patterns=_uploaded(folder),
-            run_as_future=run_as_future,
-        )
-
-
-def _uploaded(folder: Path) -> list[str]:
-    """Files of a drafter or adapter: an output folder has others, and folders of features and checkpoints."""
-    named = ("config.json", "adapter_config.json", TRAINING_RECORD)
-    kinds = (".safetensors", ".safetensors.index.json", ".py", ".md", ".png")
-    paths = [*folder.iterdir(), *folder.glob("custom_generate/*.py")]
-    return [
-        p.relative_to(folder).as_posix() for p in paths if p.is_file() and (p.name in named or p.name.endswith(kinds))
-    ]
+        with reaching_hub(str(self.hub_model_id)):
+            return HfApi(token=token).upload_folder(  # type: ignore[call-overload]
+                repo_id=self.hub_model_id,
+                folder_path=folder,
+                commit_message=message,
+                revision=revision,
+                allow_patterns=drafter_files(folder),
+                run_as_future=run_as_future,
+            )
 
 
 def _check_tokenizer(tokenizer: Any, config: HyperDFlashConfig) -> None:
@@ -466,11 +458,6 @@ def _check_tokenizer(tokenizer: Any, config: HyperDFlashConfig) -> None:
         raise ValueError(
             f"The tokenizer has {len(tokenizer)} tokens, but the target's vocabulary {config.vocab_size}: pass the "
             "target's own tokenizer as `processing_class`."
-        )
-    if tokenizer.convert_ids_to_tokens(config.mask_token_id) is None:
-        raise ValueError(
-            f"The tokenizer has no token {config.mask_token_id}, the drafter's mask token. Make the drafter with "
-            "`mask_token_id=tokenizer.mask_token_id`, or the id of any token that never occurs in text."
         )
 
 

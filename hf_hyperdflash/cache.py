@@ -490,7 +490,7 @@ def make_rewindable(cache: Cache, max_rewind: int = DEFAULT_MAX_REWIND) -> Cache
         )
     _checked_max_rewind(max_rewind)
     cache.layers[:] = [_rewindable(layer, max_rewind) for layer in cache.layers]
-    rewindable = [layer for layer in cache.layers if _is_rewindable(layer)]
+    rewindable: list[Any] = [layer for layer in cache.layers if _is_rewindable(layer)]
     reach = max([max_rewind, *(layer.max_rewind for layer in rewindable)])
     for layer in rewindable:
         layer.max_rewind = reach

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
@@ -21,18 +21,34 @@ REDUCERS = ("hc_gate", "fc", "hybrid", "stream_mean")
 
 # Lowest and highest values: beyond any model, within what can be tried without filling a machine's memory.
 _BOUNDS = {
-    "vocab_size": (1, 2**24), "draft_vocab_size": (0, 2**24), "hidden_size": (1, 2**17), "target_hidden_size": (1, 2**17),
+    "vocab_size": (1, 2**24), "draft_vocab_size": (0, 2**24), "hidden_size": (1, 2**17), "target_hidden_size": (0, 2**17),
     "intermediate_size": (1, 2**20), "num_hidden_layers": (1, 2**10), "num_attention_heads": (1, 2**12),
     "num_key_value_heads": (1, 2**12), "head_dim": (1, 2**13), "target_hc_mult": (1, 2**8), "block_size": (2, 2**12),
     "max_position_embeddings": (1, 2**40), "sliding_window": (1, 2**40),
 }  # fmt: skip
+_WHY = {
+    "block_size": ": the anchor and at least one draft position",
+    "sliding_window": ", or None for no window",
+}
 _WRITTEN_BESIDE = ("auto_map", "torch_dtype", "quantization_config")  # by transformers, in any model's config.json
-_TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
+_TYPES: dict[str, tuple[Any, str]] = {
     "int": (int, "an integer"),
     "float": ((int, float), "a number"),
     "bool": (bool, "True or False"),
     "str": (str, "a string"),
 }
+
+
+def _check_type(name: str, value: Any) -> None:
+    kind, *others = HyperDFlashConfig.__annotations__.get(name, "Any").split(" | ")
+    if kind in _TYPES and not (value is None and others):
+        of_type, expected = _TYPES[kind]
+        if not isinstance(value, of_type) or (isinstance(value, bool) and kind != "bool"):
+            raise ValueError(f"`{name}` is {value!r}, expected {expected}{' or None' if others else ''}.")
+        if kind == "float" and not 0 <= value < math.inf:
+            raise ValueError(f"`{name}` is {value}, expected a finite number of at least 0.")
+    if name == "rope_parameters" and not isinstance(value, (dict, type(None))):
+        raise ValueError(f"`rope_parameters` is {value!r}, expected a dictionary with `rope_theta`.")
 
 
 class HyperDFlashConfig(PreTrainedConfig):
@@ -119,7 +135,7 @@ class HyperDFlashConfig(PreTrainedConfig):
     hyperdflash_version: str = ""
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self._check_types()
+        self.check_fields({name: getattr(self, name) for name in HyperDFlashConfig.__annotations__})
         super().__post_init__(**kwargs)
         if self.target_hidden_size == 0:
             self.target_hidden_size = self.hidden_size
@@ -152,62 +168,43 @@ class HyperDFlashConfig(PreTrainedConfig):
         saved, plain = str(config_dict.get("hyperdflash_version") or ""), cls()
         unknown = [name for name in config_dict if name not in _WRITTEN_BESIDE and not hasattr(plain, name)]
         if unknown or series(saved) > series(__version__):
-            what = (
-                f"has fields that this version does not know and ignores ({', '.join(unknown)})"
-                if unknown
-                else "is newer"
-            )
             logger.warning(
-                "The drafter was saved by hf_hyperdflash %s and %s; this is %s. Install the other version, or let the drafter "
-                "bring its own code: `AutoModel.from_pretrained(..., trust_remote_code=True)`.",
-                saved or "(unknown version)",
-                what,
+                "The drafter was saved by hf_hyperdflash %s, and this is %s%s. Install that version, or let the drafter bring "
+                "its own code: `AutoModel.from_pretrained(..., trust_remote_code=True)`.",
+                saved or "of an unknown version",
                 __version__,
+                f", which ignores its {', '.join(unknown)}" if unknown else "",
             )
 
     @classmethod
-    def check_fields(cls, names: Iterable[str]) -> None:
-        """Raise a `ValueError` that names the nearest field for any of `names` that is none."""
+    def check_fields(cls, given: Mapping[str, Any]) -> None:
+        """Check fields by themselves, before anything is made of them.
+
+        Raises:
+            ValueError: If a name in `given` is no field (the nearest is told), or its value is not what it takes.
+        """
         known = [field.name for field in fields(cls)]
-        for name in names:
+        for name, value in given.items():
             if name not in known:
                 near = get_close_matches(name, known, 1)
                 raise ValueError(
-                    f"`{name}` is no field of `{cls.__name__}`{f': did you mean `{near[0]}`?' if near else '.'} "
-                    f"Its own fields are {', '.join(cls.__annotations__)}."
+                    f"`{name}` is no field of `{cls.__name__}`{f': did you mean `{near[0]}`?' if near else '.'}"
+                )
+            _check_type(name, value)
+            lowest, highest = _BOUNDS.get(name, (-math.inf, math.inf))
+            if name in _BOUNDS and value is not None and not lowest <= value <= highest:
+                raise ValueError(
+                    f"`{name}` is {value}, expected at least {lowest} and at most {highest}{_WHY.get(name, '')}."
                 )
 
     def check(self) -> None:
         """Raise a `ValueError` if a field, or a pair of them, makes no drafter."""
-        self._check_types()
+        self.check_fields({name: getattr(self, name) for name in HyperDFlashConfig.__annotations__})
         self._check_sizes()
         self._check_functions()
         self._check_reducer()
 
-    def _check_types(self) -> None:
-        for name, declared in HyperDFlashConfig.__annotations__.items():
-            value, (kind, *others) = getattr(self, name), declared.split(" | ")
-            if kind not in _TYPES or (value is None and others):
-                continue
-            of_type, expected = _TYPES[kind]
-            if not isinstance(value, of_type) or (isinstance(value, bool) and kind != "bool"):
-                raise ValueError(f"`{name}` is {value!r}, expected {expected}{' or None' if others else ''}.")
-            if kind == "float" and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"`{name}` is {value}, expected a finite number of at least 0.")
-        if self.rope_parameters is not None and not isinstance(self.rope_parameters, dict):
-            raise ValueError(
-                f"`rope_parameters` is {self.rope_parameters!r}, expected a dictionary with `rope_theta`."
-            )
-
     def _check_sizes(self) -> None:
-        for name, (lowest, highest) in _BOUNDS.items():
-            value = getattr(self, name)
-            if value is not None and not lowest <= value <= highest:
-                why = {
-                    "block_size": ": the anchor and at least one draft position",
-                    "sliding_window": ", or None for no window",
-                }.get(name, "")
-                raise ValueError(f"`{name}` is {value}, expected at least {lowest} and at most {highest}{why}.")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_attention_heads` is {self.num_attention_heads}, expected a multiple of `num_key_value_heads` "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +9,9 @@ from pathlib import Path
 
 from huggingface_hub.errors import HTTPError
 from transformers.dynamic_module_utils import get_relative_import_files
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from .loading import weight_files
 from .model_card import PICTURE, TRAINING_RECORD
 
 RECIPE_FILE = "custom_generate/generate.py"
@@ -30,11 +30,8 @@ def drafter_files(folder: str | os.PathLike) -> list[str]:
     Links are none of them: what they point to may be anything.
     """
     folder = Path(folder)
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    shards = json.loads(index.read_text())["weight_map"].values() if index.is_file() else ()
     names = {
-        "config.json", "adapter_config.json", "adapter_model.safetensors",
-        *((index.name, *shards) if shards else (SAFE_WEIGHTS_NAME,)),
+        "config.json", SAFE_WEIGHTS_INDEX_NAME, *weight_files(folder), "adapter_config.json", "adapter_model.safetensors",
         *(path.name for path in code_files()), RECIPE_FILE, *PAPERS,
     }  # fmt: skip
     return sorted(name for name in names if (folder / name).is_file() and not _is_linked(folder, name))

@@ -5,14 +5,16 @@ transformers reports what is missing, fills it at random and goes on; such a dra
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 
 def load_complete(
@@ -42,6 +44,8 @@ def load_complete(
             f"The weights of {name} are damaged ({error}). Load them again with `force_download=True`; if that does not "
             "help, the upload was cut off: push the drafter again."
         ) from error
+    except StrictDataclassError as error:
+        raise ValueError(f"The configuration of {name} is wrong: {' '.join(str(error).split())}.") from error
     except OSError as error:
         if "model.safetensors" not in str(error):
             raise
@@ -55,6 +59,8 @@ def load_complete(
         version=getattr(drafter.config, "hyperdflash_version", ""),
     )  # fmt: skip
     check_finite(drafter.state_dict(), name)
+    if getattr(drafter, "draft_ids", None) is not None:
+        check_draft_ids(drafter.draft_ids, drafter.config.draft_vocab_size, drafter.config.vocab_size, name)
     return (drafter, info) if output_loading_info else drafter
 
 
@@ -68,6 +74,14 @@ def check_source(name: Any) -> None:
         validate_repo_id(str(name))
     except HFValidationError as error:
         raise OSError(f"There is no folder {name}, and it is no Hub id (`org/name`). Check the path.") from error
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Names of the files that hold a checkpoint's weights: those that its index lists, or the one that needs none."""
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if index.is_file():
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    return [SAFE_WEIGHTS_NAME] if (folder / SAFE_WEIGHTS_NAME).is_file() else []
 
 
 def check_names(name: Any, *, version: str = "", **found: Collection[str]) -> None:
@@ -102,6 +116,19 @@ def check_finite(tensors: Mapping[str, torch.Tensor], name: Any) -> None:
         raise ValueError(
             f"The weights of {name} are not finite: {listed(with_NaN_or_infinity=broken)}. The training that made them "
             "diverged, or the file is damaged: take an earlier checkpoint."
+        )
+
+
+def check_draft_ids(ids: torch.Tensor, count: int, vocab_size: int, name: Any) -> None:
+    """Raise a `ValueError` if `ids` are not `count` different tokens of a vocabulary of `vocab_size`."""
+    if ids.is_meta:
+        return
+    is_list = ids.shape == (count,) and not ids.is_floating_point() and ids.dtype != torch.bool
+    if not is_list or bool(((ids < 0) | (ids >= vocab_size)).any()) or len(ids.unique()) < count:
+        raise ValueError(
+            f"The tokens that {name} can draft are {ids.dtype} of shape {list(ids.shape)}, the first "
+            f"{ids.flatten()[:4].tolist()}: expected {count} different integers from 0 to {vocab_size - 1}. The checkpoint is "
+            "damaged."
         )
 
 

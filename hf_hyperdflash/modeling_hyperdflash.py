@@ -22,7 +22,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwe
 from .blocks import block_inputs
 from .configuration_hyperdflash import HyperDFlashConfig
 from .generation import Choice, SpeculationStats
-from .hub import PAPERS, RECIPE_FILE, code_files, drafter_files
+from .hub import PAPERS, RECIPE_FILE, code_files, drafter_files, reaching_hub
 from .loading import load_complete
 from .mask_token import find_mask_token
 from .model_card import TEMPLATE, drafter_card
@@ -305,6 +305,8 @@ class HyperDFlashDrafter(PreTrainedModel):
             ValueError: If it is no target, no mask token is found, there is no such field, or the gate is asked for where
                 it cannot be inherited.
         """
+        if type(num_draft_tokens) is not int or num_draft_tokens < 1:
+            raise ValueError(f"`num_draft_tokens` is {num_draft_tokens!r}, expected an integer of at least 1.")
         HyperDFlashConfig.check_fields(config_fields)
         facts = describe(target)
         width = config_fields.get("hidden_size", facts.hidden_size)
@@ -411,7 +413,7 @@ class HyperDFlashDrafter(PreTrainedModel):
         The card is the `README.md` of the folder that the drafter was loaded from; else the one that the repository has
         already; else a new one from what is known (`hf-hyperdflash card` makes one with a benchmark's figures).
         """
-        with TemporaryDirectory() as folder, reaching_the_hub(repo_id):
+        with TemporaryDirectory() as folder, reaching_hub(repo_id):
             api = HfApi(token=token)
             repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
             if revision is not None and not revision.startswith("refs/"):

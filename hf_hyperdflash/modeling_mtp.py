@@ -22,7 +22,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 from .generation import SpeculationStats
 from .loading import check_finite, check_source, load_complete
 from .mtp_checkpoint import PREFIX, MTPCheckpoint
-from .target import bind, check_fit, describe, embed, logits_of, unbind
+from .target import bind, check_fit, check_is_target, describe, embed, logits_of, unbind
 
 # Our names and DeepSeek's, by prefix, the first that matches; experts, one tensor each there, are handled apart.
 _DEEPSEEK_NAMES = [
@@ -148,7 +148,7 @@ class DeepseekV4MTPDrafter(DeepseekV4PreTrainedModel):
             device = device or (None if head.is_meta else head.device)
         else:
             name = str(target)
-            check_source(name)
+            check_is_target(name)
             config = AutoConfig.from_pretrained(name, **hub_kwargs)
             dtype = dtype or config.dtype or torch.bfloat16
         _check_model_type(config, name)

@@ -15,7 +15,13 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from accelerate.utils import align_module_device
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACache
@@ -25,6 +31,7 @@ from .configuration_hyperdflash import HyperDFlashConfig
 from .generation import check_cache, speculative_decoding
 from .hooks import TargetHooks
 from .linear_cache import make_linear_rewindable
+from .loading import check_source
 from .residual import ResidualTap
 
 logger = logging.getLogger(__name__)
@@ -83,6 +90,8 @@ def collapse_of(target: PreTrainedModel) -> Collapse:
     trunk = _trunk(target)
     found = (family(target, trunk) for family in _FAMILIES) if trunk is not None else ()
     collapse = next((collapse for collapse in found if collapse is not None), None)
+    if is_drafter(target):
+        raise ValueError(f"The target is a {type(target).__name__}, a drafter: pass the model that it drafts for.")
     if collapse is None:
         name = getattr(getattr(target, "config", None), "model_type", type(target).__name__)
         raise ValueError(
@@ -247,12 +256,29 @@ def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) ->
         name: Path or Hub id.
         trust_remote_code: Run the code that the target brings along.
         **kwargs: As of `from_pretrained`.
+
+    Raises:
+        ValueError: If it is a drafter.
+        OSError: If it cannot be found.
     """
+    check_is_target(name)
     config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     kind: Any = AutoModelForCausalLM
     if type(config) in AutoModelForImageTextToText._model_mapping and type(config) not in kind._model_mapping:
         kind = AutoModelForImageTextToText
     return cast(PreTrainedModel, kind.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs).eval())
+
+
+def check_is_target(name: str) -> None:
+    """Raise an `OSError` if there is nothing at this path or Hub id, a `ValueError` if it is a drafter."""
+    check_source(name)
+    fields, _ = PreTrainedConfig.get_config_dict(name)
+    kinds = {str(fields.get("model_type")), *(fields.get("architectures") or ()), *fields}
+    if kinds & {HyperDFlashConfig.model_type, "DeepseekV4MTPDrafter", "dflash_config", "speculators_model_type"}:
+        raise ValueError(
+            f"{name} is a drafter, expected a target: pass {fields.get('target_name_or_path') or 'the model it drafts for'} "
+            "as the target and this as the drafter."
+        )
 
 
 def describe(target: PreTrainedModel) -> TargetFacts:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 from .generation import SpeculationStats
 from .metrics.acceptance_length import AcceptanceLength
 from .metrics.per_position_acceptance import PerPositionAcceptance
-from .target import BoundTarget, bind, unbind
+from .target import bind, is_bound, unbind
 
 # One token by the prefill, one draft, one by the target: the least that has a verification round.
 _MIN_NEW_TOKENS = 3
@@ -106,7 +106,7 @@ def _metrics(stats: SpeculationStats) -> dict[str, Any]:
 @contextmanager
 def bound(target: PreTrainedModel) -> Iterator[None]:
     """Bind a target for a while, if it is not bound."""
-    was_bound = isinstance(target, BoundTarget)
+    was_bound = is_bound(target)
     bind(target)
     try:
         yield

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -33,6 +34,7 @@ from .hooks import TargetHooks
 from .linear_cache import make_linear_rewindable
 from .loading import check_source
 from .residual import ResidualTap
+from .version import __version__, series
 
 logger = logging.getLogger(__name__)
 
@@ -380,8 +382,8 @@ def capture_residual(target: PreTrainedModel, target_layer_ids: Sequence[int] = 
         A list that grows by one tensor per forward, `[batch, seq, paths, config.hidden_size]` with `config.hc_mult`
         paths per layer, in the order of `target_layer_ids`.
     """
-    if isinstance(target, BoundTarget):
-        with target.hyperdflash_hooks.residual.reading(target_layer_ids) as captured:
+    if is_bound(target):
+        with cast(BoundTarget, target).hyperdflash_hooks.residual.reading(target_layer_ids) as captured:
             yield captured
         return
     collapse = collapse_of(target)
@@ -435,10 +437,12 @@ class BoundTarget(_Mixed):
     """Mixed into the class of one target instance by [`bind`]: rewindable caches and HyperDFlash drafting.
 
     Attributes:
+        bound_by: Version of this code; [`is_bound`] looks for it.
         hyperdflash_hooks: On its modules, from [`bind`] to [`unbind`].
     """
 
     _is_stateful = False  # what stock transformers refuses assisted generation for: our caches can rewind
+    bound_by = __version__
     hyperdflash_hooks: TargetHooks
 
     def _prepare_generation_config(
@@ -542,7 +546,8 @@ def bind(target: PreTrainedModel) -> PreTrainedModel:
     bind that one too).
 
     Raises:
-        ValueError: If it is no target (see [`collapse_of`]), or its cache cannot be rewound.
+        ValueError: If it is no target (see [`collapse_of`]), its cache cannot be rewound, or code of another version has
+            bound it.
     """
     collapse, kinds = collapse_of(target), _layer_kinds(target)
     if getattr(target, "_is_stateful", False):
@@ -553,10 +558,16 @@ def bind(target: PreTrainedModel) -> PreTrainedModel:
                 f"whose layers are of these kinds: {', '.join(sorted(_REWINDABLE_KINDS))}."
             )
     with _BINDING:
-        if not isinstance(target, BoundTarget):
+        bound_by = getattr(type(target), "bound_by", None)
+        if bound_by is None:
             hooks = TargetHooks(target, collapse.layers, collapse.paths, "linear_attention" in kinds)
             target.hyperdflash_hooks = cast(Any, hooks)
             target.__class__ = _bound_class(cast(type, type(target)))
+        elif series(bound_by) != series(__version__):
+            raise ValueError(
+                f"The target is bound by hf_hyperdflash {bound_by}, and this is {__version__}, which may not fit. `unbind` "
+                "the target first."
+            )
     return target
 
 
@@ -567,14 +578,14 @@ def unbind(target: PreTrainedModel) -> PreTrainedModel:
         ValueError: If the instance's class was changed again after binding (by FSDP2, for example).
     """
     with _BINDING:
-        if isinstance(target, BoundTarget):
+        if is_bound(target):
             own = _unbound_class(type(target))
-            if type(target) is not _bound_class(own):
+            if type(target).__mro__[2] is not own:
                 raise ValueError(
                     f"The class of this target was changed again after binding, to {type(target).__mro__[0]}. Undo that "
                     "first."
                 )
-            target.hyperdflash_hooks.remove()
+            cast(BoundTarget, target).hyperdflash_hooks.remove()
             del target.hyperdflash_hooks
             target.__class__ = own
             _fitting.pop(target, None)
@@ -591,6 +602,11 @@ def check_fit(target: PreTrainedModel, drafter: Any) -> None:
     if drafter not in fitting:
         drafter.check_target(target)
         fitting.add(drafter)
+
+
+def is_bound(model: Any) -> bool:
+    """Whether `model` is a bound target, by this code or by the copy of it that a drafter brought along."""
+    return hasattr(type(model), "bound_by")
 
 
 def is_drafter(model: Any) -> bool:
@@ -612,7 +628,7 @@ def _bound_class(own: type) -> type:
 
 def _unbound_class(bound: type) -> type:
     mro = bound.__mro__
-    return mro[mro.index(BoundTarget) + 1]
+    return next(after for mixed, after in pairwise(mro) if "bound_by" in vars(mixed))
 
 
 def _new_bound(own: type) -> Any:
@@ -683,7 +699,7 @@ def _check_stock_assistance(assistant_model: Any, model_kwargs: dict[str, Any]) 
             f"The assistant, a {type(assistant_model).__name__}, cannot rewind its cache. Call "
             "`hf_hyperdflash.bind(assistant_model)` first."
         )
-    if isinstance(assistant_model, BoundTarget) and "linear_attention" in _layer_kinds(assistant_model):
+    if is_bound(assistant_model) and "linear_attention" in _layer_kinds(assistant_model):
         raise ValueError(
             f"The assistant, a {type(assistant_model).__name__}, has linear attention, which can take back the last forward "
             "only, and an assistant runs several. Use a HyperDFlash drafter, or an assistant without linear attention."

@@ -24,9 +24,10 @@ TOKENS = {
     "hf_stranger": {"name": "eve", "write": True},
 }
 CODE = {
-    "blocks.py", "cache.py", "configuration_hyperdflash.py", "custom_generate/generate.py",
-    "generation.py", "hub.py", "indexer.py", "linear_cache.py", "loading.py", "losses.py", "mask_token.py", "model_card.py",
-    "modeling_hyperdflash.py", "recipe.py", "target.py", "version.py",
+    "attentions.py", "blocks.py", "cache.py", "configuration_hyperdflash.py", "custom_generate/generate.py",
+    "draft_processors.py", "generation.py", "hooks.py", "hub.py", "indexer.py", "linear_cache.py", "loading.py", "losses.py",
+    "mask_token.py", "model_card.py", "modeling_hyperdflash.py", "per_thread.py", "recipe.py", "residual.py", "target.py",
+    "version.py",
 }  # fmt: skip
 SETUP = """
 import json, sys, torch

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -130,13 +131,13 @@ def test_a_folder_that_is_not_there(kind, tmp_path):
         kind.from_pretrained(tmp_path / "model.safetensors")
 
 
-def test_a_target_is_no_drafter(tmp_path):
+def test_a_target_is_no_drafter():
     with pytest.raises(ValueError, match=r"is no drafter but a target, a DeepseekV4ForCausalLM\..*from_target"):
         DeepseekV4MTPDrafter.from_pretrained(TARGET)
     with pytest.raises(ValueError, match="not of its target"):
         HyperDFlashDrafter.from_pretrained(TARGET)
     result = CliRunner().invoke(app, ["generate", "--target", str(TARGET), "--drafter", str(TARGET), "Hello"])
-    assert result.exit_code and "is no drafter but a target" in str(result.exception)
+    assert result.exit_code and re.search("no drafter|expected a drafter", str(result.exception))
 
 
 @pytest.mark.parametrize("command", ["generate", "doctor"])
@@ -152,7 +153,7 @@ def test_a_drafter_is_no_target(saved, command):
         *(["Hi"] if command == "generate" else []),
     ]
     result = CliRunner().invoke(app, arguments)
-    assert result.exit_code and "is a drafter, expected a target" in str(result.exception)
+    assert result.exit_code and re.search("is an?( MTP)? drafter, expected (a|the) target", str(result.exception))
 
 
 def test_an_adapters_folder_loads_its_drafter_too(tmp_path):

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .configuration_hyperdflash import HyperDFlashConfig
 from .data import encode_prompts
 from .evaluation import bound
-from .features import target_fingerprint
+from .fingerprint import changed_parts
 from .generation import SpeculationStats
 from .modeling_hyperdflash import HyperDFlashDrafter
 from .target import describe
@@ -124,15 +124,21 @@ def _compare_fingerprints(found: Diagnosis, target: PreTrainedModel, config: Hyp
     if not config.target_fingerprint:
         found.remarks.append("The drafter does not say which weights it was trained for; that cannot be compared.")
         return
-    now = target_fingerprint(target)
-    changed = [
-        part for part, digest in zip(("head", "body"), config.target_fingerprint.split())
-        if digest != "-" and now[part] and not now[part].startswith(digest)
-    ]  # fmt: skip
-    if changed:
+    changed = changed_parts(config.target_fingerprint, target)
+    if changed is None:
+        found.remarks.append(
+            "An earlier release recorded which weights the drafter was trained for, in a way that cannot be compared any more."
+        )
+    elif changed == ["config"]:
+        found.remarks.append(
+            "The target's weights are those that the drafter was trained for, its configuration is not: a field was changed, "
+            "or another version of transformers has other fields."
+        )
+    elif changed:
+        parts = " and ".join(part for part in changed if part != "config")
         found.problems.append(
-            f"The target's weights ({' and '.join(changed)}) are not those that the drafter was trained for: the target was "
-            "fine-tuned since, is another checkpoint, or is loaded in another quantization. The text stays right, but fewer "
+            f"The target's weights ({parts}) are not those that the drafter was trained for: the target was fine-tuned since, "
+            "is another checkpoint, or is loaded in another quantization or precision. The text stays right, but fewer "
             "drafts are accepted: train the drafter on for this target (`hf-hyperdflash train --drafter`)."
         )
 

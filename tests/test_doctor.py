@@ -14,7 +14,7 @@ from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTr
 from hf_hyperdflash.cli import app
 from hf_hyperdflash.data import encode_prompts
 from hf_hyperdflash.doctor import PROMPTS, examine
-from hf_hyperdflash.features import target_fingerprint
+from hf_hyperdflash.fingerprint import as_words, target_fingerprint
 
 from .conftest import MODELS
 from .families import qwen3
@@ -36,8 +36,7 @@ def tokenizer():
 @pytest.fixture
 def drafter(target):
     drafter = HyperDFlashDrafter.from_pretrained(DRAFTER, dtype=torch.float32).eval()
-    prints = target_fingerprint(target)
-    drafter.config.target_fingerprint = f"{prints['head'][:32]} {prints['body'][:32]}"
+    drafter.config.target_fingerprint = as_words(target_fingerprint(target))
     return drafter
 
 

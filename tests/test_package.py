@@ -10,7 +10,7 @@ import hf_hyperdflash
 PACKAGE = Path(hf_hyperdflash.__file__).parent
 # A module may import only modules to its left.
 ORDER = [
-    "configuration_hyperdflash", "recipe", "model_card", "cache", "linear_cache", "losses", "blocks", "data", "attentions", "draft_processors", "generation", "prompt_lookup", "per_thread", "residual", "indexer", "hooks", "target",
+    "configuration_hyperdflash", "recipe", "model_card", "cache", "linear_cache", "losses", "blocks", "data", "attentions", "draft_processors", "generation", "prompt_lookup", "per_thread", "residual", "indexer", "hooks", "target", "locking", "fingerprint",
     "modeling_hyperdflash", "formats", "mtp_checkpoint", "modeling_mtp", "features", "evaluation", "training_args", "trainer", "train", "doctor", "suites", "benchmark", "summary", "leads", "figures", "report", "cli",
 ]  # fmt: skip
 

@@ -430,7 +430,9 @@ def _open_results(path: Path, run: dict[str, Any]) -> dict[tuple[Any, ...], dict
 
 def _named(run: dict[str, Any]) -> dict[str, Any]:
     """Facts of a run, those of several parts under the names of the parts."""
-    parts = {f"{fact} of {name}": v for fact, value in run.items() if isinstance(value, dict) for name, v in value.items()}
+    parts = {
+        f"{fact} of {name}": v for fact, value in run.items() if isinstance(value, dict) for name, v in value.items()
+    }
     return {fact: value for fact, value in run.items() if not isinstance(value, dict)} | parts
 
 

@@ -38,7 +38,10 @@ Drafters = Annotated[
 Output = Annotated[Path, typer.Option(help="Folder of results.jsonl and the report; a killed run continues there.")]
 Suites = Annotated[
     Optional[list[str]],  # noqa: UP045
-    typer.Option("--suite", help="gsm8k, math500, aime25, humaneval, mbpp, livecodebench, mt-bench; all if unset."),
+    typer.Option(
+        "--suite",
+        help="gsm8k, math500, aime25, humaneval, mbpp, livecodebench, mt-bench; all, or all in --data, if unset.",
+    ),
 ]
 Data = Annotated[
     Optional[Path],  # noqa: UP045
@@ -257,11 +260,11 @@ def benchmark(
     drafter: Drafters = None,
     mtp: Annotated[
         Optional[list[int]],  # noqa: UP045
-        typer.Option(help="Compare with the target's own MTP head, this many drafts; repeatable."),
+        typer.Option(min=1, help="Compare with the target's own MTP head, this many drafts; repeatable."),
     ] = None,
     prompt_lookup: Annotated[
         Optional[list[int]],  # noqa: UP045
-        typer.Option(help="Compare with prompt lookup, this many drafts; repeatable."),
+        typer.Option(min=1, help="Compare with prompt lookup, this many drafts; repeatable."),
     ] = None,
     suite: Suites = None,
     data: Data = None,
@@ -276,10 +279,11 @@ def benchmark(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Compare drafters with the target alone and with each other, prompt by prompt (the paper's Tables 2 and 3)."""
+    _check_methods(drafter, mtp, prompt_lookup)
+    settings = _settings(suite, data, mode, temperature, limit, max_new_tokens, seed)
     model, tokenizer = _load_target(target, dtype, device_map, threads, trust_remote_code)
     methods = [*_mtp(model, target, mtp or []), *_prompt_lookup(model, prompt_lookup or [])]
     methods += [_method(*part) for part in _load_drafters(model, drafter or [])]
-    settings = _settings(suite, data, mode, temperature, limit, max_new_tokens, seed)
     _run(model, tokenizer, methods, settings, output)
 
 
@@ -291,7 +295,7 @@ def sweep(
     mtp: Annotated[bool, typer.Option(help="Sweep the target's own MTP head too.")] = False,
     tokens: Annotated[
         Optional[list[int]],  # noqa: UP045
-        typer.Option(help="Numbers of drafted tokens to try; all a drafter can (6 for MTP) if unset."),
+        typer.Option(min=1, help="Numbers of drafted tokens to try; all a drafter can (6 for MTP) if unset."),
     ] = None,
     suite: Suites = None,
     data: Data = None,
@@ -306,16 +310,22 @@ def sweep(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Find the number of drafted tokens per round that is fastest on each suite."""
-    from .report import recommendation
-
+    _check_methods(drafter, mtp)
+    settings = _settings(suite, data, mode, temperature, limit, max_new_tokens, seed)
     model, tokenizer = _load_target(target, dtype, device_map, threads, trust_remote_code)
     methods = _mtp(model, target, tokens or list(range(1, 7))) if mtp else []
     for name, part, _ in _load_drafters(model, drafter or []):
         counts = tokens or range(1, getattr(part.config, "max_draft_tokens", 6) + 1)
         methods += [_method(name, part, part.check_num_draft_tokens(count)) for count in counts]
-    settings = _settings(suite, data, mode, temperature, limit, max_new_tokens, seed)
     results = _run(model, tokenizer, methods, settings, output)
-    typer.echo(recommendation(results))
+    from .terminal import print_fastest
+
+    print_fastest(results)
+
+
+def _check_methods(*asked: Any) -> None:
+    if not any(asked):
+        raise ValueError("No method is given: expected --drafter, or another one that --help lists, to compare with.")
 
 
 def _load_target(
@@ -384,7 +394,7 @@ def _title(config: Any) -> str:
 def _method(name: str, drafter: Any, count: int | None = None) -> Method:
     from .benchmark import Method
 
-    count = count or drafter.num_draft_tokens
+    count = drafter.num_draft_tokens if count is None else count
     return Method(f"{name} ({count})", drafter, count)
 
 
@@ -405,19 +415,23 @@ def _settings(
     suite: list[str] | None, data: Path | None, mode: list[str] | None, temperature: list[float] | None, *rest: Any
 ) -> BenchmarkSettings:
     from .benchmark import BenchmarkSettings
-    from .suites import SUITES
+    from .suites import SUITES, suites_in
 
-    suites = suite or list(SUITES)
-    return BenchmarkSettings(
+    suites = suite or (list(SUITES) if data is None else suites_in(data))
+    settings = BenchmarkSettings(
         suites, None if data is None else str(data), mode or ["non-think"], temperature or [0.0], *rest
     )
+    settings.prompts()  # what is wrong with them shows before models are loaded
+    return settings
 
 
 def _run(model: Any, tokenizer: Any, methods: list[Method], settings: BenchmarkSettings, output: Path) -> Path:
     from .benchmark import run_benchmark
     from .report import write_report
+    from .terminal import print_results
 
     results = run_benchmark(model, tokenizer, methods, settings, output / "results.jsonl")
     write_report(results, output)
+    print_results(results)
     typer.echo(f"{output / 'report.md'}, summary.csv, acceptance.png and speedup_tau.png are written.")
     return results

@@ -69,6 +69,11 @@ SUITES = {
 }  # fmt: skip
 
 
+def title_of(name: str) -> str:
+    """As the tables name a suite."""
+    return SUITES[name].title if name in SUITES else name
+
+
 def load_suite(name: str, folder: str | Path | None = None, limit: int | None = None) -> list[list[str]]:
     """The first prompts of a suite, each a list of user turns.
 
@@ -123,7 +128,9 @@ def _turns(line: bytes, where: str) -> list[str]:
     try:
         row = json.loads(line)
     except ValueError as error:  # half a character is one too
-        raise ValueError(f'{where}: not JSON ({error}). Expected {{"turns": ["..."]}}; mend or remove the line.') from error
+        raise ValueError(
+            f'{where}: not JSON ({error}). Expected {{"turns": ["..."]}}; mend or remove the line.'
+        ) from error
     turns = row.get("turns") if isinstance(row, dict) else None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         found = f"`turns` is {turns!r:.60}" if isinstance(row, dict) and "turns" in row else "no `turns`"

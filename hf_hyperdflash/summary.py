@@ -292,3 +292,10 @@ def _peak(lines: list[Generation]) -> int | None:
 def temperatures(rows: Sequence[Row]) -> list[float]:
     """The temperatures of rows, ascending."""
     return sorted({row.temperature for row in rows})
+
+
+def suites_of(rows: Sequence[Row]) -> list[str]:
+    """The suites of rows, in the paper's order, others after them in order of appearance."""
+    suites = list(dict.fromkeys(row.suite for row in rows))
+    known = list(SUITES)  # one temperature may lack a suite that another has, so the rows' order is not enough
+    return sorted(suites, key=lambda suite: known.index(suite) if suite in known else len(known))

@@ -120,7 +120,7 @@ def test_a_killed_run_goes_on_where_it_stopped(pair, data, tmp_path):
     assert len(read(run_benchmark(target, tokenizer, chosen, sampled, whole))[1]) == len(
         expected
     )  # nothing left to do
-    with pytest.raises(ValueError, match="line 1: .*`max_new_tokens` is 8, but this run's is 30"):
+    with pytest.raises(ValueError, match=r"line 1: .*`max_new_tokens` is 8, but this run's is 30"):
         run_benchmark(target, tokenizer, chosen, settings(data, temperatures=[0.0, 1.0], max_new_tokens=30), whole)
 
 
@@ -130,7 +130,12 @@ def done(pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("done")
     (folder / "gsm8k.jsonl").write_text('{"turns": ["What is 5 times 6?"]}\n')
     target, tokenizer, drafter = pair
-    run = (target, tokenizer, [Method("Mine (2)", drafter, 2)], settings(str(folder), suites=["gsm8k"], max_new_tokens=4))
+    run = (
+        target,
+        tokenizer,
+        [Method("Mine (2)", drafter, 2)],
+        settings(str(folder), suites=["gsm8k"], max_new_tokens=4),
+    )
     return run, run_benchmark(*run, folder / "r.jsonl")
 
 
@@ -207,7 +212,7 @@ def test_every_header_counts_and_every_line_is_looked_at(done, tmp_path):
         with pytest.raises(ValueError, match=rf"r\.jsonl, {message}"):
             run_benchmark(*run, path)
     path.write_text("\n".join([*records, ""]))
-    with pytest.raises(ValueError, match="line 1: .* first of which has its settings"):
+    with pytest.raises(ValueError, match=r"line 1: .* first of which has its settings"):
         run_benchmark(*run, path)
 
 

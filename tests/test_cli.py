@@ -39,7 +39,7 @@ def test_benchmark_writes_results_and_report(data, tmp_path):
         "benchmark", "--target", TARGET, "--drafter", DRAFTER, "--drafter", f"Mine (2)={DRAFTER}", "--mtp", 3, "--mtp", 1,
         "--prompt-lookup", 4, "--suite", "gsm8k", "--data", data, "--limit", 1, "--max-new-tokens", 10, "--output", out,
     )  # fmt: skip
-    assert str(out / "report.md") in printed
+    assert str(out / "report.md") in printed and "Non-think, temperature 0" in printed and "GSM8K" in printed
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     names = ["Target only", "MTP (3)", "MTP (1)", "Prompt lookup (4)", "HyperDFlash hybrid (6)", "Mine (2)"]
     assert list(lines[0]["run"]["methods"]) == names and {line["method"] for line in lines[1:]} == set(names)
@@ -56,24 +56,52 @@ def test_sweep_recommends_a_number_of_drafts(data, tmp_path):
         "sweep", "--target", TARGET, "--drafter", DRAFTER, "--tokens", 2, "--tokens", 5, "--suite", "gsm8k", "--data", data,
         "--limit", 1, "--max-new-tokens", 12, "--output", tmp_path / "out",
     )  # fmt: skip
-    assert "| Suite | Temperature | HyperDFlash hybrid (2) | HyperDFlash hybrid (5) | Fastest |" in printed
+    assert "The fastest on each suite" in printed and "HyperDFlash hybrid (5)" in printed
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sweep", "--target", TARGET, "--drafter", DRAFTER, "--tokens", "7", "--output", "x"], "cannot draft 7 tokens"),
-        (["benchmark", "--target", TARGET, "--data", "nowhere", "--output", "x"], "No suite 'gsm8k' in nowhere"),
+        (["sweep", "--target", TARGET, "--drafter", DRAFTER, "--tokens", "7", "--data", "../suites", "--output", "x"], "cannot draft 7 tokens"),
+        (["benchmark", "--target", "nowhere", "--drafter", "nowhere", "--data", "nowhere", "--output", "x"], "folder nowhere"),
+        (["benchmark", "--target", "nowhere", "--output", "x"], "No method is given"),
+        (["sweep", "--target", "nowhere", "--output", "x"], "No method is given"),
     ],
 )  # fmt: skip
 def test_what_the_user_can_mend_is_said_in_one_line(monkeypatch, capsys, tmp_path, arguments, message):
     monkeypatch.setattr("sys.argv", ["hf-hyperdflash", *arguments])
-    monkeypatch.chdir(tmp_path)
+    for folder in ("suites", "here"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "suites" / "gsm8k.jsonl").write_text('{"turns": ["What is 3 plus 4?"]}\n')
+    monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(SystemExit) as ended:
         entry_point()
     printed = capsys.readouterr().err
     assert ended.value.code == 1 and message in printed and "Traceback" not in printed
-    assert not list(tmp_path.iterdir())  # refused before anything was written
+    assert not list((tmp_path / "here").iterdir())  # refused before anything was written
+
+
+def test_suites_are_found_and_read_before_a_model_is_loaded(monkeypatch, capsys, tmp_path):
+    """All of a folder where none is named; what is wrong with one is said before that the target does not exist."""
+    monkeypatch.setattr("sys.argv", ["hf-hyperdflash", "benchmark", "--target", "nowhere", "--drafter", "nowhere",
+                                     "--data", str(tmp_path), "--output", str(tmp_path / "out")])  # fmt: skip
+    (tmp_path / "mbpp.jsonl").write_text('{"turns": ["Hello?"]}\n')
+    (tmp_path / "mine.jsonl").write_text('{"turns": "Hello?"}\n')
+    with pytest.raises(SystemExit):
+        entry_point()
+    assert "mine.jsonl, line 1: `turns` is 'Hello?'" in capsys.readouterr().err
+    (tmp_path / "mine.jsonl").write_text('{"turns": ["Hello?"]}\n')
+    with pytest.raises(SystemExit):
+        entry_point()
+    assert "mine.jsonl" not in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "option"), [("benchmark", "--mtp"), ("benchmark", "--prompt-lookup"), ("sweep", "--tokens")]
+)
+def test_no_drafts_are_refused(command, option):
+    result = CliRunner().invoke(app, [command, "--target", "nowhere", option, "0", "--output", "x"])
+    assert result.exit_code == 2 and option in result.output
 
 
 @pytest.mark.parametrize(("family", "flags"), [(deepseek_v4_remote_code, ["--trust-remote-code"]), (glm5_next, [])])

@@ -40,7 +40,7 @@ def test_local_files(tmp_path):
         load_suite("gsm8k", tmp_path)
     with pytest.raises(ValueError, match="at least 1"):
         load_suite("mine", tmp_path, limit=0)
-    with pytest.raises(ValueError, match="no folder .*nowhere with suites"):
+    with pytest.raises(ValueError, match=r"no folder .*nowhere with suites"):
         load_suite("mine", tmp_path / "nowhere")
 
 

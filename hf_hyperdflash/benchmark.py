@@ -418,10 +418,10 @@ def _open_results(path: Path, run: dict[str, Any]) -> dict[tuple[Any, ...], dict
         earlier = _named(line["run"]) if "run" in line else facts
         for fact in [*facts, *(earlier.keys() - facts.keys())]:
             if fact not in _MAY_CHANGE and earlier.get(fact) != facts.get(fact):
-                told = [f"is {found[fact]}" if fact in found else "is not told" for found in (earlier, facts)]
+                there, here = earlier.get(fact, "no value"), facts.get(fact, "no value")
                 raise ValueError(
-                    f"{path}, line {number}: the results of a run whose `{fact}` {told[0]}, but this run's {told[1]}. "
-                    "Choose another output folder, or repeat the run as it was to continue it."
+                    f"{path}, line {number}: the run there has `{fact}` {there}, this one has {here}. Choose another output "
+                    "folder, or repeat the run as it was to continue it."
                 )
     with path.open("a") as file:
         file.write(json.dumps({"run": run}) + "\n")

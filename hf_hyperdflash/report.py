@@ -99,7 +99,13 @@ def _plain(value: Any) -> str:
 def _left_out(results: Results, rows: Sequence[Row]) -> str:
     target_only = {(row.mode, row.temperature, row.suite): row.generations for row in rows}
     count = len(results.generations) - sum(row.generations for row in rows) - sum(target_only.values())
-    return f"Left out, because not every method got to their prompts: {count} generations." if count else ""
+    said = [f"Left out, because not every method got to their prompts: {count} generations."] if count else []
+    if results.replaced:
+        said.append(
+            f"Lines that a later one of the same prompt and method takes the place of: {results.replaced}. Were two runs "
+            "writing at once?"
+        )
+    return " ".join(said)
 
 
 def _legend(rows: list[Row]) -> str:

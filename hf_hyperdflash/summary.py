@@ -32,10 +32,12 @@ Key = tuple[str, float, str]  # mode, temperature, suite
 
 @dataclass
 class Results:
-    """What a results file holds: the settings of each start of the run and the generations."""
+    """What a results file holds: the settings of each start of the run, the generations, and lines that a later one of the
+    same prompt by the same method takes the place of."""
 
     runs: list[dict[str, Any]]
     generations: list[Generation]
+    replaced: int = 0
 
     @property
     def methods(self) -> list[str]:
@@ -126,7 +128,9 @@ def load(path: Path) -> Results:
             results.runs.append(line["run"])
         else:
             _check(path, number, line, bool(results.runs))
-            latest[tuple(line[name] for name in _OF_ALL[:6])] = line
+            key = tuple(line[name] for name in _OF_ALL[:6])
+            results.replaced += key in latest
+            latest[key] = line
     if not results.runs:
         raise ValueError(
             f'{path}: no settings, expected {{"run": ...}} in its first line. Pass a benchmark\'s results.'

@@ -28,6 +28,8 @@ def print_results(results: Path) -> None:
     for mode in dict.fromkeys(row.mode for row in rows):
         for heat in temperatures([row for row in rows if row.mode == mode]):
             here = [row for row in rows if (row.mode, row.temperature) == (mode, heat)]
+            what = MODES.get(mode, mode).partition(" (")[0]
+            console.print(f"{what}, temperature {heat:g}: speedup over the target alone, tau")
             console.print(_main_table(here, "\n" if console.width < _WIDE else " "))
     checked, differing = sum(row.checked for row in rows), sum(row.differing for row in rows)
     if checked:
@@ -41,7 +43,7 @@ def print_fastest(results: Path) -> None:
         ValueError: If the file is no benchmark's or nothing in it can be compared.
     """
     rows = summarize(load(results))
-    table = _table("The fastest on each suite", "Suite", "Mode", "Temperature", "Fastest", "Speedup", "tau")
+    table = _table("Suite", "Mode", "Temperature", "Fastest", "Speedup", "tau")
     for mode in dict.fromkeys(row.mode for row in rows):
         for heat in temperatures(rows):
             for suite in suites_of(rows):
@@ -50,18 +52,19 @@ def print_fastest(results: Path) -> None:
                     best = max(here, key=lambda row: row.speedup)
                     figures = (f"{best.speedup:.2f}×", _tau(best.tau))
                     table.add_row(title_of(suite), mode, f"{heat:g}", best.method, *figures)
-    Console(highlight=False, markup=False).print(table)
+    console = Console(highlight=False, markup=False)
+    console.print("The fastest on each suite")
+    console.print(table)
 
 
-def _table(title: str, *columns: str) -> Table:
-    return Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=0)
+def _table(*columns: str) -> Table:
+    return Table(*columns, box=SIMPLE_HEAD, show_edge=False, padding=0)
 
 
 def _main_table(rows: Sequence[Row], between: str) -> Table:
     """With speedup and tau of a cell side by side, or one below the other."""
-    mode, heat, suites, means = rows[0].mode, rows[0].temperature, suites_of(rows), averages(rows)
-    what = MODES.get(mode, mode).partition(" (")[0]
-    table = _table(f"{what}, temperature {heat:g}: speedup over the target alone, tau")
+    suites, means = suites_of(rows), averages(rows)
+    table = _table()
     table.add_column("Method", overflow="fold")
     for suite in [*map(title_of, suites), "Average"]:
         table.add_column(suite, justify="right", overflow="fold")

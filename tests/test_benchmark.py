@@ -120,7 +120,7 @@ def test_a_killed_run_goes_on_where_it_stopped(pair, data, tmp_path):
     assert len(read(run_benchmark(target, tokenizer, chosen, sampled, whole))[1]) == len(
         expected
     )  # nothing left to do
-    with pytest.raises(ValueError, match=r"line 1: .*`max_new_tokens` is 8, but this run's is 30"):
+    with pytest.raises(ValueError, match=r"line 1: .*`max_new_tokens` 8, this one has 30"):
         run_benchmark(target, tokenizer, chosen, settings(data, temperatures=[0.0, 1.0], max_new_tokens=30), whole)
 
 
@@ -191,7 +191,7 @@ def test_another_run_is_not_continued(pair, done, tmp_path, monkeypatch, change,
     run, finished = done
     path = Path(shutil.copy(finished, tmp_path))
     change(monkeypatch, *pair, run)
-    with pytest.raises(ValueError, match=rf"line 1: the results of a run whose `{fact}` is .*, but this run's is "):
+    with pytest.raises(ValueError, match=rf"line 1: the run there has `{fact}` .*, this one has "):
         run_benchmark(*run, path)
     assert path.read_bytes() == finished.read_bytes()
 
@@ -202,9 +202,9 @@ def test_every_header_counts_and_every_line_is_looked_at(done, tmp_path):
     path, header = tmp_path / "r.jsonl", json.loads(first)["run"]
     without = {name: value for name, value in header.items() if name != "weights_digest"}
     for later, message in (
-        (json.dumps({"run": {**header, "seed": 5}}), "line 4: .* `seed` is 5, but this run's is 0"),
-        (json.dumps({"run": {**header, "new": 1}}), "line 4: .* `new` is 1, but this run's is not told"),
-        (json.dumps({"run": without}), "line 4: .* `weights_digest of .*` is not told, but this run's is"),
+        (json.dumps({"run": {**header, "seed": 5}}), "line 4: .* `seed` 5, this one has 0"),
+        (json.dumps({"run": {**header, "new": 1}}), "line 4: .* `new` 1, this one has no value"),
+        (json.dumps({"run": without}), "line 4: .* `weights_digest of .*` no value, this one has"),
         ('{"suite": "gsm8k"}', "line 4: .* is no record of a benchmark"), ("[]", "line 4: .* is no record"),
         ('{"run": 1}', "line 4: .* is no record"), ("nonsense", "line 4: b'nonsense' is no record"),
     ):  # fmt: skip

@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 from hf_hyperdflash import HyperDFlashDrafter
 from hf_hyperdflash.cli import app
 from hf_hyperdflash.cli import run as entry_point
+from hf_hyperdflash.fingerprint import changed_parts
 from hf_hyperdflash.train import main as train_main
 
 from .conftest import MODELS, tiny_drafter
@@ -124,7 +125,8 @@ def test_other_families_are_loaded_by_name(tmp_path, family, flags):
         "--eval_max_new_tokens", 4, "--report_to", "none", "--use_cpu", *(["--trust_remote_code"] if flags else []),
     ]  # fmt: skip
     train_main(list(map(str, arguments)))
-    assert HyperDFlashDrafter.from_pretrained(tmp_path / "trained").config.intermediate_size == 24
+    config = HyperDFlashDrafter.from_pretrained(tmp_path / "trained").config
+    assert config.intermediate_size == 24 and changed_parts(config.target_fingerprint, target) == []
     if flags:
         refused = CliRunner().invoke(app, [str(x) for x in ["generate", *pair[:-1], "what is 2?"]])
         assert refused.exit_code != 0 and "trust_remote_code" in str(refused.exception)

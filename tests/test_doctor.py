@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 
 import pytest
 import torch
@@ -13,10 +14,10 @@ from typer.testing import CliRunner
 from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTrainingArguments
 from hf_hyperdflash.cli import app
 from hf_hyperdflash.data import encode_prompts
-from hf_hyperdflash.doctor import PROMPTS, examine
+from hf_hyperdflash.doctor import PROMPTS, Diagnosis, _compare_fingerprints, examine
 from hf_hyperdflash.fingerprint import as_words, target_fingerprint
 
-from .conftest import MODELS
+from .conftest import MODELS, tiny_drafter, tiny_target
 from .families import qwen3
 
 TARGET, DRAFTER = MODELS / "tiny-deepseek-v4", MODELS / "tiny-deepseek-v4-hyperdflash"
@@ -157,3 +158,23 @@ def test_the_command():
         app, ["doctor", "--target", str(TARGET), "--drafter", str(DRAFTER), "--max-new-tokens", "8"]
     )
     assert result.exit_code == 0 and "No problem found." in result.output, result.output
+
+
+@pytest.mark.parametrize(
+    ("change", "problems", "remarks"),
+    [
+        (lambda target, config: None, "", ""),
+        (lambda target, config: setattr(target.config, "hc_eps", 1e-3), "", "its configuration is not"),
+        (lambda target, config: target.model.layers[1].mlp.gate.weight.data[0, 0].add_(1), r"weights \(body\)", ""),
+        (lambda target, config: setattr(config, "target_fingerprint", "cf0c35 09f889"), "", "An earlier release"),
+        (lambda target, config: setattr(config, "target_fingerprint", ""), "", "does not say which weights"),
+    ],
+)  # fmt: skip
+def test_what_the_drafter_records_of_its_target(change, problems, remarks):
+    target, found = tiny_target(), Diagnosis()
+    config = tiny_drafter(target).config
+    config.target_fingerprint = as_words(target_fingerprint(target))
+    change(target, config)
+    _compare_fingerprints(found, target, config)
+    assert [bool(found.problems), bool(found.remarks)] == [bool(problems), bool(remarks)]
+    assert re.search(problems, "".join(found.problems)) and re.search(remarks, "".join(found.remarks))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
@@ -142,16 +141,11 @@ def _mixed_sum(chunk: torch.Tensor) -> torch.Tensor:
     words = data.new_zeros((len(data) + 7) // 8 * 8)
     words[: len(data)] = data
     words = words.view(torch.int64)
-    words ^= _places(words.device)[: len(words)]
+    words ^= torch.arange(len(words), device=words.device) * _ODD[0]
     for shift, odd in ((30, _ODD[1]), (27, _ODD[2]), (31, 1)):
         words ^= (words >> shift) & (2 ** (64 - shift) - 1)  # a shift of signed numbers repeats the sign
         words *= odd
     return words.sum()
-
-
-@functools.cache
-def _places(device: torch.device) -> torch.Tensor:
-    return torch.arange(_CHUNK, device=device) * _ODD[0]
 
 
 def _sha256(text: str) -> str:

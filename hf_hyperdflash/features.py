@@ -70,9 +70,14 @@ def residual_of(
     packed = bool((position_ids != torch.arange(input_ids.shape[1], device=position_ids.device)).any())
     if not packed:
         return _forward(target, input_ids, target_layer_ids).to(input_ids.device)
-    flat, starts = input_ids.flatten(), (position_ids.flatten() == 0).nonzero().flatten().tolist()
-    documents = _residual_of_documents(target, flat.tensor_split(starts[1:]), target_layer_ids)
-    return torch.cat(documents).to(input_ids.device).unflatten(0, input_ids.shape)
+    documents = _documents(input_ids.flatten(), position_ids.flatten())
+    residual = _residual_of_documents(target, documents, target_layer_ids)
+    return torch.cat(residual).to(input_ids.device).unflatten(0, input_ids.shape)
+
+
+def _documents(input_ids: torch.Tensor, position_ids: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The ids of each document, of rows that were laid end to end."""
+    return input_ids.tensor_split((position_ids == 0).nonzero().flatten().tolist()[1:])
 
 
 @torch.no_grad()
@@ -273,12 +278,12 @@ def _plan(
     rows: Rows, target: PreTrainedModel, dtype: str, target_layer_ids: Sequence[int]
 ) -> tuple[dict[str, Any], list[int]]:
     """The index of a cache that has no shards yet, and the rows' lengths."""
-    facts = describe(target)
+    facts, dtype = describe(target), _known(dtype)
     lengths, digest = _scan(rows, facts.vocab_size)
     plan = {
         "version": _FORMAT,
         "target": _identity(target),
-        "dtype": _known(dtype),
+        "dtype": dtype,
         "target_layer_ids": list(target_layer_ids),
         "hc_mult": facts.hc_mult,
         "hidden_size": facts.hidden_size,
@@ -327,14 +332,16 @@ def _complete(
 def _size_in_time(
     rows: Rows, lengths: list[int], target: PreTrainedModel, plan: dict[str, Any], batch_size: int
 ) -> int:
-    """Bytes of features that the target computes in `_SHARD_SECONDS`, judged by a forward over the longest rows."""
-    longest = sorted(range(len(lengths)), key=lambda i: -lengths[i])[:batch_size]
-    documents = [_row(rows, i)["input_ids"] for i in longest]
+    """Bytes of features that the target computes in `_SHARD_SECONDS`, judged by a forward over one batch."""
+    longest = [_row(rows, i) for i in sorted(range(len(lengths)), key=lambda i: -lengths[i])[:batch_size]]
+    found = [part for row in longest for part in _documents(row["input_ids"], row["position_ids"])]
+    documents = sorted(found, key=len)[-batch_size:]
     began = time.perf_counter()
     for residual in _residual_of_documents(target, documents, plan["target_layer_ids"]):
         residual.cpu()
     seconds = time.perf_counter() - began
-    return min(_SHARD_SIZE, int(_size_of(plan, len(longest), sum(map(len, documents))) * _SHARD_SECONDS / seconds))
+    computed = _size_of(plan, rows=0, tokens=sum(map(len, documents)))
+    return min(_SHARD_SIZE, int(computed * _SHARD_SECONDS / seconds))
 
 
 def _shards(plan: dict[str, Any], lengths: list[int], shard_size: int) -> list[dict[str, Any]]:
@@ -502,7 +509,7 @@ def _shard_tensors(
     ends = list(accumulate(lengths))
     columns = {name: torch.cat([row[name] for row in rows]) for name in _COLUMNS}
     starts = (columns["position_ids"] == 0).nonzero().flatten().tolist()
-    documents = columns["input_ids"].tensor_split(starts[1:])
+    documents = _documents(columns["input_ids"], columns["position_ids"])
     # Longest first: memory that does not suffice shows at once. Batches end with the shard, so that a shard's bytes
     # do not depend on which call writes it.
     order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))

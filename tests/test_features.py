@@ -353,6 +353,16 @@ def test_a_shard_is_what_the_target_computes_in_seconds(target, tmp_path):
     assert len(forwards) <= 12 - (8 - 2) and len(cache) == 12
 
 
+def test_the_target_is_measured_on_documents_not_on_packed_rows(target, tmp_path):
+    """What fits into memory as documents need not as one row."""
+    shapes = []
+    target.model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    FeatureCache.write(tmp_path, make_rows([(20, 30, 25), (9,), (31, 11)]), target, batch_size=2)
+    assert shapes[0] == (2, 31) and max(batch * length for batch, length in shapes) == 62
+
+
 def write_with_file_size_limit(directory, target, rows, limit):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     write(directory, target, rows)

@@ -145,7 +145,8 @@ def changed_prompt(monkeypatch, target, tokenizer, drafter, run):
 
 
 def changed_template(monkeypatch, target, tokenizer, drafter, run):
-    monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template + " ")
+    later = "{% if messages | length > 3 %}x{% endif %}"  # nothing that a first turn shows
+    monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template + later)
 
 
 def nudge(monkeypatch, module):

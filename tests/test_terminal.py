@@ -42,6 +42,20 @@ def test_every_figure_is_there_and_nothing_is_wider_than_the_terminal(monkeypatc
     assert texts[80][-1] == f"{differing} of {checked} greedy texts differ from the target's own."
 
 
+def test_the_best_of_each_suite_is_bold(monkeypatch, capsys, tmp_path):
+    speeds = {"gsm8k": {"A (3)": 2.0, "B (3)": 4.0}, "mbpp": {"A (3)": 1.5, "B (3)": 1.25}}
+    lines = [
+        line(method, suite=suite, seconds=8 / speed)
+        for suite, methods in speeds.items()
+        for method, speed in {PLAIN: 1.0, **methods}.items()
+    ]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    path = written(tmp_path / "r.jsonl", lines, settings(["A (3)", "B (3)"]))
+    text = "\n".join(printed(monkeypatch, capsys, 120, path))
+    assert re.findall(r"\x1b\[1m *([\d.]+×)", text) == ["1.50×", "4.00×", "2.62×"]
+
+
 def test_a_suite_that_a_method_lacks_and_names_in_brackets(monkeypatch, capsys, tmp_path):
     names = ["[bold]A[/bold] (3)", "B (3)"]
     lines = [line(name, suite=suite) for suite in ("[mine]", "gsm8k") for name in (PLAIN, *names)]

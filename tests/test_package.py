@@ -11,7 +11,7 @@ PACKAGE = Path(hf_hyperdflash.__file__).parent
 # A module may import only modules to its left.
 ORDER = [
     "configuration_hyperdflash", "recipe", "model_card", "cache", "linear_cache", "losses", "blocks", "data", "attentions", "draft_processors", "generation", "prompt_lookup", "per_thread", "residual", "indexer", "hooks", "target",
-    "modeling_hyperdflash", "formats", "mtp_checkpoint", "modeling_mtp", "features", "evaluation", "training_args", "trainer", "train", "doctor", "suites", "benchmark", "summary", "leads", "figures", "report", "cli",
+    "modeling_hyperdflash", "formats", "mtp_checkpoint", "modeling_mtp", "features", "evaluation", "training_args", "trainer", "train", "intervals", "other_settings", "doctor", "suites", "benchmark", "summary", "leads", "figures", "report", "sources", "cli",
 ]  # fmt: skip
 
 

@@ -240,11 +240,18 @@ def card(
     """Write a drafter's model card from its configuration, training record and benchmark. What is not known is left out."""
     import shutil
 
+    from . import sources
     from .model_card import drafter_card
     from .report import measured
 
-    figures = None if results is None else measured(results / "results.jsonl", method)
+    sources.check_drafter(str(folder), is_ours=True, needs_weights=False)
     output, picture = output or folder / "README.md", "acceptance.png"
+    _check_writable(output.parent)
+    if results is not None and not (results / "results.jsonl").is_file():
+        raise OSError(
+            f"The folder {results} has no results.jsonl, expected one that `hf-hyperdflash benchmark` wrote."
+        )
+    figures = None if results is None else measured(results / "results.jsonl", method)
     is_copied = results is not None and figure is None and (results / picture).exists()
     written = drafter_card(
         folder,
@@ -254,13 +261,20 @@ def card(
         dtype=card_dtype,
         measured=figures,
         figure=picture if is_copied else figure,
-        notes=notes.read_text().strip() if notes else None,
-        limits=limits.read_text().strip() if limits else None,
+        notes=_text_of(notes),
+        limits=_text_of(limits),
     )
     if results is not None and is_copied:
         shutil.copyfile(results / picture, output.parent / picture)
     written.save(output)
     typer.echo(f"{output} is written.")
+
+
+def _text_of(path: Path | None) -> str | None:
+    try:
+        return None if path is None else path.read_text().strip()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}.") from error
 
 
 @app.command()
@@ -300,7 +314,7 @@ def export(
     typer.echo(f"Loading the drafter {drafter} ...", err=True)
     from . import sources
 
-    sources.check_drafter(drafter, ours_only=True)
+    sources.check_drafter(drafter, is_ours=True)
     from .formats import export_dflash
     from .modeling_hyperdflash import HyperDFlashDrafter
 
@@ -324,7 +338,8 @@ def push(
     typer.echo(f"Loading the drafter {folder} ...", err=True)
     from . import sources
 
-    sources.check_drafter(str(folder), ours_only=True)
+    sources.check_repo_id(repo_id)
+    sources.check_drafter(str(folder), is_ours=True)
     from .modeling_hyperdflash import HyperDFlashDrafter
 
     drafter = HyperDFlashDrafter.from_pretrained(folder, dtype="auto")
@@ -365,6 +380,10 @@ def benchmark(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Compare drafters with the target alone and with each other, prompt by prompt (the paper's Tables 2 and 3)."""
+    if not (drafter or mtp or prompt_lookup):
+        raise ValueError(
+            "There is nothing to compare the target with: give a `--drafter`, `--mtp` or `--prompt-lookup`."
+        )
     named = [_named(given) for given in drafter or []]
     _check_writable(output)
     settings = _settings(suite, data, mode, temperature, limit, max_new_tokens, seed)
@@ -398,6 +417,8 @@ def sweep(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Find the number of drafted tokens per round that is fastest on each suite."""
+    if not (drafter or mtp):
+        raise ValueError("There is nothing to sweep: give a `--drafter` or `--mtp`.")
     named = [_named(given) for given in drafter or []]
     _check_writable(output)
     settings = _settings(suite, data, mode, temperature, limit, max_new_tokens, seed)
@@ -458,15 +479,15 @@ def _load_target(
 ) -> tuple[Any, Any]:
     import torch
 
-    from .sources import load_tokenizer, readable_weights
+    from .sources import load_tokenizer, readable
     from .target import bind, load_target
 
     if threads:
         torch.set_num_threads(threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     _check_device(device_map or device)
-    tokenizer = load_tokenizer(target, trust_remote_code)
-    with readable_weights(target):
+    with readable(target):
+        tokenizer = load_tokenizer(target, trust_remote_code)
         model = load_target(
             target,
             dtype=dtype or ("float32" if device == "cpu" else "auto"),
@@ -480,7 +501,7 @@ def _named(given: str) -> tuple[str | None, int | None, str]:
     """Of `NAME (COUNT)=PATH` its name and count, where there are any, and its path."""
     head, _, path = given.rpartition("=")
     matched = re.fullmatch(r"([^()]*?)\s*(?:\(([0-9]+)\))?", head)
-    if not path or matched is None or (head and not matched[1]) or matched[2] == "0":
+    if not path or matched is None or ("=" in given and not matched[1]) or matched[2] == "0":
         raise ValueError(
             f'`--drafter` is {given!r}, expected PATH, NAME=PATH or "NAME (4)=PATH" with at least 1 draft.'
         )
@@ -507,13 +528,13 @@ def _load_drafter(model: Any, path: str) -> Any:
     from .formats import load_dflash
     from .modeling_hyperdflash import HyperDFlashDrafter
     from .modeling_mtp import DeepseekV4MTPDrafter
-    from .sources import is_other_format, readable_weights
+    from .sources import is_other_format, readable
 
     fields, _ = PreTrainedConfig.get_config_dict(path)
     weight = model.get_output_embeddings().weight
     device: Any = "cpu" if weight.is_meta else weight.device  # where the target's LM head is
     kind: Any = DeepseekV4MTPDrafter if fields.get("model_type") == "deepseek_v4" else HyperDFlashDrafter
-    with readable_weights(path):
+    with readable(path):
         if is_other_format(fields):
             return load_dflash(path, target=model, dtype=model.dtype).to(device)
         return kind.from_pretrained(path, dtype=model.dtype, device_map={"": device}).eval()

@@ -93,10 +93,10 @@ def compare_settings(
     progress = tqdm(texts, desc="other settings", unit="prompt", leave=False, disable=disable_tqdm)
     tried = [{}, *settings.values()]
     found = [draft_every_round(target, drafter, text, start, tried) for text, start in zip(progress, starts)]
-    emitted, nats = (np.concatenate(of, axis=1).mean(1).tolist() for of in zip(*found))
-    sums, rounds = np.stack([of.sum(1) for _, of in found]), np.array([of.shape[1] for _, of in found])
-    others = [Setting(*parts) for parts in zip(settings, emitted[1:], leads_over_first(sums, rounds))]
-    return Comparison(int(rounds.sum()), emitted[0], others)
+    taus = np.concatenate([emitted for emitted, _ in found], axis=1).mean(1).tolist()
+    sums, rounds = np.stack([nats.sum(1) for _, nats in found]), np.array([nats.shape[1] for _, nats in found])
+    others = [Setting(*parts) for parts in zip(settings, taus[1:], leads_over_first(sums, rounds))]
+    return Comparison(int(rounds.sum()), taus[0], others)
 
 
 def leads_over_first(sums: np.ndarray, rounds: np.ndarray) -> list[Interval]:

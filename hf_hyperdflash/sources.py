@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import HFValidationError
+import transformers
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
+from jinja2 import TemplateSyntaxError
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 _OURS = "hyperdflash"
 
@@ -18,19 +20,25 @@ _OURS = "hyperdflash"
 def check_target(name: str) -> None:
     """Raise a `ValueError` or an `OSError` if `name` is not a model to draft for."""
     fields = _configuration(name, "target")
-    kind = _drafter_kind(fields)
-    if kind:
-        raise ValueError(f"{name} is {kind}, expected the target that it drafts for: give it as the drafter.")
-    if "model_type" not in fields and "auto_map" not in fields:
-        raise ValueError(f"The config.json of {name} has no `model_type`, expected that of a causal LM.")
+    drafter = _drafter_kind(fields)
+    if drafter:
+        raise ValueError(f"{name} is {drafter}, expected the target that it drafts for: give it as the drafter.")
+    kind = fields.get("model_type")
+    if kind not in CONFIG_MAPPING and "auto_map" not in fields:
+        raise ValueError(
+            f"The config.json of {name} has `model_type` {kind!r}, expected one that transformers {transformers.__version__} "
+            "knows. Update transformers, or correct it."
+        )
+    _check_weights(name, "*.safetensors", "*.bin")
 
 
-def check_drafter(name: str, *, ours_only: bool = False) -> None:
+def check_drafter(name: str, *, is_ours: bool = False, needs_weights: bool = True) -> None:
     """Raise a `ValueError` or an `OSError` if `name` is no drafter.
 
     Args:
         name: Path or Hub id.
-        ours_only: Whether only a HyperDFlash or vanilla DFlash drafter saved by this package will do.
+        is_ours: Whether it must be a HyperDFlash or vanilla DFlash drafter saved by this package.
+        needs_weights: Whether its configuration is not enough.
     """
     fields = _configuration(name, "drafter")
     kind = _drafter_kind(fields)
@@ -39,8 +47,24 @@ def check_drafter(name: str, *, ours_only: bool = False) -> None:
             f"{name} is a model of type {fields.get('model_type')!r}, expected a drafter. One for it is made by "
             f"`hf-hyperdflash train --target {name}`."
         )
-    if ours_only and fields.get("model_type") != _OURS:
+    if is_ours and fields.get("model_type") != _OURS:
         raise ValueError(f"{name} is {kind}, expected a HyperDFlash or vanilla DFlash drafter saved by this package.")
+    if needs_weights:
+        _check_weights(name, "*.safetensors")
+
+
+def _check_weights(name: str, *patterns: str) -> None:
+    path = Path(name)
+    if path.is_dir() and not any(file for pattern in patterns for file in path.glob(pattern)):
+        raise OSError(f"The folder {name} has no weights, expected model.safetensors. Save or download them there.")
+
+
+def check_repo_id(name: str) -> None:
+    """Raise a `ValueError` if `name` cannot be a repository on the Hub."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ValueError(f"The repository is {name!r}, expected a name on the Hub: org/name.") from error
 
 
 def is_other_format(fields: dict[str, Any]) -> bool:
@@ -59,12 +83,14 @@ def _drafter_kind(fields: dict[str, Any]) -> str | None:
 
 def _configuration(name: str, what: str) -> dict[str, Any]:
     path = Path(name)
+    if not name.strip():
+        raise ValueError(f"The name of the {what} is empty, expected a folder or a Hub id (org/name).")
     if path.is_file():
         raise OSError(f"The {what} {name} is a file, expected a folder with a config.json, or a Hub id.")
     if not path.is_dir():
         try:
-            validate_repo_id(name)
-        except HFValidationError as error:
+            check_repo_id(name)
+        except ValueError as error:
             raise OSError(f"The folder {name} does not exist, and it is no Hub id (org/name): no {what}.") from error
     elif not (path / "config.json").is_file():
         raise OSError(f"The folder {name} has no config.json, expected a saved {what}.")
@@ -85,13 +111,22 @@ def _configuration(name: str, what: str) -> dict[str, Any]:
 
 
 @contextmanager
-def readable_weights(name: str) -> Iterator[None]:
-    """Say of weights that are cut off or no weights which they are."""
+def readable(name: str) -> Iterator[None]:
+    """Say in one line what is wrong with a checkpoint's files where transformers does not."""
     try:
         yield
     except SafetensorError as error:
         raise OSError(
             f"The weights of {name} are damaged ({error}): a file is cut off, or no safetensors. Copy or download it again."
+        ) from error
+    except StrictDataclassError as error:
+        raise ValueError(f"The config.json of {name} has a wrong value: {error}") from error
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(
+            f"The weights of {name} have other shapes than its config.json says: the two are of different models. Copy or "
+            "download both again."
         ) from error
 
 
@@ -100,16 +135,34 @@ def load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
 
     Raises:
         OSError: If there is none, or it cannot be read.
+        ValueError: If its chat template is none.
     """
+    with _readable_tokenizer(name):
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    if tokenizer.chat_template:
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+        except TemplateSyntaxError as error:
+            raise ValueError(
+                f"The chat template of {name} is no Jinja template: {error.message}, line {error.lineno}. Correct its "
+                "chat_template.jinja."
+            ) from error
+    return tokenizer
+
+
+@contextmanager
+def _readable_tokenizer(name: str) -> Iterator[None]:
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        yield
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         cause: Exception = error
     except Exception as error:
         if type(error) is not Exception:  # which `tokenizers` raises for a file that it cannot read
             raise
         cause = error
+    else:
+        return
     raise OSError(
-        f"{name} has no tokenizer that can be loaded ({' '.join(str(cause).split())[:200]}). Save the target's own there "
-        "(tokenizer.json, tokenizer_config.json)."
+        f"{name} has no tokenizer that can be loaded ({type(cause).__name__}: {' '.join(str(cause).split())[:150]}). Save the "
+        "target's own there (tokenizer.json, tokenizer_config.json)."
     ) from cause

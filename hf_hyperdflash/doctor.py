@@ -33,6 +33,20 @@ PROMPTS = (
     "List three things to take along on a hike.",
     "Write a SQL query that counts the rows of a table called users.",
     "Anna reads 15 pages each day. How many days does she need for a book of 240 pages?",
+    "Write a Python function that reverses the words of a sentence.",
+    "A shirt costs $40 and is sold for 25% less. How much does it cost now?",
+    "What is the difference between a list and a tuple in Python?",
+    "A farmer has 3 fields with 45 trees each and cuts down 20 trees. How many trees are left?",
+    "Write a JavaScript function that removes duplicates from an array.",
+    "Give me a short recipe for pancakes.",
+    "Maria is twice as old as her brother, who is 9. How old will she be in 4 years?",
+    "Write a regular expression that matches an email address.",
+    "Summarize in one sentence what photosynthesis is.",
+    "A tank holds 300 litres and loses 12 litres an hour. How much is left after 10 hours?",
+    "Write a Python program that reads a file and counts its lines.",
+    "Write a friendly message that reminds a colleague of a meeting.",
+    "Paul buys 4 notebooks for $2.50 each and pays with $20. How much change does he get?",
+    "Write a function that computes the n-th Fibonacci number.",
 )
 _HARDLY = 1.2  # a tau below is no speedup anywhere
 
@@ -256,7 +270,9 @@ def _judge_settings(found: Diagnosis, compared: Comparison, prompts: int) -> Non
     found.facts["other settings"] = (
         f"{len(compared.others)} tried after {told}, {worse} of them are certain to be worse"
     )
-    better = [setting for setting in compared.others if setting.is_better]
+    # Of an untrained drafter some setting is the least bad.
+    least = max(compared.tau, _HARDLY)
+    better = [setting for setting in compared.others if setting.is_better and setting.tau >= least]
     unclear = [setting for setting in compared.others if not setting.is_better and not setting.is_worse]
     if better:
         best = max(better, key=lambda setting: setting.ahead.value)
@@ -268,8 +284,8 @@ def _judge_settings(found: Diagnosis, compared: Comparison, prompts: int) -> Non
     elif unclear and compared.tau >= _HARDLY:
         names = "; ".join(f"{setting.name} ({_nats(setting.ahead)})" for setting in unclear)
         found.remarks.append(
-            f"Cannot tell from {told} whether the drafter was trained with {names}. More tokens may tell "
-            "(`--max-new-tokens`)."
+            f"Cannot tell from {told} whether the drafter was trained with {names}. More prompts may tell: "
+            "`hf_hyperdflash.examine(target, drafter, tokenizer, prompts=...)`."
         )
 
 

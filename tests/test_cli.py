@@ -215,7 +215,9 @@ MISTAKES: list[tuple[list[str], int, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "message"), MISTAKES, ids=[" ".join(arguments[:1] + arguments[-2:]) for arguments, *_ in MISTAKES]
+    ("arguments", "status", "message"),
+    MISTAKES,
+    ids=[" ".join(arguments[:1] + arguments[-2:]) for arguments, *_ in MISTAKES],
 )
 def test_a_mistake_ends_in_one_line(monkeypatch, capsys, caplog, wrong, arguments, status, message):
     monkeypatch.chdir(wrong)
@@ -263,7 +265,11 @@ run()
 
 @pytest.mark.parametrize(
     ("command", "said"),
-    [("benchmark", "The same command goes on"), ("sweep", "The same command goes on"), ("train", "--resume_from_checkpoint")],
+    [
+        ("benchmark", "The same command goes on"),
+        ("sweep", "The same command goes on"),
+        ("train", "--resume_from_checkpoint"),
+    ],
 )
 def test_ctrl_c_says_how_to_go_on(command, said):
     """A real process, stopped as a terminal does while it loads."""

@@ -83,6 +83,8 @@ def load(args: argparse.Namespace):
 def read_prompts(args: argparse.Namespace) -> list[str]:
     prompts = args.prompt or PROMPTS
     if args.prompts:
+        if not Path(args.prompts).is_file():
+            raise ValueError(f"There is no file {args.prompts}, expected one with a list of `turns` a line.")
         lines = Path(args.prompts).read_text().splitlines()[: args.limit]
         prompts = [first_turn(line, f"{args.prompts}, line {number}") for number, line in enumerate(lines, start=1)]
     if not prompts:

@@ -35,7 +35,7 @@ def test_quickstart_limits_its_own_prompts_too(tmp_path):
     [
         (["--limit", "0"], "'0' is not a whole number from 1 up"),
         (["--temperature", "nan"], "'nan' is not 0 or above"),
-        (["--prompts", "nowhere.jsonl"], "No such file or directory: 'nowhere.jsonl'"),
+        (["--prompts", "nowhere.jsonl"], "There is no file nowhere.jsonl"),
         (["--prompts", "prompts.jsonl"], "prompts.jsonl, line 2 has no list of turns"),
         (["--prompts", "empty.jsonl"], "empty.jsonl has no prompts"),
     ],

@@ -155,7 +155,8 @@ def generate(
     """Answer a prompt with a drafter's help, as it is written, and say how well the drafter did."""
     if not prompt.strip():
         raise ValueError("The prompt is empty, expected what to ask.")
-    _announce(target, [drafter])
+    _announce(target)
+    _check_sources(target, [drafter])
 
     import torch
     from transformers import TextStreamer
@@ -288,7 +289,8 @@ def doctor(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Say whether a drafter fits a target, what it takes and gives, and what is wrong. Exit status 1 if anything is."""
-    _announce(target, [drafter])
+    _announce(target)
+    _check_sources(target, [drafter])
     from .doctor import examine
     from .target import unbind
 
@@ -417,12 +419,12 @@ def sweep(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Find the number of drafted tokens per round that is fastest on each suite."""
-    if not (drafter or mtp):
-        raise ValueError("There is nothing to sweep: give a `--drafter` or `--mtp`.")
+    _check_methods(drafter, mtp)
     named = [_named(given) for given in drafter or []]
     _check_writable(output)
+    _announce(target)
     settings = _settings(suite, data, mode, temperature, limit, max_new_tokens, seed)
-    _announce(target, [path for _, _, path in named])
+    _check_sources(target, [path for _, _, path in named])
     from .report import recommendation
 
     model, tokenizer = _load_target(target, dtype, device_map, threads, trust_remote_code)
@@ -434,9 +436,18 @@ def sweep(
     typer.echo(recommendation(results))
 
 
-def _announce(target: str, drafters: list[str]) -> None:
-    """Say what is going to be loaded, which takes a while from here on, and check that it is what it should be."""
+def _check_methods(*asked: Any) -> None:
+    if not any(asked):
+        raise ValueError("No method is given: expected --drafter, or another one that --help lists, to compare with.")
+
+
+def _announce(target: str) -> None:
+    """Say what is going to be loaded: from here on it takes a while."""
     typer.echo(f"Loading the target {target} ...", err=True)
+
+
+def _check_sources(target: str, drafters: list[str]) -> None:
+    """Raise a `ValueError` or an `OSError` if these are no target and drafters, before any of them is loaded."""
     from . import sources
 
     sources.check_target(target)

@@ -20,7 +20,7 @@ from .generation import SpeculationStats
 from .intervals import Interval
 from .modeling_hyperdflash import HyperDFlashDrafter
 from .other_settings import LEAST_PROMPTS, Comparison, compare_settings
-from .target import describe
+from .target import check_fit, describe
 
 PROMPTS = (
     "Write a Python function that adds two numbers.",
@@ -105,7 +105,7 @@ def examine(
     found = Diagnosis()
     found.facts["versions"] = f"torch {torch.__version__}, transformers {transformers.__version__}"
     try:
-        drafter.check_target(target)
+        check_fit(target, drafter)
     except ValueError as error:
         found.problems.append(str(error))
         return found

@@ -150,6 +150,12 @@ def test_another_anchor_convention(target, drafter, tokenizer):
     assert "`sample_from_anchor` False" in problem(examine(target, drafter, tokenizer, **ENOUGH))
 
 
+def test_another_name_is_said_once(target, drafter, tokenizer, caplog):
+    drafter.config.target_name_or_path = "org/another-target"
+    examine(target, drafter, tokenizer, **FEW)
+    assert sum("was made for 'org/another-target'" in record.getMessage() for record in caplog.records) == 1
+
+
 def test_a_target_that_was_tuned_since(drafter, tokenizer):
     tuned = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     with torch.no_grad():

@@ -29,7 +29,7 @@ _AFTERWARDS = {
 def run() -> None:
     """The command. What the user can mend ends in one line, not in a traceback."""
     try:
-        status = app(standalone_mode=False) or 0
+        status = app(prog_name="hf-hyperdflash", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         status = _STOPPED
     except _UsageError as error:
@@ -104,11 +104,7 @@ Suites = Annotated[
 ]
 Data = Annotated[
     Optional[Path],  # noqa: UP045
-    typer.Option(
-        exists=True,
-        file_okay=False,
-        help='Folder with <suite>.jsonl files of {"turns": [...]} lines; the Hub if unset.',
-    ),
+    typer.Option(help='Folder with <suite>.jsonl files of {"turns": [...]} lines; the Hub if unset.'),
 ]
 Modes = Annotated[Optional[list[str]], typer.Option("--mode", help="non-think or think-high; repeatable.")]  # noqa: UP045
 Temperatures = Annotated[
@@ -382,14 +378,12 @@ def benchmark(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Compare drafters with the target alone and with each other, prompt by prompt (the paper's Tables 2 and 3)."""
-    if not (drafter or mtp or prompt_lookup):
-        raise ValueError(
-            "There is nothing to compare the target with: give a `--drafter`, `--mtp` or `--prompt-lookup`."
-        )
+    _check_methods(drafter, mtp, prompt_lookup)
     named = [_named(given) for given in drafter or []]
     _check_writable(output)
+    _announce(target)
     settings = _settings(suite, data, mode, temperature, limit, max_new_tokens, seed)
-    _announce(target, [path for _, _, path in named])
+    _check_sources(target, [path for _, _, path in named])
     model, tokenizer = _load_target(target, dtype, device_map, threads, trust_remote_code)
     methods = [*_mtp(model, target, mtp or []), *_prompt_lookup(model, prompt_lookup or [])]
     methods += [_method(*part) for part in _load_drafters(model, named)]

@@ -226,6 +226,9 @@ def test_a_mistake_ends_in_one_line(monkeypatch, capsys, caplog, wrong, argument
     code, lines = ended(monkeypatch, capsys, *arguments)
     errors = [line for line in lines if line.startswith("Error: ")]
     assert (code, len(errors)) == (status, 1) and message in errors[0], lines
+    assert (
+        status == 1 or f"See `hf-hyperdflash{f' {arguments[0]}' * (arguments != ['generalize'])} --help`." in errors[0]
+    )
     assert lines[-1] == errors[0] and not any("Traceback" in line or "[Errno" in line for line in lines)
     assert sorted(wrong.rglob("*")) == there  # refused before anything was written
 

@@ -74,7 +74,7 @@ def _temperature(value: Any) -> Any:
     for temperature in value if isinstance(value, list) else [value]:
         if temperature is not None and not 0 <= temperature < math.inf:
             raise typer.BadParameter(f"{temperature} is no temperature: 0 (greedy) or above.")
-    return value
+    return [] if value is None else value  # typer before 0.20 asks a list's callback for its length
 
 
 def _dtype(value: str | None) -> str | None:

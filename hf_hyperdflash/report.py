@@ -11,7 +11,8 @@ from typing import Any
 from huggingface_hub import EvalResult
 
 from .figures import acceptance_figure, speedup_figure
-from .leads import Interval, Lead, leads
+from .intervals import Interval
+from .leads import Lead, leads
 from .model_card import Measured
 from .suites import SUITES, title_of
 from .summary import MODES, Results, Row, averages, load, pool, suites_of, summarize, temperatures

@@ -87,8 +87,8 @@ class HyperDFlashConfig(PreTrainedConfig):
         target_model_type: `config.model_type` of the target.
         target_name_or_path: The target the drafter was made for; binding to another name warns.
         target_revision: Its commit on the Hub, if it came from there.
-        target_fingerprint: Digests of its head and of its other weights, see [`~features.target_fingerprint`], `-` for
-            what was not loaded.
+        target_fingerprint: Digests of its head, its other weights and its configuration, see
+            [`~fingerprint.as_words`], `-` for what was not loaded.
         attention_bias: Whether the attention projections have biases.
         initializer_range: Standard deviation of fresh weights.
         bos_token_id, eos_token_id, pad_token_id: The target's, by which transformers' pipelines tell that the two share a

@@ -565,13 +565,16 @@ class HyperDFlashDrafter(PreTrainedModel):
         config = self.config
         block, positions = block_inputs(ids[:, -1:], position_ids[:, -1:], config.block_size, config.mask_token_id)
         hidden = self(embed(target, block).to(self.device), positions.to(self.device), context.layers)
-        drafts = hidden[:, config.first_slot : config.first_slot + count]
-        if config.draft_vocab_size:
-            own = self.lm_head(drafts)
-            logits = own.new_full((*own.shape[:2], config.vocab_size), -torch.inf)
-            choose(logits.index_copy_(2, cast(torch.Tensor, self.draft_ids), own))
-        else:
-            choose(logits_of(target, drafts))
+        choose(self.logits(target, hidden[:, config.first_slot : config.first_slot + count]))
+
+    def logits(self, target: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+        """`[batch, queries, config.vocab_size]` from what [`forward`] returned: the target's LM head, or an own one over
+        fewer tokens."""
+        if not self.config.draft_vocab_size:
+            return logits_of(target, hidden)
+        own = self.lm_head(hidden)
+        logits = own.new_full((*own.shape[:2], self.config.vocab_size), -torch.inf)
+        return logits.index_copy_(2, cast(torch.Tensor, self.draft_ids), own)
 
     @property
     def num_draft_tokens(self) -> int:

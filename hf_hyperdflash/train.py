@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, HfArgumentParser
 
 from .data import encode_prompts, load_rows
 from .evaluation import AcceptanceCallback
-from .features import target_fingerprint
+from .fingerprint import as_words, target_fingerprint
 from .model_card import TRAINING_RECORD
 from .modeling_hyperdflash import HyperDFlashDrafter
 from .target import describe, load_target
@@ -159,8 +159,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> None:
     )
     torch.manual_seed(args.seed)
     drafter = load_drafter(script, target, tokenizer)
-    prints = target_fingerprint(target)
-    drafter.config.target_fingerprint = " ".join(prints[part][:32] or "-" for part in ("head", "body"))
+    drafter.config.target_fingerprint = as_words(target_fingerprint(target))
     train, held_out = load_data(script, args.seed)
     trainer = HyperDFlashTrainer(
         drafter, target, args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer

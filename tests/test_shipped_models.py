@@ -10,6 +10,7 @@ from safetensors import safe_open
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter
+from hf_hyperdflash.fingerprint import as_words, target_fingerprint
 
 from .conftest import MODELS
 
@@ -102,6 +103,12 @@ def test_the_gate_came_from_the_target(shipped):
     assert drafter.config.reducer == "hybrid" and drafter.config.target_layer_ids == [1, 3, -1]
     cosine = torch.cosine_similarity(drafter.hc_gate.hc_fn.flatten(), target.model.hc_head.hc_fn.flatten(), dim=0)
     assert cosine > 0.1  # training moves it far; of two random gates: 0.02
+
+
+def test_the_drafter_names_the_targets_weights(shipped):
+    """Written by hand where fingerprints changed since the drafter was trained: the weights are those of then."""
+    _, target, drafter = shipped
+    assert drafter.config.target_fingerprint == as_words(target_fingerprint(target))
 
 
 def test_size():

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
+import sys
 import time
 from datetime import date
 from pathlib import Path
@@ -35,16 +37,30 @@ PROMPTS = [
 ]
 
 
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
+    return int(text)
+
+
+def temperature(text: str) -> float:
+    if not 0 <= float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not 0 or above")
+    return float(text)
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default=str(MODELS / "tiny-deepseek-v4"), help="path or Hub id")
     parser.add_argument("--drafter", default=str(MODELS / "tiny-deepseek-v4-hyperdflash"), help="path or Hub id")
     parser.add_argument("--prompt", action="append", help="a prompt of your own; repeatable")
     parser.add_argument("--prompts", help="a .jsonl file with a list of `turns` a line; the first turn is the prompt")
-    parser.add_argument("--limit", type=int, help="how many prompts of the file")
-    parser.add_argument("--max-new-tokens", type=int, default=200)
-    parser.add_argument("--num-draft-tokens", type=int, help="drafted tokens per round; default: all the drafter has")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 for greedy")
+    parser.add_argument("--limit", type=positive, help="only the first so many prompts, wherever they come from")
+    parser.add_argument("--max-new-tokens", type=positive, default=200)
+    parser.add_argument(
+        "--num-draft-tokens", type=positive, help="drafted tokens per round; default: all the drafter has"
+    )
+    parser.add_argument("--temperature", type=temperature, default=0.0, help="0 for greedy")
     parser.add_argument("--dtype", help="default: float32 on the CPU, the checkpoint's elsewhere")
     parser.add_argument("--picture", default="acceptance.png", help="where the picture goes")
     parser.add_argument("--quiet", action="store_true", help="do not show the text")
@@ -59,16 +75,31 @@ def load(args: argparse.Namespace):
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype, device_map=device).eval()
     drafter = HyperDFlashDrafter.from_pretrained(args.drafter, dtype=target.dtype, device_map=device).eval()
     if args.num_draft_tokens:
-        drafter.num_draft_tokens = args.num_draft_tokens
+        drafter.num_draft_tokens = drafter.check_num_draft_tokens(args.num_draft_tokens)
     drafter.bind(target)
     return tokenizer, target, drafter
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
+    prompts = args.prompt or PROMPTS
     if args.prompts:
+        if not Path(args.prompts).is_file():
+            raise ValueError(f"There is no file {args.prompts}, expected one with a list of `turns` a line.")
         lines = Path(args.prompts).read_text().splitlines()[: args.limit]
-        return [json.loads(line)["turns"][0] for line in lines]
-    return args.prompt or PROMPTS
+        prompts = [first_turn(line, f"{args.prompts}, line {number}") for number, line in enumerate(lines, start=1)]
+    if not prompts:
+        raise ValueError(f"{args.prompts} has no prompts.")
+    return prompts[: args.limit]
+
+
+def first_turn(line: str, place: str) -> str:
+    try:
+        turns = json.loads(line)["turns"]
+    except (ValueError, TypeError, KeyError):
+        turns = None
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+        raise ValueError(f'{place} has no list of turns, expected {{"turns": ["..."]}}.')
+    return turns[0]
 
 
 def timed(target, inputs, **options) -> tuple[torch.Tensor, float]:
@@ -131,7 +162,9 @@ def draw(stats: SpeculationStats, path: str, title: str) -> None:
 def main() -> None:
     args = parse_args()
     console = Console()
+    prompts = read_prompts(args)
     torch.manual_seed(args.seed)
+    console.print(f"Loading {args.target} and {args.drafter} ..", highlight=False)
     tokenizer, target, drafter = load(args)
     where = torch.cuda.get_device_name() if target.device.type == "cuda" else f"{os.cpu_count()} CPU cores"
     console.print(
@@ -142,7 +175,6 @@ def main() -> None:
     if args.temperature > 0:
         options |= {"temperature": args.temperature, "top_k": 0}
     rows, stats = [], SpeculationStats()
-    prompts = read_prompts(args)
     for index, text in enumerate([prompts[0], *prompts]):
         messages = [{"role": "user", "content": text}]
         inputs = tokenizer.apply_chat_template(
@@ -171,4 +203,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError, ImportError) as error:  # what the user can mend
+        sys.exit(f"Error: {' '.join(str(error).split())}")

@@ -8,15 +8,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__
+
 if TYPE_CHECKING:
     from .cache import RewindableCSACacheLayer, RewindableHCACacheLayer, RewindableSlidingCacheLayer, make_rewindable
     from .configuration_hyperdflash import HyperDFlashConfig
     from .doctor import examine
-    from .evaluation import AcceptanceCallback, AcceptanceLength, PerPositionAcceptance, measure_acceptance
+    from .evaluation import AcceptanceCallback, measure_acceptance
     from .features import FeatureCache
     from .formats import export_dflash, load_dflash
     from .generation import SpeculationStats
     from .losses import drafter_loss
+    from .metrics.acceptance_length import AcceptanceLength
+    from .metrics.per_position_acceptance import PerPositionAcceptance
     from .model_card import drafter_card
     from .modeling_hyperdflash import HCGateReducer, HyperDFlashDrafter, register_auto_classes
     from .modeling_mtp import DeepseekV4MTPDrafter
@@ -32,8 +36,8 @@ _MODULE_OF = {
     "make_rewindable": "cache",
     "HyperDFlashConfig": "configuration_hyperdflash",
     "AcceptanceCallback": "evaluation",
-    "AcceptanceLength": "evaluation",
-    "PerPositionAcceptance": "evaluation",
+    "AcceptanceLength": "metrics.acceptance_length",
+    "PerPositionAcceptance": "metrics.per_position_acceptance",
     "measure_acceptance": "evaluation",
     "FeatureCache": "features",
     "drafter_card": "model_card",
@@ -55,7 +59,6 @@ _MODULE_OF = {
     "HyperDFlashTrainingArguments": "training_args",
 }
 
-__version__ = "0.1.0"
 __all__ = [
     "AcceptanceCallback",
     "AcceptanceLength",

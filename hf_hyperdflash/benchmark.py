@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -19,17 +20,21 @@ from typing import Any, cast
 
 import torch
 import transformers
+from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from .data import encode_prompts
+from .fingerprint import as_words, module_fingerprint, target_fingerprint
 from .generation import SpeculationStats
+from .locking import only_writer
 from .suites import SUITES, load_suite
 
 TARGET_ONLY = "Target only"
 MODES = ("non-think", "think-high")
 _WARM_UP_TOKENS = 16
+_KEY = ("suite", "mode", "temperature", "prompt", "turn", "method")  # what a record is of
 # What a record of the target alone leaves empty.
 _SPECULATIVE = ("rounds", "draft_positions", "emitted", "accepted", "draft_seconds", "verify_seconds", "loop_seconds")
 
@@ -42,11 +47,18 @@ class Method:
         name: As the report shows it, for example `"HyperDFlash (6)"`.
         drafter: What to pass as `assistant_model`; `None` for the target alone.
         num_draft_tokens: Drafted tokens per round; `None` for the drafter's own number.
+
+    Raises:
+        ValueError: If the drafter cannot draft that many.
     """
 
     name: str
     drafter: Any = None
     num_draft_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_draft_tokens is not None:
+            self.drafter.check_num_draft_tokens(self.num_draft_tokens)
 
 
 @dataclass
@@ -87,6 +99,14 @@ class BenchmarkSettings:
         if self.max_new_tokens < 3:
             raise ValueError(f"`max_new_tokens` is {self.max_new_tokens}, expected at least 3: less has no round.")
 
+    def prompts(self) -> dict[str, list[list[str]]]:
+        """Of each suite, as [`load_suite`] gives them.
+
+        Raises:
+            ValueError: If one cannot be loaded.
+        """
+        return {name: load_suite(name, self.data, self.limit) for name in self.suites}
+
 
 def run_benchmark(
     target: PreTrainedModel,
@@ -99,12 +119,13 @@ def run_benchmark(
 
     Methods take turns prompt by prompt, so that the machine's drift touches all alike; which comes first changes with
     the prompt. The target alone is always among them. Greedy output is compared with the target's own. A run that was
-    killed goes on where it stopped when called again. `report.write_report` makes tables of the file.
+    killed goes on where it stopped when called again with the same weights, prompts, settings, versions and machine.
+    `report.write_report` makes tables of the file.
 
     Args:
         target: The target, bound if a method drafts.
         tokenizer: Its tokenizer, with a chat template.
-        methods: Their names must differ. [`TARGET_ONLY`] is added.
+        methods: At least one. Their names must differ. [`TARGET_ONLY`] is added.
         settings: Suites, temperatures and limits.
         results: The file to append to.
 
@@ -112,24 +133,27 @@ def run_benchmark(
         The file.
 
     Raises:
-        ValueError: If the file holds another run's results, or suites cannot be loaded.
+        ValueError: If there is nothing to compare, the file holds another run's results or is being written by another
+            process, or suites cannot be loaded.
     """
+    if not methods:
+        raise ValueError("No method is given: expected at least one drafter to compare with the target alone.")
     methods = [Method(TARGET_ONLY), *methods]
     if len({method.name for method in methods}) < len(methods):
         raise ValueError(f"Methods have the names {[method.name for method in methods]}: expected each once.")
-    path = Path(results)
-    suites = {name: load_suite(name, settings.data, settings.limit) for name in settings.suites}
-    run = _run_facts(target, methods, settings)
-    done = _open_results(path, run)
-    total = len(settings.modes) * len(settings.temperatures) * sum(map(_turns_of, suites.values())) * len(methods)
-    with path.open("a") as file, tqdm(total=total, initial=len(done), unit="text", desc="benchmark") as progress:
-        _warm_up(target, tokenizer, methods, suites)
-        for where, turns in _prompts(settings, suites):
-            progress.set_postfix_str(f"{where['suite']} {where['mode']} T={where['temperature']:g}")
-            for record in _conversation(target, tokenizer, methods, settings, where, turns, done):
-                file.write(json.dumps(record) + "\n")
-                file.flush()
-                progress.update()
+    path, suites = Path(results), settings.prompts()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with only_writer(path):
+        done = _open_results(path, _run_facts(target, tokenizer, methods, settings, suites))
+        total = len(settings.modes) * len(settings.temperatures) * sum(map(_turns_of, suites.values())) * len(methods)
+        if len(done) < total:
+            _warm_up(target, tokenizer, methods, suites)
+        with path.open("a") as file, tqdm(total=total, initial=len(done), unit="text", desc="benchmark") as progress:
+            for where, turns in _prompts(settings, suites):
+                for record in _conversation(target, tokenizer, methods, settings, where, turns, done, progress):
+                    file.write(json.dumps(record) + "\n")
+                    file.flush()
+                    progress.update()
     return path
 
 
@@ -148,7 +172,7 @@ def _prompts(
 
 
 def _key(record: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(record[name] for name in ("suite", "mode", "temperature", "prompt", "turn", "method"))
+    return tuple(record[name] for name in _KEY)
 
 
 def _conversation(
@@ -159,8 +183,12 @@ def _conversation(
     where: dict[str, Any],
     turns: list[str],
     done: dict[tuple[Any, ...], dict[str, Any]],
+    progress: tqdm,
 ) -> Iterator[dict[str, Any]]:
-    """Records of one prompt that are not done yet. Every method continues from the target's own earlier answers."""
+    """Records of one prompt that are not done yet, each as soon as the target's own text is there to compare with.
+
+    Every method continues from the target's own earlier answers.
+    """
     messages: list[dict[str, str]] = []
     for turn, text in enumerate(turns):
         messages.append({"role": "user", "content": text})
@@ -168,18 +196,20 @@ def _conversation(
         ids = ids.to(target.device)
         place = {**where, "turn": turn}
         own = done.get(_key({**place, "method": TARGET_ONLY}), {}).get("output_ids")
-        records = []
+        waiting: list[tuple[dict[str, Any], list[int]]] = []
         shift = (where["prompt"] + turn) % len(methods)
         for method in [*methods[shift:], *methods[:shift]]:
             if _key({**place, "method": method.name}) in done:
                 continue
+            progress.set_postfix_str(
+                f"{where['suite']} {where['prompt'] + 1} {where['mode']} T={where['temperature']:g}: {method.name}"
+            )
             torch.manual_seed(zlib.crc32(f"{settings.seed},{sorted(place.items())}".encode()))
             record, output = _generate(target, method, ids, where["temperature"], settings.max_new_tokens)
-            records.append(({**place, "method": method.name, **record}, output))
-            if method.name == TARGET_ONLY:
-                own = output
-        for record, output in records:
-            yield _compared(record, output, own, greedy=where["temperature"] == 0)
+            waiting.append(({**place, "method": method.name, **record}, output))
+            own = output if method.name == TARGET_ONLY else own
+            while waiting and own is not None:
+                yield _compared(*waiting.pop(0), own, greedy=where["temperature"] == 0)
         answer = str(tokenizer.decode(cast("list[int]", own), skip_special_tokens=True))
         messages.append({"role": "assistant", "content": answer.rpartition("</think>")[2]})
 
@@ -294,7 +324,13 @@ def _peak_memory(device: torch.device) -> int | None:
 # The results file
 
 
-def _run_facts(target: Any, methods: Sequence[Method], settings: BenchmarkSettings) -> dict[str, Any]:
+def _run_facts(
+    target: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    methods: Sequence[Method],
+    settings: BenchmarkSettings,
+    suites: dict[str, list[list[str]]],
+) -> dict[str, Any]:
     from . import __version__
 
     return {
@@ -314,7 +350,28 @@ def _run_facts(target: Any, methods: Sequence[Method], settings: BenchmarkSettin
         "methods": {method.name: _describe(method) for method in methods},
         **asdict(settings),
         "data": settings.data and Path(settings.data).name,
+        "weights_digest": {method.name: _weights_digest(target, method) for method in methods},
+        "prompts_digest": _prompts_digest(tokenizer, settings.modes, suites),
     }
+
+
+def _weights_digest(target: Any, method: Method) -> str | None:
+    if method.drafter is None:
+        return as_words(target_fingerprint(target))
+    return module_fingerprint(method.drafter)[:32] if isinstance(method.drafter, nn.Module) else None
+
+
+def _prompts_digest(
+    tokenizer: PreTrainedTokenizerBase, modes: Sequence[str], suites: dict[str, list[list[str]]]
+) -> str:
+    """Of every turn's tokens when it is asked first, and of the chat template: prompts and tokenizer in one digest."""
+    digest = hashlib.sha256(json.dumps([suites, tokenizer.chat_template]).encode())
+    for prompts in suites.values():
+        asked = [{"messages": [{"role": "user", "content": turn}]} for turns in prompts for turn in turns]
+        for mode in modes:
+            for ids in encode_prompts(tokenizer, asked, thinking=mode == "think-high"):
+                digest.update(ids.numpy().tobytes())
+    return digest.hexdigest()[:32]
 
 
 def _describe(method: Method) -> str:
@@ -350,35 +407,57 @@ def hardware(device: torch.device | str) -> str:
     return f"{model}, {os.cpu_count()} cores"
 
 
-# Of a run's facts, those that must not change when it is continued.
-_FIXED = (
-    "hardware", "threads", "dtype", "target", "methods", "suites", "modes", "temperatures", "limit", "max_new_tokens",
-    "seed",
-)  # fmt: skip
+_MAY_CHANGE = ("date", "command")  # of a run's facts, when it is continued
 
 
 def _open_results(path: Path, run: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Write the run's facts; what an earlier run with the same settings already did."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write the run's facts; what earlier runs with the same facts already did."""
     lines = _whole_lines(path)
-    earlier = [line["run"] for line in lines if "run" in line]
-    for fact in _FIXED if earlier else ():
-        if earlier[0][fact] != run[fact]:
-            raise ValueError(
-                f"{path} holds the results of a run with `{fact}` {earlier[0][fact]}, but this run's is {run[fact]}. "
-                "Choose another output folder, or repeat the run as it was to continue it."
-            )
+    facts = _named(json.loads(json.dumps(run)))
+    for number, line in enumerate(lines, start=1):
+        earlier = _named(line["run"]) if "run" in line else facts
+        for fact in [*facts, *(earlier.keys() - facts.keys())]:
+            if fact not in _MAY_CHANGE and earlier.get(fact) != facts.get(fact):
+                there, here = earlier.get(fact, "no value"), facts.get(fact, "no value")
+                raise ValueError(
+                    f"{path}, line {number}: the run there has `{fact}` {there}, this one has {here}. Choose another output "
+                    "folder, or repeat the run as it was to continue it."
+                )
     with path.open("a") as file:
         file.write(json.dumps({"run": run}) + "\n")
     return {_key(line): line for line in lines if "run" not in line}
 
 
+def _named(run: dict[str, Any]) -> dict[str, Any]:
+    """Facts of a run, those of several parts under the names of the parts."""
+    parts = {
+        f"{fact} of {name}": v for fact, value in run.items() if isinstance(value, dict) for name, v in value.items()
+    }
+    return {fact: value for fact, value in run.items() if not isinstance(value, dict)} | parts
+
+
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a file, after cutting off a last line that a kill left unfinished."""
-    if not path.exists():
-        return []
-    text = path.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole)
-    return [json.loads(line) for line in whole.splitlines()]
+    data = path.read_bytes() if path.exists() else b""
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        os.truncate(path, len(whole))
+    lines = []
+    for number, text in enumerate(whole.split(b"\n")[:-1], start=1):
+        try:
+            line = json.loads(text)
+        except ValueError:  # half a character is one too
+            line = None
+        if not _is_record(line, first=number == 1):
+            raise ValueError(
+                f"{path}, line {number}: {text[:40]!r} is no record of a benchmark, the first of which has its settings. "
+                "Choose another output folder, or remove the line."
+            )
+        lines.append(line)
+    return lines
+
+
+def _is_record(line: Any, first: bool) -> bool:
+    if isinstance(line, dict) and "run" in line:
+        return isinstance(line["run"], dict)
+    return not first and isinstance(line, dict) and line.keys() >= set(_KEY)

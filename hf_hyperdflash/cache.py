@@ -490,15 +490,20 @@ def make_rewindable(cache: Cache, max_rewind: int = DEFAULT_MAX_REWIND) -> Cache
         )
     _checked_max_rewind(max_rewind)
     cache.layers[:] = [_rewindable(layer, max_rewind) for layer in cache.layers]
-    rewindable = [layer for layer in cache.layers if isinstance(layer, _RewindableKeys)]
+    rewindable: list[Any] = [layer for layer in cache.layers if _is_rewindable(layer)]
     reach = max([max_rewind, *(layer.max_rewind for layer in rewindable)])
     for layer in rewindable:
         layer.max_rewind = reach
     return cache
 
 
+def _is_rewindable(layer: Any) -> bool:
+    """By what it can do, not by its class: a drafter that brought its own copy of this code may have made the layer."""
+    return hasattr(type(layer), "undoable_tokens") and hasattr(layer, "max_rewind")
+
+
 def _rewindable(layer: Any, max_rewind: int) -> Any:
-    if isinstance(layer, _RewindableKeys):
+    if _is_rewindable(layer):
         return layer
     if type(layer) in _REWINDABLE_CLASSES:
         return _REWINDABLE_CLASSES[type(layer)].from_stock(layer, max_rewind)

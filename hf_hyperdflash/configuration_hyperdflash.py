@@ -2,13 +2,53 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any
 
 from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import RopeParameters
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
+
+from .version import __version__, series
+
+logger = logging.getLogger(__name__)
 
 REDUCERS = ("hc_gate", "fc", "hybrid", "stream_mean")
+
+# Lowest and highest values: beyond any model, within what can be tried without filling a machine's memory.
+_BOUNDS = {
+    "vocab_size": (1, 2**24), "draft_vocab_size": (0, 2**24), "hidden_size": (1, 2**17), "target_hidden_size": (0, 2**17),
+    "intermediate_size": (1, 2**20), "num_hidden_layers": (1, 2**10), "num_attention_heads": (1, 2**12),
+    "num_key_value_heads": (1, 2**12), "head_dim": (1, 2**13), "target_hc_mult": (1, 2**8), "block_size": (2, 2**12),
+    "max_position_embeddings": (1, 2**40), "sliding_window": (1, 2**40),
+}  # fmt: skip
+_WHY = {
+    "block_size": ": the anchor and at least one draft position",
+    "sliding_window": ", or None for no window",
+}
+_WRITTEN_BESIDE = ("auto_map", "torch_dtype", "quantization_config")  # by transformers, in any model's config.json
+_TYPES: dict[str, tuple[Any, str]] = {
+    "int": (int, "an integer"),
+    "float": ((int, float), "a number"),
+    "bool": (bool, "True or False"),
+    "str": (str, "a string"),
+}
+
+
+def _check_type(name: str, value: Any) -> None:
+    kind, *others = HyperDFlashConfig.__annotations__.get(name, "Any").split(" | ")
+    if kind in _TYPES and not (value is None and others):
+        of_type, expected = _TYPES[kind]
+        if not isinstance(value, of_type) or (isinstance(value, bool) and kind != "bool"):
+            raise ValueError(f"`{name}` is {value!r}, expected {expected}{' or None' if others else ''}.")
+        if kind == "float" and not 0 <= value < math.inf:
+            raise ValueError(f"`{name}` is {value}, expected a finite number of at least 0.")
+    if name == "rope_parameters" and not isinstance(value, (dict, type(None))):
+        raise ValueError(f"`rope_parameters` is {value!r}, expected a dictionary with `rope_theta`.")
 
 
 class HyperDFlashConfig(PreTrainedConfig):
@@ -47,10 +87,13 @@ class HyperDFlashConfig(PreTrainedConfig):
         target_model_type: `config.model_type` of the target.
         target_name_or_path: The target the drafter was made for; binding to another name warns.
         target_revision: Its commit on the Hub, if it came from there.
-        target_fingerprint: Digests of its head and of its other weights, see [`~features.target_fingerprint`], `-` for
-            what was not loaded.
+        target_fingerprint: Digests of its head, its other weights and its configuration, see
+            [`~fingerprint.as_words`], `-` for what was not loaded.
         attention_bias: Whether the attention projections have biases.
         initializer_range: Standard deviation of fresh weights.
+        bos_token_id, eos_token_id, pad_token_id: The target's, by which transformers' pipelines tell that the two share a
+            tokenizer.
+        hyperdflash_version: Of the package that saved the drafter.
 
     Raises:
         ValueError: If a field, or a pair of them, makes no drafter.
@@ -86,19 +129,27 @@ class HyperDFlashConfig(PreTrainedConfig):
     target_fingerprint: str = ""
     attention_bias: bool = False
     initializer_range: float = 0.02
+    bos_token_id: int | None = None
+    eos_token_id: list[int] | int | None = None
+    pad_token_id: int | None = None
+    hyperdflash_version: str = ""
 
     def __post_init__(self, **kwargs: Any) -> None:
+        self.check_fields({name: getattr(self, name) for name in HyperDFlashConfig.__annotations__})
         super().__post_init__(**kwargs)
         if self.target_hidden_size == 0:
             self.target_hidden_size = self.hidden_size
         if self.target_layer_ids is None:
             self.target_layer_ids = [-1]
-        self._check_sizes()
-        self._check_reducer()
+        self.check()
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As of any configuration, but only from a drafter's: another model's fields would make a drafter of defaults."""
+        """As of any configuration, but only from a drafter's: another model's fields would make a drafter of defaults.
+
+        Raises:
+            ValueError: If it is another model's, or a field makes no drafter.
+        """
         kind = config_dict.get("model_type", cls.model_type)
         if kind != cls.model_type:
             raise ValueError(
@@ -106,17 +157,54 @@ class HyperDFlashConfig(PreTrainedConfig):
                 "HyperDFlash drafter, not of its target or of another model; DFlash drafters of others are read by "
                 "`hf_hyperdflash.load_dflash`."
             )
-        return super().from_dict(config_dict, **kwargs)
+        cls._compare_versions(config_dict)
+        loaded = super().from_dict(config_dict, **kwargs)
+        (loaded[0] if isinstance(loaded, tuple) else loaded).check()  # what `kwargs` changed too
+        return loaded
+
+    @classmethod
+    def _compare_versions(cls, config_dict: dict[str, Any]) -> None:
+        """Warn where the file may say what this version does not understand."""
+        saved, plain = str(config_dict.get("hyperdflash_version") or ""), cls()
+        unknown = [name for name in config_dict if name not in _WRITTEN_BESIDE and not hasattr(plain, name)]
+        if unknown or series(saved) > series(__version__):
+            logger.warning(
+                "The drafter was saved by hf_hyperdflash %s, and this is %s%s. Install that version, or let the drafter bring "
+                "its own code: `AutoModel.from_pretrained(..., trust_remote_code=True)`.",
+                saved or "of an unknown version",
+                __version__,
+                f", which ignores its {', '.join(unknown)}" if unknown else "",
+            )
+
+    @classmethod
+    def check_fields(cls, given: Mapping[str, Any]) -> None:
+        """Check fields by themselves, before anything is made of them.
+
+        Raises:
+            ValueError: If a name in `given` is no field (the nearest is told), or its value is not what it takes.
+        """
+        known = [field.name for field in fields(cls)]
+        for name, value in given.items():
+            if name not in known:
+                near = get_close_matches(name, known, 1)
+                raise ValueError(
+                    f"`{name}` is no field of `{cls.__name__}`{f': did you mean `{near[0]}`?' if near else '.'}"
+                )
+            _check_type(name, value)
+            lowest, highest = _BOUNDS.get(name, (-math.inf, math.inf))
+            if name in _BOUNDS and value is not None and not lowest <= value <= highest:
+                raise ValueError(
+                    f"`{name}` is {value}, expected at least {lowest} and at most {highest}{_WHY.get(name, '')}."
+                )
+
+    def check(self) -> None:
+        """Raise a `ValueError` if a field, or a pair of them, makes no drafter."""
+        self.check_fields({name: getattr(self, name) for name in HyperDFlashConfig.__annotations__})
+        self._check_sizes()
+        self._check_functions()
+        self._check_reducer()
 
     def _check_sizes(self) -> None:
-        for field in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-                      "head_dim", "intermediate_size", "target_hidden_size", "target_hc_mult"):  # fmt: skip
-            if getattr(self, field) < 1:
-                raise ValueError(f"`{field}` is {getattr(self, field)}, expected at least 1.")
-        if self.block_size < 2:
-            raise ValueError(
-                f"`block_size` is {self.block_size}, expected at least 2: the anchor and one draft position."
-            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_attention_heads` is {self.num_attention_heads}, expected a multiple of `num_key_value_heads` "
@@ -124,18 +212,36 @@ class HyperDFlashConfig(PreTrainedConfig):
             )
         if self.head_dim % 2:
             raise ValueError(f"`head_dim` is {self.head_dim}, expected an even number: RoPE rotates pairs.")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(f"`sliding_window` is {self.sliding_window}, expected at least 1, or None for no window.")
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(
+                f"`draft_vocab_size` is {self.draft_vocab_size}, expected at most the `vocab_size` of {self.vocab_size}."
+            )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
                 f"`mask_token_id` is {self.mask_token_id}, outside the vocabulary of {self.vocab_size} tokens. "
                 "Pass the id of a token that never occurs in text."
             )
 
+    def _check_functions(self) -> None:
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` is {self.hidden_act!r}, expected one of {', '.join(sorted(ACT2FN))}.")
+        rope = self.rope_parameters or {}
+        kind, theta = rope.get("rope_type"), rope.get("rope_theta")
+        if kind not in ("default", *ROPE_INIT_FUNCTIONS):
+            raise ValueError(
+                f"`rope_parameters` has the `rope_type` {kind!r}, expected default, {', '.join(ROPE_INIT_FUNCTIONS)}."
+            )
+        if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
+            raise ValueError(f"`rope_parameters` has the `rope_theta` {theta!r}, expected a positive number.")
+
     def _check_reducer(self) -> None:
         if self.reducer not in REDUCERS:
             raise ValueError(f"`reducer` is {self.reducer!r}, expected one of {REDUCERS}.")
         ids = self.target_layer_ids
+        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+            raise ValueError(
+                f"`target_layer_ids` is {ids!r}, expected a list of layer numbers: [-1] or [2, -1], for example."
+            )
         order = [math.inf if i == -1 else i for i in ids or []]  # the last layer comes last
         if not ids or min(ids) < -1 or order != sorted(set(order)):
             raise ValueError(

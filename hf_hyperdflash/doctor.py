@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 import transformers
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .configuration_hyperdflash import HyperDFlashConfig
 from .data import encode_prompts
 from .evaluation import bound
-from .features import target_fingerprint
+from .fingerprint import changed_parts
 from .generation import SpeculationStats
+from .intervals import Interval
 from .modeling_hyperdflash import HyperDFlashDrafter
-from .target import describe
+from .other_settings import LEAST_PROMPTS, Comparison, compare_settings
+from .target import check_fit, describe
 
 PROMPTS = (
     "Write a Python function that adds two numbers.",
@@ -31,10 +33,22 @@ PROMPTS = (
     "List three things to take along on a hike.",
     "Write a SQL query that counts the rows of a table called users.",
     "Anna reads 15 pages each day. How many days does she need for a book of 240 pages?",
+    "Write a Python function that reverses the words of a sentence.",
+    "A shirt costs $40 and is sold for 25% less. How much does it cost now?",
+    "What is the difference between a list and a tuple in Python?",
+    "A farmer has 3 fields with 45 trees each and cuts down 20 trees. How many trees are left?",
+    "Write a JavaScript function that removes duplicates from an array.",
+    "Give me a short recipe for pancakes.",
+    "Maria is twice as old as her brother, who is 9. How old will she be in 4 years?",
+    "Write a regular expression that matches an email address.",
+    "Summarize in one sentence what photosynthesis is.",
+    "A tank holds 300 litres and loses 12 litres an hour. How much is left after 10 hours?",
+    "Write a Python program that reads a file and counts its lines.",
+    "Write a friendly message that reminds a colleague of a meeting.",
+    "Paul buys 4 notebooks for $2.50 each and pays with $20. How much change does he get?",
+    "Write a function that computes the n-th Fibonacci number.",
 )
-_FEW = 3  # prompts on which other settings are tried
 _HARDLY = 1.2  # a tau below is no speedup anywhere
-_CLEARLY = 1.15  # another setting counts as the right one if its tau is that many times as long
 
 
 @dataclass
@@ -68,27 +82,37 @@ def examine(
     *,
     prompts: Sequence[str] = PROMPTS,
     max_new_tokens: int = 64,
+    disable_tqdm: bool | None = True,
 ) -> Diagnosis:
     """Check a pair: whether it fits, the tokenizer, memory, and what generation from a few prompts really gives.
+
+    What others' formats invite to misread is tried, every layer one lower and one higher and the other anchor convention:
+    a problem where more drafts are certain to be accepted then, a remark where the prompts cannot tell.
 
     Args:
         target: The target. It is bound for the time, and left as it was.
         drafter: Its drafter, in the same state afterwards.
         tokenizer: The target's tokenizer.
-        prompts: Questions, asked as chat turns.
+        prompts: Questions, asked as chat turns. With fewer than 8 other settings are not compared.
         max_new_tokens: Tokens generated from each.
+        disable_tqdm: `False` for a progress bar on stderr, `None` for one where that is a terminal.
+
+    Raises:
+        ValueError: If there is no prompt.
     """
+    if not prompts:
+        raise ValueError("`prompts` is empty: expected at least one question.")
     found = Diagnosis()
     found.facts["versions"] = f"torch {torch.__version__}, transformers {transformers.__version__}"
     try:
-        drafter.check_target(target)
+        check_fit(target, drafter)
     except ValueError as error:
         found.problems.append(str(error))
         return found
     _look_at_memory(found, target, drafter)
     _compare_fingerprints(found, target, drafter.config)
     if _look_at_tokenizer(found, target, drafter.config, tokenizer):
-        _generate(found, target, drafter, tokenizer, prompts, max_new_tokens)
+        _generate(found, target, drafter, tokenizer, prompts, max_new_tokens, disable_tqdm)
     return found
 
 
@@ -124,15 +148,21 @@ def _compare_fingerprints(found: Diagnosis, target: PreTrainedModel, config: Hyp
     if not config.target_fingerprint:
         found.remarks.append("The drafter does not say which weights it was trained for; that cannot be compared.")
         return
-    now = target_fingerprint(target)
-    changed = [
-        part for part, digest in zip(("head", "body"), config.target_fingerprint.split())
-        if digest != "-" and now[part] and not now[part].startswith(digest)
-    ]  # fmt: skip
-    if changed:
+    changed = changed_parts(config.target_fingerprint, target)
+    if changed is None:
+        found.remarks.append(
+            "An earlier release recorded which weights the drafter was trained for, in a way that cannot be compared any more."
+        )
+    elif changed == ["config"]:
+        found.remarks.append(
+            "The target's weights are those that the drafter was trained for, its configuration is not: a field was changed, "
+            "or another version of transformers has other fields."
+        )
+    elif changed:
+        parts = " and ".join(part for part in changed if part != "config")
         found.problems.append(
-            f"The target's weights ({' and '.join(changed)}) are not those that the drafter was trained for: the target was "
-            "fine-tuned since, is another checkpoint, or is loaded in another quantization. The text stays right, but fewer "
+            f"The target's weights ({parts}) are not those that the drafter was trained for: the target was fine-tuned since, "
+            "is another checkpoint, or is loaded in another quantization or precision. The text stays right, but fewer "
             "drafts are accepted: train the drafter on for this target (`hf-hyperdflash train --drafter`)."
         )
 
@@ -148,14 +178,13 @@ def _look_at_tokenizer(
         )
         return False
     mask = tokenizer.convert_ids_to_tokens(config.mask_token_id)
-    if mask is None:
-        found.problems.append(f"The drafter's mask token {config.mask_token_id} is no token of the tokenizer.")
-    elif config.mask_token_id not in tokenizer.all_special_ids and config.mask_token_id not in _added(tokenizer):
+    known = {*tokenizer.all_special_ids, *_added(tokenizer)}
+    if mask is not None and config.mask_token_id not in known:
         found.remarks.append(
             f"The drafter's mask token {config.mask_token_id} is {mask!r}, an ordinary token: it should be one that never "
             "occurs in text."
         )
-    found.facts["mask token"] = f"{config.mask_token_id}, {mask!r}"
+    found.facts["mask token"] = f"{config.mask_token_id}, {repr(mask) if mask else 'which the tokenizer does not use'}"
     ends = target.generation_config.eos_token_id if target.generation_config else None
     ends = ends if isinstance(ends, list) else [ends]
     if tokenizer.eos_token_id is not None and None not in ends and tokenizer.eos_token_id not in ends:
@@ -180,42 +209,42 @@ def _generate(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],
     max_new_tokens: int,
+    disable_tqdm: bool | None,
 ) -> None:
     ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": text}]} for text in prompts])
     _ask_the_target(found, target, ids)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
+    stats, found.differing, texts = SpeculationStats(), 0, []
     with bound(target):
-        plain = [_text(target, prompt, **options) for prompt in ids]
-        stats, texts = _assisted(target, drafter, ids, **options)
-        found.differing = sum(not torch.equal(*pair) for pair in zip(texts, plain))
-        found.facts["losslessness"] = f"{len(ids) - found.differing} of {len(ids)} greedy texts are the target's own"
-        if found.differing:
-            found.remarks.append(
-                f"{found.differing} greedy texts differ. In float32 that should not be; in lower precision it happens where "
-                "the target's two best tokens are equal to within rounding."
-            )
-        if not stats.rounds:
-            found.problems.append(
-                "The target ends every answer at once: the chat template is not the one it was trained with."
-            )
-            return
-        found.tau = stats.tau
-        rates = ", ".join(f"{100 * rate:.0f}" for rate in stats.acceptance)
-        found.facts["acceptance"] = (
-            f"tau {stats.tau:.2f} over {len(ids)} prompts, {stats.rounds} rounds; drafts accepted at each position, %: {rates}"
+        for prompt in tqdm(ids, desc="generating", unit="prompt", leave=False, disable=disable_tqdm):
+            texts.append(_text(target, prompt, **options))
+            found.differing += not torch.equal(_text(target, prompt, assistant_model=drafter, **options), texts[-1])
+            stats += cast(SpeculationStats, drafter.last_stats)
+    found.facts["losslessness"] = f"{len(ids) - found.differing} of {len(ids)} greedy texts are the target's own"
+    if found.differing:
+        found.remarks.append(
+            f"{found.differing} greedy texts differ. In float32 that should not be; in lower precision it happens where "
+            "the target's two best tokens are equal to within rounding."
         )
-        few, _ = _assisted(target, drafter, ids[:_FEW], **options)
-        taus = {}
-        for name, fields in _other_settings(target, drafter.config):
-            with _changed(drafter.config, fields):
-                taus[name] = _assisted(target, drafter, ids[:_FEW], **options)[0].tau
-    better = max(taus, key=taus.__getitem__, default=None)
-    if better is not None and taus[better] > _CLEARLY * few.tau:
+    if not stats.rounds:
         found.problems.append(
-            f"With {better} more drafts are accepted (tau {taus[better]:.2f} instead of {few.tau:.2f} on the first {len(ids[:_FEW])} "
-            "prompts): the configuration does not say how the drafter was trained. Correct it in `config.json`."
+            "The target ends every answer at once: the chat template is not the one it was trained with."
         )
-    elif stats.tau < _HARDLY:
+        return
+    found.tau = stats.tau
+    rates = ", ".join(f"{100 * rate:.0f}" for rate in stats.acceptance)
+    found.facts["acceptance"] = (
+        f"tau {stats.tau:.2f} over {len(ids)} prompts, {stats.rounds} rounds; drafts accepted at each position, %: {rates}"
+    )
+    if len(ids) < LEAST_PROMPTS:
+        found.remarks.append(
+            f"Other settings were not tried: that takes {LEAST_PROMPTS} prompts, there are {len(ids)}."
+        )
+    else:
+        starts = [prompt.shape[1] for prompt in ids]
+        compared = compare_settings(target, drafter, texts, starts, disable_tqdm=disable_tqdm)
+        _judge_settings(found, compared, len(ids))
+    if stats.tau < _HARDLY and not found.problems:
         found.problems.append(
             f"Hardly any draft is accepted (tau {stats.tau:.2f}): the drafter is untrained, or was trained for another target, "
             "chat template or tokenizer."
@@ -240,34 +269,30 @@ def _text(target: Any, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
     return cast(torch.Tensor, target.generate(ids, attention_mask=torch.ones_like(ids), **options))
 
 
-def _assisted(
-    target: PreTrainedModel, drafter: HyperDFlashDrafter, ids: list[torch.Tensor], **options: Any
-) -> tuple[SpeculationStats, list[torch.Tensor]]:
-    stats, texts = SpeculationStats(), []
-    for prompt in ids:
-        texts.append(_text(target, prompt, assistant_model=drafter, **options))
-        stats += cast(SpeculationStats, drafter.last_stats)
-    return stats, texts
+def _judge_settings(found: Diagnosis, compared: Comparison, prompts: int) -> None:
+    told = f"each of {compared.rounds} tokens of {prompts} prompts"
+    worse = sum(setting.is_worse for setting in compared.others)
+    found.facts["other settings"] = (
+        f"{len(compared.others)} tried after {told}, {worse} of them are certain to be worse"
+    )
+    # Of an untrained drafter some setting is the least bad.
+    least = max(compared.tau, _HARDLY)
+    better = [setting for setting in compared.others if setting.is_better and setting.tau >= least]
+    unclear = [setting for setting in compared.others if not setting.is_better and not setting.is_worse]
+    if better:
+        best = max(better, key=lambda setting: setting.ahead.value)
+        found.problems.append(
+            f"With {best.name} the drafter finds the target's text likelier ({_nats(best.ahead)}; {best.tau:.2f} tokens a round "
+            f"after {told} instead of {compared.tau:.2f}): the configuration does not say how the drafter was trained. "
+            "Correct it in `config.json`."
+        )
+    elif unclear and compared.tau >= _HARDLY:
+        names = "; ".join(f"{setting.name} ({_nats(setting.ahead)})" for setting in unclear)
+        found.remarks.append(
+            f"Cannot tell from {told} whether the drafter was trained with {names}. More prompts may tell: "
+            "`hf_hyperdflash.examine(target, drafter, tokenizer, prompts=...)`."
+        )
 
 
-def _other_settings(target: PreTrainedModel, config: HyperDFlashConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Mistakes that others' formats invite: layers counted from 1, and a block whose anchor slot drafts too."""
-    ids, layers = config.target_layer_ids or [], describe(target).num_hidden_layers
-    for step in (-1, 1):
-        moved = [layer if layer == -1 else layer + step for layer in ids]
-        if moved != ids and all(layer == -1 or 0 <= layer < layers for layer in moved):
-            yield f"`target_layer_ids` {moved} instead of {ids}", {"target_layer_ids": moved}
-    other = not config.sample_from_anchor
-    yield f"`sample_from_anchor` {other}", {"sample_from_anchor": other}
-
-
-@contextmanager
-def _changed(config: HyperDFlashConfig, fields: dict[str, Any]) -> Iterator[None]:
-    before = {name: getattr(config, name) for name in fields}
-    try:
-        for name, value in fields.items():
-            setattr(config, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
+def _nats(ahead: Interval) -> str:
+    return f"{ahead.value:+.3f} nats a draft, between {ahead.low:+.3f} and {ahead.high:+.3f}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,15 +11,16 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import nn
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .generation import SpeculationStats
-from .metrics.acceptance_length import AcceptanceLength
-from .metrics.per_position_acceptance import PerPositionAcceptance
-from .target import BoundTarget, bind, unbind
+from .target import bind, is_bound, unbind
 
 # One token by the prefill, one draft, one by the target: the least that has a verification round.
 _MIN_NEW_TOKENS = 3
+# Of `SpeculationStats`.
+_MEASURED = ("tau", "mean_accepted_drafts", "acceptance", "conditional_acceptance", "rounds", "tokens")
 
 
 def measure_acceptance(
@@ -29,6 +29,7 @@ def measure_acceptance(
     prompts: Sequence[torch.Tensor],
     *,
     max_new_tokens: int = 128,
+    disable_tqdm: bool | None = True,
     **generate_kwargs: Any,
 ) -> dict[str, Any]:
     """Generate from every prompt and measure how many drafts the target accepts. Greedy unless asked otherwise.
@@ -40,6 +41,7 @@ def measure_acceptance(
         drafter: Its drafter, plain or wrapped by PEFT, its parameters whole (see [`whole`]).
         prompts: Token ids `[1, seq]` each.
         max_new_tokens: Most new tokens per prompt.
+        disable_tqdm: `False` for a progress bar on stderr, `None` for one where that is a terminal.
         **generate_kwargs: More arguments of `target.generate`, `num_assistant_tokens` for example.
 
     Returns:
@@ -56,7 +58,7 @@ def measure_acceptance(
     # Ranks generate in lockstep and none ends early: the forwards that `synced_gpus` would add are not needed.
     kwargs = {"do_sample": False, "use_cache": True, "synced_gpus": False, **generate_kwargs}
     with bound(target), _in_eval_mode(target, drafter):
-        for prompt in prompts:
+        for prompt in tqdm(prompts, desc="acceptance", unit="prompt", leave=False, disable=disable_tqdm):
             seconds += _generate(target, drafter, prompt, max_new_tokens=max_new_tokens, **kwargs)
             total += drafter.last_stats
     if not total.rounds:
@@ -64,7 +66,10 @@ def measure_acceptance(
             f"None of the {len(prompts)} prompts led to a verification round: the target ended every answer at its "
             "first token. Pass prompts that end where the answer begins (`add_generation_prompt=True`)."
         )
-    return {**_metrics(total), "tokens_per_second": total.tokens / seconds}
+    return {
+        **{name: getattr(total, name) for name in _MEASURED},
+        "tokens_per_second": total.tokens / seconds,
+    }
 
 
 def _check_prompts(prompts: Sequence[torch.Tensor], max_new_tokens: int) -> None:
@@ -89,24 +94,10 @@ def _generate(target: Any, drafter: Any, prompt: torch.Tensor, **kwargs: Any) ->
     return _now(target.device) - began
 
 
-def _metrics(stats: SpeculationStats) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as directory:  # `evaluate` makes one, even to compute in memory
-        length = AcceptanceLength(keep_in_memory=True, cache_dir=directory)
-        positions = PerPositionAcceptance(keep_in_memory=True, cache_dir=directory)
-        lengths = length.compute(predictions=stats.emitted)
-        return {
-            "tau": lengths["acceptance_length"],
-            "mean_accepted_drafts": stats.mean_accepted_drafts,
-            **positions.compute(predictions=stats.accepted, num_drafts=stats.draft_positions),
-            "rounds": lengths["rounds"],
-            "tokens": stats.tokens,
-        }
-
-
 @contextmanager
 def bound(target: PreTrainedModel) -> Iterator[None]:
     """Bind a target for a while, if it is not bound."""
-    was_bound = isinstance(target, BoundTarget)
+    was_bound = is_bound(target)
     bind(target)
     try:
         yield
@@ -186,7 +177,8 @@ class AcceptanceCallback(TrainerCallback):
 
     An evaluation on several datasets generates once; one with a `metric_key_prefix` that does not begin with `eval`
     does not generate. In a distributed run every rank generates from all prompts, in lockstep: a sharded target would
-    hang otherwise. The first rank's numbers count.
+    hang otherwise. The first rank's numbers count, and it shows the progress on a terminal unless the trainer's
+    `disable_tqdm` is set.
 
     Example:
         ```python
@@ -232,7 +224,14 @@ class AcceptanceCallback(TrainerCallback):
     def _measure(self) -> dict[str, float]:
         trainer: Any = self.trainer
         with whole(trainer.accelerator, trainer.model_wrapped) as drafter:
-            measured = measure_acceptance(trainer.target, drafter, self.prompts, max_new_tokens=self.max_new_tokens)
+            is_silent = trainer.args.disable_tqdm or not trainer.is_world_process_zero()
+            measured = measure_acceptance(
+                trainer.target,
+                drafter,
+                self.prompts,
+                max_new_tokens=self.max_new_tokens,
+                disable_tqdm=True if is_silent else None,
+            )
         values = {f"eval_{name}": measured[name] for name in ("tau", "mean_accepted_drafts", "tokens_per_second")}
         for name in ("acceptance", "conditional_acceptance"):
             values |= {f"eval_{name}_{k}": value for k, value in enumerate(measured[name], start=1)}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import errno
 import hashlib
 import json
-import math
 import os
+import reprlib
 import shutil
+import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -15,24 +17,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from accelerate.utils import align_module_device
 from safetensors import safe_open
 from safetensors.torch import save
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from .target import capture_residual, collapse_of, describe
+from .fingerprint import config_fields, target_fingerprint
+from .locking import only_writer
+from .target import capture_residual, describe
 
 if TYPE_CHECKING:
     import datasets
 
 Rows: TypeAlias = "datasets.Dataset | Sequence[Mapping[str, Any]]"
 
-_INDEX, _FORMAT = "features.json", 1
+_INDEX, _FORMAT = "features.json", 2
+_INDEX_FIELDS = {
+    "version", "target", "dtype", "target_layer_ids", "hc_mult", "hidden_size", "rows", "tokens", "rows_sha256", "shards",
+}  # fmt: skip
 FEATURE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
 _COLUMNS = {"input_ids": torch.int32, "loss_mask": torch.bool, "position_ids": torch.int32}
-_SAMPLED = 64  # elements of every parameter that go into a fingerprint
+_SHARD_SECONDS, _SHARD_SIZE = 15, 2 * 2**30  # of a shard, unless its size is given: what a killed call may lose
 _RESERVE = 64 * 2**20  # bytes left free on the disk: file headers, the index, and whoever else writes there
 _ROOM = (
     "Free some space or choose another directory, store it as dtype='float8' (half of bfloat16), use fewer rows, or "
@@ -64,9 +70,14 @@ def residual_of(
     packed = bool((position_ids != torch.arange(input_ids.shape[1], device=position_ids.device)).any())
     if not packed:
         return _forward(target, input_ids, target_layer_ids).to(input_ids.device)
-    flat, starts = input_ids.flatten(), (position_ids.flatten() == 0).nonzero().flatten().tolist()
-    documents = _residual_of_documents(target, flat.tensor_split(starts[1:]), target_layer_ids)
-    return torch.cat(documents).to(input_ids.device).unflatten(0, input_ids.shape)
+    documents = _documents(input_ids.flatten(), position_ids.flatten())
+    residual = _residual_of_documents(target, documents, target_layer_ids)
+    return torch.cat(residual).to(input_ids.device).unflatten(0, input_ids.shape)
+
+
+def _documents(input_ids: torch.Tensor, position_ids: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The ids of each document, of rows that were laid end to end."""
+    return input_ids.tensor_split((position_ids == 0).nonzero().flatten().tolist()[1:])
 
 
 @torch.no_grad()
@@ -104,14 +115,14 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __init__(self, directory: str | os.PathLike[str], target: PreTrainedModel) -> None:
         self._open(Path(directory), _identity(target))
 
-    def _open(self, directory: Path, identity: dict[str, str]) -> None:
+    def _open(self, directory: Path, identity: dict[str, Any]) -> None:
         self.directory = directory
         self.index = _read_index(directory)
         _check_target(directory, self.index, identity)
         _check_shards(self.directory, self.index["shards"])
         self._first_rows = _first_rows(self.index)
         self._verified: set[str] = set()
-        self.target_layer_ids: Sequence[int] = _stored_layers(self.index)
+        self.target_layer_ids: Sequence[int] = self.index["target_layer_ids"]
 
     def of_layers(self, target_layer_ids: Sequence[int]) -> FeatureCache:
         """The same cache, whose items have the paths of these layers only.
@@ -134,13 +145,13 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         dtype: str = "bfloat16",
         target_layer_ids: Sequence[int] = (-1,),
         batch_size: int = 8,
-        shard_size: int = 2 * 2**30,
+        shard_size: int | None = None,
     ) -> FeatureCache:
         """Write the residual of all rows, continue where an interrupted call stopped, or open what is complete.
 
-        Prints the size first. To be called by one process. Shards appear under their names only when they are whole.
-        An interrupted call, repeated with the same arguments, ends in the same bytes as an uninterrupted one. Shards
-        that were deleted are written again.
+        Prints the size before it writes. Shards appear under their names only when they are whole, and an interrupted
+        call, repeated with the same arguments, goes on after them. With a given `shard_size` it ends in the same bytes
+        as an uninterrupted one. Shards that were deleted are written again.
 
         Args:
             directory: Created if missing.
@@ -151,27 +162,22 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             target_layer_ids: Whose paths, as in [`capture_residual`]. A cache that exists and holds more is opened
                 for these.
             batch_size: Documents per forward of the target.
-            shard_size: Bytes after which a new file begins; about twice as much memory is used. A cache that exists
-                keeps its own.
+            shard_size: Bytes after which a new file begins; about twice as much memory is used. `None` for what this
+                target computes in a quarter of a minute, measured when a cache begins, and at most 2 GiB: no more is
+                lost when the call is killed. A cache that exists keeps its own.
 
         Raises:
-            ValueError: If the rows are malformed, the disk is too small, the residual is not finite, or the directory
-                holds a cache of other rows, another target or another dtype.
+            ValueError: If the rows are malformed, the disk is too small, the residual is not finite, the directory holds
+                a cache of other rows, another target or another dtype, or another process is writing there.
             OSError: If writing fails. Shards that are complete stay; the same call continues after them.
         """
         path = Path(directory)
         rows = rows.with_format("numpy") if hasattr(rows, "with_format") else rows
-        plan = _plan(rows, target, dtype, target_layer_ids, shard_size)
-        index = _resume(path, plan) if (path / _INDEX).exists() else plan
-        todo = [i for i, shard in enumerate(index["shards"]) if not _is_whole(path / shard["name"], shard)]
-        if todo and not plan["target"]["body"]:
-            raise ValueError(
-                f"{len(todo)} shards are to be written to {path}, but this target has no layers to run. Load it whole, "
-                "without `num_hidden_layers=0`."
-            )
-        if todo:
-            _prepare_disk(path, index, todo)
-            _write_shards(path, index, todo, rows, target, batch_size)
+        plan, lengths = _plan(rows, target, dtype, target_layer_ids)
+        if not _is_complete(path, plan):
+            path.mkdir(parents=True, exist_ok=True)
+            with only_writer(path / _INDEX):
+                _complete(path, plan, lengths, rows, target, batch_size, shard_size)
         cache = cls.__new__(cls)
         cache._open(path, plan["target"])  # not again from the target: its fingerprint may mean reading it from disk
         return cache.of_layers(target_layer_ids)
@@ -197,7 +203,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         if name not in self._verified:
             self._verify([self.index["shards"][shard]])
         row = _read_row(self.directory / name, i - self._first_rows[shard])
-        stored = _stored_layers(self.index)
+        stored = self.index["target_layer_ids"]
         if list(self.target_layer_ids) != stored:
             for part in row.keys() & {"residual", "scale"}:
                 layers = dict(zip(stored, row[part].chunk(len(stored), dim=1)))
@@ -245,82 +251,36 @@ def estimate_size(
         ValueError: If it is no target or `dtype` is unknown.
     """
     facts = describe(target)
-    return _size(len(target_layer_ids) * facts.hc_mult, facts.hidden_size, dtype, rows, tokens)
+    return _size(len(target_layer_ids) * facts.hc_mult, facts.hidden_size, _known(dtype), rows, tokens)
+
+
+def _known(dtype: str) -> str:
+    if dtype not in FEATURE_DTYPES:
+        raise ValueError(f"`dtype` is {dtype!r}, expected one of {sorted(FEATURE_DTYPES)}.")
+    return dtype
 
 
 def _size(paths: int, hidden_size: int, dtype: str, rows: int, tokens: int) -> int:
-    if dtype not in FEATURE_DTYPES:
-        raise ValueError(f"`dtype` is {dtype!r}, expected one of {sorted(FEATURE_DTYPES)}.")
     scale = torch.float32.itemsize if dtype == "float8" else 0
     per_token = paths * (hidden_size * FEATURE_DTYPES[dtype].itemsize + scale)
     return tokens * (per_token + sum(kind.itemsize for kind in _COLUMNS.values())) + rows * torch.int64.itemsize
 
 
-@torch.no_grad()
-def target_fingerprint(target: PreTrainedModel) -> dict[str, str]:
-    """SHA-256 of what tells one target from another, the same for a float32 and a bfloat16 load of a checkpoint.
-
-    Taken over names, shapes and 64 evenly spaced elements, in bfloat16, of every parameter and saved buffer: a change
-    to a few elements may go unnoticed, another checkpoint, a fine-tuned or a quantized one does not. Offloaded
-    parameters are fetched one module at a time, FSDP2's are gathered (all ranks must call).
-
-    Returns:
-        `"head"` over embedding, final norm, collapse and language model head, what training reads beside the cache,
-        and `"body"` over the rest; an empty string for a target loaded without layers.
-
-    Raises:
-        ValueError: If it is no target, or the values of a parameter are not in this process.
-    """
-    roots = (*collapse_of(target).modules, target.get_input_embeddings(), target.get_output_embeddings())
-    heads = {id(module) for root in roots for module in root.modules()}
-    parts: dict[str, list[tuple[str, bytes]]] = {"head": [], "body": []}
-    saved = set(target.state_dict())
-    for prefix, module in target.named_modules(remove_duplicate=False):
-        with align_module_device(module):
-            tensors = [*module.named_parameters(prefix, recurse=False), *module.named_buffers(prefix, recurse=False)]
-            part = parts["head" if id(module) in heads else "body"]
-            part += [
-                (f"{name} {list(value.shape)} ", _sample(name, value)) for name, value in tensors if name in saved
-            ]
-    return {part: _digest(values) if values else "" for part, values in parts.items()}
-
-
-def _sample(name: str, value: torch.Tensor) -> bytes:
-    if value.is_meta or not value.numel():
-        raise ValueError(
-            f"The values of the target's {name} are not in this process (device {value.device}, shape "
-            f"{list(value.shape)}): the target cannot be recognised. Open the feature cache before the target is "
-            "sharded with ZeRO-3, or load the target outside of ZeRO-3."
-        )
-    value = value.full_tensor() if hasattr(value, "full_tensor") else value
-    sample = value.flatten()[:: math.ceil(value.numel() / _SAMPLED)]
-    return sample.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes()
-
-
-def _digest(values: list[tuple[str, bytes]]) -> str:
-    digest = hashlib.sha256()
-    for name, sample in sorted(values):
-        digest.update(name.encode() + sample)
-    return digest.hexdigest()
-
-
-def _identity(target: PreTrainedModel) -> dict[str, str]:
-    return {"name": target.config._name_or_path, **target_fingerprint(target)}
+def _identity(target: PreTrainedModel) -> dict[str, Any]:
+    return {
+        "name": target.config._name_or_path,
+        **target_fingerprint(target),
+        "config": config_fields(target.config),  # not their digest: what differs can be named
+    }
 
 
 def _plan(
-    rows: Rows, target: PreTrainedModel, dtype: str, target_layer_ids: Sequence[int], shard_size: int
-) -> dict[str, Any]:
-    """The index of a cache before anything is written: which rows go to which shard follows from their lengths."""
-    facts = describe(target)
+    rows: Rows, target: PreTrainedModel, dtype: str, target_layer_ids: Sequence[int]
+) -> tuple[dict[str, Any], list[int]]:
+    """The index of a cache that has no shards yet, and the rows' lengths."""
+    facts, dtype = describe(target), _known(dtype)
     lengths, digest = _scan(rows, facts.vocab_size)
-    paths = len(target_layer_ids) * facts.hc_mult
-    sizes = [_size(paths, facts.hidden_size, dtype, 1, length) for length in lengths]
-    shards = [
-        {"rows": stop - start, "tokens": sum(lengths[start:stop]), "bytes": None, "sha256": None}
-        for start, stop in _split(sizes, shard_size)
-    ]
-    return {
+    plan = {
         "version": _FORMAT,
         "target": _identity(target),
         "dtype": dtype,
@@ -330,11 +290,78 @@ def _plan(
         "rows": len(lengths),
         "tokens": sum(lengths),
         "rows_sha256": digest,
-        "shards": [
-            {"name": f"features-{i:05d}-of-{len(shards):05d}.safetensors", **shard}
-            for i, shard in enumerate(shards, 1)
-        ],
+        "shards": [],
     }
+    return plan, lengths
+
+
+def _is_complete(directory: Path, plan: dict[str, Any]) -> bool:
+    return (directory / _INDEX).exists() and not _todo(directory, _resume(directory, plan))
+
+
+def _todo(directory: Path, index: dict[str, Any]) -> list[int]:
+    return [i for i, shard in enumerate(index["shards"]) if not _is_whole(directory / shard["name"], shard)]
+
+
+def _complete(
+    directory: Path,
+    plan: dict[str, Any],
+    lengths: list[int],
+    rows: Rows,
+    target: PreTrainedModel,
+    batch_size: int,
+    shard_size: int | None,
+) -> None:
+    """Write what is missing, of a cache that was begun or of a new one."""
+    if not plan["target"]["body"]:
+        raise ValueError(
+            f"The feature cache in {directory} is not complete, and this target has no layers to run. Load it whole, "
+            "without `num_hidden_layers=0`."
+        )
+    if (directory / _INDEX).exists():
+        index = _resume(directory, plan)
+    else:
+        size = shard_size or _size_in_time(rows, lengths, target, plan, batch_size)
+        index = {**plan, "shards": _shards(plan, lengths, size)}
+    todo = _todo(directory, index)
+    if todo:  # not if another process wrote it until now
+        _prepare_disk(directory, index, todo)
+        _write_shards(directory, index, todo, rows, target, batch_size)
+
+
+def _size_in_time(
+    rows: Rows, lengths: list[int], target: PreTrainedModel, plan: dict[str, Any], batch_size: int
+) -> int:
+    """Bytes of features that the target computes in `_SHARD_SECONDS`, judged by a forward over one batch."""
+    longest = [_row(rows, i) for i in sorted(range(len(lengths)), key=lambda i: -lengths[i])[:batch_size]]
+    found = [part for row in longest for part in _documents(row["input_ids"], row["position_ids"])]
+    documents = sorted(found, key=len)[-batch_size:]
+    began = time.perf_counter()
+    for residual in _residual_of_documents(target, documents, plan["target_layer_ids"]):
+        residual.cpu()
+    seconds = time.perf_counter() - began
+    computed = _size_of(plan, rows=0, tokens=sum(map(len, documents)))
+    return min(_SHARD_SIZE, int(computed * _SHARD_SECONDS / seconds))
+
+
+def _shards(plan: dict[str, Any], lengths: list[int], shard_size: int) -> list[dict[str, Any]]:
+    """Which rows go to which shard."""
+    ranges = list(_split([_size_of(plan, 1, length) for length in lengths], shard_size))
+    return [
+        {
+            "name": f"features-{i:05d}-of-{len(ranges):05d}.safetensors",
+            "rows": stop - start,
+            "tokens": sum(lengths[start:stop]),
+            "bytes": None,
+            "sha256": None,
+        }
+        for i, (start, stop) in enumerate(ranges, 1)
+    ]
+
+
+def _size_of(index: dict[str, Any], rows: int, tokens: int) -> int:
+    paths = len(index["target_layer_ids"]) * index["hc_mult"]
+    return _size(paths, index["hidden_size"], index["dtype"], rows, tokens)
 
 
 def _scan(rows: Rows, vocab_size: int) -> tuple[list[int], str]:
@@ -416,12 +443,8 @@ def _resume(directory: Path, plan: dict[str, Any]) -> dict[str, Any]:
     return index
 
 
-def _stored_layers(index: dict[str, Any]) -> list[int]:
-    return index.get("target_layer_ids", [-1])  # caches from before layers could be chosen
-
-
 def _check_layers(directory: Path, index: dict[str, Any], wanted: Sequence[int]) -> None:
-    stored = _stored_layers(index)
+    stored = index["target_layer_ids"]
     if not set(wanted) <= set(stored):
         raise ValueError(
             f"The feature cache in {directory} holds layers {stored}, but {list(wanted)} are needed (-1 is the "
@@ -431,13 +454,13 @@ def _check_layers(directory: Path, index: dict[str, Any], wanted: Sequence[int])
 
 def _prepare_disk(directory: Path, index: dict[str, Any], todo: list[int]) -> None:
     """Print what will be written, after removing what an interrupted call left, and refuse what does not fit."""
-    directory.mkdir(parents=True, exist_ok=True)
     for i in todo:
         shard = directory / index["shards"][i]["name"]
         shard.unlink(missing_ok=True)
         _unfinished(shard).unlink(missing_ok=True)
-    needed, free = sum(_shard_size(index, i) for i in todo), shutil.disk_usage(directory).free
-    total = sum(_shard_size(index, i) for i in range(len(index["shards"])))
+    missing = [index["shards"][i] for i in todo]
+    needed = _size_of(index, sum(shard["rows"] for shard in missing), sum(shard["tokens"] for shard in missing))
+    total, free = _size_of(index, index["rows"], index["tokens"]), shutil.disk_usage(directory).free
     print(
         f"Feature cache in {directory}: {index['rows']:,} rows, {index['tokens']:,} tokens, {_human(total)} as "
         f"{index['dtype']}. To be written: {_human(needed)}, free on the disk: {_human(free)}."
@@ -447,12 +470,6 @@ def _prepare_disk(directory: Path, index: dict[str, Any], todo: list[int]) -> No
             f"The feature cache needs {_human(needed)} more in {directory}, where {_human(free)} are free "
             f"({_human(_RESERVE)} stay reserved). {_ROOM}"
         )
-
-
-def _shard_size(index: dict[str, Any], i: int) -> int:
-    shard = index["shards"][i]
-    paths = len(_stored_layers(index)) * index["hc_mult"]
-    return _size(paths, index["hidden_size"], index["dtype"], shard["rows"], shard["tokens"])
 
 
 def _human(size: float) -> str:
@@ -468,21 +485,15 @@ def _write_shards(
 ) -> None:
     first_rows = _first_rows(index)
     total = sum(index["shards"][i]["tokens"] for i in todo)
+    _write(directory, _INDEX, json.dumps(index, indent=1).encode())  # the same shards are planned after a kill
     with tqdm(total=total, unit="token", unit_scale=True, desc="Feature cache") as progress:
         for i in todo:
             shard, first = index["shards"][i], first_rows[i]
             held = [_row(rows, row) for row in range(first, first + shard["rows"])]
             data = save(_shard_tensors(held, first, target, index, batch_size, progress))
             shard.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-            try:
-                _write_whole(directory / shard["name"], data)
-                _write_whole(directory / _INDEX, json.dumps(index, indent=1).encode())
-            except OSError as error:
-                raise OSError(
-                    error.errno,
-                    f"Writing {shard['name']} ({_human(len(data))}) to {directory} failed: {error.strerror}. The shards "
-                    f"before it are complete: the same call continues after them. {_ROOM}",
-                ) from error
+            _write(directory, shard["name"], data)
+            _write(directory, _INDEX, json.dumps(index, indent=1).encode())
 
 
 def _shard_tensors(
@@ -498,14 +509,14 @@ def _shard_tensors(
     ends = list(accumulate(lengths))
     columns = {name: torch.cat([row[name] for row in rows]) for name in _COLUMNS}
     starts = (columns["position_ids"] == 0).nonzero().flatten().tolist()
-    documents = columns["input_ids"].tensor_split(starts[1:])
+    documents = _documents(columns["input_ids"], columns["position_ids"])
     # Longest first: memory that does not suffice shows at once. Batches end with the shard, so that a shard's bytes
     # do not depend on which call writes it.
     order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
     stored: dict[str, torch.Tensor] = {}
     for at in range(0, len(order), batch_size):
         batch = order[at : at + batch_size]
-        states = _residual_of_documents(target, [documents[i] for i in batch], _stored_layers(index))
+        states = _residual_of_documents(target, [documents[i] for i in batch], index["target_layer_ids"])
         for i, residual in zip(batch, states):
             _check_finite(residual, first_row + bisect_right(ends, starts[i]))
             for name, value in _encode(residual, index["dtype"]).items():
@@ -539,17 +550,22 @@ def _unfinished(path: Path) -> Path:
     return path.with_name(path.name + ".tmp")
 
 
-def _write_whole(path: Path, data: bytes) -> None:
+def _write(directory: Path, name: str, data: bytes) -> None:
     """A reader, or the next call after a crash, finds all of the file or none of it."""
+    path = directory / name
     try:
         with open(_unfinished(path), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(_unfinished(path), path)
-    except OSError:
+    except OSError as error:
         _unfinished(path).unlink(missing_ok=True)
-        raise
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        raise OSError(
+            f"Writing {name} ({_human(len(data))}) to {directory} failed: {error.strerror}. The shards before it are "
+            f"complete: the same call continues after them.{f' {_ROOM}' if is_full else ''}"
+        ) from error
 
 
 def _read_index(directory: Path) -> dict[str, Any]:
@@ -557,26 +573,46 @@ def _read_index(directory: Path) -> dict[str, Any]:
     if not path.exists():
         raise ValueError(f"No feature cache in {directory}: {_INDEX} is missing. Write one with `FeatureCache.write`.")
     try:
-        index = json.loads(path.read_text())
+        index = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}). Delete the directory and write the cache again.") from error
-    if index.get("version") != _FORMAT:
+    version = index.get("version") if isinstance(index, dict) else None
+    if isinstance(version, int) and version != _FORMAT:
         raise ValueError(
-            f"{path} has format version {index.get('version')}, this release reads {_FORMAT}. Write the cache again in "
-            "another directory, or install the release that wrote it."
+            f"{path} has format version {version}, this release reads {_FORMAT}. Write the cache again in another "
+            "directory, or install the release that wrote it."
+        )
+    shards = index.get("shards") if version is not None else None
+    if not isinstance(shards, list) or not _INDEX_FIELDS <= index.keys() or not all(map(_is_shard, shards)):
+        raise ValueError(
+            f"{path} is no index of a feature cache: expected a JSON object with {', '.join(sorted(_INDEX_FIELDS))}. "
+            "Choose another directory, or delete this one and write the cache again."
         )
     return index
 
 
-def _check_target(directory: Path, index: dict[str, Any], given: dict[str, str]) -> None:
+def _is_shard(entry: Any) -> bool:
+    return isinstance(entry, dict) and {"name", "rows", "tokens", "bytes", "sha256"} <= entry.keys()
+
+
+def _check_target(directory: Path, index: dict[str, Any], given: dict[str, Any]) -> None:
     written = index["target"]
-    differing = [part for part in ("head", "body") if given[part] and given[part] != written[part]]
+    differing = [
+        f"{part} weights: {written[part][:12]} there, {given[part][:12]} here"
+        for part in ("head", "body")
+        if given[part] and given[part] != written[part]
+    ]
+    differing += [
+        f"config.{name}: {reprlib.repr(written['config'].get(name))} there, "
+        f"{reprlib.repr(given['config'].get(name))} here"
+        for name in sorted(written["config"].keys() | given["config"].keys())
+        if written["config"].get(name) != given["config"].get(name)
+    ]
     if differing:
-        prints = ", ".join(f"{part}: {written[part][:12]} there, {given[part][:12]} here" for part in differing)
         raise ValueError(
             f"The feature cache in {directory} was written from another target: {written['name']!r}, and this one is "
-            f"{given['name']!r} (fingerprints differ, {prints}). Load the target that wrote it, or write a cache of this "
-            "one in another directory."
+            f"{given['name']!r} ({'; '.join(differing)}). Load the target that wrote it, or write a cache of this one in "
+            "another directory."
         )
 
 

@@ -13,9 +13,10 @@ from typing import Any, cast
 import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .configuration_hyperdflash import HyperDFlashConfig
+from .loading import check_draft_ids, check_finite, check_names, check_source, weight_files
 from .modeling_hyperdflash import HyperDFlashDrafter
 
 FORMATS = ("z-lab", "speculators")
@@ -24,6 +25,7 @@ _SHAPE = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size", "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias",
 )  # fmt: skip
+_NEEDED = _SHAPE[:7]  # without which other programs do not agree on a default
 
 
 def load_dflash(
@@ -47,50 +49,58 @@ def load_dflash(
 
     Raises:
         ValueError: If it is neither layout, or has parts that cannot be reproduced here, naming them.
+        OSError: If it cannot be found, or is not in safetensors.
     """
-    folder = Path(path_or_id)
+    check_source(path_or_id)
+    folder, name = Path(path_or_id), str(path_or_id)
     if not folder.is_dir():
-        folder = Path(snapshot_download(str(path_or_id), allow_patterns=["*.json", "*.safetensors"], **hub_kwargs))
-    fields = json.loads((folder / "config.json").read_text())
-    tensors: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(path)
-    name = str(path_or_id)
+        folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], **hub_kwargs))
+    fields, _ = PreTrainedConfig.get_config_dict(folder)
     config = _from_speculators(fields, name) if "speculators_model_type" in fields else _from_zlab(fields, name)
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in weight_files(folder):
+        tensors |= load_file(folder / shard)
+    if not tensors:
+        raise OSError(f"{name} has no model.safetensors: drafters are read from safetensors only, not from pickles.")
+    check_finite(tensors, name)
+    if config.draft_vocab_size:
+        tensors["draft_ids"] = _draft_ids(tensors, config, name)
     if target is not None:
         _check_copies(tensors, target, name)
-    kept = tensors.pop("t2d", None)
-    offsets = tensors.pop("d2t", None)
-    if config.draft_vocab_size:
-        if offsets is None:
-            raise ValueError(
-                f"{name} drafts {config.draft_vocab_size} of {config.vocab_size} tokens but has no `d2t`."
-            )
-        tensors["draft_ids"] = offsets.long() + torch.arange(len(offsets))
-        if kept is not None and not torch.equal(kept.nonzero().flatten(), tensors["draft_ids"]):
-            raise ValueError(f"`t2d` and `d2t` of {name} name different tokens: the checkpoint is damaged.")
-    else:
-        tensors.pop("lm_head.weight", None)
-    tensors.pop("embed_tokens.weight", None)
+    for copied in ("embed_tokens.weight", "t2d", "d2t", *(() if config.draft_vocab_size else ("lm_head.weight",))):
+        tensors.pop(copied, None)
     drafter = HyperDFlashDrafter(config)
     wanted = drafter.state_dict()
-    if set(wanted) != set(tensors):
-        raise ValueError(
-            f"The tensors of {name} are not those of a plain DFlash drafter: missing {sorted(set(wanted) - set(tensors))}, "
-            f"unknown {sorted(set(tensors) - set(wanted))}."
-        )
+    check_names(
+        name,
+        missing=wanted.keys() - tensors.keys(),
+        unexpected=tensors.keys() - wanted.keys(),
+        of_another_shape=[key for key in wanted.keys() & tensors.keys() if wanted[key].shape != tensors[key].shape],
+    )
     drafter.load_state_dict(tensors)
     drafter.config._name_or_path = name
     return cast(HyperDFlashDrafter, cast(Any, drafter).to(dtype or tensors["norm.weight"].dtype).eval())
 
 
+def _draft_ids(tensors: dict[str, torch.Tensor], config: HyperDFlashConfig, name: str) -> torch.Tensor:
+    """The tokens of the target's vocabulary that a truncated one has, from `d2t`, what to add to each of its ids."""
+    count, offsets, kept = config.draft_vocab_size, tensors.get("d2t"), tensors.get("t2d")
+    if offsets is None:
+        raise ValueError(f"{name} drafts {count} of {config.vocab_size} tokens but has no `d2t`.")
+    check_draft_ids(offsets + torch.arange(len(offsets)).to(offsets.dtype), count, config.vocab_size, name)
+    ids = offsets.long() + torch.arange(count)
+    if kept is not None and (kept.shape != (config.vocab_size,) or not torch.equal(kept.nonzero().flatten(), ids)):
+        raise ValueError(f"`t2d` and `d2t` of {name} name different tokens: the checkpoint is damaged.")
+    return ids
+
+
 def _check_copies(tensors: dict[str, torch.Tensor], target: PreTrainedModel, name: str) -> None:
     embedding = cast(torch.Tensor, target.get_input_embeddings().weight)
     head = cast(torch.Tensor, target.get_output_embeddings().weight)
-    if "t2d" in tensors:
-        head = head[tensors["t2d"].to(head.device)]
+    if "draft_ids" in tensors:
+        head = head[tensors["draft_ids"].to(head.device)]
     for key, own in (("embed_tokens.weight", embedding), ("lm_head.weight", head)):
-        if key in tensors and not torch.equal(tensors[key].to(own), own):
+        if key in tensors and not own.is_meta and not torch.equal(tensors[key].to(own), own):
             raise ValueError(
                 f"`{key}` of {name} is not a copy of the target's: the drafter was made for another target, or has one of its "
                 "own, which is not supported."
@@ -99,7 +109,7 @@ def _check_copies(tensors: dict[str, torch.Tensor], target: PreTrainedModel, nam
 
 def _from_zlab(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
     inner = fields.get("dflash_config")
-    if inner is None:
+    if not isinstance(inner, dict):
         raise ValueError(
             f"{name} is no DFlash drafter: expected a `dflash_config` (z-lab) or a `speculators_config` in its config.json, "
             f"which is of a {fields.get('model_type')!r} model."
@@ -125,7 +135,7 @@ def _from_zlab(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
 def _from_speculators(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
     if fields["speculators_model_type"] != "dflash":
         raise ValueError(f"{name} is a {fields['speculators_model_type']!r} speculator, expected 'dflash'.")
-    layer = fields["transformer_layer_config"]
+    layer, method = (_section(fields, key, name) for key in ("transformer_layer_config", "speculators_config"))
     kinds = set(layer.get("layer_types") or ())
     window = layer.get("sliding_window") if kinds == {"sliding_attention"} else None
     if "sliding_attention" in kinds and not (window and fields.get("sliding_window_non_causal")):
@@ -133,16 +143,22 @@ def _from_speculators(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
             f"{name} has sliding attention layers that are causal within the block or mixed with full ones: expected one kind, "
             "and `sliding_window_non_causal`."
         )
-    ids = [layer_id - 1 for layer_id in fields["aux_hidden_state_layer_ids"]]
-    verifier = fields["speculators_config"].get("verifier", {})
-    size = fields.get("draft_vocab_size") or layer["vocab_size"]
+    ids = [i - 1 if isinstance(i, int) else i for i in fields.get("aux_hidden_state_layer_ids") or ()]
+    verifier = method.get("verifier") or {}
+    size = fields.get("draft_vocab_size") or layer.get("vocab_size")
     return _config(
-        layer, ids, fields["block_size"], fields["mask_token_id"], None, name,
+        layer, ids, fields.get("block_size"), fields.get("mask_token_id"), None, name,
         sliding_window=window,
         sample_from_anchor=bool(fields.get("sample_from_anchor", False)),
         target_name_or_path=verifier.get("name_or_path") or "",
-        draft_vocab_size=0 if size == layer["vocab_size"] else size,
+        draft_vocab_size=0 if size == layer.get("vocab_size") else size,
     )  # fmt: skip
+
+
+def _section(fields: dict[str, Any], key: str, name: str) -> dict[str, Any]:
+    if not isinstance(fields.get(key), dict):
+        raise ValueError(f"`{key}` in the config.json of {name} is {fields.get(key)!r}, expected a dictionary.")
+    return cast("dict[str, Any]", fields[key])
 
 
 def _config(
@@ -158,6 +174,11 @@ def _config(
         raise ValueError(
             f"config.json of {name} lacks `target_layer_ids` ({ids}), `block_size` ({block}) or `mask_token_id` ({mask})."
         )
+    missing = [field for field in _NEEDED if shape.get(field) is None]
+    if missing:
+        raise ValueError(f"config.json of {name} lacks {', '.join(missing)}.")
+    if not all(type(i) is int for i in ids):
+        raise ValueError(f"{name} reads layers {ids}, expected integers.")
     if min(ids) < 0 or (layers and max(ids) >= layers - 1):
         raise ValueError(
             f"{name} reads layers {ids} of its target's {layers or '?'}: the embeddings and the last layer's output, which is "
@@ -165,20 +186,26 @@ def _config(
         )
     if ids != sorted(set(ids)):
         raise ValueError(f"{name} reads layers {ids}, expected ascending ones, each once.")
+    scaling = shape.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise ValueError(f"`rope_scaling` in the config.json of {name} is {scaling!r}, expected a dictionary.")
     rope = shape.get("rope_parameters") or {
-        "rope_type": "default", **(shape.get("rope_scaling") or {}), "rope_theta": shape.get("rope_theta", 10000.0),
+        "rope_type": "default", **scaling, "rope_theta": shape.get("rope_theta", 10000.0),
     }  # fmt: skip
-    return HyperDFlashConfig(
-        **{field: shape[field] for field in _SHAPE if shape.get(field) is not None},
-        rope_parameters=rope,
-        reducer="fc",
-        target_hc_mult=1,
-        target_layer_ids=ids,
-        block_size=block,
-        mask_token_id=mask,
-        target_model_type=shape.get("model_type") or "",
-        **more,
-    )
+    try:
+        return HyperDFlashConfig(
+            **{field: shape[field] for field in _SHAPE if shape.get(field) is not None},
+            rope_parameters=rope,
+            reducer="fc",
+            target_hc_mult=1,
+            target_layer_ids=ids,
+            block_size=block,
+            mask_token_id=mask,
+            target_model_type=shape.get("model_type") or "",
+            **more,
+        )
+    except ValueError as error:
+        raise ValueError(f"config.json of {name}: {error}") from error
 
 
 def export_dflash(drafter: HyperDFlashDrafter, folder: str | Path, format: str = "z-lab") -> str:
@@ -229,7 +256,8 @@ def _check_expressible(config: HyperDFlashConfig, format: str) -> None:
         "its width differs from the target's": config.hidden_size != config.target_hidden_size,
         "z-lab's layout has no truncated vocabulary": format == "z-lab" and bool(config.draft_vocab_size),
         "in z-lab's layout every slot drafts but the anchor's": format == "z-lab" and config.sample_from_anchor,
-        "a window that all slots share (`sliding_window`) cannot be said in z-lab's layout; set it to None": format
+        "a window that all slots share (`sliding_window`) cannot be said in z-lab's layout: load it with "
+        "`from_pretrained(..., sliding_window=None)`, whose drafts are the same up to that many tokens": format
         == "z-lab"
         and config.sliding_window is not None,
     }

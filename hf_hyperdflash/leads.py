@@ -10,18 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .intervals import Interval, draw, interval
 from .summary import Pair, Results, complete, paired
-
-DRAWS = 2000
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A difference and the limits between which 95 % of its redrawn values lie."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -44,9 +34,8 @@ class Lead:
 def leads(results: Results) -> list[Lead]:
     """The lead over every other method, per mode and temperature, over the suites that all methods have.
 
-    Prompts of each suite are drawn again with replacement, both turns of one together, the same for all methods: one
-    fewer than there are, which makes the variance of a mean over few strata's prompts right (Rao and Wu, 1988). The
-    seed of a training and the machine are not drawn again, so what they change is not in the intervals.
+    Prompts of each suite are drawn again (see [`~intervals.draw`]), both turns of one together, the same for all methods.
+    The seed of a training and the machine are not drawn again, so what they change is not in the intervals.
 
     Returns:
         None of a mode and temperature where a suite has a single prompt.
@@ -67,7 +56,7 @@ def _leads(mode: str, heat: float, suites: list[dict[str, list[Pair]]]) -> list[
         prompts = len(next(iter(sums.values())))
         if prompts < 2:
             return []
-        drawn = _draw(prompts, rng)  # the same for all methods
+        drawn = draw(prompts, rng)  # the same for all methods
         for method, of in sums.items():
             tokens, seconds, plain_tokens, plain_seconds, emitted, rounds = (drawn @ of).T
             with np.errstate(invalid="ignore"):  # no round, no tau
@@ -77,7 +66,7 @@ def _leads(mode: str, heat: float, suites: list[dict[str, list[Pair]]]) -> list[
     tau = {method: np.mean(of, axis=0) for method, of in taus.items()}
     fastest = max(speedup, key=lambda method: speedup[method][0])
     return [
-        Lead(mode, heat, fastest, method, _interval(speedup[fastest] - of), _tau(tau[fastest] - tau[method]))
+        Lead(mode, heat, fastest, method, interval(speedup[fastest] - of), _tau(tau[fastest] - tau[method]))
         for method, of in speedup.items()
         if method != fastest
     ]
@@ -93,16 +82,5 @@ def _sums(pairs: list[Pair]) -> np.ndarray:
     return np.stack(list(sums.values()))
 
 
-def _draw(prompts: int, rng: np.random.Generator) -> np.ndarray:
-    """`[1 + DRAWS, prompts]`: how often each prompt counts; the first row is every prompt once."""
-    drawn = rng.multinomial(prompts - 1, np.full(prompts, 1 / prompts), size=DRAWS)
-    return np.vstack([np.ones((1, prompts)), drawn])
-
-
-def _interval(values: np.ndarray) -> Interval:
-    low, high = np.nanpercentile(values[1:], [2.5, 97.5]).tolist()  # a draw of prompts without any round has no tau
-    return Interval(values[0].item(), low, high)
-
-
 def _tau(values: np.ndarray) -> Interval | None:
-    return None if np.isnan(values[0]) or np.isnan(values[1:]).all() else _interval(values)
+    return None if np.isnan(values[0]) or np.isnan(values[1:]).all() else interval(values)

@@ -158,8 +158,8 @@ class CallRecorder:
 def _entering(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
     # torch marks a hook as one with keyword arguments after it is there: a thread between the two passes none.
     for value in (*args, *(kwargs or {}).values()):
-        cached = value.layers[index] if isinstance(value, Cache) else None
-        if isinstance(cached, RewindableLinearLayer):
+        cached: Any = value.layers[index] if isinstance(value, Cache) else None
+        if hasattr(cached, "entering"):  # of this class, or of the copy of it that a drafter brought along
             cached.entering(module, args, kwargs or {})
 
 

@@ -16,8 +16,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import safe_open
 
 from .configuration_hyperdflash import HyperDFlashConfig
+from .loading import weight_files
 
-TRAINING_RECORD = "training.json"
+TRAINING_RECORD, PICTURE = "training.json", "acceptance.png"
 # Only in the package: drafters that are pushed on by code from the Hub get no new card.
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
 _REDUCERS = {
@@ -157,8 +158,8 @@ def _layers(config: HyperDFlashConfig) -> str:
 
 def _parameters(folder: Path) -> str | None:
     count = 0
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
+    for shard in weight_files(folder):
+        with safe_open(folder / shard, "pt") as file:
             for name in file.keys():
                 size = 1
                 for width in file.get_slice(name).get_shape():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -12,20 +13,22 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from huggingface_hub import CommitInfo, HfApi
-from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
 from .blocks import block_inputs
 from .configuration_hyperdflash import HyperDFlashConfig
 from .generation import Choice, SpeculationStats
-from .model_card import TEMPLATE, TRAINING_RECORD, drafter_card
+from .hub import PAPERS, RECIPE_FILE, code_files, drafter_files, reaching_hub
+from .loading import load_complete
+from .mask_token import find_mask_token
+from .model_card import TEMPLATE, drafter_card
 from .recipe import RECIPE
-from .target import bind, check_fit, check_pair, default_mask_token, describe, embed, logits_of, path_gates, unbind
+from .target import bind, check_fit, check_pair, describe, embed, logits_of, path_gates, unbind
+from .version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -280,6 +283,7 @@ class HyperDFlashDrafter(PreTrainedModel):
         *,
         reducer: str | None = None,
         mask_token_id: int | None = None,
+        tokenizer: Any = None,
         num_draft_tokens: int = 6,
         dtype: torch.dtype | None = None,
         **config_fields: Any,
@@ -287,18 +291,23 @@ class HyperDFlashDrafter(PreTrainedModel):
         """Build an untrained drafter fitted to a target, its gate inherited from the target's `hc_head`.
 
         Args:
-            target: The model to draft for. It is read, not changed.
+            target: The model to draft for. It is read, not changed. Of one on the meta device the drafter is there too:
+                sizes and counts without weights.
             reducer: One of [`HyperDFlashConfig`]'s, or `None` for the gate where the paper's conditions hold (a gated
                 collapse in the target, equal widths) and the `fc` fallback, with a logged reason, where not.
-            mask_token_id: The tokenizer's mask token. DeepSeek-V4's vocabulary has a default.
+            mask_token_id: A token that no text has; found by [`~mask_token.find_mask_token`] if left out.
+            tokenizer: The target's, for that; the one beside its weights if left out.
             num_draft_tokens: Drafted tokens per round, the block size less the anchor.
             dtype: Of the drafter's weights (the gate stays float32); the target's residual stream's by default.
             **config_fields: Any field of [`HyperDFlashConfig`], overriding what the target suggests.
 
         Raises:
-            ValueError: If it is no target, no mask token is known, or the gate is asked for where
+            ValueError: If it is no target, no mask token is found, there is no such field, or the gate is asked for where
                 it cannot be inherited.
         """
+        if type(num_draft_tokens) is not int or num_draft_tokens < 1:
+            raise ValueError(f"`num_draft_tokens` is {num_draft_tokens!r}, expected an integer of at least 1.")
+        HyperDFlashConfig.check_fields(config_fields)
         facts = describe(target)
         width = config_fields.get("hidden_size", facts.hidden_size)
         obstacle = facts.gate_obstacle(width)
@@ -320,9 +329,10 @@ class HyperDFlashDrafter(PreTrainedModel):
             "rms_norm_eps": facts.rms_norm_eps,
             "rope_parameters": {"rope_type": "default", "rope_theta": facts.rope_theta},
             "max_position_embeddings": facts.max_position_embeddings,
-            "sliding_window": min(2048, facts.max_position_embeddings),
+            # Engines' layouts, which are for targets with one stream, have no words for a window that all slots share.
+            "sliding_window": None if facts.hc_mult == 1 else min(2048, facts.max_position_embeddings),
             "block_size": num_draft_tokens + 1,
-            "mask_token_id": default_mask_token(target) if mask_token_id is None else mask_token_id,
+            "mask_token_id": find_mask_token(target, tokenizer) if mask_token_id is None else mask_token_id,
             "hc_eps": facts.hc_eps,
             "target_hidden_size": facts.hidden_size,
             "target_hc_mult": facts.hc_mult,
@@ -332,49 +342,43 @@ class HyperDFlashDrafter(PreTrainedModel):
         }
         config = HyperDFlashConfig(reducer=reducer, **{**fields, **config_fields})
         check_pair(config, target)
-        drafter = cls(config)
+        head = target.get_output_embeddings()
+        is_offloaded = hasattr(head, "_hf_hook")
+        device = head.weight.device if not (head.weight.is_meta and is_offloaded) else torch.device("cpu")
+        with torch.device("meta") if device.type == "meta" else nullcontext():
+            drafter = cls(config)
         if config.has_gate:
             drafter.hc_gate.inherit(facts.gate)
-        head = target.get_output_embeddings().weight
         for name, part in drafter.named_children():
-            part.to(
-                device=head.device if head.device.type != "meta" else "cpu",
-                # Not all at once: the gate would be rounded on its way.
-                dtype=torch.float32 if name == "hc_gate" else dtype or facts.dtype,
-            )
+            # Not all at once: the gate would be rounded on its way.
+            part.to(device=device, dtype=torch.float32 if name == "hc_gate" else dtype or facts.dtype)
         return drafter
 
     # The Hub
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As of any model.
+        """As of any model, but only a whole one in safetensors ([`~loading.load_complete`]).
 
         Raises:
-            ValueError: If it is no HyperDFlash drafter.
+            ValueError: If it is no HyperDFlash drafter, or its tensors are not those of its configuration.
             OSError: If it cannot be found or its weights are damaged.
         """
-        try:
-            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        except SafetensorError as error:
-            raise OSError(
-                f"The weights of {pretrained_model_name_or_path} are damaged ({error}). Load them again with "
-                "`force_download=True`; if that does not help, the upload was cut off: push the drafter again."
-            ) from error
+        return load_complete(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
 
     def save_pretrained(  # type: ignore[override]
         self, save_directory: str | os.PathLike, is_main_process: bool = True, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
         """As of any model. The folder also gets the code with which plain transformers drafts without this package."""
         of_push = {name: kwargs.pop(name) for name in _PUSHING if name in kwargs}
-        self.config.auto_map = dict(_AUTO_MAP)
+        self.config.auto_map, self.config.hyperdflash_version = dict(_AUTO_MAP), __version__
         super().save_pretrained(save_directory, is_main_process=is_main_process, token=of_push.get("token"), **kwargs)
         if not is_main_process:
             return
         # Not transformers' own way, which goes by the class: FSDP2 makes the drafter's a subclass of its own.
-        for path in {__file__, *get_relative_import_files(__file__)}:
-            shutil.copyfile(path, Path(save_directory) / Path(path).name)
-        recipe = Path(save_directory) / "custom_generate" / "generate.py"
+        for path in code_files():
+            shutil.copyfile(path, Path(save_directory) / path.name)
+        recipe = Path(save_directory) / RECIPE_FILE
         recipe.parent.mkdir(exist_ok=True)
         shutil.copyfile(RECIPE, recipe)
         if push_to_hub:
@@ -409,11 +413,11 @@ class HyperDFlashDrafter(PreTrainedModel):
         The card is the `README.md` of the folder that the drafter was loaded from; else the one that the repository has
         already; else a new one from what is known (`hf-hyperdflash card` makes one with a benchmark's figures).
         """
-        api = HfApi(token=token)
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if revision is not None and not revision.startswith("refs/"):
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        with TemporaryDirectory() as folder:
+        with TemporaryDirectory() as folder, reaching_hub(repo_id):
+            api = HfApi(token=token)
+            repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+            if revision is not None and not revision.startswith("refs/"):
+                api.create_branch(repo_id, branch=revision, exist_ok=True)
             self.save_pretrained(folder, max_shard_size=max_shard_size)
             self._add_papers(Path(folder))
             is_new = not api.file_exists(repo_id, "README.md", revision=revision)
@@ -422,6 +426,7 @@ class HyperDFlashDrafter(PreTrainedModel):
             return api.upload_folder(
                 repo_id=repo_id,
                 folder_path=folder,
+                allow_patterns=drafter_files(folder),
                 commit_message=commit_message or "Upload HyperDFlash drafter",
                 commit_description=commit_description,
                 revision=revision,
@@ -429,12 +434,11 @@ class HyperDFlashDrafter(PreTrainedModel):
             )
 
     def _add_papers(self, folder: Path) -> None:
-        """Card, pictures and training record from the local folder that the drafter was loaded from."""
+        """Card, picture and training record from the local folder that the drafter was loaded from."""
         source = Path(self.name_or_path or "")
         if self.name_or_path and source.is_dir():
-            for path in (source / "README.md", source / TRAINING_RECORD, *source.glob("*.png")):
-                if path.is_file():
-                    shutil.copyfile(path, folder / path.name)
+            for name in set(PAPERS) & set(drafter_files(source)):
+                shutil.copyfile(source / name, folder / name)
 
     # Drafting
 
@@ -561,13 +565,16 @@ class HyperDFlashDrafter(PreTrainedModel):
         config = self.config
         block, positions = block_inputs(ids[:, -1:], position_ids[:, -1:], config.block_size, config.mask_token_id)
         hidden = self(embed(target, block).to(self.device), positions.to(self.device), context.layers)
-        drafts = hidden[:, config.first_slot : config.first_slot + count]
-        if config.draft_vocab_size:
-            own = self.lm_head(drafts)
-            logits = own.new_full((*own.shape[:2], config.vocab_size), -torch.inf)
-            choose(logits.index_copy_(2, cast(torch.Tensor, self.draft_ids), own))
-        else:
-            choose(logits_of(target, drafts))
+        choose(self.logits(target, hidden[:, config.first_slot : config.first_slot + count]))
+
+    def logits(self, target: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+        """`[batch, queries, config.vocab_size]` from what [`forward`] returned: the target's LM head, or an own one over
+        fewer tokens."""
+        if not self.config.draft_vocab_size:
+            return logits_of(target, hidden)
+        own = self.lm_head(hidden)
+        logits = own.new_full((*own.shape[:2], self.config.vocab_size), -torch.inf)
+        return logits.index_copy_(2, cast(torch.Tensor, self.draft_ids), own)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -594,24 +601,24 @@ class HyperDFlashDrafter(PreTrainedModel):
 
     # Use with a target
 
-    def bind(self, target: PreTrainedModel) -> PreTrainedModel:
+    def bind(self, target: PreTrainedModel) -> None:
         """Check that the drafter fits `target` and prepare that one instance for assisted generation.
 
         Afterwards `target.generate(**inputs, assistant_model=drafter)` drafts with this drafter. Only the instance's
         class changes, to a subclass; [`unbind`] restores it.
 
-        Returns:
-            `target`.
-
         Raises:
             ValueError: If drafter and target do not fit, naming both values.
         """
         check_fit(target, self)
-        return bind(target)
+        bind(target)
+        own = target.config.get_text_config(decoder=True)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # transformers' pipelines compare them
+            setattr(self.config, name, getattr(own, name, None))
 
-    def unbind(self, target: PreTrainedModel) -> PreTrainedModel:
+    def unbind(self, target: PreTrainedModel) -> None:
         """Give `target` its own class back."""
-        return unbind(target)
+        unbind(target)
 
     def generate(self, *args: Any, **kwargs: Any) -> None:
         """A drafter does not generate: it assists its target.

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4DecoderLayer,
@@ -20,8 +20,9 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 )
 
 from .generation import SpeculationStats
+from .loading import check_finite, check_source, load_complete
 from .mtp_checkpoint import PREFIX, MTPCheckpoint
-from .target import bind, check_fit, describe, embed, logits_of, unbind
+from .target import bind, check_fit, check_is_target, describe, embed, logits_of, unbind
 
 # Our names and DeepSeek's, by prefix, the first that matches; experts, one tensor each there, are handled apart.
 _DEEPSEEK_NAMES = [
@@ -147,6 +148,7 @@ class DeepseekV4MTPDrafter(DeepseekV4PreTrainedModel):
             device = device or (None if head.is_meta else head.device)
         else:
             name = str(target)
+            check_is_target(name)
             config = AutoConfig.from_pretrained(name, **hub_kwargs)
             dtype = dtype or config.dtype or torch.bfloat16
         _check_model_type(config, name)
@@ -154,6 +156,25 @@ class DeepseekV4MTPDrafter(DeepseekV4PreTrainedModel):
         drafter._load(MTPCheckpoint(name, config, hub_kwargs))
         drafter.num_draft_tokens = num_draft_tokens
         return drafter.eval()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a drafter that `save_pretrained` wrote, whole and in safetensors ([`~loading.load_complete`]).
+
+        Raises:
+            ValueError: If it is a target or another model, or its tensors are not the block's.
+            OSError: If it cannot be found or its weights are damaged.
+        """
+        check_source(pretrained_model_name_or_path)
+        if pretrained_model_name_or_path is not None:
+            fields, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **kwargs)
+            made = fields.get("architectures") or ["model of unknown architecture"]
+            if cls.__name__ not in made:
+                raise ValueError(
+                    f"{pretrained_model_name_or_path} is no drafter but a target, a {made[0]}. Its own MTP block is loaded by "
+                    "`DeepseekV4MTPDrafter.from_target(...)`, or by `--mtp` of `hf-hyperdflash benchmark`."
+                )
+        return load_complete(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -181,6 +202,7 @@ class DeepseekV4MTPDrafter(DeepseekV4PreTrainedModel):
                     f"`{name}` in {checkpoint.name} has shape {list(tensor.shape)}, expected {list(own[name].shape)} by "
                     "the checkpoint's own config. Use the config that belongs to the checkpoint."
                 )
+            check_finite({name: tensor}, checkpoint.name)
             own[name].copy_(tensor)
 
     def deepseek_state_dict(self) -> dict[str, torch.Tensor]:
@@ -365,24 +387,21 @@ class DeepseekV4MTPDrafter(DeepseekV4PreTrainedModel):
                     "target's own with `DeepseekV4MTPDrafter.from_target(target)`."
                 )
 
-    def bind(self, target: PreTrainedModel) -> PreTrainedModel:
+    def bind(self, target: PreTrainedModel) -> None:
         """Check that the drafter fits `target` and prepare that one instance for assisted generation.
 
         Afterwards `target.generate(**inputs, assistant_model=drafter)` drafts with this drafter. Only the instance's
         class changes, to a subclass; [`unbind`] restores it.
 
-        Returns:
-            `target`.
-
         Raises:
             ValueError: If drafter and target do not fit, naming both values.
         """
         check_fit(target, self)
-        return bind(target)
+        bind(target)
 
-    def unbind(self, target: PreTrainedModel) -> PreTrainedModel:
+    def unbind(self, target: PreTrainedModel) -> None:
         """Give `target` its own class back."""
-        return unbind(target)
+        unbind(target)
 
 
 def sliding_mask(queries: int, past: int, window: int, like: torch.Tensor) -> torch.Tensor | None:

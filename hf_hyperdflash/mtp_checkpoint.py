@@ -11,6 +11,8 @@ import torch
 from safetensors import safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
+from .loading import listed
+
 PREFIX = "mtp.0."
 # V4-Flash-Base repeats the target's embedding and LM head here.
 _SHARED_COPIES = (f"{PREFIX}emb.", f"{PREFIX}head.")
@@ -82,11 +84,9 @@ class MTPCheckpoint:
         missing = [name for name in expected if name not in self.weights]
         unexpected = [name for name in [*self.weights, *stray] if name not in expected]
         if missing or unexpected:
-            found = [f"{len(names)} {what} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})"
-                     for what, names in (("missing", missing), ("unexpected", unexpected)) if names]  # fmt: skip
             raise ValueError(
                 f"The `{PREFIX}*` tensors of {self.name} are not those of DeepSeek-V4's MTP block as its config has it: "
-                f"{' and '.join(found)}. Use a complete checkpoint with its own config; one with DSpark's tensors "
+                f"{listed(missing=missing, unexpected=unexpected)}. Use a complete checkpoint with its own config; one with DSpark's tensors "
                 "(`main_proj`, `markov_head`) holds another drafter."
             )
 

@@ -11,10 +11,11 @@ from typing import Any
 from huggingface_hub import EvalResult
 
 from .figures import acceptance_figure, speedup_figure
-from .leads import Interval, Lead, leads
+from .intervals import Interval
+from .leads import Lead, leads
 from .model_card import Measured
-from .suites import SUITES
-from .summary import MODES, Results, Row, averages, load, pool, summarize, temperatures
+from .suites import SUITES, title_of
+from .summary import MODES, Results, Row, averages, load, pool, suites_of, summarize, temperatures
 
 _DETAILS = """\
 All suites together, {count} generations; target-only: {rate:.1f} tokens/s, {step} ms a step{memory}.
@@ -99,15 +100,21 @@ def _plain(value: Any) -> str:
 def _left_out(results: Results, rows: Sequence[Row]) -> str:
     target_only = {(row.mode, row.temperature, row.suite): row.generations for row in rows}
     count = len(results.generations) - sum(row.generations for row in rows) - sum(target_only.values())
-    return f"Left out, because not every method got to their prompts: {count} generations." if count else ""
+    said = [f"Left out, because not every method got to their prompts: {count} generations."] if count else []
+    if results.replaced:
+        said.append(
+            f"Lines that a later one of the same prompt and method takes the place of: {results.replaced}. Were two runs "
+            "writing at once?"
+        )
+    return " ".join(said)
 
 
 def _legend(rows: list[Row]) -> str:
     groups: dict[str, list[str]] = {}
-    for suite in _suites(rows):
+    for suite in suites_of(rows):
         counts = dict.fromkeys(str(row.generations) for row in rows if row.suite == suite)
         groups.setdefault(SUITES[suite].group if suite in SUITES else "Other", []).append(
-            f"{_name(suite)} ({' and '.join(counts)})"
+            f"{title_of(suite)} ({' and '.join(counts)})"
         )
     listed = "; ".join(f"{group}: {', '.join(names)}" for group, names in groups.items())
     return (
@@ -117,7 +124,7 @@ def _legend(rows: list[Row]) -> str:
 
 
 def _main_table(rows: list[Row]) -> str:
-    suites, body, means = _suites(rows), [], averages(rows)
+    suites, body, means = suites_of(rows), [], averages(rows)
     for heat in temperatures(rows):
         cells = {(row.method, row.suite): (row.speedup, row.tau) for row in rows if row.temperature == heat}
         methods = list(dict.fromkeys(method for method, _ in cells))
@@ -127,7 +134,7 @@ def _main_table(rows: list[Row]) -> str:
         texts = [zip(_bold([s for s, _ in column], "×"), _bold([tau for _, tau in column])) for column in columns]
         body.append([f"*Temperature = {heat:g}*", *[""] * len(columns)])
         body += [[method, *map(" / ".join, line)] for method, line in zip(methods, zip(*texts))]
-    return _table(["Method", *map(_name, suites), "Average"], body)
+    return _table(["Method", *map(title_of, suites), "Average"], body)
 
 
 def _bold(values: Sequence[float | None], unit: str = "") -> list[str]:
@@ -191,34 +198,6 @@ def _table(header: list[str], body: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _suites(rows: Sequence[Row]) -> list[str]:
-    suites = list(dict.fromkeys(row.suite for row in rows))
-    known = list(SUITES)  # one temperature may lack a suite that another has, so the rows' order is not enough
-    return sorted(suites, key=lambda suite: known.index(suite) if suite in known else len(known))
-
-
-def _name(suite: str) -> str:
-    return SUITES[suite].title if suite in SUITES else suite
-
-
-def recommendation(results: Path) -> str:
-    """Per temperature and suite, the method that was fastest: what a sweep over the number of drafted tokens is for.
-
-    Returns:
-        A Markdown table of speedups, the fastest of each suite in bold and named in the last column.
-    """
-    rows = summarize(load(results))
-    methods = list(dict.fromkeys(row.method for row in rows))
-    body = []
-    for heat in temperatures(rows):
-        for suite in _suites(rows):
-            speedups = {row.method: row.speedup for row in rows if (row.temperature, row.suite) == (heat, suite)}
-            if speedups:
-                shown = _bold([speedups.get(method) for method in methods], "×")
-                body.append([_name(suite), f"{heat:g}", *shown, max(speedups, key=speedups.__getitem__)])
-    return _table(["Suite", "Temperature", *methods, "Fastest"], body)
-
-
 def measured(results: Path, method: str | None = None) -> Measured:
     """What a model card shows of one method of a benchmark.
 
@@ -255,13 +234,13 @@ def measured(results: Path, method: str | None = None) -> Measured:
 
 
 def _card_table(rows: list[Row]) -> str:
-    suites, means, body = _suites(rows), averages(rows), []
+    suites, means, body = suites_of(rows), averages(rows), []
     for heat in temperatures(rows):
         cells = {row.suite: (row.speedup, row.tau) for row in rows if row.temperature == heat}
         pairs: list[tuple[float | None, float | None]] = [cells.get(suite, (None, None)) for suite in suites]
         pairs.append(means.get((rows[0].mode, heat, rows[0].method), (None, None)))
         body.append([f"{heat:g}", *(f"{_number(speedup, unit='×')} / {_number(tau)}" for speedup, tau in pairs)])
-    return _table(["Temperature", *map(_name, suites), "Average"], body)
+    return _table(["Temperature", *map(title_of, suites), "Average"], body)
 
 
 def _card_settings(results: Results, rows: list[Row]) -> str:
@@ -288,7 +267,7 @@ def _results(row: Row) -> list[EvalResult]:
             task_type="text-generation",
             task_name="Speculative decoding",
             dataset_type=suite.source.partition(":")[0] if suite and "//" not in suite.source else row.suite,
-            dataset_name=_name(row.suite),
+            dataset_name=title_of(row.suite),
             dataset_split=suite.split if suite else None,
             metric_type=kind,
             metric_name=f"{name}, {where}",

@@ -69,6 +69,11 @@ SUITES = {
 }  # fmt: skip
 
 
+def title_of(name: str) -> str:
+    """As the tables name a suite."""
+    return SUITES[name].title if name in SUITES else name
+
+
 def load_suite(name: str, folder: str | Path | None = None, limit: int | None = None) -> list[list[str]]:
     """The first prompts of a suite, each a list of user turns.
 
@@ -78,7 +83,8 @@ def load_suite(name: str, folder: str | Path | None = None, limit: int | None = 
         limit: How many prompts; `None` for all.
 
     Raises:
-        ValueError: If there is no such suite or file, a line has no turns, or the Hub cannot be reached.
+        ValueError: If there is no such suite or file, a line has no turns (with its number), or the Hub cannot be
+            reached.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"`limit` is {limit}, expected at least 1, or None for all prompts.")
@@ -88,18 +94,48 @@ def load_suite(name: str, folder: str | Path | None = None, limit: int | None = 
     return prompts
 
 
+def suites_in(folder: str | Path) -> list[str]:
+    """Names of the suites in a folder, `<name>.jsonl` each: the paper's in its order, then others.
+
+    Raises:
+        ValueError: If there is no such folder or no suite in it.
+    """
+    there = {path.stem for path in _existing(Path(folder)).glob("*.jsonl")}
+    if not there:
+        raise ValueError(f"No suites in {folder}: expected files <suite>.jsonl, for example gsm8k.jsonl.")
+    return [name for name in SUITES if name in there] + sorted(there - SUITES.keys())
+
+
+def _existing(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise ValueError(f"There is no folder {folder} with suites: expected one with files <suite>.jsonl.")
+    return folder
+
+
 def _from_folder(name: str, folder: Path, limit: int | None) -> list[list[str]]:
-    path = folder / f"{name}.jsonl"
+    path = _existing(folder) / f"{name}.jsonl"
     if not path.is_file():
         there = sorted(file.stem for file in folder.glob("*.jsonl"))
         raise ValueError(f"No suite {name!r} in {folder}: expected the file {path.name}; there are {there}.")
-    prompts = []
-    for number, line in enumerate(path.read_text().splitlines()[:limit], start=1):
-        turns = json.loads(line).get("turns") if line.startswith("{") else None
-        if not turns or not all(isinstance(turn, str) for turn in turns):
-            raise ValueError(f'Line {number} of {path} has no list of `turns`: expected {{"turns": ["..."]}}.')
-        prompts.append(turns)
+    prompts: list[list[str]] = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if line.strip() and (limit is None or len(prompts) < limit):
+            prompts.append(_turns(line, f"{path}, line {number}"))
     return prompts
+
+
+def _turns(line: bytes, where: str) -> list[str]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:  # half a character is one too
+        raise ValueError(
+            f'{where}: not JSON ({error}). Expected {{"turns": ["..."]}}; mend or remove the line.'
+        ) from error
+    turns = row.get("turns") if isinstance(row, dict) else None
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        found = f"`turns` is {turns!r:.60}" if isinstance(row, dict) and "turns" in row else "no `turns`"
+        raise ValueError(f'{where}: {found}, expected a list of the user\'s turns, {{"turns": ["..."]}}.')
+    return turns
 
 
 def _from_hub(name: str, limit: int | None) -> list[list[str]]:

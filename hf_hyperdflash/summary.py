@@ -32,10 +32,12 @@ Key = tuple[str, float, str]  # mode, temperature, suite
 
 @dataclass
 class Results:
-    """What a results file holds: the settings of each start of the run and the generations."""
+    """What a results file holds: the settings of each start of the run, the generations, and lines that a later one of the
+    same prompt by the same method takes the place of."""
 
     runs: list[dict[str, Any]]
     generations: list[Generation]
+    replaced: int = 0
 
     @property
     def methods(self) -> list[str]:
@@ -126,7 +128,9 @@ def load(path: Path) -> Results:
             results.runs.append(line["run"])
         else:
             _check(path, number, line, bool(results.runs))
-            latest[tuple(line[name] for name in _OF_ALL[:6])] = line
+            key = tuple(line[name] for name in _OF_ALL[:6])
+            results.replaced += key in latest
+            latest[key] = line
     if not results.runs:
         raise ValueError(
             f'{path}: no settings, expected {{"run": ...}} in its first line. Pass a benchmark\'s results.'
@@ -292,3 +296,10 @@ def _peak(lines: list[Generation]) -> int | None:
 def temperatures(rows: Sequence[Row]) -> list[float]:
     """The temperatures of rows, ascending."""
     return sorted({row.temperature for row in rows})
+
+
+def suites_of(rows: Sequence[Row]) -> list[str]:
+    """The suites of rows, in the paper's order, others after them in order of appearance."""
+    suites = list(dict.fromkeys(row.suite for row in rows))
+    known = list(SUITES)  # one temperature may lack a suite that another has, so the rows' order is not enough
+    return sorted(suites, key=lambda suite: known.index(suite) if suite in known else len(known))

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -15,7 +16,13 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from accelerate.utils import align_module_device
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACache
@@ -25,7 +32,9 @@ from .configuration_hyperdflash import HyperDFlashConfig
 from .generation import check_cache, speculative_decoding
 from .hooks import TargetHooks
 from .linear_cache import make_linear_rewindable
+from .loading import check_source
 from .residual import ResidualTap
+from .version import __version__, series
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +50,6 @@ _BINDING = threading.Lock()
 _fitting: WeakKeyDictionary[PreTrainedModel, WeakSet[Any]] = WeakKeyDictionary()
 
 _MEDIA = ("pixel_values", "mm_encoder_outputs", "input_features")  # prefixes of `generate`'s arguments
-
-# DeepSeek-V4's vocabulary of 129,280 has no mask token; this id is what DeepSeek's own DSpark drafter masks with.
-_V4_VOCAB_SIZE, _V4_MASK_TOKEN = 129280, 128799
 
 
 if TYPE_CHECKING:
@@ -86,6 +92,8 @@ def collapse_of(target: PreTrainedModel) -> Collapse:
     trunk = _trunk(target)
     found = (family(target, trunk) for family in _FAMILIES) if trunk is not None else ()
     collapse = next((collapse for collapse in found if collapse is not None), None)
+    if is_drafter(target):
+        raise ValueError(f"The target is a {type(target).__name__}, a drafter: pass the model that it drafts for.")
     if collapse is None:
         name = getattr(getattr(target, "config", None), "model_type", type(target).__name__)
         raise ValueError(
@@ -250,12 +258,29 @@ def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) ->
         name: Path or Hub id.
         trust_remote_code: Run the code that the target brings along.
         **kwargs: As of `from_pretrained`.
+
+    Raises:
+        ValueError: If it is a drafter.
+        OSError: If it cannot be found.
     """
+    check_is_target(name)
     config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     kind: Any = AutoModelForCausalLM
     if type(config) in AutoModelForImageTextToText._model_mapping and type(config) not in kind._model_mapping:
         kind = AutoModelForImageTextToText
     return cast(PreTrainedModel, kind.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs).eval())
+
+
+def check_is_target(name: str) -> None:
+    """Raise an `OSError` if there is nothing at this path or Hub id, a `ValueError` if it is a drafter."""
+    check_source(name)
+    fields, _ = PreTrainedConfig.get_config_dict(name)
+    kinds = {str(fields.get("model_type")), *(fields.get("architectures") or ()), *fields}
+    if kinds & {HyperDFlashConfig.model_type, "DeepseekV4MTPDrafter", "dflash_config", "speculators_model_type"}:
+        raise ValueError(
+            f"{name} is a drafter, expected a target: pass {fields.get('target_name_or_path') or 'the model it drafts for'} "
+            "as the target and this as the drafter."
+        )
 
 
 def describe(target: PreTrainedModel) -> TargetFacts:
@@ -285,21 +310,6 @@ def describe(target: PreTrainedModel) -> TargetFacts:
         gate=collapse.gate() if collapse.gate else {},
         why_ungated=collapse.why_ungated,
     )
-
-
-def default_mask_token(target: PreTrainedModel) -> int:
-    """The mask token of DeepSeek-V4's own vocabulary.
-
-    Raises:
-        ValueError: If the target has another vocabulary.
-    """
-    vocab_size = _text_config(target).vocab_size
-    if vocab_size != _V4_VOCAB_SIZE:
-        raise ValueError(
-            f"No mask token is known for a vocabulary of {vocab_size} tokens. Pass "
-            "`mask_token_id=tokenizer.mask_token_id`, or the id of any token that never occurs in text."
-        )
-    return _V4_MASK_TOKEN
 
 
 def teacher_states(target: PreTrainedModel, residual: torch.Tensor, collapse: str = "hc_head") -> torch.Tensor:
@@ -372,8 +382,8 @@ def capture_residual(target: PreTrainedModel, target_layer_ids: Sequence[int] = 
         A list that grows by one tensor per forward, `[batch, seq, paths, config.hidden_size]` with `config.hc_mult`
         paths per layer, in the order of `target_layer_ids`.
     """
-    if isinstance(target, BoundTarget):
-        with target.hyperdflash_hooks.residual.reading(target_layer_ids) as captured:
+    if is_bound(target):
+        with cast(BoundTarget, target).hyperdflash_hooks.residual.reading(target_layer_ids) as captured:
             yield captured
         return
     collapse = collapse_of(target)
@@ -427,10 +437,12 @@ class BoundTarget(_Mixed):
     """Mixed into the class of one target instance by [`bind`]: rewindable caches and HyperDFlash drafting.
 
     Attributes:
+        bound_by: Version of this code; [`is_bound`] looks for it.
         hyperdflash_hooks: On its modules, from [`bind`] to [`unbind`].
     """
 
     _is_stateful = False  # what stock transformers refuses assisted generation for: our caches can rewind
+    bound_by = __version__
     hyperdflash_hooks: TargetHooks
 
     def _prepare_generation_config(
@@ -534,7 +546,8 @@ def bind(target: PreTrainedModel) -> PreTrainedModel:
     bind that one too).
 
     Raises:
-        ValueError: If it is no target (see [`collapse_of`]), or its cache cannot be rewound.
+        ValueError: If it is no target (see [`collapse_of`]), its cache cannot be rewound, or code of another version has
+            bound it.
     """
     collapse, kinds = collapse_of(target), _layer_kinds(target)
     if getattr(target, "_is_stateful", False):
@@ -545,10 +558,16 @@ def bind(target: PreTrainedModel) -> PreTrainedModel:
                 f"whose layers are of these kinds: {', '.join(sorted(_REWINDABLE_KINDS))}."
             )
     with _BINDING:
-        if not isinstance(target, BoundTarget):
+        bound_by = getattr(type(target), "bound_by", None)
+        if bound_by is None:
             hooks = TargetHooks(target, collapse.layers, collapse.paths, "linear_attention" in kinds)
             target.hyperdflash_hooks = cast(Any, hooks)
             target.__class__ = _bound_class(cast(type, type(target)))
+        elif series(bound_by) != series(__version__):
+            raise ValueError(
+                f"The target is bound by hf_hyperdflash {bound_by}, and this is {__version__}, which may not fit. `unbind` "
+                "the target first."
+            )
     return target
 
 
@@ -559,14 +578,14 @@ def unbind(target: PreTrainedModel) -> PreTrainedModel:
         ValueError: If the instance's class was changed again after binding (by FSDP2, for example).
     """
     with _BINDING:
-        if isinstance(target, BoundTarget):
+        if is_bound(target):
             own = _unbound_class(type(target))
-            if type(target) is not _bound_class(own):
+            if type(target).__mro__[2] is not own:
                 raise ValueError(
                     f"The class of this target was changed again after binding, to {type(target).__mro__[0]}. Undo that "
                     "first."
                 )
-            target.hyperdflash_hooks.remove()
+            cast(BoundTarget, target).hyperdflash_hooks.remove()
             del target.hyperdflash_hooks
             target.__class__ = own
             _fitting.pop(target, None)
@@ -583,6 +602,11 @@ def check_fit(target: PreTrainedModel, drafter: Any) -> None:
     if drafter not in fitting:
         drafter.check_target(target)
         fitting.add(drafter)
+
+
+def is_bound(model: Any) -> bool:
+    """Whether `model` is a bound target, by this code or by the copy of it that a drafter brought along."""
+    return hasattr(type(model), "bound_by")
 
 
 def is_drafter(model: Any) -> bool:
@@ -604,7 +628,7 @@ def _bound_class(own: type) -> type:
 
 def _unbound_class(bound: type) -> type:
     mro = bound.__mro__
-    return mro[mro.index(BoundTarget) + 1]
+    return next(after for mixed, after in pairwise(mro) if "bound_by" in vars(mixed))
 
 
 def _new_bound(own: type) -> Any:
@@ -675,7 +699,7 @@ def _check_stock_assistance(assistant_model: Any, model_kwargs: dict[str, Any]) 
             f"The assistant, a {type(assistant_model).__name__}, cannot rewind its cache. Call "
             "`hf_hyperdflash.bind(assistant_model)` first."
         )
-    if isinstance(assistant_model, BoundTarget) and "linear_attention" in _layer_kinds(assistant_model):
+    if is_bound(assistant_model) and "linear_attention" in _layer_kinds(assistant_model):
         raise ValueError(
             f"The assistant, a {type(assistant_model).__name__}, has linear attention, which can take back the last forward "
             "only, and an assistant runs several. Use a HyperDFlash drafter, or an assistant without linear attention."

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoTokenizer, HfArgumentParser
+from transformers import HfArgumentParser
 
 from .checkpoints import last_whole, share_modes, to_resume
 from .data import encode_prompts, load_rows
 from .evaluation import AcceptanceCallback
-from .features import target_fingerprint
+from .fingerprint import as_words, target_fingerprint
 from .model_card import TRAINING_RECORD
 from .modeling_hyperdflash import HyperDFlashDrafter
 from .places import with_places
+from .sources import check_drafter, check_target, load_tokenizer, readable
 from .target import load_target
 from .train_flags import STAGES, ScriptArguments
 from .trainer import HyperDFlashTrainer
@@ -119,13 +120,13 @@ def load_drafter(script: ScriptArguments, target: Any, tokenizer: Any) -> HyperD
     """A new drafter, or an earlier stage's, in float32: what an optimizer needs."""
     if script.drafter:
         return HyperDFlashDrafter.from_pretrained(script.drafter, dtype=torch.float32)
-    mask_token_id = tokenizer.mask_token_id if script.mask_token_id is None else script.mask_token_id
     width = {} if script.intermediate_size is None else {"intermediate_size": script.intermediate_size}
     return HyperDFlashDrafter.from_target(
         target,
         reducer=script.reducer,
         target_layer_ids=script.target_layer_ids,
-        mask_token_id=mask_token_id,
+        mask_token_id=script.mask_token_id,
+        tokenizer=tokenizer,
         num_draft_tokens=script.num_draft_tokens,
         num_hidden_layers=script.layers,
         dtype=torch.float32,
@@ -227,20 +228,23 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
             args,
             f"{folder} has checkpoints of an earlier run: `--resume_from_checkpoint true` goes on from {earlier}.",
         )
+    check_target(script.target)
+    if script.drafter:
+        check_drafter(script.drafter, is_ours=True)
     _say(args, f"Reading {', '.join(script.dataset or ())} ...")
     train, held_out = load_data(script, args.seed)
     _say(args, f"Loading {script.target} ...")
-    tokenizer = AutoTokenizer.from_pretrained(script.target, trust_remote_code=script.trust_remote_code)
+    tokenizer = load_tokenizer(script.target, script.trust_remote_code)
     if script.chat_template:
         tokenizer.chat_template = Path(script.chat_template).read_text()
     dtype = script.target_dtype or ("auto" if torch.cuda.is_available() else "float32")
-    target = load_target(
-        script.target, dtype=dtype, device_map=script.device_map, trust_remote_code=script.trust_remote_code
-    )
+    with readable(script.target):
+        target = load_target(
+            script.target, dtype=dtype, device_map=script.device_map, trust_remote_code=script.trust_remote_code
+        )
     torch.manual_seed(args.seed)
     drafter = load_drafter(script, target, tokenizer)
-    prints = target_fingerprint(target)
-    drafter.config.target_fingerprint = " ".join(prints[part][:32] or "-" for part in ("head", "body"))
+    drafter.config.target_fingerprint = as_words(target_fingerprint(target))
     trainer = HyperDFlashTrainer(
         drafter, target, args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer
     )

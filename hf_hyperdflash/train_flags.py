@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 RECIPE = {"num_train_epochs": 5, "per_device_train_batch_size": 4, "lr_scheduler_type": "cosine", "warmup_steps": 0.04}
 STAGES: dict[int, dict[str, Any]] = {
@@ -86,9 +86,8 @@ GPUs). Drafters accept more when the answers are the target's own: examples/rege
 def help_text(prog: str) -> str:
     """All flags with their defaults, those of stage 1 where the stages differ."""
     ours = list(_written_in(Path(__file__).with_name("training_args.py"), "HyperDFlashTrainingArguments"))
-    spec = find_spec("transformers")  # which does not import it
-    assert spec is not None and spec.submodule_search_locations
-    source = Path(spec.submodule_search_locations[0]) / "training_args.py"
+    # Beside `transformers/__init__.py`, which stays unimported.
+    source = Path(cast(Any, find_spec("transformers")).origin).with_name("training_args.py")
     theirs = [flag for flag in _written_in(source, "TrainingArguments") if flag.name not in {own.name for own in ours}]
     script = [Flag(part.name, _shown(part.default), part.metadata["help"]) for part in fields(ScriptArguments)]
     groups = {"The run:": script, "Training a drafter:": ours, "Training, transformers' own:": theirs}

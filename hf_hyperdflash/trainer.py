@@ -31,8 +31,10 @@ from .configuration_hyperdflash import HyperDFlashConfig
 from .data import prepare_dataset
 from .features import FeatureCache, residual_of
 from .generation import SpeculationStats
+from .hub import drafter_files, reaching_hub
+from .loading import not_finite
 from .losses import IGNORE_INDEX, DrafterLoss, chunked_drafter_loss, loss_counts, position_weights
-from .model_card import TRAINING_RECORD, drafter_card
+from .model_card import drafter_card
 from .target import check_pair, check_teacher, embed, is_hyperdflash, logits_of, teacher_states
 from .training_args import HyperDFlashTrainingArguments
 
@@ -400,7 +402,7 @@ class HyperDFlashTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint, `trainer_state.json` last: without it none counts as whole."""
-        if bad := _not_finite(model):
+        if bad := not_finite(model.named_parameters()):
             raise self._diverged(f"{bad[0]} is not finite")  # one would go on from it in vain
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.args.should_save:
@@ -490,7 +492,7 @@ class HyperDFlashTrainer(Trainer):
         if not self.is_world_process_zero() or strategy == HubStrategy.END or (busy and not self.args.hub_always_push):
             return
         self._finish_current_push()
-        for name in _uploaded(Path(checkpoint_folder)):  # copied: old checkpoints are removed
+        for name in drafter_files(Path(checkpoint_folder)):  # copied: old checkpoints are removed
             copy = Path(str(self.args.output_dir)) / name
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(Path(checkpoint_folder) / name, copy)
@@ -500,24 +502,15 @@ class HyperDFlashTrainer(Trainer):
 
     def _upload(self, message: str | None, token: str | None, revision: str | None, run_as_future: bool) -> Any:
         folder = Path(str(self.args.output_dir))
-        return HfApi(token=token).upload_folder(  # type: ignore[call-overload]
-            repo_id=self.hub_model_id,
-            folder_path=folder,
-            commit_message=message,
-            revision=revision,
-            allow_patterns=_uploaded(folder),
-            run_as_future=run_as_future,
-        )
-
-
-def _uploaded(folder: Path) -> list[str]:
-    """Files of a drafter or adapter: an output folder has others, and folders of features and checkpoints."""
-    named = ("config.json", "adapter_config.json", TRAINING_RECORD)
-    kinds = (".safetensors", ".safetensors.index.json", ".py", ".md", ".png")
-    paths = [*folder.iterdir(), *folder.glob("custom_generate/*.py")]
-    return [
-        p.relative_to(folder).as_posix() for p in paths if p.is_file() and (p.name in named or p.name.endswith(kinds))
-    ]
+        with reaching_hub(str(self.hub_model_id)):
+            return HfApi(token=token).upload_folder(  # type: ignore[call-overload]
+                repo_id=self.hub_model_id,
+                folder_path=folder,
+                commit_message=message,
+                revision=revision,
+                allow_patterns=drafter_files(folder),
+                run_as_future=run_as_future,
+            )
 
 
 def _check_tokenizer(tokenizer: Any, config: HyperDFlashConfig) -> None:
@@ -528,33 +521,15 @@ def _check_tokenizer(tokenizer: Any, config: HyperDFlashConfig) -> None:
             f"The tokenizer has {len(tokenizer)} tokens, but the target's vocabulary {config.vocab_size}: pass the "
             "target's own tokenizer as `processing_class`."
         )
-    if tokenizer.convert_ids_to_tokens(config.mask_token_id) is None:
-        raise ValueError(
-            f"The tokenizer has no token {config.mask_token_id}, the drafter's mask token. Make the drafter with "
-            "`mask_token_id=tokenizer.mask_token_id`, or the id of any token that never occurs in text."
-        )
 
 
 def _check_weights(name: str, model: nn.Module) -> None:
     """Refuse a model with NaN or infinite weights, which would look like a learning rate that is too high."""
-    if bad := _not_finite(model):
+    if bad := not_finite(model.named_parameters()):
         raise ValueError(
             f"The {name} has weights that are not finite, in {len(bad)} tensors: {', '.join(bad[:3])}. Load a checkpoint "
             "that is whole, in bfloat16 if its values do not fit into float16."
         )
-
-
-def _not_finite(model: nn.Module) -> list[str]:
-    """Names of the parameters with NaN or infinite values. What is not here yet, or quantized, is not looked at."""
-    kinds, bad = (torch.float32, torch.float16, torch.bfloat16), []
-    for name, parameter in model.named_parameters():
-        values = parameter.detach()
-        values = values.to_local() if hasattr(values, "to_local") else values  # FSDP's shard
-        # NaN is least and greatest; nothing of the parameter's size is made.
-        if values.numel() and values.dtype in kinds and not values.is_meta:
-            if not torch.isfinite(torch.stack(values.aminmax())).all():
-                bad.append(name)
-    return bad
 
 
 def _rows(

@@ -1,4 +1,8 @@
 import json
+import multiprocessing
+import shutil
+import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,26 +120,190 @@ def test_a_killed_run_goes_on_where_it_stopped(pair, data, tmp_path):
     assert len(read(run_benchmark(target, tokenizer, chosen, sampled, whole))[1]) == len(
         expected
     )  # nothing left to do
-    with pytest.raises(ValueError, match="`max_new_tokens` 8, but this run's is 30"):
+    with pytest.raises(ValueError, match=r"line 1: .*`max_new_tokens` 8, this one has 30"):
         run_benchmark(target, tokenizer, chosen, settings(data, temperatures=[0.0, 1.0], max_new_tokens=30), whole)
+
+
+@pytest.fixture(scope="module")
+def done(pair, tmp_path_factory):
+    """A finished run of one prompt by one method, and what it was run with."""
+    folder = tmp_path_factory.mktemp("done")
+    (folder / "gsm8k.jsonl").write_text('{"turns": ["What is 5 times 6?"]}\n')
+    target, tokenizer, drafter = pair
+    run = (
+        target,
+        tokenizer,
+        [Method("Mine (2)", drafter, 2)],
+        settings(str(folder), suites=["gsm8k"], max_new_tokens=4),
+    )
+    return run, run_benchmark(*run, folder / "r.jsonl")
+
+
+def changed_prompt(monkeypatch, target, tokenizer, drafter, run):
+    monkeypatch.setattr(run[3], "data", shutil.copytree(run[3].data, run[3].data + "-copy/" + Path(run[3].data).name))
+    (Path(run[3].data) / "gsm8k.jsonl").write_text('{"turns": ["What is 5 times 7?"]}\n')
+
+
+def changed_template(monkeypatch, target, tokenizer, drafter, run):
+    later = "{% if messages | length > 3 %}x{% endif %}"  # nothing that a first turn shows
+    monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template + later)
+
+
+def nudge(monkeypatch, module):
+    weight = module.weight.detach().clone()
+    weight.view(-1)[77] += 0.01
+    monkeypatch.setitem(module._parameters, "weight", torch.nn.Parameter(weight))
+
+
+def changed_drafter(monkeypatch, target, tokenizer, drafter, run):
+    nudge(monkeypatch, drafter.norm)
+
+
+def changed_target(monkeypatch, target, tokenizer, drafter, run):
+    nudge(monkeypatch, target.lm_head)
+
+
+def changed_config(monkeypatch, target, tokenizer, drafter, run):
+    monkeypatch.setattr(target.config, "rms_norm_eps", 2e-6)
+
+
+def changed_version(monkeypatch, target, tokenizer, drafter, run):
+    monkeypatch.setattr("hf_hyperdflash.__version__", "0.0.7")
+
+
+def changed_commit(monkeypatch, target, tokenizer, drafter, run):
+    monkeypatch.setattr("hf_hyperdflash.benchmark.commit", lambda: "abc1234")
+
+
+def changed_data(monkeypatch, target, tokenizer, drafter, run):
+    monkeypatch.setattr(run[3], "data", shutil.copytree(run[3].data, run[3].data + "-moved"))
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        (changed_prompt, "prompts_digest"), (changed_template, "prompts_digest"),
+        (changed_drafter, r"weights_digest of Mine \(2\)"), (changed_target, "weights_digest of Target only"),
+        (changed_config, "weights_digest of Target only"), (changed_version, "versions of hf_hyperdflash"),
+        (changed_commit, "commit"), (changed_data, "data"),
+    ],
+)  # fmt: skip
+def test_another_run_is_not_continued(pair, done, tmp_path, monkeypatch, change, fact):
+    run, finished = done
+    path = Path(shutil.copy(finished, tmp_path))
+    change(monkeypatch, *pair, run)
+    with pytest.raises(ValueError, match=rf"line 1: the run there has `{fact}` .*, this one has "):
+        run_benchmark(*run, path)
+    assert path.read_bytes() == finished.read_bytes()
+
+
+def test_every_header_counts_and_every_line_is_looked_at(done, tmp_path):
+    run, finished = done
+    first, *records = finished.read_text().splitlines()
+    path, header = tmp_path / "r.jsonl", json.loads(first)["run"]
+    without = {name: value for name, value in header.items() if name != "weights_digest"}
+    for later, message in (
+        (json.dumps({"run": {**header, "seed": 5}}), "line 4: .* `seed` 5, this one has 0"),
+        (json.dumps({"run": {**header, "new": 1}}), "line 4: .* `new` 1, this one has no value"),
+        (json.dumps({"run": without}), "line 4: .* `weights_digest of .*` no value, this one has"),
+        ('{"suite": "gsm8k"}', "line 4: .* is no record of a benchmark"), ("[]", "line 4: .* is no record"),
+        ('{"run": 1}', "line 4: .* is no record"), ("nonsense", "line 4: b'nonsense' is no record"),
+    ):  # fmt: skip
+        path.write_text("\n".join([first, *records, later, ""]))
+        with pytest.raises(ValueError, match=rf"r\.jsonl, {message}"):
+            run_benchmark(*run, path)
+    path.write_text("\n".join([*records, ""]))
+    with pytest.raises(ValueError, match=r"line 1: .* first of which has its settings"):
+        run_benchmark(*run, path)
+
+
+def test_a_finished_run_generates_nothing_more(done, tmp_path, monkeypatch):
+    run, finished = done
+    monkeypatch.setattr(run[0], "generate", None)
+    path = run_benchmark(*run, shutil.copy(finished, tmp_path))
+    assert [len(lines) for lines in read(path)] == [2, 2]
+
+
+def benchmark_forever(run, path, began):
+    def generate(*args, **kwargs):
+        began.send(None)
+        signal.pause()
+
+    run[0].generate = generate
+    run_benchmark(*run, path)
+
+
+def test_a_second_process_is_told_of_the_first_and_a_dead_one_is_forgotten(done, tmp_path):
+    run, finished = done
+    path = tmp_path / "out" / "r.jsonl"
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    first = multiprocessing.get_context("fork").Process(target=benchmark_forever, args=(run, path, sender))
+    first.start()
+    receiver.recv()
+    try:
+        with pytest.raises(ValueError, match=r"r\.jsonl is being written by another process"):
+            run_benchmark(*run, path)
+    finally:
+        first.kill()
+        first.join()
+    runs, records = read(run_benchmark(*run, path))
+    assert len(runs) == 2 and list(map(without_times, records)) == list(map(without_times, read(finished)[1]))
+
+
+def test_a_record_is_written_as_soon_as_it_can_be_compared(pair, done, tmp_path, monkeypatch):
+    """A kill during the last method of a prompt loses that one only."""
+    target, tokenizer, drafter = pair
+    (_, _, _, chosen), _ = done
+    asked = []
+
+    def generate(*args, **kwargs):
+        asked.append(None)
+        if len(asked) == 6:  # three warm up
+            raise KeyboardInterrupt
+        return type(target).generate(target, *args, **kwargs)
+
+    monkeypatch.setattr(target, "generate", generate)
+    several = methods(target, drafter)[:2]
+    with pytest.raises(KeyboardInterrupt):
+        run_benchmark(target, tokenizer, several, chosen, tmp_path / "r.jsonl")
+    assert [record["method"] for record in read(tmp_path / "r.jsonl")[1]] == [TARGET_ONLY, several[0].name]
+    run_benchmark(target, tokenizer, several, chosen, tmp_path / "r.jsonl")
+    assert len(asked) == 6 + 3 + 1
+
+
+def test_nothing_to_compare_and_too_many_drafts_are_refused(pair, data, tmp_path):
+    target, tokenizer, drafter = pair
+    with pytest.raises(ValueError, match="No method is given"):
+        run_benchmark(target, tokenizer, [], settings(data), tmp_path / "out" / "r.jsonl")
+    for count in (0, 7):
+        with pytest.raises(ValueError, match=f"cannot draft {count} tokens"):
+            Method("Mine", drafter, count)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_difference_is_counted(pair, data, tmp_path):
     target, tokenizer, _ = pair
 
     class Wrong(PromptLookupDrafter):
-        """Changes the target under our feet: its texts cannot be the same."""
+        """Changes the target under our feet at every other generation: its texts cannot be the same."""
 
-        def check_target(self, target):
-            self.noise = target.lm_head.register_forward_hook(lambda m, a, out: out.roll(1, -1))
+        hook = None
+
+        def new_context(self):
+            if self.hook is None:
+                self.hook = target.lm_head.register_forward_hook(lambda module, args, logits: logits.roll(1, -1))
+            else:
+                self.hook = self.hook.remove()
+            return super().new_context()
 
     wrong = Wrong(target, 3)
     path = run_benchmark(
         target, tokenizer, [Method("Wrong (3)", wrong)], settings(data, suites=["gsm8k"]), tmp_path / "r.jsonl"
     )
     target.lm_head._forward_hooks.clear()
+    # On while warming up and for the first text of the target, off for its own; on for both of the second prompt.
     flags = [(r["identical"], r["first_difference"]) for r in read(path)[1] if r["method"] == "Wrong (3)"]
-    assert (False, 0) in flags
+    assert flags == [(False, 0), (True, None)]
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,14 @@ def test_measure_acceptance_leaves_the_models_as_they_were():
     assert isinstance(target, BoundTarget)
 
 
+def test_measure_acceptance_shows_its_progress_where_it_is_asked_to(capsys):
+    target, drafter = pair()
+    measure_acceptance(target, drafter, PROMPTS, max_new_tokens=4)
+    assert not capsys.readouterr().err  # a library is quiet
+    measure_acceptance(target, drafter, PROMPTS, max_new_tokens=4, disable_tqdm=False)
+    assert "acceptance: " in capsys.readouterr().err
+
+
 class Watch(nn.Module):
     """Notes the mode of the drafter it is part of at every call."""
 
@@ -314,6 +322,13 @@ def test_callback_measures_the_current_drafter_and_selects_the_best(tmp_path):
     # The best weights are in place now: nothing of the measurement of the last step may come back.
     trainer.remove_callback(spoil)
     assert trainer.evaluate(metric_key_prefix="eval_best")["eval_tau"] == taus[0]
+
+
+@pytest.mark.parametrize(("is_terminal", "disable_tqdm"), [(True, False), (True, True), (False, False)])
+def test_callback_shows_its_progress_on_a_terminal(tmp_path, capsys, monkeypatch, is_terminal, disable_tqdm):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    trainer_for(tmp_path, disable_tqdm=disable_tqdm).evaluate()
+    assert ("acceptance: " in capsys.readouterr().err) == (is_terminal and not disable_tqdm)
 
 
 def test_callback_generates_once_for_several_datasets(tmp_path):

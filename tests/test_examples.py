@@ -1,10 +1,12 @@
 """The training scripts, end to end at toy size: target, its own answers, drafter, and the pair at work."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,6 +21,34 @@ def run(script: str, *arguments: object) -> str:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+def test_quickstart_limits_its_own_prompts_too(tmp_path):
+    shown = run(
+        "quickstart.py", "--limit", 1, "--max-new-tokens", 6, "--quiet", "--picture", tmp_path / "acceptance.png"
+    )
+    assert "all 1 " in shown and "A baker" not in shown and (tmp_path / "acceptance.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--limit", "0"], "'0' is not a whole number from 1 up"),
+        (["--temperature", "nan"], "'nan' is not 0 or above"),
+        (["--prompts", "nowhere.jsonl"], "There is no file nowhere.jsonl"),
+        (["--prompts", "prompts.jsonl"], "prompts.jsonl, line 2 has no list of turns"),
+        (["--prompts", "empty.jsonl"], "empty.jsonl has no prompts"),
+    ],
+)
+def test_quickstart_says_what_is_wrong(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"turns": ["What is 2 plus 2?"]}\n{"turns": "What?"}\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    monkeypatch.setattr("sys.argv", ["quickstart.py", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(EXAMPLES / "quickstart.py"), run_name="__main__")
+    said = f"{stopped.value.code} {capsys.readouterr().err}"
+    assert message in said and "Traceback" not in said
 
 
 def test_from_text_to_a_working_pair(tmp_path):

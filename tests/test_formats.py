@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 from typer.testing import CliRunner
@@ -133,8 +134,8 @@ def test_what_cannot_be_expressed_is_refused(tmp_path):
     gated = tiny_drafter(tiny_target())
     with pytest.raises(ValueError, match=r"reducer is 'hc_gate'.*4 residual paths.*last layer's residual"):
         export_dflash(gated, tmp_path / "out")
-    plain = tiny_drafter(qwen3(), reducer="fc", target_layer_ids=[0])
-    with pytest.raises(ValueError, match="window"):
+    plain = tiny_drafter(qwen3(), reducer="fc", target_layer_ids=[0], sliding_window=8)
+    with pytest.raises(ValueError, match=r"window.*`from_pretrained\(\.\.\., sliding_window=None\)`"):
         export_dflash(plain, tmp_path / "out")
     with pytest.raises(ValueError, match="expected one of"):
         export_dflash(plain, tmp_path / "out", "gguf")
@@ -150,7 +151,23 @@ def test_what_cannot_be_expressed_is_refused(tmp_path):
         ({"dflash_config": {"target_layer_ids": [0, 2], "block_size": 5}}, "`mask_token_id` .None."),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding attention"),
         ({"final_logit_softcapping": 30.0}, "softcapping"),
-        ({"num_hidden_layers": 1}, r"unknown \['layers\.1"),
+        ({"num_hidden_layers": 1}, r"11 unexpected \(layers\.1"),
+        ({"intermediate_size": 47}, r"of another shape \(layers\.0\.mlp"),
+        ({"dflash_config": "yes"}, "no DFlash drafter"),
+        ({"dflash_config": {"target_layer_ids": ["0"], "mask_token_id": 1, "block_size": 5}}, "expected integers"),
+        (
+            {"dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 64, "block_size": 5}},
+            "outside the vocabulary",
+        ),
+        (
+            {"dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 1, "block_size": "5"}},
+            "`block_size` is '5'",
+        ),
+        ({"dflash_config": {"target_layer_ids": [0], "mask_token_id": 1, "block_size": 10**9}}, "at most 4096"),
+        ({"num_hidden_layers": 10**9}, "at most 1024"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"vocab_size": None, "head_dim": None}, "lacks vocab_size, head_dim"),
+        ({"rope_parameters": None, "rope_scaling": "yarn"}, "`rope_scaling` .* is 'yarn'"),
     ],
 )
 def test_what_cannot_be_read_is_refused(target, tmp_path, change, message):
@@ -159,6 +176,79 @@ def test_what_cannot_be_read_is_refused(target, tmp_path, change, message):
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
     with pytest.raises(ValueError, match=message):
         load_dflash(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"transformer_layer_config": None}, "`transformer_layer_config` .* is None, expected a dictionary"),
+        ({"speculators_config": 3}, "`speculators_config` .* is 3, expected a dictionary"),
+        ({"aux_hidden_state_layer_ids": None}, "lacks `target_layer_ids`"),
+        ({"aux_hidden_state_layer_ids": ["1"]}, "expected integers"),
+        ({"block_size": None}, "`block_size` .None."),
+        ({"mask_token_id": None}, "`mask_token_id` .None."),
+        ({"mask_token_id": "1"}, "`mask_token_id` is '1', expected an integer"),
+    ],
+)
+def test_speculators_that_lack_something(target, tmp_path, change, message):
+    write_speculators(tmp_path, target, layer_ids=[1, 3], **SHAPE)
+    fields = {**json.loads((tmp_path / "config.json").read_text()), **change}
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
+    with pytest.raises(ValueError, match=message) as caught:
+        load_dflash(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def _set(name, change):
+    def changed(tensors):
+        tensors[name] = change(tensors[name])
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_set("t2d", lambda kept: kept.roll(1)), "name different tokens"),
+        (_set("t2d", lambda kept: kept[:-1]), "name different tokens"),
+        (_set("d2t", lambda offsets: offsets.float() + 0.5), "expected 20 different integers"),
+        (_set("d2t", lambda offsets: offsets + 64), "expected 20 different integers from 0 to 63"),
+        (_set("d2t", lambda offsets: offsets - 64), "expected 20 different integers"),
+        (_set("d2t", lambda offsets: -torch.arange(20)), "expected 20 different integers"),
+        (_set("d2t", lambda offsets: offsets[:-1]), "expected 20 different integers"),
+        (lambda tensors: tensors.pop("d2t"), "has no `d2t`"),
+        (_set("norm.weight", lambda weight: weight / 0), r"not finite: .*norm\.weight"),
+        (lambda tensors: tensors.pop("norm.weight"), r"1 missing \(norm\.weight\)"),
+    ],
+)
+def test_tensors_that_contradict_each_other(target, tmp_path, change, message):
+    write_speculators(tmp_path, target, layer_ids=[2, 3], draft_vocab_size=20, **SHAPE)
+    load_dflash(tmp_path, target=target)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load_dflash(tmp_path, target=target)
+
+
+def test_only_its_own_safetensors_are_read(target, tmp_path):
+    write_zlab(tmp_path, target, nested=True, layer_ids=[0, 2], **SHAPE)
+    save_file({"fc.weight": torch.zeros(1)}, tmp_path / "z-other.safetensors")
+    load_dflash(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match=r"no model\.safetensors.*not from pickles"):
+        load_dflash(tmp_path)
+    with pytest.raises(OSError, match=r"There is no folder \./none"):
+        load_dflash("./none")
+
+
+def test_what_our_own_command_trains_can_be_exported(target, tmp_path):
+    """The default window is one that the layouts have words for."""
+    drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[0, 2])
+    export_dflash(drafter, tmp_path / "out")
+    windowed = tiny_drafter(target, reducer="fc", target_layer_ids=[0, 2], sliding_window=8)
+    windowed.save_pretrained(tmp_path / "windowed")
+    export_dflash(HyperDFlashDrafter.from_pretrained(tmp_path / "windowed", sliding_window=None), tmp_path / "out")
 
 
 def test_mixed_windows_are_refused(target, tmp_path):

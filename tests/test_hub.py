@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_hyperdflash import HyperDFlashDrafter
+from hf_hyperdflash import HyperDFlashDrafter, __version__
+from hf_hyperdflash.hub import drafter_files
 
 from .conftest import prompt, tiny_drafter, tiny_target
 from .hub_server import HubServer
@@ -22,8 +24,10 @@ TOKENS = {
     "hf_stranger": {"name": "eve", "write": True},
 }
 CODE = {
-    "blocks.py", "cache.py", "configuration_hyperdflash.py", "custom_generate/generate.py",
-    "generation.py", "indexer.py", "linear_cache.py", "losses.py", "model_card.py", "modeling_hyperdflash.py", "recipe.py", "target.py",
+    "attentions.py", "blocks.py", "cache.py", "configuration_hyperdflash.py", "custom_generate/generate.py",
+    "draft_processors.py", "generation.py", "hooks.py", "hub.py", "indexer.py", "linear_cache.py", "loading.py", "losses.py",
+    "mask_token.py", "model_card.py", "modeling_hyperdflash.py", "per_thread.py", "recipe.py", "residual.py", "target.py",
+    "version.py",
 }  # fmt: skip
 SETUP = """
 import json, sys, torch
@@ -229,6 +233,137 @@ told["then"] = failure(lambda: HyperDFlashDrafter.from_pretrained("org/name"))
     assert run(hub, folder, tmp_path / "other", mended) == {"then": None, "count": 0}
 
 
+def litter(folder: Path, secret: Path) -> None:
+    """What may lie in a drafter's folder, or be linked into it, that is nobody else's business."""
+    secret.write_text("secret")
+    for name in (
+        "secrets.py",
+        "notes.md",
+        "other.safetensors",
+        "picture.png",
+        "custom_generate/more.py",
+        ".env",
+        "data.jsonl",
+    ):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("secret")
+    for name in ("README.md", "training.json", "acceptance.png", "blocks.py", "model-00001-of-00001.safetensors"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(secret)
+
+
+def test_only_what_we_wrote_goes_up(hub, folder, tmp_path):
+    shutil.copytree(folder / "drafter", tmp_path / "drafter")
+    litter(tmp_path / "drafter", tmp_path / "elsewhere")
+    run(hub, folder, tmp_path, f"""
+from hf_hyperdflash import HyperDFlashDrafter
+HyperDFlashDrafter.from_pretrained({str(tmp_path / "drafter")!r}, dtype="auto").push_to_hub("org/name")
+""")  # fmt: skip
+    files = hub.files("org/name")
+    assert set(files) == CODE | {".gitattributes", "README.md", "config.json", "model.safetensors"}
+    assert not any(content == b"secret" for content in files.values())
+
+
+def test_what_a_folder_has_of_ours(folder, tmp_path):
+    shutil.copytree(folder / "drafter", tmp_path / "drafter")
+    for name in ("README.md", "training.json", "acceptance.png"):
+        (tmp_path / "drafter" / name).write_text("ours")
+    own = CODE | {"README.md", "config.json", "model.safetensors"}
+    assert set(drafter_files(tmp_path / "drafter")) == own | {"training.json", "acceptance.png"}
+    litter(tmp_path / "drafter", tmp_path / "elsewhere")
+    assert set(drafter_files(tmp_path / "drafter")) == own - {"README.md", "blocks.py"}
+    shutil.move(tmp_path / "drafter" / "custom_generate", tmp_path / "recipe")
+    (tmp_path / "drafter" / "custom_generate").symlink_to(tmp_path / "recipe")
+    assert "custom_generate/generate.py" not in drafter_files(tmp_path / "drafter")
+    HyperDFlashDrafter.from_pretrained(folder / "drafter").save_pretrained(tmp_path / "sharded", max_shard_size=8000)
+    (tmp_path / "sharded" / "model.safetensors").touch()
+    shards = {path.name for path in (tmp_path / "sharded").glob("model-*.safetensors")}
+    assert len(shards) > 2
+    assert set(drafter_files(tmp_path / "sharded")) == CODE | shards | {"config.json", "model.safetensors.index.json"}
+    assert drafter_files(tmp_path / "nothing") == []
+
+
+def test_a_push_without_network_is_one_line(folder, tmp_path):
+    environment = {
+        **os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_x", "HF_HOME": str(tmp_path),
+        "PYTHONPATH": str(Path(__file__).parent.parent),
+    }  # fmt: skip
+    command = [
+        sys.executable,
+        "-c",
+        "from hf_hyperdflash.cli import run; run()",
+        "push",
+        str(folder / "drafter"),
+        "org/name",
+    ]
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    *_, last = result.stderr.strip().splitlines()
+    assert last.startswith("Error: org/name could not be pushed, the Hub was not reached"), result.stderr
+    assert "Traceback" not in result.stderr
+
+
+TWINS = """
+import tests.families as families
+from tests.conftest import prompt, tiny_drafter
+from transformers import AutoModel
+from hf_hyperdflash import HyperDFlashDrafter
+from hf_hyperdflash.target import BoundTarget
+told["same"] = []
+for name in ("v4", "linear"):
+    def model():
+        torch.manual_seed(0)
+        return (target() if name == "v4" else families.qwen3_next()).eval()
+    if name == "linear":
+        tiny_drafter(model(), dtype=torch.float32).save_pretrained(folder / "of-linear")
+    path = folder / ("drafter" if name == "v4" else "of-linear")
+    ours = HyperDFlashDrafter.from_pretrained(path, dtype=torch.float32)
+    theirs = AutoModel.from_pretrained(path, trust_remote_code=True, dtype=torch.float32)
+    assert not isinstance(theirs, HyperDFlashDrafter)
+    ids, options = prompt(13), {"do_sample": False}
+    plain = model().generate(ids, max_new_tokens=20, **options)
+    for first, second in ((ours, theirs), (theirs, ours)):
+        one, other = model(), model()
+        own = type(one)
+        first.bind(one)
+        bound = type(one)
+        second.bind(one)
+        assert type(one) is bound  # bound is bound, whoever did it
+        second.bind(other)
+        begun = one.generate(ids, max_new_tokens=8, assistant_model=first, return_dict_in_generate=True, **options)
+        for following in (one, other):
+            cache = copy.deepcopy(begun.past_key_values)
+            text = following.generate(
+                begun.sequences, max_new_tokens=12, assistant_model=second, past_key_values=cache, **options
+            )
+            told["same"].append(torch.equal(text, plain) and second.last_stats.rounds > 0)
+        second.unbind(one)
+        assert type(one) is own
+"""
+
+
+def test_bound_by_a_drafters_own_code_or_by_the_package(hub, folder, tmp_path):
+    """Their classes have the same names and other modules; a cache that one left is continued by the other."""
+    told = run(hub, folder, tmp_path, "import copy\n" + TWINS)
+    assert told["same"] == [True] * 8
+
+
+def test_bound_by_code_of_another_version(folder, monkeypatch):
+    target, drafter = tiny_target(), tiny_drafter(tiny_target())
+    drafter.bind(target)
+    monkeypatch.setattr("hf_hyperdflash.target.__version__", "0.1.9")
+    drafter.bind(target)
+    monkeypatch.setattr("hf_hyperdflash.target.__version__", "0.2.0")
+    with pytest.raises(ValueError, match=r"bound by hf_hyperdflash 0\.1\.0, and this is 0\.2\.0.*`unbind`"):
+        drafter.bind(target)
+    drafter.unbind(target)
+    drafter.bind(target)
+
+
+def test_a_saved_drafter_records_the_version(folder):
+    assert json.loads((folder / "drafter" / "config.json").read_text())["hyperdflash_version"] == __version__
+
+
 def test_trainer_and_adapters(hub, folder, tmp_path):
     code = """
 from datasets import Dataset
@@ -244,6 +379,9 @@ def trained(drafter, name):
     trainer.train()
     trainer.push_to_hub()
     return drafter
+(folder / "trained").mkdir()
+for name in ("secrets.py", "other.safetensors", "notes.md"):
+    (folder / "trained" / name).write_text("secret")
 drafter = trained(HyperDFlashDrafter.from_pretrained(folder / "drafter", dtype=torch.float32), "trained")
 adapted = get_peft_model(drafter, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
 trained(adapted, "adapter")

@@ -3,13 +3,14 @@ import logging
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_hyperdflash import HCGateReducer, HyperDFlashConfig, HyperDFlashDrafter, register_auto_classes
 from hf_hyperdflash.blocks import block_mask
 
 from .conftest import tiny_drafter, tiny_target
+from .families import qwen3
 
 
 def count(module) -> int:
@@ -134,8 +135,59 @@ def test_from_target_fits_the_target(target):
     config = tiny_drafter(target, num_draft_tokens=4).config
     assert (config.vocab_size, config.target_hidden_size, config.target_hc_mult) == (64, 32, 4)
     assert config.block_size == 5 and config.rope_parameters["rope_theta"] == 10000.0
-    with pytest.raises(ValueError, match="mask_token_id"):
-        HyperDFlashDrafter.from_target(target)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sliding_windw": 8}, "`sliding_windw` is no field of `HyperDFlashConfig`: did you mean `sliding_window`"),
+        ({"zzz": 8}, "`zzz` is no field"),
+        ({"hidden_size": "a"}, "`hidden_size` is 'a', expected an integer"),
+        ({"head_dim": 0}, "`head_dim` is 0, expected at least 1"),
+        ({"num_draft_tokens": "6"}, "`num_draft_tokens` is '6', expected an integer of at least 1"),
+        ({"num_draft_tokens": 0}, "`num_draft_tokens` is 0, expected an integer of at least 1"),
+        ({"num_draft_tokens": 10**9}, "`block_size` is 1000000001, expected at least 2 and at most 4096"),
+        ({"num_hidden_layers": 10**9}, "`num_hidden_layers` is 1000000000, expected at least 1 and at most 1024"),
+    ],
+)
+def test_fields_that_are_none_are_refused(target, fields, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_drafter(target, **fields)
+
+
+def test_a_drafter_is_no_target(target, drafter):
+    for make in (HyperDFlashDrafter.from_target, drafter.bind):
+        with pytest.raises(ValueError, match="is a HyperDFlashDrafter, a drafter"):
+            make(drafter)
+
+
+@pytest.mark.parametrize("reducer", ["hc_gate", "fc", "hybrid"])
+def test_a_target_on_meta_gives_a_drafter_on_meta(reducer):
+    """Sizes and counts for V4-Flash, without its weights."""
+    layers, kinds = 3, ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+    with torch.device("meta"):
+        target = DeepseekV4ForCausalLM(
+            DeepseekV4Config(num_hidden_layers=layers, layer_types=kinds, mlp_layer_types=["moe"] * layers)
+        )
+    drafter = HyperDFlashDrafter.from_target(target, reducer=reducer, dtype=torch.bfloat16, num_hidden_layers=1)
+    assert all(tensor.is_meta for tensor in [*drafter.parameters(), *drafter.buffers()])
+    assert drafter.dtype == torch.bfloat16 and drafter.config.mask_token_id == 128799
+    parts = {"hc_gate": 65_541, "fc": 67_108_864}
+    assert all(count(getattr(drafter, name)) == size for name, size in parts.items() if hasattr(drafter, name))
+    assert hasattr(drafter, reducer) or reducer == "hybrid"
+
+
+def test_a_target_without_a_gate_on_meta():
+    with torch.device("meta"):
+        target = qwen3()
+    drafter = tiny_drafter(target, target_layer_ids=[0, 2])
+    assert drafter.config.reducer == "fc" and all(parameter.is_meta for parameter in drafter.parameters())
+
+
+def test_the_window_is_one_that_engines_have_words_for(target):
+    assert tiny_drafter(qwen3()).config.sliding_window is None
+    assert tiny_drafter(target).config.sliding_window == 1024  # of `max_position_embeddings`
+    assert tiny_drafter(target, sliding_window=None).config.sliding_window is None
 
 
 def test_saves_only_its_own_safetensors(drafter, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.image import imread
 
 from hf_hyperdflash.figures import acceptance_figure, speedup_figure
-from hf_hyperdflash.report import markdown, recommendation, write_csv, write_report
+from hf_hyperdflash.report import markdown, write_csv, write_report
 from hf_hyperdflash.summary import averages, load, pool, summarize
 
 PLAIN = "Target only"
@@ -541,17 +541,10 @@ def test_without_matplotlib_nothing_is_written(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_sweep_names_the_fastest_number_of_drafts_per_suite(tmp_path):
-    speeds = {"gsm8k": {"HyperDFlash (2)": 2.0, "HyperDFlash (6)": 4.0}, "mbpp": {"HyperDFlash (2)": 4.0, "HyperDFlash (6)": 2.5}}  # fmt: skip
-    lines = [
-        line(method, suite=suite, seconds=8 / speed)
-        for suite, methods in speeds.items()
-        for method, speed in {PLAIN: 1.0, **methods}.items()
-    ]
-    path = written(tmp_path / "r.jsonl", lines, settings(["HyperDFlash (2)", "HyperDFlash (6)"]))
-    table = recommendation(path).splitlines()
-    assert table[0] == "| Suite | Temperature | HyperDFlash (2) | HyperDFlash (6) | Fastest |"
-    assert table[2:] == [
-        "| GSM8K | 0 | 2.00× | **4.00×** | HyperDFlash (6) |",
-        "| MBPP | 0 | **4.00×** | 2.50× | HyperDFlash (2) |",
-    ]
+def test_generations_that_were_written_twice_are_told(tmp_path):
+    lines = [line(PLAIN), line("MTP (3)", seconds=0.5), line("MTP (3)", seconds=0.25)]
+    results = load(written(tmp_path / "r.jsonl", lines, settings(["MTP (3)"])))
+    text = markdown(results, summarize(results), pool(results))
+    assert "takes the place of: 1." in text and "4.00×" in text
+    results = load(written(tmp_path / "r.jsonl", lines[:2], settings(["MTP (3)"])))
+    assert "takes the place" not in markdown(results, summarize(results), pool(results))

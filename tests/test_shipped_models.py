@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 
-from hf_hyperdflash import HyperDFlashDrafter
+from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter
+from hf_hyperdflash.fingerprint import as_words, target_fingerprint
 
 from .conftest import MODELS
 
@@ -43,6 +44,38 @@ def test_same_text_in_fewer_rounds(shipped, text):
     assert torch.equal(lookup, plain)
 
 
+def test_the_folder_runs_by_itself(shipped):
+    """`AutoModel` and `custom_generate` on the checkout's folder, whose code is the installed package's."""
+    tokenizer, _, drafter = shipped
+    target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    inputs = tokenizer(PROMPTS[1], return_tensors="pt")
+    options = dict(do_sample=False, max_new_tokens=20)
+    plain, own = target.generate(**inputs, **options), type(target)
+    again = target.generate(**inputs, **options, custom_generate=str(DRAFTER), trust_remote_code=True)
+    assert torch.equal(again, plain) and type(target) is own
+    loaded = AutoModel.from_pretrained(DRAFTER, trust_remote_code=True, dtype=torch.float32)
+    assert isinstance(loaded, HyperDFlashDrafter)
+    assert all(torch.equal(value, drafter.state_dict()[name]) for name, value in loaded.state_dict().items())
+    loaded.bind(target)
+    assert torch.equal(target.generate(**inputs, **options, assistant_model=loaded), plain)
+    assert loaded.last_stats.rounds
+
+
+@pytest.mark.parametrize("kind", [HyperDFlashDrafter, DeepseekV4MTPDrafter])
+def test_pipelines_take_a_drafter_when_they_are_made(shipped, kind):
+    tokenizer = shipped[0]
+    target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    drafter = kind.from_target(target) if kind is DeepseekV4MTPDrafter else kind.from_pretrained(DRAFTER)
+    chat, options = [{"role": "user", "content": PROMPTS[1]}], dict(do_sample=False, max_new_tokens=30)
+    plain = pipeline("text-generation", model=target, tokenizer=tokenizer)(chat, **options)
+    drafter.bind(target)
+    assisted = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=drafter)
+    assert assisted(chat, **options) == plain
+    assert drafter.last_stats.rounds
+    called = pipeline("text-generation", model=target, tokenizer=tokenizer)(chat, assistant_model=drafter, **options)
+    assert called == plain
+
+
 def test_every_mechanism_of_v4_is_present(shipped):
     config = shipped[1].config
     assert config.hc_mult == 4 and config.hc_sinkhorn_iters == 20
@@ -70,6 +103,12 @@ def test_the_gate_came_from_the_target(shipped):
     assert drafter.config.reducer == "hybrid" and drafter.config.target_layer_ids == [1, 3, -1]
     cosine = torch.cosine_similarity(drafter.hc_gate.hc_fn.flatten(), target.model.hc_head.hc_fn.flatten(), dim=0)
     assert cosine > 0.1  # training moves it far; of two random gates: 0.02
+
+
+def test_the_drafter_names_the_targets_weights(shipped):
+    """Written by hand where fingerprints changed since the drafter was trained: the weights are those of then."""
+    _, target, drafter = shipped
+    assert drafter.config.target_fingerprint == as_words(target_fingerprint(target))
 
 
 def test_size():

@@ -3,7 +3,7 @@ import json
 import datasets
 import pytest
 
-from hf_hyperdflash.suites import SUITES, load_suite
+from hf_hyperdflash.suites import SUITES, load_suite, suites_in
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 # One row of each dataset on the Hub, with the columns that it has there, and the prompt that the paper's harness asks.
@@ -40,10 +40,43 @@ def test_local_files(tmp_path):
         load_suite("gsm8k", tmp_path)
     with pytest.raises(ValueError, match="at least 1"):
         load_suite("mine", tmp_path, limit=0)
-    for bad in ('{"prompt": "x"}', '{"turns": []}', '{"turns": [1]}', "[1]"):
-        (tmp_path / "mine.jsonl").write_text('{"turns": ["e"]}\n' + bad)
-        with pytest.raises(ValueError, match=r"Line 2 of .* has no list of `turns`"):
-            load_suite("mine", tmp_path)
+    with pytest.raises(ValueError, match=r"no folder .*nowhere with suites"):
+        load_suite("mine", tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ('{"prompt": "x"}', "no `turns`"), ('{"turns": []}', r"`turns` is \[\]"), ('{"turns": [1]}', r"`turns` is \[1\]"),
+        ("[1]", "no `turns`"), ('{"turns": "What is 1 plus 1?"}', "`turns` is 'What is 1 plus 1.'"),
+        ('{"turns": [" "]}', "`turns` is "), ('{"turns": ["x"', "not JSON"), ("turns", "not JSON"),
+        (b"\xff\xfe".decode("latin1"), "not JSON"),
+    ],
+)  # fmt: skip
+def test_a_malformed_line_names_its_file_and_number(tmp_path, line, found):
+    path = tmp_path / "mine.jsonl"
+    path.write_bytes(b'{"turns": ["e"]}\n\n' + line.encode("latin1") + b'\n{"turns": ["f"]}\n')
+    with pytest.raises(ValueError, match=rf"mine\.jsonl, line 3: {found}.*turns") as raised:
+        load_suite("mine", tmp_path, limit=2)  # an empty line is none
+    assert "\n" not in str(raised.value)
+    assert load_suite("mine", tmp_path, limit=1) == [["e"]]
+
+
+def test_text_may_hold_any_character(tmp_path):
+    turns = ["line\u2028separated", "näh … 好"]
+    (tmp_path / "mine.jsonl").write_text(json.dumps({"turns": turns}, ensure_ascii=False) + "\r\n\n", encoding="utf-8")
+    assert load_suite("mine", tmp_path) == [turns]
+
+
+def test_the_suites_of_a_folder_are_found(tmp_path):
+    for name in ("mt-bench", "gsm8k", "zebra", "mine"):
+        (tmp_path / f"{name}.jsonl").write_text('{"turns": ["e"]}\n')
+    (tmp_path / "README.md").touch()
+    assert suites_in(tmp_path) == ["gsm8k", "mt-bench", "mine", "zebra"]
+    (tmp_path / "empty").mkdir()
+    for folder, message in (("empty", "No suites in .*empty"), ("nowhere", "no folder .*nowhere with suites")):
+        with pytest.raises(ValueError, match=message):
+            suites_in(tmp_path / folder)
 
 
 @pytest.mark.parametrize("name", ROWS)

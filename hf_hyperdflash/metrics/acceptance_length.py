@@ -5,6 +5,8 @@ from __future__ import annotations
 import datasets
 import evaluate
 
+from hf_hyperdflash import SpeculationStats
+
 _DESCRIPTION = """\
 Accepted length (tau) of speculative decoding: the mean number of tokens emitted per verification round, accepted drafts
 plus the target's own token. 1 is plain decoding; with d drafts a round at most d + 1.
@@ -51,4 +53,5 @@ class AcceptanceLength(evaluate.Metric):
                 f"`predictions` holds {min(predictions)}: a round emits at least the target's own token. Pass emitted "
                 "tokens, not accepted drafts."
             )
-        return {"acceptance_length": sum(predictions) / len(predictions), "rounds": len(predictions)}
+        stats = SpeculationStats(rounds=len(predictions), emitted=predictions)
+        return {"acceptance_length": stats.tau, "rounds": stats.rounds}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import datasets
 import evaluate
+
+from hf_hyperdflash import SpeculationStats
 
 _DESCRIPTION = """\
 Acceptance of speculative decoding per draft position k = 1, 2, ..: the fraction of verification rounds in which draft k
@@ -60,8 +60,5 @@ class PerPositionAcceptance(evaluate.Metric):
                 f"`predictions` runs from {min(predictions)} to {max(predictions)}: expected 0 to {num_drafts} accepted "
                 "drafts a round. Pass accepted drafts, not emitted tokens, and the `num_drafts` of the run."
             )
-        reached = [sum(accepted >= k for accepted in predictions) for k in range(num_drafts + 1)]
-        return {
-            "acceptance": [count / len(predictions) for count in reached[1:]],
-            "conditional_acceptance": [now / before if before else 0.0 for before, now in pairwise(reached)],
-        }
+        stats = SpeculationStats(rounds=len(predictions), draft_positions=num_drafts, accepted=predictions)
+        return {"acceptance": stats.acceptance, "conditional_acceptance": stats.conditional_acceptance}

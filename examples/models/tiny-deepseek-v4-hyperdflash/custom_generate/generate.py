@@ -1,0 +1,3 @@
+"""In a checkout the installed package's recipe; `push` uploads a copy of it in this file's place."""
+
+from hf_hyperdflash.recipe import generate  # noqa: F401

@@ -1,0 +1,86 @@
+"""Which token of a target's vocabulary stands at the draft positions of a block: one that no text has."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+# DeepSeek-V4's vocabulary of 129,280 has no mask token; this id is what DeepSeek's own DSpark drafter masks with.
+_V4_VOCAB_SIZE, _V4_MASK_TOKEN = 129280, 128799
+_RESERVED = re.compile(r"reserved|unused|place.?holder", re.IGNORECASE)
+
+
+def find_mask_token(target: PreTrainedModel, tokenizer: Any = None) -> int:
+    """A token that can stand for "not known yet"; which one, and why that, is logged.
+
+    The tokenizer's mask token; else the first id past the tokenizer's last, where the embedding has rows to spare (what
+    z-lab's drafters for Qwen3 mask with); else a token reserved for such uses; else a padding token that does not end
+    texts, too.
+
+    Args:
+        target: The target.
+        tokenizer: Its tokenizer; where its weights came from, if left out. Nothing is downloaded for that.
+
+    Raises:
+        ValueError: If there is none of these.
+    """
+    config = target.config.get_text_config(decoder=True)
+    tokenizer = tokenizer or _tokenizer_of(target)
+    found = next(_candidates(config, tokenizer, _ends(target, config, tokenizer)), None)
+    if found is None:
+        raise ValueError(
+            f"No mask token was found for the {config.model_type} target's vocabulary of {config.vocab_size} tokens"
+            f"{'' if tokenizer else ', whose tokenizer is not known: pass `tokenizer`'}. Or pass `mask_token_id` "
+            "(`--mask_token_id`), the id of any token that never occurs in text."
+        )
+    token, what = found
+    logger.warning("The drafter's mask token is %d, %s. `mask_token_id` chooses another.", token, what)
+    return token
+
+
+def _candidates(config: Any, tokenizer: Any, ends: set[int]) -> Any:
+    """Pairs of a token and what it is, the best first."""
+    if tokenizer is not None:
+        if tokenizer.mask_token_id is not None:
+            yield tokenizer.mask_token_id, f"the tokenizer's {tokenizer.mask_token!r}"
+    if config.vocab_size == _V4_VOCAB_SIZE:
+        yield _V4_MASK_TOKEN, "what DeepSeek's own DSpark drafter masks with"
+    if tokenizer is not None:
+        unused = max(tokenizer.get_vocab().values()) + 1
+        if unused < config.vocab_size:
+            yield unused, "the first that the tokenizer does not use"
+        for token, text in sorted((id, text) for text, id in tokenizer.get_added_vocab().items()):
+            if _RESERVED.search(text) and token not in ends:
+                yield token, f"{text!r}, which the tokenizer reserves"
+    pad = config.pad_token_id if tokenizer is None else tokenizer.pad_token_id
+    if pad is not None and 0 <= pad < config.vocab_size and pad not in ends:
+        yield pad, "the padding token"
+
+
+def _ends(target: PreTrainedModel, config: Any, tokenizer: Any) -> set[int]:
+    """Tokens that texts begin or end with, or that stand for what the tokenizer does not know."""
+    ends: set[int] = set()
+    for owner in (config, target.generation_config, tokenizer):
+        for name in ("bos_token_id", "eos_token_id", "unk_token_id"):
+            value = getattr(owner, name, None)
+            ends |= set(value if isinstance(value, list) else [] if value is None else [value])
+    return ends
+
+
+def _tokenizer_of(target: PreTrainedModel) -> Any:
+    from transformers import AutoTokenizer
+
+    name = target.config._name_or_path
+    if not name:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever it is, the target does without a tokenizer
+        logger.info("No tokenizer was found with the target, in %s: %s", Path(name).name, error)
+        return None

@@ -199,6 +199,20 @@ def test_a_context_is_its_drafters_own_whatever_ids_are_given_again(pair, monkey
     assert pickle.loads(pickle.dumps(again.past_key_values))._hyperdflash_context is None
 
 
+def test_a_context_that_is_not_the_caches_any_more_is_left(pair):
+    """The caller takes tokens back and goes on with others: what the drafter knows of them is no context."""
+    target, drafter = pair
+    options = dict(do_sample=False, max_new_tokens=8, return_dict_in_generate=True, assistant_model=drafter)
+    out = target.generate(prompt(14), **options)
+    cache = out.past_key_values
+    cache.crop(-4)
+    kept = cache.get_seq_length()
+    changed = torch.cat([out.sequences[:, :kept], prompt(9, seed=5)], dim=1)
+    again = target.generate(changed, past_key_values=cache, **options)
+    context = again.past_key_values._hyperdflash_context.context
+    assert context.end == again.sequences.shape[1] - 1 and len(context) == context.end - kept
+
+
 def test_continuing_from_the_users_own_cache(wide):
     ids = prompt(21)
     expected = wide.generate(ids, do_sample=False, max_new_tokens=15)

@@ -138,6 +138,14 @@ class HyperDFlashAttention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim))
 
 
+class HyperDFlashRotaryEmbedding(Qwen3RotaryEmbedding):
+    """RoPE whose frequencies stay float32 in a drafter of another dtype: rounded to bfloat16, they turn the queries and keys
+    of position 1,000 by up to a radian too far."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        return super()._apply(lambda tensor: fn(tensor) if tensor.is_meta else tensor.to(fn(tensor).device), recurse)
+
+
 class HyperDFlashLayer(GradientCheckpointingLayer):
     """A Qwen3-style block: attention with QK-norm, gated MLP, pre-norm residuals.
 
@@ -259,7 +267,7 @@ class HyperDFlashDrafter(PreTrainedModel):
         if config.draft_vocab_size:
             self.lm_head = nn.Linear(config.target_hidden_size, config.draft_vocab_size, bias=False)
             self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))  # of the target's vocabulary
-        self.rotary_emb = Qwen3RotaryEmbedding(config)  # type: ignore[arg-type]
+        self.rotary_emb = HyperDFlashRotaryEmbedding(config)  # type: ignore[arg-type]
         self._num_draft_tokens = config.max_draft_tokens
         self.last_stats: SpeculationStats | None = None
         self.synchronize_timing = False

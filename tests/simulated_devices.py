@@ -26,6 +26,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves, tree_map
 
 CPU = torch.device("cpu")
+# A build with CUDA asks for the driver itself, at places that no mode sees.
+CAN_SIMULATE = sys.platform == "linux" and not torch.backends.cuda.is_built()
 _WAITING = {"_local_scalar_dense", "equal", "masked_select", "nonzero"}
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
@@ -45,6 +47,8 @@ class SimulatedDevices(FakeTensorMode):
         self._within = False
 
     def __enter__(self) -> SimulatedDevices:
+        if not CAN_SIMULATE:
+            raise RuntimeError(f"torch {torch.__version__} cannot simulate a GPU: install a CPU build on Linux.")
         # A build without CUDA has nothing to switch devices with, and asks for it before any mode does: torch's "meta"
         # switches nothing.
         path = Path(torch.__file__).parent / "lib" / "libc10.so"

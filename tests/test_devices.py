@@ -31,9 +31,11 @@ from hf_hyperdflash.losses import chunked_drafter_loss, drafter_loss
 
 from . import families
 from .conftest import CSA, HCA, SLIDING, half_right, perfect, prompt, tiny_drafter, tiny_target
-from .simulated_devices import SimulatedDevices
+from .simulated_devices import CAN_SIMULATE, SimulatedDevices
 from .test_features import make_rows
 from .test_trainer import rows
+
+pytestmark = pytest.mark.skipif(not CAN_SIMULATE, reason="only a CPU build of torch on Linux simulates a GPU")
 
 PLACES = [("cuda:0", "cuda:0"), ("cuda:0", "cuda:1"), ("cuda:0", "cpu"), ("cpu", "cuda:0")]
 APART = PLACES[1]
@@ -319,14 +321,15 @@ def test_features(tmp_path):
     target, made = small_target([SLIDING, CSA]), make_rows([(9,), (5, 12)])
     for row in made:
         row["loss_mask"] = [int(bit) for bit in row["loss_mask"]]
-    ids, positions = (torch.tensor([made[1][name]]) for name in ("input_ids", "position_ids"))
-    expected = residual_of(target, ids, positions, [0, -1])
+    examples = [[torch.tensor([row[name]]) for name in ("input_ids", "position_ids")] for row in made]
+    expected = [residual_of(target, ids, positions, [0, -1]) for ids, positions in examples]
     fingerprint = target_fingerprint(target)
     FeatureCache.write(tmp_path / "cpu", made, target, dtype="float8")
     with SimulatedDevices():
         target.to("cuda:0")
-        found = residual_of(target, ids.to("cuda:1"), positions.to("cuda:1"), [0, -1])
-        assert found.device == torch.device("cuda:1") and torch.equal(on_cpu(found), expected)
+        for (ids, positions), residual in zip(examples, expected):
+            found = residual_of(target, ids.to("cuda:1"), positions.to("cuda:1"), [0, -1])
+            assert found.device == torch.device("cuda:1") and torch.equal(on_cpu(found), residual)
         assert target_fingerprint(target) == fingerprint
         cache = FeatureCache.write(tmp_path / "cuda", made, target, dtype="float8")
         assert cache.index == FeatureCache(tmp_path / "cpu", target).index

@@ -119,6 +119,21 @@ def test_export_is_what_the_oracle_reads(target, tmp_path, format, window):
     assert torch.equal(drafted(again, target, ids, 4), drafted(drafter, target, ids, 4))
 
 
+def test_scaled_rope_is_written_and_read(target, tmp_path):
+    scaled = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 256}
+    drafter = tiny_drafter(
+        target, reducer="fc", target_layer_ids=[0, 2], sliding_window=None, num_draft_tokens=4, rope_parameters=scaled
+    )
+    for format in ("z-lab", "speculators"):
+        export_dflash(drafter, tmp_path / format, format)
+        again = load_dflash(tmp_path / format, dtype=torch.bfloat16)
+        assert {name: again.config.rope_parameters[name] for name in scaled} == scaled
+        assert torch.equal(again.rotary_emb.inv_freq, drafter.rotary_emb.inv_freq)
+        assert again.dtype == torch.bfloat16
+    fields = json.loads((tmp_path / "z-lab" / "config.json").read_text())
+    assert fields["rope_theta"] == 5e5 and fields["rope_scaling"]["factor"] == 4.0  # vLLM and SGLang look there
+
+
 def test_a_truncated_vocabulary_is_written_back(target, tmp_path):
     write_speculators(tmp_path / "theirs", target, layer_ids=[2, 3], draft_vocab_size=20, **SHAPE)
     first = load_dflash(tmp_path / "theirs")

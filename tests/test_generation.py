@@ -20,6 +20,7 @@ from hf_hyperdflash import PromptLookupDrafter, SpeculationStats, bind, generati
 from hf_hyperdflash.generation import speculative_choice
 
 from .conftest import CSA, HCA, MIXES, half_right, perfect, prompt, tiny_drafter, tiny_target
+from .families import qwen3
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 31, 130, 300])
@@ -143,8 +144,9 @@ def test_dictionary_output_equals_plain_decoding(wide):
         output_hidden_states=True, repetition_penalty=1.2,
     )  # fmt: skip
     plain = wide.generate(ids, **options)
-    assisted = wide.generate(ids, assistant_model=half_right(wide, ids, max_new_tokens=18), **options)
-    assert torch.equal(plain.sequences, assisted.sequences)
+    drafter = half_right(wide, ids, max_new_tokens=18, repetition_penalty=1.2)
+    assisted = wide.generate(ids, assistant_model=drafter, **options)
+    assert torch.equal(plain.sequences, assisted.sequences) and max(drafter.last_stats.accepted) > 1
     close = dict(atol=1e-4, rtol=1e-4)
     assert len(plain.scores) == len(assisted.scores) == 18
     for a, b in zip(plain.scores + plain.logits, assisted.scores + assisted.logits):
@@ -197,6 +199,20 @@ def test_a_context_is_its_drafters_own_whatever_ids_are_given_again(pair, monkey
     assert kept.is_of(second) and not kept.is_of(first)
     assert len(kept.context.layers) == 1 and len(kept.context) == again.sequences.shape[1] - out.sequences.shape[1]
     assert pickle.loads(pickle.dumps(again.past_key_values))._hyperdflash_context is None
+
+
+def test_a_context_that_is_not_the_caches_any_more_is_left(pair):
+    """The caller takes tokens back and goes on with others: what the drafter knows of them is no context."""
+    target, drafter = pair
+    options = dict(do_sample=False, max_new_tokens=8, return_dict_in_generate=True, assistant_model=drafter)
+    out = target.generate(prompt(14), **options)
+    cache = out.past_key_values
+    cache.crop(-4)
+    kept = cache.get_seq_length()
+    changed = torch.cat([out.sequences[:, :kept], prompt(9, seed=5)], dim=1)
+    again = target.generate(changed, past_key_values=cache, **options)
+    context = again.past_key_values._hyperdflash_context.context
+    assert context.end == again.sequences.shape[1] - 1 and len(context) == context.end - kept
 
 
 def test_continuing_from_the_users_own_cache(wide):
@@ -278,6 +294,85 @@ def test_left_padding_changes_nothing(wide, chunk):
         again, attention_mask=mask, past_key_values=out.past_key_values, assistant_model=drafter, **options
     )
     assert torch.equal(out[:, 4:], plain)
+
+
+def test_padding_that_the_cache_has_seen_stays(wide):
+    """The caller has run the padded prompt himself: the positions of what follows count the padding."""
+    padded, mask = torch.cat([torch.zeros(1, 4, dtype=torch.long), prompt(17)], dim=1), torch.ones(1, 21).long()
+    mask[:, :4] = 0
+    cache = DynamicCache(config=wide.config)
+    with torch.no_grad():
+        wide(padded[:, :13], attention_mask=mask[:, :13], past_key_values=cache)
+    options = dict(do_sample=False, max_new_tokens=12, attention_mask=mask)
+    expected = wide.generate(padded, past_key_values=copy.deepcopy(cache), **options)
+    drafter = half_right(wide, padded, max_new_tokens=12)
+    assert torch.equal(wide.generate(padded, past_key_values=cache, assistant_model=drafter, **options), expected)
+
+
+def test_padding_is_no_context():
+    """Of a target that masks padding instead of leaving it out."""
+    torch.manual_seed(0)
+    target = bind(qwen3().eval())
+    drafter = tiny_drafter(target)
+    padded, mask = torch.cat([torch.zeros(1, 4, dtype=torch.long), prompt(9)], dim=1), torch.ones(1, 13).long()
+    mask[:, :4] = 0
+    out = target.generate(
+        padded, attention_mask=mask, do_sample=False, max_new_tokens=12, assistant_model=drafter,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    context = out.past_key_values._hyperdflash_context.context
+    assert context.end == 13 + 12 - 1 and len(context) == 9 + 12 - 1
+
+
+def test_a_round_is_drafted_from_all_that_came_before(wide):
+    ids = prompt(10)
+    drafter, seen = half_right(wide, ids, max_new_tokens=12), []
+    draft = drafter.draft
+
+    def looking(target, context, so_far, *rest):
+        seen.append((len(context), context.end, so_far.shape[1] - 1))
+        draft(target, context, so_far, *rest)
+
+    drafter.draft = looking
+    wide.generate(ids, do_sample=False, max_new_tokens=12, assistant_model=drafter)
+    assert len(seen) > 1 and seen[0][0] == 10 and all(len(set(lengths)) == 1 for lengths in seen)
+
+
+def test_no_more_is_drafted_than_fits(wide):
+    ids = prompt(10)
+    for new_tokens, drafted in ((2, []), (3, [1]), (6, [4]), (9, [6])):
+        sequence = wide.generate(ids, do_sample=False, max_new_tokens=new_tokens)[0]
+        drafter = perfect(wide, sequence)
+        wide.generate(ids, do_sample=False, max_new_tokens=new_tokens, assistant_model=drafter)
+        assert drafter.last_stats.accepted == drafted
+        assert drafter.last_stats.draft_positions == max(drafted, default=0)
+
+
+def test_a_draft_that_ends_the_text_is_an_accepted_one(wide):
+    ids = prompt(20)
+    text = wide.generate(ids, do_sample=False, max_new_tokens=30)[0]
+    last = next(i for i in range(22, 50) if text[i] not in text[20:i])
+    drafter = perfect(wide, text)
+    out = wide.generate(
+        ids, do_sample=False, max_new_tokens=30, eos_token_id=text[last].item(), assistant_model=drafter
+    )
+    assert out.shape[1] == last + 1
+    whole, rest = divmod(last - 20, 7)
+    assert drafter.last_stats.accepted == [6] * whole + [rest] * bool(rest)
+
+
+def test_logits_are_shown_as_they_were_before_processors(wide):
+    class NoFives(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            scores[:, 5] = -math.inf  # in place
+            return scores
+
+    options = dict(do_sample=False, max_new_tokens=10, return_dict_in_generate=True, output_logits=True)
+    options["logits_processor"] = LogitsProcessorList([NoFives()])
+    ids = prompt(9)
+    drafter = half_right(wide, ids, max_new_tokens=10, logits_processor=options["logits_processor"])
+    out = wide.generate(ids, assistant_model=drafter, **options)
+    assert len(out.logits) == 10 and all(logits.isfinite().all() for logits in out.logits)
 
 
 def test_what_the_caller_sets_counts(wide):
@@ -441,6 +536,13 @@ def test_choice_has_the_targets_distribution(temperature):
     # The overlap of the two distributions is the acceptance rate: neither everything nor nothing is accepted.
     overlap = torch.minimum(p, q).sum().item()
     assert_drawn_from(torch.tensor([1 - overlap, overlap]), Counter({0: draws - accepted, 1: accepted}))
+
+
+def test_a_rejected_draft_of_equal_distributions():
+    """Rounding can leave the target nowhere more than the drafter."""
+    q = torch.tensor([[0.5, 0.5, 0.0]])
+    found = [speculative_choice(q * 0.9, q, torch.tensor([0])) for _ in range(200)]
+    assert {int(token) for token, agreed in found if not agreed} == {0, 1}
 
 
 @pytest.mark.parametrize("temperature", [0.8])

@@ -421,3 +421,26 @@ def test_a_sharded_drafter_is_saved_under_its_own_name(tmp_path):
     assert config["auto_map"]["AutoModel"] == "modeling_hyperdflash.HyperDFlashDrafter"
     assert config["architectures"] == ["HyperDFlashDrafter"]
     assert {path.name for path in tmp_path.glob("*.py")} == {name for name in CODE if "/" not in name}
+
+
+def test_a_native_block_comes_from_the_commit_that_its_target_does(hub, folder, tmp_path):
+    told = run(hub, folder, tmp_path, """
+from huggingface_hub import HfApi
+from safetensors.torch import save_file
+from hf_hyperdflash import DeepseekV4MTPDrafter
+loaded, commits = target(), []
+drafter = DeepseekV4MTPDrafter(loaded.config)
+HfApi().create_repo("org/native")
+for value in (1.0, 2.0):
+    drafter.norm.weight.data.fill_(value)
+    loaded.config.save_pretrained(folder / "native")
+    tensors = {name: tensor.clone() for name, tensor in drafter.deepseek_state_dict().items()}
+    save_file(tensors, folder / "native" / "model.safetensors")
+    commits.append(HfApi().upload_folder(repo_id="org/native", folder_path=folder / "native").oid)
+loaded.config._name_or_path = "org/native"
+told["norms"] = []
+for commit in (commits[0], None):
+    loaded.config._commit_hash = commit
+    told["norms"].append(DeepseekV4MTPDrafter.from_target(loaded).norm.weight[0].item())
+""")  # fmt: skip
+    assert told["norms"] == [1.0, 2.0]

@@ -64,6 +64,17 @@ def test_what_prompts_have_in_common_cancels(tmp_path):
     assert [lead.tau.value, lead.tau.low, lead.tau.high] == pytest.approx([1, 1, 1])
 
 
+def test_all_methods_answer_the_same_drawn_prompts(tmp_path):
+    """A has ten tokens a second and one token a round more than B on prompts that suit both, or neither."""
+    lines = []
+    for prompt, tokens in enumerate([10, 20, 40, 90]):
+        lines += [line(PLAIN, prompt), line(B, prompt, new_tokens=tokens, **rounds(tokens, 10))]
+        lines.append(line(A, prompt, new_tokens=tokens + 10, **rounds(tokens + 10, 10)))
+    (lead,) = leads(loaded(tmp_path, lines))
+    assert [lead.speedup.value, lead.speedup.low, lead.speedup.high] == pytest.approx([1, 1, 1])
+    assert [lead.tau.value, lead.tau.low, lead.tau.high] == pytest.approx([1, 1, 1])
+
+
 def test_both_turns_of_a_prompt_are_drawn_together(tmp_path):
     """A's gain on one turn is its loss on the other, so no draw of prompts shows a difference."""
     lines = []

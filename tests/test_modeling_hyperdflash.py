@@ -8,6 +8,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_hyperdflash import HCGateReducer, HyperDFlashConfig, HyperDFlashDrafter, register_auto_classes
 from hf_hyperdflash.blocks import block_mask
+from hf_hyperdflash.target import path_gates
 
 from .conftest import tiny_drafter, tiny_target
 from .families import qwen3
@@ -42,6 +43,23 @@ def test_path_norm_follows_equation_1(target):
             alpha = torch.sigmoid(head.hc_fn[j] @ x * head.hc_scale[0] + head.hc_base[j]) + 1e-6
             y += alpha * h[j] / (h[j].square().mean() + 1e-6).sqrt()
         torch.testing.assert_close(drafter.hc_gate(residual)[0, t], y)
+
+
+def test_a_path_of_zeros_adds_nothing(target):
+    drafter, residual = tiny_drafter(target), torch.randn(1, 3, 4, 32)
+    residual[:, :, 2] = 0
+    alone = naive_gate(drafter.hc_gate, residual[0, 1])
+    torch.testing.assert_close(drafter.hc_gate(residual)[0, 1], alone)
+
+
+def test_a_gate_without_a_target_is_half_open_and_reads_its_input():
+    config = HyperDFlashConfig(
+        vocab_size=64, hidden_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=32,
+        num_hidden_layers=1, mask_token_id=1, initializer_range=0.2,
+    )  # fmt: skip
+    gate = HyperDFlashDrafter(config).hc_gate
+    gates = path_gates(torch.randn(1, 200, 4, 32), gate.hc_fn, gate.hc_base, gate.hc_scale, 1e-6, 1e-6)
+    assert 0.4 < gates.mean() < 0.6 and gates.std() > 0.1
 
 
 def test_fc_is_a_dense_projection_of_the_concatenated_paths(target):
@@ -120,6 +138,18 @@ def test_gate_parameters_stay_float32(target, tmp_path):
         again = HyperDFlashDrafter.from_pretrained(tmp_path, dtype=dtype)
         assert again.hc_gate.hc_fn.dtype == torch.float32 and again.layers[0].mlp.up_proj.weight.dtype == dtype
         assert torch.equal(again.hc_gate.hc_fn, target.model.hc_head.hc_fn)
+
+
+def test_rope_is_never_rounded(target, tmp_path):
+    """A drafter in bfloat16 must see the positions that it sees after it was saved and loaded."""
+    exact = tiny_drafter(target, dtype=torch.float32).rotary_emb.inv_freq
+    made = tiny_drafter(target, dtype=torch.bfloat16)
+    made.save_pretrained(tmp_path)
+    loaded = HyperDFlashDrafter.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    cast = HyperDFlashDrafter.from_pretrained(tmp_path, dtype=torch.float32).to(torch.bfloat16)
+    for drafter in (made, loaded, cast):
+        assert drafter.dtype == torch.bfloat16
+        assert drafter.rotary_emb.inv_freq.dtype == torch.float32 and torch.equal(drafter.rotary_emb.inv_freq, exact)
 
 
 def test_fallback_is_chosen_with_a_logged_reason(target, caplog):

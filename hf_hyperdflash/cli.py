@@ -540,9 +540,10 @@ def _load_drafter(model: Any, path: str) -> Any:
     from transformers import PreTrainedConfig
 
     from .formats import load_dflash
+    from .loading import is_other_format
     from .modeling_hyperdflash import HyperDFlashDrafter
     from .modeling_mtp import DeepseekV4MTPDrafter
-    from .sources import is_other_format, readable
+    from .sources import readable
 
     fields, _ = PreTrainedConfig.get_config_dict(path)
     weight = model.get_output_embeddings().weight

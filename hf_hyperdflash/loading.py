@@ -16,6 +16,8 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from .configuration_hyperdflash import HyperDFlashConfig
+
 
 def load_complete(
     load: Callable[..., Any], name: Any, *args: Any, output_loading_info: bool = False, **options: Any
@@ -74,6 +76,20 @@ def check_source(name: Any) -> None:
         validate_repo_id(str(name))
     except HFValidationError as error:
         raise OSError(f"There is no folder {name}, and it is no Hub id (`org/name`). Check the path.") from error
+
+
+def is_other_format(fields: dict[str, Any]) -> bool:
+    """Whether a configuration is in z-lab's or speculators' layout."""
+    return "dflash_config" in fields or "speculators_model_type" in fields
+
+
+def drafter_kind(fields: dict[str, Any]) -> str | None:
+    """What kind of drafter a configuration is of, in words; `None` if it is of none."""
+    if fields.get("model_type") == HyperDFlashConfig.model_type:
+        return "a drafter"
+    if is_other_format(fields):
+        return "a DFlash drafter in another program's layout"
+    return "an MTP drafter" if "DeepseekV4MTPDrafter" in (fields.get("architectures") or ()) else None
 
 
 def weight_files(folder: Path) -> list[str]:

@@ -14,13 +14,14 @@ from jinja2 import TemplateSyntaxError
 from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-_OURS = "hyperdflash"
+from .configuration_hyperdflash import HyperDFlashConfig
+from .loading import drafter_kind
 
 
 def check_target(name: str) -> None:
     """Raise a `ValueError` or an `OSError` if `name` is not a model to draft for."""
     fields = _configuration(name, "target")
-    drafter = _drafter_kind(fields)
+    drafter = drafter_kind(fields)
     if drafter:
         raise ValueError(f"{name} is {drafter}, expected the target that it drafts for: give it as the drafter.")
     kind = fields.get("model_type")
@@ -41,13 +42,13 @@ def check_drafter(name: str, *, is_ours: bool = False, needs_weights: bool = Tru
         needs_weights: Whether its configuration is not enough.
     """
     fields = _configuration(name, "drafter")
-    kind = _drafter_kind(fields)
+    kind = drafter_kind(fields)
     if kind is None:
         raise ValueError(
             f"{name} is a model of type {fields.get('model_type')!r}, expected a drafter. One for it is made by "
             f"`hf-hyperdflash train --target {name}`."
         )
-    if is_ours and fields.get("model_type") != _OURS:
+    if is_ours and fields.get("model_type") != HyperDFlashConfig.model_type:
         raise ValueError(f"{name} is {kind}, expected a HyperDFlash or vanilla DFlash drafter saved by this package.")
     if needs_weights:
         _check_weights(name, "*.safetensors")
@@ -65,20 +66,6 @@ def check_repo_id(name: str) -> None:
         validate_repo_id(name)
     except HFValidationError as error:
         raise ValueError(f"The repository is {name!r}, expected a name on the Hub: org/name.") from error
-
-
-def is_other_format(fields: dict[str, Any]) -> bool:
-    """Whether a configuration is in z-lab's or speculators' layout."""
-    return "dflash_config" in fields or "speculators_model_type" in fields
-
-
-def _drafter_kind(fields: dict[str, Any]) -> str | None:
-    """What kind of drafter a configuration is of, in words; `None` if it is of none."""
-    if fields.get("model_type") == _OURS:
-        return "a drafter"
-    if is_other_format(fields):
-        return "a DFlash drafter in another program's layout"
-    return "an MTP drafter" if "DeepseekV4MTPDrafter" in (fields.get("architectures") or ()) else None
 
 
 def _configuration(name: str, what: str) -> dict[str, Any]:

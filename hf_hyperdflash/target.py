@@ -32,7 +32,7 @@ from .configuration_hyperdflash import HyperDFlashConfig
 from .generation import check_cache, speculative_decoding
 from .hooks import TargetHooks
 from .linear_cache import make_linear_rewindable
-from .loading import check_source
+from .loading import check_source, drafter_kind
 from .residual import ResidualTap
 from .version import __version__, series
 
@@ -275,11 +275,10 @@ def check_is_target(name: str) -> None:
     """Raise an `OSError` if there is nothing at this path or Hub id, a `ValueError` if it is a drafter."""
     check_source(name)
     fields, _ = PreTrainedConfig.get_config_dict(name)
-    kinds = {str(fields.get("model_type")), *(fields.get("architectures") or ()), *fields}
-    if kinds & {HyperDFlashConfig.model_type, "DeepseekV4MTPDrafter", "dflash_config", "speculators_model_type"}:
+    if kind := drafter_kind(fields):
         raise ValueError(
-            f"{name} is a drafter, expected a target: pass {fields.get('target_name_or_path') or 'the model it drafts for'} "
-            "as the target and this as the drafter."
+            f"{name} is {kind}, expected a target: pass {fields.get('target_name_or_path') or 'the model it drafts for'} as the "
+            "target and this as the drafter."
         )
 
 

@@ -142,7 +142,7 @@ def test_a_target_is_no_drafter():
 
 @pytest.mark.parametrize("command", ["generate", "doctor"])
 def test_a_drafter_is_no_target(saved, command):
-    with pytest.raises(ValueError, match="is a drafter, expected a target"):
+    with pytest.raises(ValueError, match="drafter, expected a target"):
         load_target(str(saved[1]))
     arguments = [
         command,

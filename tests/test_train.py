@@ -76,15 +76,16 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_data_that_cannot_be_used_is_said_before_the_target_is_loaded(tmp_path, name):
+def test_data_that_cannot_be_used_is_said_before_the_target_is_loaded(tmp_path, name, monkeypatch):
     text, message = BAD[name]
     data = tmp_path / "rows.jsonl"
     data.write_bytes(text.encode(errors="surrogateescape"))
+    monkeypatch.setattr("hf_hyperdflash.train.load_target", lambda *args, **kwargs: pytest.fail("it was loaded"))
     with pytest.raises(ValueError, match=message):
-        main(flags(tmp_path, data, target="nowhere", eval_rows=64))
+        main(flags(tmp_path, data, eval_rows=64))
     if name in ("empty", "binary", "malformed", "no object"):
         with pytest.raises(ValueError, match=message):
-            main([*flags(tmp_path, data, target="nowhere", eval_dataset="other.jsonl"), "--streaming"])
+            main([*flags(tmp_path, data, eval_dataset="other.jsonl"), "--streaming"])
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 

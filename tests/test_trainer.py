@@ -443,12 +443,18 @@ def test_wrong_models_and_arguments_are_refused(tmp_path, target):
         HyperDFlashTrainer(drafter, target, HyperDFlashTrainingArguments(str(tmp_path)), processing_class=tokenizer)
 
 
-def test_a_tokenizer_without_the_mask_token_is_refused(tmp_path):
+def test_a_mask_token_that_the_tokenizer_does_not_use_will_do(tmp_path):
+    """Rows of the embedding past the tokenizer's last are what `find_mask_token` prefers; text never has them."""
     tokenizer = AutoTokenizer.from_pretrained(MODELS / "tiny-deepseek-v4")
     target = tiny_target(vocab_size=len(tokenizer) + 8)
     drafter = tiny_drafter(target, mask_token_id=len(tokenizer) + 3)
-    with pytest.raises(ValueError, match="no token"):
-        HyperDFlashTrainer(drafter, target, HyperDFlashTrainingArguments(str(tmp_path)), processing_class=tokenizer)
+    turns = [{"role": "user", "content": "What is 2 plus 3?"}, {"role": "assistant", "content": "2 plus 3 is 5."}]
+    chats = Dataset.from_list([{"messages": turns}] * 2)
+    settings = dict(max_steps=1, per_device_train_batch_size=2, report_to="none", save_strategy="no", num_anchors=2)
+    arguments = HyperDFlashTrainingArguments(str(tmp_path), use_cpu=True, **settings)
+    trainer = HyperDFlashTrainer(drafter, target, arguments, train_dataset=chats, processing_class=tokenizer)
+    trainer.train()
+    assert math.isfinite(trainer.state.log_history[-1]["train_loss"])
 
 
 def test_data_without_assistant_text_is_refused(tmp_path, target):

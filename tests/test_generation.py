@@ -338,6 +338,15 @@ def test_a_round_is_drafted_from_all_that_came_before(wide):
     assert len(seen) > 1 and seen[0][0] == 10 and all(len(set(lengths)) == 1 for lengths in seen)
 
 
+def test_drafts_obey_the_requests_processors(wide):
+    ids, options = prompt(10), dict(do_sample=False, max_new_tokens=15, suppress_tokens=[5])
+    expected = wide.generate(ids, **options)
+    drafter = perfect(wide, expected[0])
+    drafter.states = drafter.states + 2 * drafter.states[5]  # would rather say what may not be said
+    assert torch.equal(wide.generate(ids, assistant_model=drafter, **options), expected)
+    assert drafter.last_stats.accepted == [6, 6]
+
+
 def test_no_more_is_drafted_than_fits(wide):
     ids = prompt(10)
     for new_tokens, drafted in ((2, []), (3, [1]), (6, [4]), (9, [6])):

@@ -1,7 +1,10 @@
+import copy
+import itertools
 import json
 import multiprocessing
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter
-from hf_hyperdflash.benchmark import TARGET_ONLY, BenchmarkSettings, Method, hardware, run_benchmark
+from hf_hyperdflash.benchmark import TARGET_ONLY, BenchmarkSettings, Method, _compared, hardware, run_benchmark
 from hf_hyperdflash.data import encode_prompts
 
 from .conftest import MODELS
@@ -103,6 +106,43 @@ def test_the_second_turn_follows_the_targets_own_answer(pair, data, tmp_path):
     assert {r["prompt_tokens"] for r in records if r["turn"] == 1} == {asked.shape[1]}
     expected = target.generate(asked, do_sample=False, max_new_tokens=20)[0, asked.shape[1] :].tolist()
     assert next(r for r in records if r["method"] == TARGET_ONLY and r["turn"] == 1)["output_ids"] == expected
+
+
+def test_what_a_target_thought_is_no_part_of_the_conversation(pair, data, tmp_path):
+    target, tokenizer, drafter = pair
+    thinking = copy.copy(tokenizer)
+    thinking.decode = lambda ids, **options: "<think>Let me see.</think>It is."
+    chosen = settings(data, suites=["mt-bench"], max_new_tokens=4)
+    path = run_benchmark(target, thinking, methods(target, drafter)[2:], chosen, tmp_path / "r.jsonl")
+    turns = SUITE["mt-bench"][0]
+    messages = [{"role": "user", "content": turns[0]}, {"role": "assistant", "content": "It is."}]
+    asked = encode_prompts(tokenizer, [{"messages": [*messages, {"role": "user", "content": turns[1]}]}])[0]
+    assert {r["prompt_tokens"] for r in read(path)[1] if r["turn"] == 1} == {asked.shape[1]}
+
+
+def test_steps_are_timed_from_the_first_token_on(pair, data, tmp_path, monkeypatch):
+    """With a clock that ticks whenever it is looked at: at the beginning, for the prompt and every token, at the end."""
+    target, tokenizer, drafter = pair
+    monkeypatch.setattr(time, "perf_counter", map(float, itertools.count()).__next__)
+    chosen = settings(data, suites=["gsm8k"], limit=1, max_new_tokens=6)
+    path = run_benchmark(target, tokenizer, methods(target, drafter)[2:], chosen, tmp_path / "r.jsonl")
+    own = next(r for r in read(path)[1] if r["method"] == TARGET_ONLY)
+    assert (own["seconds"], own["decode_seconds"]) == (own["new_tokens"] + 2, own["new_tokens"])
+
+
+def test_texts_are_drawn_from_the_whole_distribution_each_for_itself(pair, data, tmp_path, monkeypatch):
+    target, tokenizer, drafter = pair
+    monkeypatch.setattr(target.generation_config, "top_k", 1)  # what the target's maker recommends is not asked
+    (Path(data) / "gsm8k.jsonl").write_text((json.dumps({"turns": SUITE["gsm8k"][0]}) + "\n") * 2)
+    chosen = settings(data, suites=["gsm8k"], temperatures=[0.0, 3.0], max_new_tokens=12)
+    path = run_benchmark(target, tokenizer, methods(target, drafter)[2:], chosen, tmp_path / "r.jsonl")
+    texts = [r["output_ids"] for r in read(path)[1] if r["method"] == TARGET_ONLY]
+    assert len(texts) == 4 and texts[0] == texts[1] != texts[2] != texts[3] != texts[0]
+
+
+def test_the_first_difference_of_a_text_that_ends_early_is_its_end():
+    record = _compared({"method": "Mine"}, [4, 5], [4, 5, 6], greedy=True)
+    assert record["identical"] is False and record["first_difference"] == 2
 
 
 def test_a_killed_run_goes_on_where_it_stopped(pair, data, tmp_path):

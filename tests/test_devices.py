@@ -145,12 +145,11 @@ def test_drafters(fields):
     assert_same_text(target, tiny_drafter(target, **fields))
 
 
-@pytest.mark.parametrize("places", [APART, PLACES[3]])
-def test_mtp(places):
+def test_mtp():
     target = small_target()
     drafter = DeepseekV4MTPDrafter(target.config).eval()
     drafter.set_experts_implementation("batched_mm")
-    assert_same_text(target, drafter, places)
+    assert_same_text(target, drafter)
 
 
 def test_prompt_lookup():
@@ -228,8 +227,9 @@ def waits_of_a_round(accepted: int, do_sample: bool) -> Counter[str]:
     """By place, of one verification round of six drafts, the first `accepted` of which are right."""
     target = small_target()
     # As good as greedy: what is drawn is known, and the same code runs.
-    options = {"do_sample": do_sample, "temperature": 1e-3 if do_sample else None, "max_new_tokens": 30}
-    text = target.generate(prompt(12), do_sample=False, max_new_tokens=30)[0]
+    options = {"do_sample": do_sample, "temperature": 1e-3 if do_sample else None}
+    options["max_new_tokens"] = max(8, accepted + 4)  # that round, and the beginning of another
+    text = target.generate(prompt(12), do_sample=False, max_new_tokens=8)[0]
     text[13 + accepted] = (text[13 + accepted] + 1) % 60 + 2
     drafter, seen = perfect(target, text), []
     with SimulatedDevices() as devices:

@@ -605,6 +605,7 @@ def test_a_dataset_gives_the_same_bytes_as_a_list(target, tmp_path, written):
         (lambda row: row["loss_mask"].__setitem__(0, -100), "Row 1 has a `loss_mask` with values from -100"),
         (lambda row: row["position_ids"].__setitem__(0, 1), "`position_ids` of row 1"),
         (lambda row: row["position_ids"].__setitem__(5, 4), "`position_ids` of row 1"),
+        (lambda row: row["position_ids"].__setitem__(-1, 7), "`position_ids` of row 1"),  # the one before it again
     ],
 )
 def test_malformed_rows_are_named_before_anything_is_written(target, tmp_path, edit, message):

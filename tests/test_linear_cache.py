@@ -57,6 +57,17 @@ def assert_same(cache, other):
         torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
 
 
+def test_a_first_forward_taken_back_leaves_nothing(linear):
+    ids, cache = prompt(20), fresh(linear)
+    cache.activate_past_recording()
+    with record_calls(linear):
+        feed(linear, cache, prompt(7, seed=5))
+        cache.crop(-7)
+    assert cache.get_seq_length() == 0
+    again, never = feed(linear, cache, ids), feed(linear, fresh(linear), ids)
+    torch.testing.assert_close(again, never, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("removed", range(8))
 def test_a_crop_leaves_what_a_cache_has_that_never_saw_the_tokens(linear, removed):
     ids, cache, never = prompt(40), fresh(linear), fresh(linear)

@@ -28,6 +28,8 @@ _AFTERWARDS = {
 
 def run() -> None:
     """The command. What the user can mend ends in one line, not in a traceback."""
+    for library in ("TRANSFORMERS", "HF_HUB"):  # they report and try again at length before the error that counts
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
     try:
         status = app(prog_name="hf-hyperdflash", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
@@ -180,7 +182,7 @@ def generate(
     stats = assistant.last_stats
     rates = ", ".join(f"{100 * rate:.0f}" for rate in stats.acceptance)
     typer.echo(
-        f"\n{stats.tokens} tokens in {stats.rounds} verification rounds: tau {stats.tau:.2f}, "
+        f"\n{stats.tokens} tokens in {stats.rounds} verification round{'s' * (stats.rounds != 1)}: tau {stats.tau:.2f}, "
         f"{stats.tokens / max(stats.loop_seconds, 1e-9):.1f} tokens/s. Drafts accepted at each position, %: {rates}.",
         err=True,
     )
@@ -257,7 +259,7 @@ def card(
         raise OSError(
             f"The folder {results} has no results.jsonl, expected one that `hf-hyperdflash benchmark` wrote."
         )
-    figures = None if results is None else measured(results / "results.jsonl", method)
+    figures = None if results is None else measured(results / "results.jsonl", method, folder)
     is_copied = results is not None and figure is None and (results / picture).exists()
     written = drafter_card(
         folder,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
@@ -30,7 +30,8 @@ _WHY = {
     "block_size": ": the anchor and at least one draft position",
     "sliding_window": ", or None for no window",
 }
-_WRITTEN_BESIDE = ("auto_map", "torch_dtype", "quantization_config")  # by transformers, in any model's config.json
+# By transformers, in any model's config.json.
+_WRITTEN_BESIDE = ("auto_map", "torch_dtype", "quantization_config", "use_cache")
 _TYPES: dict[str, tuple[Any, str]] = {
     "int": (int, "an integer"),
     "float": ((int, float), "a number"),
@@ -136,6 +137,7 @@ class HyperDFlashConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.check_fields({name: getattr(self, name) for name in HyperDFlashConfig.__annotations__})
+        self.check_fields({name: kwargs[name] for name in self._unknown(kwargs)})
         super().__post_init__(**kwargs)
         if self.target_hidden_size == 0:
             self.target_hidden_size = self.hidden_size
@@ -157,16 +159,24 @@ class HyperDFlashConfig(PreTrainedConfig):
                 "HyperDFlash drafter, not of its target or of another model; DFlash drafters of others are read by "
                 "`hf_hyperdflash.load_dflash`."
             )
-        cls._compare_versions(config_dict)
-        loaded = super().from_dict(config_dict, **kwargs)
+        unknown = cls._unknown(config_dict)
+        cls._compare_versions(config_dict, unknown)
+        known = {name: value for name, value in config_dict.items() if name not in unknown}
+        loaded = super().from_dict(known, **kwargs)
         (loaded[0] if isinstance(loaded, tuple) else loaded).check()  # what `kwargs` changed too
         return loaded
 
     @classmethod
-    def _compare_versions(cls, config_dict: dict[str, Any]) -> None:
+    def _unknown(cls, given: Iterable[str]) -> list[str]:
+        """Those names that are no field of ours, and none that transformers has or writes in every configuration."""
+        names = [name for name in given if name not in _WRITTEN_BESIDE]
+        plain = cls() if names else None
+        return [name for name in names if not hasattr(plain, name)]
+
+    @classmethod
+    def _compare_versions(cls, config_dict: dict[str, Any], unknown: list[str]) -> None:
         """Warn where the file may say what this version does not understand."""
-        saved, plain = str(config_dict.get("hyperdflash_version") or ""), cls()
-        unknown = [name for name in config_dict if name not in _WRITTEN_BESIDE and not hasattr(plain, name)]
+        saved = str(config_dict.get("hyperdflash_version") or "")
         if unknown or series(saved) > series(__version__):
             logger.warning(
                 "The drafter was saved by hf_hyperdflash %s, and this is %s%s. Install that version, or let the drafter bring "

@@ -470,7 +470,8 @@ class _Decoding:
             self.residuals.clear()
             new = residual.shape[1]  # less than what is new to the drafter after another's turn on the same cache
         positions, following = _text_axis(self.positions(ids))[:, end - new : end], ids[:, end - new + 1 : end + 1]
-        if self.kwargs.get("attention_mask") is not None:  # padding is no context
+        # Padding is no context. After the prompt there is none, and to look for it would be to wait for the device.
+        if self.kwargs.get("attention_mask") is not None and end - new < self.prompt_length:
             real = self._mask(ids)[0, end - new : end].bool()
             positions, following = positions[:, real], following[:, real]
             residual = None if residual is None else residual[:, real.to(residual.device)]

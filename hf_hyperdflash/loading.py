@@ -35,7 +35,8 @@ def load_complete(
         ValueError: If tensors are missing, unexpected, of another shape or not finite, naming them.
         OSError: If it cannot be found, is no checkpoint in safetensors, or is damaged.
     """
-    check_source(name)
+    if options.get("state_dict") is None:  # else there is nothing to read
+        check_source(name)
     if options.get("use_safetensors") is False:
         raise ValueError("`use_safetensors` is False, expected True: drafters are read from safetensors only.")
     options |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # refused below, by name
@@ -46,8 +47,8 @@ def load_complete(
             f"The weights of {name} are damaged ({error}). Load them again with `force_download=True`; if that does not "
             "help, the upload was cut off: push the drafter again."
         ) from error
-    except StrictDataclassError as error:
-        raise ValueError(f"The configuration of {name} is wrong: {' '.join(str(error).split())}.") from error
+    except (StrictDataclassError, ValueError) as error:
+        raise ValueError(f"{name} cannot be loaded: {' '.join(str(error).split())}") from error
     except OSError as error:
         if "model.safetensors" not in str(error):
             raise
@@ -67,8 +68,12 @@ def load_complete(
 
 
 def check_source(name: Any) -> None:
-    """Raise an `OSError` if `name` is neither a folder nor what could be a Hub id."""
-    if not isinstance(name, (str, Path)) or Path(name).is_dir():
+    """Raise an `OSError` or a `ValueError` if `name` is neither the folder of a checkpoint nor what could be a Hub id."""
+    if not isinstance(name, (str, Path)) or not str(name).strip():
+        raise ValueError(f"{name!r} is no checkpoint: expected a folder or a Hub id (`org/name`).")
+    if Path(name).is_dir():
+        if not any((Path(name) / config).is_file() for config in ("config.json", "adapter_config.json")):
+            raise OSError(f"The folder {name} has no config.json, expected a saved model.")
         return
     if Path(name).is_file():
         raise OSError(f"{name} is a file, expected the folder of a checkpoint: {Path(name).parent}, perhaps.")

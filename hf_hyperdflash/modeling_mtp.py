@@ -165,8 +165,8 @@ class DeepseekV4MTPDrafter(DeepseekV4PreTrainedModel):
             ValueError: If it is a target or another model, or its tensors are not the block's.
             OSError: If it cannot be found or its weights are damaged.
         """
-        check_source(pretrained_model_name_or_path)
-        if pretrained_model_name_or_path is not None:
+        if kwargs.get("state_dict") is None:  # else there is nothing to read
+            check_source(pretrained_model_name_or_path)
             fields, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **kwargs)
             made = fields.get("architectures") or ["model of unknown architecture"]
             if cls.__name__ not in made:

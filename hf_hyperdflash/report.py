@@ -11,9 +11,12 @@ from typing import Any
 from huggingface_hub import EvalResult
 
 from .figures import acceptance_figure, speedup_figure
+from .fingerprint import module_fingerprint
 from .intervals import Interval
 from .leads import Lead, leads
+from .loading import weight_files
 from .model_card import Measured
+from .modeling_hyperdflash import HyperDFlashDrafter
 from .suites import SUITES, title_of
 from .summary import MODES, Results, Row, averages, load, pool, suites_of, summarize, temperatures
 
@@ -198,22 +201,28 @@ def _table(header: list[str], body: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def measured(results: Path, method: str | None = None) -> Measured:
+def measured(results: Path, method: str | None = None, folder: Path | None = None) -> Measured:
     """What a model card shows of one method of a benchmark.
 
     Args:
         results: The benchmark's `results.jsonl`.
         method: Which, as the tables name it; may be left out where there is only one.
+        folder: Of the drafter that the card is for; not looked at if left out.
 
     Raises:
-        ValueError: If the file has no such method, or several and none is named.
+        ValueError: If the file has no such method, or several and none is named, or another drafter was measured than the
+            one in `folder` (benchmarks of earlier releases do not say which).
     """
     loaded = load(results)
     rows = summarize(loaded)
     methods = list(dict.fromkeys(row.method for row in rows))
     if method not in methods and (method is not None or len(methods) > 1):
-        raise ValueError(f"The method is {method!r}, but {results} compares {methods}. Pass one of them as `method`.")
+        raise ValueError(
+            f"The method is {method!r}, but {results} compares {methods}. Pass one of them as `method` (`--method`)."
+        )
     rows = [row for row in rows if row.method == (method or methods[0])]
+    if folder is not None:
+        _check_weights(loaded.runs[-1], rows[0].method, folder)
     tables = []
     for mode in dict.fromkeys(row.mode for row in rows):
         of_mode = [row for row in rows if row.mode == mode]
@@ -231,6 +240,17 @@ def measured(results: Path, method: str | None = None) -> Measured:
         ),
     ]
     return Measured(_card_settings(loaded, rows), "\n\n".join(tables), [r for row in rows for r in _results(row)])
+
+
+def _check_weights(run: dict[str, Any], method: str, folder: Path) -> None:
+    recorded = run.get("weights_digest", {}).get(method)
+    if recorded and weight_files(folder):
+        drafter = HyperDFlashDrafter.from_pretrained(folder, dtype=run["dtype"])
+        if not module_fingerprint(drafter).startswith(recorded):
+            raise ValueError(
+                f"The benchmark's {method} was run with other weights or another configuration than the drafter in {folder} "
+                "has. Benchmark this drafter, or name the method that it is (`--method`)."
+            )
 
 
 def _card_table(rows: list[Row]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,7 +59,11 @@ def check_drafter(name: str, *, is_ours: bool = False, needs_weights: bool = Tru
 def _check_weights(name: str, *patterns: str) -> None:
     path = Path(name)
     if path.is_dir() and not any(file for pattern in patterns for file in path.glob(pattern)):
-        raise OSError(f"The folder {name} has no weights, expected model.safetensors. Save or download them there.")
+        pickle = next(path.glob("*.bin"), None)
+        but = f": {pickle.name} is a pickle, which can run code, and is not read" if pickle else ""
+        raise OSError(
+            f"The folder {name} has no weights, expected model.safetensors{but}. Save or download them there."
+        )
 
 
 def check_repo_id(name: str) -> None:
@@ -86,7 +92,7 @@ def _configuration(name: str, what: str) -> dict[str, Any]:
     except OSError as error:
         if path.is_dir():
             raise OSError(
-                f"{path / 'config.json'} cannot be read, or is no JSON. Copy or download it again."
+                f"{path / 'config.json'} {_why_no_json(path / 'config.json')}. Copy or download it again."
             ) from error
         raise OSError(
             f"The folder {name} does not exist, and as a Hub id it has no configuration that can be loaded from here: no "
@@ -95,6 +101,18 @@ def _configuration(name: str, what: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"The config.json of {name} holds a {type(fields).__name__}, expected an object.")
     return fields
+
+
+def _why_no_json(path: Path) -> str:
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        return f"is no JSON ({error.msg}, line {error.lineno}, column {error.colno})"
+    except UnicodeDecodeError:
+        return "is no text in UTF-8"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return "cannot be read"
 
 
 @contextmanager
@@ -150,6 +168,6 @@ def _readable_tokenizer(name: str) -> Iterator[None]:
     else:
         return
     raise OSError(
-        f"{name} has no tokenizer that can be loaded ({type(cause).__name__}: {' '.join(str(cause).split())[:150]}). Save the "
+        f"{name} has no tokenizer that can be loaded ({type(cause).__name__}: {textwrap.shorten(str(cause), 150)}). Save the "
         "target's own there (tokenizer.json, tokenizer_config.json)."
     ) from cause

@@ -32,7 +32,7 @@ from .configuration_hyperdflash import HyperDFlashConfig
 from .generation import check_cache, speculative_decoding
 from .hooks import TargetHooks
 from .linear_cache import make_linear_rewindable
-from .loading import check_source, drafter_kind
+from .loading import check_finite, check_names, check_source, drafter_kind
 from .residual import ResidualTap
 from .version import __version__, series
 
@@ -94,6 +94,9 @@ def collapse_of(target: PreTrainedModel) -> Collapse:
     collapse = next((collapse for collapse in found if collapse is not None), None)
     if is_drafter(target):
         raise ValueError(f"The target is a {type(target).__name__}, a drafter: pass the model that it drafts for.")
+    if not isinstance(target, PreTrainedModel):
+        given = repr(target) if isinstance(target, (str, type)) else f"a {type(target).__name__}"
+        raise ValueError(f"The target is {given}, expected a model: load it with `hf_hyperdflash.load_target` first.")
     if collapse is None:
         name = getattr(getattr(target, "config", None), "model_type", type(target).__name__)
         raise ValueError(
@@ -260,7 +263,7 @@ def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) ->
         **kwargs: As of `from_pretrained`.
 
     Raises:
-        ValueError: If it is a drafter.
+        ValueError: If it is a drafter, or weights are missing or not finite, which transformers goes on with.
         OSError: If it cannot be found.
     """
     check_is_target(name)
@@ -268,7 +271,10 @@ def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) ->
     kind: Any = AutoModelForCausalLM
     if type(config) in AutoModelForImageTextToText._model_mapping and type(config) not in kind._model_mapping:
         kind = AutoModelForImageTextToText
-    return cast(PreTrainedModel, kind.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs).eval())
+    target, info = kind.from_pretrained(name, trust_remote_code=trust_remote_code, output_loading_info=True, **kwargs)
+    check_names(name, missing=info["missing_keys"])
+    check_finite(target.state_dict(), name)
+    return cast(PreTrainedModel, target.eval())
 
 
 def check_is_target(name: str) -> None:
@@ -447,9 +453,11 @@ class BoundTarget(_Mixed):
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
-        # What the caller asked for: later, transformers' default of 20 and a 20 of the caller's look the same.
-        given = (kwargs, *(vars(config) for config in (generation_config, self.generation_config) if config))
-        asked = (values.get("num_assistant_tokens") for values in given)
+        asked = [
+            kwargs.get("num_assistant_tokens"),
+            _drafts_asked(generation_config),
+            _drafts_asked(self.generation_config),
+        ]
         config, model_kwargs = super()._prepare_generation_config(  # type: ignore[misc]
             generation_config, *args, **kwargs
         )
@@ -597,6 +605,7 @@ def check_fit(target: PreTrainedModel, drafter: Any) -> None:
     Raises:
         ValueError: Naming both values, if they do not fit.
     """
+    collapse_of(target)  # what is no target has no place to remember it at
     fitting = _fitting.setdefault(target, WeakSet())
     if drafter not in fitting:
         drafter.check_target(target)
@@ -639,6 +648,17 @@ def _shares_keys(target: PreTrainedModel, cache: Cache) -> bool:
     return _text_config(target).model_type == "deepseek_v4" or any(
         isinstance(layer, DeepseekV4HCACache) for layer in getattr(cache, "layers", ())
     )
+
+
+def _drafts_asked(config: GenerationConfig | None) -> int | None:
+    """`num_assistant_tokens`, but not where transformers filled in its own default of 20 with all its others, as pipelines
+    let it do: later, a 20 of the caller's looks the same."""
+    if config is None:
+        return None
+    defaults = {name: value for name, value in config._get_default_generation_params().items() if value is not None}
+    is_filled = all(getattr(config, name, None) is not None for name in defaults)
+    asked = config.num_assistant_tokens
+    return None if is_filled and asked == defaults.get("num_assistant_tokens") else asked
 
 
 def _make_rewindable(target: PreTrainedModel, cache: Cache, num_drafts: int) -> None:

@@ -136,9 +136,9 @@ NO_CHECKPOINT = {
     " ": "is empty, expected a folder or a Hub id",
     "file": "file is a file, expected a folder",
     "empty": "The folder empty has no config.json",
-    "no-json": "no-json/config.json cannot be read, or is no JSON",
+    "no-json": "no-json/config.json is no JSON (Expecting property name enclosed in double quotes, line 1, column 2)",
     "a-list": "The config.json of a-list holds a list, expected an object",
-    "binary": "binary/config.json cannot be read",
+    "binary": "binary/config.json is no text in UTF-8",
 }
 NO_TARGET = {
     **NO_CHECKPOINT,

@@ -98,3 +98,15 @@ def test_a_file_of_a_later_version_is_said_to_be_one(tmp_path, monkeypatch, capl
         assert not caplog.text
     else:
         assert re.search(message, caplog.text)
+
+
+def test_unknown_fields_are_refused_and_those_of_a_file_told(caplog):
+    with pytest.raises(ValueError, match=r"`blok_size` is no field of `HyperDFlashConfig`: did you mean `block_size`\?"):
+        HyperDFlashConfig(blok_size=7)
+    known = HyperDFlashConfig().to_dict()
+    HyperDFlashConfig(**known)
+    with caplog.at_level("WARNING"):
+        HyperDFlashConfig.from_dict({**known, "use_cache": False})  # transformers' Trainer writes it
+        assert not caplog.text
+        assert not hasattr(HyperDFlashConfig.from_dict({**known, "of_tomorrow": 1}), "of_tomorrow")
+    assert "ignores its of_tomorrow" in caplog.text

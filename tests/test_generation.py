@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hyperdflash import PromptLookupDrafter, SpeculationStats, bind, generation
+from hf_hyperdflash import PromptLookupDrafter, SpeculationStats, bind, generation, unbind
 from hf_hyperdflash.generation import speculative_choice
 
 from .conftest import CSA, HCA, MIXES, half_right, perfect, prompt, tiny_drafter, tiny_target
@@ -405,6 +405,16 @@ def test_what_the_caller_sets_counts(wide):
     wide.generation_config.num_assistant_tokens = 3
     wide.generate(ids, do_sample=False, max_new_tokens=60, assistant_model=drafter)
     assert max(drafter.last_stats.accepted) == 3
+
+
+def test_a_configuration_with_all_defaults_filled_in_asks_for_nothing(wide):
+    """As a pipeline of transformers 5.17 prepares one, before the target is bound, too."""
+    ids = prompt(10)
+    filled, _ = unbind(wide)._prepare_generation_config(GenerationConfig(max_new_tokens=20, do_sample=False))
+    assert filled.num_assistant_tokens == 20
+    drafter = perfect(bind(wide), wide.generate(ids, max_new_tokens=20)[0])
+    wide.generate(ids, assistant_model=drafter, generation_config=filled)
+    assert drafter.last_stats.draft_positions == 6
 
 
 class Echo(PromptLookupDrafter):

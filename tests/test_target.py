@@ -24,7 +24,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Indexer
 
-from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, bind, capture_residual, unbind
+from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, bind, capture_residual, load_target, unbind
 from hf_hyperdflash.target import BoundTarget, _like, check_teacher, collapse_of, describe, logits_of, teacher_states
 
 from .conftest import half_right, prompt, tiny_drafter, tiny_target
@@ -311,6 +311,26 @@ def test_plain_decoding_of_a_bound_target_keeps_the_stock_cache(target, drafter)
         "transformers.cache_utils",
         "transformers.models.deepseek_v4.modeling_deepseek_v4",
     }
+
+
+def test_what_is_no_model_is_told_to_be_loaded(drafter):
+    for thing, named in (("org/name", "'org/name'"), (None, "a NoneType"), (DeepseekV4ForCausalLM, "class")):
+        for call in (bind, drafter.bind):
+            with pytest.raises(ValueError, match=rf"The target is .*{named}.*, expected a model: load it"):
+                call(thing)
+
+
+def test_a_target_is_loaded_whole_and_finite(target, tmp_path):
+    target.save_pretrained(tmp_path)
+    assert torch.equal(load_target(tmp_path).lm_head.weight, target.lm_head.weight)
+    load_target(tmp_path, num_hidden_layers=0)  # for its embedding and head alone
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in tensors if "wq_a" in name or "q_a_proj" in name)
+    for change, said in ((torch.full_like(tensors[name], torch.nan), "not finite"), (None, "1 missing")):
+        kept = {key: value for key, value in {**tensors, name: change}.items() if value is not None}
+        save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=said):
+            load_target(tmp_path)
 
 
 # Every family of targets

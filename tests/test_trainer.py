@@ -279,6 +279,13 @@ def test_logged_terms_are_means_over_the_steps_since_the_last_log(tmp_path, targ
         logged.append([[line[name] for name in ("cross_entropy", "kl")] for line in trainer.state.log_history[:-1]])
     each, means = map(torch.tensor, logged)
     torch.testing.assert_close(each.view(2, 3, 2).mean(1), means)
+    accumulated = trainer_for(
+        tmp_path, target, tiny_drafter(target), rows(6), max_steps=1, per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
+    accumulated.train()
+    line = accumulated.state.log_history[0]
+    torch.testing.assert_close(torch.tensor([line["cross_entropy"], line["kl"]]), each[0])
 
 
 # Stopping and going on

@@ -101,7 +101,9 @@ def test_a_file_of_a_later_version_is_said_to_be_one(tmp_path, monkeypatch, capl
 
 
 def test_unknown_fields_are_refused_and_those_of_a_file_told(caplog):
-    with pytest.raises(ValueError, match=r"`blok_size` is no field of `HyperDFlashConfig`: did you mean `block_size`\?"):
+    with pytest.raises(
+        ValueError, match=r"`blok_size` is no field of `HyperDFlashConfig`: did you mean `block_size`\?"
+    ):
         HyperDFlashConfig(blok_size=7)
     known = HyperDFlashConfig().to_dict()
     HyperDFlashConfig(**known)

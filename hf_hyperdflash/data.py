@@ -9,6 +9,7 @@ import re
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .blocks import anchor_candidates
-from .places import PLACE, at_row, why_unlike, why_unreadable
+from .places import PLACE, at_row, why_no_text, why_unlike, why_unreadable
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -31,7 +32,7 @@ _ROLES = {
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "model"), "assistant"),
     **dict.fromkeys(("tool", "observation"), "tool"),
-    "system": "system",
+    **{role: role for role in ("system", "developer")},
 }
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _COLUMNS = ("input_ids", "loss_mask", "position_ids")
@@ -80,8 +81,14 @@ def _saying_why(path: str, suffix: str, streaming: bool) -> Iterator[None]:
     files = [path] if suffix in (".json", ".jsonl") else sorted(glob.glob(os.path.join(path, "*.jsonl")))
     if streaming:
         _refuse(why_unreadable(file, _FIRST_ROWS) for file in files)
+    else:  # the reader looks at no text, which then fails where it is used
+        _refuse(why_no_text(file) for file in files)
     try:
         yield
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{path} has no dataset: expected .json, .jsonl or .parquet files, or what `save_to_disk` wrote."
+        ) from error
     except (DatasetsError, StopIteration, ValueError) as error:
         _refuse(why_unreadable(file) for file in files)
         _refuse(why_unlike(file) for file in files)
@@ -151,14 +158,22 @@ def _as_messages(given: Any, role: str | None = None) -> list[Message]:
         return [{"role": role, "content": given}]
     messages = [{k: v for k, v in message.items() if v is not None} for message in _listed(given, dict)]
     for message in messages:
-        if not isinstance(message.get("role"), str):
-            raise ValueError(
-                f"The role of a message is {message.get('role')!r}, expected user or assistant, for example."
-            )
+        message["role"] = _role(message.get("role"))
         said = message.get("content")
         if not isinstance(said, (str, list)) and not {"tool_calls", "reasoning_content"} & set(message):
             raise ValueError(f"A message by {message['role']!r} says {said!r}, expected text. Leave such rows out.")
     return messages
+
+
+def _role(speaker: Any) -> str:
+    """Who speaks, in the words of chat templates: one that these do not know would be trained on as they please."""
+    if isinstance(speaker, str) and speaker in _ROLES:
+        return _ROLES[speaker]
+    near = get_close_matches(str(speaker), _ROLES, n=1)
+    raise ValueError(
+        f"Unknown speaker {speaker!r} in a conversation{f' ({near[0]}, perhaps)' if near else ''}: expected one of "
+        f"{sorted(_ROLES)}. Map the dataset's speakers to these."
+    )
 
 
 def _listed(given: Any, kind: type = object) -> list[Any]:
@@ -170,13 +185,7 @@ def _listed(given: Any, kind: type = object) -> list[Any]:
 def _from_sharegpt(turn: Any) -> Message:
     if not isinstance(turn, Mapping):
         raise ValueError(f"A turn of a conversation is {turn!r}, expected `from` and `value`.")
-    role = turn.get("from") or turn.get("role") or ""
-    if role not in _ROLES:
-        raise ValueError(
-            f"Unknown speaker {role!r} in a conversation: expected one of {sorted(_ROLES)}. Map the dataset's speakers "
-            "to these."
-        )
-    message = {"role": _ROLES[role], "content": turn.get("value") or turn.get("content") or ""}
+    message = {"role": turn.get("from") or turn.get("role"), "content": turn.get("value") or turn.get("content") or ""}
     reasoning = turn.get("reasoning_content")
     return {**message, "reasoning_content": reasoning} if reasoning else message
 
@@ -362,7 +371,7 @@ def pack(lengths: list[int], max_length: int) -> list[list[int]]:
 
 
 def prepare_dataset(
-    dataset: Dataset | IterableDataset,
+    dataset: Dataset | IterableDataset | list[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     max_length: int,
@@ -385,20 +394,29 @@ def prepare_dataset(
         num_proc: Processes that tokenize a map-style dataset.
 
     Returns:
-        A dataset of the same kind with lists `input_ids`, `loss_mask` and `position_ids`, which count from 0 in every
+        A dataset of the same kind (of a list, map-style) with lists `input_ids`, `loss_mask` and `position_ids`, which count from 0 in every
         document. As many documents were kept as there are zeros among `position_ids`.
 
     Raises:
         ValueError: If no row (of the first 1,000 of a stream) has an anchor, or a row is no conversation or does not fit
             the arguments: with its file and line, if [`with_places`] has been there.
     """
-    from datasets import Features, IterableDataset, Sequence, Value
+    from datasets import Dataset, Features, IterableDataset, Sequence, Value
 
     if isinstance(dataset, dict):
         raise ValueError(f"Expected one dataset, got several: {sorted(dataset)}. Choose one of these splits.")
+    if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
+        dataset = Dataset.from_list(dataset)
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        raise ValueError(
+            f"The dataset is of type {type(dataset).__name__}, expected a `datasets.Dataset`, an `IterableDataset` or a list "
+            "of rows, which are dictionaries."
+        )
     if max_length < 2:
         raise ValueError(f"max_length={max_length}: a block needs an anchor and a label, so at least 2 tokens.")
     streaming = isinstance(dataset, IterableDataset)
+    if isinstance(dataset, Dataset) and not len(dataset):
+        raise ValueError("The dataset is empty: expected at least one row.")
     columns = dataset.column_names or list(next(iter(dataset), {}))
     features = Features({name: Sequence(Value("int32")) for name in _COLUMNS})
     processes = {} if streaming else {"num_proc": num_proc}

@@ -68,6 +68,17 @@ def why_unreadable(path: str, lines: int | None = None) -> str | None:
     return None
 
 
+def why_no_text(path: str) -> str | None:
+    """The first line of a file that is not UTF-8."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return f"{path}:{number} is not UTF-8 text: expected a JSON object on every line."
+    return None
+
+
 def why_unlike(path: str) -> str | None:
     """The first row of a JSON Lines file that has something else in a column than the rows before."""
     kinds: dict[str, tuple[str, int]] = {}

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import ArgumentParser
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
-from transformers import HfArgumentParser
+from jinja2 import TemplateSyntaxError
+from transformers import HfArgumentParser, ProgressCallback
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from .checkpoints import last_whole, share_modes, to_resume
 from .data import encode_prompts, load_rows
@@ -33,11 +34,18 @@ REPORTED = (
 )  # fmt: skip
 
 
+class _Parser(HfArgumentParser):
+    """Its errors end as all others of the command do, in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}. `train --help` lists the flags.")
+
+
 def parse(argv: list[str] | None, prog: str | None = None) -> tuple[ScriptArguments, HyperDFlashTrainingArguments]:
     """Flags to arguments, those of the chosen stage where nothing else is said.
 
     Raises:
-        ValueError: If a flag is unknown or does not fit.
+        ValueError: If a flag is unknown, missing or does not fit.
     """
     parser = make_parser(argv, prog)
     *parsed, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
@@ -55,8 +63,9 @@ def parse(argv: list[str] | None, prog: str | None = None) -> tuple[ScriptArgume
 def make_parser(argv: list[str] | None, prog: str | None = None) -> HfArgumentParser:
     kinds: Any = (ScriptArguments, HyperDFlashTrainingArguments)
     usage = "%(prog)s --target TARGET --output_dir FOLDER [--dataset ROWS] [flags], `train --help` lists them"
-    parser = HfArgumentParser(kinds, prog=prog, usage=usage, allow_abbrev=False)
-    stage = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = _Parser(kinds, prog=prog, usage=usage, allow_abbrev=False)
+    parser._option_string_actions["--output_dir"].required = True  # transformers would choose a folder
+    stage = _Parser((), add_help=False, allow_abbrev=False)
     stage.add_argument("--stage", type=int, default=1)
     parser.set_defaults(**STAGES.get(stage.parse_known_args(argv)[0].stage, {}))
     return parser
@@ -78,8 +87,15 @@ def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
         value = getattr(script, name)
         if value not in (None, "auto") and not isinstance(getattr(torch, value, None), torch.dtype):
             raise ValueError(f"`--{name}` is {value!r}, expected a number format like float32 or bfloat16.")
-    if script.eval_rows < 1:
-        raise ValueError(f"`--eval_rows` is {script.eval_rows}, expected at least 1: a run ends with an evaluation.")
+    for name, least in _LEAST.items():
+        value = getattr(script, name)
+        if value is not None and value < least:
+            raise ValueError(f"`--{name}` is {value}, expected at least {least}.")
+    if not script.drafter and args.max_length <= script.num_draft_tokens:
+        raise ValueError(
+            f"`--max_length` is {args.max_length}, expected more than `--num_draft_tokens`, {script.num_draft_tokens}: a block "
+            "has an anchor before them."
+        )
     if script.streaming and not script.eval_dataset:
         raise ValueError("`--streaming` needs `--eval_dataset`: nothing can be split off a stream.")
     if script.streaming and args.max_steps <= 0:
@@ -90,11 +106,14 @@ def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
         raise ValueError(
             f"`--device_map` is {script.device_map!r}, but PyTorch sees no CUDA device here: leave it out."
         )
-    if script.chat_template and not Path(script.chat_template).is_file():
-        raise ValueError(f"`--chat_template` is {script.chat_template!r}, and there is no such file.")
+    _template(script)
     _window(script)
 
 
+_LEAST = {
+    "rows": 1, "eval_rows": 1, "eval_prompts": 0, "eval_max_new_tokens": 1, "layers": 1, "intermediate_size": 1,
+    "num_draft_tokens": 1,
+}  # fmt: skip
 _OF_A_NEW_DRAFTER = (
     "layers", "intermediate_size", "reducer", "target_layer_ids", "num_draft_tokens", "sliding_window", "mask_token_id",
 )  # fmt: skip
@@ -102,6 +121,24 @@ _OF_A_NEW_DRAFTER = (
 
 def _is_set(script: ScriptArguments, name: str) -> bool:
     return getattr(script, name) != next(part.default for part in fields(script) if part.name == name)
+
+
+def _template(script: ScriptArguments) -> str | None:
+    """The chat template that is to be used instead of the tokenizer's."""
+    if not script.chat_template:
+        return None
+    if not Path(script.chat_template).is_file():
+        raise ValueError(f"`--chat_template` is {script.chat_template!r}, and there is no such file.")
+    try:
+        template = Path(script.chat_template).read_text(encoding="utf-8")
+        render_jinja_template(conversations=[], chat_template=template)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"`--chat_template` is {script.chat_template!r}, which is not UTF-8 text.") from error
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"`--chat_template` is {script.chat_template!r}, which is no Jinja template: {error.message}, line {error.lineno}."
+        ) from error
+    return template
 
 
 def _window(script: ScriptArguments) -> dict[str, int | None]:
@@ -218,16 +255,20 @@ def _say(args: HyperDFlashTrainingArguments, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def _amounts(script: ScriptArguments, trainer: HyperDFlashTrainer) -> str:
+    """How many rows there are of each kind; what was skipped is not among them."""
+    rows, held_out = cast(Any, trainer.train_dataset), len(cast(Any, trainer.eval_dataset))
+    amount = f"{len(rows)} rows" if hasattr(rows, "__len__") else "a stream"
+    of = f"of {script.eval_dataset}" if script.eval_dataset else f"by `--eval_rows {script.eval_rows}`"
+    asked = min(script.eval_prompts, held_out)
+    return f"Training on {amount}, {held_out} held out ({of}), {asked} of them to generate from (`--eval_prompts`)."
+
+
 def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     folder, wanted = Path(str(args.output_dir)), args.resume_from_checkpoint
     resume = True if wanted in ("True", "true") else wanted  # the newest, or a checkpoint's folder
     if resume:
         to_resume(resume, folder)
-    elif earlier := last_whole(folder)[0]:
-        _say(
-            args,
-            f"{folder} has checkpoints of an earlier run: `--resume_from_checkpoint true` goes on from {earlier}.",
-        )
     check_target(script.target)
     if script.drafter:
         check_drafter(script.drafter, is_ours=True)
@@ -235,8 +276,8 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     train, held_out = load_data(script, args.seed)
     _say(args, f"Loading {script.target} ...")
     tokenizer = load_tokenizer(script.target, script.trust_remote_code)
-    if script.chat_template:
-        tokenizer.chat_template = Path(script.chat_template).read_text()
+    if template := _template(script):
+        tokenizer.chat_template = template
     dtype = script.target_dtype or ("auto" if torch.cuda.is_available() else "float32")
     with readable(script.target):
         target = load_target(
@@ -251,7 +292,19 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     if script.eval_prompts:
         prompts = encode_prompts(tokenizer, held_out.select(range(min(script.eval_prompts, len(held_out)))))
         trainer.add_callback(AcceptanceCallback(trainer, prompts, max_new_tokens=script.eval_max_new_tokens))
-    trainer.train(resume_from_checkpoint=resume)
+    _say(args, _amounts(script, trainer))
+    if not resume and (earlier := last_whole(folder)[0]):
+        _say(
+            args,
+            f"{folder} has checkpoints of an earlier run, which this one overwrites: to go on from {earlier} instead, stop it "
+            "and add `--resume_from_checkpoint true`.",
+        )
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except (OSError, ValueError):
+        if bar := getattr(trainer.pop_callback(ProgressCallback), "training_bar", None):
+            bar.close()  # which ends its line
+        raise
     metrics = trainer.evaluate()
     trainer.save_model(_internal_call=True)  # which does not push yet
     trainer.save_state()

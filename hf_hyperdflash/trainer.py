@@ -130,7 +130,7 @@ class HyperDFlashTrainer(Trainer):
             was placed with `device_map`.
         args: The arguments.
         train_dataset: Conversations (any of the formats of [`to_messages`]), rows of `input_ids` and `loss_mask`, or a
-            [`FeatureCache`]. Map-style or streaming.
+            [`FeatureCache`]. Map-style, streaming or a list of rows.
         eval_dataset: The same, or a dictionary of them.
         processing_class: The target's tokenizer; not needed for rows that are tokenized already. It stays the target's
             and is not saved with the drafter.
@@ -156,6 +156,8 @@ class HyperDFlashTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         args = args or HyperDFlashTrainingArguments(output_dir="hyperdflash-drafter")
+        if not isinstance(args, HyperDFlashTrainingArguments):
+            raise ValueError(f"`args` is a {type(args).__name__}: pass HyperDFlashTrainingArguments.")
         if not is_hyperdflash(model):
             raise ValueError(
                 f"`model` is a {type(model).__name__}, expected a HyperDFlashDrafter. Make one with "

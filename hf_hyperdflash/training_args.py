@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
 
 from .features import FEATURE_DTYPES
 
 KL_TEACHERS = ("hc_head", "mean_pool")
 FEATURE_SOURCES = ("online", "cached")
+_LEAST = {  # of whole numbers
+    "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1,
+    "kl_positions": 1, "num_anchors": 1, "loss_chunk_size": 1, "max_length": 2,
+}  # fmt: skip
+_UNLISTED = ("azure_ml", "flyte")  # reporters that transformers counts among the installed ones not always, or never
 
 
 @dataclass
@@ -19,7 +26,8 @@ class HyperDFlashTrainingArguments(TrainingArguments):
 
     Args:
         kl_weight (`float`, *optional*, defaults to `0.15`):
-            Weight alpha of the distillation term (Eq. 3; the paper: 0.1 to 0.2). 0 trains with cross-entropy alone.
+            Weight alpha of the distillation term (Eq. 3), 0 or more (the paper: 0.1 to 0.2). 0 trains with cross-entropy
+            alone.
         kl_positions (`int`, *optional*, defaults to `2`):
             The first P draft positions are distilled (Eq. 2).
         kl_temperature (`float`, *optional*, defaults to `1.0`):
@@ -50,14 +58,16 @@ class HyperDFlashTrainingArguments(TrainingArguments):
     `ddp_find_unused_parameters` and accelerate's `dispatch_batches` are off.
 
     Raises:
-        ValueError: If a field is out of range.
+        ValueError: If a field is out of range, or a reporter is not installed.
     """
 
     learning_rate: float = field(default=8e-4, metadata={"help": "Peak learning rate (the paper's stage 1)."})
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "The trainer needs the loss mask and positions: leave it off."}
     )
-    kl_weight: float = field(default=0.15, metadata={"help": "Weight of the distillation term (Eq. 3)."})
+    kl_weight: float = field(
+        default=0.15, metadata={"help": "Weight of the distillation term (Eq. 3), 0 or more; the paper: 0.1 to 0.2."}
+    )
     kl_positions: int = field(default=2, metadata={"help": "Draft positions that are distilled (Eq. 2)."})
     kl_temperature: float = field(default=1.0, metadata={"help": "Temperature of the distillation (Eq. 2)."})
     kl_teacher: str = field(
@@ -87,17 +97,18 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         accelerator: Any = self.accelerator_config  # an AcceleratorConfig by now
         if accelerator.dispatch_batches is None:
             accelerator.dispatch_batches = False  # rows of a streamed dataset differ in length
-        for name in ("kl_positions", "num_anchors", "loss_chunk_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` is {getattr(self, name)}, expected at least 1.")
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"`{name}` is {value!r}, expected a whole number of at least {least}.")
         for name in ("kl_temperature", "loss_decay"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"`{name}` is {value}, expected more than 0.")
-        if self.kl_weight < 0:
-            raise ValueError(f"`kl_weight` is {self.kl_weight}, expected at least 0 (0 for cross-entropy alone).")
-        if self.max_length < 2:
-            raise ValueError(f"`max_length` is {self.max_length}, expected at least 2: an anchor and one label.")
+            if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
+                raise ValueError(f"`{name}` is {value!r}, expected a number of more than 0.")
+        for name in ("kl_weight", "learning_rate"):
+            value = getattr(self, name)
+            if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+                raise ValueError(f"`{name}` is {value!r}, expected a number of at least 0.")
         for name, allowed in (
             ("kl_teacher", KL_TEACHERS), ("feature_source", FEATURE_SOURCES), ("feature_dtype", tuple(FEATURE_DTYPES))
         ):  # fmt: skip
@@ -105,3 +116,12 @@ class HyperDFlashTrainingArguments(TrainingArguments):
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}, expected one of {allowed}.")
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` is True, expected False: it would drop the loss mask.")
+        if self.fp16 and self.device.type == "cpu":
+            raise ValueError("`fp16` is True, but training is on a CPU, which has only `bf16`: leave it out.")
+        installed = get_available_reporting_integrations()
+        for reporter in self.report_to or ():
+            if reporter not in installed and reporter not in _UNLISTED:
+                raise ValueError(
+                    f"`report_to` names {reporter!r}, which is not installed, or which transformers does not know: install "
+                    f"it, or choose {', '.join(sorted(['none', *installed]))}."
+                )

@@ -126,6 +126,11 @@ def test_reasoning_and_all_speakers():
     assert to_messages({"conversations": [thinking]})[0]["reasoning_content"] == "r"
     with pytest.raises(ValueError, match="narrator"):
         to_messages({"conversations": [{"from": "narrator", "value": "q"}]})
+    spoken = [{"role": role, "content": "x"} for role in ("developer", "human", "tool", "gpt")]
+    assert [m["role"] for m in to_messages({"messages": spoken})] == ["developer", "user", "tool", "assistant"]
+    for wrong, near in (("usr", r" \(user, perhaps\)"), (None, ""), (["user"], r" \(user, perhaps\)")):
+        with pytest.raises(ValueError, match=rf"Unknown speaker .*conversation{near}: expected one of .*'developer'"):
+            to_messages({"messages": [{"role": wrong, "content": "q"}]})
 
 
 def test_unknown_columns_and_missing_files_are_named(tmp_path, monkeypatch):
@@ -153,6 +158,9 @@ def test_rows_from_files_and_directories(tmp_path):
         assert list(load_rows(str(source))) == rows
         stream = load_rows(str(source), streaming=True)
         assert isinstance(stream, datasets.IterableDataset) and list(stream) == rows
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty has no dataset: expected \.json, \.jsonl or \.parquet files"):
+        load_rows(str(tmp_path / "empty"))
     with pytest.raises(ValueError, match=r"'test'.*'train'"):
         load_rows(str(splits), "test")
 
@@ -387,6 +395,16 @@ def test_arguments_that_do_not_fit(tokenizer):
         prepare_dataset(DatasetDict({"train": rows}), tokenizer, max_length=20)
     with pytest.raises(ValueError, match="tokenizer"):
         prepare_dataset(rows, None, max_length=20)
+    for wrong, message in (
+        (5, "is of type int"),
+        ([5], "is of type list"),
+        ([], "is empty"),
+        (rows.select([]), "is empty"),
+    ):
+        with pytest.raises(ValueError, match=f"The dataset {message}"):
+            prepare_dataset(wrong, tokenizer, max_length=20)
+    listed = prepare_dataset([{"messages": CHATS[0]}], tokenizer, max_length=20)
+    assert listed.to_list() == prepare_dataset(rows, tokenizer, max_length=20).to_list()
     with pytest.raises(ValueError, match="loss_mask of 1"):
         prepare_dataset(Dataset.from_list([{"input_ids": [1, 2], "loss_mask": [1]}]), None, max_length=20)
 

@@ -71,6 +71,10 @@ BAD = {
     "binary": ("\udcff\udcfe\x00\x01", r"rows\.jsonl:1 is not UTF-8"),
     "malformed": ('{"question": "q", "answer": "a"}\n\n{"question": \n', r"rows\.jsonl:3 is no JSON .*column 13"),
     "no object": ('{"question": "q", "answer": "a"}\n[1, 2]\n', r"rows\.jsonl:2 is a list"),
+    "latin-1": (
+        '{"question": "q", "answer": "a"}\n{"question": "\udce9", "answer": "a"}\n',
+        r"rows\.jsonl:2 is not UTF-8",
+    ),
     "three rows": ('{"question": "q", "answer": "a"}\n' * 3, r"rows\.jsonl has 3 rows, and `--eval_rows` holds 64"),
 }
 
@@ -83,13 +87,17 @@ def test_data_that_cannot_be_used_is_said_before_the_target_is_loaded(tmp_path, 
     monkeypatch.setattr("hf_hyperdflash.train.load_target", lambda *args, **kwargs: pytest.fail("it was loaded"))
     with pytest.raises(ValueError, match=message):
         main(flags(tmp_path, data, eval_rows=64))
-    if name in ("empty", "binary", "malformed", "no object"):
+    if name != "three rows":
         with pytest.raises(ValueError, match=message):
             main([*flags(tmp_path, data, eval_dataset="other.jsonl"), "--streaming"])
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
 ROWS = {
+    "speaker": (
+        {"messages": [{"role": "usr", "content": "q"}, {"role": "assistant", "content": "a"}]},
+        "'usr' .*user, perhaps",
+    ),
     "no text": ({"messages": [{"role": "user", "content": None}, {"role": "assistant", "content": "a"}]}, "says None"),
     "nothing": ({"messages": None}, r"nothing in \['messages'\] is no conversation"),
     "ids": ({"input_ids": [1, 2, 2048], "loss_mask": [1, 1, 1]}, r"`input_ids` has 2048, expected ids below 2048"),
@@ -125,6 +133,15 @@ def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path, name):
         (["--device_map", "cuda:7"], "`--device_map` is 'cuda:7', but PyTorch sees no CUDA device"),
         (["--eval_rows", "0"], "`--eval_rows` is 0"),
         (["--chat_template", "nowhere.jinja"], "'nowhere.jinja', and there is no such file"),
+        (["--output_dir"], "--output_dir.*expected one argument.*`train --help`"),
+        (["--stage", "3"], "--stage.*invalid choice: 3"),
+        (["--stage", "x"], "--stage.*invalid int value: 'x'"),
+        (["--kl_weight", "x"], "--kl_weight.*invalid float value: 'x'"),
+        (["--report_to", "wandbee"], "`report_to` names 'wandbee', which is not installed"),
+        (["--rows", "0"], "`--rows` is 0, expected at least 1"),
+        (["--layers", "0"], "`--layers` is 0, expected at least 1"),
+        (["--max_length", "3"], "`--max_length` is 3, expected more than `--num_draft_tokens`, 6"),
+        (["--fp16"], "`fp16` is True, but training is on a CPU"),
         (["--resume_from_checkpoint", "true"], "No checkpoint in .*out to go on from"),
     ],
 )
@@ -134,6 +151,30 @@ def test_flags_that_do_not_fit_are_refused_before_any_work(tmp_path, monkeypatch
     with pytest.raises(ValueError, match=message):
         main([*arguments, *given])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("missing", ["target", "output_dir"])
+def test_a_flag_that_has_to_be_there_is_named(tmp_path, missing):
+    with pytest.raises(ValueError, match=f"required: --{missing}"):
+        main(flags(tmp_path, "nowhere.jsonl", **{missing: None}))
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [(b"a\n{% if %}", "no Jinja template: .*, line 2"), (b"\xe9", "not UTF-8"), (b"{% generation %}", "no Jinja")],
+)
+def test_a_chat_template_that_is_none_is_refused_before_any_work(tmp_path, written, message):
+    (tmp_path / "bad.jinja").write_bytes(written)
+    with pytest.raises(ValueError, match=rf"`--chat_template` is .*bad\.jinja', which is {message}"):
+        main(flags(tmp_path, "nowhere.jsonl", chat_template=tmp_path / "bad.jinja"))
+
+
+def test_a_run_that_diverges_ends_the_line_of_its_bar(tmp_path, capfd):
+    data = write(tmp_path / "rows.jsonl", chats(6))
+    worse = dict(learning_rate=1e18, max_grad_norm=0, optim="sgd", kl_weight=0, max_steps=40, warmup_steps=0)
+    with pytest.raises(ValueError, match="the drafter diverged"):
+        main(flags(tmp_path, data, **worse))
+    assert capfd.readouterr().err.endswith("\n")
 
 
 def test_the_record_tells_what_happened(tmp_path, caplog, capsys):
@@ -146,6 +187,7 @@ def test_the_record_tells_what_happened(tmp_path, caplog, capsys):
         os.umask(old)
     assert "Cut 8 of 8 sequences to `max_length`, 12 tokens" in caplog.text
     assert "Reading" in (said := capsys.readouterr().err) and f"Loading {TARGET}" in said
+    assert "Training on 8 rows, 2 held out (by `--eval_rows 2`), 1 of them to generate from" in said
     folder = tmp_path / "out"
     facts = json.loads((folder / "training.json").read_text())["settings"]
     happened = {"steps": 3, "schedule_steps": 3, "warmup_steps": 2, "train_rows": 8, "held_out_rows": 2, "epochs": 1.5}
@@ -196,4 +238,8 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys):
     assert ended.value.code == 130 and told.startswith(
         "Stopped. The same command with `--resume_from_checkpoint true` goes"
     )
-    assert str(last_whole(tmp_path / "out")[0]) in told
+    assert str(earlier := last_whole(tmp_path / "out")[0]) in told
+    main(flags(tmp_path, data, max_steps=1, save_strategy="no", eval_prompts=0))
+    said = capsys.readouterr().err
+    amounts, warned = said.index("Training on 10 rows"), said.index("an earlier run, which this one overwrites")
+    assert amounts < warned < said.index("| 0/1 [") and f"to go on from {earlier} instead" in said

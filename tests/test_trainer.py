@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from hf_hyperdflash import (
     AcceptanceCallback,
@@ -448,6 +448,23 @@ def test_wrong_models_and_arguments_are_refused(tmp_path, target):
     with pytest.raises(ValueError, match=r"vocabulary 64"):
         tokenizer = AutoTokenizer.from_pretrained(MODELS / "tiny-deepseek-v4")
         HyperDFlashTrainer(drafter, target, HyperDFlashTrainingArguments(str(tmp_path)), processing_class=tokenizer)
+    with pytest.raises(ValueError, match=r"`args` is a TrainingArguments: pass HyperDFlashTrainingArguments"):
+        HyperDFlashTrainer(drafter, target, TrainingArguments(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("kl_weight", "x", "a number of at least 0"), ("kl_weight", -1, "a number of at least 0"),
+        ("kl_weight", math.nan, "a number of at least 0"), ("learning_rate", -1.0, "a number of at least 0"),
+        ("kl_temperature", 0, "a number of more than 0"), ("loss_decay", "4", "a number of more than 0"),
+        ("max_length", 1, "a whole number of at least 2"), ("num_anchors", 1.5, "a whole number of at least 1"),
+        ("per_device_train_batch_size", 0, "a whole number"), ("gradient_accumulation_steps", 0, "a whole number"),
+    ],
+)  # fmt: skip
+def test_arguments_out_of_range_are_told_with_what_is_expected(tmp_path, name, value, expected):
+    with pytest.raises(ValueError, match=rf"`{name}` is {value!r}, expected {expected}"):
+        HyperDFlashTrainingArguments(str(tmp_path), **{name: value})
 
 
 def test_a_mask_token_that_the_tokenizer_does_not_use_will_do(tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
+from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from .features import FEATURE_DTYPES
 
@@ -91,6 +92,8 @@ class HyperDFlashTrainingArguments(TrainingArguments):
     packing: bool = field(default=False, metadata={"help": "Lay several conversations in one row."})
 
     def __post_init__(self) -> None:
+        if self.bf16 and not (self.use_cpu or is_torch_bf16_gpu_available() or is_torch_xla_available()):
+            raise ValueError("`bf16` is True, expected a GPU that computes in it: leave it out, or set `use_cpu`.")
         super().__post_init__()
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False  # a step uses every parameter of a drafter
@@ -117,7 +120,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` is True, expected False: it would drop the loss mask.")
         if self.fp16 and self.device.type == "cpu":
-            raise ValueError("`fp16` is True, but training is on a CPU, which has only `bf16`: leave it out.")
+            raise ValueError("`fp16` is True, expected a GPU, but training is on a CPU: leave it out, or set `bf16`.")
         installed = get_available_reporting_integrations()
         for reporter in self.report_to or ():
             if reporter not in installed and reporter not in _UNLISTED:

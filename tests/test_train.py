@@ -141,7 +141,7 @@ def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path, name):
         (["--rows", "0"], "`--rows` is 0, expected at least 1"),
         (["--layers", "0"], "`--layers` is 0, expected at least 1"),
         (["--max_length", "3"], "`--max_length` is 3, expected more than `--num_draft_tokens`, 6"),
-        (["--fp16"], "`fp16` is True, but training is on a CPU"),
+        (["--fp16"], "`fp16` is True, expected a GPU"),
         (["--resume_from_checkpoint", "true"], "No checkpoint in .*out to go on from"),
     ],
 )

@@ -460,9 +460,11 @@ def test_wrong_models_and_arguments_are_refused(tmp_path, target):
         ("kl_temperature", 0, "a number of more than 0"), ("loss_decay", "4", "a number of more than 0"),
         ("max_length", 1, "a whole number of at least 2"), ("num_anchors", 1.5, "a whole number of at least 1"),
         ("per_device_train_batch_size", 0, "a whole number"), ("gradient_accumulation_steps", 0, "a whole number"),
+        ("bf16", True, "a GPU that computes in it"),
     ],
 )  # fmt: skip
-def test_arguments_out_of_range_are_told_with_what_is_expected(tmp_path, name, value, expected):
+def test_arguments_out_of_range_are_told_with_what_is_expected(tmp_path, monkeypatch, name, value, expected):
+    monkeypatch.setattr("hf_hyperdflash.training_args.is_torch_bf16_gpu_available", lambda: False)
     with pytest.raises(ValueError, match=rf"`{name}` is {value!r}, expected {expected}"):
         HyperDFlashTrainingArguments(str(tmp_path), **{name: value})
 

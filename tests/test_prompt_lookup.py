@@ -56,3 +56,6 @@ def test_sampling_continuing_and_bad_values():
             PromptLookupDrafter(target, bad)
     with pytest.raises(ValueError, match="max_matching_ngram_size"):
         PromptLookupDrafter(target, 3, 0)
+    for wrong in ("org/name", None):
+        with pytest.raises(ValueError, match="The target is "):
+            PromptLookupDrafter(wrong)

@@ -147,6 +147,7 @@ class DeepseekV4MTPDrafter(DeepseekV4PreTrainedModel):
             hub_kwargs["revision"] = revision or getattr(config, "_commit_hash", None)
             device = device or (None if head.is_meta else head.device)
         else:
+            check_source(target)
             name = str(target)
             check_is_target(name)
             config = AutoConfig.from_pretrained(name, **hub_kwargs)

@@ -41,8 +41,10 @@ class PromptLookupDrafter:
         collapse_of(target)  # which says what a target is, if it is none
         self.config = target.config  # `generate` compares vocabularies
         self.num_draft_tokens = self.check_num_draft_tokens(num_draft_tokens)
-        if max_matching_ngram_size < 1:
-            raise ValueError(f"`max_matching_ngram_size` is {max_matching_ngram_size}, expected at least 1.")
+        if type(max_matching_ngram_size) is not int or max_matching_ngram_size < 1:
+            raise ValueError(
+                f"`max_matching_ngram_size` is {max_matching_ngram_size!r}, expected an integer of at least 1."
+            )
         self.max_matching_ngram_size = max_matching_ngram_size
         self.last_stats: SpeculationStats | None = None
         self.synchronize_timing = False

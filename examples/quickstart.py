@@ -135,7 +135,7 @@ def show(console: Console, rows: list[dict], stats: SpeculationStats, greedy: bo
     )  # fmt: skip
     console.print(table)
     console.print(
-        f"{stats.rounds} verification rounds, {stats.mean_accepted_drafts:.2f} accepted drafts a round; "
+        f"{stats.rounds} verification round{'s' * (stats.rounds != 1)}, {stats.mean_accepted_drafts:.2f} accepted drafts a round; "
         f"{1e3 * stats.draft_seconds / max(stats.rounds, 1):.2f} ms drafting and "
         f"{1e3 * stats.verify_seconds / max(stats.rounds, 1):.2f} ms verifying a round, "
         f"{1e3 * plain / plain_tokens:.2f} ms a plain token"

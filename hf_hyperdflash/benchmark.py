@@ -140,7 +140,10 @@ def run_benchmark(
         raise ValueError("No method is given: expected at least one drafter to compare with the target alone.")
     methods = [Method(TARGET_ONLY), *methods]
     if len({method.name for method in methods}) < len(methods):
-        raise ValueError(f"Methods have the names {[method.name for method in methods]}: expected each once.")
+        raise ValueError(
+            f"Methods have the names {[method.name for method in methods]}: expected each once. Name a drafter yourself with "
+            "`--drafter NAME=PATH`, or leave one out."
+        )
     path, suites = Path(results), settings.prompts()
     path.parent.mkdir(parents=True, exist_ok=True)
     with only_writer(path):
@@ -149,6 +152,8 @@ def run_benchmark(
         if len(done) < total:
             _warm_up(target, tokenizer, methods, suites)
         with path.open("a") as file, tqdm(total=total, initial=len(done), unit="text", desc="benchmark") as progress:
+            if done:
+                progress.write(f"{len(done)} of {total} generations are there already, in {path}.", file=sys.stderr)
             for where, turns in _prompts(settings, suites):
                 for record in _conversation(target, tokenizer, methods, settings, where, turns, done, progress):
                     file.write(json.dumps(record) + "\n")
@@ -408,6 +413,7 @@ def hardware(device: torch.device | str) -> str:
 
 
 _MAY_CHANGE = ("date", "command")  # of a run's facts, when it is continued
+_ELSEWHERE = "Choose another output folder (`--output`), or repeat the run as it was to continue it."
 
 
 def _open_results(path: Path, run: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -416,12 +422,16 @@ def _open_results(path: Path, run: dict[str, Any]) -> dict[tuple[Any, ...], dict
     facts = _named(json.loads(json.dumps(run)))
     for number, line in enumerate(lines, start=1):
         earlier = _named(line["run"]) if "run" in line else facts
+        if _methods(earlier) != _methods(facts):
+            raise ValueError(
+                f"{path}, line {number}: the run there has the methods {', '.join(_methods(earlier))}; this one has "
+                f"{', '.join(_methods(facts))}. {_ELSEWHERE}"
+            )
         for fact in [*facts, *(earlier.keys() - facts.keys())]:
             if fact not in _MAY_CHANGE and earlier.get(fact) != facts.get(fact):
                 there, here = earlier.get(fact, "no value"), facts.get(fact, "no value")
                 raise ValueError(
-                    f"{path}, line {number}: the run there has `{fact}` {there}, this one has {here}. Choose another output "
-                    "folder, or repeat the run as it was to continue it."
+                    f"{path}, line {number}: the run there has `{fact}` {there}, this one has {here}. {_ELSEWHERE}"
                 )
     with path.open("a") as file:
         file.write(json.dumps({"run": run}) + "\n")
@@ -434,6 +444,11 @@ def _named(run: dict[str, Any]) -> dict[str, Any]:
         f"{fact} of {name}": v for fact, value in run.items() if isinstance(value, dict) for name, v in value.items()
     }
     return {fact: value for fact, value in run.items() if not isinstance(value, dict)} | parts
+
+
+def _methods(named: dict[str, Any]) -> list[str]:
+    prefix = "methods of "
+    return sorted(fact.removeprefix(prefix) for fact in named if fact.startswith(prefix))
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:

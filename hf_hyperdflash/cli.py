@@ -298,7 +298,7 @@ def doctor(
     """Say whether a drafter fits a target, what it takes and gives, and what is wrong. Exit status 1 if anything is."""
     _announce(target)
     _check_sources(target, [drafter])
-    from .doctor import examine
+    from .doctor import PROMPTS, examine
     from .target import unbind
 
     model, tokenizer = _load_target(target, dtype, device_map, threads, trust_remote_code)
@@ -306,7 +306,8 @@ def doctor(
     if not hasattr(assistant.config, "reducer"):
         raise ValueError(f"{drafter} is a {type(assistant).__name__}, expected a HyperDFlash or DFlash drafter.")
     unbind(model)
-    diagnosis = examine(model, assistant, tokenizer, max_new_tokens=max_new_tokens, disable_tqdm=None)
+    typer.echo(f"Generating from {len(PROMPTS)} prompts ...", err=True)
+    diagnosis = examine(model, assistant, tokenizer, max_new_tokens=max_new_tokens, disable_tqdm=False)
     typer.echo(str(diagnosis))
     if diagnosis.problems:
         raise typer.Exit(1)

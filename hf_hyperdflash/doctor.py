@@ -20,7 +20,7 @@ from .generation import SpeculationStats
 from .intervals import Interval
 from .modeling_hyperdflash import HyperDFlashDrafter
 from .other_settings import LEAST_PROMPTS, Comparison, compare_settings
-from .target import check_fit, describe
+from .target import check_fit, describe, is_drafter
 
 PROMPTS = (
     "Write a Python function that adds two numbers.",
@@ -98,10 +98,18 @@ def examine(
         disable_tqdm: `False` for a progress bar on stderr, `None` for one where that is a terminal.
 
     Raises:
-        ValueError: If there is no prompt.
+        ValueError: If there is no prompt, or drafter or tokenizer are none.
     """
     if not prompts:
         raise ValueError("`prompts` is empty: expected at least one question.")
+    if not is_drafter(drafter):
+        raise ValueError(
+            f"`drafter` is {drafter!r:.60}, expected a drafter: load it with `HyperDFlashDrafter.from_pretrained` first."
+        )
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ValueError(
+            f"`tokenizer` is {tokenizer!r:.60}, expected a tokenizer: load it with `AutoTokenizer.from_pretrained` first."
+        )
     found = Diagnosis()
     found.facts["versions"] = f"torch {torch.__version__}, transformers {transformers.__version__}"
     try:
@@ -234,7 +242,7 @@ def _generate(
     found.tau = stats.tau
     rates = ", ".join(f"{100 * rate:.0f}" for rate in stats.acceptance)
     found.facts["acceptance"] = (
-        f"tau {stats.tau:.2f} over {len(ids)} prompts, {stats.rounds} rounds; drafts accepted at each position, %: {rates}"
+        f"tau {stats.tau:.2f} over {len(ids)} prompts, {stats.rounds} round{'s' * (stats.rounds != 1)}; drafts accepted at each position, %: {rates}"
     )
     if len(ids) < LEAST_PROMPTS:
         found.remarks.append(

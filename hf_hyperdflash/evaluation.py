@@ -73,9 +73,14 @@ def measure_acceptance(
 
 
 def _check_prompts(prompts: Sequence[torch.Tensor], max_new_tokens: int) -> None:
-    if not len(prompts):
-        raise ValueError("`prompts` is empty: expected at least one prompt of token ids `[1, seq]`.")
+    if prompts is None or not len(prompts):
+        raise ValueError(f"`prompts` is {prompts!r}: expected at least one prompt of token ids `[1, seq]`.")
     for prompt in prompts:
+        if not isinstance(prompt, torch.Tensor):
+            raise ValueError(
+                f"A prompt is {prompt!r:.40}, a {type(prompt).__name__}: expected tensors of token ids `[1, seq]`. Pass the "
+                '`input_ids` of `tokenizer(text, return_tensors="pt")`.'
+            )
         if prompt.ndim != 2 or prompt.shape[0] != 1 or not prompt.shape[1]:
             raise ValueError(
                 f"A prompt has shape {list(prompt.shape)}, expected [1, seq]: pass a list with one tensor per prompt."

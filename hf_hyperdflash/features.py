@@ -109,11 +109,13 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             then only embedding, final norm, collapse and language model head are compared.
 
     Raises:
-        ValueError: If there is no complete cache, a shard is missing or has another size, or another target wrote it.
+        ValueError: If there is no complete cache, a shard is missing or has another size, another target wrote it, or it is
+            no target.
     """
 
     def __init__(self, directory: str | os.PathLike[str], target: PreTrainedModel) -> None:
-        self._open(Path(directory), _identity(target))
+        describe(target)  # which says what a target is, if it is none
+        self._open(_folder(directory), _identity(target))
 
     def _open(self, directory: Path, identity: dict[str, Any]) -> None:
         self.directory = directory
@@ -171,7 +173,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
                 a cache of other rows, another target or another dtype, or another process is writing there.
             OSError: If writing fails. Shards that are complete stay; the same call continues after them.
         """
-        path = Path(directory)
+        path = _folder(directory)
         rows = rows.with_format("numpy") if hasattr(rows, "with_format") else rows
         plan, lengths = _plan(rows, target, dtype, target_layer_ids)
         if not _is_complete(path, plan):
@@ -264,6 +266,12 @@ def _size(paths: int, hidden_size: int, dtype: str, rows: int, tokens: int) -> i
     scale = torch.float32.itemsize if dtype == "float8" else 0
     per_token = paths * (hidden_size * FEATURE_DTYPES[dtype].itemsize + scale)
     return tokens * (per_token + sum(kind.itemsize for kind in _COLUMNS.values())) + rows * torch.int64.itemsize
+
+
+def _folder(directory: Any) -> Path:
+    if not isinstance(directory, (str, os.PathLike)):
+        raise ValueError(f"`directory` is {directory!r}, expected the path of a feature cache.")
+    return Path(directory)
 
 
 def _identity(target: PreTrainedModel) -> dict[str, Any]:

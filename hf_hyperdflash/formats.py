@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .configuration_hyperdflash import HyperDFlashConfig
-from .loading import check_draft_ids, check_finite, check_names, check_source, weight_files
+from .loading import check_draft_ids, check_finite, check_names, check_source, named_dtype, weight_files
 from .modeling_hyperdflash import HyperDFlashDrafter
 
 FORMATS = ("z-lab", "speculators")
@@ -32,7 +32,7 @@ def load_dflash(
     path_or_id: str | Path,
     *,
     target: PreTrainedModel | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     **hub_kwargs: Any,
 ) -> HyperDFlashDrafter:
     """Read a DFlash drafter in z-lab's or speculators' layout.
@@ -44,7 +44,7 @@ def load_dflash(
     Args:
         path_or_id: Folder or Hub id.
         target: Its target, if copies of its embedding and head in the checkpoint are to be compared with it.
-        dtype: Of the weights; the checkpoint's by default.
+        dtype: Of the weights, or its name; the checkpoint's by default.
         **hub_kwargs: For the Hub: `revision`, `token`, `cache_dir`, `local_files_only`, ...
 
     Raises:
@@ -52,6 +52,7 @@ def load_dflash(
         OSError: If it cannot be found, or is not in safetensors.
     """
     check_source(path_or_id)
+    dtype = named_dtype(dtype)
     folder, name = Path(path_or_id), str(path_or_id)
     if not folder.is_dir():
         folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], **hub_kwargs))

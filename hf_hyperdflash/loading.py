@@ -164,3 +164,19 @@ def _is_finite(tensor: torch.Tensor) -> bool:
         return True
     lowest, highest = values.aminmax()  # one pass without a temporary; a NaN is both
     return bool((lowest > -torch.inf) & (highest < torch.inf))
+
+
+def named_dtype(dtype: Any) -> torch.dtype | None:
+    """The dtype of that name, as `from_pretrained` takes it; `None` if it is left out or `"auto"`.
+
+    Raises:
+        ValueError: If weights cannot be of it.
+    """
+    if dtype is None or dtype == "auto":
+        return None
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(named, torch.dtype) or not named.is_floating_point:
+        raise ValueError(
+            f"`dtype` is {dtype!r}, expected a dtype of weights or its name: bfloat16, float16 or float32."
+        )
+    return named

@@ -28,8 +28,12 @@ def find_mask_token(target: PreTrainedModel, tokenizer: Any = None) -> int:
         tokenizer: Its tokenizer; where its weights came from, if left out. Nothing is downloaded for that.
 
     Raises:
-        ValueError: If there is none of these.
+        ValueError: If there is none of these, or `tokenizer` is none.
     """
+    if tokenizer is not None and not hasattr(tokenizer, "mask_token_id"):
+        raise ValueError(
+            f"`tokenizer` is {tokenizer!r:.60}, expected a tokenizer: load it with `AutoTokenizer.from_pretrained` first."
+        )
     config = target.config.get_text_config(decoder=True)
     tokenizer = tokenizer or _tokenizer_of(target)
     found = next(_candidates(config, tokenizer, _ends(target, config, tokenizer)), None)

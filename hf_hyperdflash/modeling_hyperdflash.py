@@ -23,7 +23,7 @@ from .blocks import block_inputs
 from .configuration_hyperdflash import HyperDFlashConfig
 from .generation import Choice, SpeculationStats
 from .hub import PAPERS, RECIPE_FILE, code_files, drafter_files, reaching_hub
-from .loading import load_complete
+from .loading import load_complete, named_dtype
 from .mask_token import find_mask_token
 from .model_card import TEMPLATE, drafter_card
 from .recipe import RECIPE
@@ -293,7 +293,7 @@ class HyperDFlashDrafter(PreTrainedModel):
         mask_token_id: int | None = None,
         tokenizer: Any = None,
         num_draft_tokens: int = 6,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         **config_fields: Any,
     ) -> HyperDFlashDrafter:
         """Build an untrained drafter fitted to a target, its gate inherited from the target's `hc_head`.
@@ -306,15 +306,17 @@ class HyperDFlashDrafter(PreTrainedModel):
             mask_token_id: A token that no text has; found by [`~mask_token.find_mask_token`] if left out.
             tokenizer: The target's, for that; the one beside its weights if left out.
             num_draft_tokens: Drafted tokens per round, the block size less the anchor.
-            dtype: Of the drafter's weights (the gate stays float32); the target's residual stream's by default.
+            dtype: Of the drafter's weights (the gate stays float32), or its name; the target's residual stream's by
+                default.
             **config_fields: Any field of [`HyperDFlashConfig`], overriding what the target suggests.
 
         Raises:
-            ValueError: If it is no target, no mask token is found, there is no such field, or the gate is asked for where
-                it cannot be inherited.
+            ValueError: If it is no target, no mask token is found, there is no such field or dtype, or the gate is asked
+                for where it cannot be inherited.
         """
         if type(num_draft_tokens) is not int or num_draft_tokens < 1:
             raise ValueError(f"`num_draft_tokens` is {num_draft_tokens!r}, expected an integer of at least 1.")
+        dtype = named_dtype(dtype)
         HyperDFlashConfig.check_fields(config_fields)
         facts = describe(target)
         width = config_fields.get("hidden_size", facts.hidden_size)
@@ -377,7 +379,13 @@ class HyperDFlashDrafter(PreTrainedModel):
     def save_pretrained(  # type: ignore[override]
         self, save_directory: str | os.PathLike, is_main_process: bool = True, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """As of any model. The folder also gets the code with which plain transformers drafts without this package."""
+        """As of any model. The folder also gets the code with which plain transformers drafts without this package.
+
+        Raises:
+            OSError: If it is a file.
+        """
+        if Path(save_directory).is_file():  # where transformers logs an error and saves nothing
+            raise OSError(f"{save_directory} is a file, expected a folder for the drafter: choose another name.")
         of_push = {name: kwargs.pop(name) for name in _PUSHING if name in kwargs}
         self.config.auto_map, self.config.hyperdflash_version = dict(_AUTO_MAP), __version__
         super().save_pretrained(save_directory, is_main_process=is_main_process, token=of_push.get("token"), **kwargs)

@@ -20,7 +20,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 )
 
 from .generation import SpeculationStats
-from .loading import check_finite, check_source, load_complete
+from .loading import check_finite, check_source, load_complete, named_dtype
 from .mtp_checkpoint import PREFIX, MTPCheckpoint
 from .target import bind, check_fit, check_is_target, describe, embed, logits_of, unbind
 
@@ -118,7 +118,7 @@ class DeepseekV4MTPDrafter(DeepseekV4PreTrainedModel):
         target: PreTrainedModel | str | Path,
         *,
         num_draft_tokens: int = 3,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         revision: str | None = None,
         **hub_kwargs: Any,
@@ -129,7 +129,7 @@ class DeepseekV4MTPDrafter(DeepseekV4PreTrainedModel):
             target: A checkpoint's path or Hub id, or a loaded target: then its `config._name_or_path`. Only the files
                 with `mtp.0.*` tensors in them are downloaded.
             num_draft_tokens: Drafted tokens per round.
-            dtype: Of the weights, except those that V4 keeps in float32; by default the loaded target's LM head's, or
+            dtype: Of the weights, or its name, except those that V4 keeps in float32; by default the loaded target's LM head's, or
                 the checkpoint's.
             device: By default the loaded target's LM head's, or the CPU.
             revision: Of the Hub repository.
@@ -138,7 +138,7 @@ class DeepseekV4MTPDrafter(DeepseekV4PreTrainedModel):
         Raises:
             ValueError: If it is no DeepSeek-V4, or the checkpoint's `mtp.0.*` tensors are not the MTP block's.
         """
-        hub_kwargs["revision"] = revision
+        hub_kwargs["revision"], dtype = revision, named_dtype(dtype)
         if isinstance(target, PreTrainedModel):
             describe(target)  # says what a target is, if it is none
             head = target.get_output_embeddings().weight
@@ -147,6 +147,7 @@ class DeepseekV4MTPDrafter(DeepseekV4PreTrainedModel):
             hub_kwargs["revision"] = revision or getattr(config, "_commit_hash", None)
             device = device or (None if head.is_meta else head.device)
         else:
+            check_source(target)
             name = str(target)
             check_is_target(name)
             config = AutoConfig.from_pretrained(name, **hub_kwargs)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from .generation import Choice, SpeculationStats
+from .target import collapse_of
 
 
 @dataclass
@@ -31,16 +32,19 @@ class PromptLookupDrafter:
         max_matching_ngram_size: Longest run of last tokens to look for.
 
     Raises:
-        ValueError: If either is less than 1.
+        ValueError: If it is no target (see [`~target.collapse_of`]), or either number is less than 1.
     """
 
     target_layer_ids: tuple[int, ...] = ()
 
     def __init__(self, target: PreTrainedModel, num_draft_tokens: int = 10, max_matching_ngram_size: int = 2) -> None:
+        collapse_of(target)  # which says what a target is, if it is none
         self.config = target.config  # `generate` compares vocabularies
         self.num_draft_tokens = self.check_num_draft_tokens(num_draft_tokens)
-        if max_matching_ngram_size < 1:
-            raise ValueError(f"`max_matching_ngram_size` is {max_matching_ngram_size}, expected at least 1.")
+        if type(max_matching_ngram_size) is not int or max_matching_ngram_size < 1:
+            raise ValueError(
+                f"`max_matching_ngram_size` is {max_matching_ngram_size!r}, expected an integer of at least 1."
+            )
         self.max_matching_ngram_size = max_matching_ngram_size
         self.last_stats: SpeculationStats | None = None
         self.synchronize_timing = False

@@ -90,7 +90,11 @@ def load_suite(name: str, folder: str | Path | None = None, limit: int | None = 
         raise ValueError(f"`limit` is {limit}, expected at least 1, or None for all prompts.")
     prompts = _from_folder(name, Path(folder), limit) if folder else _from_hub(name, limit)
     if not prompts:
-        raise ValueError(f"The suite {name!r} has no prompts.")
+        where = f"in {Path(folder) / name}.jsonl" if folder else "on the Hub"
+        raise ValueError(
+            f'The suite {name!r} has no prompts {where}: expected {{"turns": ["..."]}}, one a line. Add some, or leave the '
+            "suite out."
+        )
     return prompts
 
 

@@ -484,7 +484,8 @@ class BoundTarget(_Mixed):
         cache = model_kwargs.get("past_key_values")
         if is_rewound and isinstance(cache, Cache):  # plain decoding keeps the stock layers
             most = generation_config.prompt_lookup_num_tokens, generation_config.num_assistant_tokens
-            _make_rewindable(cast(PreTrainedModel, self), cache, max(count or 0 for count in most))
+            counts = [count for count in most if isinstance(count, int)]  # what else is asked for is refused later
+            _make_rewindable(cast(PreTrainedModel, self), cache, max(counts, default=0))
             if generation_config.is_assistant:
                 cache.activate_past_recording()
 

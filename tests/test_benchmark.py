@@ -145,7 +145,7 @@ def test_the_first_difference_of_a_text_that_ends_early_is_its_end():
     assert record["identical"] is False and record["first_difference"] == 2
 
 
-def test_a_killed_run_goes_on_where_it_stopped(pair, data, tmp_path):
+def test_a_killed_run_goes_on_where_it_stopped(pair, data, tmp_path, capsys):
     target, tokenizer, drafter = pair
     chosen = methods(target, drafter)[:1]
     sampled = settings(data, temperatures=[0.0, 1.0], max_new_tokens=8)
@@ -157,6 +157,8 @@ def test_a_killed_run_goes_on_where_it_stopped(pair, data, tmp_path):
         killed.write_text("\n".join([*lines[:cut], lines[cut][:40]]))
         runs, records = read(run_benchmark(target, tokenizer, chosen, sampled, killed))
         assert sorted(map(str, map(without_times, records))) == sorted(map(str, expected)) and len(runs) == 2
+        told = f"{cut - 1} of {len(expected)} generations are there already, in {killed}."
+        assert (told in capsys.readouterr().err) == (cut > 1)
     assert len(read(run_benchmark(target, tokenizer, chosen, sampled, whole))[1]) == len(
         expected
     )  # nothing left to do
@@ -234,6 +236,15 @@ def test_another_run_is_not_continued(pair, done, tmp_path, monkeypatch, change,
     change(monkeypatch, *pair, run)
     with pytest.raises(ValueError, match=rf"line 1: the run there has `{fact}` .*, this one has "):
         run_benchmark(*run, path)
+    assert path.read_bytes() == finished.read_bytes()
+
+
+def test_a_run_of_other_methods_is_not_continued(pair, done, tmp_path):
+    (target, tokenizer, drafter), (run, finished) = pair, done
+    path = Path(shutil.copy(finished, tmp_path))
+    message = r"line 1: the run there has the methods Mine \(2\), .*; this one has Target only, Yours\. .*`--output`"
+    with pytest.raises(ValueError, match=message):
+        run_benchmark(target, tokenizer, [Method("Yours", drafter)], run[3], path)
     assert path.read_bytes() == finished.read_bytes()
 
 
@@ -360,6 +371,6 @@ def test_bad_settings_are_refused(fields, message):
 
 def test_names_must_differ_and_hardware_is_named(pair, data, tmp_path):
     target, tokenizer, drafter = pair
-    with pytest.raises(ValueError, match="each once"):
+    with pytest.raises(ValueError, match=r"each once\. Name .* `--drafter NAME=PATH`"):
         run_benchmark(target, tokenizer, [Method("A", drafter)] * 2, settings(data), tmp_path / "r.jsonl")
     assert "core" in hardware("cpu")

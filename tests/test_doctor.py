@@ -145,6 +145,14 @@ def test_few_prompts_tell_nothing_of_settings(trained):
         examine(*trained, prompts=[])
 
 
+@pytest.mark.parametrize("none", ["org/name", None])
+def test_names_are_no_models(target, drafter, tokenizer, none):
+    with pytest.raises(ValueError, match=f"`drafter` is {none!r}, expected a drafter: load it"):
+        examine(target, none, tokenizer)
+    with pytest.raises(ValueError, match=f"`tokenizer` is {none!r}, expected a tokenizer: load it"):
+        examine(target, drafter, none)
+
+
 def test_another_anchor_convention(target, drafter, tokenizer):
     drafter.config.sample_from_anchor = True
     assert "`sample_from_anchor` False" in problem(examine(target, drafter, tokenizer, **ENOUGH))

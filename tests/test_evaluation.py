@@ -2,6 +2,7 @@
 
 import importlib.util
 import random
+import re
 import socket
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import BatchEncoding, EarlyStoppingCallback, TrainerCallback
 
 from hf_hyperdflash import bind
 from hf_hyperdflash.target import BoundTarget
@@ -234,8 +235,14 @@ def test_measure_acceptance_of_a_drafter_wrapped_by_peft():
 
 def test_measure_acceptance_refuses_what_cannot_be_measured():
     target, drafter = pair()
-    with pytest.raises(ValueError, match="`prompts` is empty"):
-        measure_acceptance(target, drafter, [])
+    for none in ([], None):
+        with pytest.raises(ValueError, match=rf"`prompts` is {re.escape(str(none))}: expected at least one prompt"):
+            measure_acceptance(target, drafter, none)
+    for prompts in (["hello"], [4, 5], [BatchEncoding({"input_ids": PROMPTS[0]})]):
+        message = rf"A prompt is .*, a {type(prompts[0]).__name__}: expected tensors of token ids `\[1, seq\]`"
+        with pytest.raises(ValueError, match=message) as raised:
+            measure_acceptance(target, drafter, prompts)
+        assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match=r"has shape \[2, 5\], expected \[1, seq\]"):
         measure_acceptance(target, drafter, [torch.ones(2, 5, dtype=torch.long)])
     with pytest.raises(ValueError, match="`max_new_tokens` is 2, expected at least 3"):
@@ -373,7 +380,7 @@ def test_callback_with_mixed_precision(tmp_path):
 
 def test_callback_checks_the_prompts_before_training(tmp_path):
     trainer = trainer_for(tmp_path)
-    with pytest.raises(ValueError, match="`prompts` is empty"):
+    with pytest.raises(ValueError, match=r"`prompts` is \[\]"):
         AcceptanceCallback(trainer, [])
     with pytest.raises(ValueError, match="`max_new_tokens` is 1"):
         AcceptanceCallback(trainer, PROMPTS, max_new_tokens=1)

@@ -25,8 +25,9 @@ def run(script: str, *arguments: object) -> str:
 
 def test_quickstart_limits_its_own_prompts_too(tmp_path):
     shown = run(
-        "quickstart.py", "--limit", 1, "--max-new-tokens", 6, "--quiet", "--picture", tmp_path / "acceptance.png"
+        "quickstart.py", "--limit", 1, "--max-new-tokens", 3, "--quiet", "--picture", tmp_path / "acceptance.png"
     )
+    assert "\n1 verification round, " in shown
     assert "all 1 " in shown and "A baker" not in shown and (tmp_path / "acceptance.png").is_file()
 
 

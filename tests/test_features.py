@@ -640,3 +640,12 @@ def test_a_model_of_another_layout_is_refused(tmp_path):
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2))
     with pytest.raises(ValueError, match="gpt2 model: expected a DeepSeek-V4"):
         write(tmp_path, gpt2)
+
+
+def test_names_and_none_are_refused(target, tmp_path):
+    for wrong in ("org/name", None):
+        with pytest.raises(ValueError, match="The target is "):
+            FeatureCache(tmp_path, wrong)
+    for call in (FeatureCache, lambda directory, target: write(directory, target)):
+        with pytest.raises(ValueError, match="`directory` is None, expected the path of a feature cache"):
+            call(None, target)

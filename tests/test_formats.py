@@ -257,6 +257,13 @@ def test_only_its_own_safetensors_are_read(target, tmp_path):
         load_dflash("./none")
 
 
+def test_a_dtype_is_given_by_name_too(target, tmp_path):
+    write_zlab(tmp_path, target, nested=True, layer_ids=[0, 2], **SHAPE)
+    assert load_dflash(tmp_path, dtype="bfloat16").dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="`dtype` is 'float7', expected a dtype of weights"):
+        load_dflash(tmp_path, dtype="float7")
+
+
 def test_what_our_own_command_trains_can_be_exported(target, tmp_path):
     """The default window is one that the layouts have words for."""
     drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[0, 2])

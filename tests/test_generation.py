@@ -245,8 +245,9 @@ def test_requests_that_cannot_work_are_refused_before_any_work(pair, monkeypatch
         target.generate(prompt(5).repeat(2, 1), assistant_model=drafter, max_new_tokens=3)
     with pytest.raises(ValueError, match="cache"):
         target.generate(prompt(5), assistant_model=drafter, max_new_tokens=3, use_cache=False)
-    with pytest.raises(ValueError, match="1 to 6"):
-        target.generate(prompt(5), assistant_model=drafter, max_new_tokens=3, num_assistant_tokens=7)
+    for asked in (7, "3", 2.5):
+        with pytest.raises(ValueError, match=f"cannot draft {asked!r} tokens a round: expected 1 to 6"):
+            target.generate(prompt(5), assistant_model=drafter, max_new_tokens=3, num_assistant_tokens=asked)
     with pytest.raises(ValueError, match="lossless"):
         target.generate(prompt(5), assistant_model=drafter, max_new_tokens=3, assistant_ensemble_weight=0.5)
 

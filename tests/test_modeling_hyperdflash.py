@@ -178,11 +178,35 @@ def test_from_target_fits_the_target(target):
         ({"num_draft_tokens": 0}, "`num_draft_tokens` is 0, expected an integer of at least 1"),
         ({"num_draft_tokens": 10**9}, "`block_size` is 1000000001, expected at least 2 and at most 4096"),
         ({"num_hidden_layers": 10**9}, "`num_hidden_layers` is 1000000000, expected at least 1 and at most 1024"),
+        ({"dtype": "float7"}, "`dtype` is 'float7', expected a dtype of weights or its name: bfloat16"),
+        ({"dtype": "int8"}, "`dtype` is 'int8', expected a dtype of weights"),
+        ({"dtype": "nn"}, "`dtype` is 'nn', expected a dtype of weights"),
+        ({"dtype": 16}, "`dtype` is 16, expected a dtype of weights"),
+        (
+            {"tokenizer": 3, "mask_token_id": None},
+            "`tokenizer` is 3, expected a tokenizer: load it with `AutoTokenizer",
+        ),
     ],
 )
 def test_fields_that_are_none_are_refused(target, fields, message):
     with pytest.raises(ValueError, match=message):
         tiny_drafter(target, **fields)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("bfloat16", torch.bfloat16), (torch.float64, torch.float64), ("auto", torch.float32), (None, torch.float32)],
+)
+def test_a_dtype_is_given_by_name_too(target, dtype, expected):
+    drafter = tiny_drafter(target, dtype=dtype)
+    assert drafter.dtype == expected and drafter.hc_gate.hc_fn.dtype == torch.float32
+
+
+def test_a_file_is_no_folder_to_save_in(drafter, tmp_path):
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(OSError, match="file is a file, expected a folder for the drafter"):
+        drafter.save_pretrained(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_a_drafter_is_no_target(target, drafter):

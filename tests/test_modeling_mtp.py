@@ -528,6 +528,11 @@ def test_other_checkpoints_are_refused(tmp_path, config):
 # Use with a target
 
 
+def test_none_is_no_checkpoint():
+    with pytest.raises(ValueError, match="None is no checkpoint: expected a folder or a Hub id"):
+        DeepseekV4MTPDrafter.from_target(None)
+
+
 def test_number_of_drafts(drafter):
     assert drafter.num_draft_tokens == 3 and drafter.last_stats is None and drafter.target_layer_ids == [-1]
     drafter.num_draft_tokens = 17

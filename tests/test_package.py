@@ -12,7 +12,7 @@ import hf_hyperdflash
 PACKAGE = Path(hf_hyperdflash.__file__).parent
 # A module may import only modules to its left.
 ORDER = [
-    "version", "configuration_hyperdflash", "recipe", "loading", "model_card", "hub", "mask_token", "cache", "linear_cache", "losses", "blocks", "places", "data", "attentions", "draft_processors", "generation", "prompt_lookup", "per_thread", "residual", "indexer", "hooks", "target", "locking", "fingerprint",
+    "version", "configuration_hyperdflash", "recipe", "loading", "model_card", "hub", "mask_token", "cache", "linear_cache", "losses", "blocks", "places", "data", "attentions", "draft_processors", "generation", "per_thread", "residual", "indexer", "hooks", "target", "prompt_lookup", "locking", "fingerprint",
     "modeling_hyperdflash", "formats", "mtp_checkpoint", "modeling_mtp", "features", "evaluation", "training_args", "checkpoints", "trainer", "train_flags", "sources", "train", "intervals", "other_settings", "doctor", "suites", "benchmark", "summary", "leads", "figures", "report", "terminal", "cli",
 ]  # fmt: skip
 
@@ -102,7 +102,7 @@ def test_measuring_and_the_doctor_need_no_extra():
     """In a process where nothing of the extras can be imported: what `pip install hf-hyperdflash` alone gives."""
     models = PACKAGE.parent / "examples" / "models"
     code = f"""
-import sys
+import contextlib, io, sys
 for extra in ("datasets", "peft", "evaluate", "matplotlib", "pandas"):
     sys.modules[extra] = None  # as if it were not installed
 import torch
@@ -112,10 +112,13 @@ target, drafter = {str(models / "tiny-deepseek-v4")!r}, {str(models / "tiny-deep
 pair = load_target(target, dtype="float32"), HyperDFlashDrafter.from_pretrained(drafter, dtype="float32").eval()
 print(measure_acceptance(*pair, [torch.tensor([[0, 50, 60, 70]])], max_new_tokens=6)["tau"])
 sys.argv = ["hf-hyperdflash", "doctor", "--target", target, "--drafter", drafter, "--max-new-tokens", "4"]
-try:
-    run()
-except SystemExit as ended:
-    assert not ended.code, ended.code
+with contextlib.redirect_stderr(io.StringIO()) as said:
+    try:
+        run()
+    except SystemExit as ended:
+        assert not ended.code, said.getvalue()
+_, _, shown = said.getvalue().partition("Generating from 24 prompts ...")
+assert "generating: " in shown, said.getvalue()
 """
     tau, *diagnosis = run(code).splitlines()
     assert float(tau) >= 1 and diagnosis[-1] == "No problem found."

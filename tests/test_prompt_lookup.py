@@ -54,5 +54,9 @@ def test_sampling_continuing_and_bad_values():
     for bad in (0, -1, 2.5, True):
         with pytest.raises(ValueError, match="at least 1"):
             PromptLookupDrafter(target, bad)
-    with pytest.raises(ValueError, match="max_matching_ngram_size"):
-        PromptLookupDrafter(target, 3, 0)
+    for bad in (0, "2"):
+        with pytest.raises(ValueError, match=f"`max_matching_ngram_size` is {bad!r}, expected an integer"):
+            PromptLookupDrafter(target, 3, bad)
+    for wrong in ("org/name", None):
+        with pytest.raises(ValueError, match="The target is "):
+            PromptLookupDrafter(wrong)

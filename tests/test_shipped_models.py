@@ -1,5 +1,6 @@
 """The pair that ships with the repository, and the README's first command on it."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers.dynamic_module_utils import check_imports
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter
 from hf_hyperdflash.fingerprint import as_words, target_fingerprint
@@ -42,6 +44,18 @@ def test_same_text_in_fewer_rounds(shipped, text):
     assert drafter.last_stats.tau > 1.5
     lookup = target.generate(**inputs, do_sample=False, max_new_tokens=100, prompt_lookup_num_tokens=5)
     assert torch.equal(lookup, plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("modeling_hyperdflash.py", "modeling_hyperdflash"), ("custom_generate/generate.py", "recipe")],
+)
+def test_without_the_package_the_folder_says_where_it_is(monkeypatch, name, module):
+    for missing in ("hf_hyperdflash", f"hf_hyperdflash.{module}"):
+        monkeypatch.setitem(sys.modules, missing, None)
+    check_imports(DRAFTER / name)
+    with pytest.raises(ImportError, match=r"`pip install -e \.` in the repository's root"):
+        runpy.run_path(str(DRAFTER / name))
 
 
 def test_the_folder_runs_by_itself(shipped):

@@ -62,6 +62,12 @@ def test_a_malformed_line_names_its_file_and_number(tmp_path, line, found):
     assert load_suite("mine", tmp_path, limit=1) == [["e"]]
 
 
+def test_a_file_without_prompts_is_named(tmp_path):
+    (tmp_path / "mine.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"'mine' has no prompts in .*mine\.jsonl: expected .*Add some, or leave"):
+        load_suite("mine", tmp_path)
+
+
 def test_text_may_hold_any_character(tmp_path):
     turns = ["line\u2028separated", "näh … 好"]
     (tmp_path / "mine.jsonl").write_text(json.dumps({"turns": turns}, ensure_ascii=False) + "\r\n\n", encoding="utf-8")

@@ -87,32 +87,32 @@ def _configuration(name: str, what: str) -> dict[str, Any]:
             raise OSError(f"The folder {name} does not exist, and it is no Hub id (org/name): no {what}.") from error
     elif not (path / "config.json").is_file():
         raise OSError(f"The folder {name} has no config.json, expected a saved {what}.")
-    try:
-        fields, _ = PreTrainedConfig.get_config_dict(name)
-    except OSError as error:
-        if path.is_dir():
-            raise OSError(
-                f"{path / 'config.json'} {_why_no_json(path / 'config.json')}. Copy or download it again."
-            ) from error
-        raise OSError(
-            f"The folder {name} does not exist, and as a Hub id it has no configuration that can be loaded from here: no "
-            f"{what}. Check the name, the network, HF_HUB_OFFLINE and, for a private one, HF_TOKEN."
-        ) from error
+    fields = _read_json(path / "config.json") if path.is_dir() else _read_from_hub(name, what)
     if not isinstance(fields, dict):
         raise ValueError(f"The config.json of {name} holds a {type(fields).__name__}, expected an object.")
     return fields
 
 
-def _why_no_json(path: Path) -> str:
+def _read_json(path: Path) -> Any:
     try:
-        json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        return f"is no JSON ({error.msg}, line {error.lineno}, column {error.colno})"
+        why = f"is no JSON ({error.msg}, line {error.lineno}, column {error.colno})"
     except UnicodeDecodeError:
-        return "is no text in UTF-8"
+        why = "is no text in UTF-8"
     except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    return "cannot be read"
+        why = f"cannot be read ({error.strerror})"
+    raise OSError(f"{path} {why}. Copy or download it again.")
+
+
+def _read_from_hub(name: str, what: str) -> Any:
+    try:
+        return PreTrainedConfig.get_config_dict(name)[0]
+    except OSError as error:
+        raise OSError(
+            f"The folder {name} does not exist, and as a Hub id it has no configuration that can be loaded from here: no "
+            f"{what}. Check the name, the network, HF_HUB_OFFLINE and, for a private one, HF_TOKEN."
+        ) from error
 
 
 @contextmanager

@@ -20,7 +20,7 @@ _NOT_COMPUTING = {
     "_name_or_path", "name_or_path", "transformers_version", "architectures", "auto_map", "dtype", "torch_dtype",
     "num_hidden_layers", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache", "return_dict",
     "output_hidden_states", "output_attentions", "output_router_logits", "tie_last_hidden_states", "problem_type",
-    "id2label", "label2id",
+    "id2label", "label2id", "hyperdflash_version", "target_name_or_path", "target_revision", "target_fingerprint",
 }  # fmt: skip
 _CHUNK = 2**21  # elements hashed at once: memory stays small, and an accelerator has enough to do
 _ODD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's, as signed numbers

@@ -56,6 +56,16 @@ def test_benchmark_writes_results_and_report(data, tmp_path):
     report = (out / "report.md").read_text()
     assert "tiny-deepseek-v4" in report and all(name in report for name in names[1:])
     assert all((out / name).stat().st_size > 500 for name in ("summary.csv", "acceptance.png", "speedup_tau.png"))
+    # The card of the drafter that was measured has the figures; that of another has not.
+    of_results = ["--results", out, "--method", "HyperDFlash hybrid (6)"]
+    run("card", DRAFTER, *of_results, "--output", tmp_path / "card.md")
+    assert "model-index" in (tmp_path / "card.md").read_text()
+    other = HyperDFlashDrafter.from_pretrained(DRAFTER)
+    other.norm.weight.data[0] += 1
+    other.save_pretrained(tmp_path / "other")
+    refused = CliRunner().invoke(app, list(map(str, ["card", tmp_path / "other", *of_results])))
+    assert "HyperDFlash hybrid (6) was run with other weights" in str(refused.exception)
+    assert not (tmp_path / "other" / "README.md").exists()
 
 
 def test_sweep_recommends_a_number_of_drafts(data, tmp_path):

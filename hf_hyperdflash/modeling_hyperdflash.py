@@ -620,8 +620,8 @@ class HyperDFlashDrafter(PreTrainedModel):
     def bind(self, target: PreTrainedModel) -> None:
         """Check that the drafter fits `target` and prepare that one instance for assisted generation.
 
-        Afterwards `target.generate(**inputs, assistant_model=drafter)` drafts with this drafter. Only the instance's
-        class changes, to a subclass; [`unbind`] restores it.
+        Afterwards `target.generate(**inputs, assistant_model=drafter)` drafts with this drafter. Only that instance
+        changes: its class, to a subclass, and hooks on its layers that are silent outside our forwards; [`unbind`] restores it.
 
         Raises:
             ValueError: If drafter and target do not fit, naming both values.

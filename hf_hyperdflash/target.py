@@ -549,9 +549,9 @@ class BoundTarget(_Mixed):
 def bind(target: PreTrainedModel) -> PreTrainedModel:
     """Prepare one target instance for assisted generation: its class becomes a subclass that can rewind its cache.
 
-    Nothing else about the target changes, and [`unbind`] undoes it. `drafter.bind(target)` does the same after checking
-    the pair. Needed without a drafter for transformers' own assisted modes (prompt lookup, a second V4 as assistant:
-    bind that one too).
+    Its layers get hooks that are silent outside our own forwards. Nothing else about the target changes, and [`unbind`]
+    undoes both. `drafter.bind(target)` does the same after checking the pair. Needed without a drafter for transformers'
+    own assisted modes (prompt lookup, a second V4 as assistant: bind that one too).
 
     Raises:
         ValueError: If it is no target (see [`collapse_of`]), its cache cannot be rewound, or code of another version has

@@ -21,7 +21,7 @@ import torch
 import transformers
 from benchmark_loss import hardware
 
-from hf_hyperdflash.data import load_rows, to_messages
+from hf_hyperdflash.training.data import load_rows, to_messages
 
 # What is compared, and the flags that differ from the first line's.
 CACHED = ["--feature_source", "cached"]

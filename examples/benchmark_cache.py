@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
-from hf_hyperdflash.cache import make_rewindable
+from hf_hyperdflash.runtime.cache_deepseek_v4 import make_rewindable
 
 
 @dataclass

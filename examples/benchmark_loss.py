@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hf_hyperdflash.losses import chunked_drafter_loss, drafter_loss
+from hf_hyperdflash.training.losses import chunked_drafter_loss, drafter_loss
 
 KL_WEIGHT, KL_TEMPERATURE = 0.15, 1.0
 UNCHUNKED = 0

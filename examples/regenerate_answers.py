@@ -22,9 +22,9 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
-from hf_hyperdflash.data import Message, load_rows, to_messages
-from hf_hyperdflash.places import at_row, with_places
-from hf_hyperdflash.target import load_target
+from hf_hyperdflash.runtime.targets import load_target
+from hf_hyperdflash.training.data import Message, load_rows, to_messages
+from hf_hyperdflash.training.places import at_row, with_places
 
 Answer = tuple[Message, bool]  # and whether it is cut off, so that it has no end to learn from
 

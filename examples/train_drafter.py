@@ -5,7 +5,7 @@ accelerate launch --config_file examples/accelerate/ddp.yaml examples/train_draf
 
 import sys
 
-from hf_hyperdflash.cli import run
+from hf_hyperdflash.cli.app import run
 
 if __name__ == "__main__":
     sys.argv.insert(1, "train")

@@ -21,8 +21,8 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, FeatureCache
-from hf_hyperdflash.data import load_rows, prepare_dataset
-from hf_hyperdflash.trainer import Batch, collate
+from hf_hyperdflash.training.data import load_rows, prepare_dataset
+from hf_hyperdflash.training.trainer import Batch, collate
 
 
 def parse_args() -> argparse.Namespace:

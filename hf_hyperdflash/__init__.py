@@ -8,55 +8,60 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .version import __version__
+from .runtime.version import __version__
 
 if TYPE_CHECKING:
-    from .cache import RewindableCSACacheLayer, RewindableHCACacheLayer, RewindableSlidingCacheLayer, make_rewindable
-    from .configuration_hyperdflash import HyperDFlashConfig
-    from .doctor import examine
-    from .evaluation import AcceptanceCallback, measure_acceptance
-    from .features import FeatureCache
-    from .formats import export_dflash, load_dflash
-    from .generation import SpeculationStats
-    from .losses import drafter_loss
+    from .benchmark.doctor import examine
+    from .hub.cards import drafter_card
+    from .hub.formats import export_dflash, load_dflash
     from .metrics.acceptance_length import AcceptanceLength
     from .metrics.per_position_acceptance import PerPositionAcceptance
-    from .model_card import drafter_card
-    from .modeling_hyperdflash import HCGateReducer, HyperDFlashDrafter, register_auto_classes
-    from .modeling_mtp import DeepseekV4MTPDrafter
-    from .prompt_lookup import PromptLookupDrafter
-    from .target import bind, capture_residual, load_target, unbind
-    from .trainer import HyperDFlashTrainer
-    from .training_args import HyperDFlashTrainingArguments
+    from .runtime.cache_deepseek_v4 import (
+        RewindableCSACacheLayer,
+        RewindableHCACacheLayer,
+        RewindableSlidingCacheLayer,
+        make_rewindable,
+    )
+    from .runtime.configuration_hyperdflash import HyperDFlashConfig
+    from .runtime.decoding import SpeculationStats
+    from .runtime.modeling_hyperdflash import HCGateReducer, HyperDFlashDrafter, register_auto_classes
+    from .runtime.modeling_mtp import DeepseekV4MTPDrafter
+    from .runtime.prompt_lookup import PromptLookupDrafter
+    from .runtime.targets import bind, capture_residual, load_target, unbind
+    from .training.acceptance import AcceptanceCallback, measure_acceptance
+    from .training.arguments import HyperDFlashTrainingArguments
+    from .training.features import FeatureCache
+    from .training.losses import drafter_loss
+    from .training.trainer import HyperDFlashTrainer
 
 _MODULE_OF = {
-    "RewindableCSACacheLayer": "cache",
-    "RewindableHCACacheLayer": "cache",
-    "RewindableSlidingCacheLayer": "cache",
-    "make_rewindable": "cache",
-    "HyperDFlashConfig": "configuration_hyperdflash",
-    "AcceptanceCallback": "evaluation",
+    "RewindableCSACacheLayer": "runtime.cache_deepseek_v4",
+    "RewindableHCACacheLayer": "runtime.cache_deepseek_v4",
+    "RewindableSlidingCacheLayer": "runtime.cache_deepseek_v4",
+    "make_rewindable": "runtime.cache_deepseek_v4",
+    "HyperDFlashConfig": "runtime.configuration_hyperdflash",
+    "AcceptanceCallback": "training.acceptance",
     "AcceptanceLength": "metrics.acceptance_length",
     "PerPositionAcceptance": "metrics.per_position_acceptance",
-    "measure_acceptance": "evaluation",
-    "FeatureCache": "features",
-    "drafter_card": "model_card",
-    "examine": "doctor",
-    "export_dflash": "formats",
-    "load_dflash": "formats",
-    "SpeculationStats": "generation",
-    "drafter_loss": "losses",
-    "HCGateReducer": "modeling_hyperdflash",
-    "HyperDFlashDrafter": "modeling_hyperdflash",
-    "register_auto_classes": "modeling_hyperdflash",
-    "DeepseekV4MTPDrafter": "modeling_mtp",
-    "PromptLookupDrafter": "prompt_lookup",
-    "bind": "target",
-    "capture_residual": "target",
-    "load_target": "target",
-    "unbind": "target",
-    "HyperDFlashTrainer": "trainer",
-    "HyperDFlashTrainingArguments": "training_args",
+    "measure_acceptance": "training.acceptance",
+    "FeatureCache": "training.features",
+    "drafter_card": "hub.cards",
+    "examine": "benchmark.doctor",
+    "export_dflash": "hub.formats",
+    "load_dflash": "hub.formats",
+    "SpeculationStats": "runtime.decoding",
+    "drafter_loss": "training.losses",
+    "HCGateReducer": "runtime.modeling_hyperdflash",
+    "HyperDFlashDrafter": "runtime.modeling_hyperdflash",
+    "register_auto_classes": "runtime.modeling_hyperdflash",
+    "DeepseekV4MTPDrafter": "runtime.modeling_mtp",
+    "PromptLookupDrafter": "runtime.prompt_lookup",
+    "bind": "runtime.targets",
+    "capture_residual": "runtime.targets",
+    "load_target": "runtime.targets",
+    "unbind": "runtime.targets",
+    "HyperDFlashTrainer": "training.trainer",
+    "HyperDFlashTrainingArguments": "training.arguments",
 }
 
 __all__ = [

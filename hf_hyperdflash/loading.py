@@ -1,182 +1,173 @@
-"""Loading a drafter: from safetensors, with every tensor that its configuration asks for and no other, all of them finite.
-
-transformers reports what is missing, fills it at random and goes on; such a drafter drafts nonsense.
-"""
+"""What a user names as target or drafter, looked at before anything is loaded: minutes may lie between the two."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
+import transformers
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
+from jinja2 import TemplateSyntaxError
 from safetensors import SafetensorError
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from .configuration_hyperdflash import HyperDFlashConfig
+from .runtime.configuration_hyperdflash import HyperDFlashConfig
+from .runtime.weights import drafter_kind
 
 
-def load_complete(
-    load: Callable[..., Any], name: Any, *args: Any, output_loading_info: bool = False, **options: Any
-) -> Any:
-    """What `load`, a `from_pretrained`, makes of a drafter's checkpoint.
+def check_target(name: str) -> None:
+    """Raise a `ValueError` or an `OSError` if `name` is not a model to draft for."""
+    fields = _configuration(name, "target")
+    drafter = drafter_kind(fields)
+    if drafter:
+        raise ValueError(f"{name} is {drafter}, expected the target that it drafts for: give it as the drafter.")
+    kind = fields.get("model_type")
+    if kind not in CONFIG_MAPPING and "auto_map" not in fields:
+        raise ValueError(
+            f"The config.json of {name} has `model_type` {kind!r}, expected one that transformers {transformers.__version__} "
+            "knows. Update transformers, or correct it."
+        )
+    _check_weights(name, "*.safetensors", "*.bin")
+
+
+def check_drafter(name: str, *, is_ours: bool = False, needs_weights: bool = True) -> None:
+    """Raise a `ValueError` or an `OSError` if `name` is no drafter.
 
     Args:
-        load: transformers' own.
-        name: Folder or Hub id.
-        *args: For `load`.
-        output_loading_info: As of `from_pretrained`.
-        **options: For `load`.
-
-    Raises:
-        ValueError: If tensors are missing, unexpected, of another shape or not finite, naming them.
-        OSError: If it cannot be found, is no checkpoint in safetensors, or is damaged.
+        name: Path or Hub id.
+        is_ours: Whether it must be a HyperDFlash or vanilla DFlash drafter saved by this package.
+        needs_weights: Whether its configuration is not enough.
     """
-    if options.get("state_dict") is None:  # else there is nothing to read
-        check_source(name)
-    if options.get("use_safetensors") is False:
-        raise ValueError("`use_safetensors` is False, expected True: drafters are read from safetensors only.")
-    options |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # refused below, by name
+    fields = _configuration(name, "drafter")
+    kind = drafter_kind(fields)
+    if kind is None:
+        raise ValueError(
+            f"{name} is a model of type {fields.get('model_type')!r}, expected a drafter. One for it is made by "
+            f"`hf-hyperdflash train --target {name}`."
+        )
+    if is_ours and fields.get("model_type") != HyperDFlashConfig.model_type:
+        raise ValueError(f"{name} is {kind}, expected a HyperDFlash or vanilla DFlash drafter saved by this package.")
+    if needs_weights:
+        _check_weights(name, "*.safetensors")
+
+
+def _check_weights(name: str, *patterns: str) -> None:
+    path = Path(name)
+    if path.is_dir() and not any(file for pattern in patterns for file in path.glob(pattern)):
+        pickle = next(path.glob("*.bin"), None)
+        but = f": {pickle.name} is a pickle, which can run code, and is not read" if pickle else ""
+        raise OSError(
+            f"The folder {name} has no weights, expected model.safetensors{but}. Save or download them there."
+        )
+
+
+def check_repo_id(name: str) -> None:
+    """Raise a `ValueError` if `name` cannot be a repository on the Hub."""
     try:
-        drafter, info = load(name, *args, output_loading_info=True, **options)
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ValueError(f"The repository is {name!r}, expected a name on the Hub: org/name.") from error
+
+
+def _configuration(name: str, what: str) -> dict[str, Any]:
+    path = Path(name)
+    if not name.strip():
+        raise ValueError(f"The name of the {what} is empty, expected a folder or a Hub id (org/name).")
+    if path.is_file():
+        raise OSError(f"The {what} {name} is a file, expected a folder with a config.json, or a Hub id.")
+    if not path.is_dir():
+        try:
+            check_repo_id(name)
+        except ValueError as error:
+            raise OSError(f"The folder {name} does not exist, and it is no Hub id (org/name): no {what}.") from error
+    elif not (path / "config.json").is_file():
+        raise OSError(f"The folder {name} has no config.json, expected a saved {what}.")
+    fields = _read_json(path / "config.json") if path.is_dir() else _read_from_hub(name, what)
+    if not isinstance(fields, dict):
+        raise ValueError(f"The config.json of {name} holds a {type(fields).__name__}, expected an object.")
+    return fields
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        why = f"is no JSON ({error.msg}, line {error.lineno}, column {error.colno})"
+    except UnicodeDecodeError:
+        why = "is no text in UTF-8"
+    except OSError as error:
+        why = f"cannot be read ({error.strerror})"
+    raise OSError(f"{path} {why}. Copy or download it again.")
+
+
+def _read_from_hub(name: str, what: str) -> Any:
+    try:
+        return PreTrainedConfig.get_config_dict(name)[0]
+    except OSError as error:
+        raise OSError(
+            f"The folder {name} does not exist, and as a Hub id it has no configuration that can be loaded from here: no "
+            f"{what}. Check the name, the network, HF_HUB_OFFLINE and, for a private one, HF_TOKEN."
+        ) from error
+
+
+@contextmanager
+def readable(name: str) -> Iterator[None]:
+    """Say in one line what is wrong with a checkpoint's files where transformers does not."""
+    try:
+        yield
     except SafetensorError as error:
         raise OSError(
-            f"The weights of {name} are damaged ({error}). Load them again with `force_download=True`; if that does not "
-            "help, the upload was cut off: push the drafter again."
+            f"The weights of {name} are damaged ({error}): a file is cut off, or no safetensors. Copy or download it again."
         ) from error
-    except (StrictDataclassError, ValueError) as error:
-        raise ValueError(f"{name} cannot be loaded: {' '.join(str(error).split())}") from error
-    except OSError as error:
-        if "model.safetensors" not in str(error):
+    except StrictDataclassError as error:
+        raise ValueError(f"The config.json of {name} has a wrong value: {error}") from error
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
             raise
-        raise OSError(
-            f"{name} has no model.safetensors. Drafters are read from safetensors only: a pickle (pytorch_model.bin) can "
-            "run code. Save the drafter with `save_pretrained`."
+        raise ValueError(
+            f"The weights of {name} have other shapes than its config.json says: the two are of different models. Copy or "
+            "download both again."
         ) from error
-    shapes = [f"{key}, {list(found)} for {list(wanted)}" for key, found, wanted in info["mismatched_keys"]]
-    check_names(
-        name, missing=info["missing_keys"], unexpected=info["unexpected_keys"], of_another_shape=shapes,
-        version=getattr(drafter.config, "hyperdflash_version", ""),
-    )  # fmt: skip
-    check_finite(drafter.state_dict(), name)
-    if getattr(drafter, "draft_ids", None) is not None:
-        check_draft_ids(drafter.draft_ids, drafter.config.draft_vocab_size, drafter.config.vocab_size, name)
-    return (drafter, info) if output_loading_info else drafter
 
 
-def check_source(name: Any) -> None:
-    """Raise an `OSError` or a `ValueError` if `name` is neither the folder of a checkpoint nor what could be a Hub id."""
-    if not isinstance(name, (str, Path)) or not str(name).strip():
-        raise ValueError(f"{name!r} is no checkpoint: expected a folder or a Hub id (`org/name`).")
-    if Path(name).is_dir():
-        if not any((Path(name) / config).is_file() for config in ("config.json", "adapter_config.json")):
-            raise OSError(f"The folder {name} has no config.json, expected a saved model.")
-        return
-    if Path(name).is_file():
-        raise OSError(f"{name} is a file, expected the folder of a checkpoint: {Path(name).parent}, perhaps.")
-    try:
-        validate_repo_id(str(name))
-    except HFValidationError as error:
-        raise OSError(f"There is no folder {name}, and it is no Hub id (`org/name`). Check the path.") from error
-
-
-def is_other_format(fields: dict[str, Any]) -> bool:
-    """Whether a configuration is in z-lab's or speculators' layout."""
-    return "dflash_config" in fields or "speculators_model_type" in fields
-
-
-def drafter_kind(fields: dict[str, Any]) -> str | None:
-    """What kind of drafter a configuration is of, in words; `None` if it is of none."""
-    if fields.get("model_type") == HyperDFlashConfig.model_type:
-        return "a drafter"
-    if is_other_format(fields):
-        return "a DFlash drafter in another program's layout"
-    return "an MTP drafter" if "DeepseekV4MTPDrafter" in (fields.get("architectures") or ()) else None
-
-
-def weight_files(folder: Path) -> list[str]:
-    """Names of the files that hold a checkpoint's weights: those that its index lists, or the one that needs none."""
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    if index.is_file():
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    return [SAFE_WEIGHTS_NAME] if (folder / SAFE_WEIGHTS_NAME).is_file() else []
-
-
-def check_names(name: Any, *, version: str = "", **found: Collection[str]) -> None:
-    """Raise a `ValueError` if there is any name in `found`, lists of tensors by what is wrong with them.
-
-    Args:
-        name: Of the checkpoint.
-        version: Of the package that saved it.
-        **found: `missing=[...]`, for example.
-    """
-    if any(found.values()):
-        by = f" (saved by hf_hyperdflash {version})" if version else ""
-        raise ValueError(
-            f"The tensors of {name}{by} are not those that its configuration asks for: {listed(**found)}. Load a complete "
-            "checkpoint with its own config.json."
-        )
-
-
-def listed(**found: Collection[str]) -> str:
-    """`"2 missing (a, b) and 1 unexpected (c)"`, a few names of each kind."""
-    return " and ".join(
-        f"{len(names)} {kind.replace('_', ' ')} ({', '.join(sorted(names)[:4])}{', ...' if len(names) > 4 else ''})"
-        for kind, names in found.items()
-        if names
-    )
-
-
-def check_finite(tensors: Mapping[str, torch.Tensor], name: Any) -> None:
-    """Raise a `ValueError` that names the tensors with NaN or infinity."""
-    if broken := not_finite(tensors.items()):
-        raise ValueError(
-            f"The weights of {name} are not finite: {listed(with_NaN_or_infinity=broken)}. The training that made them "
-            "diverged, or the file is damaged: take an earlier checkpoint."
-        )
-
-
-def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Names of the tensors with NaN or infinity. What is quantized, or not in this process, is not looked at."""
-    return [name for name, tensor in tensors if not _is_finite(tensor)]
-
-
-def check_draft_ids(ids: torch.Tensor, count: int, vocab_size: int, name: Any) -> None:
-    """Raise a `ValueError` if `ids` are not `count` different tokens of a vocabulary of `vocab_size`."""
-    if ids.is_meta:
-        return
-    is_list = ids.shape == (count,) and not ids.is_floating_point() and ids.dtype != torch.bool
-    if not is_list or bool(((ids < 0) | (ids >= vocab_size)).any()) or len(ids.unique()) < count:
-        raise ValueError(
-            f"The tokens that {name} can draft are {ids.dtype} of shape {list(ids.shape)}, the first "
-            f"{ids.flatten()[:4].tolist()}: expected {count} different integers from 0 to {vocab_size - 1}. The checkpoint is "
-            "damaged."
-        )
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    values = tensor.detach()
-    values = values.to_local() if hasattr(values, "to_local") else values  # FSDP's shard
-    if values.is_meta or not values.numel() or not values.is_floating_point() or values.dtype.itemsize == 1:
-        return True
-    lowest, highest = values.aminmax()  # one pass without a temporary; a NaN is both
-    return bool((lowest > -torch.inf) & (highest < torch.inf))
-
-
-def named_dtype(dtype: Any) -> torch.dtype | None:
-    """The dtype of that name, as `from_pretrained` takes it; `None` if it is left out or `"auto"`.
+def load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """A target's tokenizer.
 
     Raises:
-        ValueError: If weights cannot be of it.
+        OSError: If there is none, or it cannot be read.
+        ValueError: If its chat template is none.
     """
-    if dtype is None or dtype == "auto":
-        return None
-    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(named, torch.dtype) or not named.is_floating_point:
-        raise ValueError(
-            f"`dtype` is {dtype!r}, expected a dtype of weights or its name: bfloat16, float16 or float32."
-        )
-    return named
+    with _readable_tokenizer(name):
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    if tokenizer.chat_template:
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+        except TemplateSyntaxError as error:
+            raise ValueError(
+                f"The chat template of {name} is no Jinja template: {error.message}, line {error.lineno}. Correct its "
+                "chat_template.jinja."
+            ) from error
+    return tokenizer
+
+
+@contextmanager
+def _readable_tokenizer(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        cause: Exception = error
+    except Exception as error:
+        if type(error) is not Exception:  # which `tokenizers` raises for a file that it cannot read
+            raise
+        cause = error
+    else:
+        return
+    raise OSError(
+        f"{name} has no tokenizer that can be loaded ({type(cause).__name__}: {textwrap.shorten(str(cause), 150)}). Save the "
+        "target's own there (tokenizer.json, tokenizer_config.json)."
+    ) from cause

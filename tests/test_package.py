@@ -107,7 +107,7 @@ for extra in ("datasets", "peft", "evaluate", "matplotlib", "pandas"):
     sys.modules[extra] = None  # as if it were not installed
 import torch
 from hf_hyperdflash import HyperDFlashDrafter, load_target, measure_acceptance
-from hf_hyperdflash.cli import run
+from hf_hyperdflash.cli.app import run
 target, drafter = {str(models / "tiny-deepseek-v4")!r}, {str(models / "tiny-deepseek-v4-hyperdflash")!r}
 pair = load_target(target, dtype="float32"), HyperDFlashDrafter.from_pretrained(drafter, dtype="float32").eval()
 print(measure_acceptance(*pair, [torch.tensor([[0, 50, 60, 70]])], max_new_tokens=6)["tau"])

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipelin
 from transformers.dynamic_module_utils import check_imports
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter
-from hf_hyperdflash.fingerprint import as_words, target_fingerprint
+from hf_hyperdflash.training.fingerprint import as_words, target_fingerprint
 
 from .conftest import MODELS
 

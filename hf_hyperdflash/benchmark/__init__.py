@@ -1,0 +1,1 @@
+"""Measuring drafters: prompt suites, runs, reports, the doctor."""

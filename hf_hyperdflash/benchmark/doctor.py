@@ -1,0 +1,306 @@
+"""What is wrong with a target and its drafter, in words, before long jobs are started with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import transformers
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..runtime.configuration_hyperdflash import HyperDFlashConfig
+from ..runtime.decoding import SpeculationStats
+from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
+from ..runtime.targets import check_fit, describe, is_drafter
+from ..training.acceptance import bound
+from ..training.data import encode_prompts
+from ..training.fingerprint import changed_parts
+from .intervals import Interval
+from .other_settings import LEAST_PROMPTS, Comparison, compare_settings
+
+PROMPTS = (
+    "Write a Python function that adds two numbers.",
+    "Tom has 12 marbles and gives 5 of them to his sister. How many marbles does he have now?",
+    "Write a Python function that checks whether a string is a palindrome.",
+    "A baker sells 24 loaves of bread a day for $3 each. How much money does she make in a week?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a Python function that returns the largest number in a list.",
+    "A train travels 60 miles an hour. How far does it travel in 2 hours and 30 minutes?",
+    "List three things to take along on a hike.",
+    "Write a SQL query that counts the rows of a table called users.",
+    "Anna reads 15 pages each day. How many days does she need for a book of 240 pages?",
+    "Write a Python function that reverses the words of a sentence.",
+    "A shirt costs $40 and is sold for 25% less. How much does it cost now?",
+    "What is the difference between a list and a tuple in Python?",
+    "A farmer has 3 fields with 45 trees each and cuts down 20 trees. How many trees are left?",
+    "Write a JavaScript function that removes duplicates from an array.",
+    "Give me a short recipe for pancakes.",
+    "Maria is twice as old as her brother, who is 9. How old will she be in 4 years?",
+    "Write a regular expression that matches an email address.",
+    "Summarize in one sentence what photosynthesis is.",
+    "A tank holds 300 litres and loses 12 litres an hour. How much is left after 10 hours?",
+    "Write a Python program that reads a file and counts its lines.",
+    "Write a friendly message that reminds a colleague of a meeting.",
+    "Paul buys 4 notebooks for $2.50 each and pays with $20. How much change does he get?",
+    "Write a function that computes the n-th Fibonacci number.",
+)
+_HARDLY = 1.2  # a tau below is no speedup anywhere
+
+
+@dataclass
+class Diagnosis:
+    """What [`examine`] found.
+
+    Attributes:
+        problems: What is wrong and what to do, a sentence or two each.
+        remarks: What may matter.
+        facts: What was looked at, as name and value.
+        tau: Tokens per verification round over the prompts; `None` if nothing could be generated.
+        differing: Greedy texts that are not the target's own.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
+    tau: float | None = None
+    differing: int | None = None
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {value}" for name, value in self.facts.items()]
+        lines += [f"PROBLEM: {text}" for text in self.problems] + [f"Remark: {text}" for text in self.remarks]
+        return "\n".join([*lines, "Problems found." if self.problems else "No problem found."])
+
+
+def examine(
+    target: PreTrainedModel,
+    drafter: HyperDFlashDrafter,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prompts: Sequence[str] = PROMPTS,
+    max_new_tokens: int = 64,
+    disable_tqdm: bool | None = True,
+) -> Diagnosis:
+    """Check a pair: whether it fits, the tokenizer, memory, and what generation from a few prompts really gives.
+
+    What others' formats invite to misread is tried, every layer one lower and one higher and the other anchor convention:
+    a problem where more drafts are certain to be accepted then, a remark where the prompts cannot tell.
+
+    Args:
+        target: The target. It is bound for the time, and left as it was.
+        drafter: Its drafter, in the same state afterwards.
+        tokenizer: The target's tokenizer.
+        prompts: Questions, asked as chat turns. With fewer than 8 other settings are not compared.
+        max_new_tokens: Tokens generated from each.
+        disable_tqdm: `False` for a progress bar on stderr, `None` for one where that is a terminal.
+
+    Raises:
+        ValueError: If there is no prompt, or drafter or tokenizer are none.
+    """
+    if not prompts:
+        raise ValueError("`prompts` is empty: expected at least one question.")
+    if not is_drafter(drafter):
+        raise ValueError(
+            f"`drafter` is {drafter!r:.60}, expected a drafter: load it with `HyperDFlashDrafter.from_pretrained` first."
+        )
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ValueError(
+            f"`tokenizer` is {tokenizer!r:.60}, expected a tokenizer: load it with `AutoTokenizer.from_pretrained` first."
+        )
+    found = Diagnosis()
+    found.facts["versions"] = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    try:
+        check_fit(target, drafter)
+    except ValueError as error:
+        found.problems.append(str(error))
+        return found
+    _look_at_memory(found, target, drafter)
+    _compare_fingerprints(found, target, drafter.config)
+    if _look_at_tokenizer(found, target, drafter.config, tokenizer):
+        _generate(found, target, drafter, tokenizer, prompts, max_new_tokens, disable_tqdm)
+    return found
+
+
+def _look_at_memory(found: Diagnosis, target: PreTrainedModel, drafter: HyperDFlashDrafter) -> None:
+    config = drafter.config
+    weights = sum(p.numel() * p.element_size() for p in drafter.parameters())
+    visible = config.sliding_window or config.max_position_embeddings
+    token = (
+        2
+        * config.num_hidden_layers
+        * config.num_key_value_heads
+        * config.head_dim
+        * drafter.norm.weight.element_size()
+    )
+    found.facts["drafter"] = (
+        f"{config.reducer} over layers {config.target_layer_ids}, {config.max_draft_tokens} drafts a round, "
+        f"{sum(p.numel() for p in drafter.parameters()):,} parameters"
+    )
+    found.facts["memory"] = (
+        f"target {_size(target.get_memory_footprint())}, drafter {_size(weights)} and {_size(token)} for each token of its "
+        f"context, of which it sees {visible:,}: up to {_size(2 * visible * token)}"
+    )
+
+
+def _size(count: float) -> str:
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while count >= 1000 and len(units) > 1:
+        count, units = count / 1000, units[1:]
+    return f"{count:.3g} {units[0]}"
+
+
+def _compare_fingerprints(found: Diagnosis, target: PreTrainedModel, config: HyperDFlashConfig) -> None:
+    if not config.target_fingerprint:
+        found.remarks.append("The drafter does not say which weights it was trained for; that cannot be compared.")
+        return
+    changed = changed_parts(config.target_fingerprint, target)
+    if changed is None:
+        found.remarks.append(
+            "An earlier release recorded which weights the drafter was trained for, in a way that cannot be compared any more."
+        )
+    elif changed == ["config"]:
+        found.remarks.append(
+            "The target's weights are those that the drafter was trained for, its configuration is not: a field was changed, "
+            "or another version of transformers has other fields."
+        )
+    elif changed:
+        parts = " and ".join(part for part in changed if part != "config")
+        found.problems.append(
+            f"The target's weights ({parts}) are not those that the drafter was trained for: the target was fine-tuned since, "
+            "is another checkpoint, or is loaded in another quantization or precision. The text stays right, but fewer "
+            "drafts are accepted: train the drafter on for this target (`hf-hyperdflash train --drafter`)."
+        )
+
+
+def _look_at_tokenizer(
+    found: Diagnosis, target: PreTrainedModel, config: HyperDFlashConfig, tokenizer: PreTrainedTokenizerBase
+) -> bool:
+    """Whether there is enough to generate with."""
+    if len(tokenizer) > describe(target).vocab_size:
+        found.problems.append(
+            f"The tokenizer has {len(tokenizer)} tokens, the target's vocabulary {describe(target).vocab_size}: it belongs "
+            "to another model. Load the target's own."
+        )
+        return False
+    mask = tokenizer.convert_ids_to_tokens(config.mask_token_id)
+    known = {*tokenizer.all_special_ids, *_added(tokenizer)}
+    if mask is not None and config.mask_token_id not in known:
+        found.remarks.append(
+            f"The drafter's mask token {config.mask_token_id} is {mask!r}, an ordinary token: it should be one that never "
+            "occurs in text."
+        )
+    found.facts["mask token"] = f"{config.mask_token_id}, {repr(mask) if mask else 'which the tokenizer does not use'}"
+    ends = target.generation_config.eos_token_id if target.generation_config else None
+    ends = ends if isinstance(ends, list) else [ends]
+    if tokenizer.eos_token_id is not None and None not in ends and tokenizer.eos_token_id not in ends:
+        found.problems.append(
+            f"The tokenizer ends text with token {tokenizer.eos_token_id}, the target with {ends}: one of the two belongs to "
+            "another model."
+        )
+    if not tokenizer.chat_template:
+        found.problems.append("The tokenizer has no chat template, so chat cannot be asked as in training.")
+        return False
+    return True
+
+
+def _added(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    return set(tokenizer.get_added_vocab().values())
+
+
+def _generate(
+    found: Diagnosis,
+    target: PreTrainedModel,
+    drafter: HyperDFlashDrafter,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    disable_tqdm: bool | None,
+) -> None:
+    ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": text}]} for text in prompts])
+    _ask_the_target(found, target, ids)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
+    stats, found.differing, texts = SpeculationStats(), 0, []
+    with bound(target):
+        for prompt in tqdm(ids, desc="generating", unit="prompt", leave=False, disable=disable_tqdm):
+            texts.append(_text(target, prompt, **options))
+            found.differing += not torch.equal(_text(target, prompt, assistant_model=drafter, **options), texts[-1])
+            stats += cast(SpeculationStats, drafter.last_stats)
+    found.facts["losslessness"] = f"{len(ids) - found.differing} of {len(ids)} greedy texts are the target's own"
+    if found.differing:
+        found.remarks.append(
+            f"{found.differing} greedy texts differ. In float32 that should not be; in lower precision it happens where "
+            "the target's two best tokens are equal to within rounding."
+        )
+    if not stats.rounds:
+        found.problems.append(
+            "The target ends every answer at once: the chat template is not the one it was trained with."
+        )
+        return
+    found.tau = stats.tau
+    rates = ", ".join(f"{100 * rate:.0f}" for rate in stats.acceptance)
+    found.facts["acceptance"] = (
+        f"tau {stats.tau:.2f} over {len(ids)} prompts, {stats.rounds} round{'s' * (stats.rounds != 1)}; drafts accepted at each position, %: {rates}"
+    )
+    if len(ids) < LEAST_PROMPTS:
+        found.remarks.append(
+            f"Other settings were not tried: that takes {LEAST_PROMPTS} prompts, there are {len(ids)}."
+        )
+    else:
+        starts = [prompt.shape[1] for prompt in ids]
+        compared = compare_settings(target, drafter, texts, starts, disable_tqdm=disable_tqdm)
+        _judge_settings(found, compared, len(ids))
+    if stats.tau < _HARDLY and not found.problems:
+        found.problems.append(
+            f"Hardly any draft is accepted (tau {stats.tau:.2f}): the drafter is untrained, or was trained for another target, "
+            "chat template or tokenizer."
+        )
+
+
+def _ask_the_target(found: Diagnosis, target: PreTrainedModel, ids: list[torch.Tensor]) -> None:
+    """Whether the target finds text in its own tokenizer's tokens more likely than noise."""
+    with torch.no_grad():
+        losses = [target(prompt.to(target.device), labels=prompt.to(target.device)).loss.item() for prompt in ids]
+    mean, noise = sum(losses) / len(losses), math.log(describe(target).vocab_size)
+    found.facts["target"] = f"{mean:.2f} nats a token on the prompts, where noise has {noise:.2f}"
+    if mean > 0.8 * noise:
+        found.problems.append(
+            f"To the target, plain questions look like noise ({mean:.2f} nats a token of {noise:.2f}): the tokenizer belongs to "
+            "another model, or the target is untrained."
+        )
+
+
+def _text(target: Any, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
+    ids = prompt.to(target.device)
+    return cast(torch.Tensor, target.generate(ids, attention_mask=torch.ones_like(ids), **options))
+
+
+def _judge_settings(found: Diagnosis, compared: Comparison, prompts: int) -> None:
+    told = f"each of {compared.rounds} tokens of {prompts} prompts"
+    worse = sum(setting.is_worse for setting in compared.others)
+    found.facts["other settings"] = (
+        f"{len(compared.others)} tried after {told}, {worse} of them are certain to be worse"
+    )
+    # Of an untrained drafter some setting is the least bad.
+    least = max(compared.tau, _HARDLY)
+    better = [setting for setting in compared.others if setting.is_better and setting.tau >= least]
+    unclear = [setting for setting in compared.others if not setting.is_better and not setting.is_worse]
+    if better:
+        best = max(better, key=lambda setting: setting.ahead.value)
+        found.problems.append(
+            f"With {best.name} the drafter finds the target's text likelier ({_nats(best.ahead)}; {best.tau:.2f} tokens a round "
+            f"after {told} instead of {compared.tau:.2f}): the configuration does not say how the drafter was trained. "
+            "Correct it in `config.json`."
+        )
+    elif unclear and compared.tau >= _HARDLY:
+        names = "; ".join(f"{setting.name} ({_nats(setting.ahead)})" for setting in unclear)
+        found.remarks.append(
+            f"Cannot tell from {told} whether the drafter was trained with {names}. More prompts may tell: "
+            "`hf_hyperdflash.examine(target, drafter, tokenizer, prompts=...)`."
+        )
+
+
+def _nats(ahead: Interval) -> str:
+    return f"{ahead.value:+.3f} nats a draft, between {ahead.low:+.3f} and {ahead.high:+.3f}"

@@ -1,0 +1,478 @@
+"""Side-by-side runs: every method generates from every prompt, one right after the other."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from ..runtime.decoding import SpeculationStats
+from ..training.data import encode_prompts
+from ..training.fingerprint import as_words, module_fingerprint, target_fingerprint
+from ..training.locking import only_writer
+from .suites import SUITES, load_suite
+
+TARGET_ONLY = "Target only"
+MODES = ("non-think", "think-high")
+_WARM_UP_TOKENS = 16
+_KEY = ("suite", "mode", "temperature", "prompt", "turn", "method")  # what a record is of
+# What a record of the target alone leaves empty.
+_SPECULATIVE = ("rounds", "draft_positions", "emitted", "accepted", "draft_seconds", "verify_seconds", "loop_seconds")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to generate.
+
+    Attributes:
+        name: As the report shows it, for example `"HyperDFlash (6)"`.
+        drafter: What to pass as `assistant_model`; `None` for the target alone.
+        num_draft_tokens: Drafted tokens per round; `None` for the drafter's own number.
+
+    Raises:
+        ValueError: If the drafter cannot draft that many.
+    """
+
+    name: str
+    drafter: Any = None
+    num_draft_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_draft_tokens is not None:
+            self.drafter.check_num_draft_tokens(self.num_draft_tokens)
+
+
+@dataclass
+class BenchmarkSettings:
+    """What is run. Two runs with equal settings continue each other.
+
+    Args:
+        suites: Names of suites, see [`load_suite`].
+        data: Folder with `<suite>.jsonl` files; `None` for the Hub.
+        modes: `"non-think"` and `"think-high"`, told to the chat template.
+        temperatures: 0 is greedy; others sample from the whole distribution.
+        limit: Prompts of each suite; `None` for all.
+        max_new_tokens: Most new tokens per turn.
+        seed: Of sampling; every method starts each prompt from the same state.
+
+    Raises:
+        ValueError: If a field is out of range.
+    """
+
+    suites: list[str] = field(default_factory=lambda: list(SUITES))
+    data: str | None = None
+    modes: list[str] = field(default_factory=lambda: ["non-think"])
+    temperatures: list[float] = field(default_factory=lambda: [0.0])
+    limit: int | None = None
+    max_new_tokens: int = 2048
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("suites", "modes", "temperatures"):
+            if not getattr(self, name):
+                raise ValueError(f"`{name}` is empty: expected at least one.")
+        if unknown := set(self.modes) - set(MODES):
+            raise ValueError(f"`modes` has {sorted(unknown)}, expected some of {MODES}.")
+        if min(self.temperatures) < 0:
+            raise ValueError(f"`temperatures` has {min(self.temperatures)}, expected at least 0.")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"`limit` is {self.limit}, expected at least 1, or None for all prompts.")
+        if self.max_new_tokens < 3:
+            raise ValueError(f"`max_new_tokens` is {self.max_new_tokens}, expected at least 3: less has no round.")
+
+    def prompts(self) -> dict[str, list[list[str]]]:
+        """Of each suite, as [`load_suite`] gives them.
+
+        Raises:
+            ValueError: If one cannot be loaded.
+        """
+        return {name: load_suite(name, self.data, self.limit) for name in self.suites}
+
+
+def run_benchmark(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    methods: Sequence[Method],
+    settings: BenchmarkSettings,
+    results: str | os.PathLike[str],
+) -> Path:
+    """Generate from every prompt with every method and append a JSON line per generation.
+
+    Methods take turns prompt by prompt, so that the machine's drift touches all alike; which comes first changes with
+    the prompt. The target alone is always among them. Greedy output is compared with the target's own. A run that was
+    killed goes on where it stopped when called again with the same weights, prompts, settings, versions and machine.
+    `report.write_report` makes tables of the file.
+
+    Args:
+        target: The target, bound if a method drafts.
+        tokenizer: Its tokenizer, with a chat template.
+        methods: At least one. Their names must differ. [`TARGET_ONLY`] is added.
+        settings: Suites, temperatures and limits.
+        results: The file to append to.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: If there is nothing to compare, the file holds another run's results or is being written by another
+            process, or suites cannot be loaded.
+    """
+    if not methods:
+        raise ValueError("No method is given: expected at least one drafter to compare with the target alone.")
+    methods = [Method(TARGET_ONLY), *methods]
+    if len({method.name for method in methods}) < len(methods):
+        raise ValueError(
+            f"Methods have the names {[method.name for method in methods]}: expected each once. Name a drafter yourself with "
+            "`--drafter NAME=PATH`, or leave one out."
+        )
+    path, suites = Path(results), settings.prompts()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with only_writer(path):
+        done = _open_results(path, _run_facts(target, tokenizer, methods, settings, suites))
+        total = len(settings.modes) * len(settings.temperatures) * sum(map(_turns_of, suites.values())) * len(methods)
+        if len(done) < total:
+            _warm_up(target, tokenizer, methods, suites)
+        with path.open("a") as file, tqdm(total=total, initial=len(done), unit="text", desc="benchmark") as progress:
+            if done:
+                progress.write(f"{len(done)} of {total} generations are there already, in {path}.", file=sys.stderr)
+            for where, turns in _prompts(settings, suites):
+                for record in _conversation(target, tokenizer, methods, settings, where, turns, done, progress):
+                    file.write(json.dumps(record) + "\n")
+                    file.flush()
+                    progress.update()
+    return path
+
+
+def _turns_of(prompts: list[list[str]]) -> int:
+    return sum(map(len, prompts))
+
+
+def _prompts(
+    settings: BenchmarkSettings, suites: dict[str, list[list[str]]]
+) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    for mode in settings.modes:
+        for temperature in settings.temperatures:
+            for suite, prompts in suites.items():
+                for number, turns in enumerate(prompts):
+                    yield {"suite": suite, "mode": mode, "temperature": temperature, "prompt": number}, turns
+
+
+def _key(record: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(record[name] for name in _KEY)
+
+
+def _conversation(
+    target: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    methods: Sequence[Method],
+    settings: BenchmarkSettings,
+    where: dict[str, Any],
+    turns: list[str],
+    done: dict[tuple[Any, ...], dict[str, Any]],
+    progress: tqdm,
+) -> Iterator[dict[str, Any]]:
+    """Records of one prompt that are not done yet, each as soon as the target's own text is there to compare with.
+
+    Every method continues from the target's own earlier answers.
+    """
+    messages: list[dict[str, str]] = []
+    for turn, text in enumerate(turns):
+        messages.append({"role": "user", "content": text})
+        ids = encode_prompts(tokenizer, [{"messages": messages}], thinking=where["mode"] == "think-high")[0]
+        ids = ids.to(target.device)
+        place = {**where, "turn": turn}
+        own = done.get(_key({**place, "method": TARGET_ONLY}), {}).get("output_ids")
+        waiting: list[tuple[dict[str, Any], list[int]]] = []
+        shift = (where["prompt"] + turn) % len(methods)
+        for method in [*methods[shift:], *methods[:shift]]:
+            if _key({**place, "method": method.name}) in done:
+                continue
+            progress.set_postfix_str(
+                f"{where['suite']} {where['prompt'] + 1} {where['mode']} T={where['temperature']:g}: {method.name}"
+            )
+            torch.manual_seed(zlib.crc32(f"{settings.seed},{sorted(place.items())}".encode()))
+            record, output = _generate(target, method, ids, where["temperature"], settings.max_new_tokens)
+            waiting.append(({**place, "method": method.name, **record}, output))
+            own = output if method.name == TARGET_ONLY else own
+            while waiting and own is not None:
+                yield _compared(*waiting.pop(0), own, greedy=where["temperature"] == 0)
+        answer = str(tokenizer.decode(cast("list[int]", own), skip_special_tokens=True))
+        messages.append({"role": "assistant", "content": answer.rpartition("</think>")[2]})
+
+
+def _compared(record: dict[str, Any], output: list[int], own: Any, greedy: bool) -> dict[str, Any]:
+    if record["method"] == TARGET_ONLY:
+        return {**record, "identical": None, "first_difference": None, "output_ids": output}
+    if not greedy:
+        return {**record, "identical": None, "first_difference": None}
+    first = next((i for i, (a, b) in enumerate(zip(output, own)) if a != b), min(len(output), len(own)))
+    same = output == own
+    return {**record, "identical": same, "first_difference": None if same else first}
+
+
+class _Clock(BaseStreamer):
+    """Notes when each token came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def _generate(
+    target: Any, method: Method, ids: torch.Tensor, temperature: float, max_new_tokens: int
+) -> tuple[dict[str, Any], list[int]]:
+    """Figures of one generation, and its new tokens."""
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    if temperature > 0:
+        options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    clock, stats = _Clock(), None
+    drafter = method.drafter
+    if drafter is not None:
+        options["assistant_model"] = drafter
+    _reset_peak_memory(target.device)
+    with _set_up(method):
+        began = _now(target.device)
+        output = target.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **options)
+        ended = _now(target.device)
+    new = output[0, ids.shape[1] :].tolist()
+    stats = SpeculationStats() if drafter is None else drafter.last_stats
+    record = {
+        "prompt_tokens": ids.shape[1],
+        "new_tokens": len(new),
+        "seconds": ended - began,
+        "decode_seconds": ended - clock.times[1],  # the prompt is put first, then every new token
+        **{name: None if drafter is None else getattr(stats, name) for name in _SPECULATIVE},
+        "peak_memory": _peak_memory(target.device),
+    }
+    return record, new
+
+
+@contextmanager
+def _set_up(method: Method) -> Iterator[None]:
+    """Let the drafter draft the method's number of tokens and time exactly; then as it was."""
+    drafter = method.drafter
+    if drafter is None:
+        yield
+        return
+    before = drafter.num_draft_tokens, drafter.synchronize_timing
+    drafter.num_draft_tokens, drafter.synchronize_timing = method.num_draft_tokens or before[0], True
+    try:
+        yield
+    finally:
+        drafter.num_draft_tokens, drafter.synchronize_timing = before
+
+
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def _warm_up(
+    target: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    methods: Sequence[Method],
+    suites: dict[str, list[list[str]]],
+) -> None:
+    prompt = next(iter(suites.values()))[0][0]
+    ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": prompt}]}])[0].to(target.device)
+    for method in methods:
+        _generate(target, method, ids, 0.0, _WARM_UP_TOKENS)
+
+
+# Peak memory: the allocator's on an accelerator, the resident set's on Linux
+
+
+def _reset_peak_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif os.path.exists("/proc/self/clear_refs"):
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:  # not ours to reset (some containers): the peak since the start is reported then
+            pass
+
+
+def _peak_memory(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+
+
+# The results file
+
+
+def _run_facts(
+    target: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    methods: Sequence[Method],
+    settings: BenchmarkSettings,
+    suites: dict[str, list[list[str]]],
+) -> dict[str, Any]:
+    from .. import __version__
+
+    return {
+        "date": date.today().isoformat(),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": commit(),
+        "hardware": hardware(target.device),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "hf_hyperdflash": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "target": Path(target.config._name_or_path).name,
+        "methods": {method.name: _describe(method) for method in methods},
+        **asdict(settings),
+        "data": settings.data and Path(settings.data).name,
+        "weights_digest": {method.name: _weights_digest(target, method) for method in methods},
+        "prompts_digest": _prompts_digest(tokenizer, settings.modes, suites),
+    }
+
+
+def _weights_digest(target: Any, method: Method) -> str | None:
+    if method.drafter is None:
+        return as_words(target_fingerprint(target))
+    return module_fingerprint(method.drafter)[:32] if isinstance(method.drafter, nn.Module) else None
+
+
+def _prompts_digest(
+    tokenizer: PreTrainedTokenizerBase, modes: Sequence[str], suites: dict[str, list[list[str]]]
+) -> str:
+    """Of every turn's tokens when it is asked first, and of the chat template: prompts and tokenizer in one digest."""
+    digest = hashlib.sha256(json.dumps([suites, tokenizer.chat_template]).encode())
+    for prompts in suites.values():
+        asked = [{"messages": [{"role": "user", "content": turn}]} for turns in prompts for turn in turns]
+        for mode in modes:
+            for ids in encode_prompts(tokenizer, asked, thinking=mode == "think-high"):
+                digest.update(ids.numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _describe(method: Method) -> str:
+    if method.drafter is None:
+        return "one token per forward"
+    drafter, facts = method.drafter, [type(method.drafter).__name__]
+    if hasattr(drafter.config, "reducer"):
+        facts.append(f"{drafter.config.reducer} over layers {drafter.config.target_layer_ids}")
+    if hasattr(drafter, "num_parameters"):
+        facts.append(f"{drafter.num_parameters():,} parameters")  # rivals of unequal size are easily overlooked
+    return ", ".join(facts)
+
+
+def commit() -> str | None:
+    """The commit of the checkout that the package runs from, marked where files differ; `None` elsewhere."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:  # no git
+        return None
+    return told.stdout.strip() or None
+
+
+def hardware(device: torch.device | str) -> str:
+    """The accelerator, or the processor and its number of cores."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].partition(":")[2].strip() if names else model
+    return f"{model}, {os.cpu_count()} cores"
+
+
+_MAY_CHANGE = ("date", "command")  # of a run's facts, when it is continued
+_ELSEWHERE = "Choose another output folder (`--output`), or repeat the run as it was to continue it."
+
+
+def _open_results(path: Path, run: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Write the run's facts; what earlier runs with the same facts already did."""
+    lines = _whole_lines(path)
+    facts = _named(json.loads(json.dumps(run)))
+    for number, line in enumerate(lines, start=1):
+        earlier = _named(line["run"]) if "run" in line else facts
+        if _methods(earlier) != _methods(facts):
+            raise ValueError(
+                f"{path}, line {number}: the run there has the methods {', '.join(_methods(earlier))}; this one has "
+                f"{', '.join(_methods(facts))}. {_ELSEWHERE}"
+            )
+        for fact in [*facts, *(earlier.keys() - facts.keys())]:
+            if fact not in _MAY_CHANGE and earlier.get(fact) != facts.get(fact):
+                there, here = earlier.get(fact, "no value"), facts.get(fact, "no value")
+                raise ValueError(
+                    f"{path}, line {number}: the run there has `{fact}` {there}, this one has {here}. {_ELSEWHERE}"
+                )
+    with path.open("a") as file:
+        file.write(json.dumps({"run": run}) + "\n")
+    return {_key(line): line for line in lines if "run" not in line}
+
+
+def _named(run: dict[str, Any]) -> dict[str, Any]:
+    """Facts of a run, those of several parts under the names of the parts."""
+    parts = {
+        f"{fact} of {name}": v for fact, value in run.items() if isinstance(value, dict) for name, v in value.items()
+    }
+    return {fact: value for fact, value in run.items() if not isinstance(value, dict)} | parts
+
+
+def _methods(named: dict[str, Any]) -> list[str]:
+    prefix = "methods of "
+    return sorted(fact.removeprefix(prefix) for fact in named if fact.startswith(prefix))
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a file, after cutting off a last line that a kill left unfinished."""
+    data = path.read_bytes() if path.exists() else b""
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        os.truncate(path, len(whole))
+    lines = []
+    for number, text in enumerate(whole.split(b"\n")[:-1], start=1):
+        try:
+            line = json.loads(text)
+        except ValueError:  # half a character is one too
+            line = None
+        if not _is_record(line, first=number == 1):
+            raise ValueError(
+                f"{path}, line {number}: {text[:40]!r} is no record of a benchmark, the first of which has its settings. "
+                "Choose another output folder, or remove the line."
+            )
+        lines.append(line)
+    return lines
+
+
+def _is_record(line: Any, first: bool) -> bool:
+    if isinstance(line, dict) and "run" in line:
+        return isinstance(line["run"], dict)
+    return not first and isinstance(line, dict) and line.keys() >= set(_KEY)

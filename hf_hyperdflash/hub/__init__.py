@@ -1,0 +1,1 @@
+"""Model cards, pushing, and others' checkpoint layouts."""

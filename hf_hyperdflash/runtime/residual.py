@@ -1,0 +1,68 @@
+"""Residual paths as they leave a target's decoder layers, for the threads that ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from .per_thread import PerThread
+
+
+class _Reading:
+    """What one thread reads: a tensor per forward, from the layers that it wants."""
+
+    def __init__(self, wanted: list[int]) -> None:
+        self.wanted = wanted
+        self.captured: list[torch.Tensor] = []
+        self._passed: dict[int, torch.Tensor] = {}
+
+    def take(self, layer: int, residual: torch.Tensor) -> None:
+        if layer in self.wanted:
+            self._passed[layer] = residual
+        if layer == max(self.wanted):
+            parts = [self._passed[i].to(residual.device) for i in self.wanted]
+            self.captured.append(torch.cat(parts, dim=2) if len(parts) > 1 else parts[0])
+            self._passed.clear()
+
+
+class ResidualTap:
+    """Hooks on every decoder layer that hand out its residual paths. They do nothing in threads that do not ask.
+
+    Args:
+        layers: The target's decoder layers.
+        paths: How many residual paths there are: 1, or `config.hc_mult`.
+    """
+
+    def __init__(self, layers: nn.ModuleList, paths: int) -> None:
+        self._readings: PerThread[_Reading] = PerThread()
+        self._last = len(layers) - 1
+        self.handles: list[RemovableHandle] = [
+            layer.register_forward_hook(partial(_leaving, self._readings, i, paths)) for i, layer in enumerate(layers)
+        ]
+
+    @contextmanager
+    def reading(self, target_layer_ids: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+        """As [`~runtime.targets.capture_residual`]."""
+        if not target_layer_ids:
+            yield []
+            return
+        with self._readings.holding(_Reading([self._last if i == -1 else i for i in target_layer_ids])) as reading:
+            yield reading.captured
+
+
+def _leaving(readings: PerThread[_Reading], layer: int, paths: int, module: nn.Module, args: Any, output: Any) -> None:
+    if readings:  # apart from what follows, so that a compiled layer that nobody reads stays one graph
+        _hand_out(readings, layer, paths, output)
+
+
+@torch.compiler.disable  # a compiled layer leaves its graph here
+def _hand_out(readings: PerThread[_Reading], layer: int, paths: int, output: Any) -> None:
+    for reading in readings.here:
+        residual = output[0] if isinstance(output, tuple) else output
+        reading.take(layer, residual.unflatten(2, (paths, -1)) if residual.ndim == 3 else residual)

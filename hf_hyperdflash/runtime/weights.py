@@ -1,0 +1,182 @@
+"""Loading a drafter: from safetensors, with every tensor that its configuration asks for and no other, all of them finite.
+
+transformers reports what is missing, fills it at random and goes on; such a drafter drafts nonsense.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from .configuration_hyperdflash import HyperDFlashConfig
+
+
+def load_complete(
+    load: Callable[..., Any], name: Any, *args: Any, output_loading_info: bool = False, **options: Any
+) -> Any:
+    """What `load`, a `from_pretrained`, makes of a drafter's checkpoint.
+
+    Args:
+        load: transformers' own.
+        name: Folder or Hub id.
+        *args: For `load`.
+        output_loading_info: As of `from_pretrained`.
+        **options: For `load`.
+
+    Raises:
+        ValueError: If tensors are missing, unexpected, of another shape or not finite, naming them.
+        OSError: If it cannot be found, is no checkpoint in safetensors, or is damaged.
+    """
+    if options.get("state_dict") is None:  # else there is nothing to read
+        check_source(name)
+    if options.get("use_safetensors") is False:
+        raise ValueError("`use_safetensors` is False, expected True: drafters are read from safetensors only.")
+    options |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # refused below, by name
+    try:
+        drafter, info = load(name, *args, output_loading_info=True, **options)
+    except SafetensorError as error:
+        raise OSError(
+            f"The weights of {name} are damaged ({error}). Load them again with `force_download=True`; if that does not "
+            "help, the upload was cut off: push the drafter again."
+        ) from error
+    except (StrictDataclassError, ValueError) as error:
+        raise ValueError(f"{name} cannot be loaded: {' '.join(str(error).split())}") from error
+    except OSError as error:
+        if "model.safetensors" not in str(error):
+            raise
+        raise OSError(
+            f"{name} has no model.safetensors. Drafters are read from safetensors only: a pickle (pytorch_model.bin) can "
+            "run code. Save the drafter with `save_pretrained`."
+        ) from error
+    shapes = [f"{key}, {list(found)} for {list(wanted)}" for key, found, wanted in info["mismatched_keys"]]
+    check_names(
+        name, missing=info["missing_keys"], unexpected=info["unexpected_keys"], of_another_shape=shapes,
+        version=getattr(drafter.config, "hyperdflash_version", ""),
+    )  # fmt: skip
+    check_finite(drafter.state_dict(), name)
+    if getattr(drafter, "draft_ids", None) is not None:
+        check_draft_ids(drafter.draft_ids, drafter.config.draft_vocab_size, drafter.config.vocab_size, name)
+    return (drafter, info) if output_loading_info else drafter
+
+
+def check_source(name: Any) -> None:
+    """Raise an `OSError` or a `ValueError` if `name` is neither the folder of a checkpoint nor what could be a Hub id."""
+    if not isinstance(name, (str, Path)) or not str(name).strip():
+        raise ValueError(f"{name!r} is no checkpoint: expected a folder or a Hub id (`org/name`).")
+    if Path(name).is_dir():
+        if not any((Path(name) / config).is_file() for config in ("config.json", "adapter_config.json")):
+            raise OSError(f"The folder {name} has no config.json, expected a saved model.")
+        return
+    if Path(name).is_file():
+        raise OSError(f"{name} is a file, expected the folder of a checkpoint: {Path(name).parent}, perhaps.")
+    try:
+        validate_repo_id(str(name))
+    except HFValidationError as error:
+        raise OSError(f"There is no folder {name}, and it is no Hub id (`org/name`). Check the path.") from error
+
+
+def is_other_format(fields: dict[str, Any]) -> bool:
+    """Whether a configuration is in z-lab's or speculators' layout."""
+    return "dflash_config" in fields or "speculators_model_type" in fields
+
+
+def drafter_kind(fields: dict[str, Any]) -> str | None:
+    """What kind of drafter a configuration is of, in words; `None` if it is of none."""
+    if fields.get("model_type") == HyperDFlashConfig.model_type:
+        return "a drafter"
+    if is_other_format(fields):
+        return "a DFlash drafter in another program's layout"
+    return "an MTP drafter" if "DeepseekV4MTPDrafter" in (fields.get("architectures") or ()) else None
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Names of the files that hold a checkpoint's weights: those that its index lists, or the one that needs none."""
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if index.is_file():
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    return [SAFE_WEIGHTS_NAME] if (folder / SAFE_WEIGHTS_NAME).is_file() else []
+
+
+def check_names(name: Any, *, version: str = "", **found: Collection[str]) -> None:
+    """Raise a `ValueError` if there is any name in `found`, lists of tensors by what is wrong with them.
+
+    Args:
+        name: Of the checkpoint.
+        version: Of the package that saved it.
+        **found: `missing=[...]`, for example.
+    """
+    if any(found.values()):
+        by = f" (saved by hf_hyperdflash {version})" if version else ""
+        raise ValueError(
+            f"The tensors of {name}{by} are not those that its configuration asks for: {listed(**found)}. Load a complete "
+            "checkpoint with its own config.json."
+        )
+
+
+def listed(**found: Collection[str]) -> str:
+    """`"2 missing (a, b) and 1 unexpected (c)"`, a few names of each kind."""
+    return " and ".join(
+        f"{len(names)} {kind.replace('_', ' ')} ({', '.join(sorted(names)[:4])}{', ...' if len(names) > 4 else ''})"
+        for kind, names in found.items()
+        if names
+    )
+
+
+def check_finite(tensors: Mapping[str, torch.Tensor], name: Any) -> None:
+    """Raise a `ValueError` that names the tensors with NaN or infinity."""
+    if broken := not_finite(tensors.items()):
+        raise ValueError(
+            f"The weights of {name} are not finite: {listed(with_NaN_or_infinity=broken)}. The training that made them "
+            "diverged, or the file is damaged: take an earlier checkpoint."
+        )
+
+
+def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Names of the tensors with NaN or infinity. What is quantized, or not in this process, is not looked at."""
+    return [name for name, tensor in tensors if not _is_finite(tensor)]
+
+
+def check_draft_ids(ids: torch.Tensor, count: int, vocab_size: int, name: Any) -> None:
+    """Raise a `ValueError` if `ids` are not `count` different tokens of a vocabulary of `vocab_size`."""
+    if ids.is_meta:
+        return
+    is_list = ids.shape == (count,) and not ids.is_floating_point() and ids.dtype != torch.bool
+    if not is_list or bool(((ids < 0) | (ids >= vocab_size)).any()) or len(ids.unique()) < count:
+        raise ValueError(
+            f"The tokens that {name} can draft are {ids.dtype} of shape {list(ids.shape)}, the first "
+            f"{ids.flatten()[:4].tolist()}: expected {count} different integers from 0 to {vocab_size - 1}. The checkpoint is "
+            "damaged."
+        )
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    values = tensor.detach()
+    values = values.to_local() if hasattr(values, "to_local") else values  # FSDP's shard
+    if values.is_meta or not values.numel() or not values.is_floating_point() or values.dtype.itemsize == 1:
+        return True
+    lowest, highest = values.aminmax()  # one pass without a temporary; a NaN is both
+    return bool((lowest > -torch.inf) & (highest < torch.inf))
+
+
+def named_dtype(dtype: Any) -> torch.dtype | None:
+    """The dtype of that name, as `from_pretrained` takes it; `None` if it is left out or `"auto"`.
+
+    Raises:
+        ValueError: If weights cannot be of it.
+    """
+    if dtype is None or dtype == "auto":
+        return None
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(named, torch.dtype) or not named.is_floating_point:
+        raise ValueError(
+            f"`dtype` is {dtype!r}, expected a dtype of weights or its name: bfloat16, float16 or float32."
+        )
+    return named

@@ -1,0 +1,249 @@
+"""The acceptance that generation really has: measured by generating, on its own or while training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..runtime.decoding import SpeculationStats
+from ..runtime.targets import bind, is_bound, unbind
+
+# One token by the prefill, one draft, one by the target: the least that has a verification round.
+_MIN_NEW_TOKENS = 3
+# Of `SpeculationStats`.
+_MEASURED = ("tau", "mean_accepted_drafts", "acceptance", "conditional_acceptance", "rounds", "tokens")
+
+
+def measure_acceptance(
+    target: PreTrainedModel,
+    drafter: Any,
+    prompts: Sequence[torch.Tensor],
+    *,
+    max_new_tokens: int = 128,
+    disable_tqdm: bool | None = True,
+    **generate_kwargs: Any,
+) -> dict[str, Any]:
+    """Generate from every prompt and measure how many drafts the target accepts. Greedy unless asked otherwise.
+
+    Both models run in eval mode and get their training mode back. A target that is not bound is bound for the time.
+
+    Args:
+        target: The target.
+        drafter: Its drafter, plain or wrapped by PEFT, its parameters whole (see [`whole`]).
+        prompts: Token ids `[1, seq]` each.
+        max_new_tokens: Most new tokens per prompt.
+        disable_tqdm: `False` for a progress bar on stderr, `None` for one where that is a terminal.
+        **generate_kwargs: More arguments of `target.generate`, `num_assistant_tokens` for example.
+
+    Returns:
+        `tau` (tokens per verification round), `mean_accepted_drafts`, the lists `acceptance` and
+        `conditional_acceptance` per draft position, `tokens_per_second` (new tokens over the whole time in `generate`,
+        prefill included), and the numbers of `rounds` and new `tokens`.
+
+    Raises:
+        ValueError: If there is no prompt, or no prompt leads to a verification round.
+    """
+    _check_prompts(prompts, max_new_tokens)
+    total = SpeculationStats()
+    seconds = 0.0
+    # Ranks generate in lockstep and none ends early: the forwards that `synced_gpus` would add are not needed.
+    kwargs = {"do_sample": False, "use_cache": True, "synced_gpus": False, **generate_kwargs}
+    with bound(target), _in_eval_mode(target, drafter):
+        for prompt in tqdm(prompts, desc="acceptance", unit="prompt", leave=False, disable=disable_tqdm):
+            seconds += _generate(target, drafter, prompt, max_new_tokens=max_new_tokens, **kwargs)
+            total += drafter.last_stats
+    if not total.rounds:
+        raise ValueError(
+            f"None of the {len(prompts)} prompts led to a verification round: the target ended every answer at its "
+            "first token. Pass prompts that end where the answer begins (`add_generation_prompt=True`)."
+        )
+    return {
+        **{name: getattr(total, name) for name in _MEASURED},
+        "tokens_per_second": total.tokens / seconds,
+    }
+
+
+def _check_prompts(prompts: Sequence[torch.Tensor], max_new_tokens: int) -> None:
+    if prompts is None or not len(prompts):
+        raise ValueError(f"`prompts` is {prompts!r}: expected at least one prompt of token ids `[1, seq]`.")
+    for prompt in prompts:
+        if not isinstance(prompt, torch.Tensor):
+            raise ValueError(
+                f"A prompt is {prompt!r:.40}, a {type(prompt).__name__}: expected tensors of token ids `[1, seq]`. Pass the "
+                '`input_ids` of `tokenizer(text, return_tensors="pt")`.'
+            )
+        if prompt.ndim != 2 or prompt.shape[0] != 1 or not prompt.shape[1]:
+            raise ValueError(
+                f"A prompt has shape {list(prompt.shape)}, expected [1, seq]: pass a list with one tensor per prompt."
+            )
+    if max_new_tokens < _MIN_NEW_TOKENS:
+        raise ValueError(
+            f"`max_new_tokens` is {max_new_tokens}, expected at least {_MIN_NEW_TOKENS}: the first token needs no draft, "
+            "and a round adds a draft and the target's own token."
+        )
+
+
+def _generate(target: Any, drafter: Any, prompt: torch.Tensor, **kwargs: Any) -> float:
+    ids = prompt.to(target.device)
+    began = _now(target.device)
+    target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **kwargs)
+    return _now(target.device) - began
+
+
+@contextmanager
+def bound(target: PreTrainedModel) -> Iterator[None]:
+    """Bind a target for a while, if it is not bound."""
+    was_bound = is_bound(target)
+    bind(target)
+    try:
+        yield
+    finally:
+        if not was_bound:
+            unbind(target)
+
+
+@contextmanager
+def _in_eval_mode(*models: nn.Module) -> Iterator[None]:
+    training = [module for model in models for module in model.modules() if module.training]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module in training:  # one by one: parts of a model may have been in eval mode before
+            module.training = True
+
+
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+@contextmanager
+def whole(accelerator: Accelerator, model: nn.Module) -> Iterator[Any]:
+    """Unwrap a drafter in training, with its parameters whole on every rank for as long as the context lasts.
+
+    Parameters that FSDP2 or DeepSpeed ZeRO-3 shard are gathered once and sharded again at the end. Every rank must
+    enter. The parameters must not be changed inside.
+
+    Args:
+        accelerator: The trainer's.
+        model: What the accelerator made of the drafter: `trainer.model_wrapped`.
+
+    Yields:
+        The drafter, plain or wrapped by PEFT.
+    """
+    drafter = accelerator.unwrap_model(model, keep_torch_compile=False)  # every length of a context would recompile
+    if any(hasattr(parameter, "ds_id") for parameter in drafter.parameters()):
+        from deepspeed.runtime.zero import unwrap_model_for_generation
+
+        with unwrap_model_for_generation(model):
+            yield drafter
+    else:
+        with _unsharded(accelerator, drafter):
+            yield drafter
+
+
+@contextmanager
+def _unsharded(accelerator: Accelerator, drafter: nn.Module) -> Iterator[None]:
+    from torch.distributed.fsdp import FSDPModule
+
+    units = [module for module in drafter.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            # As `accelerate` sets it; the outermost unit stays whole until the backward pass, as FSDP2 has it.
+            reshard = unit is not drafter and bool(accelerator.state.fsdp_plugin.reshard_after_forward)
+            unit.set_reshard_after_forward(reshard, recurse=False)
+            unit.reshard()
+
+
+class AcceptanceCallback(TrainerCallback):
+    """Measure the acceptance of real generation at every evaluation, with the drafter as it is then.
+
+    Adds to the evaluation's metrics `eval_tau`, `eval_mean_accepted_drafts`, `eval_tokens_per_second` and, per draft
+    position k, `eval_acceptance_k` and `eval_conditional_acceptance_k`, so that `metric_for_best_model="tau"` works,
+    and logs them in one line with the trainer's cheap teacher-forced estimates. A callback that reads them, such as
+    `EarlyStoppingCallback`, must be added after this one.
+
+    An evaluation on several datasets generates once; one with a `metric_key_prefix` that does not begin with `eval`
+    does not generate. In a distributed run every rank generates from all prompts, in lockstep: a sharded target would
+    hang otherwise. The first rank's numbers count, and it shows the progress on a terminal unless the trainer's
+    `disable_tqdm` is set.
+
+    Example:
+        ```python
+        trainer.add_callback(AcceptanceCallback(trainer, prompts))
+        ```
+
+    Args:
+        trainer: A [`HyperDFlashTrainer`].
+        prompts: Held-out prompts, token ids `[1, seq]` each.
+        max_new_tokens: Most new tokens per prompt.
+
+    Raises:
+        ValueError: If there is no prompt, or `max_new_tokens` leaves no room for a verification round.
+    """
+
+    def __init__(self, trainer: Trainer, prompts: Sequence[torch.Tensor], max_new_tokens: int = 128) -> None:
+        _check_prompts(prompts, max_new_tokens)
+        self.trainer, self.prompts, self.max_new_tokens = trainer, prompts, max_new_tokens
+        self._step: int | None = None
+        self._prefixes: set[str] = set()  # of the evaluations that the last measurement went into
+        self._measured: dict[str, float] = {}
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        metrics: dict[str, float] = kwargs["metrics"]  # the dictionary that `Trainer.evaluate` returns
+        prefix = _prefix(metrics)
+        if not prefix.startswith("eval"):
+            return
+        if state.global_step != self._step or prefix in self._prefixes:
+            self._measured = self._measure()
+            self._step, self._prefixes = state.global_step, set()
+            estimates = {name: value for name, value in metrics.items() if "teacher_forced" in name}
+            self.trainer.log({**self._measured, **estimates})
+        self._prefixes.add(prefix)
+        metrics.update(self._measured)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._step = None  # the best checkpoint's weights may be in place now, at the same step
+
+    def _measure(self) -> dict[str, float]:
+        trainer: Any = self.trainer
+        with whole(trainer.accelerator, trainer.model_wrapped) as drafter:
+            is_silent = trainer.args.disable_tqdm or not trainer.is_world_process_zero()
+            measured = measure_acceptance(
+                trainer.target,
+                drafter,
+                self.prompts,
+                max_new_tokens=self.max_new_tokens,
+                disable_tqdm=True if is_silent else None,
+            )
+        values = {f"eval_{name}": measured[name] for name in ("tau", "mean_accepted_drafts", "tokens_per_second")}
+        for name in ("acceptance", "conditional_acceptance"):
+            values |= {f"eval_{name}_{k}": value for k, value in enumerate(measured[name], start=1)}
+        return broadcast_object_list([values])[0]  # ranks must agree on which checkpoint is the best
+
+
+def _prefix(metrics: dict[str, float]) -> str:
+    """The `metric_key_prefix` of an evaluation: the trainer itself always adds `<prefix>_runtime`."""
+    names = (name for name in metrics if name.endswith("_runtime"))
+    return min(names, key=len, default="eval_runtime").removesuffix("_runtime")

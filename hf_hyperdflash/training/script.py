@@ -1,0 +1,321 @@
+"""What `hf-hyperdflash train` does: data, target and drafter by their flags, training, the drafter with its record."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import torch
+from jinja2 import TemplateSyntaxError
+from transformers import HfArgumentParser, ProgressCallback
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from ..hub.cards import TRAINING_RECORD
+from ..loading import check_drafter, check_target, load_tokenizer, readable
+from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
+from ..runtime.targets import load_target
+from .acceptance import AcceptanceCallback
+from .arguments import HyperDFlashTrainingArguments
+from .checkpoints import last_whole, share_modes, to_resume
+from .data import encode_prompts, load_rows
+from .fingerprint import as_words, target_fingerprint
+from .flags import STAGES, ScriptArguments
+from .places import with_places
+from .trainer import HyperDFlashTrainer
+
+REPORTED = (
+    "learning_rate", "lr_scheduler_type", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "optim",
+    "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "seed", "kl_weight", "kl_positions",
+    "kl_temperature", "kl_teacher", "num_anchors", "loss_decay", "feature_source", "feature_dtype", "max_length", "packing",
+)  # fmt: skip
+
+
+class _Parser(HfArgumentParser):
+    """Its errors end as all others of the command do, in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}. `train --help` lists the flags.")
+
+
+def parse(argv: list[str] | None, prog: str | None = None) -> tuple[ScriptArguments, HyperDFlashTrainingArguments]:
+    """Flags to arguments, those of the chosen stage where nothing else is said.
+
+    Raises:
+        ValueError: If a flag is unknown, missing or does not fit.
+    """
+    parser = make_parser(argv, prog)
+    *parsed, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if unknown:
+        known = [option for action in parser._actions for option in action.option_strings]
+        near = get_close_matches(unknown[0], known, n=1)
+        raise ValueError(
+            f"`train` knows no {unknown[0]!r}{f': {near[0]}, perhaps' if near else ''}. `train --help` lists its flags."
+        )
+    script, args = cast("tuple[ScriptArguments, HyperDFlashTrainingArguments]", parsed)
+    _check(script, args)
+    return script, args
+
+
+def make_parser(argv: list[str] | None, prog: str | None = None) -> HfArgumentParser:
+    kinds: Any = (ScriptArguments, HyperDFlashTrainingArguments)
+    usage = "%(prog)s --target TARGET --output_dir FOLDER [--dataset ROWS] [flags], `train --help` lists them"
+    parser = _Parser(kinds, prog=prog, usage=usage, allow_abbrev=False)
+    parser._option_string_actions["--output_dir"].required = True  # transformers would choose a folder
+    stage = _Parser((), add_help=False, allow_abbrev=False)
+    stage.add_argument("--stage", type=int, default=1)
+    parser.set_defaults(**STAGES.get(stage.parse_known_args(argv)[0].stage, {}))
+    return parser
+
+
+def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
+    """Refuse what cannot go well before anything is loaded."""
+    if script.stage == 2 and not script.drafter:
+        raise ValueError(
+            "`--stage 2` goes on from stage 1: name its drafter with `--drafter FOLDER`. For a new drafter leave `--stage` "
+            "out and set `--dataset` and `--learning_rate`."
+        )
+    ignored = [] if not script.drafter else [name for name in _OF_A_NEW_DRAFTER if _is_set(script, name)]
+    if ignored:
+        raise ValueError(
+            f"`--{ignored[0]}` is for a new drafter, but `--drafter {script.drafter}` has its own: leave one out."
+        )
+    for name in ("target_dtype", "save_dtype"):
+        value = getattr(script, name)
+        if value not in (None, "auto") and not isinstance(getattr(torch, value, None), torch.dtype):
+            raise ValueError(f"`--{name}` is {value!r}, expected a number format like float32 or bfloat16.")
+    for name, least in _LEAST.items():
+        value = getattr(script, name)
+        if value is not None and value < least:
+            raise ValueError(f"`--{name}` is {value}, expected at least {least}.")
+    if not script.drafter and args.max_length <= script.num_draft_tokens:
+        raise ValueError(
+            f"`--max_length` is {args.max_length}, expected more than `--num_draft_tokens`, {script.num_draft_tokens}: a block "
+            "has an anchor before them."
+        )
+    if script.streaming and not script.eval_dataset:
+        raise ValueError("`--streaming` needs `--eval_dataset`: nothing can be split off a stream.")
+    if script.streaming and args.max_steps <= 0:
+        raise ValueError("`--streaming` needs `--max_steps`: how long a stream is is not known.")
+    if Path(str(args.output_dir)).is_file():
+        raise ValueError(f"`--output_dir` is {args.output_dir!r}, a file: expected a folder, which is made if needed.")
+    if (script.device_map or "").startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(
+            f"`--device_map` is {script.device_map!r}, but PyTorch sees no CUDA device here: leave it out."
+        )
+    _template(script)
+    _window(script)
+
+
+_LEAST = {
+    "rows": 1, "eval_rows": 1, "eval_prompts": 0, "eval_max_new_tokens": 1, "layers": 1, "intermediate_size": 1,
+    "num_draft_tokens": 1,
+}  # fmt: skip
+_OF_A_NEW_DRAFTER = (
+    "layers", "intermediate_size", "reducer", "target_layer_ids", "num_draft_tokens", "sliding_window", "mask_token_id",
+)  # fmt: skip
+
+
+def _is_set(script: ScriptArguments, name: str) -> bool:
+    return getattr(script, name) != next(part.default for part in fields(script) if part.name == name)
+
+
+def _template(script: ScriptArguments) -> str | None:
+    """The chat template that is to be used instead of the tokenizer's."""
+    if not script.chat_template:
+        return None
+    if not Path(script.chat_template).is_file():
+        raise ValueError(f"`--chat_template` is {script.chat_template!r}, and there is no such file.")
+    try:
+        template = Path(script.chat_template).read_text(encoding="utf-8")
+        render_jinja_template(conversations=[], chat_template=template)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"`--chat_template` is {script.chat_template!r}, which is not UTF-8 text.") from error
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"`--chat_template` is {script.chat_template!r}, which is no Jinja template: {error.message}, line {error.lineno}."
+        ) from error
+    return template
+
+
+def _window(script: ScriptArguments) -> dict[str, int | None]:
+    """The field `sliding_window` of a new drafter, if it is not to be its default."""
+    given = script.sliding_window
+    if given is None:
+        return {}
+    if given.lower() in ("none", "0"):
+        return {"sliding_window": None}
+    if not given.isdecimal():
+        raise ValueError(f"`--sliding_window` is {given!r}, expected a number of tokens, or none for no window.")
+    return {"sliding_window": int(given)}
+
+
+def load_drafter(script: ScriptArguments, target: Any, tokenizer: Any) -> HyperDFlashDrafter:
+    """A new drafter, or an earlier stage's, in float32: what an optimizer needs."""
+    if script.drafter:
+        return HyperDFlashDrafter.from_pretrained(script.drafter, dtype=torch.float32)
+    width = {} if script.intermediate_size is None else {"intermediate_size": script.intermediate_size}
+    return HyperDFlashDrafter.from_target(
+        target,
+        reducer=script.reducer,
+        target_layer_ids=script.target_layer_ids,
+        mask_token_id=script.mask_token_id,
+        tokenizer=tokenizer,
+        num_draft_tokens=script.num_draft_tokens,
+        num_hidden_layers=script.layers,
+        dtype=torch.float32,
+        target_name_or_path=_public_name(script.target),
+        **width,
+        **_window(script),
+    )
+
+
+def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
+    """Training rows and held-out rows, each with its place.
+
+    Raises:
+        ValueError: If they cannot be read, or are too few to hold some out.
+    """
+    from datasets import concatenate_datasets
+
+    parts = []
+    for source in script.dataset or ():
+        rows = load_rows(source, streaming=script.streaming)
+        if script.rows is not None:
+            rows = rows.take(script.rows) if script.streaming else rows.select(range(min(script.rows, len(rows))))
+        parts.append(with_places(rows, source))
+    train = concatenate_datasets(parts)
+    if script.eval_dataset:
+        held_out = with_places(load_rows(script.eval_dataset), script.eval_dataset)
+    elif len(train) <= script.eval_rows:
+        raise ValueError(
+            f"{', '.join(script.dataset or ())} has {len(train)} rows, and `--eval_rows` holds {script.eval_rows} of them "
+            "out: lower it, or name other rows with `--eval_dataset`."
+        )
+    else:
+        split = train.train_test_split(script.eval_rows, seed=seed)
+        train, held_out = split["train"], split["test"]
+    if script.eval_prompts and "input_ids" in held_out.column_names:
+        raise ValueError(
+            "Held-out rows are tokenized, so that there is no prompt to generate from: set `--eval_prompts 0`."
+        )
+    return train, held_out
+
+
+def settings(
+    script: ScriptArguments, args: HyperDFlashTrainingArguments, trainer: HyperDFlashTrainer
+) -> dict[str, Any]:
+    """What a model card needs to know of the run as it happened, without this machine's folders."""
+    told = {**vars(script), **{name: getattr(args, name) for name in REPORTED}}
+    told["dataset"] = [_public_name(source) for source in script.dataset or ()]
+    state, rows = trainer.state, cast(Any, trainer.train_dataset)
+    told |= {
+        "steps": state.global_step,
+        "schedule_steps": state.max_steps,  # more if the run was stopped early
+        "warmup_steps": args.get_warmup_steps(state.max_steps),
+        "epochs": round(state.epoch or 0, 3),
+        "train_rows": len(rows) if hasattr(rows, "__len__") else None,
+        "held_out_rows": len(cast(Any, trainer.eval_dataset)),
+    }
+    del told["eval_rows"]  # what would have been split off
+    return told | {
+        name: told[name] and _public_name(told[name])
+        for name in ("target", "drafter", "eval_dataset", "chat_template")
+    }
+
+
+def _public_name(source: str) -> str:
+    """A Hub name as it is, a path without its folders."""
+    return Path(source).name if Path(source).exists() else source
+
+
+def main(argv: list[str] | None = None, prog: str | None = None) -> None:
+    """Train as the flags say. Ctrl-C ends in a line on how to go on.
+
+    Raises:
+        ValueError: If flags, data, drafter and target do not fit together.
+    """
+    script, args = parse(argv, prog)
+    try:
+        run(script, args)
+    except KeyboardInterrupt:
+        last, _ = last_whole(Path(str(args.output_dir)))
+        then = (
+            f"with `--resume_from_checkpoint true` goes on from {last}" if last else "begins again: no checkpoint yet"
+        )
+        _say(args, f"\nStopped. The same command {then}.")
+        raise SystemExit(130) from None
+
+
+def _say(args: HyperDFlashTrainingArguments, text: str) -> None:
+    if args.process_index == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _amounts(script: ScriptArguments, trainer: HyperDFlashTrainer) -> str:
+    """How many rows there are of each kind; what was skipped is not among them."""
+    rows, held_out = cast(Any, trainer.train_dataset), len(cast(Any, trainer.eval_dataset))
+    amount = f"{len(rows)} rows" if hasattr(rows, "__len__") else "a stream"
+    of = f"of {script.eval_dataset}" if script.eval_dataset else f"by `--eval_rows {script.eval_rows}`"
+    asked = min(script.eval_prompts, held_out)
+    return f"Training on {amount}, {held_out} held out ({of}), {asked} of them to generate from (`--eval_prompts`)."
+
+
+def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
+    folder, wanted = Path(str(args.output_dir)), args.resume_from_checkpoint
+    resume = True if wanted in ("True", "true") else wanted  # the newest, or a checkpoint's folder
+    if resume:
+        to_resume(resume, folder)
+    check_target(script.target)
+    if script.drafter:
+        check_drafter(script.drafter, is_ours=True)
+    _say(args, f"Reading {', '.join(script.dataset or ())} ...")
+    train, held_out = load_data(script, args.seed)
+    _say(args, f"Loading {script.target} ...")
+    tokenizer = load_tokenizer(script.target, script.trust_remote_code)
+    if template := _template(script):
+        tokenizer.chat_template = template
+    dtype = script.target_dtype or ("auto" if torch.cuda.is_available() else "float32")
+    with readable(script.target):
+        target = load_target(
+            script.target, dtype=dtype, device_map=script.device_map, trust_remote_code=script.trust_remote_code
+        )
+    torch.manual_seed(args.seed)
+    drafter = load_drafter(script, target, tokenizer)
+    drafter.config.target_fingerprint = as_words(target_fingerprint(target))
+    trainer = HyperDFlashTrainer(
+        drafter, target, args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer
+    )
+    if script.eval_prompts:
+        prompts = encode_prompts(tokenizer, held_out.select(range(min(script.eval_prompts, len(held_out)))))
+        trainer.add_callback(AcceptanceCallback(trainer, prompts, max_new_tokens=script.eval_max_new_tokens))
+    _say(args, _amounts(script, trainer))
+    if not resume and (earlier := last_whole(folder)[0]):
+        _say(
+            args,
+            f"{folder} has checkpoints of an earlier run, which this one overwrites: to go on from {earlier} instead, stop it "
+            "and add `--resume_from_checkpoint true`.",
+        )
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except (OSError, ValueError):
+        if bar := getattr(trainer.pop_callback(ProgressCallback), "training_bar", None):
+            bar.close()  # which ends its line
+        raise
+    metrics = trainer.evaluate()
+    trainer.save_model(_internal_call=True)  # which does not push yet
+    trainer.save_state()
+    if trainer.is_world_process_zero():
+        # Loading casts what may be cast; the gate stays float32.
+        HyperDFlashDrafter.from_pretrained(folder, dtype=script.save_dtype).save_pretrained(folder)
+        share_modes(folder)
+        history = [line for line in trainer.state.log_history if "eval_tau" in line]
+        facts = {"settings": settings(script, args, trainer), "metrics": metrics, "history": history}
+        (folder / TRAINING_RECORD).write_text(json.dumps(facts, indent=1))
+        taus = [f"{name} {metrics[name]:.2f}" for name in ("eval_tau", "eval_teacher_forced_tau") if name in metrics]
+        print(f"Saved to {args.output_dir}: {', '.join(taus)}")
+    if args.push_to_hub:
+        trainer.upload()

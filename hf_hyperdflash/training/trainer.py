@@ -1,0 +1,571 @@
+"""Training a drafter: transformers' `Trainer` with the target's residual, blocks and Eq. 3."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from huggingface_hub import HfApi
+from torch import nn
+from transformers import EvalPrediction, PreTrainedModel, Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
+from transformers.utils.hub import PushInProgress
+
+from ..hub.cards import drafter_card
+from ..hub.publish import drafter_files, reaching_hub
+from ..runtime.configuration_hyperdflash import HyperDFlashConfig
+from ..runtime.decoding import SpeculationStats
+from ..runtime.targets import check_pair, check_teacher, embed, is_hyperdflash, logits_of, teacher_states
+from ..runtime.weights import not_finite
+from .arguments import HyperDFlashTrainingArguments
+from .blocks import (
+    anchor_candidates,
+    anchor_seeds,
+    block_inputs,
+    block_labels,
+    block_mask,
+    every_anchor,
+    sample_anchors,
+    walk_rounds,
+)
+from .checkpoints import last_whole, share_modes, to_resume
+from .data import prepare_dataset
+from .features import FeatureCache, residual_of
+from .losses import IGNORE_INDEX, DrafterLoss, chunked_drafter_loss, loss_counts, position_weights
+
+logger = logging.getLogger(__name__)
+
+Batch = dict[str, torch.Tensor]
+
+
+def collate(rows: list[dict[str, Any]]) -> Batch:
+    """Pad rows on the right; positions go on counting, so that padding belongs to the last document, which it follows.
+
+    Args:
+        rows: `input_ids`, `loss_mask`, `position_ids` of `[seq]` each and, from a feature cache, `residual`
+            `[seq, config.hc_mult, config.hidden_size]`.
+
+    Returns:
+        The same names, `[batch, seq]` and `[batch, seq, config.hc_mult, config.hidden_size]`.
+    """
+    longest = max(len(row["input_ids"]) for row in rows)
+    batch: dict[str, list[torch.Tensor]] = {name: [] for name in ("input_ids", "loss_mask", "position_ids")}
+    for row in rows:
+        missing = longest - len(row["input_ids"])
+        batch["input_ids"].append(_padded(torch.as_tensor(row["input_ids"]), missing))
+        batch["loss_mask"].append(_padded(torch.as_tensor(row["loss_mask"]).bool(), missing))
+        positions = torch.as_tensor(row["position_ids"])
+        batch["position_ids"].append(torch.cat([positions, positions[-1] + torch.arange(1, missing + 1)]))
+    if "residual" in rows[0]:
+        batch["residual"] = [_padded(row["residual"], longest - len(row["residual"])) for row in rows]
+    return {name: torch.stack(values) for name, values in batch.items()}
+
+
+def _padded(values: torch.Tensor, missing: int) -> torch.Tensor:
+    return torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
+
+
+def read_layers(config: HyperDFlashConfig) -> list[int]:
+    """Layers that training reads: the drafter's and, for the teacher, the last."""
+    ids = list(config.target_layer_ids or ())
+    return ids if ids[-1] == -1 else [*ids, -1]
+
+
+def draft_states(
+    drafter: nn.Module,
+    config: HyperDFlashConfig,
+    target: PreTrainedModel,
+    batch: Batch,
+    anchors: torch.Tensor,
+    residual: torch.Tensor,
+) -> torch.Tensor:
+    """Run the blocks of `anchors` as generation runs one: the states that the target's LM head reads.
+
+    Args:
+        drafter: The drafter, wrapped for distributed training or not.
+        config: Its configuration, which a wrapper may hide.
+        target: Its target.
+        batch: `input_ids` and `position_ids`, `[batch, seq]`.
+        anchors: Indices into the rows, `[batch, anchors]`, -1 for missing ones.
+        residual: `[batch, seq, paths, config.target_hidden_size]` of the same rows, paths of [`read_layers`].
+
+    Returns:
+        `[batch, anchors, config.max_draft_tokens, config.target_hidden_size]`.
+    """
+    first = anchors.clamp(min=0)
+    tokens, positions = block_inputs(
+        batch["input_ids"].gather(1, first), batch["position_ids"].gather(1, first), config.block_size,
+        config.mask_token_id,
+    )  # fmt: skip
+    with torch.no_grad():
+        embeds = embed(target, tokens)
+    hidden = drafter(
+        embeds,
+        positions,
+        attention_mask=block_mask(anchors, batch["position_ids"], config.block_size, config.sliding_window),
+        residual=residual[:, :, : config.num_paths],
+        residual_position_ids=batch["position_ids"],
+    )
+    return hidden.unflatten(1, (-1, config.block_size))[:, :, 1:]
+
+
+class HyperDFlashTrainer(Trainer):
+    """Train a [`HyperDFlashDrafter`] for a target.
+
+    The target is frozen and only read: just the drafter is optimized, saved and synchronized. The target may be spread
+    with `device_map` or quantized; its LM head must not be sharded by FSDP or ZeRO-3, because processes call it a
+    different number of times. Besides transformers' own, these values are logged: `cross_entropy` and
+    `kl` (the terms of Eq. 3) and, by `evaluate`, `teacher_forced_tau`: tokens per verification round that the held-out
+    text would take if the target wrote it, which it does if the text is the target's own
+    (`examples/regenerate_answers.py`). Add [`AcceptanceCallback`] for the acceptance of real generation beside it.
+
+    Args:
+        model: The drafter, plain or wrapped by PEFT.
+        target: The target it drafts for. It is put in eval mode, frozen, and moved to the training device unless it
+            was placed with `device_map`.
+        args: The arguments.
+        train_dataset: Conversations (any of the formats of [`to_messages`]), rows of `input_ids` and `loss_mask`, or a
+            [`FeatureCache`]. Map-style, streaming or a list of rows.
+        eval_dataset: The same, or a dictionary of them.
+        processing_class: The target's tokenizer; not needed for rows that are tokenized already. It stays the target's
+            and is not saved with the drafter.
+        **kwargs: Anything else that [`~transformers.Trainer`] takes.
+
+    Raises:
+        ValueError: If drafter, target, tokenizer and data do not fit together, or weights are not finite.
+    """
+
+    args: HyperDFlashTrainingArguments
+
+    def __init__(
+        self,
+        model: nn.Module,
+        target: PreTrainedModel,
+        args: HyperDFlashTrainingArguments | None = None,
+        *,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        data_collator: Callable[[list[dict[str, Any]]], Batch] = collate,
+        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        args = args or HyperDFlashTrainingArguments(output_dir="hyperdflash-drafter")
+        if not isinstance(args, HyperDFlashTrainingArguments):
+            raise ValueError(f"`args` is a {type(args).__name__}: pass HyperDFlashTrainingArguments.")
+        if not is_hyperdflash(model):
+            raise ValueError(
+                f"`model` is a {type(model).__name__}, expected a HyperDFlashDrafter. Make one with "
+                "`HyperDFlashDrafter.from_target(target)` and pass the target as `target`."
+            )
+        config = self.drafter_config = cast(HyperDFlashConfig, model.config)
+        if config.sample_from_anchor or config.draft_vocab_size:
+            raise ValueError(
+                f"The drafter's `sample_from_anchor` is {config.sample_from_anchor} and its `draft_vocab_size` "
+                f"{config.draft_vocab_size}, expected False and 0: training is for blocks whose anchor slot does not draft "
+                "(paper, section 2.1) and the target's LM head. Make a drafter with `HyperDFlashDrafter.from_target(target)`."
+            )
+        check_pair(config, target)
+        check_teacher(target, args.kl_teacher)
+        _check_weights("drafter", model)
+        _check_weights("target", target)
+        _check_tokenizer(processing_class, config)
+        if args.kl_positions > config.max_draft_tokens:
+            raise ValueError(
+                f"`kl_positions` is {args.kl_positions}, but the drafter has {config.max_draft_tokens} draft positions: "
+                "lower it."
+            )
+        self.target = target.eval().requires_grad_(False)
+        if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
+            cast(nn.Module, target).to(args.device)
+        data = {"args": args, "target": target, "tokenizer": processing_class, "layers": read_layers(config)}
+        data["vocab_size"] = config.vocab_size
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=_rows(train_dataset, "train", packing=args.packing, **data),
+            eval_dataset=_rows(eval_dataset, "eval", packing=False, **data),
+            compute_metrics=compute_metrics or self._teacher_forced_metrics,
+            **kwargs,
+        )
+        # `compute_loss` divides by the counts of the whole optimizer step itself.
+        self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
+        self._terms = torch.zeros(3)  # cross-entropy, KL and steps since the last log
+
+    # One training step
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
+    ) -> tuple[list[Batch], torch.Tensor | None]:
+        """The micro-batches of one optimizer step with anchors and labels, and what their loss is divided by."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        for batch in batches:
+            self._lay_blocks(batch)
+        self._terms[2] += 1
+        return batches, self._count(batches, device) if batches else None
+
+    def _lay_blocks(self, batch: Batch) -> None:
+        ids, mask, positions = batch["input_ids"], batch["loss_mask"], batch["position_ids"]
+        candidates = anchor_candidates(mask, positions)
+        seeds = anchor_seeds(ids, mask, self.args.seed, self.state.global_step)
+        batch["anchors"] = sample_anchors(candidates, self.args.num_anchors, seeds)
+        batch["labels"] = block_labels(ids, mask, positions, batch["anchors"], self._drafts)
+
+    def _count(self, batches: list[Batch], device: torch.device) -> torch.Tensor:
+        counts = sum(
+            loss_counts(batch["labels"].flatten(0, 1), self._kl_positions, self._weights(batch["labels"]))
+            for batch in batches
+        )
+        return self.accelerator.reduce(torch.as_tensor(counts).to(device), "sum")
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """Eq. 3 of one micro-batch, divided by the counts of the whole step, so that micro-batches and processes sum to
+        one big batch's loss."""
+        if "labels" not in inputs:
+            self._lay_blocks(inputs)
+        if num_items_in_batch is None:
+            num_items_in_batch = self._count([inputs], self.args.device)
+        residual = self.residual(inputs)
+        hidden = draft_states(model, self.drafter_config, self.target, inputs, inputs["anchors"], residual)
+        counts = torch.as_tensor(num_items_in_batch)
+        terms = self._loss(hidden, inputs["anchors"], inputs["labels"], residual, counts)
+        self._check_finite(terms.loss, residual)
+        self._terms[:2] += torch.stack([terms.cross_entropy, terms.kl]).cpu()
+        loss = terms.loss * self.accelerator.num_processes  # gradients are averaged over processes: make it a sum
+        return (loss, terms) if return_outputs else loss
+
+    def residual(self, batch: Batch) -> torch.Tensor:
+        """Residual paths `[batch, seq, paths, config.hidden_size]` of [`read_layers`], cached or the target's now."""
+        if "residual" in batch:
+            return batch["residual"]
+        layers = read_layers(self.drafter_config)
+        return residual_of(self.target, batch["input_ids"], batch["position_ids"], layers)
+
+    def _loss(
+        self,
+        hidden: torch.Tensor,
+        anchors: torch.Tensor,
+        labels: torch.Tensor,
+        residual: torch.Tensor,
+        counts: torch.Tensor | None,
+    ) -> DrafterLoss:
+        return chunked_drafter_loss(
+            hidden.flatten(0, 1),
+            labels.flatten(0, 1),
+            self._head,
+            self._teacher(anchors, residual) if self._kl_positions else None,
+            kl_weight=self.args.kl_weight,
+            kl_temperature=self.args.kl_temperature,
+            weights=self._weights(labels),
+            counts=counts,
+            chunk_size=self.args.loss_chunk_size,
+        )
+
+    @torch.no_grad()
+    def _teacher(self, anchors: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Draft position k learns from the target's state at a+k-1 (section 2.3): `[blocks, P, config.hidden_size]`."""
+        steps = torch.arange(self.args.kl_positions, device=anchors.device)
+        at = (anchors.clamp(min=0).unsqueeze(-1) + steps).clamp(max=residual.shape[1] - 1).flatten(1)
+        rows = torch.arange(len(at), device=at.device).unsqueeze(-1)
+        final = residual[:, :, -self.drafter_config.target_hc_mult :]
+        states = teacher_states(self.target, final[rows, at], self.args.kl_teacher)
+        return states.to(residual.device).view(-1, self.args.kl_positions, states.shape[-1])
+
+    def _head(self, states: torch.Tensor) -> torch.Tensor:
+        return logits_of(self.target, states).to(states.device)
+
+    def _weights(self, labels: torch.Tensor) -> torch.Tensor | None:
+        weights = position_weights(self._drafts, self.args.loss_decay)
+        return None if weights is None else weights.to(labels.device)
+
+    @property
+    def _drafts(self) -> int:
+        return self.drafter_config.max_draft_tokens
+
+    @property
+    def _kl_positions(self) -> int:
+        return self.args.kl_positions if self.args.kl_weight else 0
+
+    def _check_finite(self, loss: torch.Tensor, residual: torch.Tensor) -> None:
+        if torch.isfinite(loss):
+            return
+        if torch.isfinite(residual).all():
+            raise self._diverged(f"The loss is {loss.item()}")
+        raise ValueError(
+            f"The loss is {loss.item()} at step {self.state.global_step}: the target's residual is not finite. A float16 "
+            f"target overflows: load it in bfloat16{self._advice()}."
+        )
+
+    def _diverged(self, sign: str) -> ValueError:
+        return ValueError(
+            f"{sign} at step {self.state.global_step}: the drafter diverged. Lower `learning_rate`, now "
+            f"{self.args.learning_rate}, or warm up longer{self._advice()}."
+        )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the loss's terms, means over the steps since the last log, to what the trainer logs."""
+        if "loss" in logs and self._terms[2]:
+            cross_entropy, kl = self.accelerator.reduce(self._terms[:2].to(self.args.device), "sum").tolist()
+            steps = int(self._terms[2])
+            logs = {**logs, "cross_entropy": cross_entropy / steps, "kl": kl / steps}
+            self._terms.zero_()
+        super().log(logs, start_time)
+
+    # Evaluation
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Draft at every possible anchor, then walk the text as generation would.
+
+        Returns:
+            The loss, and per row and round the emitted tokens and the accepted drafts, `[batch, rounds]`, -100 where
+            a row has fewer rounds.
+        """
+        batch = self._prepare_inputs(inputs)
+        with torch.no_grad():
+            residual = self.residual(batch)
+            anchors = every_anchor(anchor_candidates(batch["loss_mask"], batch["position_ids"]))
+            parts = [
+                draft_states(model, self.drafter_config, self.target, batch, part, residual)
+                for part in anchors.split(self.args.num_anchors, dim=1)
+            ]
+            hidden = torch.cat(parts, dim=1)
+            following = block_labels(
+                batch["input_ids"], batch["loss_mask"], batch["position_ids"], anchors, self._drafts + 1
+            )
+            labels = following[:, :, :-1].contiguous()
+            terms = self._loss(hidden, anchors, labels, residual, None)
+        if prediction_loss_only:
+            return terms.loss, None, None
+        matched = (terms.predictions.view_as(labels) == labels).long().cumprod(-1).sum(-1)
+        available = (following != IGNORE_INDEX).sum(-1)
+        rounds = [torch.tensor(walk_rounds(*row)).view(-1, 2) for row in zip(anchors, matched, available)]
+        emitted, accepted = nn.utils.rnn.pad_sequence(rounds, True, float(IGNORE_INDEX)).to(anchors).unbind(-1)
+        return terms.loss, emitted.contiguous(), accepted.contiguous()
+
+    def _teacher_forced_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
+        """Tau and the acceptance per draft position of the rounds that `prediction_step` walked."""
+        parts = (np.asarray(part).ravel() for part in (prediction.predictions, prediction.label_ids))
+        emitted, accepted = (part[part != IGNORE_INDEX].tolist() for part in parts)
+        if not emitted:
+            return {}
+        stats = SpeculationStats(len(emitted), draft_positions=self._drafts, emitted=emitted, accepted=accepted)
+        shares = {f"teacher_forced_acceptance_{k}": share for k, share in enumerate(stats.acceptance, start=1)}
+        return {"teacher_forced_tau": stats.tau, **shares}
+
+    # Checkpoints
+
+    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
+        try:
+            return super()._determine_best_metric(*args, **kwargs)
+        except KeyError as error:  # with words, for whoever set `metric_for_best_model`
+            raise ValueError(error.args[0]) from error
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train, or go on from a checkpoint: `True` for the newest in `output_dir` that is whole, or its folder.
+
+        Raises:
+            ValueError: If there is nothing to go on from, or a part of the checkpoint is missing: it would be made anew.
+        """
+        if resume_from_checkpoint:
+            resume_from_checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint or None, trial, ignore_keys_for_eval)
+
+    def _checkpoint_to_resume(self, wanted: str | Literal[True]) -> str:
+        output_dir = Path(str(self.args.output_dir))
+        folder = to_resume(wanted, output_dir)
+        if self.is_world_process_zero():
+            for line in last_whole(output_dir)[1] if wanted is True else ():
+                logger.warning("A checkpoint that is not whole was skipped, %s.", line)
+            logger.warning("Going on from %s.", folder)
+        return str(folder)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write a checkpoint, `trainer_state.json` last: without it none counts as whole."""
+        if bad := not_finite(model.named_parameters()):
+            raise self._diverged(f"{bad[0]} is not finite")  # one would go on from it in vain
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save:
+            shutil.rmtree(folder, ignore_errors=True)  # an earlier run's of the same step, or half of one
+        self.accelerator.wait_for_everyone()
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError) as error:
+            if self.args.should_save:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise OSError(
+                f"Checkpoint {folder} could not be written ({error}) and was removed. Make room (or lower "
+                f"`save_total_limit`){self._advice()}."
+            ) from error
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()  # then the first process writes `trainer_state.json`
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            share_modes(Path(output_dir or str(self.args.output_dir)))
+
+    def _advice(self) -> str:
+        """How to go on after an error, if there is anything to go on from."""
+        last, _ = last_whole(Path(str(self.args.output_dir)))
+        return f", then go on from {last} with `resume_from_checkpoint=True`" if last else " and begin again"
+
+    # The Hub
+
+    def push_to_hub(  # type: ignore[override]
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the drafter and [`upload`] it. Other arguments are [`create_model_card`]'s."""
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        self.save_model(_internal_call=True)
+        return self.upload(commit_message, blocking=blocking, token=token, revision=revision, **kwargs)
+
+    def upload(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Upload the drafter or adapter that `output_dir` holds, its code and its card, as one commit.
+
+        Nothing else there is uploaded: no features, no checkpoints, no pickles.
+
+        Returns:
+            The commit; a `Future` of it if `blocking` is `False`; `None` on all processes but the first.
+        """
+        if not self.is_world_process_zero():
+            return None
+        self.create_model_card(**kwargs)
+        self._finish_current_push()
+        return self._upload(commit_message, token or self.args.hub_token, revision, not blocking)
+
+    def create_model_card(  # type: ignore[override]
+        self, license: str | None = None, tags: str | list[str] | None = None, **kwargs: Any
+    ) -> None:
+        """Write `README.md` in `output_dir` from facts ([`~hub.cards.drafter_card`]); an adapter's is PEFT's."""
+        folder = Path(str(self.args.output_dir))
+        if not (folder / "config.json").exists():
+            return super().create_model_card(license=license, tags=tags, **kwargs)
+        if self.is_world_process_zero():
+            tags = [tags] if isinstance(tags, str) else tags
+            card = drafter_card(folder, repo_id=self.hub_model_id or folder.name, license=license, tags=tags)
+            card.save(folder / "README.md")
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push the drafter of a checkpoint. transformers' own would add pickles, which only a user asks for who wants
+        to resume from the Hub."""
+        strategy = self.args.hub_strategy
+        if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            return super()._push_from_checkpoint(checkpoint_folder)
+        busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
+        if not self.is_world_process_zero() or strategy == HubStrategy.END or (busy and not self.args.hub_always_push):
+            return
+        self._finish_current_push()
+        for name in drafter_files(Path(checkpoint_folder)):  # copied: old checkpoints are removed
+            copy = Path(str(self.args.output_dir)) / name
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(Path(checkpoint_folder) / name, copy)
+        message = f"Training in progress, step {self.state.global_step}"
+        job = self._upload(message, self.args.hub_token, self.args.hub_revision, True)
+        self.push_in_progress = PushInProgress([job])  # type: ignore[assignment,arg-type]
+
+    def _upload(self, message: str | None, token: str | None, revision: str | None, run_as_future: bool) -> Any:
+        folder = Path(str(self.args.output_dir))
+        with reaching_hub(str(self.hub_model_id)):
+            return HfApi(token=token).upload_folder(  # type: ignore[call-overload]
+                repo_id=self.hub_model_id,
+                folder_path=folder,
+                commit_message=message,
+                revision=revision,
+                allow_patterns=drafter_files(folder),
+                run_as_future=run_as_future,
+            )
+
+
+def _check_tokenizer(tokenizer: Any, config: HyperDFlashConfig) -> None:
+    if tokenizer is None:
+        return
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"The tokenizer has {len(tokenizer)} tokens, but the target's vocabulary {config.vocab_size}: pass the "
+            "target's own tokenizer as `processing_class`."
+        )
+
+
+def _check_weights(name: str, model: nn.Module) -> None:
+    """Refuse a model with NaN or infinite weights, which would look like a learning rate that is too high."""
+    if bad := not_finite(model.named_parameters()):
+        raise ValueError(
+            f"The {name} has weights that are not finite, in {len(bad)} tensors: {', '.join(bad[:3])}. Load a checkpoint "
+            "that is whole, in bfloat16 if its values do not fit into float16."
+        )
+
+
+def _rows(
+    dataset: Any,
+    name: str,
+    packing: bool,
+    args: HyperDFlashTrainingArguments,
+    target: PreTrainedModel,
+    tokenizer: Any,
+    layers: list[int],
+    vocab_size: int,
+) -> Any:
+    """A dataset as the user has it to rows the trainer reads."""
+    if dataset is None:
+        return None
+    if isinstance(dataset, FeatureCache):
+        return dataset.of_layers(layers)
+    if isinstance(dataset, dict) and name == "eval":  # several evaluation sets
+        return {
+            k: _rows(part, f"{name}-{k}", packing, args, target, tokenizer, layers, vocab_size)
+            for k, part in dataset.items()
+        }
+    with args.main_process_first(desc="tokenizing"):
+        rows = prepare_dataset(dataset, tokenizer, max_length=args.max_length, packing=packing, vocab_size=vocab_size)
+    return _cached(rows, name, args, target, layers) if args.feature_source == "cached" else rows
+
+
+def _cached(
+    rows: Any, name: str, args: HyperDFlashTrainingArguments, target: PreTrainedModel, layers: list[int]
+) -> FeatureCache:
+    if not hasattr(rows, "__len__"):
+        raise ValueError("`feature_source='cached'` needs a dataset of known length, not a streaming one.")
+    directory = Path(args.feature_cache_dir or Path(str(args.output_dir)) / "_features") / name
+    with args.main_process_first(local=False, desc="writing features"):
+        if args.process_index == 0:
+            return FeatureCache.write(directory, rows, target, dtype=args.feature_dtype, target_layer_ids=layers)
+        return FeatureCache(directory, target).of_layers(layers)

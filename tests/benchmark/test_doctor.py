@@ -1,0 +1,236 @@
+"""Diagnoses of the shipped pair, whole and broken in every way the doctor knows."""
+
+import copy
+import json
+import re
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTrainingArguments
+from hf_hyperdflash.benchmark.doctor import PROMPTS, Diagnosis, _compare_fingerprints, examine
+from hf_hyperdflash.training.data import encode_prompts
+from hf_hyperdflash.training.fingerprint import as_words, target_fingerprint
+
+from ..conftest import MODELS, tiny_drafter, tiny_target
+from ..helpers.families import qwen3
+
+TARGET, DRAFTER = MODELS / "tiny-deepseek-v4", MODELS / "tiny-deepseek-v4-hyperdflash"
+FEW = {"prompts": PROMPTS[:2], "max_new_tokens": 20}
+ENOUGH = {"prompts": PROMPTS[:8], "max_new_tokens": 12}  # for other settings to be tried
+
+
+@pytest.fixture(scope="module")
+def target():
+    return AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TARGET)
+
+
+@pytest.fixture
+def drafter(target):
+    drafter = HyperDFlashDrafter.from_pretrained(DRAFTER, dtype=torch.float32).eval()
+    drafter.config.target_fingerprint = as_words(target_fingerprint(target))
+    return drafter
+
+
+def problem(diagnosis) -> str:
+    assert len(diagnosis.problems) == 1, diagnosis.problems
+    assert str(diagnosis).splitlines()[-1] == "Problems found."
+    return diagnosis.problems[0]
+
+
+def test_a_healthy_pair(target, drafter, tokenizer):
+    own, config = type(target), copy.deepcopy(drafter.config)
+    found = examine(target, drafter, tokenizer, **ENOUGH)
+    assert not found.problems and found.differing == 0 and found.tau > 1.5
+    assert all("Cannot tell" in remark for remark in found.remarks)  # of layers that it hardly reads, beside its gate
+    assert "8 of 8 greedy texts" in str(found) and str(found).endswith("No problem found.")
+    assert f"{sum(p.numel() for p in drafter.parameters()):,} parameters" in found.facts["drafter"]
+    assert "256" in found.facts["memory"] and "'<｜mask｜>'" in found.facts["mask token"]
+    assert type(target) is own and drafter.config == config
+
+
+def characters() -> PreTrainedTokenizerFast:
+    """A tokenizer of 60 characters, which chats by spelling."""
+    letters = [*"abcdefghijklmnopqrstuvwxyzAELTW0123456789 .,?$'"]
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<mask>", "<unk>", *letters])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=template, mask_token="<mask>", unk_token="<unk>", pad_token="<pad>"
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A vanilla drafter that reads layer 2, trained on what its target answers to some of the doctor's own prompts."""
+    torch.manual_seed(0)
+    target, tokenizer = qwen3().eval(), characters()
+    rows = []
+    for ids in encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": text}]} for text in PROMPTS[:10]]):
+        text = target.generate(ids, max_new_tokens=40, do_sample=False)[0].tolist()
+        mask = [False] * ids.shape[1] + [True] * (len(text) - ids.shape[1])
+        rows.append({"input_ids": text, "loss_mask": mask})
+    torch.manual_seed(0)
+    drafter = HyperDFlashDrafter.from_target(
+        target, reducer="fc", target_layer_ids=[2], mask_token_id=1, num_hidden_layers=1, num_draft_tokens=3,
+        dtype=torch.float32,
+    )  # fmt: skip
+    args = HyperDFlashTrainingArguments(
+        str(tmp_path_factory.mktemp("trained")), max_steps=150, per_device_train_batch_size=5, num_anchors=16, kl_weight=0.0,
+        learning_rate=5e-3, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", logging_strategy="no",
+    )  # fmt: skip
+    HyperDFlashTrainer(drafter, target, args, train_dataset=Dataset.from_list(rows)).train()
+    return target, drafter.eval(), tokenizer
+
+
+SOME = {"prompts": PROMPTS[:10], "max_new_tokens": 20}
+
+
+def settings_of(diagnosis) -> list[str]:
+    return [
+        text for text in diagnosis.problems + diagnosis.remarks if "instead of" in text or "sample_from_anchor" in text
+    ]
+
+
+def test_layers_counted_one_too_high_cost_little_and_are_found(trained):
+    target, drafter, tokenizer = trained
+    right = examine(target, drafter, tokenizer, **SOME)
+    drafter.config.target_layer_ids = [3]
+    try:
+        wrong = examine(target, drafter, tokenizer, **SOME)
+        assert drafter.config.target_layer_ids == [3]
+    finally:
+        drafter.config.target_layer_ids = [2]
+    assert 1.02 < right.tau / wrong.tau < 1.15  # no such difference on ten prompts says anything by itself
+    found = [text for text in wrong.problems if "`target_layer_ids` [2] instead of [3]" in text]
+    assert len(found) == 1 and "correct it in `config.json`" in found[0].lower(), wrong
+    assert "nats a draft, between +" in found[0]
+
+
+def test_a_drafter_that_says_how_it_was_trained_is_not_accused(trained):
+    right = examine(*trained[:2], trained[2], **SOME)
+    assert right.tau > 1.5 and not settings_of(right), right
+    assert right.facts["other settings"].startswith("3 tried after each of 190 tokens of 10 prompts, 3 of them")
+
+
+def test_what_cannot_be_told_is_said(trained):
+    """After a layer that adds nothing the residual is what it was before: it cannot matter which of the two is read."""
+    target, drafter, tokenizer = trained
+    idle = copy.deepcopy(target)
+    with torch.no_grad():
+        idle.model.layers[3].self_attn.o_proj.weight.zero_()
+        idle.model.layers[3].mlp.down_proj.weight.zero_()
+    drafter = copy.deepcopy(drafter)
+    for layer in (2, 3):
+        drafter.config.target_layer_ids = [layer]
+        found = examine(idle, drafter, tokenizer, **SOME)
+        (remark,) = [text for text in found.remarks if "Cannot tell" in text]
+        assert f"[{5 - layer}] instead of [{layer}] (+0.000 nats a draft, between +0.000 and +0.000)" in remark, found
+        assert not any("instead of" in text for text in found.problems)
+
+
+def test_few_prompts_tell_nothing_of_settings(trained):
+    found = examine(*trained, prompts=PROMPTS[:2], max_new_tokens=8)
+    assert any("Other settings were not tried: that takes 8 prompts, there are 2." in text for text in found.remarks)
+    with pytest.raises(ValueError, match="`prompts` is empty"):
+        examine(*trained, prompts=[])
+
+
+@pytest.mark.parametrize("none", ["org/name", None])
+def test_names_are_no_models(target, drafter, tokenizer, none):
+    with pytest.raises(ValueError, match=f"`drafter` is {none!r}, expected a drafter: load it"):
+        examine(target, none, tokenizer)
+    with pytest.raises(ValueError, match=f"`tokenizer` is {none!r}, expected a tokenizer: load it"):
+        examine(target, drafter, none)
+
+
+def test_another_anchor_convention(target, drafter, tokenizer):
+    drafter.config.sample_from_anchor = True
+    assert "`sample_from_anchor` False" in problem(examine(target, drafter, tokenizer, **ENOUGH))
+
+
+def test_another_name_is_said_once(target, drafter, tokenizer, caplog):
+    drafter.config.target_name_or_path = "org/another-target"
+    examine(target, drafter, tokenizer, **FEW)
+    assert sum("was made for 'org/another-target'" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_target_that_was_tuned_since(drafter, tokenizer):
+    tuned = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    with torch.no_grad():
+        tuned.model.layers[2].self_attn.o_b_proj.weight.mul_(1.02)
+    found = problem(examine(tuned, drafter, tokenizer, **FEW))
+    assert "weights (body)" in found and "fine-tuned since" in found
+
+
+def test_a_tokenizer_with_other_ids(target, drafter, tokenizer):
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary, added = state["model"]["vocab"], {token["id"] for token in state["added_tokens"]}
+    names = [name for name, token in vocabulary.items() if token not in added]
+    ids = [vocabulary[name] for name in names]
+    vocabulary.update(zip(names, ids[977:] + ids[:977]))
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=type(tokenizer.backend_tokenizer).from_str(json.dumps(state)),
+        chat_template=tokenizer.chat_template,
+        eos_token=tokenizer.eos_token,
+        bos_token=tokenizer.bos_token,
+    )
+    assert any("look like noise" in text for text in examine(target, drafter, other, **FEW).problems)
+
+
+def test_a_larger_tokenizer(target, drafter, tokenizer):
+    larger = copy.deepcopy(tokenizer)
+    larger.add_tokens(["<more>"])
+    assert "belongs to another model" in problem(examine(target, drafter, larger, **FEW))
+
+
+def test_no_chat_template(target, drafter, tokenizer):
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = None
+    assert "no chat template" in problem(examine(target, drafter, plain, **FEW))
+
+
+def test_an_ordinary_mask_token(target, drafter, tokenizer):
+    drafter.config.mask_token_id = tokenizer.encode(" the", add_special_tokens=False)[0]
+    assert any("ordinary token" in text for text in examine(target, drafter, tokenizer, **FEW).remarks)
+
+
+def test_an_untrained_drafter(target, tokenizer):
+    fresh = HyperDFlashDrafter.from_target(target, mask_token_id=3, num_hidden_layers=1).eval()
+    found = examine(target, fresh, tokenizer, **ENOUGH)
+    assert "Hardly any draft" in problem(found) and len(found.remarks) == 1  # nothing to be told of settings
+    assert "does not say which weights" in found.remarks[0]
+
+
+def test_a_pair_that_does_not_fit(drafter, tokenizer):
+    small = AutoModelForCausalLM.from_pretrained(TARGET, num_hidden_layers=2, dtype=torch.float32)
+    assert "layers" in problem(examine(small, drafter, tokenizer, **FEW))
+
+
+@pytest.mark.parametrize(
+    ("change", "problems", "remarks"),
+    [
+        (lambda target, config: None, "", ""),
+        (lambda target, config: setattr(target.config, "hc_eps", 1e-3), "", "its configuration is not"),
+        (lambda target, config: target.model.layers[1].mlp.gate.weight.data[0, 0].add_(1), r"weights \(body\)", ""),
+        (lambda target, config: setattr(config, "target_fingerprint", "cf0c35 09f889"), "", "An earlier release"),
+        (lambda target, config: setattr(config, "target_fingerprint", ""), "", "does not say which weights"),
+    ],
+)  # fmt: skip
+def test_what_the_drafter_records_of_its_target(change, problems, remarks):
+    target, found = tiny_target(), Diagnosis()
+    config = tiny_drafter(target).config
+    config.target_fingerprint = as_words(target_fingerprint(target))
+    change(target, config)
+    _compare_fingerprints(found, target, config)
+    assert [bool(found.problems), bool(found.remarks)] == [bool(problems), bool(remarks)]
+    assert re.search(problems, "".join(found.problems)) and re.search(remarks, "".join(found.remarks))

@@ -1,0 +1,358 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import hf_hyperdflash
+from hf_hyperdflash import HyperDFlashDrafter
+from hf_hyperdflash.cli.app import app
+from hf_hyperdflash.cli.app import run as entry_point
+from hf_hyperdflash.training.fingerprint import changed_parts
+from hf_hyperdflash.training.script import main as train_main
+
+from ..benchmark.test_doctor import characters
+from ..conftest import MODELS, tiny_drafter
+from ..helpers.families import deepseek_v4_remote_code, glm5_next
+
+TARGET, DRAFTER = str(MODELS / "tiny-deepseek-v4"), str(MODELS / "tiny-deepseek-v4-hyperdflash")
+
+
+@pytest.fixture
+def data(tmp_path):
+    (tmp_path / "gsm8k.jsonl").write_text('{"turns": ["What is 3 plus 4?"]}\n{"turns": ["What is 2 times 8?"]}\n')
+    return tmp_path
+
+
+def run(*args):
+    result = CliRunner().invoke(app, list(map(str, args)))
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+def test_help_explains_every_option():
+    for command in ("benchmark", "sweep"):
+        text = run(command, "--help")
+        assert "--drafter" in text and "--max-new-tokens" in text and "Traceback" not in text
+
+
+def test_benchmark_writes_results_and_report(data, tmp_path):
+    out = tmp_path / "out"
+    printed = run(
+        "benchmark", "--target", TARGET, "--drafter", DRAFTER, "--drafter", f"Mine (2)={DRAFTER}", "--mtp", 3, "--mtp", 1,
+        "--prompt-lookup", 4, "--suite", "gsm8k", "--data", data, "--limit", 1, "--max-new-tokens", 10, "--output", out,
+    )  # fmt: skip
+    assert str(out / "report.md") in printed and "Non-think, temperature 0" in printed and "GSM8K" in printed
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    names = ["Target only", "MTP (3)", "MTP (1)", "Prompt lookup (4)", "HyperDFlash hybrid (6)", "Mine (2)"]
+    assert list(lines[0]["run"]["methods"]) == names and {line["method"] for line in lines[1:]} == set(names)
+    assert {line["identical"] for line in lines[1:]} == {None, True}
+    drafted = {line["method"]: line["draft_positions"] for line in lines[1:]}
+    assert drafted["Mine (2)"] == 2 and drafted["MTP (1)"] == 1
+    report = (out / "report.md").read_text()
+    assert "tiny-deepseek-v4" in report and all(name in report for name in names[1:])
+    assert all((out / name).stat().st_size > 500 for name in ("summary.csv", "acceptance.png", "speedup_tau.png"))
+    # The card of the drafter that was measured has the figures; that of another has not.
+    of_results = ["--results", out, "--method", "HyperDFlash hybrid (6)"]
+    run("card", DRAFTER, *of_results, "--output", tmp_path / "card.md")
+    assert "model-index" in (tmp_path / "card.md").read_text()
+    other = HyperDFlashDrafter.from_pretrained(DRAFTER)
+    other.norm.weight.data[0] += 1
+    other.save_pretrained(tmp_path / "other")
+    refused = CliRunner().invoke(app, list(map(str, ["card", tmp_path / "other", *of_results])))
+    assert "HyperDFlash hybrid (6) was run with other weights" in str(refused.exception)
+    assert not (tmp_path / "other" / "README.md").exists()
+
+
+def test_sweep_recommends_a_number_of_drafts(data, tmp_path):
+    printed = run(
+        "sweep", "--target", TARGET, "--drafter", DRAFTER, "--tokens", 2, "--tokens", 5, "--suite", "gsm8k", "--data", data,
+        "--limit", 1, "--max-new-tokens", 12, "--output", tmp_path / "out",
+    )  # fmt: skip
+    assert "The fastest on each suite" in printed and "HyperDFlash hybrid (5)" in printed
+
+
+def test_suites_are_found_and_read_before_a_model_is_loaded(monkeypatch, capsys, tmp_path):
+    """All of a folder where none is named; what is wrong with one is said before that the target does not exist."""
+    monkeypatch.setattr("sys.argv", ["hf-hyperdflash", "benchmark", "--target", "nowhere", "--drafter", "nowhere",
+                                     "--data", str(tmp_path), "--output", str(tmp_path / "out")])  # fmt: skip
+    (tmp_path / "mbpp.jsonl").write_text('{"turns": ["Hello?"]}\n')
+    (tmp_path / "mine.jsonl").write_text('{"turns": "Hello?"}\n')
+    with pytest.raises(SystemExit):
+        entry_point()
+    assert "mine.jsonl, line 1: `turns` is 'Hello?'" in capsys.readouterr().err
+    (tmp_path / "mine.jsonl").write_text('{"turns": ["Hello?"]}\n')
+    with pytest.raises(SystemExit):
+        entry_point()
+    assert "mine.jsonl" not in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def ended(monkeypatch, capsys, *arguments) -> tuple[int, list[str]]:
+    """The exit status of the command, and what it wrote to stderr beside what it loads."""
+    monkeypatch.setattr("sys.argv", ["hf-hyperdflash", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        entry_point()
+    lines = capsys.readouterr().err.splitlines()
+    return stopped.value.code or 0, [line for line in lines if line.strip() and not line.startswith("Loading ")]
+
+
+def copied(source: str, folder: Path, name: str = "", content: str | bytes | None = None) -> None:
+    """A checkpoint one of whose files has another content, or none."""
+    shutil.copytree(source, folder)
+    if name:
+        (folder / name).unlink()
+        if content is not None:
+            (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory):
+    """A folder of things that are not what they are given as."""
+    folder = tmp_path_factory.mktemp("wrong")
+    (folder / "file").write_text("x")
+    (folder / "empty").mkdir()
+    for name, config in {
+        "no-json": "{", "a-list": "[1]", "binary": b"\xff\xfe", "no-type": "{}", "unknown": '{"model_type": "gpt99"}',
+        "configured": '{"model_type": "llama"}',
+    }.items():  # fmt: skip
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_bytes(config.encode() if isinstance(config, str) else config)
+    weights, fields = "model.safetensors", json.loads((MODELS / "tiny-deepseek-v4" / "config.json").read_text())
+    for name, cut in {"target": TARGET, "drafter": DRAFTER}.items():
+        copied(cut, folder / f"cut-{name}", weights, (Path(cut) / weights).read_bytes()[:5000])
+        copied(cut, folder / f"bare-{name}", weights)
+    copied(TARGET, folder / "wide", "config.json", json.dumps(fields | {"hidden_size": 128}))
+    copied(TARGET, folder / "wordy", "config.json", json.dumps(fields | {"num_attention_heads": "four"}))
+    copied(TARGET, folder / "speechless", "tokenizer.json")
+    (folder / "speechless" / "tokenizer_config.json").unlink()
+    copied(TARGET, folder / "stuttering", "tokenizer.json", "{")
+    copied(TARGET, folder / "wordless", "tokenizer.json", "{}")
+    copied(TARGET, folder / "untemplated", "chat_template.jinja", "{% for %}")
+    (folder / "results").mkdir()
+    (folder / "notes.md").write_bytes(b"\xff")
+    (folder / "data").mkdir()
+    (folder / "data" / "gsm8k.jsonl").write_text('{"turns": ["What is 3 plus 4?"]}\n')
+    return folder
+
+
+NO_CHECKPOINT = {
+    "no/where/at": "The folder no/where/at does not exist, and it is no Hub id",
+    "no-org/no-model": "The folder no-org/no-model does not exist, and as a Hub id it has no configuration",
+    "two words": "The folder two words does not exist, and it is no Hub id",
+    " ": "is empty, expected a folder or a Hub id",
+    "file": "file is a file, expected a folder",
+    "empty": "The folder empty has no config.json",
+    "no-json": "no-json/config.json is no JSON (Expecting property name enclosed in double quotes, line 1, column 2)",
+    "a-list": "The config.json of a-list holds a list, expected an object",
+    "binary": "binary/config.json is no text in UTF-8",
+}
+NO_TARGET = {
+    **NO_CHECKPOINT,
+    "no-type": "has `model_type` None, expected one that transformers",
+    "unknown": "has `model_type` 'gpt99'",
+    "configured": "The folder configured has no weights",
+    DRAFTER: "is a drafter, expected the target that it drafts for",
+    "cut-target": "The weights of cut-target are damaged",
+    "bare-target": "The folder bare-target has no weights",
+    "wide": "The weights of wide have other shapes than its config.json says",
+    "wordy": "The config.json of wordy has a wrong value: Validation error for field 'num_attention_heads'",
+    "speechless": "speechless has no tokenizer that can be loaded",
+    "stuttering": "stuttering has no tokenizer that can be loaded",
+    "wordless": "wordless has no tokenizer that can be loaded",
+    "untemplated": "The chat template of untemplated is no Jinja template: Expected an expression",
+}
+NO_DRAFTER = {
+    **NO_CHECKPOINT,
+    "no-type": "is a model of type None, expected a drafter",
+    TARGET: "is a model of type 'deepseek_v4', expected a drafter",
+    "cut-drafter": "The weights of cut-drafter are damaged",
+    "bare-drafter": "The folder bare-drafter has no weights",
+}
+PAIR = ["--target", TARGET, "--drafter", DRAFTER]
+ASK = ["generate", *PAIR, "hi"]
+COMPARE = ["benchmark", "--target", TARGET, "--suite", "gsm8k", "--data", "data", "--output", "out"]
+SWEEP = ["sweep", "--target", TARGET, "--suite", "gsm8k", "--data", "data", "--output", "out"]
+NAMED = 'expected PATH, NAME=PATH or "NAME (4)=PATH"'
+MISTAKES: list[tuple[list[str], int, str]] = [
+    *((["generate", "--target", name, "--drafter", DRAFTER, "hi"], 1, said) for name, said in NO_TARGET.items()),
+    *((["generate", "--target", TARGET, "--drafter", name, "hi"], 1, said) for name, said in NO_DRAFTER.items()),
+    *((["doctor", "--target", TARGET, "--drafter", name], 1, said) for name, said in NO_CHECKPOINT.items()),
+    *((["export", name, "out"], 1, said) for name, said in NO_DRAFTER.items()),
+    *(([command, name, *rest], 1, NO_DRAFTER[name]) for name in ("empty", "no-json", "a-list", TARGET)
+      for command, *rest in (["card"], ["push", "org/name"])),
+    ([*ASK, "--dtype", "float7"], 2, "'float7' is not one of auto, bfloat16, float16, float32"),
+    ([*ASK, "--threads", "-1"], 2, "Invalid value for '--threads'"),
+    ([*ASK, "--threads", "two"], 2, "Invalid value for '--threads'"),
+    ([*ASK, "--device-map", "cuda:77"], 1, "`--device-map` is 'cuda:77', but this torch sees"),
+    ([*ASK, "--device-map", "toaster"], 1, "`--device-map` is 'toaster', expected auto, balanced"),
+    ([*ASK, "--num-draft-tokens", "0"], 2, "Invalid value for '--num-draft-tokens'"),
+    ([*ASK, "--num-draft-tokens", "7"], 1, "cannot draft 7 tokens"),
+    ([*ASK, "--temperature", "-1"], 2, "-1.0 is no temperature"),
+    ([*ASK, "--temperature", "nan"], 2, "nan is no temperature"),
+    ([*ASK, "--temperature", "inf"], 2, "inf is no temperature"),
+    ([*ASK, "--max-new-tokens", "0"], 2, "Invalid value for '--max-new-tokens'"),
+    ([*ASK, "--seed", "-1"], 2, "Invalid value for '--seed'"),
+    (["generate", *PAIR, " "], 1, "The prompt is empty"),
+    (["generate", *PAIR], 2, "Missing argument"),
+    (["generate", "--target", TARGET, "hi"], 2, "Missing option '--drafter'"),
+    ([*ASK, "there"], 2, "unexpected extra argument"),
+    ([*ASK, "--colour", "red"], 2, "No such option"),
+    (["generalize"], 2, "No such command 'generalize'"),
+    (["doctor", *PAIR, "--max-new-tokens", "2"], 2, "Invalid value for '--max-new-tokens'"),
+    (["card", "nowhere"], 2, "'nowhere' does not exist"),
+    (["card", DRAFTER, "--results", "nowhere"], 2, "'nowhere' does not exist"),
+    (["card", DRAFTER, "--results", "results"], 1, "The folder results has no results.jsonl"),
+    (["card", DRAFTER, "--notes", "nowhere.md"], 2, "'nowhere.md' does not exist"),
+    (["card", DRAFTER, "--notes", "notes.md", "--output", "out.md"], 1, "notes.md is no text in UTF-8"),
+    (["card", DRAFTER, "--output", "file/card.md"], 1, "file is a file"),
+    (["card", DRAFTER, "--dtype", "float7"], 2, "'float7' is not one of"),
+    (["export", DRAFTER, "out"], 1, "cannot be written in the z-lab layout"),
+    (["export", DRAFTER, "file"], 2, "'file' is a file"),
+    (["export", DRAFTER, "file/out"], 1, "file is a file"),
+    (["export", DRAFTER, "out", "--format", "tarball"], 1, "`format` is 'tarball'"),
+    (["push", "nowhere", "org/name"], 2, "'nowhere' does not exist"),
+    (["push", DRAFTER, "a/b/c"], 1, "The repository is 'a/b/c', expected a name on the Hub"),
+    (COMPARE, 1, "No method is given"),
+    *(([*COMPARE, "--drafter", f"{name}={DRAFTER}"], 1, NAMED) for name in ("X (a)", "X (0)", "X (2", "")),
+    ([*COMPARE, "--drafter", "X="], 1, NAMED),
+    ([*COMPARE, "--drafter", "X=no/where/at"], 1, NO_DRAFTER["no/where/at"]),
+    ([*COMPARE, "--drafter", f"X (99)={DRAFTER}"], 1, "cannot draft 99 tokens"),
+    ([*COMPARE, "--mtp", "0"], 2, "Invalid value for '--mtp'"),
+    ([*COMPARE, "--prompt-lookup", "0"], 2, "Invalid value for '--prompt-lookup'"),
+    ([*COMPARE, "--mtp", "1", "--limit", "0"], 2, "Invalid value for '--limit'"),
+    ([*COMPARE, "--mtp", "1", "--max-new-tokens", "2"], 2, "Invalid value for '--max-new-tokens'"),
+    ([*COMPARE, "--mtp", "1", "--temperature", "-1"], 2, "-1.0 is no temperature"),
+    ([*COMPARE, "--mtp", "1", "--temperature", "nan"], 2, "nan is no temperature"),
+    ([*COMPARE, "--mtp", "1", "--mode", "deep"], 1, "`modes` has ['deep']"),
+    ([*COMPARE, "--mtp", "1", "--data", "nowhere"], 1, "nowhere"),
+    ([*COMPARE, "--mtp", "1", "--data", "file"], 1, "file"),
+    ([*COMPARE, "--mtp", "1", "--suite", "chess"], 1, "No suite 'chess' in data"),
+    ([*COMPARE, "--mtp", "1", "--output", "file"], 2, "'file' is a file"),
+    ([*COMPARE, "--mtp", "1", "--output", "file/out"], 1, "file is a file"),
+    (SWEEP, 1, "No method is given"),
+    ([*SWEEP, "--drafter", DRAFTER, "--tokens", "0"], 2, "Invalid value for '--tokens'"),
+    ([*SWEEP, "--drafter", DRAFTER, "--tokens", "7"], 1, "cannot draft 7 tokens"),
+    ([*SWEEP, "--drafter", f"X (a)={DRAFTER}"], 1, NAMED),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    MISTAKES,
+    ids=[" ".join(arguments[:1] + arguments[-2:]) for arguments, *_ in MISTAKES],
+)
+def test_a_mistake_ends_in_one_line(monkeypatch, capsys, caplog, wrong, arguments, status, message):
+    monkeypatch.chdir(wrong)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    there = sorted(wrong.rglob("*"))
+    code, lines = ended(monkeypatch, capsys, *arguments)
+    errors = [line for line in lines if line.startswith("Error: ")]
+    assert (code, len(errors)) == (status, 1) and message in errors[0], lines
+    assert (
+        status == 1 or f"See `hf-hyperdflash{f' {arguments[0]}' * (arguments != ['generalize'])} --help`." in errors[0]
+    )
+    assert lines[-1] == errors[0] and not any("Traceback" in line or "[Errno" in line for line in lines)
+    assert sorted(wrong.rglob("*")) == there  # refused before anything was written
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write and read everything")
+def test_permissions_are_looked_at_first(monkeypatch, capsys, wrong):
+    monkeypatch.chdir(wrong)
+    (wrong / "closed").mkdir(mode=0o500)
+    code, lines = ended(monkeypatch, capsys, *COMPARE, "--mtp", 1, "--output", "closed/out")
+    assert code == 1 and "closed cannot be written to" in lines[-1]
+
+
+def test_the_system_is_quoted_without_its_numbers(monkeypatch, capsys, tmp_path):
+    """A folder stands where the card's training record should."""
+    shutil.copytree(DRAFTER, tmp_path / "drafter")
+    (tmp_path / "drafter" / "README.md").mkdir()
+    code, lines = ended(monkeypatch, capsys, "card", tmp_path / "drafter")
+    assert code == 1 and lines == [f"Error: {tmp_path / 'drafter' / 'README.md'}: Is a directory."]
+
+
+def test_what_is_loaded_is_said_before_anything_heavy_is_imported():
+    code = """
+import sys
+from hf_hyperdflash.cli.app import run
+sys.argv = ["hf-hyperdflash", "generate", "--target", "no/where/at", "--drafter", "x", "hi"]
+write = sys.stderr.write
+def watched(text):
+    write(f"{'torch' in sys.modules} {text}" if text.strip() else text)
+sys.stderr.write = watched
+run()
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    first, *_, last = result.stderr.splitlines()
+    assert first == "False Loading the target no/where/at ..." and result.returncode == 1
+    assert "Error: The folder no/where/at does not exist" in last and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("benchmark", "The same command goes on"),
+        ("sweep", "The same command goes on"),
+        ("train", "--resume_from_checkpoint"),
+    ],
+)
+def test_ctrl_c_says_how_to_go_on(command, said):
+    """A real process, stopped as a terminal does while it loads."""
+    arguments = [command, "--target", TARGET, "--mtp", "--output", "unwritten"] if command == "sweep" else [command]
+    arguments += ["--target", TARGET, "--mtp", "1", "--output", "unwritten"] if command == "benchmark" else []
+    code = f"""
+import os, signal, sys
+from hf_hyperdflash.cli import app as cli
+def stopped(*args):
+    os.kill(os.getpid(), signal.SIGINT)
+cli._announce = stopped
+sys.modules["hf_hyperdflash.training.script"] = type(sys)("train")
+sys.modules["hf_hyperdflash.training.script"].main = stopped
+sys.argv = ["hf-hyperdflash", *{arguments!r}]
+cli.run()
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 130 and "Traceback" not in result.stderr
+    assert result.stderr.strip().splitlines()[-1].startswith("Stopped. ") and said in result.stderr
+
+
+def test_the_version(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["hf-hyperdflash", "--version"])
+    with pytest.raises(SystemExit) as stopped:
+        entry_point()
+    assert not stopped.value.code and capsys.readouterr().out == f"hf-hyperdflash {hf_hyperdflash.__version__}\n"
+
+
+def test_without_a_command_the_commands_are_shown():
+    assert "benchmark" in run() and "doctor" in run()
+
+
+@pytest.mark.parametrize(("family", "flags"), [(deepseek_v4_remote_code, ["--trust-remote-code"]), (glm5_next, [])])
+def test_other_families_are_loaded_by_name(tmp_path, family, flags):
+    """Remote code, and a family that has only a multimodal class."""
+    target = family()
+    target.save_pretrained(tmp_path / "target")
+    characters().save_pretrained(tmp_path / "target")
+    tiny_drafter(target).save_pretrained(tmp_path / "drafter")
+    pair = ["--target", tmp_path / "target", "--drafter", tmp_path / "drafter", "--max-new-tokens", 8, *flags]
+    assert "verification rounds" in run("generate", *pair, "what is 2?")
+    rows = [
+        {"messages": [{"role": "user", "content": f"what is {i}?"}, {"role": "assistant", "content": f"it is {i}."}]}
+        for i in range(12)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    arguments = [
+        "--target", pair[1], "--dataset", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "trained", "--layers", 1,
+        "--intermediate_size", 24, "--max_steps", 2, "--eval_rows", 2, "--eval_prompts", 1,
+        "--eval_max_new_tokens", 4, "--report_to", "none", "--use_cpu", *(["--trust_remote_code"] if flags else []),
+    ]  # fmt: skip
+    train_main(list(map(str, arguments)))
+    config = HyperDFlashDrafter.from_pretrained(tmp_path / "trained").config
+    assert config.intermediate_size == 24 and changed_parts(config.target_fingerprint, target) == []
+    if flags:
+        refused = CliRunner().invoke(app, [str(x) for x in ["generate", *pair[:-1], "what is 2?"]])
+        assert refused.exit_code != 0 and "trust_remote_code" in str(refused.exception)

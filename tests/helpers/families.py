@@ -1,0 +1,166 @@
+"""Every family of targets, small and random: a new family is one more function here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Glm5NextConfig,
+    Glm5NextForConditionalGeneration,
+    HYV4Config,
+    HYV4ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    Qwen4ExpConfig,
+    Qwen4ExpForCausalLM,
+    Qwen4ExpForConditionalGeneration,
+    Qwen4ExpTextConfig,
+)
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
+
+from ..conftest import tiny_target
+
+LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
+# Many index heads: with few, several tokens score exactly zero, and which of them stock indexers choose depends on how a
+# text is cut into forwards. An LM head of full row rank (hidden = vocabulary): its drafters can be told what to draft.
+COMMON = dict(
+    vocab_size=64, hidden_size=64, num_attention_heads=4, max_position_embeddings=1024, initializer_range=0.2,
+    bos_token_id=None, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
+)  # fmt: skip
+MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
+DELTA_NET = dict(
+    linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2,
+    linear_num_value_heads=4, head_dim=16, num_key_value_heads=2,
+)  # fmt: skip
+GLM_TEXT = dict(
+    **COMMON, intermediate_size=48, moe_intermediate_size=16, num_key_value_heads=4, num_hidden_layers=4,
+    n_routed_experts=4, num_experts_per_tok=2, kv_lora_rank=16, q_lora_rank=16, v_head_dim=16, qk_nope_head_dim=16,
+    index_topk=16, index_head_dim=8, index_n_heads=32, index_kpool=4, linear_head_dim=8, linear_num_heads=4,
+    layer_types=[LINEAR, FULL, FULL, LINEAR], indexer_types=["full", "full", "shared", "full"],
+    mlp_layer_types=["dense", "sparse", "sparse", "sparse"], hc_mult=4,
+)  # fmt: skip
+QWEN4_TEXT = dict(
+    **{**COMMON, "eos_token_id": 1}, **MOE, **DELTA_NET, num_hidden_layers=4, hc_count=4, hc_lowrank=8,
+    layer_types=[LINEAR, FULL, LINEAR, FULL], ple_layer_ids=[1], ple_embed_dim=32, heads_per_ngram=2,
+    ngram_vocab_size_base=50, make_ngram_vocab_size_divisible_by=8, split_ngram_parts=1, indexer_n_heads=16,
+    indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=16, indexer_compress_ratio=4,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+)  # fmt: skip
+
+
+def deepseek_v4() -> PreTrainedModel:
+    return tiny_target(hidden_size=64)
+
+
+def deepseek_v4_remote_code() -> PreTrainedModel:
+    """Loaded from a folder with its code, as from the Hub."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(__file__).parent / "remote_v4" / "modeling_remote_v4.py"
+        shutil.copy(source, folder)
+        auto_map = {
+            "AutoConfig": "modeling_remote_v4.RemoteV4Config",
+            "AutoModelForCausalLM": "modeling_remote_v4.RemoteV4ForCausalLM",
+        }
+        (Path(folder) / "config.json").write_text(json.dumps({"model_type": "remote_v4", "auto_map": auto_map}))
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+
+
+def hunyuan_v4() -> PreTrainedModel:
+    config = HYV4Config(
+        **COMMON, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3, head_dim=8, n_routed_experts=4,
+        num_experts_per_tok=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+        index_topk=16, index_head_dim=16, index_n_heads=32, hc_mult=4,
+    )  # fmt: skip
+    target = HYV4ForCausalLM(config)
+    with torch.no_grad():
+        target.model.hc_head.hc_base.normal_()
+        target.model.hc_head.hc_scale.fill_(1.3)
+    return target
+
+
+def glm5_next() -> PreTrainedModel:
+    vision = dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=64)
+    return Glm5NextForConditionalGeneration(Glm5NextConfig(text_config=GLM_TEXT, vision_config=vision))
+
+
+def qwen4_exp() -> PreTrainedModel:
+    return Qwen4ExpForCausalLM(Qwen4ExpTextConfig(**QWEN4_TEXT))
+
+
+def qwen4_exp_multimodal() -> PreTrainedModel:
+    vision = dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=64)
+    return Qwen4ExpForConditionalGeneration(Qwen4ExpConfig(text_config=QWEN4_TEXT, vision_config=vision))
+
+
+def qwen3() -> PreTrainedModel:
+    return Qwen3ForCausalLM(
+        Qwen3Config(**COMMON, intermediate_size=48, num_hidden_layers=4, num_key_value_heads=2, head_dim=16)
+    )
+
+
+def llama() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**COMMON, intermediate_size=48, num_hidden_layers=4, num_key_value_heads=2))
+
+
+def gemma3() -> PreTrainedModel:
+    kinds = [SLIDING, SLIDING, FULL, SLIDING]
+    config = Gemma3TextConfig(
+        **COMMON, intermediate_size=48, num_hidden_layers=4, num_key_value_heads=2, head_dim=16, sliding_window=8,
+        layer_types=kinds,
+    )  # fmt: skip
+    return Gemma3ForCausalLM(config)
+
+
+def qwen3_next() -> PreTrainedModel:
+    config = Qwen3NextConfig(**COMMON, **MOE, **DELTA_NET, intermediate_size=48, num_hidden_layers=4,
+                             layer_types=[LINEAR, FULL, LINEAR, FULL])  # fmt: skip
+    return Qwen3NextForCausalLM(config)
+
+
+def qwen3_5() -> PreTrainedModel:
+    config = Qwen3_5TextConfig(**COMMON, **DELTA_NET, intermediate_size=48, num_hidden_layers=4,
+                               layer_types=[LINEAR, LINEAR, LINEAR, FULL])  # fmt: skip
+    return Qwen3_5ForCausalLM(config)
+
+
+def mistral() -> PreTrainedModel:
+    config = MistralConfig(
+        **COMMON, intermediate_size=48, num_hidden_layers=4, num_key_value_heads=2, sliding_window=8
+    )
+    return MistralForCausalLM(config)
+
+
+def gemma2() -> PreTrainedModel:
+    config = Gemma2Config(**COMMON, intermediate_size=48, num_hidden_layers=4, num_key_value_heads=2, head_dim=16,
+                          sliding_window=8)  # fmt: skip
+    return Gemma2ForCausalLM(config)
+
+
+FAMILIES = [
+    deepseek_v4, deepseek_v4_remote_code, hunyuan_v4, glm5_next, qwen3, qwen3_next, qwen3_5, llama, mistral, gemma2,
+    gemma3,
+]  # fmt: skip
+# Earlier transformers keep the positions of Qwen4-Exp's indexer beside the cache's layers, where nothing rewinds them.
+REWINDABLE_QWEN4 = "indexed_attention" in DYNAMIC_LAYER_TYPE_MAPPING
+if REWINDABLE_QWEN4:
+    FAMILIES += [qwen4_exp, qwen4_exp_multimodal]

@@ -1,0 +1,154 @@
+"""Model cards: facts only, readable by the Hub, with a snippet that runs."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from typer.testing import CliRunner
+
+from hf_hyperdflash import HyperDFlashDrafter
+from hf_hyperdflash.benchmark.report import measured
+from hf_hyperdflash.cli.app import app
+from hf_hyperdflash.hub.cards import drafter_card
+
+from ..conftest import MODELS, tiny_drafter
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = "tiny-deepseek-v4-hyperdflash"
+RESULTS = ROOT / "examples" / "results" / "tiny-deepseek-v4"
+METHOD = "HyperDFlash hybrid (6)"
+
+
+@pytest.fixture
+def saved(target, tmp_path):
+    tiny_drafter(target, target_name_or_path="org/target", target_revision="abc123").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_what_is_not_known_is_left_out(saved):
+    card = drafter_card(saved)
+    assert card.data.base_model == "org/target" and "abc123" in card.text
+    assert card.data.license is None and card.data.datasets is None and card.data.eval_results is None
+    assert "## Training" not in card.text and "## Measured" not in card.text and "None" not in card.content
+    assert "model-index" not in card.content
+    config = json.loads((saved / "config.json").read_text())
+    config["target_name_or_path"] = config["target_revision"] = ""
+    (saved / "config.json").write_text(json.dumps(config))
+    card = drafter_card(saved)
+    assert card.data.base_model is None and "revision" not in card.text
+
+
+def test_the_training_record_fills_a_table(saved):
+    settings = {"dataset": ["zhaode/EagleChat:part", "mine.jsonl"], "learning_rate": 8e-4, "max_steps": -1,
+                "num_train_epochs": 5, "kl_weight": None}  # fmt: skip
+    (saved / "training.json").write_text(json.dumps({"settings": settings, "metrics": {"eval_tau": 2.345}}))
+    card = drafter_card(saved, license="mit", tags=["more"], notes="On a *laptop*.", limits="None known.")
+    assert card.data.datasets == ["zhaode/EagleChat"] and card.data.license == "mit" and "more" in card.data.tags
+    for part in ("| epochs | 5 |", "| peak learning rate | 0.0008 |", "2.35 by real generation", "On a *laptop*.",
+                 "None known."):  # fmt: skip
+        assert part in card.text, part
+    assert "| steps |" not in card.text and "KL weight" not in card.text and "teacher-forced" not in card.text
+
+
+def test_a_benchmark_fills_tables_and_the_model_index(saved, tmp_path):
+    figures = measured(RESULTS / "results.jsonl", METHOD)
+    card = drafter_card(saved, repo_id="org/name", measured=figures, figure="acceptance.png")
+    card.save(tmp_path / "card.md")
+    read = ModelCard.load(tmp_path / "card.md")  # as the Hub reads it
+    by_name = {(r.dataset_name, r.metric_name): r.metric_value for r in read.data.eval_results}
+    with (RESULTS / "summary.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    row = next(r for r in rows if (r["suite"], r["method"], r["temperature"]) == ("gsm8k", METHOD, "0.0"))
+    assert by_name["GSM8K", "tau, non-think, temperature 0"] == round(float(row["tau"]), 3)
+    assert by_name["GSM8K", "speedup, non-think, temperature 0"] == round(float(row["speedup"]), 3)
+    assert f"{float(row['speedup']):.2f}× / {float(row['tau']):.2f}" in read.text
+    assert "![Acceptance per draft position](acceptance.png)" in read.text and "2026-" in read.text
+    with pytest.raises(ValueError, match="compares"):
+        measured(RESULTS / "results.jsonl")
+    with pytest.raises(ValueError, match="Nothing like it"):
+        measured(RESULTS / "results.jsonl", "Nothing like it")
+
+
+def test_a_folder_without_a_drafter_is_refused(tmp_path):
+    with pytest.raises(OSError):
+        drafter_card(tmp_path)
+    with pytest.raises(ValueError, match="expected 'hyperdflash'"):
+        drafter_card(MODELS / "tiny-deepseek-v4")
+
+
+def shipped_card(output: Path) -> str:
+    """The committed card's command (CONTRIBUTING.md)."""
+    name = f"examples/models/{SHIPPED}"
+    arguments = [
+        "card", str(ROOT / name), "--results", str(RESULTS), "--method", METHOD, "--repo-id", name, "--target",
+        "examples/models/tiny-deepseek-v4", "--license", "apache-2.0", "--dtype", "float32", "--figure",
+        "../examples/results/tiny-deepseek-v4/acceptance.png", "--notes", str(ROOT / f"model_cards/parts/{SHIPPED}-training.md"),
+        "--limits", str(ROOT / f"model_cards/parts/{SHIPPED}-limits.md"), "--output", str(output),
+    ]  # fmt: skip
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    return output.read_text()
+
+
+def test_the_shipped_card_is_what_the_command_writes(tmp_path):
+    assert shipped_card(tmp_path / "card.md") == (ROOT / "model_cards" / f"{SHIPPED}.md").read_text()
+
+
+def test_the_shipped_cards_snippets_run(tmp_path):
+    text = (ROOT / "model_cards" / f"{SHIPPED}.md").read_text()
+    with_package, without = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    models = tmp_path / "examples" / "models"
+    models.mkdir(parents=True)
+    (models / "tiny-deepseek-v4").symlink_to(MODELS / "tiny-deepseek-v4")
+    # As it would be pushed: the repository keeps no copy of the code.
+    HyperDFlashDrafter.from_pretrained(MODELS / SHIPPED, dtype="auto").save_pretrained(models / SHIPPED)
+    code = f"{with_package}drafter.unbind(target)\nfirst = out\nout = {without}assert (out == first).all()\n"
+    run = subprocess.run(
+        [sys.executable, "-c", code.replace("max_new_tokens=100", "max_new_tokens=20")],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+def test_the_shipped_targets_card_is_what_the_script_writes(tmp_path):
+    parts = ROOT / "model_cards" / "parts" / "tiny-deepseek-v4.md"
+    command = [
+        sys.executable, ROOT / "examples" / "target_card.py", MODELS / "tiny-deepseek-v4", "--template", parts, "--output",
+        tmp_path / "card.md",
+    ]  # fmt: skip
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert (tmp_path / "card.md").read_text() == (ROOT / "model_cards" / "tiny-deepseek-v4.md").read_text()
+
+
+def test_the_wheel_has_the_template(saved, tmp_path):
+    source, wheels, unpacked = tmp_path / "source", tmp_path / "wheels", tmp_path / "unpacked"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "hf_hyperdflash", source / "hf_hyperdflash")
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", wheels, source]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr[-2000:]
+    with zipfile.ZipFile(next(wheels.glob("*.whl"))) as wheel:
+        wheel.extractall(unpacked)
+    code = f"""
+import hf_hyperdflash
+from hf_hyperdflash.hub.cards import drafter_card
+assert hf_hyperdflash.__file__.startswith({str(unpacked)!r})
+print(drafter_card({str(saved)!r}).content)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(unpacked)}
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert yaml.safe_load(run.stdout.split("---")[1])["library_name"] == "transformers"

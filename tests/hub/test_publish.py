@@ -1,0 +1,446 @@
+"""Drafters on a Hub: `huggingface_hub` and transformers talk HTTP to `hub_server.py`, in processes of their own."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_hyperdflash import HyperDFlashDrafter, __version__
+from hf_hyperdflash.hub.publish import drafter_files
+
+from ..conftest import prompt, tiny_drafter, tiny_target
+from ..helpers.hub_server import HubServer
+
+TOKENS = {
+    "hf_writer": {"name": "alice", "write": True, "orgs": ["org"]},
+    "hf_reader": {"name": "org", "write": False},
+    "hf_stranger": {"name": "eve", "write": True},
+}
+CODE = {
+    "attentions.py", "blocks.py", "cache.py", "configuration_hyperdflash.py", "custom_generate/generate.py",
+    "draft_processors.py", "generation.py", "hooks.py", "hub.py", "indexer.py", "linear_cache.py", "loading.py", "losses.py",
+    "mask_token.py", "model_card.py", "modeling_hyperdflash.py", "per_thread.py", "recipe.py", "residual.py", "target.py",
+    "version.py",
+}  # fmt: skip
+SETUP = """
+import json, sys, torch
+from pathlib import Path
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
+folder = Path(sys.argv[1])
+ids = torch.load(folder / "prompt.pt")
+def target():
+    return AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+def written(model, **options):
+    return model.generate(ids, max_new_tokens=20, do_sample=False, **options)[0].tolist()
+def failure(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__ + ": " + str(error)
+    return None
+told = {}
+"""
+
+
+@pytest.fixture
+def hub():
+    with HubServer(TOKENS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A target, its drafter, a prompt and what the target writes."""
+    folder = tmp_path_factory.mktemp("models")
+    target = tiny_target()
+    target.save_pretrained(folder / "target")
+    tiny_drafter(target, target_name_or_path="org/target", dtype=torch.float32).save_pretrained(folder / "drafter")
+    torch.save(prompt(13), folder / "prompt.pt")
+    expected = target.generate(prompt(13), max_new_tokens=20, do_sample=False)[0].tolist()
+    (folder / "expected.json").write_text(json.dumps(expected))
+    return folder
+
+
+def run(hub, folder, home, code: str, token: str | None = "hf_writer", **environment: str) -> dict:
+    """What a process told of itself; the tokens of its generations are the target's own."""
+    python = environment.pop("PYTHON", sys.executable)
+    environment = {**hub.environment(home, token), "PYTHONPATH": str(Path(__file__).parents[2]), **environment}
+    command = [python, "-c", SETUP + code + "\nprint('\\n' + json.dumps(told))", str(folder)]
+    result = subprocess.run(
+        command, env=environment, cwd=home, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    told = json.loads(result.stdout.splitlines()[-1])
+    texts = told.pop("texts", [])
+    assert all(text == json.loads((folder / "expected.json").read_text()) for text in texts)
+    return told | {"count": len(texts)}
+
+
+def without_package(home: Path) -> str:
+    """Everything that this environment has but our package, as a folder to import from."""
+    bare = home / "bare"
+    bare.mkdir()
+    for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for path in Path(place).iterdir():
+            if "hyperdflash" not in path.name.lower() and path.suffix != ".pth" and not (bare / path.name).exists():
+                (bare / path.name).symlink_to(path)
+    return str(bare)
+
+
+def test_push_and_pull(hub, folder, tmp_path):
+    pushed = """
+from hf_hyperdflash import HyperDFlashDrafter
+drafter = HyperDFlashDrafter.from_pretrained(folder / "drafter", dtype="auto")
+drafter.push_to_hub("org/name")
+drafter.push_to_hub("org/secret", private=True, tags=["mine"])
+told["commits"] = drafter.push_to_hub("org/name").oid  # nothing new
+drafter.norm.weight.data *= 1.5
+drafter.push_to_hub("org/name", revision="next", commit_message="Another")
+drafter.save_pretrained(folder / "saved", push_to_hub=True, repo_id="org/saved", private=True)
+from huggingface_hub import HfApi
+HfApi().upload_folder(repo_id="org/saved", folder_path=folder / "drafter", path_in_repo="inner")
+"""
+    told = run(hub, folder, tmp_path, pushed)
+    files = hub.files("org/name")
+    assert set(files) == CODE | {".gitattributes", "README.md", "config.json", "model.safetensors"}
+    assert len(files["model.safetensors"]) < 1.1 * (folder / "drafter" / "model.safetensors").stat().st_size
+    assert (
+        b"embed" not in files["model.safetensors"][:20_000] and b"lm_head" not in files["model.safetensors"][:20_000]
+    )
+    assert b"org/target" in files["README.md"] and b"custom_generate" in files["README.md"]
+    assert hub.repos["org/secret"].private and not hub.repos["org/name"].private
+    assert b"- mine" in hub.files("org/secret")["README.md"]
+    assert hub.commits("org/name", "next")[-1].title == "Another"
+    assert {name for name in hub.files("org/saved") if not name.startswith("inner/")} == set(files)
+
+    pulled = """
+from hf_hyperdflash import HyperDFlashDrafter
+told["texts"] = []
+for name, options in (
+    ("org/name", {}), ("org/name", {"revision": "next"}), ("org/secret", {}), ("org/saved", {}),
+    ("org/saved", {"subfolder": "inner"}),
+):
+    drafter, model = HyperDFlashDrafter.from_pretrained(name, dtype=torch.float32, **options), target()
+    drafter.bind(model)
+    told["texts"].append(written(model, assistant_model=drafter))
+    assert drafter.last_stats.rounds
+"""
+    (tmp_path / "empty").mkdir()
+    assert run(hub, folder, tmp_path / "empty", pulled)["count"] == 5
+    hub.requests.clear()
+    assert run(hub, folder, tmp_path / "empty", pulled, HF_HUB_OFFLINE="1")["count"] == 5
+    assert not hub.requests
+    assert told["commits"] == hub.commits("org/name")[-1].sha
+
+
+def test_without_the_package(hub, folder, tmp_path):
+    run(hub, folder, tmp_path, """
+from hf_hyperdflash import HyperDFlashDrafter
+HyperDFlashDrafter.from_pretrained(folder / "drafter", dtype="auto").push_to_hub("org/name", private=True)
+""")  # fmt: skip
+    code = """
+try:
+    import hf_hyperdflash
+    raise SystemExit("the package is here")
+except ImportError:
+    pass
+from transformers import AutoModel
+model = target()
+own = type(model)
+recipe = {"custom_generate": "org/name", "trust_remote_code": True}
+told["texts"] = [written(model, **recipe), written(model, **recipe)]
+assert type(model) is own
+drafter = AutoModel.from_pretrained("org/name", trust_remote_code=True, dtype=torch.float32)
+drafter.bind(model)
+told["texts"] += [written(model, assistant_model=drafter), written(model, **recipe)]
+assert drafter.last_stats.rounds and type(model) is not own
+drafter.unbind(model)
+drafter.save_pretrained(folder / "again")  # and from there once more
+told["texts"].append(written(model, custom_generate=str(folder / "again"), trust_remote_code=True))
+told["refused"] = failure(lambda: written(model, custom_generate="org/name"))
+drafter.push_to_hub("org/again")
+"""
+    (tmp_path / "bare home").mkdir()
+    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)  # empty: what it may import is linked
+    python = str(tmp_path / "venv" / "bin" / "python")
+    environment = {"PYTHONPATH": without_package(tmp_path), "PYTHON": python}
+    told = run(hub, folder, tmp_path / "bare home", code, **environment)
+    assert told["count"] == 5 and "trust_remote_code" in told["refused"]
+    again, first = hub.files("org/again"), hub.files("org/name")
+    assert again["model.safetensors"] == first["model.safetensors"] and set(again) == set(first) - {"README.md"}
+
+
+def test_what_goes_wrong_is_said_and_leaves_nothing(hub, folder, tmp_path):
+    code = """
+from transformers import BertConfig
+from hf_hyperdflash import HyperDFlashDrafter
+load = HyperDFlashDrafter.from_pretrained
+drafter = load(folder / "drafter", dtype="auto")
+drafter.push_to_hub("org/name", private=True)
+BertConfig(hidden_size=24).push_to_hub("org/bert")
+drafter.norm.weight.data *= 2
+told["revision"] = failure(lambda: load("org/name", revision="absent"))
+told["bert"] = failure(lambda: load("org/bert"))
+told["nothing"] = failure(lambda: load("org/nothing"))
+told["reader"] = failure(lambda: drafter.push_to_hub("org/name", token="hf_reader"))
+told["wrong"] = failure(lambda: drafter.push_to_hub("org/name", token="hf_wrong"))
+told["stranger"] = failure(lambda: load("org/name", token="hf_stranger"))
+"""
+    told = run(hub, folder, tmp_path, code)
+    for name, words in {
+        "revision": "absent", "bert": "expected 'hyperdflash'", "nothing": "org/nothing", "reader": "403",
+        "wrong": "401", "stranger": "org/name",
+    }.items():  # fmt: skip
+        assert told[name] and words in told[name], (name, told[name])
+    before = len(hub.commits("org/name"))
+    assert before == 2  # the Hub's own and the first push
+
+    hub.fail_uploads_after = 1000
+    cut = """
+from hf_hyperdflash import HyperDFlashDrafter
+drafter = HyperDFlashDrafter.from_pretrained(folder / "drafter", dtype="auto")
+drafter.norm.weight.data += 1
+import time
+time.sleep = lambda seconds: None  # between the client's tries
+told["cut"] = failure(lambda: drafter.push_to_hub("org/name"))
+"""
+    assert "model.safetensors" in run(hub, folder, tmp_path, cut)["cut"]
+    assert len(hub.commits("org/name")) == before
+    hub.fail_uploads_after = None
+    hub.truncate = {"model.safetensors": 5000}
+    (tmp_path / "other").mkdir()
+    truncated = """
+from hf_hyperdflash import HyperDFlashDrafter
+told["truncated"] = failure(lambda: HyperDFlashDrafter.from_pretrained("org/name"))
+"""
+    assert "force_download=True" in run(hub, folder, tmp_path / "other", truncated)["truncated"]
+    hub.truncate = {}
+    mended = """
+from hf_hyperdflash import HyperDFlashDrafter
+drafter = HyperDFlashDrafter.from_pretrained(folder / "drafter", dtype="auto")
+drafter.norm.weight.data += 1
+drafter.push_to_hub("org/name")
+told["then"] = failure(lambda: HyperDFlashDrafter.from_pretrained("org/name"))
+"""
+    assert run(hub, folder, tmp_path / "other", mended) == {"then": None, "count": 0}
+
+
+def litter(folder: Path, secret: Path) -> None:
+    """What may lie in a drafter's folder, or be linked into it, that is nobody else's business."""
+    secret.write_text("secret")
+    for name in (
+        "secrets.py",
+        "notes.md",
+        "other.safetensors",
+        "picture.png",
+        "custom_generate/more.py",
+        ".env",
+        "data.jsonl",
+    ):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("secret")
+    for name in ("README.md", "training.json", "acceptance.png", "blocks.py", "model-00001-of-00001.safetensors"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(secret)
+
+
+def test_only_what_we_wrote_goes_up(hub, folder, tmp_path):
+    shutil.copytree(folder / "drafter", tmp_path / "drafter")
+    litter(tmp_path / "drafter", tmp_path / "elsewhere")
+    run(hub, folder, tmp_path, f"""
+from hf_hyperdflash import HyperDFlashDrafter
+HyperDFlashDrafter.from_pretrained({str(tmp_path / "drafter")!r}, dtype="auto").push_to_hub("org/name")
+""")  # fmt: skip
+    files = hub.files("org/name")
+    assert set(files) == CODE | {".gitattributes", "README.md", "config.json", "model.safetensors"}
+    assert not any(content == b"secret" for content in files.values())
+
+
+def test_what_a_folder_has_of_ours(folder, tmp_path):
+    shutil.copytree(folder / "drafter", tmp_path / "drafter")
+    for name in ("README.md", "training.json", "acceptance.png"):
+        (tmp_path / "drafter" / name).write_text("ours")
+    own = CODE | {"README.md", "config.json", "model.safetensors"}
+    assert set(drafter_files(tmp_path / "drafter")) == own | {"training.json", "acceptance.png"}
+    litter(tmp_path / "drafter", tmp_path / "elsewhere")
+    assert set(drafter_files(tmp_path / "drafter")) == own - {"README.md", "blocks.py"}
+    shutil.move(tmp_path / "drafter" / "custom_generate", tmp_path / "recipe")
+    (tmp_path / "drafter" / "custom_generate").symlink_to(tmp_path / "recipe")
+    assert "custom_generate/generate.py" not in drafter_files(tmp_path / "drafter")
+    HyperDFlashDrafter.from_pretrained(folder / "drafter").save_pretrained(tmp_path / "sharded", max_shard_size=8000)
+    (tmp_path / "sharded" / "model.safetensors").touch()
+    shards = {path.name for path in (tmp_path / "sharded").glob("model-*.safetensors")}
+    assert len(shards) > 2
+    assert set(drafter_files(tmp_path / "sharded")) == CODE | shards | {"config.json", "model.safetensors.index.json"}
+    assert drafter_files(tmp_path / "nothing") == []
+
+
+def test_a_push_without_network_is_one_line(folder, tmp_path):
+    environment = {
+        **os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_x", "HF_HOME": str(tmp_path),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }  # fmt: skip
+    command = [
+        sys.executable,
+        "-c",
+        "from hf_hyperdflash.cli.app import run; run()",
+        "push",
+        str(folder / "drafter"),
+        "org/name",
+    ]
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    *_, last = result.stderr.strip().splitlines()
+    assert last.startswith("Error: org/name could not be pushed, the Hub was not reached"), result.stderr
+    assert "Traceback" not in result.stderr
+
+
+TWINS = """
+import tests.families as families
+from tests.conftest import prompt, tiny_drafter
+from transformers import AutoModel
+from hf_hyperdflash import HyperDFlashDrafter
+from hf_hyperdflash.runtime.targets import BoundTarget
+told["same"] = []
+for name in ("v4", "linear"):
+    def model():
+        torch.manual_seed(0)
+        return (target() if name == "v4" else families.qwen3_next()).eval()
+    if name == "linear":
+        tiny_drafter(model(), dtype=torch.float32).save_pretrained(folder / "of-linear")
+    path = folder / ("drafter" if name == "v4" else "of-linear")
+    ours = HyperDFlashDrafter.from_pretrained(path, dtype=torch.float32)
+    theirs = AutoModel.from_pretrained(path, trust_remote_code=True, dtype=torch.float32)
+    assert not isinstance(theirs, HyperDFlashDrafter)
+    ids, options = prompt(13), {"do_sample": False}
+    plain = model().generate(ids, max_new_tokens=20, **options)
+    for first, second in ((ours, theirs), (theirs, ours)):
+        one, other = model(), model()
+        own = type(one)
+        first.bind(one)
+        bound = type(one)
+        second.bind(one)
+        assert type(one) is bound  # bound is bound, whoever did it
+        second.bind(other)
+        begun = one.generate(ids, max_new_tokens=8, assistant_model=first, return_dict_in_generate=True, **options)
+        for following in (one, other):
+            cache = copy.deepcopy(begun.past_key_values)
+            text = following.generate(
+                begun.sequences, max_new_tokens=12, assistant_model=second, past_key_values=cache, **options
+            )
+            told["same"].append(torch.equal(text, plain) and second.last_stats.rounds > 0)
+        second.unbind(one)
+        assert type(one) is own
+"""
+
+
+def test_bound_by_a_drafters_own_code_or_by_the_package(hub, folder, tmp_path):
+    """Their classes have the same names and other modules; a cache that one left is continued by the other."""
+    told = run(hub, folder, tmp_path, "import copy\n" + TWINS)
+    assert told["same"] == [True] * 8
+
+
+def test_bound_by_code_of_another_version(folder, monkeypatch):
+    target, drafter = tiny_target(), tiny_drafter(tiny_target())
+    drafter.bind(target)
+    monkeypatch.setattr("hf_hyperdflash.runtime.targets.__version__", "0.1.9")
+    drafter.bind(target)
+    monkeypatch.setattr("hf_hyperdflash.runtime.targets.__version__", "0.2.0")
+    with pytest.raises(ValueError, match=r"bound by hf_hyperdflash 0\.1\.0, and this is 0\.2\.0.*`unbind`"):
+        drafter.bind(target)
+    drafter.unbind(target)
+    drafter.bind(target)
+
+
+def test_a_saved_drafter_records_the_version(folder):
+    assert json.loads((folder / "drafter" / "config.json").read_text())["hyperdflash_version"] == __version__
+
+
+def test_trainer_and_adapters(hub, folder, tmp_path):
+    code = """
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTrainingArguments
+rows = Dataset.from_list([{"input_ids": list(range(2, 40)), "loss_mask": [False] * 8 + [True] * 30}] * 4)
+def trained(drafter, name):
+    args = HyperDFlashTrainingArguments(
+        str(folder / name), max_steps=2, save_strategy="steps", save_steps=1, num_anchors=2, report_to=[], use_cpu=True,
+        push_to_hub=True, hub_model_id="org/" + name, feature_source="cached", disable_tqdm=True,
+    )
+    trainer = HyperDFlashTrainer(drafter, target(), args, train_dataset=rows)
+    trainer.train()
+    trainer.push_to_hub()
+    return drafter
+(folder / "trained").mkdir()
+for name in ("secrets.py", "other.safetensors", "notes.md"):
+    (folder / "trained" / name).write_text("secret")
+drafter = trained(HyperDFlashDrafter.from_pretrained(folder / "drafter", dtype=torch.float32), "trained")
+adapted = get_peft_model(drafter, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+trained(adapted, "adapter")
+adapted.push_to_hub("org/adapter-alone")
+base, model = HyperDFlashDrafter.from_pretrained("org/trained", dtype=torch.float32), target()
+base.bind(model)
+wrapped = PeftModel.from_pretrained(base, "org/adapter-alone").eval()
+told["texts"] = [written(model, assistant_model=wrapped)]
+told["same"] = all(torch.equal(v, adapted.state_dict()[k]) for k, v in wrapped.state_dict().items() if "lora" in k)
+"""
+    told = run(hub, folder, tmp_path, code)
+    assert told == {"count": 1, "same": True}
+    assert set(hub.files("org/trained")) == CODE | {".gitattributes", "README.md", "config.json", "model.safetensors"}
+    titles = [commit.title for commit in hub.commits("org/trained")]
+    assert any("step 1" in title for title in titles) and titles[-1] == "End of training"
+    for name in ("org/adapter", "org/adapter-alone"):
+        assert set(hub.files(name)) == {
+            ".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors",
+        }  # fmt: skip
+
+
+def test_a_saved_drafter_has_the_code_as_it_is(folder):
+    package = Path(HyperDFlashDrafter.__module__.replace(".", "/")).parent
+    source = Path(__file__).parents[2] / package
+    for name in CODE:
+        of_package = source / ("recipe.py" if "/" in name else name)
+        assert (folder / "drafter" / name).read_bytes() == of_package.read_bytes(), name
+    assert not any(name.endswith((".bin", ".pt")) for name in os.listdir(folder / "drafter"))
+
+
+def test_a_sharded_drafter_is_saved_under_its_own_name(tmp_path):
+    """FSDP2's `fully_shard` replaces the class by a subclass that torch defines."""
+    drafter = tiny_drafter(tiny_target())
+    drafter.__class__ = type("FSDPHyperDFlashDrafter", (HyperDFlashDrafter,), {"__module__": "torch.nn.functional"})
+    drafter.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["auto_map"]["AutoModel"] == "modeling_hyperdflash.HyperDFlashDrafter"
+    assert config["architectures"] == ["HyperDFlashDrafter"]
+    assert {path.name for path in tmp_path.glob("*.py")} == {name for name in CODE if "/" not in name}
+
+
+def test_a_native_block_comes_from_the_commit_that_its_target_does(hub, folder, tmp_path):
+    told = run(hub, folder, tmp_path, """
+from huggingface_hub import HfApi
+from safetensors.torch import save_file
+from hf_hyperdflash import DeepseekV4MTPDrafter
+loaded, commits = target(), []
+drafter = DeepseekV4MTPDrafter(loaded.config)
+HfApi().create_repo("org/native")
+for value in (1.0, 2.0):
+    drafter.norm.weight.data.fill_(value)
+    loaded.config.save_pretrained(folder / "native")
+    tensors = {name: tensor.clone() for name, tensor in drafter.deepseek_state_dict().items()}
+    save_file(tensors, folder / "native" / "model.safetensors")
+    commits.append(HfApi().upload_folder(repo_id="org/native", folder_path=folder / "native").oid)
+loaded.config._name_or_path = "org/native"
+told["norms"] = []
+for commit in (commits[0], None):
+    loaded.config._commit_hash = commit
+    told["norms"].append(DeepseekV4MTPDrafter.from_target(loaded).norm.weight[0].item())
+""")  # fmt: skip
+    assert told["norms"] == [1.0, 2.0]

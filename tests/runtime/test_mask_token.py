@@ -1,0 +1,76 @@
+"""Which token masks: one that no text has, and the user is told which."""
+
+import logging
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from hf_hyperdflash import HyperDFlashDrafter
+from hf_hyperdflash.runtime.mask_token import find_mask_token
+
+from ..conftest import tiny_target
+from ..helpers.families import qwen3
+
+
+def tokenizer_of(size: int, added: tuple[str, ...] = (), **special: str) -> PreTrainedTokenizerFast:
+    """With `size` tokens "t0", "t1", ..."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({f"t{i}": i for i in range(size)}))
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": list(added), **special})
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "expected", "told"),
+    [
+        (tokenizer_of(50, mask_token="t7", pad_token="t3"), 7, "the tokenizer's 't7'"),
+        (tokenizer_of(50, pad_token="t3"), 50, "the first that the tokenizer does not use"),
+        (tokenizer_of(63, ("<|reserved_0|>",), pad_token="t3"), 63, "'<|reserved_0|>', which the tokenizer reserves"),
+        (tokenizer_of(64, pad_token="t3"), 3, "the padding token"),
+    ],
+)
+def test_the_best_there_is(target, caplog, tokenizer, expected, told):
+    with caplog.at_level(logging.WARNING):
+        drafter = HyperDFlashDrafter.from_target(target, tokenizer=tokenizer, num_hidden_layers=1)
+    assert drafter.config.mask_token_id == expected
+    assert f"mask token is {expected}, {told}" in caplog.text and "`mask_token_id` chooses another" in caplog.text
+    assert find_mask_token(target, tokenizer) == expected
+    chosen = HyperDFlashDrafter.from_target(target, tokenizer=tokenizer, mask_token_id=9, num_hidden_layers=1)
+    assert chosen.config.mask_token_id == 9
+
+
+@pytest.mark.parametrize("ending", ["eos_token", "bos_token", "unk_token"])
+def test_padding_that_ends_texts_is_no_mask(target, ending):
+    tokenizer = tokenizer_of(64, pad_token="t3", **{ending: "t3"})
+    with pytest.raises(ValueError, match=r"No mask token was found.*vocabulary of 64 tokens.*`--mask_token_id`"):
+        find_mask_token(target, tokenizer)
+
+
+def test_padding_that_generation_stops_at_is_no_mask(target):
+    target.generation_config.eos_token_id = [5, 3]
+    with pytest.raises(ValueError, match="No mask token"):
+        find_mask_token(target, tokenizer_of(64, pad_token="t3"))
+
+
+def test_the_tokenizer_beside_the_weights_is_found(target, tmp_path):
+    target.config._name_or_path = str(tmp_path)
+    tokenizer_of(50).save_pretrained(tmp_path)
+    assert find_mask_token(target) == 50
+
+
+def test_without_a_tokenizer_the_configurations_padding(target):
+    assert find_mask_token(target) == 0  # `tiny_config` pads with 0 and ends with nothing
+    target.config.pad_token_id = None
+    with pytest.raises(ValueError, match="whose tokenizer is not known: pass `tokenizer`"):
+        find_mask_token(target)
+
+
+def test_deepseek_v4_has_one_of_its_own():
+    target = tiny_target()
+    target.config.vocab_size = 129280
+    assert find_mask_token(target) == 128799
+    conventional = qwen3()
+    conventional.config.pad_token_id = 2
+    assert find_mask_token(conventional) == 2

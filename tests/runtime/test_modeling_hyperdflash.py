@@ -1,0 +1,371 @@
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel, DeepseekV4Config, DeepseekV4ForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hf_hyperdflash import HCGateReducer, HyperDFlashConfig, HyperDFlashDrafter, register_auto_classes
+from hf_hyperdflash.runtime.targets import path_gates
+from hf_hyperdflash.training.blocks import block_mask
+
+from ..conftest import tiny_drafter, tiny_target
+from ..helpers.families import qwen3
+
+
+def count(module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def test_parameter_counts_for_v4_flash():
+    # Table 1: 65K against 67M.
+    with torch.device("meta"):
+        assert count(HCGateReducer(HyperDFlashConfig())) == 65_541
+        assert count(HyperDFlashDrafter(HyperDFlashConfig(reducer="fc", num_hidden_layers=1)).fc) == 67_108_864
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_untrained_gate_is_the_targets_collapse(target, dtype):
+    drafter = tiny_drafter(target, path_norm=False)
+    residual = torch.randn(2, 5, 4, 32).to(dtype)
+    assert torch.equal(drafter.hc_gate(residual), target.model.hc_head(residual))
+
+
+def test_path_norm_follows_equation_1(target):
+    drafter = tiny_drafter(target)
+    head, residual = target.model.hc_head, torch.randn(1, 3, 4, 32)
+    for t in range(3):
+        h = residual[0, t]
+        x = h.flatten() / (h.flatten().square().mean() + 1e-6).sqrt()
+        y = torch.zeros(32)
+        for j in range(4):
+            alpha = torch.sigmoid(head.hc_fn[j] @ x * head.hc_scale[0] + head.hc_base[j]) + 1e-6
+            y += alpha * h[j] / (h[j].square().mean() + 1e-6).sqrt()
+        torch.testing.assert_close(drafter.hc_gate(residual)[0, t], y)
+
+
+def test_a_path_of_zeros_adds_nothing(target):
+    drafter, residual = tiny_drafter(target), torch.randn(1, 3, 4, 32)
+    residual[:, :, 2] = 0
+    alone = naive_gate(drafter.hc_gate, residual[0, 1])
+    torch.testing.assert_close(drafter.hc_gate(residual)[0, 1], alone)
+
+
+def test_a_gate_without_a_target_is_half_open_and_reads_its_input():
+    config = HyperDFlashConfig(
+        vocab_size=64, hidden_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=32,
+        num_hidden_layers=1, mask_token_id=1, initializer_range=0.2,
+    )  # fmt: skip
+    gate = HyperDFlashDrafter(config).hc_gate
+    gates = path_gates(torch.randn(1, 200, 4, 32), gate.hc_fn, gate.hc_base, gate.hc_scale, 1e-6, 1e-6)
+    assert 0.4 < gates.mean() < 0.6 and gates.std() > 0.1
+
+
+def test_fc_is_a_dense_projection_of_the_concatenated_paths(target):
+    drafter = tiny_drafter(target, reducer="fc")
+    residual = torch.randn(1, 2, 4, 32)
+    projected = torch.stack([torch.cat(list(residual[0, t])) @ drafter.fc.weight.T for t in range(2)])
+    expected = projected / (projected.square().mean(-1, keepdim=True) + 1e-6).sqrt() * drafter.hidden_norm.weight
+    torch.testing.assert_close(drafter.reduce(residual)[0], expected)
+    assert "fc.weight" in drafter.state_dict()  # the name z-lab's checkpoints use
+
+
+def naive_gate(gate, paths, layer=0):
+    """Eq. 1 over the paths of one layer, with that layer's gate."""
+    m, d = paths.shape
+    x = paths.flatten() / (paths.flatten().square().mean() + 1e-6).sqrt()
+    y = torch.zeros(d)
+    for j in range(m):
+        row = layer * m + j
+        alpha = torch.sigmoid(gate.hc_fn[row] @ x * gate.hc_scale[layer] + gate.hc_base[row]) + 1e-6
+        y += alpha * paths[j] / (paths[j].square().mean() + 1e-6).sqrt()
+    return y
+
+
+@pytest.mark.parametrize("layers", [[-1], [1], [1, -1], [0, 1, -1]])
+@pytest.mark.parametrize("reducer", ["hc_gate", "fc", "hybrid", "stream_mean"])
+def test_every_reducer_over_every_source_follows_its_definition(target, reducer, layers):
+    drafter = tiny_drafter(target, reducer=reducer, target_layer_ids=layers)
+    with torch.no_grad():
+        for part in drafter.parameters():  # gates that differ between layers, an `fc` that is not zero
+            part.normal_(std=0.2)
+    residual = torch.randn(1, 3, 4 * len(layers), 32)
+    reduced = drafter.reduce(residual)
+    for t in range(3):
+        per_layer = [residual[0, t, 4 * i : 4 * i + 4] for i in range(len(layers))]
+        if reducer == "hc_gate":
+            y = sum(naive_gate(drafter.hc_gate, paths, i) for i, paths in enumerate(per_layer))
+        elif reducer == "fc":
+            y = drafter.fc.weight @ torch.cat([path for paths in per_layer for path in paths])
+        elif reducer == "stream_mean":
+            y = drafter.fc.weight @ torch.cat([sum(paths) / 4 for paths in per_layer])
+        else:
+            dense = [path for paths in (per_layer[:-1] or per_layer) for path in paths]
+            dense = drafter.fc.weight @ torch.cat(dense)
+            dense = dense / (dense.square().mean() + 1e-6).sqrt() * drafter.fc_norm.weight
+            y = naive_gate(drafter.hc_gate, per_layer[-1]) + dense
+        y = y / (y.square().mean() + 1e-6).sqrt() * drafter.hidden_norm.weight
+        torch.testing.assert_close(reduced[0, t], y, atol=1e-5, rtol=1e-5)
+
+
+def test_an_untrained_hybrid_is_the_papers_drafter(target):
+    paper = tiny_drafter(target)
+    hybrid = tiny_drafter(target, reducer="hybrid", target_layer_ids=[1, -1])
+    assert not hybrid.fc_norm.weight.any() and hybrid.fc.weight.any()
+    hybrid.load_state_dict(paper.state_dict(), strict=False)
+    residual = torch.randn(1, 3, 8, 32)
+    assert torch.equal(hybrid.reduce(residual), paper.reduce(residual[:, :, 4:]))
+
+
+def test_every_layer_inherits_the_targets_gate(target):
+    gate, head = tiny_drafter(target, target_layer_ids=[0, 1, -1]).hc_gate, target.model.hc_head
+    for name in ("hc_fn", "hc_base", "hc_scale"):
+        for part in getattr(gate, name).chunk(3):
+            assert torch.equal(part, getattr(head, name))
+
+
+def test_layers_that_are_not_there_are_refused(target):
+    with pytest.raises(ValueError, match=r"layers \[3, -1\].* 0 to 2"):
+        tiny_drafter(target, reducer="fc", target_layer_ids=[3, -1])
+
+
+def test_gate_parameters_stay_float32(target, tmp_path):
+    drafter = tiny_drafter(target, dtype=torch.bfloat16)
+    assert drafter.hc_gate.hc_fn.dtype == torch.float32 and drafter.norm.weight.dtype == torch.bfloat16
+    drafter.save_pretrained(tmp_path)
+    for dtype in (torch.bfloat16, torch.float32):
+        again = HyperDFlashDrafter.from_pretrained(tmp_path, dtype=dtype)
+        assert again.hc_gate.hc_fn.dtype == torch.float32 and again.layers[0].mlp.up_proj.weight.dtype == dtype
+        assert torch.equal(again.hc_gate.hc_fn, target.model.hc_head.hc_fn)
+
+
+def test_rope_is_never_rounded(target, tmp_path):
+    """A drafter in bfloat16 must see the positions that it sees after it was saved and loaded."""
+    exact = tiny_drafter(target, dtype=torch.float32).rotary_emb.inv_freq
+    made = tiny_drafter(target, dtype=torch.bfloat16)
+    made.save_pretrained(tmp_path)
+    loaded = HyperDFlashDrafter.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    cast = HyperDFlashDrafter.from_pretrained(tmp_path, dtype=torch.float32).to(torch.bfloat16)
+    for drafter in (made, loaded, cast):
+        assert drafter.dtype == torch.bfloat16
+        assert drafter.rotary_emb.inv_freq.dtype == torch.float32 and torch.equal(drafter.rotary_emb.inv_freq, exact)
+
+
+def test_fallback_is_chosen_with_a_logged_reason(target, caplog):
+    with caplog.at_level(logging.WARNING):
+        drafter = tiny_drafter(target, hidden_size=64)
+    assert drafter.config.reducer == "fc" and "64 differs from the target's 32" in caplog.text
+    with pytest.raises(ValueError, match="64 differs"):
+        tiny_drafter(target, hidden_size=64, reducer="hc_gate")
+    assert tiny_drafter(target).config.reducer == "hc_gate"
+
+
+def test_from_target_fits_the_target(target):
+    config = tiny_drafter(target, num_draft_tokens=4).config
+    assert (config.vocab_size, config.target_hidden_size, config.target_hc_mult) == (64, 32, 4)
+    assert config.block_size == 5 and config.rope_parameters["rope_theta"] == 10000.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sliding_windw": 8}, "`sliding_windw` is no field of `HyperDFlashConfig`: did you mean `sliding_window`"),
+        ({"zzz": 8}, "`zzz` is no field"),
+        ({"hidden_size": "a"}, "`hidden_size` is 'a', expected an integer"),
+        ({"head_dim": 0}, "`head_dim` is 0, expected at least 1"),
+        ({"num_draft_tokens": "6"}, "`num_draft_tokens` is '6', expected an integer of at least 1"),
+        ({"num_draft_tokens": 0}, "`num_draft_tokens` is 0, expected an integer of at least 1"),
+        ({"num_draft_tokens": 10**9}, "`block_size` is 1000000001, expected at least 2 and at most 4096"),
+        ({"num_hidden_layers": 10**9}, "`num_hidden_layers` is 1000000000, expected at least 1 and at most 1024"),
+        ({"dtype": "float7"}, "`dtype` is 'float7', expected a dtype of weights or its name: bfloat16"),
+        ({"dtype": "int8"}, "`dtype` is 'int8', expected a dtype of weights"),
+        ({"dtype": "nn"}, "`dtype` is 'nn', expected a dtype of weights"),
+        ({"dtype": 16}, "`dtype` is 16, expected a dtype of weights"),
+        (
+            {"tokenizer": 3, "mask_token_id": None},
+            "`tokenizer` is 3, expected a tokenizer: load it with `AutoTokenizer",
+        ),
+    ],
+)
+def test_fields_that_are_none_are_refused(target, fields, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_drafter(target, **fields)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("bfloat16", torch.bfloat16), (torch.float64, torch.float64), ("auto", torch.float32), (None, torch.float32)],
+)
+def test_a_dtype_is_given_by_name_too(target, dtype, expected):
+    drafter = tiny_drafter(target, dtype=dtype)
+    assert drafter.dtype == expected and drafter.hc_gate.hc_fn.dtype == torch.float32
+
+
+def test_a_file_is_no_folder_to_save_in(drafter, tmp_path):
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(OSError, match="file is a file, expected a folder for the drafter"):
+        drafter.save_pretrained(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_drafter_is_no_target(target, drafter):
+    for make in (HyperDFlashDrafter.from_target, drafter.bind):
+        with pytest.raises(ValueError, match="is a HyperDFlashDrafter, a drafter"):
+            make(drafter)
+
+
+@pytest.mark.parametrize("reducer", ["hc_gate", "fc", "hybrid"])
+def test_a_target_on_meta_gives_a_drafter_on_meta(reducer):
+    """Sizes and counts for V4-Flash, without its weights."""
+    layers, kinds = 3, ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+    with torch.device("meta"):
+        target = DeepseekV4ForCausalLM(
+            DeepseekV4Config(num_hidden_layers=layers, layer_types=kinds, mlp_layer_types=["moe"] * layers)
+        )
+    drafter = HyperDFlashDrafter.from_target(target, reducer=reducer, dtype=torch.bfloat16, num_hidden_layers=1)
+    assert all(tensor.is_meta for tensor in [*drafter.parameters(), *drafter.buffers()])
+    assert drafter.dtype == torch.bfloat16 and drafter.config.mask_token_id == 128799
+    parts = {"hc_gate": 65_541, "fc": 67_108_864}
+    assert all(count(getattr(drafter, name)) == size for name, size in parts.items() if hasattr(drafter, name))
+    assert hasattr(drafter, reducer) or reducer == "hybrid"
+
+
+def test_a_target_without_a_gate_on_meta():
+    with torch.device("meta"):
+        target = qwen3()
+    drafter = tiny_drafter(target, target_layer_ids=[0, 2])
+    assert drafter.config.reducer == "fc" and all(parameter.is_meta for parameter in drafter.parameters())
+
+
+def test_the_window_is_one_that_engines_have_words_for(target):
+    assert tiny_drafter(qwen3()).config.sliding_window is None
+    assert tiny_drafter(target).config.sliding_window == 1024  # of `max_position_embeddings`
+    assert tiny_drafter(target, sliding_window=None).config.sliding_window is None
+
+
+def test_saves_only_its_own_safetensors(drafter, tmp_path):
+    drafter.save_pretrained(tmp_path)
+    data = {path.name for path in tmp_path.iterdir() if path.is_file() and path.suffix != ".py"}  # and the code
+    assert data == {"config.json", "model.safetensors"}
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert names == set(drafter.state_dict())
+    assert not any("embed" in name or "lm_head" in name for name in names)
+    again = HyperDFlashDrafter.from_pretrained(tmp_path, device_map="cpu")
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, drafter.state_dict()[name]), name
+
+
+def test_auto_classes_on_request(drafter, tmp_path):
+    drafter.save_pretrained(tmp_path)
+    try:
+        register_auto_classes()
+        register_auto_classes()
+        assert isinstance(AutoConfig.from_pretrained(tmp_path), HyperDFlashConfig)
+        assert isinstance(AutoModel.from_pretrained(tmp_path), HyperDFlashDrafter)
+    finally:
+        CONFIG_MAPPING._extra_content.pop("hyperdflash", None)
+
+
+def reference_forward(drafter, embeds, positions, residual, context_positions):
+    """The block drafter, one query at a time, from the paper and Qwen3's equations."""
+    config = drafter.config
+
+    def rms(x, weight):
+        return x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weight
+
+    def rope(x, position):
+        half = config.head_dim // 2
+        angle = position * 10000.0 ** (-torch.arange(half).float() / half)
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
+
+    feature = rms(drafter.hc_gate(residual[None])[0], drafter.hidden_norm.weight)
+    hidden = embeds.clone()
+    groups = config.num_attention_heads // config.num_key_value_heads
+    for layer in drafter.layers:
+        attention, x = layer.self_attn, rms(hidden, layer.input_layernorm.weight)
+        sources = [*zip(feature, context_positions), *zip(x, positions)]
+        mixed = []
+        for q_state, q_position in zip(x, positions):
+            heads = []
+            for head in range(config.num_attention_heads):
+                span = slice(head * config.head_dim, (head + 1) * config.head_dim)
+                kv_head = head // groups
+                kv_span = slice(kv_head * config.head_dim, (kv_head + 1) * config.head_dim)
+                q = rope(rms(attention.q_proj.weight[span] @ q_state, attention.q_norm.weight), q_position)
+                keys = [
+                    rope(rms(attention.k_proj.weight[kv_span] @ s, attention.k_norm.weight), p) for s, p in sources
+                ]
+                values = [attention.v_proj.weight[kv_span] @ s for s, _ in sources]
+                scores = torch.stack([q @ k for k in keys]) / config.head_dim**0.5
+                heads.append((scores.softmax(0)[:, None] * torch.stack(values)).sum(0))
+            mixed.append(attention.o_proj.weight @ torch.cat(heads))
+        hidden = hidden + torch.stack(mixed)
+        hidden = hidden + layer.mlp(rms(hidden, layer.post_attention_layernorm.weight))
+    return rms(hidden, drafter.norm.weight)
+
+
+def test_forward_equals_a_reference_written_query_by_query(target):
+    drafter = tiny_drafter(target, head_dim=8)
+    residual, embeds = torch.randn(6, 4, 32), torch.randn(7, 32)
+    context_positions, positions = torch.arange(3, 9), torch.arange(9, 16)
+    expected = reference_forward(drafter, embeds, positions, residual, context_positions)
+    context = drafter.encode_context(residual[None], context_positions[None])
+    torch.testing.assert_close(drafter(embeds[None], positions[None], context)[0], expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("hidden_size", [32, 48])
+def test_cached_context_equals_the_masked_training_layout(target, window, hidden_size):
+    """Generation adds context token by token and runs one block; training runs all blocks at once under a mask."""
+    drafter = tiny_drafter(target, sliding_window=window, hidden_size=hidden_size, head_dim=16)
+    residual, embeds = torch.randn(1, 150, 4, 32), torch.randn(1, 3 * 7, 32)
+    anchors = torch.tensor([[1, 70, 149]])
+    positions = (anchors.unsqueeze(-1) + torch.arange(7)).flatten(1)
+    everywhere = torch.arange(150)[None]
+    mask = block_mask(anchors, everywhere, 7, window)
+    together = drafter(embeds, positions, attention_mask=mask, residual=residual, residual_position_ids=everywhere)
+    assert torch.equal(together, drafter(embeds, positions, drafter.encode_context(residual, everywhere), mask))
+    cache, filled = drafter.new_context(), 0
+    for index, anchor in enumerate(anchors[0].tolist()):
+        while filled < anchor:
+            step = min(3, anchor - filled)
+            span = slice(filled, filled + step)
+            cache.append(drafter.encode_context(residual[:, span], torch.arange(150)[None, span]))
+            filled += step
+        assert len(cache) == min(anchor, window or anchor)
+        block = slice(7 * index, 7 * index + 7)
+        alone = drafter(embeds[:, block], positions[:, block], cache.layers)
+        torch.testing.assert_close(alone, together[:, block], atol=1e-5, rtol=1e-4)
+
+
+def test_num_draft_tokens_is_checked(drafter):
+    drafter.num_draft_tokens = 2
+    assert drafter.num_draft_tokens == 2
+    for bad in (0, 7, True, "3"):
+        with pytest.raises(ValueError, match="1 to 6"):
+            drafter.num_draft_tokens = bad
+    assert drafter.num_draft_tokens == 2
+
+
+def test_gate_is_inherited_by_value(drafter):
+    other = tiny_target(seed=0)
+    assert torch.equal(drafter.hc_gate.hc_base, other.model.hc_head.hc_base)
+    with torch.no_grad():
+        drafter.hc_gate.hc_base.add_(1)
+    assert not torch.equal(drafter.hc_gate.hc_base, other.model.hc_head.hc_base)
+
+
+def test_forward_wants_one_kind_of_context(target, drafter):
+    embeds, positions = torch.randn(1, 7, 32), torch.arange(7)[None]
+    with pytest.raises(ValueError, match="either"):
+        drafter(embeds, positions)
+
+
+def test_the_gate_stays_float32_under_autocast(target):
+    drafter = tiny_drafter(target)
+    residual = torch.randn(1, 3, 4, 32)
+    expected = drafter.hc_gate(residual)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(drafter.hc_gate(residual), expected)

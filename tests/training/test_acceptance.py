@@ -1,0 +1,426 @@
+"""Acceptance metrics against loops, and acceptance measured by generating while training."""
+
+import importlib.util
+import random
+import re
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import BatchEncoding, EarlyStoppingCallback, TrainerCallback
+
+from hf_hyperdflash import bind
+from hf_hyperdflash.runtime.targets import BoundTarget
+
+from ..conftest import CSA, SLIDING, prompt, tiny_drafter, tiny_target
+
+if not importlib.util.find_spec("evaluate"):
+    pytest.skip("needs evaluate (the train extra)", allow_module_level=True)
+
+import evaluate
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
+from datasets import Dataset
+
+from hf_hyperdflash.metrics.acceptance_length import AcceptanceLength
+from hf_hyperdflash.metrics.per_position_acceptance import PerPositionAcceptance
+from hf_hyperdflash.training.acceptance import AcceptanceCallback, measure_acceptance, whole
+from hf_hyperdflash.training.arguments import HyperDFlashTrainingArguments
+from hf_hyperdflash.training.trainer import HyperDFlashTrainer
+
+METRICS = Path(importlib.util.find_spec("hf_hyperdflash").origin).parent / "metrics"
+PROMPTS = [prompt(9, vocab_size=6), prompt(14, seed=1, vocab_size=6), prompt(5, seed=2, vocab_size=6)]
+
+
+def pair():
+    """So few tokens that an untrained drafter is right now and then."""
+    target = tiny_target(2, vocab_size=6, layer_types=[SLIDING, CSA])
+    return target, tiny_drafter(target, num_hidden_layers=1)
+
+
+@pytest.fixture
+def length(tmp_path):
+    return AcceptanceLength(keep_in_memory=True, cache_dir=str(tmp_path))
+
+
+@pytest.fixture
+def positions(tmp_path):
+    return PerPositionAcceptance(keep_in_memory=True, cache_dir=str(tmp_path))
+
+
+# Metrics
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_acceptance_length_is_the_mean(length, seed):
+    rounds = [random.Random(seed).randint(1, 7) for _ in range(5 + seed)]
+    total = 0
+    for emitted in rounds:
+        total += emitted
+    assert length.compute(predictions=rounds) == {"acceptance_length": total / len(rounds), "rounds": len(rounds)}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_per_position_acceptance_equals_a_count_round_by_round(positions, seed):
+    rounds = [random.Random(seed).choice([0, 0, 1, 2, 4]) for _ in range(9)]
+    got = positions.compute(predictions=rounds, num_drafts=6)
+    for k in range(1, 7):
+        accepted = reached = 0
+        for drafts in rounds:
+            if drafts >= k - 1:
+                reached += 1
+                if drafts >= k:
+                    accepted += 1
+        assert got["acceptance"][k - 1] == accepted / len(rounds)
+        assert got["conditional_acceptance"][k - 1] == (accepted / reached if reached else 0.0)
+    assert len(got["acceptance"]) == len(got["conditional_acceptance"]) == 6
+
+
+def test_per_position_acceptance_reports_the_positions_seen(positions):
+    assert positions.compute(predictions=[2, 0])["acceptance"] == [0.5, 0.5]
+    assert positions.compute(predictions=[0, 0]) == {"acceptance": [], "conditional_acceptance": []}
+
+
+def test_metrics_take_batches_and_tensors(length, positions):
+    for part in ([3, 1], torch.tensor([5])):
+        length.add_batch(predictions=part)
+    assert length.compute() == {"acceptance_length": 3.0, "rounds": 3}
+    assert positions.compute(predictions=torch.tensor([1, 0]), num_drafts=1)["acceptance"] == [0.5]
+
+
+def test_metrics_refuse_what_cannot_be(length, positions):
+    for metric in (length, positions):
+        with pytest.raises(ValueError, match="`predictions` is empty"):
+            metric.compute(predictions=[])
+    with pytest.raises(ValueError, match="holds 0: a round emits at least"):
+        length.compute(predictions=[3, 0])
+    with pytest.raises(ValueError, match="runs from 1 to 7: expected 0 to 6"):
+        positions.compute(predictions=[1, 7], num_drafts=6)
+    with pytest.raises(ValueError, match="runs from -1 to 2"):
+        positions.compute(predictions=[-1, 2])
+
+
+def test_metrics_are_documented(length, positions):
+    for metric in (length, positions):
+        assert "HyperDFlash" in metric.citation and "per" in metric.description
+        assert "predictions" in metric.inputs_description and "predictions" in metric.compute.__doc__
+
+
+def test_metrics_load_by_path_offline(tmp_path, monkeypatch):
+    def no_network(*args):
+        raise OSError("the network was asked for")
+
+    monkeypatch.setattr(socket, "socket", no_network)
+    monkeypatch.setattr(evaluate.config, "HF_MODULES_CACHE", tmp_path / "modules")
+    monkeypatch.setattr(sys, "path", [*sys.path])  # `evaluate` adds its cache of modules
+    cache = {"cache_dir": str(tmp_path / "metrics")}
+    length = evaluate.load(str(METRICS / "acceptance_length.py"), **cache)
+    positions = evaluate.load(str(METRICS / "per_position_acceptance.py"), keep_in_memory=True, **cache)
+    assert length.compute(predictions=[4, 1, 7]) == {"acceptance_length": 4.0, "rounds": 3}
+    assert positions.compute(predictions=[2, 0, 1, 1], num_drafts=3) == {
+        "acceptance": [0.75, 0.25, 0.0],
+        "conditional_acceptance": [0.75, 1 / 3, 0.0],
+    }
+    assert not list(tmp_path.rglob("*.arrow"))
+
+
+# Measuring
+
+
+def measurable(measured):
+    return {name: value for name, value in measured.items() if name != "tokens_per_second"}
+
+
+@pytest.mark.parametrize("num_drafts", [None, 2])
+def test_measure_acceptance_equals_generating_by_hand(num_drafts):
+    target, drafter = pair()
+    options = {} if num_drafts is None else {"num_assistant_tokens": num_drafts}
+    measured = measure_acceptance(target, drafter, PROMPTS, max_new_tokens=16, **options)
+    bind(target)
+    emitted, accepted, tokens = [], [], 0
+    for ids in PROMPTS:
+        out = target.generate(ids, assistant_model=drafter, do_sample=False, max_new_tokens=16, **options)
+        emitted += drafter.last_stats.emitted
+        accepted += drafter.last_stats.accepted
+        tokens += out.shape[1] - ids.shape[1]
+    assert any(accepted)  # or the following would not say much
+    assert measured["rounds"] == len(emitted) and measured["tokens"] == tokens
+    assert measured["tau"] == sum(emitted) / len(emitted)
+    assert measured["mean_accepted_drafts"] == sum(accepted) / len(accepted)
+    positions = range(1, 1 + (num_drafts or 6))
+    assert measured["acceptance"] == [sum(n >= k for n in accepted) / len(accepted) for k in positions]
+    assert measured["tokens_per_second"] > 0
+
+
+def test_measure_acceptance_of_one_prompt_equals_its_speculation_stats():
+    target, drafter = pair()
+    measured = measure_acceptance(target, drafter, PROMPTS[:1], max_new_tokens=16)
+    stats = drafter.last_stats
+    assert measured["tau"] == stats.tau > 1 and measured["rounds"] == stats.rounds
+    assert measured["mean_accepted_drafts"] == stats.mean_accepted_drafts
+    assert measured["acceptance"] == pytest.approx(stats.acceptance)
+    assert measured["conditional_acceptance"] == pytest.approx(stats.conditional_acceptance)
+
+
+def test_measure_acceptance_leaves_the_models_as_they_were():
+    target, drafter = pair()
+    own_class = type(target)
+    drafter.train()
+    drafter.layers[0].mlp.eval()
+    before = [module.training for module in [*drafter.modules(), *target.modules()]]
+    random_state = torch.get_rng_state()
+    measure_acceptance(target, drafter, PROMPTS[:1], max_new_tokens=4)
+    with pytest.raises(ValueError, match="This drafter cannot draft 99 tokens"):
+        measure_acceptance(target, drafter, PROMPTS, num_assistant_tokens=99)
+    assert [module.training for module in [*drafter.modules(), *target.modules()]] == before
+    assert type(target) is own_class
+    assert torch.equal(torch.get_rng_state(), random_state)  # or evaluating would change the training after it
+    measure_acceptance(bind(target), drafter, PROMPTS[:1], max_new_tokens=4)
+    assert isinstance(target, BoundTarget)
+
+
+def test_measure_acceptance_shows_its_progress_where_it_is_asked_to(capsys):
+    target, drafter = pair()
+    measure_acceptance(target, drafter, PROMPTS, max_new_tokens=4)
+    assert not capsys.readouterr().err  # a library is quiet
+    measure_acceptance(target, drafter, PROMPTS, max_new_tokens=4, disable_tqdm=False)
+    assert "acceptance: " in capsys.readouterr().err
+
+
+class Watch(nn.Module):
+    """Notes the mode of the drafter it is part of at every call."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.modes = inner, []
+
+    def forward(self, *args, **kwargs):
+        self.modes.append(self.training)
+        return self.inner(*args, **kwargs)
+
+
+def test_measure_acceptance_drafts_in_eval_mode():
+    target, drafter = pair()
+    drafter.layers[0].mlp = Watch(drafter.layers[0].mlp)
+    measure_acceptance(target, drafter.train(), PROMPTS[:1], max_new_tokens=6)
+    assert drafter.layers[0].mlp.modes and not any(drafter.layers[0].mlp.modes)
+
+
+def test_measure_acceptance_takes_no_token_of_a_prompt_for_padding():
+    target, drafter = pair()
+    plain = measure_acceptance(target, drafter, PROMPTS, max_new_tokens=8)
+    target.generation_config.pad_token_id = int(PROMPTS[0][0, 0])
+    assert measurable(measure_acceptance(target, drafter, PROMPTS, max_new_tokens=8)) == measurable(plain)
+
+
+def test_measure_acceptance_of_a_float32_drafter_with_a_bfloat16_target():
+    target, drafter = pair()
+    target.to(torch.bfloat16)
+    assert measure_acceptance(target, drafter, PROMPTS, max_new_tokens=8)["tau"] > 1
+
+
+def test_measure_acceptance_of_a_drafter_wrapped_by_peft():
+    peft = pytest.importorskip("peft")
+    target, drafter = pair()
+    plain = measure_acceptance(target, drafter, PROMPTS, max_new_tokens=8)
+    adapted = peft.get_peft_model(drafter, peft.LoraConfig(target_modules=["q_proj", "o_proj"]))
+    assert measurable(measure_acceptance(target, adapted, PROMPTS, max_new_tokens=8)) == measurable(plain)
+
+
+def test_measure_acceptance_refuses_what_cannot_be_measured():
+    target, drafter = pair()
+    for none in ([], None):
+        with pytest.raises(ValueError, match=rf"`prompts` is {re.escape(str(none))}: expected at least one prompt"):
+            measure_acceptance(target, drafter, none)
+    for prompts in (["hello"], [4, 5], [BatchEncoding({"input_ids": PROMPTS[0]})]):
+        message = rf"A prompt is .*, a {type(prompts[0]).__name__}: expected tensors of token ids `\[1, seq\]`"
+        with pytest.raises(ValueError, match=message) as raised:
+            measure_acceptance(target, drafter, prompts)
+        assert "\n" not in str(raised.value)
+    with pytest.raises(ValueError, match=r"has shape \[2, 5\], expected \[1, seq\]"):
+        measure_acceptance(target, drafter, [torch.ones(2, 5, dtype=torch.long)])
+    with pytest.raises(ValueError, match="`max_new_tokens` is 2, expected at least 3"):
+        measure_acceptance(target, drafter, PROMPTS, max_new_tokens=2)
+    target.generation_config.eos_token_id = list(range(6))
+    with pytest.raises(ValueError, match="None of the 3 prompts led to a verification round"):
+        measure_acceptance(target, drafter, PROMPTS)
+
+
+def test_three_tokens_are_enough_for_a_round():
+    target, drafter = pair()
+    assert measure_acceptance(target, drafter, PROMPTS[:1], max_new_tokens=3)["rounds"] >= 1
+
+
+# While training
+
+
+def rows(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, 6, (count, 16), generator=generator).tolist()
+    return Dataset.from_list([{"input_ids": row, "loss_mask": [0] * 4 + [1] * 12} for row in ids])
+
+
+def trainer_for(tmp_path, eval_dataset=None, **fields):
+    target, drafter = pair()
+    args = HyperDFlashTrainingArguments(
+        output_dir=str(tmp_path),
+        **{
+            "max_steps": 3, "per_device_train_batch_size": 2, "num_anchors": 8, "learning_rate": 0.02, "use_cpu": True,
+            "eval_strategy": "steps", "eval_steps": 1, "report_to": "none", "save_strategy": "no",
+            "disable_tqdm": True, **fields,
+        },
+    )  # fmt: skip
+    held_out = rows(2, seed=1) if eval_dataset is None else eval_dataset
+    trainer = HyperDFlashTrainer(drafter, target, args, train_dataset=rows(6), eval_dataset=held_out)
+    trainer.add_callback(AcceptanceCallback(trainer, PROMPTS, max_new_tokens=10))
+    return trainer
+
+
+def logged(trainer):
+    return [line for line in trainer.state.log_history if "eval_tau" in line]
+
+
+def by_hand(trainer):
+    """The acceptance of the drafter as it is now, under the names of the trainer's metrics."""
+    measured = measure_acceptance(trainer.target, trainer.model, PROMPTS, max_new_tokens=10)
+    names = {f"eval_{name}": measured[name] for name in ("tau", "mean_accepted_drafts")}
+    for k in range(6):
+        names[f"eval_acceptance_{k + 1}"] = measured["acceptance"][k]
+        names[f"eval_conditional_acceptance_{k + 1}"] = measured["conditional_acceptance"][k]
+    return names
+
+
+class Spoil(TrainerCallback):
+    """Ruins the drafter in the third step, and measures by hand at every evaluation."""
+
+    def __init__(self, trainer):
+        self.trainer, self.by_hand = trainer, []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            self.trainer.model.norm.weight.data.zero_()  # all logits are equal then
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        self.by_hand.append(by_hand(self.trainer))
+        assert self.by_hand[-1].items() <= metrics.items() and metrics["eval_tokens_per_second"] > 0
+
+
+def test_callback_measures_the_current_drafter_and_selects_the_best(tmp_path):
+    trainer = trainer_for(
+        tmp_path, learning_rate=1e-6, metric_for_best_model="tau", load_best_model_at_end=True, save_strategy="steps",
+        save_steps=1,
+    )  # fmt: skip
+    spoil = Spoil(trainer)
+    trainer.add_callback(spoil)
+    trainer.train()
+    lines = logged(trainer)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line, expected in zip(lines, spoil.by_hand):
+        assert expected.items() <= line.items()
+        assert line["eval_teacher_forced_tau"] >= 1 and line["eval_tokens_per_second"] > 0
+    taus = [line["eval_tau"] for line in lines]
+    assert trainer.state.best_metric == taus[0] > taus[2] and trainer.state.best_global_step == 1
+    # The best weights are in place now: nothing of the measurement of the last step may come back.
+    trainer.remove_callback(spoil)
+    assert trainer.evaluate(metric_key_prefix="eval_best")["eval_tau"] == taus[0]
+
+
+@pytest.mark.parametrize(("is_terminal", "disable_tqdm"), [(True, False), (True, True), (False, False)])
+def test_callback_shows_its_progress_on_a_terminal(tmp_path, capsys, monkeypatch, is_terminal, disable_tqdm):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    trainer_for(tmp_path, disable_tqdm=disable_tqdm).evaluate()
+    assert ("acceptance: " in capsys.readouterr().err) == (is_terminal and not disable_tqdm)
+
+
+def test_callback_generates_once_for_several_datasets(tmp_path):
+    trainer = trainer_for(tmp_path, {"code": rows(2, seed=1), "math": rows(2, seed=2)}, max_steps=1)
+    trainer.train()
+    assert len(logged(trainer)) == 1 and "eval_code_teacher_forced_tau" in logged(trainer)[0]
+    metrics = trainer.evaluate()
+    assert len(logged(trainer)) == 2
+    assert by_hand(trainer).items() <= metrics.items()
+    assert {"eval_code_teacher_forced_tau", "eval_math_teacher_forced_tau"} <= metrics.keys()
+
+
+def test_callback_measures_again_when_the_weights_changed_at_the_same_step(tmp_path):
+    trainer = trainer_for(tmp_path)
+    before = trainer.evaluate()
+    with torch.no_grad():
+        for parameter in trainer.model.layers.parameters():
+            parameter.normal_()
+    after = trainer.evaluate()
+    assert by_hand(trainer).items() <= after.items() and after["eval_acceptance_1"] != before["eval_acceptance_1"]
+
+
+def test_callback_leaves_other_evaluations_alone(tmp_path):
+    trainer = trainer_for(tmp_path)
+    assert not {"test_tau", "eval_tau"} & trainer.evaluate(metric_key_prefix="test").keys()
+    assert not logged(trainer)
+
+
+def test_callback_before_early_stopping(tmp_path):
+    trainer = trainer_for(tmp_path, metric_for_best_model="tau", learning_rate=0.0, max_steps=9, save_strategy="best")
+    trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=2))
+    trainer.train()
+    assert trainer.state.global_step == 3 and trainer.state.best_global_step == 1
+
+
+def test_callback_with_mixed_precision(tmp_path):
+    trainer = trainer_for(tmp_path, bf16=True, max_steps=1)
+    trainer.train()
+    assert logged(trainer)[0]["eval_tau"] >= 1
+    assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
+
+
+def test_callback_checks_the_prompts_before_training(tmp_path):
+    trainer = trainer_for(tmp_path)
+    with pytest.raises(ValueError, match=r"`prompts` is \[\]"):
+        AcceptanceCallback(trainer, [])
+    with pytest.raises(ValueError, match="`max_new_tokens` is 1"):
+        AcceptanceCallback(trainer, PROMPTS, max_new_tokens=1)
+
+
+# Sharded
+
+
+def test_whole_gathers_a_drafter_that_fsdp2_shards(tmp_path):
+    """On a mesh of one process parameters are sharded tensors all the same, and cannot be used outside of `whole`."""
+    target, drafter = pair()
+    expected = measurable(measure_acceptance(target, drafter, PROMPTS, max_new_tokens=8))
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in drafter.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(drafter, mesh=mesh)
+        accelerator = Accelerator(cpu=True)
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        with whole(accelerator, drafter) as gathered:
+            assert not any(isinstance(parameter, DTensor) for parameter in gathered.parameters())
+            assert measurable(measure_acceptance(target, gathered, PROMPTS, max_new_tokens=8)) == expected
+        assert all(isinstance(parameter, DTensor) for parameter in drafter.parameters())
+        with pytest.raises(RuntimeError, match="DTensor"):
+            measure_acceptance(target, drafter, PROMPTS, max_new_tokens=8)
+        assert drafter(**block_of(drafter)).requires_grad
+        assert all(isinstance(parameter, DTensor) for parameter in drafter.layers.parameters())
+    finally:
+        torch.distributed.destroy_process_group()
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def block_of(drafter):
+    width = drafter.config.hidden_size
+    return {
+        "block_embeds": torch.ones(1, 7, width),
+        "position_ids": torch.arange(9, 16)[None],
+        "residual": torch.ones(1, 9, drafter.config.target_hc_mult, width),
+        "residual_position_ids": torch.arange(9)[None],
+    }

@@ -1,0 +1,108 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_hyperdflash.training.blocks import (
+    anchor_candidates,
+    anchor_seeds,
+    block_inputs,
+    block_labels,
+    block_mask,
+    every_anchor,
+    sample_anchors,
+    walk_rounds,
+)
+
+DOCUMENTS = st.lists(st.integers(1, 9), min_size=1, max_size=4)  # lengths of the documents packed in a row
+
+
+def packed(lengths: list[int], seed: int):
+    """A row of documents: ids, a random loss mask, positions, and for each token its document."""
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    documents = [d for d, n in enumerate(lengths) for _ in range(n)]
+    mask = torch.rand(positions.shape, generator=torch.Generator().manual_seed(seed)) < 0.7
+    return torch.arange(100, 100 + len(documents))[None], mask, positions, documents
+
+
+def test_a_block_is_the_anchor_and_mask_tokens():
+    ids, positions = block_inputs(torch.tensor([[7, 8]]), torch.tensor([[3, 10]]), block_size=4, mask_token_id=1)
+    assert ids.tolist() == [[7, 1, 1, 1, 8, 1, 1, 1]]
+    assert positions.tolist() == [[3, 4, 5, 6, 10, 11, 12, 13]]
+
+
+@settings(deadline=None, max_examples=60)
+@given(DOCUMENTS, st.integers(1, 8), st.integers(0, 1000))
+def test_anchors_and_labels_lie_in_supervised_text_of_one_document(lengths, count, seed):
+    ids, mask, positions, documents = packed(lengths, seed)
+    length = len(documents)
+    expected = [
+        i for i in range(length - 1) if mask[0, i] and mask[0, i + 1] and documents[i] == documents[i + 1]
+    ]  # fmt: skip
+    candidates = anchor_candidates(mask, positions)
+    assert candidates[0].nonzero().flatten().tolist() == expected
+    assert [a for a in every_anchor(candidates)[0].tolist() if a >= 0] == expected
+    anchors = sample_anchors(candidates, count, [seed])
+    chosen = [a for a in anchors[0].tolist() if a >= 0]
+    assert set(chosen) <= set(expected) and sorted(set(chosen)) == chosen and len(chosen) == min(len(expected), count)
+    labels = block_labels(ids, mask, positions, anchors, drafts=3)
+    for a, row in zip(anchors[0].tolist(), labels[0].tolist()):
+        wanted, alive = [], a >= 0
+        for k in (1, 2, 3):
+            alive = alive and a + k < length and bool(mask[0, a + k]) and documents[a + k] == documents[a]
+            wanted.append(int(ids[0, a + k]) if alive else -100)
+        assert row == wanted
+
+
+@settings(deadline=None, max_examples=60)
+@given(DOCUMENTS, st.integers(1, 4), st.one_of(st.none(), st.integers(1, 5)), st.integers(0, 1000))
+def test_mask_equals_a_loop(lengths, size, window, seed):
+    _, _, positions, documents = packed(lengths, seed)
+    context = len(documents)
+    anchors = torch.randint(-1, context, (1, 3), generator=torch.Generator().manual_seed(seed))
+    mask = block_mask(anchors, positions, size, window)
+    for q in range(3 * size):
+        anchor = int(anchors[0, q // size])
+        for j in range(context):
+            expected = (
+                anchor >= 0
+                and j < anchor
+                and documents[j] == documents[anchor]
+                and (window is None or j >= anchor - window)
+            )
+            assert bool(mask[0, 0, q, j]) == expected
+        for j in range(3 * size):
+            assert bool(mask[0, 0, q, context + j]) == (q // size == j // size)
+
+
+def test_anchors_depend_on_seed_step_and_text_alone():
+    ids = torch.arange(60).view(2, 30)
+    mask = torch.ones(2, 30, dtype=torch.bool)
+
+    def drawn(rows, pad=0, seed=0, step=0):
+        padded, padding = torch.nn.functional.pad(ids[rows], (0, pad)), torch.nn.functional.pad(mask[rows], (0, pad))
+        places = torch.arange(30 + pad).expand(len(rows), -1)
+        seeds = anchor_seeds(padded, padding, seed, step)
+        return sample_anchors(anchor_candidates(padding, places), 5, seeds).tolist()
+
+    assert drawn([0, 1]) == drawn([0]) + drawn([1], pad=9)
+    assert len({str(drawn([0], seed=s, step=t)) for s in range(2) for t in range(2)}) == 4
+
+
+@pytest.mark.parametrize(
+    "matched, following, rounds",
+    [
+        # Text of eight supervised tokens at 0..7, three drafts: anchors 0..6, up to four tokens follow each.
+        ([3, 0, 0, 0, 3, 0, 0], [4, 4, 4, 4, 3, 2, 1], [(4, 3), (3, 3)]),  # all accepted; the last three end the text
+        ([0] * 7, [4, 4, 4, 4, 3, 2, 1], [(1, 0)] * 7),
+        ([1, 9, 2, 9, 9, 1, 9], [4, 4, 4, 4, 3, 2, 1], [(2, 1), (3, 2), (2, 1)]),
+    ],
+)
+def test_walking_the_rounds(matched, following, rounds):
+    anchors = torch.tensor([*range(7), -1])
+    assert walk_rounds(anchors, torch.tensor([*matched, 0]), torch.tensor([*following, 0])) == rounds
+
+
+def test_walking_goes_on_in_the_next_stretch():
+    anchors = torch.tensor([0, 1, 10, 11])
+    assert walk_rounds(anchors, torch.tensor([1, 0, 0, 0]), torch.tensor([2, 1, 2, 1])) == [(2, 1), (1, 0), (1, 0)]

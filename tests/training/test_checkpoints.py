@@ -1,0 +1,146 @@
+"""Checkpoints that a killed or full machine left behind, and what a run goes on from."""
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_hyperdflash.training.checkpoints import defect, last_whole
+
+from ..training.test_trainer import rows, tiny_drafter, trainer_for, weights
+
+SAVING = dict(max_steps=6, save_strategy="steps", save_steps=2)
+
+
+@pytest.fixture
+def run(tmp_path, target):
+    """A finished run with checkpoints at steps 2, 4 and 6, and what it ended in."""
+    trainer = trainer_for(tmp_path / "run", target, tiny_drafter(target), rows(8), **SAVING)
+    trainer.train()
+    return tmp_path / "run", weights(trainer.model)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+PARTS = ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"]
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, cut])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(run, target, caplog, part, spoil):
+    folder, expected = run
+    spoil(folder / "checkpoint-6" / part)
+    assert defect(folder / "checkpoint-4") is None and last_whole(folder)[0] == folder / "checkpoint-4"
+    trainer = trainer_for(folder, target, tiny_drafter(target), rows(8), **SAVING)
+    begun = []
+    trainer.compute_loss = lambda *a, real=trainer.compute_loss, **k: (
+        begun.append(trainer.state.global_step) or real(*a, **k)
+    )
+    trainer.train(resume_from_checkpoint=True)
+    assert begun == [4, 5] and torch.equal(weights(trainer.model), expected)
+    told = "\n".join(caplog.messages)
+    assert "checkpoint-6" in told and f"Going on from {folder / 'checkpoint-4'}" in told
+    assert defect(folder / "checkpoint-6") is None  # written anew
+    spoil(folder / "checkpoint-6" / part)
+    with pytest.raises(ValueError, match=r"checkpoint-6.*newest whole one is .*checkpoint-4"):
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
+
+
+def test_nothing_to_go_on_from_is_said(run, target):
+    folder, _ = run
+    trainer = trainer_for(folder, target, tiny_drafter(target), rows(8), **SAVING, save_only_model=True)
+    trainer.train()
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    with pytest.raises(
+        ValueError, match=r"No checkpoint in .*checkpoint-6: it has weights alone \(`save_only_model`\)"
+    ):
+        trainer.train(resume_from_checkpoint=True)
+    shutil.rmtree(folder)
+    with pytest.raises(ValueError, match=re.escape(f"No checkpoint in {folder} to go on from. Leave")):
+        trainer.train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match=r"'nowhere', but there is no such folder. There is no whole one in"):
+        trainer.train(resume_from_checkpoint="nowhere")
+
+
+def test_a_checkpoint_of_several_processes_or_shards_is_whole(run):
+    folder = run[0] / "checkpoint-6"
+    (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
+    (folder / "optimizer.pt").unlink()
+    assert "optimizer" in str(defect(folder))
+    (folder / "optimizer_0").mkdir()  # FSDP's sharded state
+    assert defect(folder) is None
+    for part in ("optimizer_0", "model.safetensors", "scheduler.pt"):
+        path = folder / part
+        path.rmdir() if path.is_dir() else path.unlink()
+    assert "weights" in str(defect(folder))
+    (folder / "global_step6").mkdir()  # DeepSpeed's
+    assert defect(folder) is None
+
+
+def test_all_files_of_a_checkpoint_have_the_umasks_mode(tmp_path, target):
+    old = os.umask(0o027)
+    try:
+        trainer_for(tmp_path / "run", target, tiny_drafter(target), rows(4), **{**SAVING, "max_steps": 2}).train()
+    finally:
+        os.umask(old)
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(files) > 8 and {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}
+
+
+KILLED = """
+import glob, os, random, signal, sys, threading, time
+import torch
+from tests.conftest import tiny_target
+from tests.training.test_trainer import rows, tiny_drafter, trainer_for, weights
+torch.set_num_threads(1)
+folder, seed, kills = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+target, chance = tiny_target(), random.Random(seed)
+
+def train(name, saves, share):  # killed after so many saves and a share of the next
+    settings = dict(max_steps=kills + 1, save_strategy="steps", save_steps=1, save_total_limit=2)
+    trainer = trainer_for(f"{folder}/{name}", target, tiny_drafter(target), rows(4), **settings)
+    real, took = trainer._save_checkpoint, []
+    def save(model, trial):
+        if len(took) == saves:
+            threading.Timer(share * took[-1], os.kill, (os.getpid(), signal.SIGKILL)).start()
+        begun = time.perf_counter()
+        real(model, trial)
+        took.append(time.perf_counter() - begun)
+    trainer._save_checkpoint = save
+    trainer.train(resume_from_checkpoint=any(glob.iglob(f"{folder}/{name}/checkpoint-*")))
+    torch.save(weights(trainer.model), f"{folder}/{name}.pt")
+
+def forked(*arguments):
+    child = os.fork()
+    if not child:
+        train(*arguments)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+assert forked("whole", None, None) == 0
+killed = 0
+while (status := forked("killed", 1, chance.random())) == signal.SIGKILL:
+    killed += 1
+assert status == 0, status
+assert torch.equal(torch.load(f"{folder}/whole.pt"), torch.load(f"{folder}/killed.pt"))
+print("killed", killed)
+"""
+
+
+def test_a_run_killed_while_it_saves_ends_in_the_same_weights(tmp_path):
+    """A real process and SIGKILL, at random moments of its saves: how many depends on how busy the machine is."""
+    script = tmp_path / "run.py"
+    script.write_text(KILLED)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, script, tmp_path, "0", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout.split("killed")[1]) > 0

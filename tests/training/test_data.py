@@ -1,0 +1,550 @@
+import importlib.util
+import json
+import logging
+import re
+import sys
+
+import datasets
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_hyperdflash.training.blocks import anchor_candidates
+from hf_hyperdflash.training.data import (
+    encode_chat,
+    encode_prompts,
+    load_rows,
+    pack,
+    prepare_dataset,
+    to_messages,
+    truncate,
+)
+
+from ..conftest import MODELS
+
+TARGET = MODELS / "tiny-deepseek-v4"
+BOS, EOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
+# As Qwen's: no tags, a newline after the end token, reasoning kept only in the last turn, where it may be empty.
+DROPS_REASONING = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ 'A:\n' }}{% set parts = m.content.split('</think>') %}"
+    "{% if loop.last %}{{ '<think>\n' + (m.reasoning_content or parts[0].split('<think>')[-1] if parts|length > 1 or "
+    "m.reasoning_content else '') + '\n</think>\n' }}{% endif %}{{ parts[-1] + eos_token + '\n' }}"
+    "{% else %}{{ m.role + ':\n' + m.content + eos_token + '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'A:\n' + ('' if enable_thinking else '<think>\n\n</think>\n') }}{% endif %}"
+)
+# As DeepSeek-R1's: the generation prompt opens reasoning that the rendered answer does not have.
+OPENS_REASONING = (
+    "{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:<think>\n' }}{% endif %}"
+)
+
+
+def chat(*turns, system=None):
+    """user, assistant, user, assistant, ...; an assistant turn of two texts is reasoning and content."""
+    messages = [{"role": "system", "content": system}] if system else []
+    for i, turn in enumerate(turns):
+        if isinstance(turn, tuple):
+            messages.append({"role": "assistant", "reasoning_content": turn[0], "content": turn[1]})
+        else:
+            messages.append({"role": ("user", "assistant")[i % 2], "content": turn})
+    return messages
+
+
+CHATS = [
+    chat("What is 1+1?", "It is 2."),
+    chat("Hi", "Hello there 👋", "And now?", "Bye", system="Be brief. "),
+    chat("Hi", ("I think\nso", "Yes"), "Why?", ("because", " it is so.  ")),
+    chat("Hi", "Yes", "Why?"),
+    chat(USER, "the answer", "the answer", "the answer"),
+]
+
+
+@pytest.fixture
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TARGET)
+
+
+def untagged(tokenizer):
+    tokenizer.chat_template = re.sub(r"\{% (end)?generation %\}", "", tokenizer.chat_template)
+    return tokenizer
+
+
+def by_hand(tokenizer, messages):
+    """What the shipped template says, turn by turn."""
+    pieces = [(BOS, 0)]
+    for message in messages:
+        if message["role"] == "assistant":
+            reasoning = message.get("reasoning_content")
+            pieces.append((ASSISTANT + ("<think>" if reasoning else "</think>"), 0))
+            pieces.append(((reasoning + "</think>" if reasoning else "") + message["content"] + EOS, 1))
+        else:
+            pieces.append(((USER if message["role"] == "user" else "") + message["content"], 0))
+    encoded = [(tokenizer(text, add_special_tokens=False)["input_ids"], supervised) for text, supervised in pieces]
+    return {
+        "input_ids": [token for tokens, _ in encoded for token in tokens],
+        "loss_mask": [supervised for tokens, supervised in encoded for _ in tokens],
+    }
+
+
+def supervised_text(tokenizer, encoded):
+    """The supervised runs, decoded."""
+    runs, previous = [], 0
+    for token, supervised in zip(encoded["input_ids"], encoded["loss_mask"]):
+        if supervised:
+            runs = runs if previous else [*runs, []]
+            runs[-1].append(token)
+        previous = supervised
+    return [tokenizer.decode(run) for run in runs]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "q", "name": None}, {"role": "assistant", "content": "a"}]},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        {"conversations": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "messages": None},
+        {"instruction": "q", "input": "", "output": "a"},
+        {"prompt": "q", "completion": "a"},
+        {"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a"}]},
+        {"prompt": [{"role": "user", "content": "q"}], "completion": "a"},
+        {"question": "q", "answer": "a"},
+    ],
+)
+def test_every_spelling_of_a_conversation(row):
+    assert to_messages(row) == [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+def test_turns_and_worked_answers():
+    assert to_messages({"turns": ["a", "b"]}) == [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    answer = to_messages({"question": "?", "answer": "1+1=<<1+1=2>>2\n#### 2"})[1]["content"]
+    assert answer == "1+1=2\nThe answer is \\boxed{2}."
+
+
+def test_reasoning_and_all_speakers():
+    turns = [("system", "s"), ("human", "q"), ("gpt", "call"), ("observation", "o"), ("assistant", "a")]
+    messages = to_messages({"conversations": [{"from": role, "value": text} for role, text in turns]})
+    assert [m["role"] for m in messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert to_messages({"messages": CHATS[2]}) == CHATS[2]
+    rows = Dataset.from_list([{"messages": CHATS[0]}, {"messages": CHATS[2]}])  # fills the gaps of the first with None
+    assert to_messages(rows[0]) == CHATS[0]
+    thinking = {"from": "gpt", "value": "a", "reasoning_content": "r"}
+    assert to_messages({"conversations": [thinking]})[0]["reasoning_content"] == "r"
+    with pytest.raises(ValueError, match="narrator"):
+        to_messages({"conversations": [{"from": "narrator", "value": "q"}]})
+    spoken = [{"role": role, "content": "x"} for role in ("developer", "human", "tool", "gpt")]
+    assert [m["role"] for m in to_messages({"messages": spoken})] == ["developer", "user", "tool", "assistant"]
+    for wrong, near in (("usr", r" \(user, perhaps\)"), (None, ""), (["user"], r" \(user, perhaps\)")):
+        with pytest.raises(ValueError, match=rf"Unknown speaker .*conversation{near}: expected one of .*'developer'"):
+            to_messages({"messages": [{"role": wrong, "content": "q"}]})
+
+
+def test_unknown_columns_and_missing_files_are_named(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="text"):
+        to_messages({"text": "x"})
+    with pytest.raises(ValueError, match=r"absent\.jsonl"):
+        load_rows(str(tmp_path / "absent.jsonl"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    for streaming in (False, True):
+        with pytest.raises(ValueError, match=r"'nobody/nothing:main'.*network"):
+            load_rows("nobody/nothing:main", streaming=streaming)
+
+
+def test_rows_from_files_and_directories(tmp_path):
+    rows = [{"question": str(i), "answer": "a"} for i in range(3)]
+    files, saved, splits = tmp_path / "files", tmp_path / "saved", tmp_path / "splits"
+    files.mkdir()
+    (files / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    Dataset.from_list(rows).save_to_disk(saved)
+    DatasetDict({"train": Dataset.from_list(rows)}).save_to_disk(splits)
+    for source in (files / "train.jsonl", tmp_path / "rows.json", tmp_path / "rows.parquet", files, saved, splits):
+        assert list(load_rows(str(source))) == rows
+        stream = load_rows(str(source), streaming=True)
+        assert isinstance(stream, datasets.IterableDataset) and list(stream) == rows
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty has no dataset: expected \.json, \.jsonl or \.parquet files"):
+        load_rows(str(tmp_path / "empty"))
+    with pytest.raises(ValueError, match=r"'test'.*'train'"):
+        load_rows(str(splits), "test")
+
+
+@pytest.mark.parametrize("messages", CHATS)
+def test_answers_are_supervised_with_their_end(tokenizer, messages):
+    expected = by_hand(tokenizer, messages)
+    assert encode_chat(tokenizer, messages) == expected
+    stock = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    assert (stock["input_ids"], stock["assistant_masks"]) == tuple(expected.values())
+    assert encode_chat(untagged(tokenizer), messages) == expected
+    answers = [(m.get("reasoning_content", ""), m["content"]) for m in messages if m["role"] == "assistant"]
+    spoken = [(reasoning + "</think>" if reasoning else "") + content + EOS for reasoning, content in answers]
+    assert supervised_text(tokenizer, expected) == spoken
+
+
+@pytest.mark.parametrize("template", ["tags", "prefixes", DROPS_REASONING])
+@pytest.mark.parametrize("messages", [CHATS[0], CHATS[1], CHATS[2], CHATS[4]])
+def test_last_answer_follows_its_generation_prompt(tokenizer, messages, template):
+    if template == "prefixes":
+        untagged(tokenizer)
+    elif template != "tags":
+        tokenizer.chat_template = template
+    encoded = encode_chat(tokenizer, messages)
+    thinking = "reasoning_content" in messages[-1]
+    prompt = encode_prompts(tokenizer, [{"messages": messages}], thinking)[0][0].tolist()
+    assert encoded["input_ids"][: len(prompt)] == prompt
+    assert encoded["loss_mask"][len(prompt) - 1 : len(prompt) + 1] == [0, 1]
+
+
+def test_prompt_and_answer_share_no_token(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ': ' }}{% generation %}{{ m.content + eos_token }}{% endgeneration %}"
+        "{% endfor %}"
+    )
+    encoded = encode_chat(tokenizer, [{"role": "assistant", "content": "the sum"}])
+    pieces = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("assistant: ", "the sum" + EOS)]
+    assert encoded == {"input_ids": [*pieces[0], *pieces[1]], "loss_mask": [0] * len(pieces[0]) + [1] * len(pieces[1])}
+    joined = tokenizer("assistant: the sum" + EOS, add_special_tokens=False)["input_ids"]
+    assert joined != encoded["input_ids"]  # " the" is one token: the case is a real one
+
+
+def test_templates_learn_of_thinking_mode(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'on ' if thinking and enable_thinking else 'off ' }}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    assert tokenizer.decode(encode_chat(tokenizer, chat("q", ("r", "a")))["input_ids"]) == "on qon a"
+    assert tokenizer.decode(encode_chat(tokenizer, chat("q", "a"))["input_ids"]) == "off qoff a"
+
+
+def test_templates_that_drop_old_reasoning(tokenizer):
+    tokenizer.chat_template = DROPS_REASONING
+    messages = chat("q", ("old", "a"), "q", ("new", "b"))
+    assert supervised_text(tokenizer, encode_chat(tokenizer, messages)) == [f"<think>\nnew\n</think>\nb{EOS}"]
+    assert supervised_text(tokenizer, encode_chat(tokenizer, chat("q", "a", "q", "b"))) == [f"b{EOS}"]
+    inline = chat("q", "<think>new</think>b")
+    assert supervised_text(tokenizer, encode_chat(tokenizer, inline)) == [f"<think>\nnew\n</think>\nb{EOS}"]
+    text = tokenizer.decode(encode_chat(tokenizer, messages)["input_ids"])
+    assert text.endswith(EOS + "\n") and "old" not in text
+
+
+def test_templates_that_cannot_be_used(tokenizer):
+    tokenizer.chat_template = OPENS_REASONING
+    with pytest.raises(ValueError, match=r"<think>.*\{% generation %\}"):
+        encode_chat(tokenizer, CHATS[0])
+    encoded = encode_chat(tokenizer, [{"role": "user", "content": "q"}])
+    assert not any(encoded["loss_mask"])
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="--chat-template"):
+        encode_chat(tokenizer, CHATS[0])
+    with pytest.raises(ValueError, match="--chat-template"):
+        encode_prompts(tokenizer, [{"messages": CHATS[0]}])
+
+
+@pytest.mark.parametrize("tags", [True, False])
+def test_truncated_answers_have_no_end(tokenizer, tags):
+    tokenizer = tokenizer if tags else untagged(tokenizer)
+    for messages in (CHATS[0], CHATS[1], CHATS[2], CHATS[4]):
+        full, cut = encode_chat(tokenizer, messages), encode_chat(tokenizer, messages, truncated=True)
+        assert cut == {name: values[:-1] for name, values in full.items()}
+    in_reasoning = encode_chat(tokenizer, chat("q?", ("I think", "")), truncated=True)
+    assert supervised_text(tokenizer, in_reasoning) == ["I think"] and in_reasoning["loss_mask"][-1] == 1
+    empty = encode_chat(tokenizer, chat("a", "b", "c", ""), truncated=True)
+    assert supervised_text(tokenizer, empty) == ["b" + EOS]
+    tokenizer.chat_template = DROPS_REASONING
+    assert supervised_text(tokenizer, encode_chat(tokenizer, CHATS[0], truncated=True)) == ["It is 2."]
+    tokenizer.chat_template = AutoTokenizer.from_pretrained(TARGET).chat_template.replace(
+        "m.content + eos", "'!' + eos"
+    )
+    unlike = encode_chat(tokenizer, chat("say yes", "yes"), truncated=True)  # its end cannot be told
+    assert not any(unlike["loss_mask"]) and tokenizer.decode(unlike["input_ids"]).endswith("</think>!" + EOS)
+
+
+def test_generation_prompts(tokenizer):
+    rows = [{"messages": CHATS[1]}, {"turns": ["a", "b"]}, {"question": "q", "answer": "a"}]
+    asked = [CHATS[1][:-1], chat("a"), chat("q")]
+    for thinking in (False, True):
+        prompts = encode_prompts(tokenizer, rows, thinking)
+        for prompt, messages in zip(prompts, asked):
+            stock = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, thinking=thinking, return_tensors="pt", return_dict=True
+            )
+            assert prompt.dtype == torch.long and torch.equal(prompt, stock["input_ids"])
+    with pytest.raises(ValueError, match="asks nothing"):
+        encode_prompts(tokenizer, [{"messages": [{"role": "assistant", "content": "a"}]}])
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.integers(0, 1), max_size=40), st.integers(2, 24))
+def test_truncation_keeps_supervised_text(mask, limit):
+    ids = list(range(len(mask)))
+    kept, kept_mask = truncate(ids, mask, limit)
+    assert kept_mask == [mask[i] for i in kept] and len(kept) == min(limit, len(ids))
+    assert kept == list(range(kept[0], kept[0] + len(kept))) if kept else not ids
+    if 1 not in mask:
+        assert kept == ids[:limit]
+        return
+    first = mask.index(1)
+    assert first in kept
+    if first < limit / 2:
+        assert kept == ids[:limit]
+    else:  # half of the limit precedes it, more only where the document ends
+        assert first - kept[0] == limit // 2 or (first - kept[0] > limit // 2 and kept[-1] == ids[-1])
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(2, 30).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(1, n), max_size=30))))
+def test_packing_is_whole_and_tight(case):
+    limit, lengths = case
+    rows = pack(lengths, limit)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    loads = [sum(lengths[i] for i in row) for row in rows]
+    assert all(load <= limit for load in loads)
+    assert all(a + b > limit for i, a in enumerate(loads) for b in loads[:i])  # no two rows fit into one
+    assert rows == sorted(rows) == pack(lengths, limit)
+    assert pack([3, 3, 3, 7, 7, 7], 10) == [[0, 3], [1, 4], [2, 5]]  # in their order they would take four rows
+
+
+def documents_of(rows):
+    """Documents of training rows, cut where positions restart."""
+    for row in rows:
+        assert row.keys() == {"input_ids", "loss_mask", "position_ids"}
+        starts = [i for i, position in enumerate(row["position_ids"]) if position == 0]
+        assert starts[0] == 0
+        for start, stop in zip(starts, [*starts[1:], len(row["input_ids"])]):
+            assert row["position_ids"][start:stop] == list(range(stop - start))
+            yield row["input_ids"][start:stop], row["loss_mask"][start:stop]
+
+
+def random_documents(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for i in range(count):
+        length = int(torch.randint(1, 30, (), generator=generator))
+        mask = (torch.rand(length, generator=generator) < 0.4).int().tolist()
+        yield {"input_ids": [1000 * i + j for j in range(length)], "loss_mask": mask, "other": "x"}
+
+
+@settings(deadline=None, max_examples=8)
+@given(st.integers(5, 40), st.integers(0, 1000), st.integers(8, 40))
+def test_every_document_is_there_once(count, seed, limit):
+    source = list(random_documents(count, seed))
+    cut = [truncate(row["input_ids"], row["loss_mask"], limit) for row in source]
+    expected = [(ids, mask) for ids, mask in cut if "11" in "".join(map(str, mask))]
+    rows = Dataset.from_list(source)
+    plain, packed = (prepare_dataset(rows, None, max_length=limit, packing=packing) for packing in (False, True))
+    assert list(documents_of(plain)) == expected
+    assert sorted(documents_of(packed)) == expected and max(map(len, packed["input_ids"])) <= limit
+    for row in packed:
+        columns = {name: torch.tensor([values]) for name, values in row.items()}
+        assert anchor_candidates(columns["loss_mask"].bool(), columns["position_ids"]).any()
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_streams_give_the_same_rows(tokenizer, packing):
+    rows = Dataset.from_list([{"messages": messages, "truncated": i % 2 == 0} for i, messages in enumerate(CHATS * 4)])
+    expected = prepare_dataset(rows, tokenizer, max_length=40, packing=packing)
+    stream = prepare_dataset(rows.to_iterable_dataset(), tokenizer, max_length=40, packing=packing)
+    assert list(stream) == list(stream) == list(expected)
+    generated = datasets.IterableDataset.from_generator(lambda: iter(rows))  # knows no columns
+    assert list(prepare_dataset(generated, tokenizer, max_length=40, packing=packing)) == list(expected)
+    if not packing:
+        encoded = encode_chat(tokenizer, CHATS[0], truncated=True)
+        assert next(documents_of(expected)) == (encoded["input_ids"], encoded["loss_mask"])
+
+
+def test_prepared_rows_stay_as_they_are():
+    rows = Dataset.from_list(list(random_documents(30, 0)))
+    packed = prepare_dataset(rows, None, max_length=30, packing=True)
+    assert list(prepare_dataset(packed, None, max_length=30)) == list(packed)
+    again = prepare_dataset(packed.with_format("torch"), None, max_length=60, packing=True)
+    assert sorted(documents_of(again)) == sorted(documents_of(packed)) and len(again) < len(packed)
+    apart = {"input_ids": [1, 2, 3, 4], "loss_mask": [0, 1, 1, 0], "position_ids": [0, 1, 0, 1]}
+    with pytest.raises(ValueError, match="No assistant text"):  # the answers' two tokens are of different documents
+        prepare_dataset(Dataset.from_list([apart]), None, max_length=30)
+    with pytest.raises(ValueError, match=r"packed row of \d+ tokens.*max_length=20"):
+        prepare_dataset(packed, None, max_length=20)
+
+
+def test_short_rows_are_counted(tokenizer, caplog):
+    rows = Dataset.from_list([{"question": "q", "answer": "a" if i % 4 else ""} for i in range(40)])
+    with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data"):
+        assert len(prepare_dataset(rows, tokenizer, max_length=20)) == 30
+    assert [r.getMessage().split(":")[0] for r in caplog.records] == ["Skipped 10 of 40 sequences"]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data"):
+        assert len(list(prepare_dataset(rows.to_iterable_dataset(), tokenizer, max_length=20))) == 30
+    counts = [r.getMessage().split(" seq")[0] for r in caplog.records]
+    assert counts == ["Skipped 1 of 1", "Skipped 2 of 5", "Skipped 4 of 13", "Skipped 8 of 29"]
+
+
+def test_data_without_answers_ends_early(tokenizer):
+    asks = Dataset.from_list([{"turns": ["a"]}, {"turns": ["b"]}])
+    for rows in (asks, asks.to_iterable_dataset()):
+        with pytest.raises(ValueError, match=r"No assistant text in .*turns.*regenerate_answers"):
+            prepare_dataset(rows, tokenizer, max_length=20)
+    read = []
+    endless = datasets.IterableDataset.from_generator(lambda: ({"turns": [str(read.append(1))]} for _ in range(10**6)))
+    with pytest.raises(ValueError, match="first 1,000 rows"):
+        prepare_dataset(endless, tokenizer, max_length=20, packing=True)
+    assert len(read) < 3000
+    tokenizer.chat_template = "{% for m in messages %}{% generation %}{% endgeneration %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="generation"):
+        prepare_dataset(Dataset.from_list([{"messages": CHATS[0]}]), tokenizer, max_length=20)
+
+
+def test_arguments_that_do_not_fit(tokenizer):
+    rows = Dataset.from_list([{"messages": CHATS[0]}])
+    with pytest.raises(ValueError, match="max_length=1"):
+        prepare_dataset(rows, tokenizer, max_length=1)
+    with pytest.raises(ValueError, match="train"):
+        prepare_dataset(DatasetDict({"train": rows}), tokenizer, max_length=20)
+    with pytest.raises(ValueError, match="tokenizer"):
+        prepare_dataset(rows, None, max_length=20)
+    for wrong, message in (
+        (5, "is of type int"),
+        ([5], "is of type list"),
+        ([], "is empty"),
+        (rows.select([]), "is empty"),
+    ):
+        with pytest.raises(ValueError, match=f"The dataset {message}"):
+            prepare_dataset(wrong, tokenizer, max_length=20)
+    listed = prepare_dataset([{"messages": CHATS[0]}], tokenizer, max_length=20)
+    assert listed.to_list() == prepare_dataset(rows, tokenizer, max_length=20).to_list()
+    with pytest.raises(ValueError, match="loss_mask of 1"):
+        prepare_dataset(Dataset.from_list([{"input_ids": [1, 2], "loss_mask": [1]}]), None, max_length=20)
+
+
+def test_caching_recognizes_the_same_work(tokenizer):
+    rows = Dataset.from_list([{"question": "q", "answer": "a"}])
+
+    def fingerprint(tokenizer, max_length):
+        return prepare_dataset(rows, tokenizer, max_length=max_length, packing=True)._fingerprint
+
+    first = fingerprint(tokenizer, 20)
+    tokenizer("some text", truncation=True, max_length=5, padding="max_length")  # leaves a trace in the tokenizer
+    assert fingerprint(tokenizer, 20) == fingerprint(AutoTokenizer.from_pretrained(TARGET), 20) == first
+    assert len({first, fingerprint(tokenizer, 21), fingerprint(untagged(tokenizer), 20)}) == 3
+
+
+@pytest.fixture(scope="module")
+def script():
+    path = MODELS.parent / "regenerate_answers.py"
+    spec = importlib.util.spec_from_file_location("regenerate_answers", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def ending_target(tmp_path_factory):
+    """The shipped target, but most of its answers end within a few tokens, so that conversations go on."""
+    directory = tmp_path_factory.mktemp("target")
+    for file in TARGET.iterdir():
+        if file.name != "generation_config.json":
+            (directory / file.name).symlink_to(file)
+    vocabulary = AutoTokenizer.from_pretrained(TARGET).get_vocab()
+    ends = [vocabulary[token] for token in (EOS, "Ġof", "(", "Ġ")]
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "pad_token_id": 2}))
+    return directory
+
+
+@pytest.fixture
+def regenerate(script, ending_target, tmp_path, monkeypatch):
+    questions = [f"Tom has {n} apples and buys 4. How many?" for n in (3, 5, 7, 3)] + ["Write a Python function."]
+    rows = [{"messages": chat(question, "x")} for question in questions]
+    rows += [{"messages": chat(question, "x", "Why?", "y")} for question in questions[1:]]
+    rows[-1]["messages"].insert(0, {"role": "system", "content": "Be brief."})
+    rows += [{"messages": [{"role": "assistant", "content": "Hi"}]}]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def run(output, *options):
+        arguments = ["--target", ending_target, "--data", tmp_path / "data.jsonl", "--output", tmp_path / output]
+        arguments += ["--max-new-tokens", 5, "--batch-size", 2, *options]
+        monkeypatch.setattr(sys, "argv", ["regenerate_answers.py", *map(str, arguments)])
+        script.main()
+        return (tmp_path / output).read_text().splitlines()
+
+    return run
+
+
+def test_regenerated_answers_are_the_targets(regenerate, ending_target, tokenizer):
+    rows = [json.loads(line) for line in regenerate("answers.jsonl")]
+    assert len(rows) == 8
+    target = AutoModelForCausalLM.from_pretrained(ending_target, dtype=torch.float32).eval()
+    kinds = set()
+    for row in rows:
+        for i, message in enumerate(row["messages"]):
+            if message["role"] == "assistant":
+                ids = encode_prompts(tokenizer, [{"messages": row["messages"][: i + 1]}])[0]
+                answer = target.generate(ids, do_sample=False, max_new_tokens=5)[0, ids.shape[1] :].tolist()
+                ended = answer[-1] in target.generation_config.eos_token_id
+                assert message["content"] == tokenizer.decode(answer[:-1] if ended else answer)
+                assert ended or message is row["messages"][-1]  # nothing follows an answer that is cut off
+        assert row["truncated"] == (not ended)
+        kinds.add((sum(m["role"] == "user" for m in row["messages"]), row["truncated"]))
+    assert kinds >= {(1, False), (1, True), (2, True)}  # answered turns, cut off
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--temperature", 1.0, "--top-p", 0.9], ["--thinking", "--chat-template", TARGET / "chat_template.jinja"]],
+)
+def test_a_killed_run_ends_in_the_same_answers(regenerate, tmp_path, options):
+    whole = regenerate("whole.jsonl", *options)
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text("\n".join([*whole[::3], whole[1][:30]]))
+    assert sorted(regenerate("cut.jsonl", *options)) == sorted(whole)
+    assert regenerate("cut.jsonl", *options) == cut.read_text().splitlines()
+
+
+def test_the_bar_counts_what_was_done_and_moves_by_batches(regenerate, script, tmp_path, monkeypatch):
+    bars = []
+
+    class Recorded(script.tqdm):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.steps, self.options = [], options
+            bars.append(self)
+
+        def update(self, n=1):
+            self.steps.append(n)
+            return super().update(n)
+
+    monkeypatch.setattr(script, "tqdm", Recorded)
+    whole = regenerate("answers.jsonl")
+    (tmp_path / "answers.jsonl").write_text("\n".join(whole[:3]) + "\n")
+    regenerate("answers.jsonl")
+    first, second = bars
+    assert (first.options["initial"], second.options["initial"]) == (0, 3) and {bar.total for bar in bars} == {8}
+    assert first.n == second.n == 8 and sum(first.steps) == 8 and max(first.steps) == 2  # two in a batch
+    assert first.smoothing == 0  # the mean, not the last batch
+
+
+def test_an_output_of_something_else_is_left_as_it_is(regenerate, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"messages": [{"role": "user", "content": "q"}]}\nand no newline')
+    with pytest.raises(ValueError, match=r"other\.jsonl:1 was not written by this script"):
+        regenerate("other.jsonl")
+    assert other.read_text().endswith("and no newline")
+    with (tmp_path / "data.jsonl").open("a") as file:
+        file.write('\n{"messages": [{"role": "user", "content": null}]}')
+    with pytest.raises(ValueError, match=r"data\.jsonl:11: A message by 'user' says None"):
+        regenerate("answers.jsonl")
+
+
+def test_generated_reasoning_is_kept_apart(script, tokenizer):
+    def answer(text, thinking=True):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        message, truncated = script.answer_of(tokenizer, ids, [tokenizer.eos_token_id], thinking)
+        assert message.pop("role") == "assistant"
+        return message, truncated
+
+    assert answer(f"so</think>\nyes{EOS}{EOS}") == ({"reasoning_content": "so", "content": "\nyes"}, False)
+    assert answer("so</think>yes") == ({"reasoning_content": "so", "content": "yes"}, True)
+    assert answer(f"so{EOS}") == ({"reasoning_content": "so", "content": ""}, True)  # reasoning that has no end
+    assert answer(f"yes{EOS}", thinking=False) == ({"content": "yes"}, False)
+    emoji = tokenizer("👋", add_special_tokens=False)["input_ids"]
+    assert len(emoji) > 1 and script.answer_of(tokenizer, emoji[:-1], [1], False)[0]["content"] == ""

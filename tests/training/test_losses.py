@@ -1,0 +1,279 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from hf_hyperdflash.training.losses import chunked_drafter_loss, drafter_loss, loss_counts, position_weights
+
+VOCAB, WIDTH = 7, 5
+
+
+class RecordingHead(nn.Linear):
+    """An LM head that remembers how many rows each of its calls got."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__(WIDTH, VOCAB, bias=False, dtype=dtype)
+        self.rows = []
+
+    def forward(self, states):
+        self.rows.append(len(states))
+        return super().forward(states)
+
+
+def example(blocks=5, drafts=4, positions=2, seed=0, labelled=None):
+    """States, labels and teacher states; `labelled` is the chance of a label, `None` for two fixed gaps."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = 3 * torch.randn(blocks, drafts, WIDTH, dtype=torch.float64, generator=generator)
+    teacher = 3 * torch.randn(blocks, positions, WIDTH, dtype=torch.float64, generator=generator)
+    labels = torch.randint(0, VOCAB, (blocks, drafts), generator=generator)
+    if labelled is None:
+        labels[1, 2:] = -100
+        labels[3] = -100
+    else:
+        labels[torch.rand(labels.shape, generator=generator) >= labelled] = -100
+    return hidden.requires_grad_(), labels, teacher
+
+
+def softmax(row, temperature=1.0):
+    top = max(row)
+    weights = [math.exp((value - top) / temperature) for value in row]
+    return [weight / sum(weights) for weight in weights]
+
+
+def naive_cross_entropy(logits, labels, weights):
+    """Weighted mean over labelled positions, one at a time."""
+    total = norm = 0.0
+    for row, row_labels in zip(logits.tolist(), labels.tolist()):
+        for k, label in enumerate(row_labels):
+            if label != -100:
+                total -= weights[k] * math.log(softmax(row[k])[label])
+                norm += weights[k]
+    return total / norm if norm else 0.0
+
+
+def naive_kl(logits, teacher_logits, labels, temperature):
+    """Eq. 2: T^2 / P times the sum over k of the mean over blocks of KL(teacher || student)."""
+    total, positions = 0.0, teacher_logits.shape[1]
+    for k in range(positions):
+        terms = []
+        for b in range(len(labels)):
+            if labels[b, k] != -100:
+                p = softmax(teacher_logits[b, k].tolist(), temperature)
+                q = softmax(logits[b, k].tolist(), temperature)
+                terms.append(sum(pi * math.log(pi / qi) for pi, qi in zip(p, q)))
+        total += sum(terms) / len(terms) if terms else 0.0
+    return temperature**2 / positions * total
+
+
+def chunked(hidden, labels, head, teacher=None, chunk_size=3, **options):
+    options = {"kl_weight": 0.15, "kl_temperature": 1.0, **options}
+    return chunked_drafter_loss(hidden, labels, head, teacher, chunk_size=chunk_size, **options)
+
+
+def test_position_weights_are_dflash_s():
+    assert position_weights(4, None) is None
+    expected = [math.exp(-(k - 1) / 2.5) for k in (1, 2, 3, 4)]
+    assert position_weights(4, 2.5).tolist() == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(ValueError, match="expected a positive number"):
+        position_weights(4, 0.0)
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, 0.5, 0.25, 0.1]])
+def test_counts_equal_a_loop(weights):
+    _, labels, _ = example()
+    tensor = None if weights is None else torch.tensor(weights, dtype=torch.float64)
+    labelled = [(b, k) for b in range(5) for k in range(4) if labels[b, k] != -100]
+    expected = [sum(weights[k] if weights else 1.0 for _, k in labelled)]
+    expected += [sum(k == position for _, k in labelled) for position in range(3)]
+    counts = loss_counts(labels, 3, tensor)
+    assert counts.is_floating_point() and counts.tolist() == pytest.approx(expected)
+    with pytest.raises(ValueError, match="lower `kl_positions`"):
+        loss_counts(labels, 5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("decay", [None, 2.0])
+def test_loss_is_equations_2_and_3(temperature, decay):
+    hidden, labels, teacher = example()
+    head = RecordingHead()
+    weights = position_weights(4, decay)
+    logits, teacher_logits = head(hidden.detach()), head(teacher)
+    cross_entropy = naive_cross_entropy(logits, labels, [1.0] * 4 if weights is None else weights.tolist())
+    kl = naive_kl(logits, teacher_logits, labels, temperature)
+    options = {"kl_weight": 0.3, "kl_temperature": temperature}
+    if weights is not None:
+        options["weights"] = weights.double()
+    assert drafter_loss(logits, labels, teacher_logits, **options).item() == pytest.approx(cross_entropy + 0.3 * kl)
+    result = chunked(hidden, labels, head, teacher, **options)
+    assert result.loss.item() == pytest.approx(cross_entropy + 0.3 * kl, rel=1e-12)
+    assert result.cross_entropy.item() == pytest.approx(cross_entropy, rel=1e-12)
+    assert result.kl.item() == pytest.approx(kl, rel=1e-12)
+    without_teacher = chunked(hidden, labels, head, weights=options.get("weights"))
+    assert without_teacher.loss.item() == pytest.approx(cross_entropy, rel=1e-12) and without_teacher.kl == 0
+
+
+def assert_chunked_equals_unchunked(hidden, labels, teacher, chunk_size, **options):
+    head = RecordingHead()
+    hidden = hidden.detach().requires_grad_()
+    logits = head(hidden)
+    expected = drafter_loss(logits, labels, None if teacher is None else head(teacher).detach(), **options)
+    (gradient,) = torch.autograd.grad(expected, hidden)
+    head.rows.clear()
+    result = chunked(hidden, labels, head, teacher, chunk_size, **options)
+    torch.testing.assert_close(result.loss, expected, rtol=1e-11, atol=1e-13)
+    (2.5 * result.loss).backward()
+    torch.testing.assert_close(hidden.grad, 2.5 * gradient, rtol=1e-11, atol=1e-13)
+    assert head.weight.grad is None
+    assert max(head.rows, default=0) <= chunk_size
+    labelled = labels != -100
+    taught = 0 if teacher is None else labelled[:, : teacher.shape[1]].sum()
+    assert sum(head.rows) == labelled.sum() + taught
+    assert torch.equal(result.predictions, logits.argmax(-1).masked_fill(~labelled, -1))
+    assert not (result.cross_entropy.requires_grad or result.kl.requires_grad or result.predictions.requires_grad)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 7, 14, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_chunked_equals_unchunked(chunk_size, temperature):
+    hidden, labels, teacher = example()
+    weights = position_weights(4, 2.0).double()
+    options = {"kl_weight": 0.3, "kl_temperature": temperature, "weights": weights}
+    assert_chunked_equals_unchunked(hidden, labels, teacher, chunk_size, **options)
+    assert_chunked_equals_unchunked(hidden, labels, None, chunk_size, **options)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_chunked_equals_unchunked_for_any_shape(data):
+    blocks, drafts, chunk_size = (data.draw(st.integers(1, top)) for top in (5, 4, 8))
+    positions = data.draw(st.integers(0, drafts))
+    labelled = data.draw(st.sampled_from([0.0, 0.3, 0.8, 1.0]))
+    hidden, labels, teacher = example(blocks, drafts, positions, data.draw(st.integers(0, 1000)), labelled)
+    decay, temperature = data.draw(st.sampled_from([None, 1.5])), data.draw(st.sampled_from([1.0, 0.7]))
+    weights = position_weights(drafts, decay)
+    options = {"kl_temperature": temperature, "weights": None if weights is None else weights.double()}
+    assert_chunked_equals_unchunked(hidden, labels, teacher if positions else None, chunk_size, **options)
+
+
+@pytest.mark.parametrize("decay", [None, 2.0])
+def test_micro_batches_with_the_total_counts_sum_to_the_big_batch(decay):
+    hidden, labels, teacher = example(blocks=9, labelled=0.6)
+    labels[4:6] = -100  # one micro-batch without any label
+    head = RecordingHead()
+    weights = position_weights(4, decay)
+    options = {"weights": None if weights is None else weights.double()}
+    whole = chunked(hidden, labels, head, teacher, **options)
+    (expected,) = torch.autograd.grad(whole.loss, hidden)
+    parts = [slice(0, 1), slice(1, 4), slice(4, 6), slice(6, 9)]
+    counts = sum(loss_counts(labels[part], 2, options["weights"]) for part in parts)
+    results = [chunked(hidden[part], labels[part], head, teacher[part], counts=counts, **options) for part in parts]
+    for total, terms in zip(whole[:3], zip(*(result[:3] for result in results))):
+        torch.testing.assert_close(sum(terms), total, rtol=1e-11, atol=1e-13)
+    for result in results:
+        result.loss.backward()
+    torch.testing.assert_close(hidden.grad, expected, rtol=1e-11, atol=1e-13)
+    logits, teacher_logits = head(hidden.detach()), head(teacher)
+    unchunked = sum(
+        drafter_loss(logits[part], labels[part], teacher_logits[part], counts=counts, **options) for part in parts
+    )
+    torch.testing.assert_close(unchunked, whole.loss, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_gradcheck(temperature):
+    hidden, labels, teacher = example()
+    head = RecordingHead()
+    assert torch.autograd.gradcheck(
+        lambda states: chunked(states, labels, head, teacher, kl_weight=0.3, kl_temperature=temperature).loss, hidden
+    )
+
+
+def test_no_labels_is_zero_with_zero_gradient():
+    hidden, labels, teacher = example()
+    labels, head = torch.full_like(labels, -100), RecordingHead()
+    assert drafter_loss(head(hidden), labels, head(teacher)).item() == 0
+    head.rows.clear()
+    result = chunked(hidden, labels, head, teacher)
+    result.loss.backward()
+    assert result.loss == result.cross_entropy == result.kl == 0
+    assert hidden.grad.count_nonzero() == 0 and head.rows == [] and (result.predictions == -1).all()
+
+
+def test_a_count_of_zero_contributes_zero():
+    hidden, labels, teacher = example()
+    labels[:, 1] = -100  # no block has a label at the second position, which has a teacher
+    head = RecordingHead()
+    expected = 0.15 * naive_kl(head(hidden.detach()), head(teacher), labels, 1.0)
+    counts = loss_counts(labels, 2)
+    counts[0] = 0
+    result = chunked(hidden, labels, head, teacher, counts=counts)
+    result.loss.backward()
+    assert result.cross_entropy == 0 and result.loss.item() == pytest.approx(expected)
+    assert drafter_loss(head(hidden), labels, head(teacher), counts=counts).item() == pytest.approx(expected)
+    assert hidden.grad.isfinite().all() and hidden.grad[:, 2:].count_nonzero() == 0
+    for total in (counts, torch.zeros(3)):  # also in float32, where a division by nearly nothing shows
+        states, single = hidden.detach().float().requires_grad_(), RecordingHead(torch.float32)
+        single.load_state_dict(head.state_dict())
+        result = chunked(states, labels, single, teacher.float(), counts=total)
+        result.loss.backward()
+        assert result.loss.item() == pytest.approx(expected if total.any() else 0, rel=1e-5)
+        assert states.grad.isfinite().all()
+
+
+def test_without_gradient_only_the_sums_are_computed():
+    hidden, labels, teacher = example()
+    head = RecordingHead()
+    expected = chunked(hidden, labels, head, teacher)
+    with torch.no_grad():
+        evaluated = chunked(hidden, labels, head, teacher)
+    frozen = chunked(hidden.detach(), labels, head, teacher)
+    for result in (evaluated, frozen):
+        assert not result.loss.requires_grad
+        assert all(torch.equal(a, b) for a, b in zip(result, expected))
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 3e-2), (torch.float16, 3e-3)])
+def test_half_precision_head_and_counts_of_a_large_batch(dtype, tolerance):
+    # Divided by a million positions, a gradient in float16 would be lost in the head.
+    hidden, labels, teacher = example(blocks=40)
+    head = RecordingHead()
+    counts = 1e6 * loss_counts(labels, 2)
+    (expected,) = torch.autograd.grad(chunked(hidden, labels, head, teacher, counts=counts).loss, hidden)
+    states, half = hidden.detach().float().requires_grad_(), RecordingHead(dtype)
+    half.load_state_dict(head.state_dict())
+    result = chunked(states, labels, lambda rows: half(rows.to(dtype)), teacher, counts=counts)
+    result.loss.backward()
+    assert result.loss.dtype == states.grad.dtype == torch.float32
+    assert (states.grad - expected).norm() < tolerance * expected.norm()
+
+
+def test_autocast():
+    hidden, labels, teacher = example()
+    states, head = hidden.detach().float().requires_grad_(), RecordingHead(torch.float32)
+    teacher = teacher.float()
+    expected = chunked(states, labels, head, teacher)
+    (gradient,) = torch.autograd.grad(expected.loss, states)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = chunked(states, labels, head, teacher)
+    result.loss.backward()
+    assert result.loss.dtype == torch.float32 and not torch.equal(result.loss, expected.loss)
+    torch.testing.assert_close(result.loss, expected.loss, rtol=3e-2, atol=0)
+    assert (states.grad - gradient).norm() < 3e-2 * gradient.norm()
+
+
+def test_shapes_are_checked():
+    hidden, labels, teacher = example()
+    head = RecordingHead()
+    with pytest.raises(ValueError, match="expected equal"):
+        drafter_loss(head(hidden), labels[:, :2])
+    with pytest.raises(ValueError, match="`teacher_hidden` are"):
+        chunked(hidden, labels, head, teacher[:2])
+    with pytest.raises(ValueError, match="`counts` are"):
+        chunked(hidden, labels, head, teacher, counts=loss_counts(labels, 1))
+    with pytest.raises(ValueError, match="`weights` are"):
+        chunked(hidden, labels, head, teacher, weights=torch.ones(3))
+    with pytest.raises(ValueError, match="`chunk_size` is 0"):
+        chunked(hidden, labels, head, teacher, chunk_size=0)

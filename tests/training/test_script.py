@@ -1,0 +1,247 @@
+"""`hf-hyperdflash train`: its help, what it refuses before any work, and the record of what happened."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from hf_hyperdflash import HyperDFlashConfig, model_card
+from hf_hyperdflash.training.checkpoints import last_whole
+from hf_hyperdflash.training.flags import help_text
+from hf_hyperdflash.training.script import main, make_parser
+
+from ..conftest import MODELS
+
+TARGET = str(MODELS / "tiny-deepseek-v4")
+
+
+def write(path: Path, rows: list) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return str(path)
+
+
+def chats(count: int) -> list[dict]:
+    said = [("user", "what is it?"), ("assistant", "it is this, my friend.")]
+    return [{"messages": [{"role": role, "content": f"{i}: {text}"} for role, text in said]} for i in range(count)]
+
+
+def flags(tmp_path, dataset, **others) -> list[str]:
+    values = dict(target=TARGET, dataset=dataset, output_dir=tmp_path / "out", report_to="none", layers=1, max_steps=2,
+                  eval_rows=2, eval_prompts=1, eval_max_new_tokens=4, num_anchors=4) | others  # fmt: skip
+    given = [part for name, value in values.items() if value is not None for part in (f"--{name}", str(value))]
+    return [*given, "--use_cpu"]
+
+
+def test_the_help_is_the_parsers_and_loads_nothing_heavy():
+    code = """
+import sys
+from hf_hyperdflash.cli.app import app
+app(["train", "--help"], standalone_mode=False)
+print([name for name in ("torch", "transformers", "datasets", "numpy") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *shown, loaded = done.stdout.splitlines()
+    assert loaded == "[]" and shown[0].startswith("usage: ")
+    entries: dict[str, list[str]] = {}
+    for line in help_text("train").split("\n\nThe run:\n")[1].splitlines():
+        if line.startswith("  --"):
+            name, _, default = line[4:].partition(" ")
+            entries[name] = [default.partition(" (stage 2")[0], ""]
+        elif line.startswith("        "):
+            entries[name][1] += "".join(line.split())
+    # `--x` and the `--no_x` that comes with a switch that is on have one name.
+    actions = {action.dest: action for action in reversed(make_parser([])._actions) if action.dest != "help"}
+    assert set(entries) == set(actions) and len(entries) > 100
+    for name, (default, words) in entries.items():
+        assert words == "".join((actions[name].help or "").replace("%%", "%").split()), name
+        if type(actions[name].default) in (int, float):
+            assert float(default) == actions[name].default, name
+
+
+BAD = {
+    "empty": ("", r"rows\.jsonl is empty"),
+    "binary": ("\udcff\udcfe\x00\x01", r"rows\.jsonl:1 is not UTF-8"),
+    "malformed": ('{"question": "q", "answer": "a"}\n\n{"question": \n', r"rows\.jsonl:3 is no JSON .*column 13"),
+    "no object": ('{"question": "q", "answer": "a"}\n[1, 2]\n', r"rows\.jsonl:2 is a list"),
+    "latin-1": (
+        '{"question": "q", "answer": "a"}\n{"question": "\udce9", "answer": "a"}\n',
+        r"rows\.jsonl:2 is not UTF-8",
+    ),
+    "three rows": ('{"question": "q", "answer": "a"}\n' * 3, r"rows\.jsonl has 3 rows, and `--eval_rows` holds 64"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_data_that_cannot_be_used_is_said_before_the_target_is_loaded(tmp_path, name, monkeypatch):
+    text, message = BAD[name]
+    data = tmp_path / "rows.jsonl"
+    data.write_bytes(text.encode(errors="surrogateescape"))
+    monkeypatch.setattr(
+        "hf_hyperdflash.training.script.load_target", lambda *args, **kwargs: pytest.fail("it was loaded")
+    )
+    with pytest.raises(ValueError, match=message):
+        main(flags(tmp_path, data, eval_rows=64))
+    if name != "three rows":
+        with pytest.raises(ValueError, match=message):
+            main([*flags(tmp_path, data, eval_dataset="other.jsonl"), "--streaming"])
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+ROWS = {
+    "speaker": (
+        {"messages": [{"role": "usr", "content": "q"}, {"role": "assistant", "content": "a"}]},
+        "'usr' .*user, perhaps",
+    ),
+    "no text": ({"messages": [{"role": "user", "content": None}, {"role": "assistant", "content": "a"}]}, "says None"),
+    "nothing": ({"messages": None}, r"nothing in \['messages'\] is no conversation"),
+    "ids": ({"input_ids": [1, 2, 2048], "loss_mask": [1, 1, 1]}, r"`input_ids` has 2048, expected ids below 2048"),
+    "below": ({"input_ids": [1, -2, 8], "loss_mask": [1, 1, 1]}, r"`input_ids` has -2, expected ids below 2048"),
+    "hole": ({"input_ids": [1, None, 8], "loss_mask": [1, 1, 1]}, r"`input_ids` has nothing at 1"),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path, name):
+    bad, message = ROWS[name]
+    if "input_ids" in bad:
+        rows = [{"input_ids": [1, 2, 3, 4], "loss_mask": [1, 1, 1, 1]}] * 5
+    else:
+        rows = chats(5)
+    good, data = write(tmp_path / "good.jsonl", rows), write(tmp_path / "rows.jsonl", [*rows, bad, *rows])
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:6: .*{message}"):
+        main(flags(tmp_path, data, eval_dataset=good, eval_prompts=0 if "input_ids" in bad else 1))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--stage", "2"], "`--stage 2` goes on from stage 1: name its drafter"),
+        (["--learning_rat", "1"], "knows no '--learning_rat': --learning_rate, perhaps"),
+        (["--target_dtype", "float7"], "`--target_dtype` is 'float7', expected"),
+        (["--save_dtype", "nn"], "`--save_dtype` is 'nn', expected"),
+        (["--sliding_window", "some"], "`--sliding_window` is 'some', expected a number of tokens, or none"),
+        (["--drafter", "x", "--sliding_window", "5"], "`--sliding_window` is for a new drafter"),
+        (["--streaming"], "`--streaming` needs `--eval_dataset`"),
+        (["--streaming", "--eval_dataset", "x", "--max_steps", "-1"], "`--streaming` needs `--max_steps`"),
+        (["--output_dir", __file__], r"test_train\.py', a file: expected a folder"),
+        (["--device_map", "cuda:7"], "`--device_map` is 'cuda:7', but PyTorch sees no CUDA device"),
+        (["--eval_rows", "0"], "`--eval_rows` is 0"),
+        (["--chat_template", "nowhere.jinja"], "'nowhere.jinja', and there is no such file"),
+        (["--output_dir"], "--output_dir.*expected one argument.*`train --help`"),
+        (["--stage", "3"], "--stage.*invalid choice: 3"),
+        (["--stage", "x"], "--stage.*invalid int value: 'x'"),
+        (["--kl_weight", "x"], "--kl_weight.*invalid float value: 'x'"),
+        (["--report_to", "wandbee"], "`report_to` names 'wandbee', which is not installed"),
+        (["--rows", "0"], "`--rows` is 0, expected at least 1"),
+        (["--layers", "0"], "`--layers` is 0, expected at least 1"),
+        (["--max_length", "3"], "`--max_length` is 3, expected more than `--num_draft_tokens`, 6"),
+        (["--fp16"], "`fp16` is True, expected a GPU"),
+        (["--resume_from_checkpoint", "true"], "No checkpoint in .*out to go on from"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused_before_any_work(tmp_path, monkeypatch, given, message):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    arguments = flags(tmp_path, "nowhere.jsonl", layers=None)
+    with pytest.raises(ValueError, match=message):
+        main([*arguments, *given])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("missing", ["target", "output_dir"])
+def test_a_flag_that_has_to_be_there_is_named(tmp_path, missing):
+    with pytest.raises(ValueError, match=f"required: --{missing}"):
+        main(flags(tmp_path, "nowhere.jsonl", **{missing: None}))
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [(b"a\n{% if %}", "no Jinja template: .*, line 2"), (b"\xe9", "not UTF-8"), (b"{% generation %}", "no Jinja")],
+)
+def test_a_chat_template_that_is_none_is_refused_before_any_work(tmp_path, written, message):
+    (tmp_path / "bad.jinja").write_bytes(written)
+    with pytest.raises(ValueError, match=rf"`--chat_template` is .*bad\.jinja', which is {message}"):
+        main(flags(tmp_path, "nowhere.jsonl", chat_template=tmp_path / "bad.jinja"))
+
+
+def test_a_run_that_diverges_ends_the_line_of_its_bar(tmp_path, capfd):
+    data = write(tmp_path / "rows.jsonl", chats(6))
+    worse = dict(learning_rate=1e18, max_grad_norm=0, optim="sgd", kl_weight=0, max_steps=40, warmup_steps=0)
+    with pytest.raises(ValueError, match="the drafter diverged"):
+        main(flags(tmp_path, data, **worse))
+    assert capfd.readouterr().err.endswith("\n")
+
+
+def test_the_record_tells_what_happened(tmp_path, caplog, capsys):
+    data = write(tmp_path / "rows.jsonl", chats(10))
+    more = dict(max_length=12, num_train_epochs=7, sliding_window="none", save_steps=1, warmup_steps=0.5, max_steps=3)
+    old = os.umask(0o022)
+    try:
+        main(flags(tmp_path, data, **more))
+    finally:
+        os.umask(old)
+    assert "Cut 8 of 8 sequences to `max_length`, 12 tokens" in caplog.text
+    assert "Reading" in (said := capsys.readouterr().err) and f"Loading {TARGET}" in said
+    assert "Training on 8 rows, 2 held out (by `--eval_rows 2`), 1 of them to generate from" in said
+    folder = tmp_path / "out"
+    facts = json.loads((folder / "training.json").read_text())["settings"]
+    happened = {"steps": 3, "schedule_steps": 3, "warmup_steps": 2, "train_rows": 8, "held_out_rows": 2, "epochs": 1.5}
+    assert {name: facts[name] for name in happened} == happened and not {"num_train_epochs", "eval_rows"} & set(facts)
+    rules = {
+        "lr_scheduler_type": "cosine",
+        "max_grad_norm": 1.0,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "weight_decay": 0.0,
+    }
+    assert {name: facts[name] for name in rules} == rules
+    card = str(model_card.drafter_card(folder))
+    for line in ("| schedule | cosine |", "| Adam's first beta | 0.9 |", "| gradients clipped to norm | 1 |", "| epochs | 1.5 |",
+                 "| steps | 3 |", "| rows held out | 2 |", "| warm-up steps | 2 |", "| Adam's epsilon | 1e-08 |"):  # fmt: skip
+        assert line in card, line
+    assert HyperDFlashConfig.from_pretrained(folder).sliding_window is None
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*") if path.is_file()} == {0o644}
+    with pytest.raises(ValueError, match=r"tokenized, so that there is no prompt"):
+        ids = AutoTokenizer.from_pretrained(TARGET)("some text").input_ids
+        rows = [{"input_ids": ids, "loss_mask": [1] * len(ids)}] * 4
+        main(flags(tmp_path, write(tmp_path / "ids.jsonl", rows), resume_from_checkpoint="true"))
+
+
+def test_rows_that_nobody_answers_are_told_by_their_own_columns(tmp_path):
+    data = write(tmp_path / "rows.jsonl", [{"turns": ["What is it?"]}] * 6)
+    with pytest.raises(ValueError, match=r"No assistant text in 4 rows \(columns \['turns'\]\)"):
+        main(flags(tmp_path, data))
+
+
+def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys):
+    data = write(tmp_path / "rows.jsonl", chats(12))
+    arguments = flags(tmp_path, data, max_steps=100000, save_steps=1, save_total_limit=1, eval_prompts=0)
+
+    def press_control_c():
+        while not list((tmp_path / "out").glob("checkpoint-*/trainer_state.json")):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    threading.Thread(target=press_control_c, daemon=True).start()
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 130 and told.startswith(
+        "Stopped. The same command with `--resume_from_checkpoint true` goes"
+    )
+    assert str(earlier := last_whole(tmp_path / "out")[0]) in told
+    main(flags(tmp_path, data, max_steps=1, save_strategy="no", eval_prompts=0))
+    said = capsys.readouterr().err
+    amounts, warned = said.index("Training on 10 rows"), said.index("an earlier run, which this one overwrites")
+    assert amounts < warned < said.index("| 0/1 [") and f"to go on from {earlier} instead" in said

@@ -1,0 +1,564 @@
+"""The trainer against generation, against itself in other layouts, and against bad input."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+
+from hf_hyperdflash import (
+    AcceptanceCallback,
+    FeatureCache,
+    HyperDFlashDrafter,
+    HyperDFlashTrainer,
+    HyperDFlashTrainingArguments,
+    capture_residual,
+)
+from hf_hyperdflash.training.checkpoints import last_whole
+from hf_hyperdflash.training.data import encode_prompts
+from hf_hyperdflash.training.trainer import collate, draft_states, read_layers
+
+from .. import conftest
+from ..conftest import MODELS, prompt, tiny_target
+from ..training.test_losses import naive_cross_entropy, naive_kl
+
+
+def rows(count: int, seed: int = 0) -> Dataset:
+    """Documents of uneven length whose second half is supervised."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(count):
+        length = int(torch.randint(12, 30, (1,), generator=generator))
+        ids = torch.randint(2, 64, (length,), generator=generator).tolist()
+        made.append({"input_ids": ids, "loss_mask": [int(i >= length // 2) for i in range(length)]})
+    return Dataset.from_list(made)
+
+
+def tiny_drafter(target, **fields):
+    """The same weights every time."""
+    torch.manual_seed(0)
+    return conftest.tiny_drafter(target, **fields)
+
+
+def trainer_for(tmp_path, target, drafter, train=None, held_out=None, **args) -> HyperDFlashTrainer:
+    defaults = dict(
+        output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=3, logging_steps=1, learning_rate=1e-2,
+        num_anchors=4, report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True, max_length=64,
+        loss_chunk_size=16, dataloader_pin_memory=False,
+    )  # fmt: skip
+    arguments = HyperDFlashTrainingArguments(**{**defaults, **args})
+    return HyperDFlashTrainer(drafter, target, arguments, train_dataset=train, eval_dataset=held_out)
+
+
+def losses(trainer) -> list[float]:
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+def weights(drafter) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in drafter.parameters()])
+
+
+# One feature path
+
+FIELDS = [
+    {}, {"sliding_window": 6}, {"reducer": "fc"}, {"hidden_size": 48, "head_dim": 16},
+    {"reducer": "fc", "target_layer_ids": [0, 1]}, {"reducer": "hybrid", "target_layer_ids": [1, -1]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", FIELDS)
+def test_training_reproduces_the_draft_logits_of_every_round(target, fields):
+    drafter = tiny_drafter(target, **fields)
+    drafter.bind(target)
+    rounds = []
+
+    def record(module, args, output):
+        rounds.append((int(args[1][0, 0]), target.lm_head(output[:, 1:])))
+
+    handle = drafter.register_forward_hook(record)
+    text = target.generate(prompt(11), do_sample=False, max_new_tokens=24, assistant_model=drafter)
+    handle.remove()
+    assert len(rounds) > 5
+    batch = {"input_ids": text, "position_ids": torch.arange(text.shape[1])[None]}
+    with torch.no_grad(), capture_residual(target, read_layers(drafter.config)) as captured:
+        target(text, use_cache=False)
+        anchors = torch.tensor([[anchor for anchor, _ in rounds]])
+        logits = target.lm_head(draft_states(drafter, drafter.config, target, batch, anchors, captured[0]))
+    torch.testing.assert_close(logits[0], torch.cat([drafted for _, drafted in rounds]), atol=1e-5, rtol=1e-5)
+
+
+def test_the_teacher_forced_estimate_walks_generations_own_rounds(tmp_path):
+    """On the target's own text the cheap estimate is not an estimate: it finds the rounds that generate ran."""
+    target = AutoModelForCausalLM.from_pretrained(MODELS / "tiny-deepseek-v4", dtype=torch.float32)
+    drafter = HyperDFlashDrafter.from_pretrained(MODELS / "tiny-deepseek-v4-hyperdflash", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / "tiny-deepseek-v4")
+    questions = [{"turns": ["Write a Python function that adds two numbers."]}, {"turns": ["What is 3 plus 4?"]}]
+    drafter.bind(target)
+    texts, emitted, accepted = [], [], []
+    for ids in encode_prompts(tokenizer, questions):
+        out = target.generate(ids, do_sample=False, max_new_tokens=40, assistant_model=drafter)[0].tolist()
+        texts.append({"input_ids": out, "loss_mask": [int(i >= ids.shape[1]) for i in range(len(out))]})
+        emitted.append(drafter.last_stats.emitted)
+        accepted.append(drafter.last_stats.accepted)
+    trainer = trainer_for(tmp_path, target, drafter, held_out=Dataset.from_list(texts), max_length=256, num_anchors=16)
+    metrics = trainer.evaluate()
+    _, walked, matched = trainer.prediction_step(drafter, collate(trainer.eval_dataset.to_list()), False)
+    walked, matched = ([[n for n in row if n != -100] for row in part.tolist()] for part in (walked, matched))
+    every = [n for row in walked for n in row]
+    assert metrics["eval_teacher_forced_tau"] == pytest.approx(sum(every) / len(every))
+    for row in range(2):
+        # Towards a token limit generate drafts fewer tokens, for the last one none.
+        rounds = len(emitted[row])
+        assert walked[row][:rounds] == emitted[row] and matched[row][: rounds - 1] == accepted[row][:-1]
+        assert len(walked[row]) - rounds <= 1
+    assert sum(map(len, accepted)) > 8 and max(map(max, accepted)) > 2
+
+
+# The loss is the paper's
+
+
+def naive_loss(target, drafter, documents, teacher, positions, temperature, decay, kl_weight):
+    """Eq. 3 with every block drafted alone, as in generation, and the target run on each document alone."""
+    drafted, labels, taught = [], [], []
+    drafts = drafter.config.max_draft_tokens
+    for document in documents:
+        ids, mask = torch.tensor([document["input_ids"]]), [*document["loss_mask"], 0]
+        with capture_residual(target, drafter.config.target_layer_ids) as captured:
+            logits = target(ids, use_cache=False).logits[0]
+        if teacher == "mean_pool":
+            with capture_residual(target, [-1]) as last:
+                target(ids, use_cache=False)
+            logits = target.lm_head(target.model.norm(last[0].mean(dim=2)))[0]
+        for a in (i for i in range(ids.shape[1]) if mask[i] and mask[i + 1]):
+            block = torch.tensor([[document["input_ids"][a], *[drafter.config.mask_token_id] * drafts]])
+            first = max(0, a - (drafter.config.sliding_window or a))
+            context = dict(residual=captured[0][:, first:a], residual_position_ids=torch.arange(first, a)[None])
+            states = drafter(target.model.embed_tokens(block), torch.arange(a, a + drafts + 1)[None], **context)
+            drafted.append(target.lm_head(states[0, 1:]))
+            unsupervised = next(j for j in range(a + 1, len(mask)) if not mask[j])
+            row = document["input_ids"][a + 1 : min(a + 1 + drafts, unsupervised)]
+            labels.append(row + [-100] * (drafts - len(row)))
+            # The logits at a+k-1 are the target's for the token at a+k. None are wanted where there is no label.
+            taught.append(torch.stack([logits[min(a + k - 1, len(logits) - 1)] for k in range(1, positions + 1)]))
+    drafted, labels, taught = torch.stack(drafted), torch.tensor(labels), torch.stack(taught)
+    weights = [math.exp(-k / decay) for k in range(drafts)]
+    cross_entropy = naive_cross_entropy(drafted, labels, weights)
+    return cross_entropy + kl_weight * naive_kl(drafted, taught, labels, temperature)
+
+
+@pytest.mark.parametrize(("teacher", "packing"), [("hc_head", False), ("mean_pool", True)])
+@pytest.mark.parametrize("fields", FIELDS)
+def test_the_loss_is_eq_3_of_the_targets_own_logits(tmp_path, target, fields, teacher, packing):
+    drafter, data = tiny_drafter(target, **fields), rows(3)
+    # The first document is supervised from its first token, the second in two stretches.
+    documents = data.to_list()
+    documents[0]["loss_mask"] = [1] * len(documents[0]["loss_mask"])
+    documents[1]["loss_mask"][2:5] = [1, 1, 1]
+    settings = dict(kl_teacher=teacher, kl_positions=3, kl_temperature=1.7, loss_decay=3.0, kl_weight=5.0)
+    trainer = trainer_for(
+        tmp_path, target, drafter, Dataset.from_list(documents), num_anchors=64, packing=packing, **settings
+    )
+    with torch.no_grad():
+        loss = trainer.compute_loss(drafter, collate(trainer.train_dataset.to_list()))
+        expected = naive_loss(target, drafter, documents, teacher, 3, 1.7, 3.0, 5.0)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+# The loss is the same however the batch is laid out
+
+
+def test_accumulated_micro_batches_equal_one_batch(tmp_path, target):
+    data, runs = rows(8), []
+    for layout in (
+        {"per_device_train_batch_size": 4},
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+    ):
+        drafter = tiny_drafter(target)
+        trainer = trainer_for(tmp_path, target, drafter, data, max_steps=2, optim="sgd", loss_decay=3.0, **layout)
+        trainer.train()
+        runs.append((losses(trainer), weights(drafter)))
+    assert runs[0][0] == pytest.approx(runs[1][0], rel=1e-5)
+    torch.testing.assert_close(runs[0][1], runs[1][1], atol=1e-6, rtol=1e-5)
+
+
+def test_packing_changes_neither_features_nor_loss(tmp_path, target):
+    data = rows(6)
+    drafter = tiny_drafter(target)
+    plain = trainer_for(tmp_path, target, drafter, data, num_anchors=64)
+    packed = trainer_for(tmp_path, target, drafter, data, num_anchors=64, packing=True)
+    assert len(packed.train_dataset) < len(plain.train_dataset) == 6
+    results = []
+    for trainer in (plain, packed):
+        drafter.zero_grad()
+        loss = trainer.compute_loss(drafter, collate(trainer.train_dataset.to_list()))
+        loss.backward()
+        results.append((loss.item(), torch.cat([p.grad.flatten() for p in drafter.parameters()])))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+    torch.testing.assert_close(results[0][1], results[1][1], atol=1e-6, rtol=1e-4)
+
+
+def test_cached_features_train_like_online_ones(tmp_path, target):
+    data, runs = rows(6), []
+    for source in ("online", "cached", "cached"):  # the second time from the finished cache
+        drafter = tiny_drafter(target)
+        trainer = trainer_for(tmp_path, target, drafter, data, feature_source=source, feature_dtype="float32")
+        assert isinstance(trainer.train_dataset, FeatureCache) == (source == "cached")
+        trainer.train()
+        runs.append(losses(trainer))
+    assert runs[0] == pytest.approx(runs[1], rel=1e-5) and runs[1] == runs[2]
+    target.save_pretrained(tmp_path / "saved")
+    head = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", num_hidden_layers=0, dtype=torch.float32)
+    drafter = tiny_drafter(target)
+    trainer = trainer_for(tmp_path, head, drafter, data, feature_source="cached", feature_dtype="float32")
+    trainer.train()
+    assert len(head.model.layers) == 0 and losses(trainer) == runs[1]
+    with pytest.raises(ValueError, match="target"):
+        other = tiny_target(seed=1)
+        trainer_for(tmp_path, other, tiny_drafter(other), data, feature_source="cached", feature_dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"gradient_checkpointing": True},
+        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+        {"dataloader_num_workers": 1},
+        {"loss_chunk_size": 3},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_trainers_switches_change_no_loss(tmp_path, target, setting):
+    plain, switched = (trainer_for(tmp_path, target, tiny_drafter(target), rows(6), **s) for s in ({}, setting))
+    plain.train()
+    switched.train()
+    assert losses(plain) == pytest.approx(losses(switched), rel=1e-4)
+
+
+def test_bf16_and_streaming_train(tmp_path, target):
+    drafter = tiny_drafter(target)
+    trainer = trainer_for(tmp_path, target, drafter, rows(6).to_iterable_dataset(), bf16=True, max_steps=12)
+    trainer.train()
+    assert losses(trainer)[-1] < losses(trainer)[0] and drafter.hc_gate.hc_fn.dtype == torch.float32
+
+
+def test_mean_pooled_teacher_and_no_kl(tmp_path, target):
+    data = rows(4)
+    seen = []
+    for setting in ({}, {"kl_teacher": "mean_pool"}, {"kl_weight": 0.0}):
+        trainer = trainer_for(tmp_path, target, tiny_drafter(target), data, max_steps=1, **setting)
+        trainer.train()
+        seen.append(trainer.state.log_history[0])
+    assert seen[0]["cross_entropy"] == pytest.approx(seen[1]["cross_entropy"], rel=1e-5)
+    assert seen[0]["kl"] != pytest.approx(seen[1]["kl"]) and seen[2]["kl"] == 0
+    for line, weight in zip(seen, (0.15, 0.15, 0.0)):
+        assert line["loss"] == pytest.approx(line["cross_entropy"] + weight * line["kl"], rel=1e-4)
+
+
+def test_every_step_draws_other_anchors(tmp_path, target):
+    trainer = trainer_for(tmp_path, target, tiny_drafter(target), rows(4), num_anchors=2)
+    drawn = []
+    for trainer.state.global_step in (0, 1, 0):
+        batch = collate(trainer.train_dataset.to_list())
+        trainer._lay_blocks(batch)
+        drawn.append(batch["anchors"].tolist())
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
+def test_logged_terms_are_means_over_the_steps_since_the_last_log(tmp_path, target):
+    logged = []
+    for every in (1, 3):
+        trainer = trainer_for(tmp_path, target, tiny_drafter(target), rows(6), max_steps=6, logging_steps=every)
+        trainer.train()
+        logged.append([[line[name] for name in ("cross_entropy", "kl")] for line in trainer.state.log_history[:-1]])
+    each, means = map(torch.tensor, logged)
+    torch.testing.assert_close(each.view(2, 3, 2).mean(1), means)
+    accumulated = trainer_for(
+        tmp_path, target, tiny_drafter(target), rows(6), max_steps=1, per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
+    accumulated.train()
+    line = accumulated.state.log_history[0]
+    torch.testing.assert_close(torch.tensor([line["cross_entropy"], line["kl"]]), each[0])
+
+
+# Stopping and going on
+
+
+def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path, target):
+    data = rows(10)
+    settings = dict(max_steps=7, save_strategy="steps", save_steps=4, gradient_accumulation_steps=2)
+    whole = trainer_for(tmp_path / "whole", target, tiny_drafter(target), data, **settings)
+    whole.train()
+    resumed = trainer_for(tmp_path / "whole", target, tiny_drafter(target, num_hidden_layers=2), data, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert losses(resumed) == losses(whole) and len(losses(whole)) == 7
+    assert torch.equal(weights(whole.model), weights(resumed.model))
+    first, second = (t.state.log_history[-2]["cross_entropy"] for t in (whole, resumed))
+    assert first == second
+
+
+def test_the_best_checkpoint_by_real_acceptance_is_loaded(tmp_path, target):
+    drafter = tiny_drafter(target)
+    trainer = trainer_for(
+        tmp_path, target, drafter, rows(6), rows(3, seed=1), max_steps=4, eval_strategy="steps", eval_steps=2,
+        save_strategy="steps", save_steps=2, load_best_model_at_end=True, metric_for_best_model="tau",
+    )  # fmt: skip
+    trainer.add_callback(AcceptanceCallback(trainer, [prompt(9), prompt(12, seed=1)], max_new_tokens=12))
+    trainer.train()
+    logged = [line for line in trainer.state.log_history if "eval_tau" in line]
+    assert len(logged) == 2 and all("eval_teacher_forced_tau" in line for line in logged)
+    assert trainer.state.best_metric == max(line["eval_tau"] for line in logged)
+    assert trainer.state.best_model_checkpoint
+
+
+def test_a_metric_that_there_is_not_is_refused(tmp_path, target):
+    settings = dict(
+        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True
+    )
+    trainer = trainer_for(
+        tmp_path, target, tiny_drafter(target), rows(4), rows(2), metric_for_best_model="nothing", **settings
+    )
+    with pytest.raises(ValueError, match="eval_nothing"):
+        trainer.train()
+
+
+def test_only_the_drafter_is_trained_and_saved(tmp_path, target):
+    before = {name: value.clone() for name, value in target.state_dict().items()}
+    drafter = tiny_drafter(target)
+    start = weights(drafter).clone()
+    trainer = trainer_for(tmp_path, target, drafter, rows(4), save_strategy="steps", save_steps=3)
+    trainer.train()
+    assert all(torch.equal(value, before[name]) for name, value in target.state_dict().items())
+    assert not target.training and all(p.grad is None and not p.requires_grad for p in target.parameters())
+    assert not torch.equal(start, weights(drafter))
+    saved = HyperDFlashDrafter.from_pretrained(tmp_path / "checkpoint-3")
+    assert torch.equal(weights(saved), weights(drafter))
+    assert not list((tmp_path / "checkpoint-3").glob("tokenizer*"))
+
+
+# Several processes
+
+TWO_PROCESSES = """
+import json, sys, torch
+from tests.conftest import tiny_target
+from tests.training.test_trainer import losses, rows, tiny_drafter, trainer_for, weights
+torch.set_num_threads(1)
+batch, folder = int(sys.argv[1]), sys.argv[2]
+target = tiny_target()
+drafter = tiny_drafter(target)
+trainer = trainer_for(folder, target, drafter, rows(8), rows(5, seed=1), per_device_train_batch_size=batch, max_steps=3,
+                      per_device_eval_batch_size=batch, learning_rate=1e-2, optim="sgd", seed=3)
+trainer.train()
+metrics = trainer.evaluate()
+if trainer.is_world_process_zero():
+    print(json.dumps([losses(trainer), weights(drafter).tolist(), metrics["eval_teacher_forced_tau"], trainer.args.world_size]))
+"""
+
+
+def test_two_processes_train_like_one(tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(TWO_PROCESSES)
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+
+    def run(*command: object) -> list:
+        done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
+
+    one = run(script, 4, tmp_path / "one")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
+    two = run(*launcher, script, 2, tmp_path / "two")
+    assert (one[3], two[3]) == (1, 2)
+    assert one[0] == pytest.approx(two[0], rel=1e-5) and one[2] == pytest.approx(two[2])
+    torch.testing.assert_close(torch.tensor(one[1]), torch.tensor(two[1]), atol=1e-6, rtol=1e-4)
+
+
+# LoRA
+
+
+def test_a_lora_adapter_trains_saves_loads_merges_and_drafts(tmp_path, target):
+    peft = pytest.importorskip("peft")
+    drafter = tiny_drafter(target)
+    start = weights(drafter).clone()
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"]
+    )
+    wrapped = peft.get_peft_model(drafter, config)
+    trainer = trainer_for(tmp_path, target, wrapped, rows(6), save_strategy="steps", save_steps=3)
+    trainer.add_callback(AcceptanceCallback(trainer, [prompt(9)], max_new_tokens=8))
+    trainer.train()
+    base = wrapped.get_base_model()
+    assert torch.equal(
+        start, torch.cat([p.detach().flatten() for n, p in base.named_parameters() if "lora_" not in n])
+    )
+
+    expected = target.generate(prompt(10), do_sample=False, max_new_tokens=20)
+    wrapped.bind(target)
+    wrapped.eval()
+    assert torch.equal(
+        target.generate(prompt(10), do_sample=False, max_new_tokens=20, assistant_model=wrapped), expected
+    )
+    assert wrapped.last_stats.rounds > 0
+    residual, places = torch.randn(1, 8, 4, 32), torch.arange(8)[None]
+    call = dict(residual=residual, residual_position_ids=places)
+    embeds, positions = torch.randn(1, 7, 32), torch.arange(8, 15)[None]
+    adapted = wrapped(embeds, positions, **call)
+    loaded = peft.PeftModel.from_pretrained(tiny_drafter(target), tmp_path / "checkpoint-3").eval()
+    torch.testing.assert_close(loaded(embeds, positions, **call), adapted)
+    torch.testing.assert_close(loaded.merge_and_unload()(embeds, positions, **call), adapted, atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(tiny_drafter(target)(embeds, positions, **call), adapted, atol=1e-4)
+
+
+# What is read
+
+
+def test_each_layer_is_read_once_and_padding_belongs_to_the_last_document(target):
+    layers = {(0, -1): [0, -1], (0, 1): [0, 1, -1], (-1,): [-1]}
+    for ids, expected in layers.items():
+        assert read_layers(tiny_drafter(target, reducer="fc", target_layer_ids=list(ids)).config) == expected
+    packed = {"input_ids": [5, 6, 7], "loss_mask": [1, 1, 1], "position_ids": [0, 1, 0]}
+    batch = collate([packed, {"input_ids": [5] * 6, "loss_mask": [1] * 6, "position_ids": list(range(6))}])
+    assert batch["position_ids"][0].tolist() == [0, 1, 0, 1, 2, 3]  # a document more would be run through the target
+    assert batch["input_ids"][0].tolist() == [5, 6, 7, 0, 0, 0] and batch["loss_mask"][0].sum() == 3
+
+
+# Bad input
+
+
+def test_wrong_models_and_arguments_are_refused(tmp_path, target):
+    drafter = tiny_drafter(target)
+    with pytest.raises(ValueError, match="expected a HyperDFlashDrafter"):
+        trainer_for(tmp_path, target, target, rows(2))
+    with pytest.raises(ValueError, match="vocab_size"):
+        trainer_for(tmp_path, tiny_target(vocab_size=32), drafter, rows(2))
+    with pytest.raises(ValueError, match="kl_positions"):
+        trainer_for(tmp_path, target, drafter, rows(2), kl_positions=7)
+    with pytest.raises(ValueError, match="kl_teacher"):
+        trainer_for(tmp_path, target, drafter, rows(2), kl_teacher="argmax")
+    with pytest.raises(ValueError, match="streaming"):
+        trainer_for(tmp_path, target, drafter, rows(2).to_iterable_dataset(), feature_source="cached")
+    with pytest.raises(ValueError, match=r"vocabulary 64"):
+        tokenizer = AutoTokenizer.from_pretrained(MODELS / "tiny-deepseek-v4")
+        HyperDFlashTrainer(drafter, target, HyperDFlashTrainingArguments(str(tmp_path)), processing_class=tokenizer)
+    with pytest.raises(ValueError, match=r"`args` is a TrainingArguments: pass HyperDFlashTrainingArguments"):
+        HyperDFlashTrainer(drafter, target, TrainingArguments(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("kl_weight", "x", "a number of at least 0"), ("kl_weight", -1, "a number of at least 0"),
+        ("kl_weight", math.nan, "a number of at least 0"), ("learning_rate", -1.0, "a number of at least 0"),
+        ("kl_temperature", 0, "a number of more than 0"), ("loss_decay", "4", "a number of more than 0"),
+        ("max_length", 1, "a whole number of at least 2"), ("num_anchors", 1.5, "a whole number of at least 1"),
+        ("per_device_train_batch_size", 0, "a whole number"), ("gradient_accumulation_steps", 0, "a whole number"),
+        ("bf16", True, "a GPU that computes in it"),
+    ],
+)  # fmt: skip
+def test_arguments_out_of_range_are_told_with_what_is_expected(tmp_path, monkeypatch, name, value, expected):
+    monkeypatch.setattr("hf_hyperdflash.training.arguments.is_torch_bf16_gpu_available", lambda: False)
+    with pytest.raises(ValueError, match=rf"`{name}` is {value!r}, expected {expected}"):
+        HyperDFlashTrainingArguments(str(tmp_path), **{name: value})
+
+
+def test_a_mask_token_that_the_tokenizer_does_not_use_will_do(tmp_path):
+    """Rows of the embedding past the tokenizer's last are what `find_mask_token` prefers; text never has them."""
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / "tiny-deepseek-v4")
+    target = tiny_target(vocab_size=len(tokenizer) + 8)
+    drafter = tiny_drafter(target, mask_token_id=len(tokenizer) + 3)
+    turns = [{"role": "user", "content": "What is 2 plus 3?"}, {"role": "assistant", "content": "2 plus 3 is 5."}]
+    chats = Dataset.from_list([{"messages": turns}] * 2)
+    settings = dict(max_steps=1, per_device_train_batch_size=2, report_to="none", save_strategy="no", num_anchors=2)
+    arguments = HyperDFlashTrainingArguments(str(tmp_path), use_cpu=True, **settings)
+    trainer = HyperDFlashTrainer(drafter, target, arguments, train_dataset=chats, processing_class=tokenizer)
+    trainer.train()
+    assert math.isfinite(trainer.state.log_history[-1]["train_loss"])
+
+
+def test_data_without_assistant_text_is_refused(tmp_path, target):
+    silent = Dataset.from_list([{"input_ids": [3, 4, 5], "loss_mask": [0, 0, 0]}] * 3)
+    with pytest.raises(ValueError, match="assistant"):
+        trainer_for(tmp_path, target, tiny_drafter(target), silent)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_cause(tmp_path, target):
+    settings = dict(max_steps=40, learning_rate=1e18, max_grad_norm=0.0, optim="sgd", kl_weight=0.0)
+    trainer = trainer_for(tmp_path, target, tiny_drafter(target), rows(6), **settings)
+    with pytest.raises(ValueError, match="Lower `learning_rate`, now 1e\\+18, or warm up longer and begin again"):
+        trainer.train()
+    settings |= dict(save_strategy="steps", save_steps=1)
+    trainer = trainer_for(tmp_path, target, tiny_drafter(target), rows(6), **settings)
+    with pytest.raises(ValueError, match=r"or warm up longer, then go on from .*checkpoint-\d+ with `resume_from"):
+        trainer.train()
+    written = HyperDFlashDrafter.from_pretrained(last_whole(tmp_path)[0])
+    assert torch.isfinite(weights(written)).all()
+    overflowing = tiny_target()
+    overflowing.model.embed_tokens.weight.data.fill_(3e38)  # finite, but not its square
+    with pytest.raises(ValueError, match="residual is not finite"):
+        trainer_for(tmp_path, overflowing, tiny_drafter(overflowing), rows(4)).train()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_not_blamed_on_the_learning_rate(tmp_path, target, value):
+    drafter = tiny_drafter(target)
+    drafter.norm.weight.data[3] = value
+    with pytest.raises(ValueError, match=r"The drafter has weights that are not finite, in 1 tensors: norm\.weight"):
+        trainer_for(tmp_path, target, drafter, rows(4))
+    target.lm_head.weight.data[5, 2] = value
+    with pytest.raises(ValueError, match=r"The target has weights that are not finite, in 1 tensors: lm_head\.weight"):
+        trainer_for(tmp_path, target, tiny_drafter(target), rows(4))
+
+
+FULL_DISK = """
+import resource, sys, torch
+from tests.conftest import tiny_target
+from tests.training.test_trainer import rows, tiny_drafter, trainer_for
+target = tiny_target()
+trainer = trainer_for(sys.argv[1], target, tiny_drafter(target), rows(6), max_steps=4, save_strategy="steps", save_steps=2)
+real = trainer._save_optimizer_and_scheduler
+def fill(folder):  # from the second checkpoint on, no file can grow past 64 KB: what a full disk does to a writer
+    if trainer.state.global_step == 4:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+    real(folder)
+trainer._save_optimizer_and_scheduler = fill
+trainer.train()
+"""
+
+
+def test_a_full_disk_leaves_earlier_checkpoints_whole(tmp_path, target):
+    script = tmp_path / "run.py"
+    script.write_text(FULL_DISK)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, script, tmp_path / "out"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and "OSError: Checkpoint " in done.stderr, done.stderr[-2000:]
+    assert f"then go on from {tmp_path / 'out' / 'checkpoint-2'}" in done.stderr
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
+    again = trainer_for(tmp_path / "out", target, tiny_drafter(target), rows(6), max_steps=4)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 4
+    shutil.rmtree(tmp_path / "out")
+
+
+def test_a_target_spread_with_device_map_stays_where_it_is(tmp_path, target):
+    target.save_pretrained(tmp_path / "saved")
+    places = {f"model.{name}": "cpu" for name, _ in target.model.named_children() if name != "layers"}
+    places |= {"lm_head": "cpu", **{f"model.layers.{i}": "disk" for i in range(3)}}
+    spread = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", device_map=places, offload_folder=tmp_path / "offload", dtype=torch.float32
+    )
+    assert any(p.device.type == "meta" for p in spread.parameters())
+    runs = []
+    for model in (target, spread):
+        trainer = trainer_for(tmp_path, model, tiny_drafter(target), rows(4))
+        trainer.train()
+        runs.append(losses(trainer))
+    assert runs[0] == pytest.approx(runs[1], rel=1e-5)
+    assert any(p.device.type == "meta" for p in spread.parameters())

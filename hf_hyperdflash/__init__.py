@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from .benchmark.doctor import examine
     from .hub.cards import drafter_card
     from .hub.formats import export_dflash, load_dflash
+    from .loading import load_target
     from .metrics.acceptance_length import AcceptanceLength
     from .metrics.per_position_acceptance import PerPositionAcceptance
+    from .runtime.binding import bind, capture_residual, unbind
     from .runtime.cache_deepseek_v4 import (
         RewindableCSACacheLayer,
         RewindableHCACacheLayer,
@@ -23,11 +25,11 @@ if TYPE_CHECKING:
         make_rewindable,
     )
     from .runtime.configuration_hyperdflash import HyperDFlashConfig
-    from .runtime.decoding import SpeculationStats
-    from .runtime.modeling_hyperdflash import HCGateReducer, HyperDFlashDrafter, register_auto_classes
+    from .runtime.modeling_hyperdflash import HyperDFlashDrafter, register_auto_classes
     from .runtime.modeling_mtp import DeepseekV4MTPDrafter
     from .runtime.prompt_lookup import PromptLookupDrafter
-    from .runtime.targets import bind, capture_residual, load_target, unbind
+    from .runtime.reducers import HCGateReducer
+    from .runtime.stats import SpeculationStats
     from .training.acceptance import AcceptanceCallback, measure_acceptance
     from .training.arguments import HyperDFlashTrainingArguments
     from .training.features import FeatureCache
@@ -49,17 +51,17 @@ _MODULE_OF = {
     "examine": "benchmark.doctor",
     "export_dflash": "hub.formats",
     "load_dflash": "hub.formats",
-    "SpeculationStats": "runtime.decoding",
+    "SpeculationStats": "runtime.stats",
     "drafter_loss": "training.losses",
-    "HCGateReducer": "runtime.modeling_hyperdflash",
+    "HCGateReducer": "runtime.reducers",
     "HyperDFlashDrafter": "runtime.modeling_hyperdflash",
     "register_auto_classes": "runtime.modeling_hyperdflash",
     "DeepseekV4MTPDrafter": "runtime.modeling_mtp",
     "PromptLookupDrafter": "runtime.prompt_lookup",
-    "bind": "runtime.targets",
-    "capture_residual": "runtime.targets",
-    "load_target": "runtime.targets",
-    "unbind": "runtime.targets",
+    "bind": "runtime.binding",
+    "capture_residual": "runtime.binding",
+    "load_target": "loading",
+    "unbind": "runtime.binding",
     "HyperDFlashTrainer": "training.trainer",
     "HyperDFlashTrainingArguments": "training.arguments",
 }

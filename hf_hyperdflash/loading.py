@@ -7,17 +7,26 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import transformers
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
 from jinja2 import TemplateSyntaxError
 from safetensors import SafetensorError
-from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from .runtime.configuration_hyperdflash import HyperDFlashConfig
-from .runtime.weights import drafter_kind
+from .runtime.weights import check_finite, check_names, check_source, drafter_kind
 
 
 def check_target(name: str) -> None:
@@ -171,3 +180,37 @@ def _readable_tokenizer(name: str) -> Iterator[None]:
         f"{name} has no tokenizer that can be loaded ({type(cause).__name__}: {textwrap.shorten(str(cause), 150)}). Save the "
         "target's own there (tokenizer.json, tokenizer_config.json)."
     ) from cause
+
+
+def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) -> PreTrainedModel:
+    """Load a target of any family, in eval mode: a causal LM, or the multimodal class where a family has no other.
+
+    Args:
+        name: Path or Hub id.
+        trust_remote_code: Run the code that the target brings along.
+        **kwargs: As of `from_pretrained`.
+
+    Raises:
+        ValueError: If it is a drafter, or weights are missing or not finite, which transformers goes on with.
+        OSError: If it cannot be found.
+    """
+    check_is_target(name)
+    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    kind: Any = AutoModelForCausalLM
+    if type(config) in AutoModelForImageTextToText._model_mapping and type(config) not in kind._model_mapping:
+        kind = AutoModelForImageTextToText
+    target, info = kind.from_pretrained(name, trust_remote_code=trust_remote_code, output_loading_info=True, **kwargs)
+    check_names(name, missing=info["missing_keys"])
+    check_finite(target.state_dict(), name)
+    return cast(PreTrainedModel, target.eval())
+
+
+def check_is_target(name: str) -> None:
+    """Raise an `OSError` if there is nothing at this path or Hub id, a `ValueError` if it is a drafter."""
+    check_source(name)
+    fields, _ = PreTrainedConfig.get_config_dict(name)
+    if kind := drafter_kind(fields):
+        raise ValueError(
+            f"{name} is {kind}, expected a target: pass {fields.get('target_name_or_path') or 'the model it drafts for'} as the "
+            "target and this as the drafter."
+        )

@@ -5,31 +5,122 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from fnmatch import fnmatch
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import hf_hyperdflash
+from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter
 
 PACKAGE = Path(hf_hyperdflash.__file__).parent
-# A module may import only modules to its left.
+# A module may import only modules to its left. The families of targets may build on each other.
 ORDER = [
-    "version", "configuration_hyperdflash", "recipe", "loading", "model_card", "hub", "mask_token", "cache", "linear_cache", "losses", "blocks", "places", "data", "attentions", "draft_processors", "generation", "per_thread", "residual", "indexer", "hooks", "target", "prompt_lookup", "locking", "fingerprint",
-    "modeling_hyperdflash", "formats", "mtp_checkpoint", "modeling_mtp", "features", "evaluation", "training_args", "checkpoints", "trainer", "train_flags", "sources", "train", "intervals", "other_settings", "doctor", "suites", "benchmark", "summary", "leads", "figures", "report", "terminal", "cli",
+    "runtime.version", "runtime.stats", "runtime.tree", "runtime.verification", "runtime.reducers", "runtime.per_thread",
+    "runtime.residual", "runtime.cache_linear", "runtime.cache_deepseek_v4", "runtime.sampling", "runtime.stopping",
+    "runtime.continuation", "runtime.row", "runtime.target_family", "runtime.target_*", "runtime.targets", "runtime.shown",
+    "runtime.decoding", "runtime.request", "runtime.candidates", "runtime.binding", "runtime.recipe",
+    "runtime.configuration_*", "runtime.weights", "runtime.mask_token", "runtime.layers", "runtime.drafter",
+    "runtime.mtp_checkpoint", "runtime.modeling_*", "runtime.prompt_lookup", "hub.cards", "hub.publish", "hub.formats",
+    "loading", "training.losses", "training.blocks", "training.places", "training.data", "training.teacher",
+    "training.locking", "training.fingerprint", "training.features", "training.arguments", "training.acceptance",
+    "training.checkpoints", "training.trainer", "training.flags", "training.script", "benchmark.intervals",
+    "benchmark.other_settings", "benchmark.doctor", "benchmark.suites", "benchmark.runner", "benchmark.results",
+    "benchmark.leads", "benchmark.figures", "benchmark.report", "benchmark.terminal", "cli.app",
 ]  # fmt: skip
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+    for path in PACKAGE.rglob("*.py")
+    if path.stem != "__init__" and path.parent.name != "metrics"
+}
 
 
-def imports_of(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text())
-    found = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 1}
-    return {name.split(".")[0] for name in found if name}
+def place(module: str) -> int:
+    if module in ORDER:
+        return ORDER.index(module)
+    return next(i for i, pattern in enumerate(ORDER) if fnmatch(module, pattern))
+
+
+def imports_of(module: str) -> set[str]:
+    """Modules of the package that a module imports, anywhere in it."""
+    path = MODULES[module]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            folder = path.parents[node.level - 1].relative_to(PACKAGE).parts
+            name = ".".join([*folder, *(node.module or "").split(".")]).strip(".")
+            found |= {name} if name in MODULES else {f"{name}.{part.name}".strip(".") for part in node.names}
+    return found & MODULES.keys()
 
 
 def test_imports_run_one_way():
-    modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
-    assert modules == set(ORDER)
-    for position, name in enumerate(ORDER):
-        assert imports_of(PACKAGE / f"{name}.py") <= set(ORDER[:position]), name
+    assert not [pattern for pattern in ORDER if not any(fnmatch(module, pattern) for module in MODULES)]
+    graph = {module: imports_of(module) for module in MODULES}
+    list(TopologicalSorter(graph).static_order())  # raises on a circle
+    wrong = [(a, b) for a, imported in graph.items() for b in imported if place(b) > place(a)]
+    assert not wrong
     # What `evaluate` loads from a path is copied elsewhere first.
-    assert not any(imports_of(path) for path in (PACKAGE / "metrics").glob("*.py"))
+    assert not any("from ." in path.read_text() for path in (PACKAGE / "metrics").glob("*.py"))
+
+
+DRAFTERS = [HyperDFlashDrafter, DeepseekV4MTPDrafter]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_saved_drafter_carries_what_drafting_needs_and_nothing_else(drafter):
+    code = drafter.code_files()
+    assert {path.parent for path in code} == {PACKAGE / "runtime"}
+    # Nothing that trains, writes cards or pushes, by what it would take.
+    imported = {
+        alias.name if isinstance(node, ast.Import) else node.module or ""
+        for path in code
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+    }
+    roots = {name.partition(".")[0] for name in imported}
+    assert not roots & {
+        "datasets",
+        "peft",
+        "evaluate",
+        "matplotlib",
+        "tqdm",
+        "jinja2",
+        "rich",
+        "typer",
+        "numpy",
+        "filelock",
+    }
+    assert not any("trainer" in name.lower() for name in imported)
+
+
+def test_the_runtime_is_what_drafters_carry():
+    carried = {path.name for drafter in DRAFTERS for path in drafter.code_files()}
+    assert {path.name for path in (PACKAGE / "runtime").glob("*.py")} - carried == {"__init__.py", "prompt_lookup.py"}
+
+
+def test_reducers_are_torch_alone():
+    """So that an engine can import them: in a process where nothing else of the package's needs can be imported."""
+    code = """
+import sys
+for other in ("transformers", "accelerate", "huggingface_hub", "safetensors", "numpy"):
+    sys.modules[other] = None
+from types import SimpleNamespace
+import torch
+from hf_hyperdflash.runtime.reducers import REDUCERS
+config = SimpleNamespace(hidden_size=8, target_hidden_size=8, target_hc_mult=2, target_layer_ids=[0, -1], num_paths=4,
+                         rms_norm_eps=1e-6, hc_eps=1e-6, path_norm=True)
+for reducer in REDUCERS.values():
+    engine = torch.nn.Module()
+    engine.config = config
+    for name, module in reducer.modules(config).items():
+        engine.add_module(name, module)
+    for parameter in engine.parameters():
+        torch.nn.init.normal_(parameter)
+    print(tuple(reducer.reduce(engine, torch.randn(1, 3, 4, 8), torch.float32).shape))
+"""
+    assert run(code).splitlines() == ["(1, 3, 8)"] * 4
 
 
 def run(code: str) -> str:
@@ -69,9 +160,9 @@ import transformers.generation.utils, torch.utils.data, tqdm.auto
 before = set(sys.modules)
 import hf_hyperdflash
 for name in hf_hyperdflash.__all__:
-    if hf_hyperdflash._MODULE_OF.get(name) not in ("doctor", "evaluation", "trainer", "training_args") and not hf_hyperdflash._MODULE_OF.get(name, "").startswith("metrics."):
+    if not hf_hyperdflash._MODULE_OF.get(name, "").startswith(("training.", "benchmark.", "metrics.")):
         getattr(hf_hyperdflash, name)
-print(sorted(m for m in set(sys.modules) - before if not m.startswith(('hf_hyperdflash', 'transformers'))))
+print(sorted(m for m in set(sys.modules) - before if not m.startswith(('hf_hyperdflash', 'transformers', 'tokenizers'))))
 """
     assert run(code) == "[]"
 

@@ -12,10 +12,11 @@ import transformers
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..runtime.binding import check_fit
 from ..runtime.configuration_hyperdflash import HyperDFlashConfig
-from ..runtime.decoding import SpeculationStats
 from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
-from ..runtime.targets import check_fit, describe, is_drafter
+from ..runtime.stats import SpeculationStats
+from ..runtime.targets import family_of, is_drafter
 from ..training.acceptance import bound
 from ..training.data import encode_prompts
 from ..training.fingerprint import changed_parts
@@ -179,9 +180,9 @@ def _look_at_tokenizer(
     found: Diagnosis, target: PreTrainedModel, config: HyperDFlashConfig, tokenizer: PreTrainedTokenizerBase
 ) -> bool:
     """Whether there is enough to generate with."""
-    if len(tokenizer) > describe(target).vocab_size:
+    if len(tokenizer) > family_of(target).config.vocab_size:
         found.problems.append(
-            f"The tokenizer has {len(tokenizer)} tokens, the target's vocabulary {describe(target).vocab_size}: it belongs "
+            f"The tokenizer has {len(tokenizer)} tokens, the target's vocabulary {family_of(target).config.vocab_size}: it belongs "
             "to another model. Load the target's own."
         )
         return False
@@ -263,7 +264,7 @@ def _ask_the_target(found: Diagnosis, target: PreTrainedModel, ids: list[torch.T
     """Whether the target finds text in its own tokenizer's tokens more likely than noise."""
     with torch.no_grad():
         losses = [target(prompt.to(target.device), labels=prompt.to(target.device)).loss.item() for prompt in ids]
-    mean, noise = sum(losses) / len(losses), math.log(describe(target).vocab_size)
+    mean, noise = sum(losses) / len(losses), math.log(family_of(target).config.vocab_size)
     found.facts["target"] = f"{mean:.2f} nats a token on the prompts, where noise has {noise:.2f}"
     if mean > 0.8 * noise:
         found.problems.append(

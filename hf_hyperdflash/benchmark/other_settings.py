@@ -14,9 +14,10 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..runtime.configuration_hyperdflash import HyperDFlashConfig
+from ..runtime.layers import block_inputs
 from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
-from ..runtime.targets import describe, embed
-from ..training.blocks import block_inputs, block_labels, block_mask
+from ..runtime.targets import family_of
+from ..training.blocks import block_labels, block_mask
 from ..training.features import residual_of
 from ..training.losses import IGNORE_INDEX
 from .intervals import Interval, draw, interval
@@ -117,7 +118,7 @@ def leads_over_first(sums: np.ndarray, rounds: np.ndarray) -> list[Interval]:
 
 
 def _other_settings(target: PreTrainedModel, config: HyperDFlashConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    ids, count = config.target_layer_ids or [], describe(target).num_hidden_layers
+    ids, count = config.target_layer_ids or [], family_of(target).config.num_hidden_layers
     moves = [[layer if layer == -1 else layer + step for layer in ids] for step in (-1, 1)]
     moves += [[*ids[:i], ids[i] % count + step, *ids[i + 1 :]] for i in range(len(ids)) for step in (-1, 1)]
     seen = [[layer % count for layer in ids]]
@@ -151,7 +152,7 @@ def draft_every_round(
         `[settings, rounds]` each: the tokens that a round emits, and the mean log-probability of the text's next tokens,
         of which less likely than any token counts as any.
     """
-    count = describe(target).num_hidden_layers
+    count = family_of(target).config.num_hidden_layers
     read = [[i % count for i in fields.get("target_layer_ids", drafter.target_layer_ids)] for fields in settings]
     layers = sorted({layer for ids in read for layer in ids})
     positions = torch.arange(text.shape[1], device=text.device)[None]
@@ -173,7 +174,7 @@ def _rounds(
     for anchors in positions[:, start:-1].split(_BLOCKS, dim=1):
         block, at = block_inputs(text[:, anchors[0]], anchors, config.block_size, config.mask_token_id)
         hidden = drafter(
-            embed(target, block),
+            family_of(target).embed(block),
             at,
             attention_mask=block_mask(anchors, positions, config.block_size, config.sliding_window),
             residual=residual,

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..runtime.decoding import SpeculationStats
+from ..runtime.stats import SpeculationStats
 from .runner import TARGET_ONLY
 from .suites import SUITES
 

@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from ..runtime.decoding import SpeculationStats
+from ..runtime.stats import SpeculationStats, exact_timing
 from ..training.data import encode_prompts
 from ..training.fingerprint import as_words, module_fingerprint, target_fingerprint
 from ..training.locking import only_writer
@@ -278,12 +278,13 @@ def _set_up(method: Method) -> Iterator[None]:
     if drafter is None:
         yield
         return
-    before = drafter.num_draft_tokens, drafter.synchronize_timing
-    drafter.num_draft_tokens, drafter.synchronize_timing = method.num_draft_tokens or before[0], True
+    before = drafter.num_draft_tokens
+    drafter.num_draft_tokens = method.num_draft_tokens or before
     try:
-        yield
+        with exact_timing():
+            yield
     finally:
-        drafter.num_draft_tokens, drafter.synchronize_timing = before
+        drafter.num_draft_tokens = before
 
 
 def _now(device: torch.device) -> float:

@@ -299,7 +299,7 @@ def doctor(
     _announce(target)
     _check_sources(target, [drafter])
     from ..benchmark.doctor import PROMPTS, examine
-    from ..runtime.targets import unbind
+    from ..runtime.binding import unbind
 
     model, tokenizer = _load_target(target, dtype, device_map, threads, trust_remote_code)
     assistant = _load_drafter(model, drafter)
@@ -496,8 +496,8 @@ def _load_target(
 ) -> tuple[Any, Any]:
     import torch
 
-    from ..loading import load_tokenizer, readable
-    from ..runtime.targets import bind, load_target
+    from ..loading import load_target, load_tokenizer, readable
+    from ..runtime.binding import bind
 
     if threads:
         torch.set_num_threads(threads)

@@ -1,27 +1,82 @@
-"""What of a saved drafter's folder goes to the Hub: what we wrote there, by name, and nothing else that may lie beside it."""
+"""Pushing a drafter: what we wrote in its folder, by name, and nothing else that may lie beside it; and its card."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from huggingface_hub import CommitInfo, HfApi
 from huggingface_hub.errors import HTTPError
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from ..runtime.drafter import RECIPE_FILE, SavedDrafter
 from ..runtime.weights import weight_files
-from .cards import PICTURE, TRAINING_RECORD
+from .cards import PICTURE, TRAINING_RECORD, drafter_card
 
-RECIPE_FILE = "custom_generate/generate.py"
-PAPERS = ("README.md", TRAINING_RECORD, PICTURE)
+_FROM_ITS_FOLDER = ("README.md", TRAINING_RECORD, PICTURE)
 
 
-def code_files() -> list[Path]:
-    """The drafter's module and all that it imports from its own folder: what a saved drafter runs on."""
-    modeling = Path(__file__).with_name("modeling_hyperdflash.py")
-    return sorted({modeling, *map(Path, get_relative_import_files(modeling))})
+def push_drafter(
+    drafter: SavedDrafter,
+    repo_id: str,
+    *,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    private: bool | None = None,
+    token: bool | str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    max_shard_size: int | str = "50GB",
+    tags: list[str] | None = None,
+) -> CommitInfo:
+    """Upload drafter, code and model card in one commit.
+
+    The card is the `README.md` of the folder that the drafter was loaded from; else the one that the repository has
+    already; else a new one from what is known (`hf-hyperdflash card` makes one with a benchmark's figures).
+
+    Args:
+        drafter: The drafter.
+        repo_id: The repository, `"org/name"`, made if needed.
+        commit_message: What is committed.
+        commit_description: More about it.
+        private: Whether a new repository is private.
+        token: Of the Hub; the stored one by default.
+        revision: The branch, made if needed.
+        create_pr: Propose the commit instead.
+        max_shard_size: Of one weights file.
+        tags: For the card, beside its own.
+
+    Raises:
+        OSError: If the Hub cannot be reached.
+    """
+    with TemporaryDirectory() as folder, reaching_hub(repo_id):
+        api = HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None and not revision.startswith("refs/"):
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        drafter.save_pretrained(folder, max_shard_size=max_shard_size)
+        source = Path(drafter.name_or_path or "")
+        if drafter.name_or_path and source.is_dir():
+            for name in set(_FROM_ITS_FOLDER) & set(drafter_files(source)):
+                shutil.copyfile(source / name, Path(folder) / name)
+        is_new = not api.file_exists(repo_id, "README.md", revision=revision)
+        if is_new and not (Path(folder) / "README.md").exists():
+            drafter_card(folder, repo_id=repo_id, tags=tags).save(Path(folder) / "README.md")
+        return api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            allow_patterns=drafter_files(folder),
+            commit_message=commit_message or "Upload HyperDFlash drafter",
+            commit_description=commit_description,
+            revision=revision,
+            create_pr=create_pr,
+        )
 
 
 def drafter_files(folder: str | os.PathLike) -> list[str]:
@@ -32,9 +87,19 @@ def drafter_files(folder: str | os.PathLike) -> list[str]:
     folder = Path(folder)
     names = {
         "config.json", SAFE_WEIGHTS_INDEX_NAME, *weight_files(folder), "adapter_config.json", "adapter_model.safetensors",
-        *(path.name for path in code_files()), RECIPE_FILE, *PAPERS,
+        *code_names(folder), RECIPE_FILE, *_FROM_ITS_FOLDER,
     }  # fmt: skip
     return sorted(name for name in names if (folder / name).is_file() and not _is_linked(folder, name))
+
+
+def code_names(folder: Path) -> set[str]:
+    """Names of the modules that a saved drafter's configuration names, and of all that they import."""
+    config = folder / "config.json"
+    places = json.loads(config.read_text()).get("auto_map") or {} if config.is_file() else {}
+    modules = {folder / f"{place.rpartition('--')[2].partition('.')[0]}.py" for place in places.values()}
+    there = [module for module in modules if module.is_file()]
+    imported = (Path(path) for module in there for path in get_relative_import_files(module))
+    return {path.name for path in [*there, *imported] if path.parent == folder}
 
 
 def _is_linked(folder: Path, name: str) -> bool:

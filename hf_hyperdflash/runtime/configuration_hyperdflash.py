@@ -13,11 +13,10 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
+from .reducers import REDUCERS
 from .version import __version__, series
 
 logger = logging.getLogger(__name__)
-
-REDUCERS = ("hc_gate", "fc", "hybrid", "stream_mean")
 
 # Lowest and highest values: beyond any model, within what can be tried without filling a machine's memory.
 _BOUNDS = {
@@ -246,7 +245,7 @@ class HyperDFlashConfig(PreTrainedConfig):
 
     def _check_reducer(self) -> None:
         if self.reducer not in REDUCERS:
-            raise ValueError(f"`reducer` is {self.reducer!r}, expected one of {REDUCERS}.")
+            raise ValueError(f"`reducer` is {self.reducer!r}, expected one of {tuple(REDUCERS)}.")
         ids = self.target_layer_ids
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
             raise ValueError(
@@ -267,7 +266,7 @@ class HyperDFlashConfig(PreTrainedConfig):
     @property
     def has_gate(self) -> bool:
         """Whether the reducer has a gate to inherit."""
-        return self.reducer in ("hc_gate", "hybrid")
+        return REDUCERS[self.reducer].has_gate
 
     @property
     def num_paths(self) -> int:

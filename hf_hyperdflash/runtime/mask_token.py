@@ -9,10 +9,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from .target_family import TargetFamily
+from .targets import family_of
+
 logger = logging.getLogger(__name__)
 
-# DeepSeek-V4's vocabulary of 129,280 has no mask token; this id is what DeepSeek's own DSpark drafter masks with.
-_V4_VOCAB_SIZE, _V4_MASK_TOKEN = 129280, 128799
 _RESERVED = re.compile(r"reserved|unused|place.?holder", re.IGNORECASE)
 
 
@@ -34,9 +35,10 @@ def find_mask_token(target: PreTrainedModel, tokenizer: Any = None) -> int:
         raise ValueError(
             f"`tokenizer` is {tokenizer!r:.60}, expected a tokenizer: load it with `AutoTokenizer.from_pretrained` first."
         )
-    config = target.config.get_text_config(decoder=True)
+    family = family_of(target)
+    config = family.config
     tokenizer = tokenizer or _tokenizer_of(target)
-    found = next(_candidates(config, tokenizer, _ends(target, config, tokenizer)), None)
+    found = next(_candidates(family, tokenizer, _ends(target, config, tokenizer)), None)
     if found is None:
         raise ValueError(
             f"No mask token was found for the {config.model_type} target's vocabulary of {config.vocab_size} tokens"
@@ -48,13 +50,14 @@ def find_mask_token(target: PreTrainedModel, tokenizer: Any = None) -> int:
     return token
 
 
-def _candidates(config: Any, tokenizer: Any, ends: set[int]) -> Any:
+def _candidates(family: TargetFamily, tokenizer: Any, ends: set[int]) -> Any:
     """Pairs of a token and what it is, the best first."""
     if tokenizer is not None:
         if tokenizer.mask_token_id is not None:
             yield tokenizer.mask_token_id, f"the tokenizer's {tokenizer.mask_token!r}"
-    if config.vocab_size == _V4_VOCAB_SIZE:
-        yield _V4_MASK_TOKEN, "what DeepSeek's own DSpark drafter masks with"
+    config = family.config
+    if family.mask_token_id is not None:
+        yield family.mask_token_id, "the target family's own"
     if tokenizer is not None:
         unused = max(tokenizer.get_vocab().values()) + 1
         if unused < config.vocab_size:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,10 +18,13 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4RotaryEmbedding,
 )
 
-from .decoding import SpeculationStats
+from .configuration_mtp import DeepseekV4MTPConfig
+from .drafter import SavedDrafter
 from .mtp_checkpoint import PREFIX, MTPCheckpoint
-from .targets import bind, check_fit, check_is_target, describe, embed, logits_of, unbind
-from .weights import check_finite, check_source, load_complete, named_dtype
+from .sampling import DraftSampler
+from .targets import family_of
+from .tree import DraftTree
+from .weights import check_finite, check_source, drafter_kind, named_dtype
 
 # Our names and DeepSeek's, by prefix, the first that matches; experts, one tensor each there, are handled apart.
 _DEEPSEEK_NAMES = [
@@ -77,7 +79,7 @@ class MTPContext:
         return full, full
 
 
-class DeepseekV4MTPDrafter(DeepseekV4PreTrainedModel):
+class DeepseekV4MTPDrafter(SavedDrafter, DeepseekV4PreTrainedModel):
     """Drafts one token at a time from the target's pre-collapse residual with the block that V4 was trained with.
 
     The block's entry `t` is made of the residual after token `t` and the embedding of token `t + 1`; the LM head reads
@@ -91,8 +93,8 @@ class DeepseekV4MTPDrafter(DeepseekV4PreTrainedModel):
             mixture of experts with learned routing. It is copied, not changed.
     """
 
-    config: DeepseekV4Config
-    config_class = DeepseekV4Config
+    config: DeepseekV4MTPConfig
+    config_class = DeepseekV4MTPConfig
     base_model_prefix = "mtp"
     target_layer_ids = [-1]  # reads the residual after the last layer, before it is collapsed
     _is_stateful = False  # one sliding window: nothing in it that could not be rewound
@@ -100,16 +102,15 @@ class DeepseekV4MTPDrafter(DeepseekV4PreTrainedModel):
     _keys_to_ignore_on_load_unexpected: list[str] = []
 
     def __init__(self, config: DeepseekV4Config) -> None:
-        super().__init__(_one_block(config))
+        is_block = isinstance(config, DeepseekV4MTPConfig)
+        super().__init__(config if is_block else DeepseekV4MTPConfig.of_target(config))
         hidden, eps = self.config.hidden_size, self.config.rms_norm_eps
         self.e_proj, self.h_proj = nn.Linear(hidden, hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
         self.enorm, self.hnorm, self.norm = (DeepseekV4RMSNorm(hidden, eps) for _ in range(3))
         self.block = DeepseekV4DecoderLayer(self.config, layer_idx=0)
         self.hc_head = DeepseekV4HyperHead(self.config)
         self.rotary_emb = DeepseekV4RotaryEmbedding(self.config)
-        self._num_draft_tokens = 3
-        self.last_stats: SpeculationStats | None = None
-        self.synchronize_timing = False
+        self.num_draft_tokens = 3
         self.post_init()
 
     @classmethod
@@ -140,7 +141,7 @@ class DeepseekV4MTPDrafter(DeepseekV4PreTrainedModel):
         """
         hub_kwargs["revision"], dtype = revision, named_dtype(dtype)
         if isinstance(target, PreTrainedModel):
-            describe(target)  # says what a target is, if it is none
+            family_of(target)  # says what a target is, if it is none
             head = target.get_output_embeddings().weight
             config = target.config.get_text_config(decoder=True)
             name, dtype = config._name_or_path, dtype or head.dtype
@@ -149,7 +150,8 @@ class DeepseekV4MTPDrafter(DeepseekV4PreTrainedModel):
         else:
             check_source(target)
             name = str(target)
-            check_is_target(name)
+            if kind := drafter_kind(PreTrainedConfig.get_config_dict(name)[0]):
+                raise ValueError(f"{name} is {kind}, expected a target: pass the DeepSeek-V4 that it drafts for.")
             config = AutoConfig.from_pretrained(name, **hub_kwargs)
             dtype = dtype or config.dtype or torch.bfloat16
         _check_model_type(config, name)
@@ -160,7 +162,7 @@ class DeepseekV4MTPDrafter(DeepseekV4PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a drafter that `save_pretrained` wrote, whole and in safetensors ([`~runtime.weights.load_complete`]).
+        """Load a drafter that `save_pretrained` wrote, whole and in safetensors ([`~weights.load_complete`]).
 
         Raises:
             ValueError: If it is a target or another model, or its tensors are not the block's.
@@ -175,7 +177,7 @@ class DeepseekV4MTPDrafter(DeepseekV4PreTrainedModel):
                     f"{pretrained_model_name_or_path} is no drafter but a target, a {made[0]}. Its own MTP block is loaded by "
                     "`DeepseekV4MTPDrafter.from_target(...)`, or by `--mtp` of `hf-hyperdflash benchmark`."
                 )
-        return load_complete(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -310,66 +312,38 @@ class DeepseekV4MTPDrafter(DeepseekV4PreTrainedModel):
         context.streams = streams[:, -1:].clone()  # not a view that keeps the rest alive
 
     @torch.no_grad()
-    def draft(
+    def propose(
         self,
         target: PreTrainedModel,
         context: MTPContext,
         ids: torch.Tensor,
         position_ids: torch.Tensor,
         count: int,
-        choose: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
-        """Draft the tokens after `ids`, one by one; the context stays as it was.
-
-        Args:
-            target: The target, for its embedding and LM head.
-            context: Holds all of `ids` but the last token, whose embedding [`extend`] has seen. Nothing is drafted
-                from an empty one.
-            ids: `[1, seq]`, the accepted tokens.
-            position_ids: `[1, seq]`, their true positions.
-            count: How many tokens to draft.
-            choose: Called `count` times: logits `[1, 1, config.vocab_size]`, float32, on `ids`' device, to the token
-                drafted from them, `[1, 1]`.
-        """
-        if context.streams is None or count < 1:
-            return
-        ahead = copy.copy(context)
-        streams = context.streams
-        token = choose(self._logits(target, streams).to(ids.device))
+        sampler: DraftSampler,
+    ) -> DraftTree:
+        """Draft the tokens after `ids` one by one, nothing from an empty context."""
+        if context.streams is None:
+            return DraftTree.chain(ids.new_empty(0))
+        ahead, streams, tokens, q = copy.copy(context), context.streams, [], []
         steps = torch.arange(count - 1, device=self.device)
         cos, sin = self._rotary(streams, position_ids[:, -1:].to(self.device) + steps)
-        for k in range(count - 1):
-            rotary = cos[:, k : k + 1], sin[:, k : k + 1]
-            streams = self(streams, self._embed(target, token), past_key_values=ahead, rotary=rotary)
-            token = choose(self._logits(target, streams).to(ids.device))
+        for k in range(count):
+            if k:
+                rotary = cos[:, k - 1 : k], sin[:, k - 1 : k]
+                streams = self(streams, self._embed(target, ids[:, -1:]), past_key_values=ahead, rotary=rotary)
+            token, drawn_from = sampler.draw(ids, self._logits(target, streams)[:, 0])
+            ids = torch.cat([ids, token[:, None]], dim=1)
+            tokens.append(token)
+            q.append(drawn_from)
+        return DraftTree.chain(torch.cat(tokens), q if sampler.do_sample else None)
 
     def _embed(self, target: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-        return embed(target, ids).to(self.device)
+        return family_of(target).embed(ids).to(self.device)
 
     def _logits(self, target: PreTrainedModel, streams: torch.Tensor) -> torch.Tensor:
-        return logits_of(target, self.collapse(streams)).float()
+        return family_of(target).logits(self.collapse(streams)).float()
 
-    @property
-    def num_draft_tokens(self) -> int:
-        """Tokens drafted per round at inference."""
-        return self._num_draft_tokens
-
-    @num_draft_tokens.setter
-    def num_draft_tokens(self, value: int) -> None:
-        self._num_draft_tokens = self.check_num_draft_tokens(value)
-
-    def check_num_draft_tokens(self, value: int) -> int:
-        """Return `value` if this drafter can draft that many tokens per round: any number can be asked of it.
-
-        Raises:
-            ValueError: If `value` is not an integer of at least 1.
-        """
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(
-                f"The MTP drafter cannot draft {value!r} tokens a round: expected an integer of at least 1. Pass 1 to 6: "
-                "the block was trained for one step, and each further one is accepted less often."
-            )
-        return value
+    _about_drafts = ": 1 to 6, as the block was trained for one step, and each further one is accepted less often"
 
     # Use with a target
 
@@ -379,30 +353,15 @@ class DeepseekV4MTPDrafter(DeepseekV4PreTrainedModel):
         Raises:
             ValueError: Naming both values, if they cannot work together.
         """
-        facts = describe(target)
-        for what in ("vocab_size", "hidden_size", "hc_mult"):
-            drafters, targets = getattr(self.config, what), getattr(facts, what)
+        family = family_of(target)
+        targets_sizes = (family.config.vocab_size, family.config.hidden_size, family.paths)
+        for what, targets in zip(("vocab_size", "hidden_size", "hc_mult"), targets_sizes):
+            drafters = getattr(self.config, what)
             if drafters != targets:
                 raise ValueError(
                     f"The MTP drafter is of a model with `{what}` {drafters}, but this target's is {targets}. Load the "
                     "target's own with `DeepseekV4MTPDrafter.from_target(target)`."
                 )
-
-    def bind(self, target: PreTrainedModel) -> None:
-        """Check that the drafter fits `target` and prepare that one instance for assisted generation.
-
-        Afterwards `target.generate(**inputs, assistant_model=drafter)` drafts with this drafter. Only that instance
-        changes: its class, to a subclass, and hooks on its layers that are silent outside our forwards; [`unbind`] restores it.
-
-        Raises:
-            ValueError: If drafter and target do not fit, naming both values.
-        """
-        check_fit(target, self)
-        bind(target)
-
-    def unbind(self, target: PreTrainedModel) -> None:
-        """Give `target` its own class back."""
-        unbind(target)
 
 
 def sliding_mask(queries: int, past: int, window: int, like: torch.Tensor) -> torch.Tensor | None:
@@ -426,20 +385,6 @@ def sliding_mask(queries: int, past: int, window: int, like: torch.Tensor) -> to
 
 
 # Configuration
-
-
-def _one_block(config: DeepseekV4Config) -> DeepseekV4Config:
-    """A copy of a target's configuration for its MTP block alone; such a copy itself is returned as it is."""
-    block = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]}
-    if all(getattr(config, name) == value for name, value in block.items()):
-        return config
-    config = copy.deepcopy(config)
-    for name, value in block.items():
-        setattr(config, name, value)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # our weights are dequantized
-    config._experts_implementation = None  # the target's may be for quantized experts only
-    return config
 
 
 def _check_model_type(config: Any, name: str) -> None:

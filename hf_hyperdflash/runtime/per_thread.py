@@ -7,7 +7,7 @@ meanwhile. So ours are put on once, when a target is bound, and ask here what th
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
@@ -29,15 +29,25 @@ class PerThread(Generic[T]):
         """This thread's values, the innermost last."""
         return self._values.get(threading.get_ident(), ())
 
+    def add(self, value: T) -> Callable[[], None]:
+        """Let this thread have one more value, until what is returned is called."""
+        thread = threading.get_ident()
+        self._values[thread] = (*self.here, value)
+
+        def remove() -> None:
+            rest = tuple(other for other in self._values.get(thread, ()) if other is not value)
+            if rest:
+                self._values[thread] = rest
+            else:
+                self._values.pop(thread, None)
+
+        return remove
+
     @contextmanager
     def holding(self, value: T) -> Iterator[T]:
         """Let this thread have one more value inside the context."""
-        thread, outer = threading.get_ident(), self.here
-        self._values[thread] = (*outer, value)
+        remove = self.add(value)
         try:
             yield value
         finally:
-            if outer:
-                self._values[thread] = outer
-            else:
-                del self._values[thread]
+            remove()

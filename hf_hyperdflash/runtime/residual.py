@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,18 +15,29 @@ from torch.utils.hooks import RemovableHandle
 from .per_thread import PerThread
 
 
-class _Reading:
-    """What one thread reads: a tensor per forward, from the layers that it wants."""
+class Reading:
+    """What one thread reads: a tensor per forward, from the layers that it wants.
 
-    def __init__(self, wanted: list[int]) -> None:
-        self.wanted = wanted
+    Args:
+        wanted: Those layers, ascending.
+        most: How many forwards are kept until somebody takes them; the first ones.
+
+    Attributes:
+        captured: `[batch, seq, paths, config.hidden_size]` of every forward.
+    """
+
+    def __init__(self, wanted: list[int], most: float = math.inf) -> None:
+        self.wanted, self.most = wanted, most
         self.captured: list[torch.Tensor] = []
         self._passed: dict[int, torch.Tensor] = {}
 
     def take(self, layer: int, residual: torch.Tensor) -> None:
+        """A layer's output, if it is wanted."""
+        if len(self.captured) >= self.most:
+            return
         if layer in self.wanted:
             self._passed[layer] = residual
-        if layer == max(self.wanted):
+        if layer == self.wanted[-1]:
             parts = [self._passed[i].to(residual.device) for i in self.wanted]
             self.captured.append(torch.cat(parts, dim=2) if len(parts) > 1 else parts[0])
             self._passed.clear()
@@ -40,29 +52,33 @@ class ResidualTap:
     """
 
     def __init__(self, layers: nn.ModuleList, paths: int) -> None:
-        self._readings: PerThread[_Reading] = PerThread()
+        self.readings: PerThread[Reading] = PerThread()
         self._last = len(layers) - 1
         self.handles: list[RemovableHandle] = [
-            layer.register_forward_hook(partial(_leaving, self._readings, i, paths)) for i, layer in enumerate(layers)
+            layer.register_forward_hook(partial(_leaving, self.readings, i, paths)) for i, layer in enumerate(layers)
         ]
+
+    def reader(self, target_layer_ids: Sequence[int], most: float = math.inf) -> Reading:
+        """To be held by `readings` while forwards run."""
+        return Reading([self._last if i == -1 else i for i in target_layer_ids], most)
 
     @contextmanager
     def reading(self, target_layer_ids: Sequence[int]) -> Iterator[list[torch.Tensor]]:
-        """As [`~runtime.targets.capture_residual`]."""
+        """As [`~binding.capture_residual`]."""
         if not target_layer_ids:
             yield []
             return
-        with self._readings.holding(_Reading([self._last if i == -1 else i for i in target_layer_ids])) as reading:
+        with self.readings.holding(self.reader(target_layer_ids)) as reading:
             yield reading.captured
 
 
-def _leaving(readings: PerThread[_Reading], layer: int, paths: int, module: nn.Module, args: Any, output: Any) -> None:
+def _leaving(readings: PerThread[Reading], layer: int, paths: int, module: nn.Module, args: Any, output: Any) -> None:
     if readings:  # apart from what follows, so that a compiled layer that nobody reads stays one graph
         _hand_out(readings, layer, paths, output)
 
 
 @torch.compiler.disable  # a compiled layer leaves its graph here
-def _hand_out(readings: PerThread[_Reading], layer: int, paths: int, output: Any) -> None:
+def _hand_out(readings: PerThread[Reading], layer: int, paths: int, output: Any) -> None:
     for reading in readings.here:
         residual = output[0] if isinstance(output, tuple) else output
         reading.take(layer, residual.unflatten(2, (paths, -1)) if residual.ndim == 3 else residual)

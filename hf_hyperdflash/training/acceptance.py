@@ -14,8 +14,9 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..runtime.decoding import SpeculationStats
-from ..runtime.targets import bind, is_bound, unbind
+from ..runtime.binding import bind, unbind
+from ..runtime.stats import SpeculationStats
+from ..runtime.targets import is_bound
 
 # One token by the prefill, one draft, one by the target: the least that has a verification round.
 _MIN_NEW_TOKENS = 3

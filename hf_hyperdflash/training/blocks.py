@@ -9,25 +9,6 @@ import torch
 from .losses import IGNORE_INDEX
 
 
-def block_inputs(
-    tokens: torch.Tensor, positions: torch.Tensor, block_size: int, mask_token_id: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A drafter's input: each anchor followed by mask tokens, at consecutive positions (section 2.1).
-
-    Args:
-        tokens: The anchors' token ids, `[batch, anchors]`.
-        positions: Their true positions, `[batch, anchors]`.
-        block_size: Slots per block, the anchor's included.
-        mask_token_id: Stands at every draft position.
-
-    Returns:
-        Token ids and positions, `[batch, anchors * block_size]` each.
-    """
-    masks = tokens.new_full((*tokens.shape, block_size - 1), mask_token_id)
-    steps = torch.arange(block_size, device=positions.device)
-    return torch.cat([tokens.unsqueeze(-1), masks], dim=-1).flatten(1), (positions.unsqueeze(-1) + steps).flatten(1)
-
-
 def anchor_candidates(loss_mask: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
     """Where a block can start, `[batch, seq]`: at supervised tokens followed by a supervised token of the same document.
 

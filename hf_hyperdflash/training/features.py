@@ -23,7 +23,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..runtime.targets import capture_residual, describe
+from ..runtime.binding import capture_residual
+from ..runtime.targets import family_of
 from .fingerprint import config_fields, target_fingerprint
 from .locking import only_writer
 
@@ -114,7 +115,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """
 
     def __init__(self, directory: str | os.PathLike[str], target: PreTrainedModel) -> None:
-        describe(target)  # which says what a target is, if it is none
+        family_of(target)  # which says what a target is, if it is none
         self._open(_folder(directory), _identity(target))
 
     def _open(self, directory: Path, identity: dict[str, Any]) -> None:
@@ -252,8 +253,8 @@ def estimate_size(
     Raises:
         ValueError: If it is no target or `dtype` is unknown.
     """
-    facts = describe(target)
-    return _size(len(target_layer_ids) * facts.hc_mult, facts.hidden_size, _known(dtype), rows, tokens)
+    family = family_of(target)
+    return _size(len(target_layer_ids) * family.paths, family.config.hidden_size, _known(dtype), rows, tokens)
 
 
 def _known(dtype: str) -> str:
@@ -286,15 +287,15 @@ def _plan(
     rows: Rows, target: PreTrainedModel, dtype: str, target_layer_ids: Sequence[int]
 ) -> tuple[dict[str, Any], list[int]]:
     """The index of a cache that has no shards yet, and the rows' lengths."""
-    facts, dtype = describe(target), _known(dtype)
-    lengths, digest = _scan(rows, facts.vocab_size)
+    family, dtype = family_of(target), _known(dtype)
+    lengths, digest = _scan(rows, family.config.vocab_size)
     plan = {
         "version": _FORMAT,
         "target": _identity(target),
         "dtype": dtype,
         "target_layer_ids": list(target_layer_ids),
-        "hc_mult": facts.hc_mult,
-        "hidden_size": facts.hidden_size,
+        "hc_mult": family.paths,
+        "hidden_size": family.config.hidden_size,
         "rows": len(lengths),
         "tokens": sum(lengths),
         "rows_sha256": digest,

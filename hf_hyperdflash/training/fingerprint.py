@@ -12,7 +12,7 @@ from accelerate.utils import align_module_device
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..runtime.targets import collapse_of
+from ..runtime.targets import family_of
 
 # Where a model comes from, what it returns and when it stops: no residual depends on these fields of a configuration.
 # All others count, so that those of models to come do. How many layers there are, the weights' names tell.
@@ -84,7 +84,7 @@ def module_fingerprint(module: nn.Module) -> str:
 
 
 def _weights_of(target: PreTrainedModel) -> dict[str, str]:
-    roots = (*collapse_of(target).modules, target.get_input_embeddings(), target.get_output_embeddings())
+    roots = (*family_of(target).collapse_modules, target.get_input_embeddings(), target.get_output_embeddings())
     heads = {id(module) for root in roots for module in root.modules()}
     parts: dict[str, list[str]] = {"head": [], "body": []}
     for module, digest in _digests(target):

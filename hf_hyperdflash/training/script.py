@@ -15,9 +15,8 @@ from transformers import HfArgumentParser, ProgressCallback
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..hub.cards import TRAINING_RECORD
-from ..loading import check_drafter, check_target, load_tokenizer, readable
+from ..loading import check_drafter, check_target, load_target, load_tokenizer, readable
 from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
-from ..runtime.targets import load_target
 from .acceptance import AcceptanceCallback
 from .arguments import HyperDFlashTrainingArguments
 from .checkpoints import last_whole, share_modes, to_resume

@@ -19,14 +19,15 @@ from transformers.utils.hub import PushInProgress
 from ..hub.cards import drafter_card
 from ..hub.publish import drafter_files, reaching_hub
 from ..runtime.configuration_hyperdflash import HyperDFlashConfig
-from ..runtime.decoding import SpeculationStats
-from ..runtime.targets import check_pair, check_teacher, embed, is_hyperdflash, logits_of, teacher_states
+from ..runtime.layers import block_inputs
+from ..runtime.modeling_hyperdflash import check_pair
+from ..runtime.stats import SpeculationStats
+from ..runtime.targets import family_of
 from ..runtime.weights import not_finite
 from .arguments import HyperDFlashTrainingArguments
 from .blocks import (
     anchor_candidates,
     anchor_seeds,
-    block_inputs,
     block_labels,
     block_mask,
     every_anchor,
@@ -37,6 +38,7 @@ from .checkpoints import last_whole, share_modes, to_resume
 from .data import prepare_dataset
 from .features import FeatureCache, residual_of
 from .losses import IGNORE_INDEX, DrafterLoss, chunked_drafter_loss, loss_counts, position_weights
+from .teacher import check_teacher, teacher_states
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +105,7 @@ def draft_states(
         config.mask_token_id,
     )  # fmt: skip
     with torch.no_grad():
-        embeds = embed(target, tokens)
+        embeds = family_of(target).embed(tokens)
     hidden = drafter(
         embeds,
         positions,
@@ -158,7 +160,7 @@ class HyperDFlashTrainer(Trainer):
         args = args or HyperDFlashTrainingArguments(output_dir="hyperdflash-drafter")
         if not isinstance(args, HyperDFlashTrainingArguments):
             raise ValueError(f"`args` is a {type(args).__name__}: pass HyperDFlashTrainingArguments.")
-        if not is_hyperdflash(model):
+        if getattr(getattr(model, "config", None), "model_type", None) != HyperDFlashConfig.model_type:
             raise ValueError(
                 f"`model` is a {type(model).__name__}, expected a HyperDFlashDrafter. Make one with "
                 "`HyperDFlashDrafter.from_target(target)` and pass the target as `target`."
@@ -284,7 +286,7 @@ class HyperDFlashTrainer(Trainer):
         return states.to(residual.device).view(-1, self.args.kl_positions, states.shape[-1])
 
     def _head(self, states: torch.Tensor) -> torch.Tensor:
-        return logits_of(self.target, states).to(states.device)
+        return family_of(self.target).logits(states).to(states.device)
 
     def _weights(self, labels: torch.Tensor) -> torch.Tensor | None:
         weights = position_weights(self._drafts, self.args.loss_decay)

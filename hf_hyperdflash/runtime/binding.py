@@ -1,0 +1,288 @@
+"""Binding: one target instance, made ready for assisted generation and given back as it was."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
+
+from .candidates import DraftCandidateGenerator
+from .decoding import speculative_decoding
+from .request import check_request, check_stock_assistance, drafts_asked
+from .residual import ResidualTap
+from .target_family import TargetFamily
+from .targets import family_of, is_bound, is_drafter
+from .version import __version__, series
+
+# `bind` and `unbind` change a target as a whole, and each drafter is checked once for a target that is bound.
+_BINDING = threading.Lock()
+_fitting: WeakKeyDictionary[PreTrainedModel, WeakSet[Any]] = WeakKeyDictionary()
+
+if TYPE_CHECKING:
+    _Mixed = PreTrainedModel  # what `bind` mixes `BoundTarget` into
+else:
+    _Mixed = object
+
+
+class Binding:
+    """What hangs on a bound target, from [`bind`] to [`unbind`]. Plain forwards run as if it were not there.
+
+    Args:
+        family: The target, as one of its family.
+    """
+
+    def __init__(self, family: TargetFamily) -> None:
+        self.family = family
+        self.residual = ResidualTap(family.layers, family.paths)
+        self.handles = [*self.residual.handles, *family.put_on_hooks()]
+
+    @contextmanager
+    def own_forward(self, target_layer_ids: Sequence[int], is_round: bool = False) -> Iterator[list[torch.Tensor]]:
+        """Run one forward of ours inside: what others run on the target, logits processors for example, is not seen.
+
+        Args:
+            target_layer_ids: Whose residual paths to read, as in [`capture_residual`].
+            is_round: Whether it verifies drafts, of consecutive positions, or runs a prompt.
+
+        Yields:
+            A list to which the forward adds its residual paths.
+        """
+        with self.family.verifying() if is_round else nullcontext(), self.residual.reading(target_layer_ids) as read:
+            yield read
+
+
+class BoundTarget(_Mixed):
+    """Mixed into the class of one target instance by [`bind`]: rewindable caches and HyperDFlash drafting.
+
+    Attributes:
+        bound_by: Version of this code; [`is_bound`] looks for it.
+        hyperdflash_binding: From [`bind`] to [`unbind`].
+    """
+
+    _is_stateful = False  # what stock transformers refuses assisted generation for: our caches can rewind
+    bound_by = __version__
+    hyperdflash_binding: Binding
+
+    def _prepare_generation_config(
+        self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any
+    ) -> tuple[GenerationConfig, dict[str, Any]]:
+        asked = [
+            kwargs.get("num_assistant_tokens"),
+            drafts_asked(generation_config),
+            drafts_asked(self.generation_config),
+        ]
+        config, model_kwargs = super()._prepare_generation_config(  # type: ignore[misc]
+            generation_config, *args, **kwargs
+        )
+        config._numdrafts_asked = next((count for count in asked if count is not None), None)
+        return config, model_kwargs
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        is_rewound = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
+        if is_rewound and generation_config.cache_implementation not in (None, "dynamic", "offloaded"):
+            raise ValueError(
+                f"`cache_implementation` is {generation_config.cache_implementation!r}, but assisted generation has to "
+                "rewind its cache: leave it out, or use 'dynamic' or 'offloaded'."
+            )
+        super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, generation_mode, *args, **kwargs
+        )
+        cache = model_kwargs.get("past_key_values")
+        if is_rewound and isinstance(cache, Cache):  # plain decoding keeps the stock layers
+            most = generation_config.prompt_lookup_num_tokens, generation_config.num_assistant_tokens
+            counts = [count for count in most if isinstance(count, int)]  # what else is asked for is refused later
+            self.hyperdflash_binding.family.make_rewindable(cache, max(counts, default=0))
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
+
+    def _assisted_decoding(
+        self,
+        input_ids: torch.LongTensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        inputs_tensor: torch.Tensor | None = None,
+        assistant_model: Any = None,
+        assistant_tokenizer: Any = None,
+        tokenizer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        if is_drafter(assistant_model):
+            check_request(input_ids, generation_config, synced_gpus, model_kwargs)
+            num_drafts = self._prepare_drafting(assistant_model, generation_config, model_kwargs)
+            return speculative_decoding(
+                self,
+                assistant_model,
+                input_ids,
+                num_drafts,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                streamer=streamer,
+                model_kwargs=model_kwargs,
+            )
+        check_stock_assistance(assistant_model, model_kwargs)
+        return super()._assisted_decoding(  # type: ignore[misc]
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            inputs_tensor=inputs_tensor,
+            assistant_model=assistant_model,
+            assistant_tokenizer=assistant_tokenizer,
+            tokenizer=tokenizer,
+            **model_kwargs,
+        )
+
+    def _get_candidate_generator(self, *args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
+        """For transformers' loop and loops of one's own: [`~candidates.DraftCandidateGenerator`]."""
+        if not is_drafter(assistant_model):
+            return super()._get_candidate_generator(  # type: ignore[misc]
+                *args, assistant_model=assistant_model, **kwargs
+            )
+        config, model_kwargs = kwargs["generation_config"], kwargs["model_kwargs"]
+        num_drafts = self._prepare_drafting(assistant_model, config, model_kwargs)
+        return DraftCandidateGenerator(self, assistant_model, num_drafts, config, kwargs.get("logits_processor"))
+
+    def _prepare_drafting(self, drafter: Any, config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
+        """Check the pair, make the cache ready, and tell how many tokens to draft a round."""
+        check_fit(cast(PreTrainedModel, self), drafter)
+        asked = getattr(config, "_num_drafts_asked", None)
+        num_drafts = drafter.num_draft_tokens if asked is None else drafter.check_num_draft_tokens(asked)
+        self.hyperdflash_binding.family.make_rewindable(model_kwargs["past_key_values"], num_drafts)
+        return num_drafts
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # The bound class exists only in memory: copies and pickles are rebuilt from the class it was made of.
+        state = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))[2:]
+        return _new_bound, (_unbound_class(type(self)),), *state
+
+
+def bind(target: PreTrainedModel) -> PreTrainedModel:
+    """Prepare one target instance for assisted generation: its class becomes a subclass that can rewind its cache.
+
+    Its layers get hooks that are silent outside our own forwards. Nothing else about the target changes, and [`unbind`]
+    undoes both. `drafter.bind(target)` does the same after checking the pair. Needed without a drafter for transformers'
+    own assisted modes (prompt lookup, a second V4 as assistant: bind that one too).
+
+    Raises:
+        ValueError: If it is no target (see [`~targets.family_of`]), its cache cannot be rewound, or code of another
+            version has bound it.
+    """
+    family = family_of(target)
+    stuck = family.layer_kinds - family.rewindable_kinds
+    if getattr(target, "_is_stateful", False) and stuck:
+        raise ValueError(
+            f"A {type(target).__name__} has layers ({', '.join(sorted(stuck))}) with a running state that cannot be "
+            "rewound, so drafts that the target rejects could not be taken back. Use a target whose layers are of these "
+            f"kinds: {', '.join(sorted(family.rewindable_kinds))}."
+        )
+    with _BINDING:
+        bound_by = getattr(type(target), "bound_by", None)
+        if bound_by is None:
+            vars(target)["hyperdflash_binding"] = Binding(family)
+            target.__class__ = _bound_class(cast(type, type(target)))
+        elif series(bound_by) != series(__version__):
+            raise ValueError(
+                f"The target is bound by hf_hyperdflash {bound_by}, and this is {__version__}, which may not fit. `unbind` "
+                "the target first."
+            )
+    return target
+
+
+def unbind(target: PreTrainedModel) -> PreTrainedModel:
+    """Give a bound target its own class back; a target that is not bound stays as it is.
+
+    Raises:
+        ValueError: If the instance's class was changed again after binding (by FSDP2, for example).
+    """
+    with _BINDING:
+        if is_bound(target):
+            own = _unbound_class(type(target))
+            if type(target).__mro__[2] is not own:
+                raise ValueError(
+                    f"The class of this target was changed again after binding, to {type(target).__mro__[0]}. Undo that "
+                    "first."
+                )
+            for handle in vars(target).pop("hyperdflash_binding").handles:
+                handle.remove()
+            target.__class__ = own
+            _fitting.pop(target, None)
+    return target
+
+
+def check_fit(target: PreTrainedModel, drafter: Any) -> None:
+    """Check that a drafter fits a target, once for as long as the target is bound.
+
+    Raises:
+        ValueError: Naming both values, if they do not fit.
+    """
+    family_of(target)  # what is no target has no place to remember it at
+    fitting = _fitting.setdefault(target, WeakSet())
+    if drafter not in fitting:
+        drafter.check_target(target)
+        fitting.add(drafter)
+
+
+@contextmanager
+def capture_residual(target: PreTrainedModel, target_layer_ids: Sequence[int] = (-1,)) -> Iterator[list[torch.Tensor]]:
+    """Collect the residual paths of every forward that this thread runs inside the context.
+
+    Args:
+        target: The target. One that is not bound gets hooks for the time, which torch does not expect to go while
+            another thread runs it: bind it where several threads do.
+        target_layer_ids: After which layers: -1 is the last, whose paths are the pre-collapse residual. Empty
+            for nothing.
+
+    Yields:
+        A list that grows by one tensor per forward, `[batch, seq, paths, config.hidden_size]` with `config.hc_mult`
+        paths per layer, in the order of `target_layer_ids`.
+    """
+    if is_bound(target):
+        with cast(BoundTarget, target).hyperdflash_binding.residual.reading(target_layer_ids) as captured:
+            yield captured
+        return
+    family = family_of(target)
+    tap = ResidualTap(family.layers, family.paths)
+    try:
+        with tap.reading(target_layer_ids) as captured:
+            yield captured
+    finally:
+        for handle in tap.handles:
+            handle.remove()
+
+
+@functools.cache
+def _bound_class(own: type) -> type:
+    # The same name: `save_pretrained` writes it to the checkpoint as its architecture.
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    return type(own.__name__, (BoundTarget, own), names)
+
+
+def _unbound_class(bound: type) -> type:
+    mro = bound.__mro__
+    return next(after for mixed, after in pairwise(mro) if "bound_by" in vars(mixed))
+
+
+def _new_bound(own: type) -> Any:
+    return object.__new__(_bound_class(own))

@@ -1,0 +1,253 @@
+"""What a drafter is: the few methods that the loop asks for, and what all drafters have in common."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import get_relative_import_files
+
+from .binding import bind, check_fit, unbind
+from .recipe import RECIPE
+from .sampling import DraftSampler
+from .stats import SpeculationStats
+from .tree import DraftTree
+from .version import __version__
+from .weights import load_complete
+
+RECIPE_FILE = "custom_generate/generate.py"
+# What `save_pretrained(push_to_hub=True)` may be given besides.
+_PUSHING = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
+
+
+class Drafter:
+    """Drafts for a target: `drafter.bind(target)` once, then `target.generate(**inputs, assistant_model=drafter)`.
+
+    A drafter is a subclass with [`propose`] and, if it reads the target, `target_layer_ids` and [`extend`]. Several
+    threads may draft with one: what belongs to a sequence is in its context, which [`new_context`] makes.
+
+    Attributes:
+        target_layer_ids: Whose residual paths it reads, as in [`~binding.capture_residual`]; empty for none.
+        max_draft_tokens: The most tokens that one round can draft; `None` for any number.
+    """
+
+    target_layer_ids: Sequence[int] = ()
+    max_draft_tokens: int | None = None
+
+    # What a drafter does
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Raise a `ValueError` that names both values if the drafter does not fit `target`."""
+
+    def new_context(self) -> Any:
+        """State of one sequence, with an attribute `end`: tokens of the sequence that were taken in."""
+        return SeenTokens()
+
+    def extend(
+        self,
+        target: PreTrainedModel,
+        context: Any,
+        residual: torch.Tensor,
+        position_ids: torch.Tensor,
+        next_ids: torch.Tensor,
+    ) -> None:
+        """Take in accepted tokens.
+
+        Args:
+            target: The target, for its embedding.
+            context: Of the sequence; changed.
+            residual: `[1, new, paths, config.hidden_size]` of `target_layer_ids`, `None` if they are empty.
+            position_ids: The tokens' true positions, `[1, new]`.
+            next_ids: The token that follows each, `[1, new]`.
+        """
+
+    def propose(
+        self,
+        target: PreTrainedModel,
+        context: Any,
+        ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        count: int,
+        sampler: DraftSampler,
+    ) -> DraftTree:
+        """Draft up to `count` tokens after the anchor; the context stays as it was.
+
+        Args:
+            target: The target, for its embedding and LM head.
+            context: Of the sequence; holds all of `ids` but the anchor.
+            ids: `[1, seq]`, the accepted tokens, the anchor last.
+            position_ids: `[1, seq]`, their true positions.
+            count: How many.
+            sampler: Draws tokens as the request asks for.
+        """
+        raise NotImplementedError(f"A {type(self).__name__} has no `propose`.")
+
+    def observe(self, context: Any, tree: DraftTree, logits: torch.Tensor, accepted: list[int]) -> None:
+        """Hear what the target said about a round: for drafters that learn while they serve.
+
+        Args:
+            context: Of the sequence.
+            tree: What was drafted.
+            logits: The target's, after the anchor and after each node, `[nodes + 1, config.vocab_size]`, float32.
+            accepted: Nodes from the anchor on.
+        """
+
+    # Use with a target
+
+    def bind(self, target: PreTrainedModel) -> None:
+        """Check that the drafter fits `target` and prepare that one instance for assisted generation.
+
+        Afterwards `target.generate(**inputs, assistant_model=drafter)` drafts with this drafter. Only that instance
+        changes: its class, to a subclass, and hooks on its layers that are silent outside our forwards; [`unbind`]
+        restores it.
+
+        Raises:
+            ValueError: If drafter and target do not fit, naming both values.
+        """
+        check_fit(target, self)
+        bind(target)
+
+    def unbind(self, target: PreTrainedModel) -> None:
+        """Give `target` its own class back."""
+        unbind(target)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens drafted per round, where `generate` is not told (`num_assistant_tokens`)."""
+        return vars(self).get("_num_draft_tokens") or self.max_draft_tokens or 1
+
+    @num_draft_tokens.setter
+    def num_draft_tokens(self, value: int) -> None:
+        vars(self)["_num_draft_tokens"] = self.check_num_draft_tokens(value)
+
+    def check_num_draft_tokens(self, value: int) -> int:
+        """Return `value` if this drafter can draft that many tokens per round.
+
+        Raises:
+            ValueError: If not.
+        """
+        if type(value) is int and 1 <= value <= (self.max_draft_tokens or value):
+            return value
+        expected = f"1 to {self.max_draft_tokens}" if self.max_draft_tokens else "a whole number of at least 1"
+        raise ValueError(
+            f"This drafter cannot draft {value!r} tokens a round: expected {expected}{self._about_drafts}."
+        )
+
+    _about_drafts = ""  # why so many, and what to do for more
+
+    # Statistics belong to a generation, and this is where a thread finds those of its last one
+
+    @property
+    def last_stats(self) -> SpeculationStats | None:
+        """Of this thread's last `generate` with the drafter; `None` before the first."""
+        return vars(self).get("_stats_of_threads", {}).get(threading.get_ident())
+
+    def remember(self, stats: SpeculationStats) -> None:
+        """Let `stats` be this thread's last."""
+        vars(self).setdefault("_stats_of_threads", {})[threading.get_ident()] = stats
+
+
+class SeenTokens:
+    """The context of a drafter that keeps nothing of a sequence.
+
+    Attributes:
+        end: Tokens of the sequence that were taken in.
+    """
+
+    end = 0
+
+
+class SavedDrafter(Drafter, PreTrainedModel):
+    """A drafter with weights: saved with code, and loaded whole."""
+
+    config: Any
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As of any model, but only a whole one in safetensors ([`~weights.load_complete`]).
+
+        Raises:
+            ValueError: If it is no drafter of this kind, or its tensors are not those of its configuration.
+            OSError: If it cannot be found or its weights are damaged.
+        """
+        return load_complete(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
+
+    @classmethod
+    def code_files(cls) -> list[Path]:
+        """The drafter's module and all that it imports from its own folder: what a saved drafter runs on."""
+        modeling = Path(str(sys.modules[cls._own_class().__module__].__file__))
+        return sorted({modeling, *map(Path, get_relative_import_files(modeling))})
+
+    @classmethod
+    def _own_class(cls) -> type:
+        """The class that loads what this one saves: FSDP2 makes a subclass of its own, elsewhere."""
+        return next(kind for kind in cls.__mro__ if kind.__module__.rpartition(".")[2].startswith("modeling_"))
+
+    def save_pretrained(  # type: ignore[override]
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        push_to_hub: bool = False,
+        with_code: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """As of any model. The folder also gets the code with which plain transformers drafts without this package.
+
+        Args:
+            save_directory: The folder, made if needed.
+            is_main_process: Whether this process writes.
+            push_to_hub: Whether to [`push_to_hub`] too.
+            with_code: Whether to write the code; a checkpoint in training needs none.
+            **kwargs: As of any model, and of [`push_to_hub`].
+
+        Raises:
+            OSError: If it is a file.
+        """
+        folder = Path(save_directory)
+        if folder.is_file():  # where transformers logs an error and saves nothing
+            raise OSError(f"{save_directory} is a file, expected a folder for the drafter: choose another name.")
+        of_push = {name: kwargs.pop(name) for name in _PUSHING if name in kwargs}
+        self.config.hyperdflash_version = __version__
+        vars(self.config).pop("auto_map", None)
+        if with_code:
+            own = self._own_class()
+            places = {"AutoConfig": own.config_class, "AutoModel": own}  # type: ignore[attr-defined]
+            self.config.auto_map = {
+                auto: f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}" for auto, kind in places.items()
+            }
+        super().save_pretrained(folder, is_main_process=is_main_process, token=of_push.get("token"), **kwargs)
+        if is_main_process and with_code:
+            # Not transformers' own way, which goes by the class: FSDP2 makes the drafter's a subclass of its own.
+            (folder / RECIPE_FILE).parent.mkdir(exist_ok=True)
+            shutil.copyfile(RECIPE, folder / RECIPE_FILE)
+            for path in self.code_files():
+                shutil.copyfile(path, folder / path.name)
+        if is_main_process and push_to_hub:
+            self.push_to_hub(of_push.pop("repo_id", folder.name), **of_push)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> Any:  # type: ignore[override]
+        """Upload drafter, code and model card in one commit. The target's embedding and head are no part of it.
+
+        Args:
+            repo_id: The repository, `"org/name"`, made if needed.
+            **options: Of [`~hub.publish.push_drafter`]: `commit_message`, `private`, `token`, `revision`, `create_pr`,
+                `tags`, ...
+
+        Raises:
+            ImportError: If this is a drafter's own code, without the package: cards and pushing are not part of it.
+            OSError: If the Hub cannot be reached.
+        """
+        if find_spec("hf_hyperdflash") is None:
+            raise ImportError(
+                "Pushing a drafter needs the package that its code is from: `pip install hf-hyperdflash`."
+            )
+        return import_module("hf_hyperdflash.hub.publish").push_drafter(self, repo_id, **options)

@@ -1,0 +1,90 @@
+"""What is asked of `generate` with a drafter: how many drafts, and whether it can be done at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.generation.configuration_utils import GenerationConfig
+
+from .decoding import check_cache
+from .targets import family_of, is_bound
+
+_MEDIA = ("pixel_values", "mm_encoder_outputs", "input_features")  # prefixes of `generate`'s arguments
+
+
+def drafts_asked(config: GenerationConfig | None) -> int | None:
+    """`num_assistant_tokens`, but not where transformers filled in its own default of 20 with all its others, as pipelines
+    let it do: later, a 20 of the caller's looks the same."""
+    if config is None:
+        return None
+    defaults = {name: value for name, value in config._get_default_generation_params().items() if value is not None}
+    is_filled = all(getattr(config, name, None) is not None for name in defaults)
+    asked = config.num_assistant_tokens
+    return None if is_filled and asked == defaults.get("num_assistant_tokens") else asked
+
+
+def check_request(
+    input_ids: torch.Tensor, generation_config: GenerationConfig, synced_gpus: bool, model_kwargs: dict[str, Any]
+) -> None:
+    """Raise a `ValueError` if our loop cannot do what is asked."""
+    if input_ids.shape[0] > 1:
+        raise ValueError(
+            f"Assisted generation works on one sequence at a time, got a batch of {input_ids.shape[0]}. Call `generate` "
+            "once per prompt."
+        )
+    if model_kwargs.get("past_key_values") is None:
+        raise ValueError("Assisted generation needs a cache: leave `use_cache` at True.")
+    check_cache(model_kwargs["past_key_values"])
+    if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError("HyperDFlash drafts from token ids: pass `input_ids`, not `inputs_embeds`.")
+    media = [
+        name
+        for name, value in model_kwargs.items()
+        if name.startswith(_MEDIA) and (isinstance(value, torch.Tensor) or value)
+    ]
+    if media:
+        raise ValueError(f"HyperDFlash drafts text only: leave {media} out, or generate without `assistant_model`.")
+    _check_continuation(input_ids.shape[1], generation_config, model_kwargs)
+    if synced_gpus:
+        raise ValueError(
+            "`synced_gpus=True` is not supported with a HyperDFlash drafter: ranks that finish early would wait for "
+            "forwards that never come. Gather the target's parameters (or use tensor parallelism) for generation."
+        )
+    if generation_config.assistant_ensemble_weight is not None:
+        raise ValueError(
+            f"`assistant_ensemble_weight` is {generation_config.assistant_ensemble_weight}, expected None: HyperDFlash "
+            "is lossless, it does not mix the drafter's distribution into the target's."
+        )
+
+
+def _check_continuation(length: int, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    cached = model_kwargs["past_key_values"].get_seq_length()
+    mask = model_kwargs.get("attention_mask")
+    whole = getattr(generation_config, "_mask_length", length) if mask is None else mask.shape[1]
+    if cached and (whole != length or length <= cached):
+        raise ValueError(
+            f"`past_key_values` holds {cached} tokens and `input_ids` {length}: expected the whole sequence, what is in "
+            "the cache and at least one new token. Concatenate the earlier output and the new turn."
+        )
+
+
+def check_stock_assistance(assistant_model: Any, model_kwargs: dict[str, Any]) -> None:
+    """Raise a `ValueError` if transformers' loop would go wrong with this assistant."""
+    if getattr(assistant_model, "_is_stateful", False):
+        raise ValueError(
+            f"The assistant, a {type(assistant_model).__name__}, cannot rewind its cache. Call "
+            "`hf_hyperdflash.bind(assistant_model)` first."
+        )
+    if is_bound(assistant_model) and "linear_attention" in family_of(assistant_model).layer_kinds:
+        raise ValueError(
+            f"The assistant, a {type(assistant_model).__name__}, has linear attention, which can take back the last forward "
+            "only, and an assistant runs several. Use a HyperDFlash drafter, or an assistant without linear attention."
+        )
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError(
+            f"transformers' own assisted decoding would feed the prompt again on top of the {cache.get_seq_length()} "
+            "tokens in `past_key_values`. Leave `past_key_values` out, or use a HyperDFlash drafter, which continues "
+            "correctly."
+        )

@@ -1,0 +1,95 @@
+"""One sequence on its way: its tokens, their positions and mask, and the drafter's context of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .tree import DraftTree
+
+
+class Row:
+    """A row of a `generate` call.
+
+    Tokens, positions and mask lie in buffers that grow by doubling, drafts under verification after the text: a round
+    copies no text and counts no positions.
+
+    Args:
+        ids: `[1, seq]`, the prompt, tokens that are already in the cache included.
+        padding: Columns on the left that the target is not to see; the caller's ids keep them.
+        mask: `[1, seq]` without those columns, if some of it is padding.
+        position_ids: The caller's, of the last tokens of the prompt, `[1, tokens]` or `[axes, 1, tokens]`.
+
+    Attributes:
+        length: Tokens of the text, padding included.
+        prompt_length: Tokens of the prompt, padding left out.
+        context: The drafter's.
+        finished: Whether the text has ended.
+    """
+
+    def __init__(
+        self, ids: torch.Tensor, padding: int, mask: torch.Tensor | None, position_ids: torch.Tensor | None
+    ) -> None:
+        self.padding, self.length = padding, ids.shape[1]
+        self.prompt_length = self.length - padding
+        self.context: Any = None
+        self.finished = False
+        self._buffer, self._mask = ids, mask
+        self._positions = self._prompt_positions(mask, position_ids)
+        self._grow(0)
+
+    def _prompt_positions(self, mask: torch.Tensor | None, given: torch.Tensor | None) -> torch.Tensor:
+        if given is not None:
+            before = given[..., :1] + torch.arange(given.shape[-1] - self.prompt_length, 0, device=given.device)
+            return torch.cat([before, given], dim=-1)
+        if mask is not None:
+            return (mask.cumsum(-1) - 1).clamp(min=0)
+        return torch.arange(self.prompt_length, device=self._buffer.device)[None]
+
+    def _grow(self, more: int) -> None:
+        missing = self.length + more - self._buffer.shape[1]
+        if missing > 0 or not more:
+            missing = self.length + more
+            self._buffer = torch.nn.functional.pad(self._buffer, (0, missing))
+            self._mask = None if self._mask is None else torch.nn.functional.pad(self._mask, (0, missing), value=1)
+            after = torch.arange(1, missing + 1, device=self._positions.device)
+            self._positions = torch.cat([self._positions, self._positions[..., -1:] + after], dim=-1)
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """The text, `[1, seq]`."""
+        return self._buffer[:, : self.length]
+
+    @property
+    def text(self) -> torch.Tensor:
+        """The text as the target sees it, without padding, `[1, seq]`."""
+        return self._buffer[:, self.padding : self.length]
+
+    def with_drafts(self, tree: DraftTree) -> torch.Tensor:
+        """[`text`] and the drafts after it, `[1, seq + nodes]`."""
+        self._grow(len(tree) + 1)
+        end = self.length + len(tree)
+        if len(tree):
+            self._buffer[0, self.length : end] = tree.tokens
+        return self._buffer[:, self.padding : end]
+
+    def append(self, token: int) -> None:
+        """One more token."""
+        self._grow(1)
+        self._buffer[0, self.length] = token
+        self.length += 1
+
+    def mask(self, end: int) -> torch.Tensor | None:
+        """Which of the first `end` tokens of [`text`] are none of padding, `[1, end]`; `None` if all are."""
+        return None if self._mask is None else self._mask[:, :end]
+
+    def positions(self, start: int, end: int) -> torch.Tensor:
+        """True positions of the tokens of [`text`] and of drafts after it, `[1, end - start]`. Multimodal targets have
+        them for several axes, `[axes, 1, end - start]`."""
+        return self._positions[..., start:end]
+
+    def text_positions(self, start: int, end: int) -> torch.Tensor:
+        """As [`positions`], `[1, end - start]`: text has the same on every axis."""
+        positions = self.positions(start, end)
+        return positions[0] if positions.ndim == 3 else positions

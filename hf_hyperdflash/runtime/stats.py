@@ -1,0 +1,98 @@
+"""What a generation with a drafter did, and how its times are taken."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+
+_is_exact: ContextVar[bool] = ContextVar("hf_hyperdflash_exact_timing", default=False)
+
+
+@contextmanager
+def exact_timing() -> Iterator[None]:
+    """Let the generations of this thread wait for the accelerator where times are taken. Slower, but each second counts
+    where it was spent."""
+    token = _is_exact.set(True)
+    try:
+        yield
+    finally:
+        _is_exact.reset(token)
+
+
+def now(device: torch.device) -> float:
+    """Seconds on a clock; what was launched on `device` is waited for under [`exact_timing`]."""
+    if device.type != "cpu" and _is_exact.get():
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+@dataclass
+class SpeculationStats:
+    """What one `generate` call with a drafter did.
+
+    Attributes:
+        rounds: Verification rounds: target forwards after the prefill for which drafts were asked. A drafter may have
+            had none (prompt lookup); with no room for a draft before the end of the text it is no round.
+        tokens: New tokens, the prefill's first one included.
+        draft_positions: Most drafts that a round verified.
+        emitted: Tokens that each round emitted, accepted drafts and the target's own token.
+        accepted: Accepted drafts of each round.
+        draft_seconds: Wall-clock seconds in the drafter: drafting and taking in what was accepted, prompt excluded. On
+            an accelerator launches count, not their completion, except under [`exact_timing`].
+        verify_seconds: Wall-clock seconds in the target's forwards, prefill excluded.
+        loop_seconds: Wall-clock seconds of everything after the prefill; what is not in the other two is our overhead.
+    """
+
+    rounds: int = 0
+    tokens: int = 0
+    draft_positions: int = 0
+    emitted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    loop_seconds: float = 0.0
+
+    def __iadd__(self, other: SpeculationStats) -> SpeculationStats:
+        """Add another call's."""
+        self.draft_positions = max(self.draft_positions, other.draft_positions)
+        for name in (
+            "rounds", "tokens", "emitted", "accepted", "draft_seconds", "verify_seconds", "loop_seconds",
+        ):  # fmt: skip
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        return self
+
+    def add_round(self, emitted: int, accepted: int, drafts: int | None) -> None:
+        """Count a target forward after the prefill; `drafts` is `None` where there was no room for any."""
+        self.tokens += emitted
+        if drafts is not None:
+            self.rounds += 1
+            self.draft_positions = max(self.draft_positions, drafts)
+            self.emitted.append(emitted)
+            self.accepted.append(accepted)
+
+    @property
+    def tau(self) -> float:
+        """Mean tokens per verification round, accepted drafts plus the target's own (the paper's accepted length)."""
+        return sum(self.emitted) / self.rounds if self.rounds else 0.0
+
+    @property
+    def mean_accepted_drafts(self) -> float:
+        """Mean accepted drafts per round."""
+        return sum(self.accepted) / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Per draft position k = 1, 2, ..: the fraction of rounds in which it was accepted (Figure 1)."""
+        return [sum(n >= k for n in self.accepted) / self.rounds for k in range(1, self.draft_positions + 1)]
+
+    @property
+    def conditional_acceptance(self) -> list[float]:
+        """Per draft position k: the fraction accepted of the rounds in which position k - 1 was (0 where none was)."""
+        prefix = [1.0, *self.acceptance]
+        return [now / before if before else 0.0 for before, now in pairwise(prefix)]

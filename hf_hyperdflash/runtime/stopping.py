@@ -1,0 +1,38 @@
+"""When a text ends: transformers' stopping criteria, the usual two of them without waiting for the device."""
+
+from __future__ import annotations
+
+import torch
+from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
+
+
+class Stopping:
+    """A request's stopping criteria, asked after every token.
+
+    Args:
+        criteria: The request's.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList) -> None:
+        self._ends: set[int] = set()
+        self._most = float("inf")
+        self._others = StoppingCriteriaList()
+        for criterion in criteria:
+            if not self._is_known(criterion):
+                self._others.append(criterion)
+
+    def _is_known(self, criterion: StoppingCriteria) -> bool:
+        if type(criterion) is EosTokenCriteria:
+            self._ends |= set(criterion.eos_token_id.tolist())
+            return True
+        if type(criterion) is MaxLengthCriteria:
+            self._most = min(self._most, criterion.max_length)
+            # Else it has something to say about texts that are longer than the target was made for.
+            longest = criterion.max_position_embeddings
+            return longest is None or criterion.max_length <= longest
+        return False
+
+    def __call__(self, token: int, ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None) -> bool:
+        """Whether the text `ids` `[1, seq]`, which ends in `token`, is finished."""
+        is_over = bool(self._others(ids, scores).all()) if self._others else False
+        return is_over or token in self._ends or ids.shape[1] >= self._most

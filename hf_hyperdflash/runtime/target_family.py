@@ -1,0 +1,174 @@
+"""What the package needs to know of a target, and what differs from family to family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from .cache_linear import CallRecorder, make_linear_rewindable
+from .per_thread import PerThread
+
+
+class TargetFamily:
+    """A target as drafters and the loop see it.
+
+    This class is right for a causal LM with one residual stream that ends in `model.norm` and an LM head. Other families
+    are subclasses, a file each, and say what differs.
+
+    Attributes:
+        title: How the family is called.
+        paths: Residual paths that leave its decoder layers.
+        why_ungated: Why a drafter cannot inherit a gate from it, in words; empty if it can.
+        rewindable_kinds: Of `config.layer_types`, those whose cache layers can be rewound after [`make_rewindable`].
+        mask_token_id: A token that no text of the family has, where the vocabulary alone does not tell; `None` if not
+            known.
+        skips_padding: Whether its text would depend on how much padding there is, so that it is not to see any.
+        tree_verification: How a draft tree is verified: `"chain"`, one path at a time.
+        layers: The decoder layers; the last one's output is the pre-collapse residual.
+        norm: The final norm, applied after the collapse; `None` where the collapse has its own.
+    """
+
+    title: ClassVar[str] = "causal LM with one residual stream (`model.layers` and `model.norm`)"
+    rewindable_kinds: ClassVar[frozenset[str]] = frozenset({
+        "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "indexed_attention",
+        "deepseek_sparse_attention",  # what earlier transformers call it
+    })  # fmt: skip
+    skips_padding: ClassVar[bool] = False
+    tree_verification: ClassVar[str] = "chain"
+
+    def __init__(self, target: PreTrainedModel, trunk: Any) -> None:
+        self.target, self.trunk = target, trunk
+        self.config: Any = target.config.get_text_config(decoder=True)
+        self.layers: nn.ModuleList = trunk.layers
+        self.norm: nn.Module | None = getattr(trunk, "norm", None)
+        self._rounds: PerThread[dict[nn.Module, torch.Tensor]] = PerThread()
+
+    @classmethod
+    def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:
+        """Whether `target`, whose decoder layers are in `trunk`, is of this family."""
+        config = target.config.get_text_config(decoder=True)
+        return hasattr(trunk, "norm") and not any(hasattr(config, name) for name in ("hc_mult", "hc_count"))
+
+    # The end of the trunk
+
+    @property
+    def paths(self) -> int:
+        return 1
+
+    @property
+    def why_ungated(self) -> str:
+        return f"a {self.config.model_type} target has one residual stream, and no gate that collapses several"
+
+    def gate(self) -> dict[str, torch.Tensor]:
+        """The collapse's `hc_fn` `[paths, paths * config.hidden_size]`, `hc_base` `[paths]` and `hc_scale` `[1]`, copied;
+        empty if it has another form."""
+        return {}
+
+    def collapse(self, residual: torch.Tensor) -> torch.Tensor:
+        """The pre-collapse residual `[batch, seq, paths, config.hidden_size]` to what the LM head reads,
+        `[batch, seq, config.hidden_size]`."""
+        return self.trunk.norm(residual.squeeze(2))
+
+    @property
+    def collapse_modules(self) -> tuple[nn.Module, ...]:
+        """What of the collapse and the norm has parameters."""
+        return (self.trunk.norm,)
+
+    # Embedding and head, which drafters share
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings of `ids` `[batch, seq]`, `[batch, seq, config.hidden_size]`, on the device of `ids`."""
+        embedding: Any = self.target.get_input_embeddings()
+        weight = embedding.weight
+        return embedding(ids if weight.is_meta else ids.to(weight.device)).to(ids.device)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """The LM head over `states` `[..., config.hidden_size]` of any dtype and device."""
+        head: Any = self.target.get_output_embeddings()
+        return head(computable(states, head.weight))
+
+    # Sizes
+
+    @property
+    def layer_kinds(self) -> set[str]:
+        """Kinds of its layers, by the configuration."""
+        return set(getattr(self.config, "layer_types", None) or ["of no declared kind"])
+
+    @property
+    def norm_eps(self) -> float:
+        return getattr(self.config, "rms_norm_eps", getattr(self.config, "norm_eps", 1e-6))
+
+    @property
+    def hc_eps(self) -> float:
+        """What is added to each gate."""
+        return getattr(self.config, "hc_eps", 1e-6)
+
+    @property
+    def head_dim(self) -> int:
+        return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+
+    @property
+    def rope_theta(self) -> float:
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        of_layers = [rope[kind] for kind in ("main", "full_attention") if isinstance(rope.get(kind), dict)]
+        return float((of_layers[0] if of_layers else rope).get("rope_theta", 10000.0))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the residual stream."""
+        embedding: Any = self.target.get_input_embeddings()
+        return embedding.weight.dtype
+
+    @property
+    def mask_token_id(self) -> int | None:
+        return None
+
+    # Drafts that have to be taken back
+
+    def make_rewindable(self, cache: Cache, num_drafts: int) -> None:
+        """Let a cache of the target take back that many drafts and the anchor."""
+        make_linear_rewindable(cache)
+
+    def put_on_hooks(self) -> list[RemovableHandle]:
+        """What a verification round needs on the target's modules, silent elsewhere."""
+        return CallRecorder(self.layers).handles if "linear_attention" in self.layer_kinds else []
+
+    @contextmanager
+    def verifying(self) -> Iterator[None]:
+        """Let the forward inside the context, in this thread, be a verification round's."""
+        end = self.start_verifying()
+        try:
+            yield
+        finally:
+            end()
+
+    def start_verifying(self) -> Callable[[], None]:
+        """Let this thread's forwards be verification rounds' until what is returned is called."""
+        return self._rounds.add({})
+
+    def attention_keys(self, layer: Any, keys: int, later: int) -> tuple[int, slice]:
+        """Where, in a verification round's attention weights, a token finds its keys.
+
+        Args:
+            layer: Of the cache, as the round left it.
+            keys: How many keys the weights are over.
+            later: Tokens of the round after this one.
+
+        Returns:
+            Where the keys of tokens end, this one's included, and the other entries that were there for it.
+        """
+        return keys - later, slice(0, 0)
+
+
+def computable(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`values` where `weight` is and in its dtype. An offloaded module fetches its inputs itself, and a quantized
+    weight's dtype is not one to compute in."""
+    dtype = weight.dtype if weight.dtype.is_floating_point and weight.dtype.itemsize > 1 else values.dtype
+    return values.to(dtype=dtype, device=values.device if weight.is_meta else weight.device)

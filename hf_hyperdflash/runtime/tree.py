@@ -1,0 +1,99 @@
+"""Draft trees: drafted tokens, each with the one it follows. A value that drafters make and verification reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+ANCHOR = -1  # as a parent: the node follows the last accepted token
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Drafted tokens of one row. A chain of drafts is a tree with one path.
+
+    Attributes:
+        tokens: `[nodes]`.
+        parents: Of each node, the node that it follows, which comes before it; [`ANCHOR`] for the first of a path.
+        q: The distribution that each token was drawn from, `[config.vocab_size]`; `None` for a token that was not drawn
+            at random, or for all of them. Of siblings that were drawn one after the other without replacement, each has
+            the distribution that was left for it.
+        confidence: How probable the drafter holds it that each node is accepted once its parent is, `[nodes]`; `None`
+            if it has no opinion.
+
+    Raises:
+        ValueError: If the parts differ in length, or a parent does not come before its node.
+    """
+
+    tokens: torch.Tensor
+    parents: tuple[int, ...]
+    q: tuple[torch.Tensor | None, ...] | None = None
+    confidence: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        nodes = len(self.parents)
+        lengths = [len(part) for part in (self.tokens, self.q, self.confidence) if part is not None]
+        if self.tokens.ndim != 1 or any(length != nodes for length in lengths):
+            raise ValueError(
+                f"A draft tree has {nodes} parents, tokens of shape {list(self.tokens.shape)} and parts of "
+                f"{lengths} nodes: expected one of each per node."
+            )
+        if any(not ANCHOR <= parent < node for node, parent in enumerate(self.parents)):
+            raise ValueError(
+                f"A draft tree has the parents {self.parents}: expected each before its node, or {ANCHOR}."
+            )
+
+    @classmethod
+    def chain(cls, tokens: torch.Tensor, q: Sequence[torch.Tensor | None] | None = None) -> DraftTree:
+        """The tree with one path, `tokens` `[drafts]` one after the other."""
+        return cls(tokens, tuple(range(ANCHOR, len(tokens) - 1)), tuple(q) if q else None)
+
+    def __len__(self) -> int:
+        """Nodes."""
+        return len(self.parents)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether there is one path."""
+        return self.parents == tuple(range(ANCHOR, len(self) - 1))
+
+    @cached_property
+    def children(self) -> dict[int, list[int]]:
+        """Nodes by what they follow, in their order; nothing for a leaf."""
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(self.parents):
+            children.setdefault(parent, []).append(node)
+        return children
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Of each node, how many tokens after the anchor it stands: 1 for the anchor's children."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == ANCHOR else depths[parent] + 1)
+        return tuple(depths)
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the anchor to `node`, which is the last; none for the anchor."""
+        path: list[int] = []
+        while node != ANCHOR:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    @property
+    def paths(self) -> list[list[int]]:
+        """The nodes of every path that ends in a leaf."""
+        return [self.path(node) for node in range(len(self)) if node not in self.children]
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """Who sees whom among the nodes, boolean `[nodes, nodes]`: each its ancestors and itself."""
+        mask = torch.eye(len(self), dtype=torch.bool)
+        for node, parent in enumerate(self.parents):
+            if parent != ANCHOR:
+                mask[node] |= mask[parent]
+        return mask

@@ -22,7 +22,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
-from hf_hyperdflash.runtime.targets import load_target
+from hf_hyperdflash import load_target
 from hf_hyperdflash.training.data import Message, load_rows, to_messages
 from hf_hyperdflash.training.places import at_row, with_places
 

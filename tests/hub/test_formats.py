@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from hf_hyperdflash import HyperDFlashDrafter
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.hub.formats import export_dflash, load_dflash
-from hf_hyperdflash.runtime.targets import capture_residual
+from hf_hyperdflash.runtime.binding import capture_residual
 
 from ..conftest import prompt, tiny_drafter, tiny_target
 from ..helpers.families import qwen3
@@ -315,14 +315,15 @@ def test_drafts_are_those_of_transformers_own_dflash_path(target, monkeypatch):
             theirs.append(candidates[0][0, input_ids.shape[1] :].tolist())
         return candidates
 
-    draft = type(drafter).draft
+    propose = type(drafter).propose
 
-    def telling(self, target, context, ids, position_ids, count, choose):
-        draft(self, target, context, ids, position_ids, count, choose)
-        ours.append(choose.tokens[0].tolist())
+    def telling(self, *args):
+        tree = propose(self, *args)
+        ours.append(tree.tokens.tolist())
+        return tree
 
     monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", listening)
-    monkeypatch.setattr(type(drafter), "draft", telling)
+    monkeypatch.setattr(type(drafter), "propose", telling)
     ids = prompt(13)
     options = dict(do_sample=False, max_new_tokens=24)
     expected = target.generate(ids, assistant_model=assistant, speculation_type="dflash", **options)

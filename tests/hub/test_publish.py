@@ -308,7 +308,7 @@ import tests.families as families
 from tests.conftest import prompt, tiny_drafter
 from transformers import AutoModel
 from hf_hyperdflash import HyperDFlashDrafter
-from hf_hyperdflash.runtime.targets import BoundTarget
+from hf_hyperdflash.runtime.binding import BoundTarget
 told["same"] = []
 for name in ("v4", "linear"):
     def model():
@@ -351,9 +351,9 @@ def test_bound_by_a_drafters_own_code_or_by_the_package(hub, folder, tmp_path):
 def test_bound_by_code_of_another_version(folder, monkeypatch):
     target, drafter = tiny_target(), tiny_drafter(tiny_target())
     drafter.bind(target)
-    monkeypatch.setattr("hf_hyperdflash.runtime.targets.__version__", "0.1.9")
+    monkeypatch.setattr("hf_hyperdflash.runtime.binding.__version__", "0.1.9")
     drafter.bind(target)
-    monkeypatch.setattr("hf_hyperdflash.runtime.targets.__version__", "0.2.0")
+    monkeypatch.setattr("hf_hyperdflash.runtime.binding.__version__", "0.2.0")
     with pytest.raises(ValueError, match=r"bound by hf_hyperdflash 0\.1\.0, and this is 0\.2\.0.*`unbind`"):
         drafter.bind(target)
     drafter.unbind(target)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from hf_hyperdflash.runtime.cache_linear import CallRecorder, RewindableLinearLayer, make_linear_rewindable
-from hf_hyperdflash.runtime.targets import collapse_of
+from hf_hyperdflash.runtime.targets import family_of
 
 from ..conftest import prompt
 from ..helpers.families import REWINDABLE_QWEN4, glm5_next, qwen3_next, qwen4_exp
@@ -20,7 +20,7 @@ LINEAR = [glm5_next, qwen3_next, *([qwen4_exp] if REWINDABLE_QWEN4 else [])]  # 
 
 @contextmanager
 def record_calls(target):
-    recorder = CallRecorder(collapse_of(target).layers)
+    recorder = CallRecorder(family_of(target).layers)
     try:
         yield
     finally:

@@ -16,8 +16,10 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hyperdflash import PromptLookupDrafter, SpeculationStats, bind, generation, unbind
-from hf_hyperdflash.runtime.decoding import speculative_choice
+from hf_hyperdflash import PromptLookupDrafter, SpeculationStats, bind, unbind
+from hf_hyperdflash.runtime import continuation
+from hf_hyperdflash.runtime.tree import DraftTree
+from hf_hyperdflash.runtime.verification import sampled_walk
 
 from ..conftest import CSA, HCA, MIXES, half_right, perfect, prompt, tiny_drafter, tiny_target
 from ..helpers.families import qwen3
@@ -192,7 +194,7 @@ def test_a_context_is_its_drafters_own_whatever_ids_are_given_again(pair, monkey
     second = tiny_drafter(target, num_hidden_layers=1)
     options = dict(do_sample=False, max_new_tokens=8, return_dict_in_generate=True)
     out = target.generate(prompt(14), assistant_model=first, **options)
-    monkeypatch.setattr(generation, "id", lambda thing: 7, raising=False)  # as if `second` stood where `first` did
+    monkeypatch.setattr(continuation, "id", lambda thing: 7, raising=False)  # as if `second` stood where `first` did
     turn = torch.cat([out.sequences, prompt(4, seed=5)], dim=1)
     again = target.generate(turn, past_key_values=out.past_key_values, assistant_model=second, **options)
     kept = again.past_key_values._hyperdflash_context
@@ -394,8 +396,13 @@ def test_what_the_caller_sets_counts(wide):
         with pytest.raises(ValueError, match=f"cannot draft {asked} tokens"):
             wide.generate(ids, max_new_tokens=60, assistant_model=drafter, num_assistant_tokens=asked)
         lookup = PromptLookupDrafter(wide, num_draft_tokens=2)
-        draft, counts = lookup.draft, []
-        lookup.draft = lambda t, c, ids, p, count, choose, draft=draft, counts=counts: counts.append(count)
+        counts = []
+
+        def counting(target, context, ids, position_ids, count, sampler, counts=counts):
+            counts.append(count)
+            return DraftTree.chain(ids.new_empty(0))
+
+        lookup.propose = counting
         for given in (
             dict(num_assistant_tokens=asked),
             dict(generation_config=GenerationConfig(num_assistant_tokens=asked, do_sample=False)),
@@ -425,8 +432,8 @@ class Echo(PromptLookupDrafter):
         super().__init__(target, count)
         self.sequence = sequence
 
-    def draft(self, target, context, ids, position_ids, count, choose):
-        choose.propose(self.sequence[None, ids.shape[1] : ids.shape[1] + count])
+    def propose(self, target, context, ids, position_ids, count, sampler):
+        return DraftTree.chain(self.sequence[ids.shape[1] : ids.shape[1] + count])
 
 
 def test_more_drafts_than_a_cache_takes_back_by_default(wide):
@@ -563,14 +570,21 @@ def assert_drawn_from(probabilities: torch.Tensor, observed: Counter) -> None:
         assert draws * divergence <= math.log(2 * len(probabilities) / 1e-6), (outcome, share, expected)
 
 
+def first_step(p, q, draft):
+    """A token of the target, and whether it is the draft."""
+    tree = DraftTree.chain(draft[None], [q])
+    token, node = next(sampled_walk(tree, [int(draft)], lambda node: p))
+    return token, node is not None
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
 def test_choice_has_the_targets_distribution(temperature):
     p = (torch.randn(1, 12) / temperature * 2).softmax(-1)
     q = (torch.randn(1, 12) / temperature * 2).softmax(-1)
     draws, accepted, observed = 20_000, 0, Counter()
     for draft in torch.multinomial(q[0], draws, replacement=True):
-        token, agreed = speculative_choice(p, q, draft[None])
-        observed[int(token)] += 1
+        token, agreed = first_step(p[0], q[0], draft)
+        observed[token] += 1
         accepted += agreed
     assert_drawn_from(p[0], observed)
     # The overlap of the two distributions is the acceptance rate: neither everything nor nothing is accepted.
@@ -581,8 +595,8 @@ def test_choice_has_the_targets_distribution(temperature):
 def test_a_rejected_draft_of_equal_distributions():
     """Rounding can leave the target nowhere more than the drafter."""
     q = torch.tensor([[0.5, 0.5, 0.0]])
-    found = [speculative_choice(q * 0.9, q, torch.tensor([0])) for _ in range(600)]
-    assert {int(token) for token, agreed in found if not agreed} == {0, 1}
+    found = [first_step(q[0] * 0.9, q[0], torch.tensor(0)) for _ in range(600)]
+    assert {token for token, agreed in found if not agreed} == {0, 1}
 
 
 @pytest.mark.parametrize("temperature", [0.8])

@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModel, DeepseekV4Config, DeepseekV4ForC
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_hyperdflash import HCGateReducer, HyperDFlashConfig, HyperDFlashDrafter, register_auto_classes
-from hf_hyperdflash.runtime.targets import path_gates
+from hf_hyperdflash.runtime.reducers import path_gates
 from hf_hyperdflash.training.blocks import block_mask
 
 from ..conftest import tiny_drafter, tiny_target

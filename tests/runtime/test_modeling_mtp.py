@@ -8,12 +8,20 @@ import torch
 import transformers
 from packaging.version import Version
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+)
 from transformers.masking_utils import create_sliding_window_causal_mask
 
+from hf_hyperdflash.runtime.binding import BoundTarget, capture_residual
 from hf_hyperdflash.runtime.modeling_mtp import DeepseekV4MTPDrafter, sliding_mask
 from hf_hyperdflash.runtime.mtp_checkpoint import dequantize
-from hf_hyperdflash.runtime.targets import BoundTarget, capture_residual
+from hf_hyperdflash.runtime.sampling import DraftSampler
 
 from ..conftest import MODELS, prompt, tiny_config, tiny_target
 
@@ -208,17 +216,19 @@ def extend(drafter, target, context, sequence, start, stop):
 
 def drafted(drafter, target, context, sequence, stop, count):
     """Tokens and logits `[count, vocab_size]` of one greedy draft after the sequence's first `stop + 1` tokens."""
-    tokens, logits = [], []
+    logits = []
 
-    def choose(step):
-        assert step.shape == (1, 1, 64) and step.dtype == torch.float32
-        logits.append(step[0, 0])
-        tokens.append(int(step.argmax(-1)))
-        return step.argmax(-1)
+    class Listening(DraftSampler):
+        def draw(self, prefix, step):
+            assert step.shape == (1, 64) and step.dtype == torch.float32
+            logits.append(step[0])
+            return super().draw(prefix, step)
 
     _, positions, ids = sequence
-    assert drafter.draft(target, context, ids[:, : stop + 1], positions[:, : stop + 1], count, choose) is None
-    return tokens, torch.stack(logits) if logits else None
+    sampler = Listening(LogitsProcessorList(), False)
+    tree = drafter.propose(target, context, ids[:, : stop + 1], positions[:, : stop + 1], count, sampler)
+    assert tree.is_chain and tree.q is None
+    return tree.tokens.tolist(), torch.stack(logits) if logits else None
 
 
 # The block
@@ -571,18 +581,13 @@ def test_the_shipped_target_accepts_its_own_mtps_drafts():
         with capture_residual(target) as residuals:
             target(ids)
     positions = torch.arange(ids.shape[1])[None]
-    context, done, tokens, accepted = drafter.new_context(), 0, [], []
-
-    def choose(logits):
-        tokens.append(logits.argmax(-1))
-        return tokens[-1]
-
+    context, done, accepted = drafter.new_context(), 0, []
+    greedily = DraftSampler(LogitsProcessorList(), False)
     for anchor in range(inputs["input_ids"].shape[1], ids.shape[1] - 2):
         extend(drafter, target, context, (residuals[0], positions, ids), done, anchor)
         done = anchor
-        tokens.clear()
-        drafter.draft(target, context, ids[:, : anchor + 1], positions[:, : anchor + 1], 2, choose)
-        accepted.append((torch.cat(tokens, 1) == ids[:, anchor + 1 : anchor + 3])[0].long().cumprod(0))
+        tree = drafter.propose(target, context, ids[:, : anchor + 1], positions[:, : anchor + 1], 2, greedily)
+        accepted.append((tree.tokens == ids[0, anchor + 1 : anchor + 3]).long().cumprod(0))
     first, second = torch.stack(accepted).float().mean(0).tolist()
     assert first > 0.5 and second > 0.2, (first, second)
 

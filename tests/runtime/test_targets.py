@@ -25,15 +25,10 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Indexer
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, bind, capture_residual, load_target, unbind
-from hf_hyperdflash.runtime.targets import (
-    BoundTarget,
-    _like,
-    check_teacher,
-    collapse_of,
-    describe,
-    logits_of,
-    teacher_states,
-)
+from hf_hyperdflash.runtime.binding import BoundTarget
+from hf_hyperdflash.runtime.target_family import computable
+from hf_hyperdflash.runtime.targets import family_of
+from hf_hyperdflash.training.teacher import check_teacher, teacher_states
 
 from ..conftest import half_right, prompt, tiny_drafter, tiny_target
 from ..helpers.families import FAMILIES, REWINDABLE_QWEN4, deepseek_v4, glm5_next, qwen3, qwen3_next, qwen4_exp
@@ -401,13 +396,13 @@ def test_every_family_shows_what_plain_decoding_shows(family):
 
 
 def test_every_family_passes_its_residual(family):
-    ids, paths = prompt(9), describe(family).hc_mult
+    ids, paths = prompt(9), family_of(family).paths
     with torch.no_grad(), capture_residual(family, [1, -1]) as captured:
         logits = family(ids).logits
     assert captured[0].shape == (1, 9, 2 * paths, 64)
     states = teacher_states(family, captured[0][:, :, paths:])
     if not getattr(family.config, "final_logit_softcapping", None):
-        torch.testing.assert_close(logits_of(family, states), logits)
+        torch.testing.assert_close(family_of(family).logits(states), logits)
 
 
 def test_every_family_hands_its_gate_down_or_says_why_not(family, caplog):
@@ -415,13 +410,12 @@ def test_every_family_hands_its_gate_down_or_says_why_not(family, caplog):
         drafter = tiny_drafter(family, path_norm=False)
     with torch.no_grad(), capture_residual(family) as captured:
         family(prompt(9))
-    facts, residual = describe(family), captured[0]
-    if facts.gate:
-        assert drafter.config.reducer == "hc_gate" and not caplog.text and facts.hc_mult > 1
-        collapsed = collapse_of(family)
+    facts, residual = family_of(family), captured[0]
+    if facts.gate():
+        assert drafter.config.reducer == "hc_gate" and not caplog.text and facts.paths > 1
         norm_reads = []
-        collapsed.norm.register_forward_pre_hook(lambda module, args: norm_reads.append(args[0]))
-        collapsed.states(residual)
+        facts.norm.register_forward_pre_hook(lambda module, args: norm_reads.append(args[0]))
+        facts.collapse(residual)
         torch.testing.assert_close(drafter.hc_gate(residual), norm_reads[0])
     else:
         assert drafter.config.reducer == "fc" and facts.why_ungated in caplog.text
@@ -622,7 +616,7 @@ def test_quantized_heads_are_fed_in_the_drafters_own_dtype():
         (torch.uint8, torch.bfloat16),
         (torch.float32,) * 2,
     ):
-        assert _like(states, torch.zeros(4, 8).to(dtype)).dtype == expected
+        assert computable(states, torch.zeros(4, 8).to(dtype)).dtype == expected
 
 
 TWO_RANKS = """

@@ -96,7 +96,7 @@ sys.meta_path.insert(0, Overlay)
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 from hf_hyperdflash import HyperDFlashDrafter, capture_residual
-from hf_hyperdflash.runtime.decoding import Choice
+from hf_hyperdflash.runtime.sampling import DraftSampler
 from tests.conftest import MIXES, PerfectDrafter, half_right, prompt, tiny_drafter, tiny_target
 torch.set_num_threads(1)
 
@@ -118,9 +118,9 @@ class HyperDFlashCandidates(CandidateGenerator):
         kept, positions = input_ids.shape[1] - 1 - self.end, torch.arange(input_ids.shape[1])[None]
         self.drafter.extend(self.target, self.context, self.residuals[-1][:, :kept], positions[:, self.end : -1], None)
         self.end += kept
-        choice = Choice(input_ids, self.processor, False)
-        self.drafter.draft(self.target, self.context, input_ids, positions, count, choice)
-        return torch.cat([input_ids, choice.tokens], dim=1), None
+        sampler = DraftSampler(self.processor, False)
+        tree = self.drafter.propose(self.target, self.context, input_ids, positions, count, sampler)
+        return torch.cat([input_ids, tree.tokens[None]], dim=1), None
 
     def update_candidate_strategy(self, *args, **kwargs):
         pass

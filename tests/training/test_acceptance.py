@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import BatchEncoding, EarlyStoppingCallback, TrainerCallback
 
 from hf_hyperdflash import bind
-from hf_hyperdflash.runtime.targets import BoundTarget
+from hf_hyperdflash.runtime.binding import BoundTarget
 
 from ..conftest import CSA, SLIDING, prompt, tiny_drafter, tiny_target
 

@@ -22,9 +22,9 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from hf_hyperdflash.runtime.targets import teacher_states
 from hf_hyperdflash.training import features as features
 from hf_hyperdflash.training.features import FeatureCache, estimate_size, residual_of
+from hf_hyperdflash.training.teacher import teacher_states
 
 from ..conftest import MODELS, prompt, tiny_target
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_hyperdflash import PromptLookupDrafter, bind, unbind
-from hf_hyperdflash.runtime.indexer import choose
+from hf_hyperdflash.runtime.target_deepseek_v4 import one_token_entries
 
 from ..conftest import CSA, HCA, SLIDING, tiny_drafter, tiny_target
 
@@ -29,7 +29,7 @@ def test_every_position_chooses_as_if_it_were_the_last(rate, end, seq):
     for top_k in (1, 3, 16):
         scores = torch.randint(0, 3, (1, seq, end // rate)).float()  # nearly all equal
         assert torch.equal(
-            choose(scores, torch.tensor([positions]), rate, top_k), naive(scores, positions, rate, top_k)
+            one_token_entries(scores, torch.tensor([positions]), rate, top_k), naive(scores, positions, rate, top_k)
         )
 
 
@@ -78,7 +78,7 @@ def test_prompts_are_stocks_and_nothing_stays():
         stock = target(ids, use_cache=True).logits
         bind(target)
         assert torch.equal(target(ids, use_cache=True).logits, stock)
-        with target.hyperdflash_hooks.own_forward([-1]):
+        with target.hyperdflash_binding.own_forward([-1]):
             assert torch.equal(target(ids, use_cache=False).logits, stock)
     unbind(target)
     assert not any(module._forward_hooks for module in target.modules())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
+ContextLayer = Callable[[torch.Tensor, torch.Tensor], KeysValues]  # as [`ContextCache.layer`] makes it
 
 
 def block_inputs(
@@ -109,14 +111,15 @@ class HyperDFlashAttention(nn.Module):
         hidden: torch.Tensor,
         feature: torch.Tensor | None,
         rotary: Rotary,
-        context: KeysValues,
+        context: ContextLayer | None,
         attention_mask: Any,
     ) -> torch.Tensor:
-        if feature is not None:
-            context = self.keys_values(feature, context)
-        queries = _rotate(self.q_norm(self._heads(self.q_proj(hidden))).transpose(1, 2), rotary)
-        block = self.keys_values(hidden, rotary)
-        keys, values = (torch.cat(pair, dim=2) for pair in zip(context, block))
+        length, cos, sin = hidden.shape[1], *rotary
+        keys, values = self.keys_values(hidden if feature is None else torch.cat([feature, hidden], dim=1), rotary)
+        if context is not None:
+            keys, values = context(keys, values)
+        queries = self.q_norm(self._heads(self.q_proj(hidden))).transpose(1, 2)
+        queries = _rotate(queries, (cos[:, -length:], sin[:, -length:]))
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         out, _ = attend(self, queries, keys, values, attention_mask, scaling=self.scaling, is_causal=False)
         return self.o_proj(out.flatten(2))
@@ -136,8 +139,8 @@ class HyperDFlashRotaryEmbedding(Qwen3RotaryEmbedding):
 class HyperDFlashLayer(GradientCheckpointingLayer):
     """A Qwen3-style block: attention with QK-norm, gated MLP, pre-norm residuals.
 
-    The context comes as keys and values (`feature` is `None`) or as the conditioning feature with its RoPE. The second
-    is for training: wrappers that shard or checkpoint a layer see everything the layer computes.
+    What is new to the context comes as the conditioning feature, whose keys and values every layer makes of its own; what
+    is there already is read from `context`. So wrappers that shard or checkpoint a layer see everything it computes.
     """
 
     def __init__(self, config: Any) -> None:
@@ -152,9 +155,10 @@ class HyperDFlashLayer(GradientCheckpointingLayer):
         hidden: torch.Tensor,
         feature: torch.Tensor | None,
         rotary: Rotary,
-        context: KeysValues,
+        context: ContextLayer | None,
         attention_mask: Any,
     ) -> torch.Tensor:
+        """`[batch, queries, config.hidden_size]` to the same; `rotary` is of the feature's tokens, then the block's."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), feature, rotary, context, attention_mask)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -162,49 +166,60 @@ class HyperDFlashLayer(GradientCheckpointingLayer):
 class ContextCache:
     """Keys and values of the accepted tokens, computed once per token and layer.
 
-    Only accepted tokens enter, so nothing is ever taken back. Buffers grow by doubling: adding a token does not copy
-    the context.
+    A block's are written after them to be read, and overwritten by what comes next. The buffer grows by doubling: neither
+    a new token nor a block copies the context.
 
     Args:
         window: Keep only the last `window` positions visible; `None` for all.
+
+    Attributes:
+        end: Position after the last token seen, in tokens of the sequence.
+        pending: Residual and positions of the last of them, which go in with the next block.
     """
 
     def __init__(self, window: int | None = None) -> None:
         self.window = window
-        self.end = 0  # position after the last token seen, in tokens of the sequence
-        self._layers: list[KeysValues] = []
-        self._start = self._stop = 0  # the filled part of the buffers
+        self.end = 0
+        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._buffer: torch.Tensor | None = None  # [layers, 2, batch, kv_heads, capacity, head_dim]
+        self._start = self._stop = 0  # the filled part of it
 
-    def append(self, layers: list[KeysValues]) -> None:
-        """Add keys and values, `[batch, kv_heads, new, head_dim]` each, of every layer."""
-        new = layers[0][0].shape[2]
-        if not self._layers or self._stop + new > self._layers[0][0].shape[2]:
-            self._grow(layers, new)
-        for buffers, states in zip(self._layers, layers):
-            for buffer, state in zip(buffers, states):
-                buffer[:, :, self._stop : self._stop + new] = state
+    def make_room(self, count: int, like: torch.Tensor, config: Any) -> None:
+        """Let `count` tokens be written after those that are there; `like` `[batch, ...]` gives dtype and device."""
+        old, kept = self._buffer, len(self)
+        if old is None or self._stop + count > old.shape[4]:
+            shape = config.num_hidden_layers, 2, like.shape[0], config.num_key_value_heads
+            self._buffer = like.new_empty(*shape, 2 * (kept + count) + 64, config.head_dim)
+            if old is not None:
+                self._buffer[..., :kept, :] = old[..., self._start : self._stop, :]
+            self._start, self._stop = 0, kept
+
+    def layer(self, index: int, new: int) -> ContextLayer:
+        """What one layer's attention calls with keys and values `[batch, kv_heads, new + queries, head_dim]`, to get those
+        that the queries see: of the context, which `new` tokens are added to, and of the queries themselves."""
+
+        def update(keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
+            stop, start = self._stop + keys.shape[2], self._first_visible(self._stop + new)
+            own_keys, own_values = self._buffer[index]  # type: ignore[index]
+            own_keys[:, :, self._stop : stop] = keys
+            own_values[:, :, self._stop : stop] = values
+            return own_keys[:, :, start:stop], own_values[:, :, start:stop]
+
+        return update
+
+    def advance(self, new: int) -> None:
+        """Keep the first `new` of the tokens that were written."""
         self._stop += new
-        if self.window is not None:
-            self._start = max(self._start, self._stop - self.window)
+        self._start = self._first_visible(self._stop)
 
-    def _grow(self, layers: list[KeysValues], new: int) -> None:
-        kept = self._stop - self._start
-        capacity = 2 * (kept + new) + 64
-
-        def moved(index: int, like: torch.Tensor, part: int) -> torch.Tensor:
-            buffer = like.new_empty(*like.shape[:2], capacity, like.shape[3])
-            if kept:
-                buffer[:, :, :kept] = self._layers[index][part][:, :, self._start : self._stop]
-            return buffer
-
-        self._layers = [(moved(i, k, 0), moved(i, v, 1)) for i, (k, v) in enumerate(layers)]
-        self._start, self._stop = 0, kept
+    def _first_visible(self, stop: int) -> int:
+        return self._start if self.window is None else max(self._start, stop - self.window)
 
     @property
     def layers(self) -> list[KeysValues]:
         """Visible keys and values of every layer, views of `[batch, kv_heads, visible, head_dim]`."""
-        span = slice(self._start, self._stop)
-        return [(keys[:, :, span], values[:, :, span]) for keys, values in self._layers]
+        buffer = () if self._buffer is None else self._buffer[..., self._start : self._stop, :]
+        return [(keys, values) for keys, values in buffer]
 
     def __len__(self) -> int:
         return self._stop - self._start

@@ -19,7 +19,6 @@ from .layers import (
     ContextCache,
     HyperDFlashLayer,
     HyperDFlashRotaryEmbedding,
-    KeysValues,
     attention_mask_for,
     block_inputs,
 )
@@ -167,26 +166,11 @@ class HyperDFlashDrafter(SavedDrafter):
         `[batch, seq, config.hidden_size]` in the drafter's dtype."""
         return self.hidden_norm(self.reducer.reduce(self, residual, self.dtype))
 
-    def encode_context(self, residual: torch.Tensor, position_ids: torch.Tensor) -> list[KeysValues]:
-        """Keys and values that the residual of accepted tokens injects into each layer.
-
-        Args:
-            residual: `[batch, seq, config.num_paths, config.target_hidden_size]`, the target's residual paths of
-                `config.target_layer_ids`: by default its pre-collapse residual.
-            position_ids: `[batch, seq]`, the tokens' true positions.
-
-        Returns:
-            One pair of `[batch, config.num_key_value_heads, seq, config.head_dim]` per layer.
-        """
-        feature = self.reduce(residual)
-        rotary = self.rotary_emb(feature, position_ids)
-        return [cast(HyperDFlashLayer, layer).self_attn.keys_values(feature, rotary) for layer in self.layers]
-
     def forward(
         self,
         block_embeds: torch.Tensor,
         position_ids: torch.Tensor,
-        context: list[KeysValues] | None = None,
+        context: ContextCache | None = None,
         attention_mask: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
         residual_position_ids: torch.Tensor | None = None,
@@ -197,34 +181,36 @@ class HyperDFlashDrafter(SavedDrafter):
             block_embeds: `[batch, queries, config.target_hidden_size]`, the target's embeddings of anchors and mask
                 tokens.
             position_ids: `[batch, queries]`, true positions.
-            context: What [`encode_context`] returned for the tokens before the anchors; `None` to compute it here, in
-                training, from the next two.
-            attention_mask: Boolean `[batch, 1, queries, context + queries]`, `True` where a query may look; `None`
+            context: What is known of the tokens before; the residual's are added to it. `None` in training.
+            attention_mask: Boolean `[batch, 1, queries, context + seq + queries]`, `True` where a query may look; `None`
                 for one block that sees all of its context and itself.
-            residual: `[batch, seq, config.num_paths, config.target_hidden_size]`, if `context` is `None`.
+            residual: The target's residual paths of `config.target_layer_ids` of tokens before the anchors,
+                `[batch, seq, config.num_paths, config.target_hidden_size]`.
             residual_position_ids: `[batch, seq]`, true positions of `residual`.
 
         Returns:
             States that the target's LM head reads, `[batch, queries, config.target_hidden_size]`.
 
         Raises:
-            ValueError: If neither or both of `context` and `residual` are given.
+            ValueError: If neither `context` nor `residual` is given.
         """
-        if (context is None) == (residual is None):
-            raise ValueError(
-                "Expected either `context`, or `residual` with `residual_position_ids`, not both or neither."
-            )
-        hidden = block_embeds.to(self.dtype)
+        if context is None and residual is None:
+            raise ValueError("Expected `context`, or `residual` with `residual_position_ids`, not neither.")
+        hidden, feature, new = block_embeds.to(self.dtype), None, 0
         attention_mask = attention_mask_for(self.config._attn_implementation, attention_mask, hidden.dtype)
         if hasattr(self, "embed_proj"):
             hidden = self.embed_proj(hidden)
-        rotary = self.rotary_emb(hidden, position_ids)
-        feature = None
         if residual is not None:
-            feature = self.reduce(residual)
-            context = [self.rotary_emb(feature, residual_position_ids)] * len(self.layers)
-        for layer, layer_context in zip(self.layers, cast("list[KeysValues]", context)):
-            hidden = layer(hidden, feature, rotary, layer_context, attention_mask)
+            feature, new = self.reduce(residual), residual.shape[1]
+            position_ids = torch.cat([cast(torch.Tensor, residual_position_ids), position_ids], dim=1)
+        rotary = self.rotary_emb(hidden, position_ids)
+        if context is not None:
+            context.make_room(position_ids.shape[1], hidden, self.config)
+        for index, layer in enumerate(self.layers):
+            known = None if context is None else context.layer(index, new)
+            hidden = layer(hidden, feature, rotary, known, attention_mask)
+        if context is not None:
+            context.advance(new)
         hidden = self.norm(hidden)
         return self.head_proj(hidden) if hasattr(self, "head_proj") else hidden
 
@@ -234,6 +220,11 @@ class HyperDFlashDrafter(SavedDrafter):
     def dtype(self) -> torch.dtype:
         """Number format of the layers; a gate is always float32."""
         return self.norm.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layers are."""
+        return self.norm.weight.device
 
     @property
     def target_layer_ids(self) -> list[int]:  # type: ignore[override]
@@ -260,6 +251,7 @@ class HyperDFlashDrafter(SavedDrafter):
         """An empty context for one sequence."""
         return ContextCache(self.config.sliding_window)
 
+    @torch.no_grad()
     def extend(
         self,
         target: PreTrainedModel,
@@ -268,11 +260,30 @@ class HyperDFlashDrafter(SavedDrafter):
         position_ids: torch.Tensor,
         next_ids: torch.Tensor,
     ) -> None:
-        """Add accepted tokens to the context: of many, those that its window keeps."""
-        kept = slice(-self.config.sliding_window if self.config.sliding_window else None, None)
-        residual, position_ids = residual[:, kept].to(self.device), position_ids[:, kept].to(self.device)
-        context.append(self.encode_context(residual, position_ids))
+        """Add accepted tokens to the context: of many, those that its window keeps. Few of them go in with the next
+        block, in one pass; the residual of many, a prompt's, is not kept for so long."""
+        self.take_in(context)
+        kept = slice(-context.window if context.window else None, None)
+        context.pending = residual[:, kept].to(self.device), position_ids[:, kept].to(self.device)
+        if residual.shape[1] > self.config.block_size:
+            self.take_in(context)
 
+    @torch.no_grad()
+    def take_in(self, context: ContextCache) -> None:
+        """Compute keys and values of what is pending, without a block."""
+        if context.pending is None:
+            return
+        residual, position_ids = context.pending
+        feature, new = self.reduce(residual), residual.shape[1]
+        rotary = self.rotary_emb(feature, position_ids)
+        context.make_room(new, feature, self.config)
+        for index, layer in enumerate(self.layers):
+            attention = cast(HyperDFlashLayer, layer).self_attn
+            context.layer(index, new)(*attention.keys_values(feature, rotary))
+        context.advance(new)
+        context.pending = None
+
+    @torch.no_grad()
     def propose(
         self,
         target: PreTrainedModel,
@@ -286,7 +297,8 @@ class HyperDFlashDrafter(SavedDrafter):
         config = self.config
         block, positions = block_inputs(ids[:, -1:], position_ids[:, -1:], config.block_size, config.mask_token_id)
         embeds = family_of(target).embed(block).to(self.device)
-        hidden = self(embeds, positions.to(self.device), context.layers)
+        hidden = self(embeds, positions.to(self.device), context, None, *(context.pending or ()))
+        context.pending = None
         return sampler.chain(ids, self.logits(target, hidden[:, config.first_slot : config.first_slot + count]))
 
     def logits(self, target: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:

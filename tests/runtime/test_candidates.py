@@ -55,7 +55,11 @@ def test_every_family_in_transformers_loop(family, drafts):
     target = family().eval()
     ids, options = torch.cat([prompt(9)] * 2, dim=1), dict(do_sample=False, max_new_tokens=24)
     expected = target.generate(ids, **options)
-    for drafter in (half_right(target, ids, max_new_tokens=options["max_new_tokens"]), tiny_drafter(target), PromptLookupDrafter(target, 4)):
+    for drafter in (
+        half_right(target, ids, max_new_tokens=options["max_new_tokens"]),
+        tiny_drafter(target),
+        PromptLookupDrafter(target, 4),
+    ):
         drafter.bind(target)
         ours, trees = proposed_by(drafter, target, ids, **options)
         theirs = in_transformers_loop(target, drafter, ids, **options)
@@ -100,7 +104,13 @@ def test_sampled_drafts_come_with_what_they_were_drawn_from(family):
         model._get_candidate_generator = listening.__get__(model)
         try:
             return GenerationMixin._assisted_decoding(
-                model, input_ids, logits_processor, stopping_criteria, generation_config, assistant_model=drafter, **kwargs
+                model,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                assistant_model=drafter,
+                **kwargs,
             )
         finally:
             del model._get_candidate_generator
@@ -165,5 +175,7 @@ def test_a_loop_that_runs_the_target_elsewhere_is_told():
         generation_config=config, input_ids=prompt(9), assistant_model=tiny_drafter(target), logits_processor=None,
         model_kwargs={"past_key_values": cache},
     )  # fmt: skip
-    with pytest.raises(ValueError, match="The target has not been run over the tokens 0 to 8 since the last candidates"):
+    with pytest.raises(
+        ValueError, match="The target has not been run over the tokens 0 to 8 since the last candidates"
+    ):
         generator.get_candidates(prompt(9))

@@ -306,17 +306,25 @@ def reference_forward(drafter, embeds, positions, residual, context_positions):
     return rms(hidden, drafter.norm.weight)
 
 
+@torch.no_grad()
 def test_forward_equals_a_reference_written_query_by_query(target):
     drafter = tiny_drafter(target, head_dim=8)
     residual, embeds = torch.randn(6, 4, 32), torch.randn(7, 32)
     context_positions, positions = torch.arange(3, 9), torch.arange(9, 16)
     expected = reference_forward(drafter, embeds, positions, residual, context_positions)
-    context = drafter.encode_context(residual[None], context_positions[None])
-    torch.testing.assert_close(drafter(embeds[None], positions[None], context)[0], expected, atol=1e-5, rtol=1e-4)
+    for pending in (False, True):  # what is accepted goes in alone, or with the block
+        context = drafter.new_context()
+        drafter.extend(target, context, residual[None], context_positions[None], None)
+        if not pending:
+            drafter.take_in(context)
+        found = drafter(embeds[None], positions[None], context, None, *(context.pending or ()))
+        torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=1e-4)
+        assert len(context) == 6
 
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("hidden_size", [32, 48])
+@torch.no_grad()
 def test_cached_context_equals_the_masked_training_layout(target, window, hidden_size):
     """Generation adds context token by token and runs one block; training runs all blocks at once under a mask."""
     drafter = tiny_drafter(target, sliding_window=window, hidden_size=hidden_size, head_dim=16)
@@ -326,17 +334,17 @@ def test_cached_context_equals_the_masked_training_layout(target, window, hidden
     everywhere = torch.arange(150)[None]
     mask = block_mask(anchors, everywhere, 7, window)
     together = drafter(embeds, positions, attention_mask=mask, residual=residual, residual_position_ids=everywhere)
-    assert torch.equal(together, drafter(embeds, positions, drafter.encode_context(residual, everywhere), mask))
     cache, filled = drafter.new_context(), 0
     for index, anchor in enumerate(anchors[0].tolist()):
         while filled < anchor:
             step = min(3, anchor - filled)
             span = slice(filled, filled + step)
-            cache.append(drafter.encode_context(residual[:, span], torch.arange(150)[None, span]))
+            drafter.extend(target, cache, residual[:, span], torch.arange(150)[None, span], None)
             filled += step
-        assert len(cache) == min(anchor, window or anchor)
         block = slice(7 * index, 7 * index + 7)
-        alone = drafter(embeds[:, block], positions[:, block], cache.layers)
+        alone = drafter(embeds[:, block], positions[:, block], cache, None, *cache.pending)
+        cache.pending = None
+        assert len(cache) == min(anchor, window or anchor)
         torch.testing.assert_close(alone, together[:, block], atol=1e-5, rtol=1e-4)
 
 

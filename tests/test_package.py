@@ -20,7 +20,7 @@ ORDER = [
     "runtime.version", "runtime.stats", "runtime.tree", "runtime.verification", "runtime.reducers", "runtime.per_thread",
     "runtime.residual", "runtime.cache_linear", "runtime.cache_deepseek_v4", "runtime.sampling", "runtime.stopping",
     "runtime.continuation", "runtime.row", "runtime.target_family", "runtime.target_*", "runtime.targets", "runtime.shown",
-    "runtime.decoding", "runtime.request", "runtime.candidates", "runtime.binding", "runtime.recipe",
+    "runtime.request", "runtime.decoding", "runtime.candidates", "runtime.binding", "runtime.recipe",
     "runtime.configuration_*", "runtime.weights", "runtime.mask_token", "runtime.layers", "runtime.drafter",
     "runtime.mtp_checkpoint", "runtime.modeling_*", "runtime.prompt_lookup", "hub.cards", "hub.publish", "hub.formats",
     "loading", "training.losses", "training.blocks", "training.places", "training.data", "training.teacher",
@@ -213,3 +213,8 @@ assert "generating: " in shown, said.getvalue()
 """
     tau, *diagnosis = run(code).splitlines()
     assert float(tau) >= 1 and diagnosis[-1] == "No problem found."
+
+
+def test_the_drawing_of_the_rooms_is_the_codes():
+    script = PACKAGE.parent / "docs" / "draw_rooms.py"
+    assert subprocess.run([sys.executable, script, "--check"], check=False).returncode == 0, f"run {script.name}"

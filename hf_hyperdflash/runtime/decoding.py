@@ -15,6 +15,7 @@ import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .continuation import context_of, leave_context, padding_of
+from .request import check_cache
 from .row import Row
 from .sampling import DraftSampler
 from .shown import Shown
@@ -89,7 +90,6 @@ class _Decoding:
         self.sampler = DraftSampler(logits_processor, generation_config.do_sample)
         self.shown = Shown(generation_config, self.family)
         self.stats = SpeculationStats()
-        self.residuals: list[torch.Tensor] = []  # of what is in the cache and not yet in the drafter's context
 
     def start(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Row:
         self.kwargs, self.cache = dict(model_kwargs), model_kwargs["past_key_values"]
@@ -114,10 +114,10 @@ class _Decoding:
             inputs = self.inputs(row, self.cache.get_seq_length(), end)
             with self.target.hyperdflash_binding.own_forward(self.drafter.target_layer_ids) as captured:
                 outputs = self.target._prefill(row.text[:, :end], config, inputs)
-            self.residuals += captured
+            row.residuals += captured
             if outputs.past_key_values is not self.cache:  # remote code may make a cache of its own
                 self.cache = self.kwargs["past_key_values"] = check_cache(outputs.past_key_values)
-            if end < length and self.residuals:
+            if end < length and row.residuals:
                 self.extend(row, end)
         self.cache.activate_past_recording()  # after the prompt: there is nothing in it to take back
         return outputs
@@ -159,7 +159,7 @@ class _Decoding:
         binding = self.target.hyperdflash_binding
         with binding.own_forward(self.drafter.target_layer_ids, is_round=True) as captured:
             outputs = self.target(**inputs, return_dict=True)
-        self.residuals += captured
+        row.residuals += captured
         self.stats.verify_seconds += now(self.target.device) - began
         return outputs
 
@@ -218,8 +218,8 @@ class _Decoding:
                 f"The cache, a {type(self.cache).__name__}, holds {self.cache.get_seq_length()} tokens after it was "
                 f"cropped, expected {kept}: its `crop(-n)` must take back the last n tokens."
             )
-        if self.residuals and rejected:
-            self.residuals[-1] = self.residuals[-1][:, :-rejected]
+        if row.residuals and rejected:
+            row.residuals[-1] = row.residuals[-1][:, :-rejected]
         self.extend(row, kept)
         leave_context(self.cache, self.drafter, row.context)
 
@@ -227,8 +227,8 @@ class _Decoding:
         """Give the drafter the tokens before `end` that are new to it."""
         residual, new = None, end - row.context.end
         if self.drafter.target_layer_ids:
-            residual = self.residuals[0] if len(self.residuals) == 1 else torch.cat(self.residuals, dim=1)
-            self.residuals.clear()
+            residual = row.residuals[0] if len(row.residuals) == 1 else torch.cat(row.residuals, dim=1)
+            row.residuals.clear()
             new = residual.shape[1]  # less than what is new to the drafter after another's turn on the same cache
         start = end - new
         positions, following = row.text_positions(start, end), row.text[:, start + 1 : end + 1]
@@ -251,17 +251,3 @@ class _Decoding:
             return ids
         shown = self.shown.all()
         return GenerateDecoderOnlyOutput(sequences=cast(Any, ids), past_key_values=self.cache, **shown)
-
-
-def check_cache(cache: Any) -> Any:
-    """Return a cache that drafts can be taken back from.
-
-    Raises:
-        ValueError: If it cannot.
-    """
-    if not getattr(cache, "is_croppable", False):
-        raise ValueError(
-            f"Assisted generation cannot rewind a {type(cache).__name__}: leave `cache_implementation` out. A cache of "
-            "remote code needs `is_croppable = True` and a `crop(-n)` that takes back the last n tokens."
-        )
-    return cache

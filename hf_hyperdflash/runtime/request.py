@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from transformers.generation.configuration_utils import GenerationConfig
 
-from .decoding import check_cache
 from .targets import family_of, is_bound
 
 _MEDIA = ("pixel_values", "mm_encoder_outputs", "input_features")  # prefixes of `generate`'s arguments
@@ -88,3 +87,17 @@ def check_stock_assistance(assistant_model: Any, model_kwargs: dict[str, Any]) -
             "tokens in `past_key_values`. Leave `past_key_values` out, or use a HyperDFlash drafter, which continues "
             "correctly."
         )
+
+
+def check_cache(cache: Any) -> Any:
+    """Return a cache that drafts can be taken back from.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    if not getattr(cache, "is_croppable", False):
+        raise ValueError(
+            f"Assisted generation cannot rewind a {type(cache).__name__}: leave `cache_implementation` out. A cache of "
+            "remote code needs `is_croppable = True` and a `crop(-n)` that takes back the last n tokens."
+        )
+    return cache

@@ -25,6 +25,7 @@ class Row:
         length: Tokens of the text, padding included.
         prompt_length: Tokens of the prompt, padding left out.
         context: The drafter's.
+        residuals: Residual paths of what is in the target's cache and not yet in the context.
         finished: Whether the text has ended.
     """
 
@@ -34,6 +35,7 @@ class Row:
         self.padding, self.length = padding, ids.shape[1]
         self.prompt_length = self.length - padding
         self.context: Any = None
+        self.residuals: list[torch.Tensor] = []
         self.finished = False
         self._buffer, self._mask = ids, mask
         self._positions = self._prompt_positions(mask, position_ids)

@@ -1,0 +1,95 @@
+"""Draw the package's rooms and their imports into CONTRIBUTING.md, from the code.
+
+python docs/draw_rooms.py            # writes the part between the two marks
+python docs/draw_rooms.py --check    # exit status 1 if it is not what the code says
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE, PAGE = ROOT / "hf_hyperdflash", ROOT / "CONTRIBUTING.md"
+BEGIN, END = "<!-- rooms: docs/draw_rooms.py -->", "<!-- end of rooms -->"
+ORDER = ("runtime", "hub", "loading", "training", "benchmark", "cli", "metrics")
+
+
+def modules() -> dict[str, Path]:
+    """Every module but the packages' own, `runtime.tree` for example."""
+    found = {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.stem != "__init__"
+    }
+    return dict(sorted(found.items(), key=lambda item: ORDER.index(wing_of(item[0]))))
+
+
+def wing_of(module: str) -> str:
+    return module.rpartition(".")[0] or module
+
+
+def imports(module: str, there: dict[str, Path]) -> set[str]:
+    """Modules of the package that a module imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(there[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            folder = there[module].parents[node.level - 1].relative_to(PACKAGE).parts
+            name = ".".join([*folder, *(node.module or "").split(".")]).strip(".")
+            found |= {name} if name in there else {f"{name}.{part.name}".strip(".") for part in node.names}
+    return found & there.keys()
+
+
+def flowchart(edges: set[tuple[str, str]]) -> list[str]:
+    """Edges that no longer way says already, as a Mermaid drawing."""
+    below: dict[str, set[str]] = {}
+
+    def reach(node: str) -> set[str]:
+        if node not in below:
+            below[node] = set()
+            for a, b in edges:
+                if a == node:
+                    below[node] |= {b} | reach(b)
+        return below[node]
+
+    direct = sorted((a, b) for a, b in edges if not any(b in reach(c) for d, c in edges if d == a and c != b))
+    return ["```mermaid", "flowchart TD", *(f"  {a} --> {b}" for a, b in direct), "```"]
+
+
+def rooms() -> str:
+    there = modules()
+    graph = {(a, b) for a in there for b in imports(a, there)}
+    wings = {(wing_of(a), wing_of(b)) for a, b in graph if wing_of(a) != wing_of(b)}
+    family = re.compile(r"^target_(?!family$).*|^modeling_.*|^configuration_.*")
+    kinds = {"target_": "targets_of_each_family", "modeling": "modeling_files", "configur": "configuration_files"}
+
+    def room(module: str) -> str:
+        name = module.rpartition(".")[2]
+        return next(kind for start, kind in kinds.items() if name.startswith(start)) if family.match(name) else name
+
+    inside = {(room(a), room(b)) for a, b in graph if wing_of(a) == wing_of(b) == "runtime"}
+    lines = ["Who imports whom, wing by wing:", "", *flowchart(wings), ""]
+    lines += ["Inside the runtime:", "", *flowchart({(a, b) for a, b in inside if a != b}), ""]
+    lines += ["| file | what |", "|---|---|"]
+    for path in there.values():
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        what = re.split(r"\n\n", text)[0].replace("\n", " ").replace("|", "\\|")
+        lines.append(f"| `{path.relative_to(PACKAGE).as_posix()}` | {what} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    page = PAGE.read_text(encoding="utf-8")
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    drawn = f"{before}{BEGIN}\n\n{rooms()}\n\n{END}{after}"
+    if "--check" in sys.argv:
+        return int(drawn != page)
+    PAGE.write_text(drawn, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -23,8 +23,9 @@ import transformers
 from benchmark_loss import hardware
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hf_hyperdflash import FeatureCache, HyperDFlashConfig, HyperDFlashDrafter
+from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
 from hf_hyperdflash.training.data import load_rows, prepare_dataset
+from hf_hyperdflash.training.features import FeatureCache
 from hf_hyperdflash.training.script import main as train_drafter
 
 REDUCERS = {"hc_gate": "gate", "fc": "fc", "hybrid": "gate + fc", "stream_mean": "stream mean"}

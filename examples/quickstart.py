@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-from hf_hyperdflash import HyperDFlashDrafter, SpeculationStats
+from hf_hyperdflash import HyperDFlashDrafter
+from hf_hyperdflash.runtime.stats import SpeculationStats
 
 MODELS = Path(__file__).parent / "models"
 PROMPTS = [

@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_hyperdflash import DeepseekV4MTPDrafter, FeatureCache
+from hf_hyperdflash import DeepseekV4MTPDrafter
 from hf_hyperdflash.training.data import load_rows, prepare_dataset
+from hf_hyperdflash.training.features import FeatureCache
 from hf_hyperdflash.training.trainer import Batch, collate
 
 

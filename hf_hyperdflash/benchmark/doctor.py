@@ -299,7 +299,7 @@ def _judge_settings(found: Diagnosis, compared: Comparison, prompts: int) -> Non
         names = "; ".join(f"{setting.name} ({_nats(setting.ahead)})" for setting in unclear)
         found.remarks.append(
             f"Cannot tell from {told} whether the drafter was trained with {names}. More prompts may tell: "
-            "`hf_hyperdflash.examine(target, drafter, tokenizer, prompts=...)`."
+            "`hf_hyperdflash.benchmark.doctor.examine(target, drafter, tokenizer, prompts=...)`."
         )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from .binding import bind, check_fit, unbind
@@ -120,6 +120,17 @@ class Drafter:
         """Give `target` its own class back."""
         unbind(target)
 
+    def generate(self, *args: Any, **kwargs: Any) -> None:
+        """A drafter does not generate, it assists its target: what a target that is not bound calls.
+
+        Raises:
+            ValueError: Always, saying what to call.
+        """
+        raise ValueError(
+            "A HyperDFlash drafter works only through a target that is bound to it. Call `drafter.bind(target)` once, then "
+            "`target.generate(**inputs, assistant_model=drafter)`."
+        )
+
     @property
     def num_draft_tokens(self) -> int:
         """Tokens drafted per round, where `generate` is not told (`num_assistant_tokens`)."""
@@ -170,6 +181,12 @@ class SavedDrafter(Drafter, PreTrainedModel):
     """A drafter with weights: saved with code, and loaded whole."""
 
     config: Any
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.generation_config = (
+            GenerationConfig()
+        )  # which transformers reads of an assistant before it calls `generate`
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:

@@ -42,6 +42,7 @@ class HyperDFlashDrafter(SavedDrafter):
     """
 
     config: HyperDFlashConfig
+    hc_gate: HCGateReducer
     config_class = HyperDFlashConfig
     base_model_prefix = "drafter"
     supports_gradient_checkpointing = True
@@ -51,7 +52,6 @@ class HyperDFlashDrafter(SavedDrafter):
 
     def __init__(self, config: HyperDFlashConfig) -> None:
         super().__init__(config)
-        self.__dict__.pop("generation_config", None)  # None here; see `__getattr__`
         self.reducer = REDUCERS[config.reducer]
         for name, module in self.reducer.modules(config).items():
             self.add_module(name, module)
@@ -319,20 +319,6 @@ class HyperDFlashDrafter(SavedDrafter):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(self.config, name, getattr(own, name, None))
 
-    def generate(self, *args: Any, **kwargs: Any) -> None:
-        """A drafter does not generate: it assists its target.
-
-        Raises:
-            ValueError: Always, saying what to call.
-        """
-        raise NotBoundError(_NOT_BOUND)
-
-    def __getattr__(self, name: str) -> Any:
-        # Stock assisted decoding asks its assistant for this first; reached only through a target that is not bound.
-        if name == "generation_config":
-            raise NotBoundError(_NOT_BOUND)
-        return super().__getattr__(name)
-
 
 def _gate_obstacle(family: TargetFamily, width: int) -> str | None:
     """Why the gate cannot be inherited (the paper's conditions, section 2.2), or `None`."""
@@ -379,16 +365,6 @@ def check_pair(config: HyperDFlashConfig, target: PreTrainedModel) -> None:
             config.target_name_or_path,
             target.config._name_or_path,
         )
-
-
-class NotBoundError(ValueError, AttributeError):
-    """The drafter was used without binding its target. Also an `AttributeError`: `hasattr` must stay usable."""
-
-
-_NOT_BOUND = (
-    "A HyperDFlash drafter works only through a target that is bound to it. Call `drafter.bind(target)` once, then "
-    "`target.generate(**inputs, assistant_model=drafter)`."
-)
 
 
 def register_auto_classes() -> None:

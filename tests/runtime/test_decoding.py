@@ -16,8 +16,9 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hyperdflash import PromptLookupDrafter, SpeculationStats, bind, unbind
+from hf_hyperdflash import PromptLookupDrafter, bind, unbind
 from hf_hyperdflash.runtime import continuation
+from hf_hyperdflash.runtime.stats import SpeculationStats
 from hf_hyperdflash.runtime.tree import DraftTree
 from hf_hyperdflash.runtime.verification import sampled_walk
 

@@ -20,14 +20,13 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from hf_hyperdflash import (
     DeepseekV4MTPDrafter,
-    FeatureCache,
     HyperDFlashTrainer,
     HyperDFlashTrainingArguments,
     PromptLookupDrafter,
     bind,
-    make_rewindable,
 )
-from hf_hyperdflash.training.features import residual_of, target_fingerprint
+from hf_hyperdflash.runtime.cache_deepseek_v4 import make_rewindable
+from hf_hyperdflash.training.features import FeatureCache, residual_of, target_fingerprint
 from hf_hyperdflash.training.losses import chunked_drafter_loss, drafter_loss
 
 from ..conftest import CSA, HCA, SLIDING, half_right, perfect, prompt, tiny_drafter, tiny_target

@@ -6,8 +6,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_hyperdflash import HCGateReducer, HyperDFlashConfig, HyperDFlashDrafter, register_auto_classes
-from hf_hyperdflash.runtime.reducers import path_gates
+from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
+from hf_hyperdflash.runtime.modeling_hyperdflash import register_auto_classes
+from hf_hyperdflash.runtime.reducers import HCGateReducer, path_gates
 from hf_hyperdflash.training.blocks import block_mask
 
 from ..conftest import tiny_drafter, tiny_target

@@ -62,7 +62,6 @@ def test_other_families_are_told_what_to_call(drafter):
         greedy(gpt2, prompt(5), assistant_model=drafter)
     with pytest.raises(ValueError, match=r"drafter\.bind\(target\)"):
         drafter.generate(prompt(5))
-    assert not hasattr(drafter, "generation_config")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from hf_hyperdflash import (
     AcceptanceCallback,
-    FeatureCache,
     HyperDFlashDrafter,
     HyperDFlashTrainer,
     HyperDFlashTrainingArguments,
@@ -23,6 +22,7 @@ from hf_hyperdflash import (
 )
 from hf_hyperdflash.training.checkpoints import last_whole
 from hf_hyperdflash.training.data import encode_prompts
+from hf_hyperdflash.training.features import FeatureCache
 from hf_hyperdflash.training.trainer import collate, draft_states, read_layers
 
 from .. import conftest

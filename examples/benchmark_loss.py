@@ -24,9 +24,10 @@ import time
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from hf_hyperdflash.training.losses import chunked_drafter_loss, drafter_loss
+from hf_hyperdflash.training.losses import drafter_loss
 
 KL_WEIGHT, KL_TEMPERATURE = 0.15, 1.0
 UNCHUNKED = 0
@@ -55,11 +56,14 @@ def forward_backward(
     hidden.grad = None
     if arguments.measure == UNCHUNKED:
         with torch.no_grad():
-            teacher_logits = head(teacher)
-        loss = drafter_loss(head(hidden), labels, teacher_logits, KL_WEIGHT, KL_TEMPERATURE)
+            taught = (head(teacher).float() / KL_TEMPERATURE).log_softmax(-1)
+        logits = head(hidden).float()
+        student = (logits[:, : taught.shape[1]] / KL_TEMPERATURE).log_softmax(-1)
+        kl = KL_TEMPERATURE**2 * F.kl_div(student, taught, reduction="sum", log_target=True) / taught[..., 0].numel()
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + KL_WEIGHT * kl
     else:
         options = {"kl_weight": KL_WEIGHT, "kl_temperature": KL_TEMPERATURE, "chunk_size": arguments.measure}
-        loss = chunked_drafter_loss(hidden, labels, head, teacher, **options).loss
+        loss = drafter_loss(hidden, labels, teacher, head=head, **options).loss
     loss.backward()
     return loss.detach()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -39,7 +39,7 @@ def measure_acceptance(
 
     Args:
         target: The target.
-        drafter: Its drafter, plain or wrapped by PEFT, its parameters whole (see [`whole`]).
+        drafter: Its drafter, plain or wrapped by PEFT, its parameters whole (see [`gathered`]).
         prompts: Token ids `[1, seq]` each.
         max_new_tokens: Most new tokens per prompt.
         disable_tqdm: `False` for a progress bar on stderr, `None` for one where that is a terminal.
@@ -54,23 +54,23 @@ def measure_acceptance(
         ValueError: If there is no prompt, or no prompt leads to a verification round.
     """
     _check_prompts(prompts, max_new_tokens)
-    total = SpeculationStats()
-    seconds = 0.0
+    total, seconds = SpeculationStats(), 0.0
     # Ranks generate in lockstep and none ends early: the forwards that `synced_gpus` would add are not needed.
     kwargs = {"do_sample": False, "use_cache": True, "synced_gpus": False, **generate_kwargs}
+    kwargs["max_new_tokens"] = max_new_tokens
     with bound(target), _in_eval_mode(target, drafter):
         for prompt in tqdm(prompts, desc="acceptance", unit="prompt", leave=False, disable=disable_tqdm):
-            seconds += _generate(target, drafter, prompt, max_new_tokens=max_new_tokens, **kwargs)
+            ids = prompt.to(target.device)
+            began = _now(target.device)
+            cast(Any, target).generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **kwargs)
+            seconds += _now(target.device) - began
             total += drafter.last_stats
     if not total.rounds:
         raise ValueError(
             f"None of the {len(prompts)} prompts led to a verification round: the target ended every answer at its "
             "first token. Pass prompts that end where the answer begins (`add_generation_prompt=True`)."
         )
-    return {
-        **{name: getattr(total, name) for name in _MEASURED},
-        "tokens_per_second": total.tokens / seconds,
-    }
+    return {**{name: getattr(total, name) for name in _MEASURED}, "tokens_per_second": total.tokens / seconds}
 
 
 def _check_prompts(prompts: Sequence[torch.Tensor], max_new_tokens: int) -> None:
@@ -79,8 +79,8 @@ def _check_prompts(prompts: Sequence[torch.Tensor], max_new_tokens: int) -> None
     for prompt in prompts:
         if not isinstance(prompt, torch.Tensor):
             raise ValueError(
-                f"A prompt is {prompt!r:.40}, a {type(prompt).__name__}: expected tensors of token ids `[1, seq]`. Pass the "
-                '`input_ids` of `tokenizer(text, return_tensors="pt")`.'
+                f"A prompt is {prompt!r:.40}, a {type(prompt).__name__}: expected tensors of token ids `[1, seq]`. "
+                'Pass the `input_ids` of `tokenizer(text, return_tensors="pt")`.'
             )
         if prompt.ndim != 2 or prompt.shape[0] != 1 or not prompt.shape[1]:
             raise ValueError(
@@ -88,16 +88,9 @@ def _check_prompts(prompts: Sequence[torch.Tensor], max_new_tokens: int) -> None
             )
     if max_new_tokens < _MIN_NEW_TOKENS:
         raise ValueError(
-            f"`max_new_tokens` is {max_new_tokens}, expected at least {_MIN_NEW_TOKENS}: the first token needs no draft, "
-            "and a round adds a draft and the target's own token."
+            f"`max_new_tokens` is {max_new_tokens}, expected at least {_MIN_NEW_TOKENS}: the first token needs no "
+            "draft, and a round adds a draft and the target's own token."
         )
-
-
-def _generate(target: Any, drafter: Any, prompt: torch.Tensor, **kwargs: Any) -> float:
-    ids = prompt.to(target.device)
-    began = _now(target.device)
-    target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **kwargs)
-    return _now(target.device) - began
 
 
 @contextmanager
@@ -131,8 +124,8 @@ def _now(device: torch.device) -> float:
 
 
 @contextmanager
-def whole(accelerator: Accelerator, model: nn.Module) -> Iterator[Any]:
-    """Unwrap a drafter in training, with its parameters whole on every rank for as long as the context lasts.
+def gathered(accelerator: Accelerator, model: nn.Module) -> Iterator[Any]:
+    """Unwrap a drafter in training, with its parameters whole on every rank inside the `with`.
 
     Parameters that FSDP2 or DeepSpeed ZeRO-3 shard are gathered once and sharded again at the end. Every rank must
     enter. The parameters must not be changed inside.
@@ -144,27 +137,21 @@ def whole(accelerator: Accelerator, model: nn.Module) -> Iterator[Any]:
     Yields:
         The drafter, plain or wrapped by PEFT.
     """
-    drafter = accelerator.unwrap_model(model, keep_torch_compile=False)  # every length of a context would recompile
+    from torch.distributed.fsdp import FSDPModule
+
+    drafter = accelerator.unwrap_model(model, keep_torch_compile=False)  # every length of text would recompile
     if any(hasattr(parameter, "ds_id") for parameter in drafter.parameters()):
         from deepspeed.runtime.zero import unwrap_model_for_generation
 
         with unwrap_model_for_generation(model):
             yield drafter
-    else:
-        with _unsharded(accelerator, drafter):
-            yield drafter
-
-
-@contextmanager
-def _unsharded(accelerator: Accelerator, drafter: nn.Module) -> Iterator[None]:
-    from torch.distributed.fsdp import FSDPModule
-
+        return
     units = [module for module in drafter.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()
     try:
-        yield
+        yield drafter
     finally:
         for unit in units:
             # As `accelerate` sets it; the outermost unit stays whole until the backward pass, as FSDP2 has it.
@@ -211,7 +198,9 @@ class AcceptanceCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         metrics: dict[str, float] = kwargs["metrics"]  # the dictionary that `Trainer.evaluate` returns
-        prefix = _prefix(metrics)
+        # Its `metric_key_prefix`: the trainer itself always adds `<prefix>_runtime`.
+        names = (name for name in metrics if name.endswith("_runtime"))
+        prefix = min(names, key=len, default="eval_runtime").removesuffix("_runtime")
         if not prefix.startswith("eval"):
             return
         if state.global_step != self._step or prefix in self._prefixes:
@@ -229,22 +218,11 @@ class AcceptanceCallback(TrainerCallback):
 
     def _measure(self) -> dict[str, float]:
         trainer: Any = self.trainer
-        with whole(trainer.accelerator, trainer.model_wrapped) as drafter:
-            is_silent = trainer.args.disable_tqdm or not trainer.is_world_process_zero()
-            measured = measure_acceptance(
-                trainer.target,
-                drafter,
-                self.prompts,
-                max_new_tokens=self.max_new_tokens,
-                disable_tqdm=True if is_silent else None,
-            )
+        is_silent = trainer.args.disable_tqdm or not trainer.is_world_process_zero()
+        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "disable_tqdm": True if is_silent else None}
+        with gathered(trainer.accelerator, trainer.model_wrapped) as drafter:
+            measured = measure_acceptance(trainer.target, drafter, self.prompts, **options)
         values = {f"eval_{name}": measured[name] for name in ("tau", "mean_accepted_drafts", "tokens_per_second")}
         for name in ("acceptance", "conditional_acceptance"):
             values |= {f"eval_{name}_{k}": value for k, value in enumerate(measured[name], start=1)}
         return broadcast_object_list([values])[0]  # ranks must agree on which checkpoint is the best
-
-
-def _prefix(metrics: dict[str, float]) -> str:
-    """The `metric_key_prefix` of an evaluation: the trainer itself always adds `<prefix>_runtime`."""
-    names = (name for name in metrics if name.endswith("_runtime"))
-    return min(names, key=len, default="eval_runtime").removesuffix("_runtime")

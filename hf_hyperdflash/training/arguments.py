@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
-from .features import FEATURE_DTYPES
+from .store import FEATURE_DTYPES
 
 KL_TEACHERS = ("hc_head", "mean_pool")
 FEATURE_SOURCES = ("online", "cached")
@@ -18,6 +18,7 @@ _LEAST = {  # of whole numbers
     "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1,
     "kl_positions": 1, "num_anchors": 1, "loss_chunk_size": 1, "max_length": 2,
 }  # fmt: skip
+_POSITIVE = ("kl_temperature", "loss_decay")  # the other numbers may be 0
 _UNLISTED = ("azure_ml", "flyte")  # reporters that transformers counts among the installed ones not always, or never
 
 
@@ -27,8 +28,8 @@ class HyperDFlashTrainingArguments(TrainingArguments):
 
     Args:
         kl_weight (`float`, *optional*, defaults to `0.15`):
-            Weight alpha of the distillation term (Eq. 3), 0 or more (the paper: 0.1 to 0.2). 0 trains with cross-entropy
-            alone.
+            Weight alpha of the distillation term (Eq. 3), 0 or more (the paper: 0.1 to 0.2). 0 trains with
+            cross-entropy alone.
         kl_positions (`int`, *optional*, defaults to `2`):
             The first P draft positions are distilled (Eq. 2).
         kl_temperature (`float`, *optional*, defaults to `1.0`):
@@ -45,8 +46,8 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         feature_source (`str`, *optional*, defaults to `"online"`):
             `"online"` runs the target in every step; `"cached"` runs it once and reads `feature_cache_dir` afterwards.
         feature_cache_dir (`str`, *optional*):
-            Where `"cached"` keeps the residuals, a folder that all processes see; `<output_dir>/_features` by default. A
-            finished cache of the same data and target is used as it is.
+            Where `"cached"` keeps the residuals, a folder that all processes see; `<output_dir>/_features` by default.
+            A finished cache of the same data and target is used as it is.
         feature_dtype (`str`, *optional*, defaults to `"bfloat16"`):
             How `"cached"` stores them: `"bfloat16"`, `"float32"`, or `"float8"` with a scale per token and path.
         max_length (`int`, *optional*, defaults to `4096`):
@@ -104,17 +105,15 @@ class HyperDFlashTrainingArguments(TrainingArguments):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"`{name}` is {value!r}, expected a whole number of at least {least}.")
-        for name in ("kl_temperature", "loss_decay"):
+        for name in ("kl_weight", "learning_rate", *_POSITIVE):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
-                raise ValueError(f"`{name}` is {value!r}, expected a number of more than 0.")
-        for name in ("kl_weight", "learning_rate"):
-            value = getattr(self, name)
-            if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
-                raise ValueError(f"`{name}` is {value!r}, expected a number of at least 0.")
-        for name, allowed in (
-            ("kl_teacher", KL_TEACHERS), ("feature_source", FEATURE_SOURCES), ("feature_dtype", tuple(FEATURE_DTYPES))
-        ):  # fmt: skip
+            is_number = isinstance(value, (int, float)) and 0 <= value < math.inf
+            if (is_number and (value or name not in _POSITIVE)) or (name == "loss_decay" and value is None):
+                continue
+            expected = "more than 0" if name in _POSITIVE else "at least 0"
+            raise ValueError(f"`{name}` is {value!r}, expected a number of {expected}.")
+        for name in ("kl_teacher", "feature_source", "feature_dtype"):
+            allowed = self.__dataclass_fields__[name].metadata["choices"]
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}, expected one of {allowed}.")
         if self.remove_unused_columns:
@@ -125,6 +124,6 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         for reporter in self.report_to or ():
             if reporter not in installed and reporter not in _UNLISTED:
                 raise ValueError(
-                    f"`report_to` names {reporter!r}, which is not installed, or which transformers does not know: install "
-                    f"it, or choose {', '.join(sorted(['none', *installed]))}."
+                    f"`report_to` names {reporter!r}, which is not installed, or which transformers does not know: "
+                    f"install it, or choose {', '.join(sorted(['none', *installed]))}."
                 )

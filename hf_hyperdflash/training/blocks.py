@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import torch
 
@@ -10,7 +11,7 @@ from .losses import IGNORE_INDEX
 
 
 def anchor_candidates(loss_mask: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """Where a block can start, `[batch, seq]`: at supervised tokens followed by a supervised token of the same document.
+    """Where a block can start, `[batch, seq]`: at supervised tokens that one of the same document follows.
 
     Args:
         loss_mask: `[batch, seq]`, `True` on assistant tokens.
@@ -20,8 +21,10 @@ def anchor_candidates(loss_mask: torch.Tensor, position_ids: torch.Tensor) -> to
     return loss_mask & torch.nn.functional.pad(follows, (0, 1))
 
 
-def sample_anchors(candidates: torch.Tensor, num_anchors: int, seeds: list[int]) -> torch.Tensor:
-    """Draw anchors among the candidates of each row, without repetition.
+def sample_anchors(
+    candidates: torch.Tensor, num_anchors: int | None = None, seeds: Sequence[int] = ()
+) -> torch.Tensor:
+    """Draw anchors among the candidates of each row, without repetition; all of them, unless told how many.
 
     Args:
         candidates: `[batch, seq]` of [`anchor_candidates`].
@@ -29,27 +32,14 @@ def sample_anchors(candidates: torch.Tensor, num_anchors: int, seeds: list[int])
         seeds: One per row, [`anchor_seeds`]. What is drawn does not depend on the rest of the batch or on padding.
 
     Returns:
-        Indices into the row, `[batch, anchors]`, ascending; -1 where a row has fewer candidates than another.
+        Indices into the row, `[batch, anchors]`, ascending; -1 where a row has fewer than another, and at least one.
     """
-    drawn = []
-    for row, seed in zip(candidates, seeds):
-        at = row.nonzero().flatten()
-        if len(at) > num_anchors:
-            order = torch.randperm(len(at), generator=torch.Generator().manual_seed(seed))
-            at = at[order[:num_anchors].sort().values.to(at.device)]
-        drawn.append(at)
-    return _stacked(drawn)
-
-
-def every_anchor(candidates: torch.Tensor) -> torch.Tensor:
-    """All candidates of each row, `[batch, anchors]`, ascending; -1 where a row has fewer than another."""
-    return _stacked([row.nonzero().flatten() for row in candidates])
-
-
-def _stacked(rows: list[torch.Tensor]) -> torch.Tensor:
-    """Stack rows of anchors, -1 on the right; at least one column."""
-    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
-    return padded if padded.shape[1] else padded.new_full((len(rows), 1), -1)
+    drawn = [row.nonzero().flatten() for row in candidates]
+    for i, seed in enumerate(seeds):
+        order = torch.randperm(len(drawn[i]), generator=torch.Generator().manual_seed(seed))
+        drawn[i] = drawn[i][order[:num_anchors].sort().values.to(drawn[i].device)]
+    padded = torch.nn.utils.rnn.pad_sequence(drawn, batch_first=True, padding_value=-1)
+    return padded if padded.shape[1] else padded.new_full((len(drawn), 1), -1)
 
 
 def anchor_seeds(input_ids: torch.Tensor, loss_mask: torch.Tensor, seed: int, step: int) -> list[int]:
@@ -65,8 +55,8 @@ def anchor_seeds(input_ids: torch.Tensor, loss_mask: torch.Tensor, seed: int, st
 def block_labels(
     input_ids: torch.Tensor, loss_mask: torch.Tensor, position_ids: torch.Tensor, anchors: torch.Tensor, drafts: int
 ) -> torch.Tensor:
-    """Labels `[batch, anchors, drafts]`: draft position k of anchor a is the token at a+k; -100 from the first token on
-    that is not supervised or belongs to another document, and for missing anchors."""
+    """Labels `[batch, anchors, drafts]`: draft position k of anchor a is the token at a+k; -100 from the first token
+    on that is not supervised or belongs to another document, and for missing anchors."""
     steps = torch.arange(1, drafts + 1, device=input_ids.device)
     first = anchors.clamp(min=0)
     at = first.unsqueeze(-1) + steps

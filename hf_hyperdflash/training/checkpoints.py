@@ -66,8 +66,8 @@ def last_whole(output_dir: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def to_resume(wanted: str | Literal[True], output_dir: Path) -> Path:
-    """The checkpoint that a run goes on from.
+def to_resume(wanted: str | Literal[True], output_dir: Path) -> tuple[Path, list[str]]:
+    """The checkpoint that a run goes on from, and a line for every newer one that was skipped.
 
     Args:
         wanted: A checkpoint's folder, or `True` for the newest whole one.
@@ -77,27 +77,22 @@ def to_resume(wanted: str | Literal[True], output_dir: Path) -> Path:
         ValueError: If there is none, or the wanted one is not whole.
     """
     last, skipped = last_whole(output_dir)
-    if wanted is True:
-        if last is None:
-            found = f": {'; '.join(skipped)}" if skipped else ""
-            raise ValueError(
-                f"No checkpoint in {output_dir} to go on from{found}. Leave `resume_from_checkpoint` out to begin anew."
-            )
-        return last
-    reason = defect(Path(wanted))
-    if reason is None:
-        return Path(wanted)
-    instead = f"The newest whole one is {last}." if last else f"There is no whole one in {output_dir}."
-    raise ValueError(f"`resume_from_checkpoint` is {str(wanted)!r}, but {reason}. {instead}")
+    if wanted is not True:
+        if (reason := defect(Path(wanted))) is None:
+            return Path(wanted), []
+        instead = f"The newest whole one is {last}." if last else f"There is no whole one in {output_dir}."
+        raise ValueError(f"`resume_from_checkpoint` is {str(wanted)!r}, but {reason}. {instead}")
+    if last is None:
+        found = f": {'; '.join(skipped)}" if skipped else ""
+        raise ValueError(
+            f"No checkpoint in {output_dir} to go on from{found}. Leave `resume_from_checkpoint` out to begin anew."
+        )
+    return last, skipped
 
 
 def share_modes(folder: Path) -> None:
-    """Give weights and code the mode that the umask gives, as other files of a run have it: safetensors makes its own for
-    their owner alone, and code is copied with the mode of an installed package.
-
-    Args:
-        folder: What the trainer's `save_model` wrote.
-    """
+    """Give the weights and code that the trainer's `save_model` wrote the mode that the umask gives, as other files of
+    a run have it: safetensors makes its own for their owner alone, and code has that of an installed package."""
     mode = stat.S_IMODE((folder / "training_args.bin").stat().st_mode)
     for pattern in ("*.safetensors", "*.py", "custom_generate/*.py"):
         for path in folder.glob(pattern):

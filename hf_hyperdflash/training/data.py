@@ -37,6 +37,8 @@ _ROLES = {
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _COLUMNS = ("input_ids", "loss_mask", "position_ids")
 _LENGTH = "length"  # of a document before it was cut; not in the rows that are returned
+_SKIPPED = "Skipped %d of %d sequences: too short for a block, which needs two neighbouring tokens of an answer."
+_CUT = "Cut %d of %d sequences to `max_length`, %d tokens: raise it to train on all of them."
 _FIRST_ROWS = 1000  # of a stream, looked through for a trainable one before training starts
 
 
@@ -44,23 +46,25 @@ def load_rows(source: str, split: str = "train", streaming: bool = False) -> Dat
     """Load a dataset from a local file or directory, or by its Hub name.
 
     Args:
-        source: A `.json`, `.jsonl` or `.parquet` file, a directory of such files or one that `save_to_disk` wrote, or a
-            Hub name, optionally with a configuration after a colon (`"openai/gsm8k:main"`).
+        source: A `.json`, `.jsonl` or `.parquet` file, a directory of such files or one that `save_to_disk` wrote, or
+            a Hub name, optionally with a configuration after a colon (`"openai/gsm8k:main"`).
         split: The split. Single files have only one.
         streaming: Read rows as they are used instead of converting all of them first.
 
     Raises:
-        ValueError: If there is no such file, split or dataset, a file is damaged or empty, or the Hub cannot be reached.
+        ValueError: If there is no such file, split or dataset, a file is damaged or empty, or the Hub is not reached.
     """
     from datasets import load_dataset  # an extra: only training needs it
 
     suffix = os.path.splitext(source)[1].lower()
     if os.path.exists(source):
         with _saying_why(source, suffix, streaming):
-            if os.path.isdir(source):
-                return _load_directory(source, split, streaming)
-            reader = "parquet" if suffix == ".parquet" else "json"
-            return load_dataset(reader, data_files=source, split="train", streaming=streaming)
+            if not os.path.isdir(source):
+                reader = "parquet" if suffix == ".parquet" else "json"
+                return load_dataset(reader, data_files=source, split="train", streaming=streaming)
+            if any(os.path.exists(os.path.join(source, name)) for name in ("state.json", "dataset_dict.json")):
+                return _load_saved(source, split, streaming)
+            return load_dataset(source, split=split, streaming=streaming)
     if suffix in (".json", ".jsonl", ".parquet"):
         raise ValueError(f"No dataset file at {source!r}: expected an existing file or a Hub name like 'org/name'.")
     name, _, config = source.partition(":")
@@ -68,8 +72,8 @@ def load_rows(source: str, split: str = "train", streaming: bool = False) -> Dat
         return load_dataset(name, config or None, split=split, streaming=streaming)
     except (ConnectionError, FileNotFoundError) as error:
         raise ValueError(
-            f"Dataset {source!r} is no local file or directory and could not be loaded from the Hub ({error}). Check the "
-            "name, `HF_HUB_OFFLINE` and the network, or give the path of a .json, .jsonl or .parquet file."
+            f"Dataset {source!r} is no local file or directory and could not be loaded from the Hub ({error}). Check "
+            "the name, `HF_HUB_OFFLINE` and the network, or give the path of a .json, .jsonl or .parquet file."
         ) from error
 
 
@@ -102,11 +106,9 @@ def _refuse(reasons: Iterable[str | None]) -> None:
         raise ValueError(reason)
 
 
-def _load_directory(path: str, split: str, streaming: bool) -> Dataset | IterableDataset:
-    from datasets import DatasetDict, load_dataset, load_from_disk
+def _load_saved(path: str, split: str, streaming: bool) -> Dataset | IterableDataset:
+    from datasets import DatasetDict, load_from_disk
 
-    if not any(os.path.exists(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json")):
-        return load_dataset(path, split=split, streaming=streaming)
     saved = load_from_disk(path)
     if isinstance(saved, DatasetDict):
         if split not in saved:
@@ -119,8 +121,8 @@ def to_messages(row: Mapping[str, Any]) -> list[Message]:
     """Turn one dataset row into chat messages.
 
     Understands `messages`, ShareGPT `conversations`, `turns` (user turns only), `instruction`/`input`/`output`,
-    `prompt`/`completion` (texts or lists of messages) and `question`/`answer` (GSM8K's calculator marks are removed and
-    its `#### 7` becomes a sentence with the answer in a box, as the benchmark prompts ask for). A thinking model's
+    `prompt`/`completion` (texts or lists of messages) and `question`/`answer` (GSM8K's calculator marks are removed
+    and its `#### 7` becomes a sentence with the answer in a box, as the benchmark prompts ask for). A thinking model's
     reasoning is a message's `reasoning_content`.
 
     Raises:
@@ -142,9 +144,9 @@ def to_messages(row: Mapping[str, Any]) -> list[Message]:
         return _exchange(given["question"], _clean_worked_answer(given["answer"]))
     empty = sorted(set(row) - set(given) - {PLACE})
     raise ValueError(
-        f"A row with columns {sorted(given)}{f' and nothing in {empty}' if empty else ''} is no conversation: expected "
-        "messages, conversations, turns, instruction/output, prompt/completion or question/answer. Rename the columns of "
-        "the dataset, or leave such rows out."
+        f"A row with columns {sorted(given)}{f' and nothing in {empty}' if empty else ''} is no conversation: "
+        "expected messages, conversations, turns, instruction/output, prompt/completion or question/answer. Rename "
+        "the columns of the dataset, or leave such rows out."
     )
 
 
@@ -158,22 +160,17 @@ def _as_messages(given: Any, role: str | None = None) -> list[Message]:
         return [{"role": role, "content": given}]
     messages = [{k: v for k, v in message.items() if v is not None} for message in _listed(given, dict)]
     for message in messages:
-        message["role"] = _role(message.get("role"))
-        said = message.get("content")
+        speaker, said = message.get("role"), message.get("content")
+        if not isinstance(speaker, str) or speaker not in _ROLES:  # a template would render it as it pleases
+            near = get_close_matches(str(speaker), _ROLES, n=1)
+            raise ValueError(
+                f"Unknown speaker {speaker!r} in a conversation{f' ({near[0]}, perhaps)' if near else ''}: expected "
+                f"one of {sorted(_ROLES)}. Map the dataset's speakers to these."
+            )
+        message["role"] = _ROLES[speaker]
         if not isinstance(said, (str, list)) and not {"tool_calls", "reasoning_content"} & set(message):
             raise ValueError(f"A message by {message['role']!r} says {said!r}, expected text. Leave such rows out.")
     return messages
-
-
-def _role(speaker: Any) -> str:
-    """Who speaks, in the words of chat templates: one that these do not know would be trained on as they please."""
-    if isinstance(speaker, str) and speaker in _ROLES:
-        return _ROLES[speaker]
-    near = get_close_matches(str(speaker), _ROLES, n=1)
-    raise ValueError(
-        f"Unknown speaker {speaker!r} in a conversation{f' ({near[0]}, perhaps)' if near else ''}: expected one of "
-        f"{sorted(_ROLES)}. Map the dataset's speakers to these."
-    )
 
 
 def _listed(given: Any, kind: type = object) -> list[Any]:
@@ -204,8 +201,8 @@ def encode_chat(
 
     The answers are the text inside the template's `{% generation %}` tags. In a template without tags, an answer is
     what the conversation up to it adds to its generation prompt; an answer that is rendered differently once the
-    conversation goes on (templates that drop old reasoning) is not supervised. Prompts and answers are tokenized apart,
-    so that their first tokens are those of generation. A turn is in thinking mode if it has `reasoning_content`.
+    conversation goes on (templates that drop old reasoning) is not supervised. Prompts and answers are tokenized
+    apart, so that their first tokens are those of generation. A turn with `reasoning_content` is in thinking mode.
 
     Args:
         tokenizer: The target's tokenizer, byte-level as DeepSeek's.
@@ -250,12 +247,12 @@ def _answer_spans(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -
 
 
 def _chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"The tokenizer {tokenizer.name_or_path!r} has no chat template, so prompts and answers cannot be told apart: "
-            "set `tokenizer.chat_template` to a Jinja template (`--chat-template FILE` in the examples)."
-        )
-    return tokenizer.get_chat_template()
+    if tokenizer.chat_template:
+        return tokenizer.get_chat_template()
+    raise ValueError(
+        f"The tokenizer {tokenizer.name_or_path!r} has no chat template, so prompts and answers cannot be told apart: "
+        "set `tokenizer.chat_template` to a Jinja template (`--chat-template FILE` in the examples)."
+    )
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], thinking: bool, prompt: bool) -> str:
@@ -279,10 +276,10 @@ def _spans_by_prefix(tokenizer: PreTrainedTokenizerBase, messages: list[Message]
                 break
     if answers and not spans:
         raise ValueError(
-            f"No answer can be located in the conversation that begins with {str(messages[0])[:200]}: the chat template renders "
-            f"{text[-200:]!r}, which does not continue its own generation prompt {prompt[-100:]!r}. Put the assistant's "
-            "text of the template between {% generation %} and {% endgeneration %}, or move reasoning to "
-            "`reasoning_content`."
+            f"No answer can be located in the conversation that begins with {str(messages[0])[:200]}: the chat "
+            f"template renders {text[-200:]!r}, which does not continue its own generation prompt {prompt[-100:]!r}. "
+            "Put the assistant's text of the template between {% generation %} and {% endgeneration %}, or move "
+            "reasoning to `reasoning_content`."
         )
     return text, spans
 
@@ -324,20 +321,20 @@ def encode_prompts(
     prompts = []
     for number, row in enumerate(rows):
         with at_row(row, number):
-            text = _render(tokenizer, _asked(row), thinking, prompt=True)
+            text = _render(tokenizer, _asked(to_messages(row)), thinking, prompt=True)
         prompts.append(tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"])
     return prompts
 
 
-def _asked(row: Mapping[str, Any]) -> list[Message]:
-    messages = to_messages(row)
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
-    while len(messages) > 1 and messages[-1]["role"] == messages[-2]["role"] == "user":
-        messages.pop()
-    if not messages:
+def _asked(messages: list[Message]) -> list[Message]:
+    roles = [message["role"] for message in messages]
+    while roles and roles[-1] == "assistant":
+        roles.pop()
+    while roles[-2:] == ["user", "user"]:
+        roles.pop()
+    if not roles:
         raise ValueError("The conversation asks nothing: expected a message before the answer.")
-    return messages
+    return messages[: len(roles)]
 
 
 def truncate(input_ids: list[int], loss_mask: list[int], max_length: int) -> tuple[list[int], list[int]]:
@@ -381,8 +378,8 @@ def prepare_dataset(
 ) -> Dataset | IterableDataset:
     """Turn conversations into training rows.
 
-    Rows without an anchor, two neighbouring supervised tokens of one document, are skipped. How many, and how many were
-    cut to `max_length`, is logged: at once for a map-style dataset, at every doubling for a streaming one.
+    Rows without an anchor, two neighbouring supervised tokens of one document, are skipped. How many, and how many
+    were cut to `max_length`, is logged: at once for a map-style dataset, at every doubling for a streaming one.
 
     Args:
         dataset: Rows that [`to_messages`] understands (`truncated` marks answers that hit a token limit), or tokenized
@@ -394,12 +391,12 @@ def prepare_dataset(
         num_proc: Processes that tokenize a map-style dataset.
 
     Returns:
-        A dataset of the same kind (of a list, map-style) with lists `input_ids`, `loss_mask` and `position_ids`, which count from 0 in every
-        document. As many documents were kept as there are zeros among `position_ids`.
+        A dataset of the same kind (of a list, map-style) with lists `input_ids`, `loss_mask` and `position_ids`, which
+        count from 0 in every document. As many documents were kept as there are zeros among `position_ids`.
 
     Raises:
-        ValueError: If no row (of the first 1,000 of a stream) has an anchor, or a row is no conversation or does not fit
-            the arguments: with its file and line, if [`with_places`] has been there.
+        ValueError: If no row (of the first 1,000 of a stream) has an anchor, or a row is no conversation or does not
+            fit the arguments: with its file and line, if [`with_places`] has been there.
     """
     from datasets import Dataset, Features, IterableDataset, Sequence, Value
 
@@ -409,8 +406,8 @@ def prepare_dataset(
         dataset = Dataset.from_list(dataset)
     if not isinstance(dataset, (Dataset, IterableDataset)):
         raise ValueError(
-            f"The dataset is of type {type(dataset).__name__}, expected a `datasets.Dataset`, an `IterableDataset` or a list "
-            "of rows, which are dictionaries."
+            f"The dataset is of type {type(dataset).__name__}, expected a `datasets.Dataset`, an `IterableDataset` or "
+            "a list of rows, which are dictionaries."
         )
     if max_length < 2:
         raise ValueError(f"max_length={max_length}: a block needs an anchor and a label, so at least 2 tokens.")
@@ -456,8 +453,8 @@ def _encode_row(
         if length > max_length:
             if positions != counted:
                 raise ValueError(
-                    f"A packed row of {length} tokens is longer than max_length={max_length}: raise max_length or pack the "
-                    "documents again."
+                    f"A packed row of {length} tokens is longer than max_length={max_length}: raise max_length or "
+                    "pack the documents again."
                 )
             ids, mask = truncate(ids, mask, max_length)
             positions = counted[:max_length]
@@ -482,14 +479,14 @@ def _has_anchor(loss_mask: list[int], position_ids: list[int]) -> bool:
 
 
 def _kept(documents: Dataset, columns: list[str], max_length: int, num_proc: int | None) -> Dataset:
+    """The documents that have an anchor."""
     rows = documents.filter(_has_anchor, input_columns=["loss_mask", "position_ids"], num_proc=num_proc)
     if not len(rows):
         raise _no_assistant_text(f"{len(documents)} rows", columns)
     if len(rows) < len(documents):
-        _warn_skipped(len(documents) - len(rows), len(documents))
-    lengths = rows.with_format("numpy")[_LENGTH]
-    if cut := int((np.asarray(lengths) > max_length).sum()):
-        _warn_cut(cut, len(rows), max_length)
+        logger.warning(_SKIPPED, len(documents) - len(rows), len(documents))
+    if cut := int((np.asarray(rows.with_format("numpy")[_LENGTH]) > max_length).sum()):
+        logger.warning(_CUT, cut, len(rows), max_length)
     return rows
 
 
@@ -510,39 +507,24 @@ class _Counted:
         if not _has_anchor(loss_mask, position_ids):
             self.skipped += 1
             if self.skipped.bit_count() == 1:
-                _warn_skipped(self.skipped, self.seen)
+                logger.warning(_SKIPPED, self.skipped, self.seen)
             return False
         if length > self.max_length:
             self.cut += 1
             if self.cut.bit_count() == 1:
-                _warn_cut(self.cut, self.seen, self.max_length)
+                logger.warning(_CUT, self.cut, self.seen, self.max_length)
         return True
-
-
-def _warn_skipped(skipped: int, seen: int) -> None:
-    logger.warning(
-        "Skipped %d of %d sequences: too short for a block, which needs two neighbouring tokens of an answer.",
-        skipped,
-        seen,
-    )
-
-
-def _warn_cut(cut: int, seen: int, max_length: int) -> None:
-    logger.warning(
-        "Cut %d of %d sequences to `max_length`, %d tokens: raise it to train on all of them.", cut, seen, max_length
-    )
 
 
 def _no_assistant_text(where: str, columns: list[str]) -> ValueError:
     return ValueError(
-        f"No assistant text in {where} (columns {sorted(set(columns) - {PLACE})}): expected conversations that end with an answer of at "
-        "least two tokens, and a chat template whose {% generation %} tags, if it has any, enclose the assistant's text. "
-        "`examples/regenerate_answers.py` writes the target's answers to datasets that only ask."
+        f"No assistant text in {where} (columns {sorted(set(columns) - {PLACE})}): expected conversations that end "
+        "with an answer of at least two tokens, and a chat template whose {% generation %} tags, if it has any, "
+        "enclose the assistant's text. `examples/regenerate_answers.py` writes the target's answers to datasets that "
+        "only ask."
     )
 
 
 def _pack_rows(documents: dict[str, list[list[int]]], max_length: int) -> dict[str, list[list[int]]]:
     rows = pack([len(ids) for ids in documents["input_ids"]], max_length)
-    return {
-        name: [[value for i in row for value in documents[name][i]] for row in rows] for name in _COLUMNS
-    }  # fmt: skip
+    return {name: [[value for i in row for value in documents[name][i]] for row in rows] for name in _COLUMNS}

@@ -1,4 +1,4 @@
-"""What tells one target or drafter from another: every value of every weight, and every setting that computing uses."""
+"""What tells one target or drafter from another: every value of every weight, every setting that computing uses."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from ..runtime.targets import family_of
 # All others count, so that those of models to come do. How many layers there are, the weights' names tell.
 _NOT_COMPUTING = {
     "_name_or_path", "name_or_path", "transformers_version", "architectures", "auto_map", "dtype", "torch_dtype",
-    "num_hidden_layers", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache", "return_dict",
-    "output_hidden_states", "output_attentions", "output_router_logits", "tie_last_hidden_states", "problem_type",
-    "id2label", "label2id", "hyperdflash_version", "target_name_or_path", "target_revision", "target_fingerprint",
+    "num_hidden_layers", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache",
+    "return_dict", "output_hidden_states", "output_attentions", "output_router_logits", "tie_last_hidden_states",
+    "problem_type", "id2label", "label2id", "hyperdflash_version", "target_name_or_path", "target_revision",
+    "target_fingerprint",
 }  # fmt: skip
 _CHUNK = 2**21  # elements hashed at once: memory stays small, and an accelerator has enough to do
 _ODD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's, as signed numbers
@@ -30,9 +31,9 @@ PARTS = ("head", "body", "config")
 def target_fingerprint(target: PreTrainedModel) -> dict[str, str]:
     """Digests of a target, one change anywhere gives another: on any device, under any name.
 
-    Weights count by value: a bfloat16 checkpoint has the same digests when it is loaded as float32, a float32 one that is
-    rounded to bfloat16 has not, nor has a quantized one. Offloaded weights are fetched one module at a time, FSDP2's are
-    gathered (all ranks must call). Nothing is remembered between calls: weights may change in between.
+    Weights count by value: a bfloat16 checkpoint has the same digests when it is loaded as float32, a float32 one that
+    is rounded to bfloat16 has not, nor has a quantized one. Offloaded weights are fetched one module at a time,
+    FSDP2's are gathered (all ranks must call). Nothing is remembered between calls: weights may change in between.
 
     Returns:
         `"head"` over embedding, final norm, collapse and language model head, what training reads beside the feature
@@ -42,7 +43,13 @@ def target_fingerprint(target: PreTrainedModel) -> dict[str, str]:
     Raises:
         ValueError: If it is no target, or the values of a weight are not in this process.
     """
-    return {**_weights_of(target), "config": _sha256(json.dumps(config_fields(target.config), sort_keys=True))}
+    roots = (*family_of(target).collapse_modules, target.get_input_embeddings(), target.get_output_embeddings())
+    heads = {id(module) for root in roots for module in root.modules()}
+    parts: dict[str, list[str]] = {"head": [], "body": []}
+    for module, digest in _digests(target):
+        parts["head" if id(module) in heads else "body"].append(digest)
+    combined = {part: _combine(digests) if digests else "" for part, digests in parts.items()}
+    return {**combined, "config": _sha256(json.dumps(config_fields(target.config), sort_keys=True))}
 
 
 def as_words(fingerprint: dict[str, str]) -> str:
@@ -83,26 +90,14 @@ def module_fingerprint(module: nn.Module) -> str:
     return _sha256(json.dumps([_combine(digest for _, digest in _digests(module)), fields], sort_keys=True))
 
 
-def _weights_of(target: PreTrainedModel) -> dict[str, str]:
-    roots = (*family_of(target).collapse_modules, target.get_input_embeddings(), target.get_output_embeddings())
-    heads = {id(module) for root in roots for module in root.modules()}
-    parts: dict[str, list[str]] = {"head": [], "body": []}
-    for module, digest in _digests(target):
-        parts["head" if id(module) in heads else "body"].append(digest)
-    return {part: _combine(digests) if digests else "" for part, digests in parts.items()}
-
-
 @torch.no_grad()
 def _digests(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Of each parameter and saved buffer: the module it belongs to and its digest."""
     saved = set(model.state_dict())
     for prefix, module in model.named_modules(remove_duplicate=False):
         with align_module_device(module):
-            for name, value in [
-                *module.named_parameters(prefix, recurse=False), *module.named_buffers(prefix, recurse=False)
-            ]:  # fmt: skip
-                if name in saved:
-                    yield module, tensor_digest(name, value)
+            weights = *module.named_parameters(prefix, recurse=False), *module.named_buffers(prefix, recurse=False)
+            yield from ((module, tensor_digest(name, value)) for name, value in weights if name in saved)
 
 
 def _combine(digests: Iterable[str]) -> str:

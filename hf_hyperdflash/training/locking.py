@@ -19,15 +19,12 @@ def only_writer(path: str | os.PathLike[str]) -> Iterator[None]:
     Raises:
         ValueError: At once, if another process, or another call of this one, writes there.
     """
-    lock = FileLock(f"{os.fspath(path)}.lock")
     try:
-        lock.acquire(timeout=0)
+        lock = FileLock(f"{os.fspath(path)}.lock").acquire(timeout=0)
     except Timeout as error:
         raise ValueError(
             f"{os.fspath(path)} is being written by another process: expected one at a time. Wait until that one has "
             "ended, or stop it and repeat this call, or write to another folder."
         ) from error
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()

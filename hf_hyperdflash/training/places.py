@@ -41,12 +41,8 @@ def at_row(row: Mapping[str, Any], number: int) -> Iterator[None]:
 
 
 def why_unreadable(path: str, lines: int | None = None) -> str | None:
-    """Where and why a JSON or JSON Lines file is no table of rows, which a reader of whole files does not say.
-
-    Args:
-        path: The file.
-        lines: How many are looked at; all by default.
-    """
+    """Where and why a JSON or JSON Lines file, or the first `lines` of one, is no table of rows, which a reader of
+    whole files does not say."""
     with open(path, "rb") as file:
         start = file.read(4096).lstrip()
     if not start:
@@ -62,7 +58,8 @@ def why_unreadable(path: str, lines: int | None = None) -> str | None:
             except UnicodeDecodeError:
                 return f"{path}:{number} is not UTF-8 text: expected a JSON object on every line."
             except json.JSONDecodeError as error:
-                return f"{path}:{number} is no JSON ({error.msg}, column {error.colno}): expected an object on every line."
+                where = f"{error.msg}, column {error.colno}"
+                return f"{path}:{number} is no JSON ({where}): expected an object on every line."
             if not isinstance(row, dict):
                 return f"{path}:{number} is a {type(row).__name__}, expected an object of columns and values."
     return None

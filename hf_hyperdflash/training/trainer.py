@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -30,14 +30,14 @@ from .blocks import (
     anchor_seeds,
     block_labels,
     block_mask,
-    every_anchor,
     sample_anchors,
     walk_rounds,
 )
 from .checkpoints import last_whole, share_modes, to_resume
 from .data import prepare_dataset
-from .features import FeatureCache, residual_of
-from .losses import IGNORE_INDEX, DrafterLoss, chunked_drafter_loss, loss_counts, position_weights
+from .features import residual_of
+from .losses import IGNORE_INDEX, DrafterLoss, drafter_loss, loss_counts, position_weights
+from .store import FeatureCache
 from .teacher import check_teacher, teacher_states
 
 logger = logging.getLogger(__name__)
@@ -55,21 +55,13 @@ def collate(rows: list[dict[str, Any]]) -> Batch:
     Returns:
         The same names, `[batch, seq]` and `[batch, seq, config.hc_mult, config.hidden_size]`.
     """
-    longest = max(len(row["input_ids"]) for row in rows)
-    batch: dict[str, list[torch.Tensor]] = {name: [] for name in ("input_ids", "loss_mask", "position_ids")}
-    for row in rows:
-        missing = longest - len(row["input_ids"])
-        batch["input_ids"].append(_padded(torch.as_tensor(row["input_ids"]), missing))
-        batch["loss_mask"].append(_padded(torch.as_tensor(row["loss_mask"]).bool(), missing))
-        positions = torch.as_tensor(row["position_ids"])
-        batch["position_ids"].append(torch.cat([positions, positions[-1] + torch.arange(1, missing + 1)]))
-    if "residual" in rows[0]:
-        batch["residual"] = [_padded(row["residual"], longest - len(row["residual"])) for row in rows]
-    return {name: torch.stack(values) for name, values in batch.items()}
-
-
-def _padded(values: torch.Tensor, missing: int) -> torch.Tensor:
-    return torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
+    names = [name for name in ("input_ids", "loss_mask", "position_ids", "residual") if name in rows[0]]
+    columns = {name: [torch.as_tensor(row[name]) for row in rows] for name in names}
+    batch: Batch = {name: nn.utils.rnn.pad_sequence(values, batch_first=True) for name, values in columns.items()}
+    for row, positions in zip(batch["position_ids"], columns["position_ids"]):
+        row[len(positions) :] = positions[-1] + torch.arange(1, len(row) - len(positions) + 1)
+    batch["loss_mask"] = batch["loss_mask"].bool()
+    return batch
 
 
 def read_layers(config: HyperDFlashConfig) -> list[int]:
@@ -99,21 +91,19 @@ def draft_states(
     Returns:
         `[batch, anchors, config.max_draft_tokens, config.target_hidden_size]`.
     """
-    first = anchors.clamp(min=0)
-    tokens, positions = block_inputs(
-        batch["input_ids"].gather(1, first), batch["position_ids"].gather(1, first), config.block_size,
-        config.mask_token_id,
-    )  # fmt: skip
+    first, size = anchors.clamp(min=0), config.block_size
+    anchor_ids, anchor_positions = (batch[name].gather(1, first) for name in ("input_ids", "position_ids"))
+    tokens, positions = block_inputs(anchor_ids, anchor_positions, size, config.mask_token_id)
     with torch.no_grad():
         embeds = family_of(target).embed(tokens)
     hidden = drafter(
         embeds,
         positions,
-        attention_mask=block_mask(anchors, batch["position_ids"], config.block_size, config.sliding_window),
+        attention_mask=block_mask(anchors, batch["position_ids"], size, config.sliding_window),
         residual=residual[:, :, : config.num_paths],
         residual_position_ids=batch["position_ids"],
     )
-    return hidden.unflatten(1, (-1, config.block_size))[:, :, 1:]
+    return hidden.unflatten(1, (-1, size))[:, :, 1:]
 
 
 class HyperDFlashTrainer(Trainer):
@@ -153,8 +143,6 @@ class HyperDFlashTrainer(Trainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
-        data_collator: Callable[[list[dict[str, Any]]], Batch] = collate,
-        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
         **kwargs: Any,
     ) -> None:
         args = args or HyperDFlashTrainingArguments(output_dir="hyperdflash-drafter")
@@ -166,39 +154,49 @@ class HyperDFlashTrainer(Trainer):
                 "`HyperDFlashDrafter.from_target(target)` and pass the target as `target`."
             )
         config = self.drafter_config = cast(HyperDFlashConfig, model.config)
-        if config.sample_from_anchor or config.draft_vocab_size:
-            raise ValueError(
-                f"The drafter's `sample_from_anchor` is {config.sample_from_anchor} and its `draft_vocab_size` "
-                f"{config.draft_vocab_size}, expected False and 0: training is for blocks whose anchor slot does not draft "
-                "(paper, section 2.1) and the target's LM head. Make a drafter with `HyperDFlashDrafter.from_target(target)`."
-            )
         check_pair(config, target)
         check_teacher(target, args.kl_teacher)
-        _check_weights("drafter", model)
-        _check_weights("target", target)
-        _check_tokenizer(processing_class, config)
-        if args.kl_positions > config.max_draft_tokens:
-            raise ValueError(
-                f"`kl_positions` is {args.kl_positions}, but the drafter has {config.max_draft_tokens} draft positions: "
-                "lower it."
-            )
+        _check_trainable(config, args, processing_class, drafter=model, target=target)
         self.target = target.eval().requires_grad_(False)
         if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
             cast(nn.Module, target).to(args.device)
-        data = {"args": args, "target": target, "tokenizer": processing_class, "layers": read_layers(config)}
-        data["vocab_size"] = config.vocab_size
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=_rows(train_dataset, "train", packing=args.packing, **data),
-            eval_dataset=_rows(eval_dataset, "eval", packing=False, **data),
-            compute_metrics=compute_metrics or self._teacher_forced_metrics,
-            **kwargs,
-        )
+        self._weights = position_weights(config.max_draft_tokens, args.loss_decay)
+        self._kl_positions = args.kl_positions if args.kl_weight else 0
+        self._terms = torch.zeros(3)  # cross-entropy, KL and steps since the last log
+        kwargs = {"data_collator": collate, **kwargs}
+        kwargs["compute_metrics"] = kwargs.get("compute_metrics") or self._teacher_forced_metrics
+        train_rows = self._rows(train_dataset, "train", args, processing_class, args.packing)
+        eval_rows = self._rows(eval_dataset, "eval", args, processing_class)
+        super().__init__(model=model, args=args, train_dataset=train_rows, eval_dataset=eval_rows, **kwargs)
         # `compute_loss` divides by the counts of the whole optimizer step itself.
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
-        self._terms = torch.zeros(3)  # cross-entropy, KL and steps since the last log
+
+    def _rows(
+        self, dataset: Any, name: str, args: HyperDFlashTrainingArguments, tokenizer: Any, packing: bool = False
+    ) -> Any:
+        """A dataset as the user has it to rows the trainer reads."""
+        if dataset is None:
+            return None
+        layers = read_layers(self.drafter_config)
+        if isinstance(dataset, FeatureCache):
+            return dataset.of_layers(layers)
+        if isinstance(dataset, dict) and name == "eval":  # several evaluation sets
+            return {key: self._rows(part, f"{name}-{key}", args, tokenizer) for key, part in dataset.items()}
+        vocab_size = self.drafter_config.vocab_size
+        with args.main_process_first(desc="tokenizing"):
+            rows = prepare_dataset(
+                dataset, tokenizer, max_length=args.max_length, packing=packing, vocab_size=vocab_size
+            )
+        if args.feature_source == "online":
+            return rows
+        if not hasattr(rows, "__len__"):
+            raise ValueError("`feature_source='cached'` needs a dataset of known length, not a streaming one.")
+        directory = Path(args.feature_cache_dir or Path(str(args.output_dir)) / "_features") / name
+        with args.main_process_first(local=False, desc="writing features"):
+            if args.process_index == 0:
+                dtype = args.feature_dtype
+                return FeatureCache.write(directory, rows, self.target, dtype=dtype, target_layer_ids=layers)
+            return FeatureCache(directory, self.target).of_layers(layers)
 
     # One training step
 
@@ -214,16 +212,14 @@ class HyperDFlashTrainer(Trainer):
 
     def _lay_blocks(self, batch: Batch) -> None:
         ids, mask, positions = batch["input_ids"], batch["loss_mask"], batch["position_ids"]
-        candidates = anchor_candidates(mask, positions)
         seeds = anchor_seeds(ids, mask, self.args.seed, self.state.global_step)
-        batch["anchors"] = sample_anchors(candidates, self.args.num_anchors, seeds)
-        batch["labels"] = block_labels(ids, mask, positions, batch["anchors"], self._drafts)
+        batch["anchors"] = sample_anchors(anchor_candidates(mask, positions), self.args.num_anchors, seeds)
+        drafts = self.drafter_config.max_draft_tokens
+        batch["labels"] = block_labels(ids, mask, positions, batch["anchors"], drafts)
 
     def _count(self, batches: list[Batch], device: torch.device) -> torch.Tensor:
-        counts = sum(
-            loss_counts(batch["labels"].flatten(0, 1), self._kl_positions, self._weights(batch["labels"]))
-            for batch in batches
-        )
+        labels = [batch["labels"].flatten(0, 1) for batch in batches]
+        counts = sum(loss_counts(each, self._kl_positions, self._weights) for each in labels)
         return self.accelerator.reduce(torch.as_tensor(counts).to(device), "sum")
 
     def compute_loss(
@@ -233,8 +229,8 @@ class HyperDFlashTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """Eq. 3 of one micro-batch, divided by the counts of the whole step, so that micro-batches and processes sum to
-        one big batch's loss."""
+        """Eq. 3 of one micro-batch, divided by the counts of the whole step, so that micro-batches and processes sum
+        to one big batch's loss."""
         if "labels" not in inputs:
             self._lay_blocks(inputs)
         if num_items_in_batch is None:
@@ -243,7 +239,8 @@ class HyperDFlashTrainer(Trainer):
         hidden = draft_states(model, self.drafter_config, self.target, inputs, inputs["anchors"], residual)
         counts = torch.as_tensor(num_items_in_batch)
         terms = self._loss(hidden, inputs["anchors"], inputs["labels"], residual, counts)
-        self._check_finite(terms.loss, residual)
+        if not torch.isfinite(terms.loss):
+            raise self._not_finite(terms.loss.item(), residual)
         self._terms[:2] += torch.stack([terms.cross_entropy, terms.kl]).cpu()
         loss = terms.loss * self.accelerator.num_processes  # gradients are averaged over processes: make it a sum
         return (loss, terms) if return_outputs else loss
@@ -261,52 +258,35 @@ class HyperDFlashTrainer(Trainer):
         anchors: torch.Tensor,
         labels: torch.Tensor,
         residual: torch.Tensor,
-        counts: torch.Tensor | None,
+        counts: torch.Tensor | None = None,
     ) -> DrafterLoss:
-        return chunked_drafter_loss(
+        return drafter_loss(
             hidden.flatten(0, 1),
             labels.flatten(0, 1),
-            self._head,
             self._teacher(anchors, residual) if self._kl_positions else None,
-            kl_weight=self.args.kl_weight,
-            kl_temperature=self.args.kl_temperature,
-            weights=self._weights(labels),
-            counts=counts,
+            self.args.kl_weight,
+            self.args.kl_temperature,
+            self._weights,
+            counts,
+            head=lambda states: family_of(self.target).logits(states).to(states.device),
             chunk_size=self.args.loss_chunk_size,
         )
 
     @torch.no_grad()
     def _teacher(self, anchors: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Draft position k learns from the target's state at a+k-1 (section 2.3): `[blocks, P, config.hidden_size]`."""
-        steps = torch.arange(self.args.kl_positions, device=anchors.device)
+        """Draft position k learns from the target's state at a+k-1 (section 2.3): `[blocks, P, hidden_size]`."""
+        steps = torch.arange(self._kl_positions, device=anchors.device)
         at = (anchors.clamp(min=0).unsqueeze(-1) + steps).clamp(max=residual.shape[1] - 1).flatten(1)
         rows = torch.arange(len(at), device=at.device).unsqueeze(-1)
         final = residual[:, :, -self.drafter_config.target_hc_mult :]
         states = teacher_states(self.target, final[rows, at], self.args.kl_teacher)
-        return states.to(residual.device).view(-1, self.args.kl_positions, states.shape[-1])
+        return states.to(residual.device).view(-1, self._kl_positions, states.shape[-1])
 
-    def _head(self, states: torch.Tensor) -> torch.Tensor:
-        return family_of(self.target).logits(states).to(states.device)
-
-    def _weights(self, labels: torch.Tensor) -> torch.Tensor | None:
-        weights = position_weights(self._drafts, self.args.loss_decay)
-        return None if weights is None else weights.to(labels.device)
-
-    @property
-    def _drafts(self) -> int:
-        return self.drafter_config.max_draft_tokens
-
-    @property
-    def _kl_positions(self) -> int:
-        return self.args.kl_positions if self.args.kl_weight else 0
-
-    def _check_finite(self, loss: torch.Tensor, residual: torch.Tensor) -> None:
-        if torch.isfinite(loss):
-            return
+    def _not_finite(self, loss: float, residual: torch.Tensor) -> ValueError:
         if torch.isfinite(residual).all():
-            raise self._diverged(f"The loss is {loss.item()}")
-        raise ValueError(
-            f"The loss is {loss.item()} at step {self.state.global_step}: the target's residual is not finite. A float16 "
+            return self._diverged(f"The loss is {loss}")
+        return ValueError(
+            f"The loss is {loss} at step {self.state.global_step}: the target's residual is not finite. A float16 "
             f"target overflows: load it in bfloat16{self._advice()}."
         )
 
@@ -343,17 +323,18 @@ class HyperDFlashTrainer(Trainer):
         batch = self._prepare_inputs(inputs)
         with torch.no_grad():
             residual = self.residual(batch)
-            anchors = every_anchor(anchor_candidates(batch["loss_mask"], batch["position_ids"]))
+            anchors = sample_anchors(anchor_candidates(batch["loss_mask"], batch["position_ids"]))
             parts = [
                 draft_states(model, self.drafter_config, self.target, batch, part, residual)
                 for part in anchors.split(self.args.num_anchors, dim=1)
             ]
             hidden = torch.cat(parts, dim=1)
+            drafts = self.drafter_config.max_draft_tokens
             following = block_labels(
-                batch["input_ids"], batch["loss_mask"], batch["position_ids"], anchors, self._drafts + 1
+                batch["input_ids"], batch["loss_mask"], batch["position_ids"], anchors, drafts + 1
             )
             labels = following[:, :, :-1].contiguous()
-            terms = self._loss(hidden, anchors, labels, residual, None)
+            terms = self._loss(hidden, anchors, labels, residual)
         if prediction_loss_only:
             return terms.loss, None, None
         matched = (terms.predictions.view_as(labels) == labels).long().cumprod(-1).sum(-1)
@@ -368,7 +349,8 @@ class HyperDFlashTrainer(Trainer):
         emitted, accepted = (part[part != IGNORE_INDEX].tolist() for part in parts)
         if not emitted:
             return {}
-        stats = SpeculationStats(len(emitted), draft_positions=self._drafts, emitted=emitted, accepted=accepted)
+        drafts = self.drafter_config.max_draft_tokens
+        stats = SpeculationStats(len(emitted), draft_positions=drafts, emitted=emitted, accepted=accepted)
         shares = {f"teacher_forced_acceptance_{k}": share for k, share in enumerate(stats.acceptance, start=1)}
         return {"teacher_forced_tau": stats.tau, **shares}
 
@@ -389,20 +371,16 @@ class HyperDFlashTrainer(Trainer):
         """Train, or go on from a checkpoint: `True` for the newest in `output_dir` that is whole, or its folder.
 
         Raises:
-            ValueError: If there is nothing to go on from, or a part of the checkpoint is missing: it would be made anew.
+            ValueError: If there is nothing to go on from, or the checkpoint lacks a part, which would be made anew.
         """
         if resume_from_checkpoint:
-            resume_from_checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
+            folder, skipped = to_resume(resume_from_checkpoint, Path(str(self.args.output_dir)))
+            if self.is_world_process_zero():
+                for line in skipped:
+                    logger.warning("A checkpoint that is not whole was skipped, %s.", line)
+                logger.warning("Going on from %s.", folder)
+            resume_from_checkpoint = str(folder)
         return super().train(resume_from_checkpoint or None, trial, ignore_keys_for_eval)
-
-    def _checkpoint_to_resume(self, wanted: str | Literal[True]) -> str:
-        output_dir = Path(str(self.args.output_dir))
-        folder = to_resume(wanted, output_dir)
-        if self.is_world_process_zero():
-            for line in last_whole(output_dir)[1] if wanted is True else ():
-                logger.warning("A checkpoint that is not whole was skipped, %s.", line)
-            logger.warning("Going on from %s.", folder)
-        return str(folder)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint, `trainer_state.json` last: without it none counts as whole."""
@@ -517,57 +495,30 @@ class HyperDFlashTrainer(Trainer):
             )
 
 
-def _check_tokenizer(tokenizer: Any, config: HyperDFlashConfig) -> None:
-    if tokenizer is None:
-        return
-    if len(tokenizer) > config.vocab_size:
+def _check_trainable(
+    config: HyperDFlashConfig, args: HyperDFlashTrainingArguments, tokenizer: Any, **models: nn.Module
+) -> None:
+    """Refuse drafters that training is not for, and weights that would look like a learning rate that is too high."""
+    drafts = config.max_draft_tokens
+    if config.sample_from_anchor or config.draft_vocab_size:
+        raise ValueError(
+            f"The drafter's `sample_from_anchor` is {config.sample_from_anchor} and its `draft_vocab_size` "
+            f"{config.draft_vocab_size}, expected False and 0: training is for blocks whose anchor slot does not "
+            "draft (paper, section 2.1) and the target's LM head. Make a drafter with "
+            "`HyperDFlashDrafter.from_target(target)`."
+        )
+    for name, model in models.items():
+        if bad := not_finite(model.named_parameters()):
+            raise ValueError(
+                f"The {name} has weights that are not finite, in {len(bad)} tensors: {', '.join(bad[:3])}. Load a "
+                "checkpoint that is whole, in bfloat16 if its values do not fit into float16."
+            )
+    if tokenizer is not None and len(tokenizer) > config.vocab_size:
         raise ValueError(
             f"The tokenizer has {len(tokenizer)} tokens, but the target's vocabulary {config.vocab_size}: pass the "
             "target's own tokenizer as `processing_class`."
         )
-
-
-def _check_weights(name: str, model: nn.Module) -> None:
-    """Refuse a model with NaN or infinite weights, which would look like a learning rate that is too high."""
-    if bad := not_finite(model.named_parameters()):
+    if args.kl_positions > drafts:
         raise ValueError(
-            f"The {name} has weights that are not finite, in {len(bad)} tensors: {', '.join(bad[:3])}. Load a checkpoint "
-            "that is whole, in bfloat16 if its values do not fit into float16."
+            f"`kl_positions` is {args.kl_positions}, but the drafter has {drafts} draft positions: lower it."
         )
-
-
-def _rows(
-    dataset: Any,
-    name: str,
-    packing: bool,
-    args: HyperDFlashTrainingArguments,
-    target: PreTrainedModel,
-    tokenizer: Any,
-    layers: list[int],
-    vocab_size: int,
-) -> Any:
-    """A dataset as the user has it to rows the trainer reads."""
-    if dataset is None:
-        return None
-    if isinstance(dataset, FeatureCache):
-        return dataset.of_layers(layers)
-    if isinstance(dataset, dict) and name == "eval":  # several evaluation sets
-        return {
-            k: _rows(part, f"{name}-{k}", packing, args, target, tokenizer, layers, vocab_size)
-            for k, part in dataset.items()
-        }
-    with args.main_process_first(desc="tokenizing"):
-        rows = prepare_dataset(dataset, tokenizer, max_length=args.max_length, packing=packing, vocab_size=vocab_size)
-    return _cached(rows, name, args, target, layers) if args.feature_source == "cached" else rows
-
-
-def _cached(
-    rows: Any, name: str, args: HyperDFlashTrainingArguments, target: PreTrainedModel, layers: list[int]
-) -> FeatureCache:
-    if not hasattr(rows, "__len__"):
-        raise ValueError("`feature_source='cached'` needs a dataset of known length, not a streaming one.")
-    directory = Path(args.feature_cache_dir or Path(str(args.output_dir)) / "_features") / name
-    with args.main_process_first(local=False, desc="writing features"):
-        if args.process_index == 0:
-            return FeatureCache.write(directory, rows, target, dtype=args.feature_dtype, target_layer_ids=layers)
-        return FeatureCache(directory, target).of_layers(layers)

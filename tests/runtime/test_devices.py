@@ -26,14 +26,15 @@ from hf_hyperdflash import (
     bind,
 )
 from hf_hyperdflash.runtime.cache_deepseek_v4 import make_rewindable
-from hf_hyperdflash.training.features import FeatureCache, residual_of, target_fingerprint
-from hf_hyperdflash.training.losses import chunked_drafter_loss, drafter_loss
+from hf_hyperdflash.training.features import residual_of
+from hf_hyperdflash.training.fingerprint import target_fingerprint
+from hf_hyperdflash.training.losses import drafter_loss
+from hf_hyperdflash.training.store import FeatureCache
 
 from ..conftest import CSA, HCA, SLIDING, half_right, perfect, prompt, tiny_drafter, tiny_target
 from ..helpers import families
 from ..helpers.simulated_devices import CAN_SIMULATE, SimulatedDevices
-from ..training.test_features import make_rows
-from ..training.test_trainer import rows
+from ..helpers.training import packed_rows, rows
 
 pytestmark = pytest.mark.skipif(not CAN_SIMULATE, reason="only a CPU build of torch on Linux simulates a GPU")
 
@@ -266,16 +267,16 @@ def test_losses():
 
     def terms(place, head_place):
         hidden = states.clone().to(place).requires_grad_()
-        loss = chunked_drafter_loss(
-            hidden, labels.to(place), lambda rows: head(rows.to(head_place)), teacher.to(place), kl_weight=0.15,
-            kl_temperature=2.0, weights=torch.linspace(1, 0.5, 4).to(place), chunk_size=3,
+        loss = drafter_loss(
+            hidden, labels.to(place), teacher.to(place), kl_temperature=2.0,
+            weights=torch.linspace(1, 0.5, 4).to(place), head=lambda rows: head(rows.to(head_place)), chunk_size=3,
         )  # fmt: skip
         loss.loss.backward()
         with torch.no_grad():
             plain = drafter_loss(
                 head(states.to(head_place)), labels.to(head_place), head(teacher.to(head_place)), 0.15, 2.0,
                 torch.linspace(1, 0.5, 4),
-            )  # fmt: skip
+            ).loss  # fmt: skip
         return [*loss, hidden.grad, plain]
 
     expected = terms("cpu", "cpu")
@@ -321,7 +322,7 @@ def test_a_training_run(tmp_path, monkeypatch, training, teacher):
 
 
 def test_features(tmp_path):
-    target, made = small_target([SLIDING, CSA]), make_rows([(9,), (5, 12)])
+    target, made = small_target([SLIDING, CSA]), packed_rows([(9,), (5, 12)])
     for row in made:
         row["loss_mask"] = [int(bit) for bit in row["loss_mask"]]
     examples = [[torch.tensor([row[name]]) for name in ("input_ids", "position_ids")] for row in made]

@@ -32,8 +32,8 @@ from hf_hyperdflash.training.teacher import check_teacher, teacher_states
 
 from ..conftest import half_right, prompt, tiny_drafter, tiny_target
 from ..helpers.families import FAMILIES, REWINDABLE_QWEN4, deepseek_v4, glm5_next, qwen3, qwen3_next, qwen4_exp
+from ..helpers.training import losses, trainer_for
 from ..runtime.test_modeling_mtp import quantize_fp4, quantize_fp8
-from ..training.test_trainer import losses, trainer_for
 
 
 def greedy(target, ids, **kwargs):

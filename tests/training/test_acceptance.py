@@ -30,7 +30,7 @@ from datasets import Dataset
 
 from hf_hyperdflash.metrics.acceptance_length import AcceptanceLength
 from hf_hyperdflash.metrics.per_position_acceptance import PerPositionAcceptance
-from hf_hyperdflash.training.acceptance import AcceptanceCallback, measure_acceptance, whole
+from hf_hyperdflash.training.acceptance import AcceptanceCallback, gathered, measure_acceptance
 from hf_hyperdflash.training.arguments import HyperDFlashTrainingArguments
 from hf_hyperdflash.training.trainer import HyperDFlashTrainer
 
@@ -254,7 +254,8 @@ def test_measure_acceptance_refuses_what_cannot_be_measured():
 
 def test_three_tokens_are_enough_for_a_round():
     target, drafter = pair()
-    assert measure_acceptance(target, drafter, PROMPTS[:1], max_new_tokens=3)["rounds"] >= 1
+    measured = measure_acceptance(target, drafter, PROMPTS[:1], max_new_tokens=3)
+    assert measured["tokens"] == 3 and measured["rounds"] == 1
 
 
 # While training
@@ -323,7 +324,9 @@ def test_callback_measures_the_current_drafter_and_selects_the_best(tmp_path):
     assert [line["step"] for line in lines] == [1, 2, 3]
     for line, expected in zip(lines, spoil.by_hand):
         assert expected.items() <= line.items()
-        assert line["eval_teacher_forced_tau"] >= 1 and line["eval_tokens_per_second"] > 0
+        assert line["eval_tokens_per_second"] > 0
+    estimates = [line["eval_teacher_forced_tau"] for line in lines]
+    assert estimates[0] > estimates[2] == 1  # of equal logits the first wins, a token that no text here has
     taus = [line["eval_tau"] for line in lines]
     assert trainer.state.best_metric == taus[0] > taus[2] and trainer.state.best_global_step == 1
     # The best weights are in place now: nothing of the measurement of the last step may come back.
@@ -374,7 +377,7 @@ def test_callback_before_early_stopping(tmp_path):
 def test_callback_with_mixed_precision(tmp_path):
     trainer = trainer_for(tmp_path, bf16=True, max_steps=1)
     trainer.train()
-    assert logged(trainer)[0]["eval_tau"] >= 1
+    assert by_hand(trainer).items() <= logged(trainer)[0].items()
     assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
 
 
@@ -389,8 +392,8 @@ def test_callback_checks_the_prompts_before_training(tmp_path):
 # Sharded
 
 
-def test_whole_gathers_a_drafter_that_fsdp2_shards(tmp_path):
-    """On a mesh of one process parameters are sharded tensors all the same, and cannot be used outside of `whole`."""
+def test_gathered_is_a_drafter_that_fsdp2_shards(tmp_path):
+    """On a mesh of one process parameters are sharded tensors all the same, which only `gathered` makes usable."""
     target, drafter = pair()
     expected = measurable(measure_acceptance(target, drafter, PROMPTS, max_new_tokens=8))
     torch.distributed.init_process_group(
@@ -403,9 +406,9 @@ def test_whole_gathers_a_drafter_that_fsdp2_shards(tmp_path):
         fully_shard(drafter, mesh=mesh)
         accelerator = Accelerator(cpu=True)
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-        with whole(accelerator, drafter) as gathered:
-            assert not any(isinstance(parameter, DTensor) for parameter in gathered.parameters())
-            assert measurable(measure_acceptance(target, gathered, PROMPTS, max_new_tokens=8)) == expected
+        with gathered(accelerator, drafter) as whole:
+            assert not any(isinstance(parameter, DTensor) for parameter in whole.parameters())
+            assert measurable(measure_acceptance(target, whole, PROMPTS, max_new_tokens=8)) == expected
         assert all(isinstance(parameter, DTensor) for parameter in drafter.parameters())
         with pytest.raises(RuntimeError, match="DTensor"):
             measure_acceptance(target, drafter, PROMPTS, max_new_tokens=8)

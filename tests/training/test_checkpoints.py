@@ -13,7 +13,7 @@ import torch
 
 from hf_hyperdflash.training.checkpoints import defect, last_whole
 
-from ..training.test_trainer import rows, tiny_drafter, trainer_for, weights
+from ..helpers.training import rows, tiny_drafter, trainer_for, weights
 
 SAVING = dict(max_steps=6, save_strategy="steps", save_steps=2)
 
@@ -99,7 +99,7 @@ KILLED = """
 import glob, os, random, signal, sys, threading, time
 import torch
 from tests.conftest import tiny_target
-from tests.training.test_trainer import rows, tiny_drafter, trainer_for, weights
+from tests.helpers.training import rows, tiny_drafter, trainer_for, weights
 torch.set_num_threads(1)
 folder, seed, kills = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 target, chance = tiny_target(), random.Random(seed)

@@ -6,7 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hf_hyperdflash.training.losses import chunked_drafter_loss, drafter_loss, loss_counts, position_weights
+from hf_hyperdflash import drafter_loss
+from hf_hyperdflash.training.losses import loss_counts, position_weights
+
+from ..helpers.training import naive_cross_entropy, naive_kl
 
 VOCAB, WIDTH = 7, 5
 
@@ -37,40 +40,24 @@ def example(blocks=5, drafts=4, positions=2, seed=0, labelled=None):
     return hidden.requires_grad_(), labels, teacher
 
 
-def softmax(row, temperature=1.0):
-    top = max(row)
-    weights = [math.exp((value - top) / temperature) for value in row]
-    return [weight / sum(weights) for weight in weights]
+def loss_of(hidden, labels, head, teacher=None, chunk_size=3, **options):
+    return drafter_loss(hidden, labels, teacher, head=head, chunk_size=chunk_size, **options)
 
 
-def naive_cross_entropy(logits, labels, weights):
-    """Weighted mean over labelled positions, one at a time."""
-    total = norm = 0.0
-    for row, row_labels in zip(logits.tolist(), labels.tolist()):
-        for k, label in enumerate(row_labels):
-            if label != -100:
-                total -= weights[k] * math.log(softmax(row[k])[label])
-                norm += weights[k]
-    return total / norm if norm else 0.0
-
-
-def naive_kl(logits, teacher_logits, labels, temperature):
-    """Eq. 2: T^2 / P times the sum over k of the mean over blocks of KL(teacher || student)."""
-    total, positions = 0.0, teacher_logits.shape[1]
-    for k in range(positions):
-        terms = []
-        for b in range(len(labels)):
-            if labels[b, k] != -100:
-                p = softmax(teacher_logits[b, k].tolist(), temperature)
-                q = softmax(logits[b, k].tolist(), temperature)
-                terms.append(sum(pi * math.log(pi / qi) for pi, qi in zip(p, q)))
-        total += sum(terms) / len(terms) if terms else 0.0
-    return temperature**2 / positions * total
-
-
-def chunked(hidden, labels, head, teacher=None, chunk_size=3, **options):
-    options = {"kl_weight": 0.15, "kl_temperature": 1.0, **options}
-    return chunked_drafter_loss(hidden, labels, head, teacher, chunk_size=chunk_size, **options)
+def unchunked(logits, labels, teacher_logits=None, kl_weight=0.15, kl_temperature=1.0, weights=None, counts=None):
+    """Oracle: Eq. 3 of logits that all exist at once, with a gradient by autograd alone."""
+    positions = 0 if teacher_logits is None else teacher_logits.shape[1]
+    weights = torch.ones(labels.shape[1], dtype=logits.dtype) if weights is None else weights
+    counts = loss_counts(labels, positions, weights) if counts is None else counts
+    loss = logits.sum() * 0
+    for b, k in ((labels != -100).nonzero()).tolist():
+        student = (logits[b, k] / kl_temperature).log_softmax(-1)
+        loss = loss - weights[k] * logits[b, k].log_softmax(-1)[labels[b, k]] / counts[0]
+        if k < positions:
+            teacher = (teacher_logits[b, k] / kl_temperature).log_softmax(-1)
+            divergence = (teacher.exp() * (teacher - student)).sum()
+            loss = loss + kl_weight * kl_temperature**2 / positions * divergence / counts[1 + k]
+    return loss
 
 
 def test_position_weights_are_dflash_s():
@@ -106,12 +93,14 @@ def test_loss_is_equations_2_and_3(temperature, decay):
     options = {"kl_weight": 0.3, "kl_temperature": temperature}
     if weights is not None:
         options["weights"] = weights.double()
-    assert drafter_loss(logits, labels, teacher_logits, **options).item() == pytest.approx(cross_entropy + 0.3 * kl)
-    result = chunked(hidden, labels, head, teacher, **options)
+    assert drafter_loss(logits, labels, teacher_logits, **options).loss.item() == pytest.approx(
+        cross_entropy + 0.3 * kl
+    )
+    result = loss_of(hidden, labels, head, teacher, **options)
     assert result.loss.item() == pytest.approx(cross_entropy + 0.3 * kl, rel=1e-12)
     assert result.cross_entropy.item() == pytest.approx(cross_entropy, rel=1e-12)
     assert result.kl.item() == pytest.approx(kl, rel=1e-12)
-    without_teacher = chunked(hidden, labels, head, weights=options.get("weights"))
+    without_teacher = loss_of(hidden, labels, head, weights=options.get("weights"))
     assert without_teacher.loss.item() == pytest.approx(cross_entropy, rel=1e-12) and without_teacher.kl == 0
 
 
@@ -119,10 +108,10 @@ def assert_chunked_equals_unchunked(hidden, labels, teacher, chunk_size, **optio
     head = RecordingHead()
     hidden = hidden.detach().requires_grad_()
     logits = head(hidden)
-    expected = drafter_loss(logits, labels, None if teacher is None else head(teacher).detach(), **options)
+    expected = unchunked(logits, labels, None if teacher is None else head(teacher).detach(), **options)
     (gradient,) = torch.autograd.grad(expected, hidden)
     head.rows.clear()
-    result = chunked(hidden, labels, head, teacher, chunk_size, **options)
+    result = loss_of(hidden, labels, head, teacher, chunk_size, **options)
     torch.testing.assert_close(result.loss, expected, rtol=1e-11, atol=1e-13)
     (2.5 * result.loss).backward()
     torch.testing.assert_close(hidden.grad, 2.5 * gradient, rtol=1e-11, atol=1e-13)
@@ -165,21 +154,16 @@ def test_micro_batches_with_the_total_counts_sum_to_the_big_batch(decay):
     head = RecordingHead()
     weights = position_weights(4, decay)
     options = {"weights": None if weights is None else weights.double()}
-    whole = chunked(hidden, labels, head, teacher, **options)
+    whole = loss_of(hidden, labels, head, teacher, **options)
     (expected,) = torch.autograd.grad(whole.loss, hidden)
     parts = [slice(0, 1), slice(1, 4), slice(4, 6), slice(6, 9)]
     counts = sum(loss_counts(labels[part], 2, options["weights"]) for part in parts)
-    results = [chunked(hidden[part], labels[part], head, teacher[part], counts=counts, **options) for part in parts]
+    results = [loss_of(hidden[part], labels[part], head, teacher[part], counts=counts, **options) for part in parts]
     for total, terms in zip(whole[:3], zip(*(result[:3] for result in results))):
         torch.testing.assert_close(sum(terms), total, rtol=1e-11, atol=1e-13)
     for result in results:
         result.loss.backward()
     torch.testing.assert_close(hidden.grad, expected, rtol=1e-11, atol=1e-13)
-    logits, teacher_logits = head(hidden.detach()), head(teacher)
-    unchunked = sum(
-        drafter_loss(logits[part], labels[part], teacher_logits[part], counts=counts, **options) for part in parts
-    )
-    torch.testing.assert_close(unchunked, whole.loss, rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
@@ -187,16 +171,14 @@ def test_gradcheck(temperature):
     hidden, labels, teacher = example()
     head = RecordingHead()
     assert torch.autograd.gradcheck(
-        lambda states: chunked(states, labels, head, teacher, kl_weight=0.3, kl_temperature=temperature).loss, hidden
+        lambda states: loss_of(states, labels, head, teacher, kl_weight=0.3, kl_temperature=temperature).loss, hidden
     )
 
 
 def test_no_labels_is_zero_with_zero_gradient():
     hidden, labels, teacher = example()
     labels, head = torch.full_like(labels, -100), RecordingHead()
-    assert drafter_loss(head(hidden), labels, head(teacher)).item() == 0
-    head.rows.clear()
-    result = chunked(hidden, labels, head, teacher)
+    result = loss_of(hidden, labels, head, teacher)
     result.loss.backward()
     assert result.loss == result.cross_entropy == result.kl == 0
     assert hidden.grad.count_nonzero() == 0 and head.rows == [] and (result.predictions == -1).all()
@@ -209,15 +191,14 @@ def test_a_count_of_zero_contributes_zero():
     expected = 0.15 * naive_kl(head(hidden.detach()), head(teacher), labels, 1.0)
     counts = loss_counts(labels, 2)
     counts[0] = 0
-    result = chunked(hidden, labels, head, teacher, counts=counts)
+    result = loss_of(hidden, labels, head, teacher, counts=counts)
     result.loss.backward()
     assert result.cross_entropy == 0 and result.loss.item() == pytest.approx(expected)
-    assert drafter_loss(head(hidden), labels, head(teacher), counts=counts).item() == pytest.approx(expected)
     assert hidden.grad.isfinite().all() and hidden.grad[:, 2:].count_nonzero() == 0
     for total in (counts, torch.zeros(3)):  # also in float32, where a division by nearly nothing shows
         states, single = hidden.detach().float().requires_grad_(), RecordingHead(torch.float32)
         single.load_state_dict(head.state_dict())
-        result = chunked(states, labels, single, teacher.float(), counts=total)
+        result = loss_of(states, labels, single, teacher.float(), counts=total)
         result.loss.backward()
         assert result.loss.item() == pytest.approx(expected if total.any() else 0, rel=1e-5)
         assert states.grad.isfinite().all()
@@ -226,10 +207,10 @@ def test_a_count_of_zero_contributes_zero():
 def test_without_gradient_only_the_sums_are_computed():
     hidden, labels, teacher = example()
     head = RecordingHead()
-    expected = chunked(hidden, labels, head, teacher)
+    expected = loss_of(hidden, labels, head, teacher)
     with torch.no_grad():
-        evaluated = chunked(hidden, labels, head, teacher)
-    frozen = chunked(hidden.detach(), labels, head, teacher)
+        evaluated = loss_of(hidden, labels, head, teacher)
+    frozen = loss_of(hidden.detach(), labels, head, teacher)
     for result in (evaluated, frozen):
         assert not result.loss.requires_grad
         assert all(torch.equal(a, b) for a, b in zip(result, expected))
@@ -241,10 +222,10 @@ def test_half_precision_head_and_counts_of_a_large_batch(dtype, tolerance):
     hidden, labels, teacher = example(blocks=40)
     head = RecordingHead()
     counts = 1e6 * loss_counts(labels, 2)
-    (expected,) = torch.autograd.grad(chunked(hidden, labels, head, teacher, counts=counts).loss, hidden)
+    (expected,) = torch.autograd.grad(loss_of(hidden, labels, head, teacher, counts=counts).loss, hidden)
     states, half = hidden.detach().float().requires_grad_(), RecordingHead(dtype)
     half.load_state_dict(head.state_dict())
-    result = chunked(states, labels, lambda rows: half(rows.to(dtype)), teacher, counts=counts)
+    result = loss_of(states, labels, lambda rows: half(rows.to(dtype)), teacher, counts=counts)
     result.loss.backward()
     assert result.loss.dtype == states.grad.dtype == torch.float32
     assert (states.grad - expected).norm() < tolerance * expected.norm()
@@ -254,10 +235,10 @@ def test_autocast():
     hidden, labels, teacher = example()
     states, head = hidden.detach().float().requires_grad_(), RecordingHead(torch.float32)
     teacher = teacher.float()
-    expected = chunked(states, labels, head, teacher)
+    expected = loss_of(states, labels, head, teacher)
     (gradient,) = torch.autograd.grad(expected.loss, states)
     with torch.autocast("cpu", torch.bfloat16):
-        result = chunked(states, labels, head, teacher)
+        result = loss_of(states, labels, head, teacher)
     result.loss.backward()
     assert result.loss.dtype == torch.float32 and not torch.equal(result.loss, expected.loss)
     torch.testing.assert_close(result.loss, expected.loss, rtol=3e-2, atol=0)
@@ -269,11 +250,11 @@ def test_shapes_are_checked():
     head = RecordingHead()
     with pytest.raises(ValueError, match="expected equal"):
         drafter_loss(head(hidden), labels[:, :2])
-    with pytest.raises(ValueError, match="`teacher_hidden` are"):
-        chunked(hidden, labels, head, teacher[:2])
+    with pytest.raises(ValueError, match="`teacher` are"):
+        loss_of(hidden, labels, head, teacher[:2])
     with pytest.raises(ValueError, match="`counts` are"):
-        chunked(hidden, labels, head, teacher, counts=loss_counts(labels, 1))
+        loss_of(hidden, labels, head, teacher, counts=loss_counts(labels, 1))
     with pytest.raises(ValueError, match="`weights` are"):
-        chunked(hidden, labels, head, teacher, weights=torch.ones(3))
+        loss_of(hidden, labels, head, teacher, weights=torch.ones(3))
     with pytest.raises(ValueError, match="`chunk_size` is 0"):
-        chunked(hidden, labels, head, teacher, chunk_size=0)
+        loss_of(hidden, labels, head, teacher, chunk_size=0)

@@ -25,45 +25,8 @@ from hf_hyperdflash.training.data import encode_prompts
 from hf_hyperdflash.training.features import FeatureCache
 from hf_hyperdflash.training.trainer import collate, draft_states, read_layers
 
-from .. import conftest
 from ..conftest import MODELS, prompt, tiny_target
-from ..training.test_losses import naive_cross_entropy, naive_kl
-
-
-def rows(count: int, seed: int = 0) -> Dataset:
-    """Documents of uneven length whose second half is supervised."""
-    generator = torch.Generator().manual_seed(seed)
-    made = []
-    for _ in range(count):
-        length = int(torch.randint(12, 30, (1,), generator=generator))
-        ids = torch.randint(2, 64, (length,), generator=generator).tolist()
-        made.append({"input_ids": ids, "loss_mask": [int(i >= length // 2) for i in range(length)]})
-    return Dataset.from_list(made)
-
-
-def tiny_drafter(target, **fields):
-    """The same weights every time."""
-    torch.manual_seed(0)
-    return conftest.tiny_drafter(target, **fields)
-
-
-def trainer_for(tmp_path, target, drafter, train=None, held_out=None, **args) -> HyperDFlashTrainer:
-    defaults = dict(
-        output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=3, logging_steps=1, learning_rate=1e-2,
-        num_anchors=4, report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True, max_length=64,
-        loss_chunk_size=16, dataloader_pin_memory=False,
-    )  # fmt: skip
-    arguments = HyperDFlashTrainingArguments(**{**defaults, **args})
-    return HyperDFlashTrainer(drafter, target, arguments, train_dataset=train, eval_dataset=held_out)
-
-
-def losses(trainer) -> list[float]:
-    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
-
-
-def weights(drafter) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in drafter.parameters()])
-
+from ..helpers.training import losses, naive_cross_entropy, naive_kl, rows, tiny_drafter, trainer_for, weights
 
 # One feature path
 
@@ -266,7 +229,7 @@ def test_every_step_draws_other_anchors(tmp_path, target):
     drawn = []
     for trainer.state.global_step in (0, 1, 0):
         batch = collate(trainer.train_dataset.to_list())
-        trainer._lay_blocks(batch)
+        trainer.get_batch_samples(iter([batch]), 1, torch.device("cpu"))
         drawn.append(batch["anchors"].tolist())
     assert drawn[0] == drawn[2] != drawn[1]
 
@@ -348,17 +311,19 @@ def test_only_the_drafter_is_trained_and_saved(tmp_path, target):
 TWO_PROCESSES = """
 import json, sys, torch
 from tests.conftest import tiny_target
-from tests.training.test_trainer import losses, rows, tiny_drafter, trainer_for, weights
+from tests.helpers.training import losses, rows, tiny_drafter, trainer_for, weights
 torch.set_num_threads(1)
 batch, folder = int(sys.argv[1]), sys.argv[2]
 target = tiny_target()
 drafter = tiny_drafter(target)
-trainer = trainer_for(folder, target, drafter, rows(8), rows(5, seed=1), per_device_train_batch_size=batch, max_steps=3,
-                      per_device_eval_batch_size=batch, learning_rate=1e-2, optim="sgd", seed=3)
+settings = dict(max_steps=3, learning_rate=1e-2, optim="sgd", seed=3)
+settings |= dict(per_device_train_batch_size=batch, per_device_eval_batch_size=batch)
+trainer = trainer_for(folder, target, drafter, rows(8), rows(5, seed=1), **settings)
 trainer.train()
 metrics = trainer.evaluate()
 if trainer.is_world_process_zero():
-    print(json.dumps([losses(trainer), weights(drafter).tolist(), metrics["eval_teacher_forced_tau"], trainer.args.world_size]))
+    found = [losses(trainer), weights(drafter).tolist(), metrics["eval_teacher_forced_tau"]]
+    print(json.dumps([*found, trainer.args.world_size]))
 """
 
 
@@ -458,6 +423,7 @@ def test_wrong_models_and_arguments_are_refused(tmp_path, target):
         ("kl_weight", "x", "a number of at least 0"), ("kl_weight", -1, "a number of at least 0"),
         ("kl_weight", math.nan, "a number of at least 0"), ("learning_rate", -1.0, "a number of at least 0"),
         ("kl_temperature", 0, "a number of more than 0"), ("loss_decay", "4", "a number of more than 0"),
+        ("kl_temperature", None, "a number of more than 0"), ("loss_decay", 0.0, "a number of more than 0"),
         ("max_length", 1, "a whole number of at least 2"), ("num_anchors", 1.5, "a whole number of at least 1"),
         ("per_device_train_batch_size", 0, "a whole number"), ("gradient_accumulation_steps", 0, "a whole number"),
         ("bf16", True, "a GPU that computes in it"),
@@ -520,9 +486,10 @@ def test_weights_that_are_not_finite_are_not_blamed_on_the_learning_rate(tmp_pat
 FULL_DISK = """
 import resource, sys, torch
 from tests.conftest import tiny_target
-from tests.training.test_trainer import rows, tiny_drafter, trainer_for
+from tests.helpers.training import rows, tiny_drafter, trainer_for
 target = tiny_target()
-trainer = trainer_for(sys.argv[1], target, tiny_drafter(target), rows(6), max_steps=4, save_strategy="steps", save_steps=2)
+settings = dict(max_steps=4, save_strategy="steps", save_steps=2)
+trainer = trainer_for(sys.argv[1], target, tiny_drafter(target), rows(6), **settings)
 real = trainer._save_optimizer_and_scheduler
 def fill(folder):  # from the second checkpoint on, no file can grow past 64 KB: what a full disk does to a writer
     if trainer.state.global_step == 4:

@@ -2,13 +2,7 @@
 
 import torch
 
-<<<<<<< HEAD
-from hf_hyperdflash.training import features as features
-from hf_hyperdflash.training.features import FeatureCache, estimate_size, residual_of
-from hf_hyperdflash.training.teacher import teacher_states
-=======
 from hf_hyperdflash.training.features import residual_of
->>>>>>> e801710 (Training: what reads the residual and what stores it apart, one drafter_loss for logits and states, shared builders in helpers, teeth)
 
 from ..helpers.training import packed_rows, run_alone
 

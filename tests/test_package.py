@@ -24,8 +24,9 @@ ORDER = [
     "runtime.configuration_*", "runtime.weights", "runtime.mask_token", "runtime.layers", "runtime.drafter",
     "runtime.mtp_checkpoint", "runtime.modeling_*", "runtime.prompt_lookup", "hub.cards", "hub.publish", "hub.formats",
     "loading", "training.losses", "training.blocks", "training.places", "training.data", "training.teacher",
-    "training.locking", "training.fingerprint", "training.features", "training.arguments", "training.acceptance",
-    "training.checkpoints", "training.trainer", "training.flags", "training.script", "benchmark.intervals",
+    "training.locking", "training.fingerprint", "training.features", "training.store", "training.arguments",
+    "training.acceptance", "training.checkpoints", "training.trainer", "training.flags", "training.script",
+    "benchmark.intervals",
     "benchmark.other_settings", "benchmark.doctor", "benchmark.suites", "benchmark.runner", "benchmark.results",
     "benchmark.leads", "benchmark.figures", "benchmark.report", "benchmark.terminal", "cli.app",
 ]  # fmt: skip

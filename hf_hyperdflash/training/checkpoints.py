@@ -19,7 +19,7 @@ _PARTS = {
     "random state": ("rng_state*.pth",),
     "trainer state": ("trainer_state.json",),
 }
-_NAME = re.compile(r"checkpoint-(\d+)")
+CHECKPOINT = re.compile(r"checkpoint-\d+")  # the name of one
 
 
 def defect(folder: Path) -> str | None:
@@ -56,9 +56,9 @@ def _is_cut_off(path: Path) -> bool:
 
 def last_whole(output_dir: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that a run can go on from, and a line for every newer one that it cannot."""
-    steps = {int(match[1]): path for path in output_dir.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))}
+    named = [path for path in output_dir.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name)]
     skipped: list[str] = []
-    for _, folder in sorted(steps.items(), reverse=True):
+    for folder in sorted(named, key=lambda path: int(path.name.partition("-")[2]), reverse=True):
         reason = defect(folder)
         if reason is None:
             return folder, skipped

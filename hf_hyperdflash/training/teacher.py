@@ -11,13 +11,13 @@ from ..runtime.target_family import computable
 from ..runtime.targets import family_of
 
 
-def teacher_states(target: PreTrainedModel, residual: torch.Tensor, collapse: str = "hc_head") -> torch.Tensor:
+def teacher_states(target: PreTrainedModel, residual: torch.Tensor, kl_teacher: str = "hc_head") -> torch.Tensor:
     """What the target's LM head reads at each position, from the pre-collapse residual, without another forward.
 
     Args:
         target: The target.
         residual: `[batch, seq, config.hc_mult, config.hidden_size]`.
-        collapse: `"hc_head"` for the target's own collapse, whose logits are the target's next-token logits;
+        kl_teacher: `"hc_head"` for the target's own collapse, whose logits are the target's next-token logits;
             `"mean_pool"` for the mean of the paths, the paper's teacher (section 2.3).
 
     Returns:
@@ -26,17 +26,17 @@ def teacher_states(target: PreTrainedModel, residual: torch.Tensor, collapse: st
     Raises:
         ValueError: If the mean is asked for and the target has no final norm to put after it.
     """
-    check_teacher(target, collapse)
+    check_teacher(target, kl_teacher)
     family, head = family_of(target), cast(Any, target.get_output_embeddings()).weight
     residual = computable(residual, head).to(family.dtype)
-    states = cast(Any, family.norm)(residual.mean(dim=2)) if collapse == "mean_pool" else family.collapse(residual)
+    states = cast(Any, family.norm)(residual.mean(dim=2)) if kl_teacher == "mean_pool" else family.collapse(residual)
     return computable(states, head)
 
 
-def check_teacher(target: PreTrainedModel, collapse: str) -> None:
-    """Raise a `ValueError` if `target` cannot be a teacher with this collapse (see [`teacher_states`])."""
-    if collapse == "mean_pool" and family_of(target).norm is None:
+def check_teacher(target: PreTrainedModel, kl_teacher: str) -> None:
+    """Raise a `ValueError` if `target` cannot be such a teacher (see [`teacher_states`])."""
+    if kl_teacher == "mean_pool" and family_of(target).norm is None:
+        model_type = family_of(target).config.model_type
         raise ValueError(
-            f"`kl_teacher` is 'mean_pool', but a {family_of(target).config.model_type} target has no norm after its collapse. "
-            "Use 'hc_head'."
+            f"`kl_teacher` is 'mean_pool', but a {model_type} target has no norm after its collapse. Use 'hc_head'."
         )

@@ -13,12 +13,14 @@ import torch
 from huggingface_hub import HfApi
 from torch import nn
 from transformers import EvalPrediction, PreTrainedModel, Trainer
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils.hub import PushInProgress
 
 from ..hub.cards import drafter_card
 from ..hub.publish import drafter_files, reaching_hub
 from ..runtime.configuration_hyperdflash import HyperDFlashConfig
+from ..runtime.drafter import SavedDrafter
 from ..runtime.layers import block_inputs
 from ..runtime.modeling_hyperdflash import check_pair
 from ..runtime.stats import SpeculationStats
@@ -33,7 +35,7 @@ from .blocks import (
     sample_anchors,
     walk_rounds,
 )
-from .checkpoints import last_whole, share_modes, to_resume
+from .checkpoints import CHECKPOINT, last_whole, share_modes, to_resume
 from .data import prepare_dataset
 from .features import residual_of
 from .losses import IGNORE_INDEX, DrafterLoss, drafter_loss, loss_counts, position_weights
@@ -405,9 +407,17 @@ class HyperDFlashTrainer(Trainer):
         self.accelerator.wait_for_everyone()  # then the first process writes `trainer_state.json`
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, state_dict)
-        if self.args.should_save:
-            share_modes(Path(output_dir or str(self.args.output_dir)))
+        if not self.args.should_save:
+            return super()._save(output_dir, state_dict)
+        folder = Path(output_dir or str(self.args.output_dir))
+        drafter = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        # A checkpoint needs no code unless it is pushed, and an adapter never has it.
+        if CHECKPOINT.fullmatch(folder.name) and isinstance(drafter, SavedDrafter) and not self.args.push_to_hub:
+            drafter.save_pretrained(folder, state_dict=state_dict, with_code=False)
+            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+        else:
+            super()._save(output_dir, state_dict)
+        share_modes(folder)
 
     def _advice(self) -> str:
         """How to go on after an error, if there is anything to go on from."""

@@ -3,10 +3,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_hyperdflash.runtime.layers import block_inputs
 from hf_hyperdflash.training.blocks import (
     anchor_candidates,
     anchor_seeds,
-    block_inputs,
     block_labels,
     block_mask,
     sample_anchors,

@@ -1,5 +1,6 @@
 """Checkpoints that a killed or full machine left behind, and what a run goes on from."""
 
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_hyperdflash import HyperDFlashDrafter
 from hf_hyperdflash.training.checkpoints import defect, last_whole
 
 from ..helpers.training import rows, tiny_drafter, trainer_for, weights
@@ -85,14 +87,32 @@ def test_a_checkpoint_of_several_processes_or_shards_is_whole(run):
     assert defect(folder) is None
 
 
+def test_what_a_run_ends_in_has_code_and_its_checkpoints_have_none(tmp_path, target):
+    trainer = trainer_for(tmp_path, target, tiny_drafter(target), rows(4), **{**SAVING, "max_steps": 2})
+    trainer.train()
+    trainer.save_model()
+    code = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.py")}
+    assert {"modeling_hyperdflash.py", "custom_generate/generate.py"} <= code
+    assert not any(name.startswith("checkpoint-") for name in code)
+    finished, checkpoint = (
+        json.loads((path / "config.json").read_text()) for path in (tmp_path, tmp_path / "checkpoint-2")
+    )
+    assert finished.pop("auto_map") and finished == checkpoint
+    loaded = HyperDFlashDrafter.from_pretrained(tmp_path / "checkpoint-2")
+    assert torch.equal(weights(loaded), weights(trainer.model))
+
+
 def test_all_files_of_a_checkpoint_have_the_umasks_mode(tmp_path, target):
     old = os.umask(0o027)
     try:
-        trainer_for(tmp_path / "run", target, tiny_drafter(target), rows(4), **{**SAVING, "max_steps": 2}).train()
+        trainer = trainer_for(tmp_path / "run", target, tiny_drafter(target), rows(4), **{**SAVING, "max_steps": 2})
+        trainer.train()
+        trainer.save_model()
     finally:
         os.umask(old)
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert len(files) > 8 and {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}
+    assert {"modeling_hyperdflash.py", "generate.py", "optimizer.pt", "model.safetensors"} <= {p.name for p in files}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}
 
 
 KILLED = """

@@ -1,4 +1,6 @@
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -58,6 +60,12 @@ def unchunked(logits, labels, teacher_logits=None, kl_weight=0.15, kl_temperatur
             divergence = (teacher.exp() * (teacher - student)).sum()
             loss = loss + kl_weight * kl_temperature**2 / positions * divergence / counts[1 + k]
     return loss
+
+
+def test_losses_are_torch_alone():
+    code = "import sys, hf_hyperdflash.training.losses; print({'transformers', 'accelerate'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
 
 
 def test_position_weights_are_dflash_s():

@@ -1,6 +1,7 @@
 """Checkpoints that a killed or full machine left behind, and what a run goes on from."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from hf_hyperdflash import HyperDFlashDrafter
 from hf_hyperdflash.training.checkpoints import defect, last_whole
@@ -100,6 +102,20 @@ def test_what_a_run_ends_in_has_code_and_its_checkpoints_have_none(tmp_path, tar
     assert finished.pop("auto_map") and finished == checkpoint
     loaded = HyperDFlashDrafter.from_pretrained(tmp_path / "checkpoint-2")
     assert torch.equal(weights(loaded), weights(trainer.model))
+
+
+class Spoil(TrainerCallback):
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if state.global_step == 4:
+            model.norm.weight.data[0] = math.nan
+
+
+def test_a_checkpoint_of_weights_that_are_not_finite_is_not_written(tmp_path, target):
+    trainer = trainer_for(tmp_path, target, tiny_drafter(target), rows(8), **SAVING)
+    trainer.add_callback(Spoil())
+    with pytest.raises(ValueError, match=r"norm\.weight is not finite at step 4: the drafter diverged.*checkpoint-2"):
+        trainer.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
 def test_all_files_of_a_checkpoint_have_the_umasks_mode(tmp_path, target):

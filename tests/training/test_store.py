@@ -579,14 +579,15 @@ def test_no_rows_and_unknown_dtypes_are_refused(target, tmp_path):
         write(tmp_path, target, dtype="int8")
 
 
-def test_a_residual_that_is_not_finite_is_not_stored(target, tmp_path):
+@pytest.mark.parametrize("bad", [3, 4])  # of several documents and of one
+def test_a_residual_that_is_not_finite_is_not_stored(target, tmp_path, bad):
     with torch.no_grad():
         target.model.embed_tokens.weight[5] = torch.inf
     rows = packed_rows(PACKED)
     for row in rows:
         row["input_ids"] = [token if token != 5 else 6 for token in row["input_ids"]]
-    rows[3]["input_ids"][-1] = 5
-    with pytest.raises(ValueError, match="residual of row 3 is not finite"):
+    rows[bad]["input_ids"][-1] = 5
+    with pytest.raises(ValueError, match=f"residual of row {bad} is not finite"):
         write(tmp_path, target, rows)
     assert json.loads((tmp_path / "features.json").read_text())["shards"][0]["sha256"]
 

@@ -25,8 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
 from hf_hyperdflash.training.data import load_rows, prepare_dataset
-from hf_hyperdflash.training.features import FeatureCache
 from hf_hyperdflash.training.script import main as train_drafter
+from hf_hyperdflash.training.store import FeatureCache
 
 REDUCERS = {"hc_gate": "gate", "fc": "fc", "hybrid": "gate + fc", "stream_mean": "stream mean"}
 

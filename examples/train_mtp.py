@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hyperdflash import DeepseekV4MTPDrafter
 from hf_hyperdflash.training.data import load_rows, prepare_dataset
-from hf_hyperdflash.training.features import FeatureCache
+from hf_hyperdflash.training.store import FeatureCache
 from hf_hyperdflash.training.trainer import Batch, collate
 
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hf_hyperdflash import drafter_loss
-from hf_hyperdflash.training.losses import loss_counts, position_weights
+from hf_hyperdflash.training.losses import drafter_loss, loss_counts, position_weights
 
 from ..helpers.training import naive_cross_entropy, naive_kl
 

@@ -21,8 +21,8 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from hf_hyperdflash import FeatureCache
 from hf_hyperdflash.training import store
+from hf_hyperdflash.training.store import FeatureCache
 from hf_hyperdflash.training.teacher import teacher_states
 
 from ..conftest import MODELS, tiny_target

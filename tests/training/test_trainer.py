@@ -22,7 +22,7 @@ from hf_hyperdflash import (
 )
 from hf_hyperdflash.training.checkpoints import last_whole
 from hf_hyperdflash.training.data import encode_prompts
-from hf_hyperdflash.training.features import FeatureCache
+from hf_hyperdflash.training.store import FeatureCache
 from hf_hyperdflash.training.trainer import collate, draft_states, read_layers
 
 from ..conftest import MODELS, prompt, tiny_target

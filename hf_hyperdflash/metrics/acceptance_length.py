@@ -5,7 +5,7 @@ from __future__ import annotations
 import datasets
 import evaluate
 
-from hf_hyperdflash import SpeculationStats
+from hf_hyperdflash.runtime.stats import SpeculationStats
 
 _DESCRIPTION = """\
 Accepted length (tau) of speculative decoding: the mean number of tokens emitted per verification round, accepted drafts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datasets
 import evaluate
 
-from hf_hyperdflash import SpeculationStats
+from hf_hyperdflash.runtime.stats import SpeculationStats
 
 _DESCRIPTION = """\
 Acceptance of speculative decoding per draft position k = 1, 2, ..: the fraction of verification rounds in which draft k

@@ -20,7 +20,7 @@ def test_rounds_are_those_of_generation(fields):
     for seed in range(3):
         ids = prompt(9, seed, vocab_size=6)
         text = target.generate(ids, assistant_model=drafter, do_sample=False, max_new_tokens=60)
-        (emitted,), (nats,) = draft_every_round(target, drafter, text, 9, [{}])
+        (emitted,), (nats,) = draft_every_round(target, drafter, text, 9, [drafter.config])
         assert emitted.shape == nats.shape == (59,)
         walked, at = [], 0
         for real in drafter.last_stats.emitted[:-1]:  # the last one may be cut off
@@ -49,7 +49,7 @@ def test_settings_are_tried_and_left():
 def test_likelihood_is_that_of_drafting_one_round_at_a_time(fields):
     target, text, start = tiny_target(), prompt(24), 9
     drafter = tiny_drafter(target, **fields)
-    (_,), (nats,) = draft_every_round(target, drafter, text, start, [{}])
+    (_,), (nats,) = draft_every_round(target, drafter, text, start, [drafter.config])
     positions = torch.arange(24)[None]
     residual = residual_of(target, text, positions)
     for anchor, got in enumerate(nats.tolist(), start=start):

@@ -83,7 +83,7 @@ class BoundTarget(_Mixed):
         config, model_kwargs = super()._prepare_generation_config(  # type: ignore[misc]
             generation_config, *args, **kwargs
         )
-        config._numdrafts_asked = next((count for count in asked if count is not None), None)
+        config._num_drafts_asked = next((count for count in asked if count is not None), None)
         return config, model_kwargs
 
     def _prepare_cache_for_generation(

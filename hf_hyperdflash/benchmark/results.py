@@ -93,17 +93,11 @@ def _problem(line: Any, begun: bool) -> str | None:
 
 @dataclass
 class Results:
-    """What a results file holds.
+    """What a results file holds."""
 
-    Attributes:
-        runs: The settings of each start of the run.
-        generations: Of two of the same prompt by the same method, the later.
-        replaced: How many have a later one in their place.
-    """
-
-    runs: list[dict[str, Any]]
-    generations: list[Generation]
-    replaced: int = 0
+    runs: list[dict[str, Any]]  # the settings of each start of the run
+    generations: list[Generation]  # of two of the same prompt by the same method, the later
+    replaced: int  # generations that a later one takes the place of
 
     @property
     def methods(self) -> list[str]:

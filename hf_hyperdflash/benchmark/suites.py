@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 _HUMANEVAL = (
@@ -25,23 +24,14 @@ _STARTED = (
 _NOT_STARTED = "Write your code in the following format:"
 
 
-@dataclass(frozen=True)
-class Suite:
-    """A suite of prompts.
+class Suite(NamedTuple):
+    """A suite of prompts."""
 
-    Attributes:
-        title: As the paper's tables name it.
-        group: MATH, CODE or CHAT.
-        source: Hub name, with its configuration after a colon where it has one, or a file there (`hf://`).
-        split: The split that holds the prompts.
-        turns: The user's turns of a row of it.
-    """
-
-    title: str
-    group: str
-    source: str
+    title: str  # as the paper's tables name it
+    group: str  # MATH, CODE or CHAT
+    source: str  # Hub name, with its configuration after a colon where it has one, or a file there (`hf://`)
     split: str
-    turns: Callable[[Mapping[str, Any]], list[str]]
+    turns: Callable[[Mapping[str, Any]], list[str]]  # the user's turns of a row
 
 
 def _livecodebench(row: Mapping[str, Any]) -> list[str]:

@@ -605,9 +605,8 @@ def _settings(
 
 
 def _run(model: Any, tokenizer: Any, methods: list[Method], settings: BenchmarkSettings, output: Path) -> Path:
-    from ..benchmark.report import write_report
+    from ..benchmark.report import print_results, write_report
     from ..benchmark.runner import run_benchmark
-    from ..benchmark.report import print_results
 
     results = run_benchmark(model, tokenizer, methods, settings, output / "results.jsonl")
     write_report(results, output)

@@ -1,5 +1,4 @@
-"""A benchmark's tables: the report's (the paper's Tables 2 and 3, details) with a CSV and pictures, a card's, the
-terminal's."""
+"""A benchmark's tables: the report with its CSV and pictures, a card's, the terminal's."""
 
 from __future__ import annotations
 

@@ -26,9 +26,8 @@ ORDER = [
     "loading", "training.losses", "training.blocks", "training.places", "training.data", "training.teacher",
     "training.locking", "training.fingerprint", "training.features", "training.store", "training.arguments",
     "training.acceptance", "training.checkpoints", "training.trainer", "training.flags", "training.script",
-    "benchmark.intervals",
-    "benchmark.other_settings", "benchmark.doctor", "benchmark.suites", "benchmark.runner", "benchmark.results",
-    "benchmark.leads", "benchmark.figures", "benchmark.report", "benchmark.terminal", "cli.app",
+    "benchmark.intervals", "benchmark.other_settings", "benchmark.doctor", "benchmark.suites", "benchmark.results",
+    "benchmark.runner", "benchmark.figures", "benchmark.report", "cli.app",
 ]  # fmt: skip
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path

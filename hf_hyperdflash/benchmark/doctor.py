@@ -21,7 +21,7 @@ from ..training.acceptance import bound
 from ..training.data import encode_prompts
 from ..training.fingerprint import changed_parts
 from .intervals import Interval
-from .other_settings import LEAST_PROMPTS, Comparison, compare_settings
+from .other_settings import LEAST_PROMPTS, compare_settings
 
 PROMPTS = (
     "Write a Python function that adds two numbers.",
@@ -87,12 +87,12 @@ def examine(
 ) -> Diagnosis:
     """Check a pair: whether it fits, the tokenizer, memory, and what generation from a few prompts really gives.
 
-    What others' formats invite to misread is tried, every layer one lower and one higher and the other anchor convention:
-    a problem where more drafts are certain to be accepted then, a remark where the prompts cannot tell.
+    What others' formats invite to misread is tried, every layer one lower and one higher and the other anchor
+    convention: a problem where more drafts are certain to be accepted then, a remark where the prompts cannot tell.
 
     Args:
         target: The target. It is bound for the time, and left as it was.
-        drafter: Its drafter, in the same state afterwards.
+        drafter: Its drafter.
         tokenizer: The target's tokenizer.
         prompts: Questions, asked as chat turns. With fewer than 8 other settings are not compared.
         max_new_tokens: Tokens generated from each.
@@ -103,14 +103,14 @@ def examine(
     """
     if not prompts:
         raise ValueError("`prompts` is empty: expected at least one question.")
-    if not is_drafter(drafter):
-        raise ValueError(
-            f"`drafter` is {drafter!r:.60}, expected a drafter: load it with `HyperDFlashDrafter.from_pretrained` first."
-        )
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ValueError(
-            f"`tokenizer` is {tokenizer!r:.60}, expected a tokenizer: load it with `AutoTokenizer.from_pretrained` first."
-        )
+    for name, given, is_one, loaded_by in (
+        ("drafter", drafter, is_drafter(drafter), "HyperDFlashDrafter"),
+        ("tokenizer", tokenizer, isinstance(tokenizer, PreTrainedTokenizerBase), "AutoTokenizer"),
+    ):
+        if not is_one:
+            raise ValueError(
+                f"`{name}` is {given!r:.60}, expected a {name}: load it with `{loaded_by}.from_pretrained` first."
+            )
     found = Diagnosis()
     found.facts["versions"] = f"torch {torch.__version__}, transformers {transformers.__version__}"
     try:
@@ -121,27 +121,32 @@ def examine(
     _look_at_memory(found, target, drafter)
     _compare_fingerprints(found, target, drafter.config)
     if _look_at_tokenizer(found, target, drafter.config, tokenizer):
-        _generate(found, target, drafter, tokenizer, prompts, max_new_tokens, disable_tqdm)
+        ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": text}]} for text in prompts])
+        _ask_the_target(found, target, ids)
+        with bound(target):
+            texts = _generate(found, target, drafter, ids, max_new_tokens, disable_tqdm)
+        if found.tau is not None:
+            _try_other_settings(found, target, drafter, ids, texts, disable_tqdm)
+            if found.tau < _HARDLY and not found.problems:
+                found.problems.append(
+                    f"Hardly any draft is accepted (tau {found.tau:.2f}): the drafter is untrained, or was trained "
+                    "for another target, chat template or tokenizer."
+                )
     return found
 
 
 def _look_at_memory(found: Diagnosis, target: PreTrainedModel, drafter: HyperDFlashDrafter) -> None:
     config = drafter.config
-    weights = sum(p.numel() * p.element_size() for p in drafter.parameters())
     visible = config.sliding_window or config.max_position_embeddings
-    token = (
-        2
-        * config.num_hidden_layers
-        * config.num_key_value_heads
-        * config.head_dim
-        * drafter.norm.weight.element_size()
-    )
+    keys = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    token = 2 * keys * drafter.norm.weight.element_size()
     found.facts["drafter"] = (
         f"{config.reducer} over layers {config.target_layer_ids}, {config.max_draft_tokens} drafts a round, "
-        f"{sum(p.numel() for p in drafter.parameters()):,} parameters"
+        f"{drafter.num_parameters():,} parameters"
     )
     found.facts["memory"] = (
-        f"target {_size(target.get_memory_footprint())}, drafter {_size(weights)} and {_size(token)} for each token of its "
+        f"target {_size(target.get_memory_footprint())}, drafter "
+        f"{_size(drafter.get_memory_footprint(return_buffers=False))} and {_size(token)} for each token of its "
         f"context, of which it sees {visible:,}: up to {_size(2 * visible * token)}"
     )
 
@@ -160,19 +165,21 @@ def _compare_fingerprints(found: Diagnosis, target: PreTrainedModel, config: Hyp
     changed = changed_parts(config.target_fingerprint, target)
     if changed is None:
         found.remarks.append(
-            "An earlier release recorded which weights the drafter was trained for, in a way that cannot be compared any more."
+            "An earlier release recorded which weights the drafter was trained for, in a way that cannot be compared "
+            "any more."
         )
     elif changed == ["config"]:
         found.remarks.append(
-            "The target's weights are those that the drafter was trained for, its configuration is not: a field was changed, "
-            "or another version of transformers has other fields."
+            "The target's weights are those that the drafter was trained for, its configuration is not: a field was "
+            "changed, or another version of transformers has other fields."
         )
     elif changed:
         parts = " and ".join(part for part in changed if part != "config")
         found.problems.append(
-            f"The target's weights ({parts}) are not those that the drafter was trained for: the target was fine-tuned since, "
-            "is another checkpoint, or is loaded in another quantization or precision. The text stays right, but fewer "
-            "drafts are accepted: train the drafter on for this target (`hf-hyperdflash train --drafter`)."
+            f"The target's weights ({parts}) are not those that the drafter was trained for: the target was "
+            "fine-tuned since, is another checkpoint, or is loaded in another quantization or precision. The text "
+            "stays right, but fewer drafts are accepted: train the drafter on for this target (`hf-hyperdflash train "
+            "--drafter`)."
         )
 
 
@@ -180,122 +187,112 @@ def _look_at_tokenizer(
     found: Diagnosis, target: PreTrainedModel, config: HyperDFlashConfig, tokenizer: PreTrainedTokenizerBase
 ) -> bool:
     """Whether there is enough to generate with."""
-    if len(tokenizer) > family_of(target).config.vocab_size:
+    vocabulary = family_of(target).config.vocab_size
+    if len(tokenizer) > vocabulary:
         found.problems.append(
-            f"The tokenizer has {len(tokenizer)} tokens, the target's vocabulary {family_of(target).config.vocab_size}: it belongs "
-            "to another model. Load the target's own."
+            f"The tokenizer has {len(tokenizer)} tokens, the target's vocabulary {vocabulary}: it "
+            "belongs to another model. Load the target's own."
         )
         return False
     mask = tokenizer.convert_ids_to_tokens(config.mask_token_id)
-    known = {*tokenizer.all_special_ids, *_added(tokenizer)}
-    if mask is not None and config.mask_token_id not in known:
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    if mask is not None and config.mask_token_id not in special:
         found.remarks.append(
-            f"The drafter's mask token {config.mask_token_id} is {mask!r}, an ordinary token: it should be one that never "
-            "occurs in text."
+            f"The drafter's mask token {config.mask_token_id} is {mask!r}, an ordinary token: it should be one that "
+            "never occurs in text."
         )
     found.facts["mask token"] = f"{config.mask_token_id}, {repr(mask) if mask else 'which the tokenizer does not use'}"
     ends = target.generation_config.eos_token_id if target.generation_config else None
     ends = ends if isinstance(ends, list) else [ends]
     if tokenizer.eos_token_id is not None and None not in ends and tokenizer.eos_token_id not in ends:
         found.problems.append(
-            f"The tokenizer ends text with token {tokenizer.eos_token_id}, the target with {ends}: one of the two belongs to "
-            "another model."
+            f"The tokenizer ends text with token {tokenizer.eos_token_id}, the target with {ends}: one of the two "
+            "belongs to another model."
         )
     if not tokenizer.chat_template:
         found.problems.append("The tokenizer has no chat template, so chat cannot be asked as in training.")
-        return False
-    return True
+    return bool(tokenizer.chat_template)
 
 
-def _added(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    return set(tokenizer.get_added_vocab().values())
+def _ask_the_target(found: Diagnosis, target: PreTrainedModel, prompts: list[torch.Tensor]) -> None:
+    """Whether the target finds text in its own tokenizer's tokens more likely than noise."""
+    with torch.no_grad():
+        losses = [target(ids.to(target.device), labels=ids.to(target.device)).loss.item() for ids in prompts]
+    mean, noise = sum(losses) / len(losses), math.log(family_of(target).config.vocab_size)
+    found.facts["target"] = f"{mean:.2f} nats a token on the prompts, where noise has {noise:.2f}"
+    if mean > 0.8 * noise:
+        found.problems.append(
+            f"To the target, plain questions look like noise ({mean:.2f} nats a token of {noise:.2f}): the tokenizer "
+            "belongs to another model, or the target is untrained."
+        )
 
 
 def _generate(
     found: Diagnosis,
-    target: PreTrainedModel,
+    target: Any,
     drafter: HyperDFlashDrafter,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: list[torch.Tensor],
     max_new_tokens: int,
     disable_tqdm: bool | None,
-) -> None:
-    ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": text}]} for text in prompts])
-    _ask_the_target(found, target, ids)
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
+) -> list[torch.Tensor]:
+    """The target's own texts."""
     stats, found.differing, texts = SpeculationStats(), 0, []
-    with bound(target):
-        for prompt in tqdm(ids, desc="generating", unit="prompt", leave=False, disable=disable_tqdm):
-            texts.append(_text(target, prompt, **options))
-            found.differing += not torch.equal(_text(target, prompt, assistant_model=drafter, **options), texts[-1])
-            stats += cast(SpeculationStats, drafter.last_stats)
-    found.facts["losslessness"] = f"{len(ids) - found.differing} of {len(ids)} greedy texts are the target's own"
+    for prompt in tqdm(prompts, desc="generating", unit="prompt", leave=False, disable=disable_tqdm):
+        ids = prompt.to(target.device)
+        asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, "do_sample": False}
+        texts.append(target.generate(ids, **asked))
+        found.differing += not torch.equal(target.generate(ids, assistant_model=drafter, **asked), texts[-1])
+        stats += cast(SpeculationStats, drafter.last_stats)
+    count = len(prompts)
+    found.facts["losslessness"] = f"{count - found.differing} of {count} greedy texts are the target's own"
     if found.differing:
         found.remarks.append(
-            f"{found.differing} greedy texts differ. In float32 that should not be; in lower precision it happens where "
-            "the target's two best tokens are equal to within rounding."
+            f"{found.differing} greedy texts differ. In float32 that should not be; in lower precision it happens "
+            "where the target's two best tokens are equal to within rounding."
         )
     if not stats.rounds:
         found.problems.append(
             "The target ends every answer at once: the chat template is not the one it was trained with."
         )
-        return
+        return texts
     found.tau = stats.tau
+    rounds = f"{stats.rounds} round{'s' * (stats.rounds != 1)}"
     rates = ", ".join(f"{100 * rate:.0f}" for rate in stats.acceptance)
     found.facts["acceptance"] = (
-        f"tau {stats.tau:.2f} over {len(ids)} prompts, {stats.rounds} round{'s' * (stats.rounds != 1)}; drafts accepted at each position, %: {rates}"
+        f"tau {stats.tau:.2f} over {count} prompts, {rounds}; drafts accepted at each position, %: {rates}"
     )
-    if len(ids) < LEAST_PROMPTS:
+    return texts
+
+
+def _try_other_settings(
+    found: Diagnosis,
+    target: PreTrainedModel,
+    drafter: HyperDFlashDrafter,
+    prompts: list[torch.Tensor],
+    texts: list[torch.Tensor],
+    disable_tqdm: bool | None,
+) -> None:
+    if len(prompts) < LEAST_PROMPTS:
         found.remarks.append(
-            f"Other settings were not tried: that takes {LEAST_PROMPTS} prompts, there are {len(ids)}."
+            f"Other settings were not tried: that takes {LEAST_PROMPTS} prompts, there are {len(prompts)}."
         )
-    else:
-        starts = [prompt.shape[1] for prompt in ids]
-        compared = compare_settings(target, drafter, texts, starts, disable_tqdm=disable_tqdm)
-        _judge_settings(found, compared, len(ids))
-    if stats.tau < _HARDLY and not found.problems:
-        found.problems.append(
-            f"Hardly any draft is accepted (tau {stats.tau:.2f}): the drafter is untrained, or was trained for another target, "
-            "chat template or tokenizer."
-        )
-
-
-def _ask_the_target(found: Diagnosis, target: PreTrainedModel, ids: list[torch.Tensor]) -> None:
-    """Whether the target finds text in its own tokenizer's tokens more likely than noise."""
-    with torch.no_grad():
-        losses = [target(prompt.to(target.device), labels=prompt.to(target.device)).loss.item() for prompt in ids]
-    mean, noise = sum(losses) / len(losses), math.log(family_of(target).config.vocab_size)
-    found.facts["target"] = f"{mean:.2f} nats a token on the prompts, where noise has {noise:.2f}"
-    if mean > 0.8 * noise:
-        found.problems.append(
-            f"To the target, plain questions look like noise ({mean:.2f} nats a token of {noise:.2f}): the tokenizer belongs to "
-            "another model, or the target is untrained."
-        )
-
-
-def _text(target: Any, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
-    ids = prompt.to(target.device)
-    return cast(torch.Tensor, target.generate(ids, attention_mask=torch.ones_like(ids), **options))
-
-
-def _judge_settings(found: Diagnosis, compared: Comparison, prompts: int) -> None:
-    told = f"each of {compared.rounds} tokens of {prompts} prompts"
-    worse = sum(setting.is_worse for setting in compared.others)
-    found.facts["other settings"] = (
-        f"{len(compared.others)} tried after {told}, {worse} of them are certain to be worse"
-    )
+        return
+    starts = [ids.shape[1] for ids in prompts]
+    rounds, tau, others = compare_settings(target, drafter, texts, starts, disable_tqdm=disable_tqdm)
+    told = f"each of {rounds} tokens of {len(prompts)} prompts"
+    worse = sum(setting.ahead.high < 0 for setting in others)
+    found.facts["other settings"] = f"{len(others)} tried after {told}, {worse} of them are certain to be worse"
     # Of an untrained drafter some setting is the least bad.
-    least = max(compared.tau, _HARDLY)
-    better = [setting for setting in compared.others if setting.is_better and setting.tau >= least]
-    unclear = [setting for setting in compared.others if not setting.is_better and not setting.is_worse]
+    better = [setting for setting in others if setting.ahead.low > 0 and setting.tau >= max(tau, _HARDLY)]
+    unclear = [setting for setting in others if setting.ahead.low <= 0 <= setting.ahead.high]
     if better:
         best = max(better, key=lambda setting: setting.ahead.value)
         found.problems.append(
-            f"With {best.name} the drafter finds the target's text likelier ({_nats(best.ahead)}; {best.tau:.2f} tokens a round "
-            f"after {told} instead of {compared.tau:.2f}): the configuration does not say how the drafter was trained. "
-            "Correct it in `config.json`."
+            f"With {best.name} the drafter finds the target's text likelier ({_nats(best.ahead)}; {best.tau:.2f} "
+            f"tokens a round after {told} instead of {tau:.2f}): the configuration does not say how the drafter was "
+            "trained. Correct it in `config.json`."
         )
-    elif unclear and compared.tau >= _HARDLY:
+    elif unclear and tau >= _HARDLY:
         names = "; ".join(f"{setting.name} ({_nats(setting.ahead)})" for setting in unclear)
         found.remarks.append(
             f"Cannot tell from {told} whether the drafter was trained with {names}. More prompts may tell: "

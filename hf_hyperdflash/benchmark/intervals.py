@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 DRAWS = 2000
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(NamedTuple):
     """A value and the limits between which its redrawn values lie."""
 
     value: float
@@ -21,8 +20,8 @@ class Interval:
 def draw(prompts: int, rng: np.random.Generator) -> np.ndarray:
     """How often each prompt counts, `[1 + DRAWS, prompts]`; the first row is every prompt once.
 
-    They are drawn with replacement, one fewer than there are, which makes the variance of a mean over few prompts right
-    (Rao and Wu, 1988).
+    They are drawn with replacement, one fewer than there are, which makes the variance of a mean over few prompts
+    right (Rao and Wu, 1988).
     """
     drawn = rng.multinomial(prompts - 1, np.full(prompts, 1 / prompts), size=DRAWS)
     return np.vstack([np.ones((1, prompts)), drawn])

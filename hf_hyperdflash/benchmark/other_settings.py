@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,43 +27,19 @@ _FALSE_ALARMS = 0.03
 _BLOCKS = 32  # that the drafter runs at once
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One that the configuration does not have.
+class Setting(NamedTuple):
+    """One that the configuration does not have."""
 
-    Attributes:
-        name: What is other, in words.
-        tau: Mean tokens of its rounds.
-        ahead: How much likelier it finds what the target wrote than the configuration's setting does, nats a draft.
-    """
-
-    name: str
-    tau: float
-    ahead: Interval
-
-    @property
-    def is_better(self) -> bool:
-        """Certainly."""
-        return self.ahead.low > 0
-
-    @property
-    def is_worse(self) -> bool:
-        """Certainly."""
-        return self.ahead.high < 0
+    name: str  # what is other, in words
+    tau: float  # mean tokens of its rounds
+    ahead: Interval  # how much likelier it finds the target's text than the configuration's setting does, nats a draft
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Rounds after every token of texts that the target wrote.
-
-    Attributes:
-        rounds: How many.
-        tau: Their mean number of tokens with the configuration's setting.
-        others: The other settings.
-    """
+class Comparison(NamedTuple):
+    """Rounds after every token of texts that the target wrote."""
 
     rounds: int
-    tau: float
+    tau: float  # their mean number of tokens with the configuration's setting
     others: list[Setting]
 
 
@@ -76,23 +51,24 @@ def compare_settings(
     *,
     disable_tqdm: bool | None = True,
 ) -> Comparison:
-    """Draft after every token of the texts with the drafter's settings and with those that others' formats invite to take
-    them for: each layer one lower and one higher, all of them at once, and the other anchor convention.
+    """Draft after every token of the texts with the drafter's settings and with those that others' formats invite to
+    take them for: each layer one lower and one higher, all of them at once, and the other anchor convention.
 
-    A round is given nothing but accepted tokens, which for a text that the target wrote are known: one forward of the target
-    over a text serves all rounds of all settings, and all have the same rounds. Settings are told apart by how likely the
-    drafter finds the text, which training made as likely as it could: accepted lengths need several times as many rounds.
+    A round is given nothing but accepted tokens, which for a text that the target wrote are known: one forward of the
+    target over a text serves all rounds of all settings, and all have the same rounds. Settings are told apart by how
+    likely the drafter finds the text, which training made as likely as it could: accepted lengths need several times
+    as many rounds.
 
     Args:
         target: The target.
-        drafter: Its drafter, in the same state afterwards.
+        drafter: Its drafter.
         texts: Prompts and what the target wrote after them, greedily, `[1, seq]` each; at least [`LEAST_PROMPTS`].
         starts: Where in each the prompt ends.
         disable_tqdm: `False` for a progress bar on stderr, `None` for one where that is a terminal.
     """
-    settings = dict(_other_settings(target, drafter.config))
+    settings = _other_settings(drafter.config, family_of(target).config.num_hidden_layers)
+    tried = [drafter.config, *settings.values()]
     progress = tqdm(texts, desc="other settings", unit="prompt", leave=False, disable=disable_tqdm)
-    tried = [{}, *settings.values()]
     found = [draft_every_round(target, drafter, text, start, tried) for text, start in zip(progress, starts)]
     taus = np.concatenate([emitted for emitted, _ in found], axis=1).mean(1).tolist()
     sums, rounds = np.stack([nats.sum(1) for _, nats in found]), np.array([nats.shape[1] for _, nats in found])
@@ -103,8 +79,8 @@ def compare_settings(
 def leads_over_first(sums: np.ndarray, rounds: np.ndarray) -> list[Interval]:
     """How much each setting's mean over rounds is above the first one's, with prompts drawn again, the same for all.
 
-    The intervals are wide enough for their number: where no setting differs from the first, one of six or more lie above 0 in
-    2 % of examinations of 24 prompts, and in 7 % of those of 8, of which a bootstrap knows too little.
+    The intervals are wide enough for their number: where no setting differs from the first, one of six or more lie
+    above 0 in 2 % of examinations of 24 prompts, and in 7 % of those of 8, of which a bootstrap knows too little.
 
     Args:
         sums: Over each prompt's rounds, `[prompts, settings]`.
@@ -113,22 +89,29 @@ def leads_over_first(sums: np.ndarray, rounds: np.ndarray) -> list[Interval]:
     drawn = draw(len(rounds), np.random.default_rng(0))
     with np.errstate(invalid="ignore"):  # no round, no mean
         means = (drawn @ sums) / (drawn @ rounds)[:, None]
-    others = means.shape[1] - 1
-    return [interval(means[:, i] - means[:, 0], _FALSE_ALARMS / others) for i in range(1, others + 1)]
+    leads = (means[:, 1:] - means[:, :1]).T
+    return [interval(lead, _FALSE_ALARMS / len(leads)) for lead in leads]
 
 
-def _other_settings(target: PreTrainedModel, config: HyperDFlashConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    ids, count = config.target_layer_ids or [], family_of(target).config.num_hidden_layers
+def _other_settings(config: HyperDFlashConfig, count: int) -> dict[str, HyperDFlashConfig]:
+    """Of a drafter for a target of `count` layers, in words."""
+    ids = config.target_layer_ids or []
     moves = [[layer if layer == -1 else layer + step for layer in ids] for step in (-1, 1)]
     moves += [[*ids[:i], ids[i] % count + step, *ids[i + 1 :]] for i in range(len(ids)) for step in (-1, 1)]
-    seen = [[layer % count for layer in ids]]
+    seen, found = [[layer % count for layer in ids]], {}
     for moved in moves:
         read = [count - 1 if layer == -1 else layer for layer in moved]
         if read not in seen and set(read) <= set(range(count)) and len(set(read)) == len(read):
             seen.append(read)
-            yield f"`target_layer_ids` {moved} instead of {ids}", {"target_layer_ids": moved}
+            found[f"`target_layer_ids` {moved} instead of {ids}"] = _changed(config, target_layer_ids=moved)
     other = not config.sample_from_anchor
-    yield f"`sample_from_anchor` {other}", {"sample_from_anchor": other}
+    return {**found, f"`sample_from_anchor` {other}": _changed(config, sample_from_anchor=other)}
+
+
+def _changed(config: HyperDFlashConfig, **fields: Any) -> HyperDFlashConfig:
+    changed = copy.deepcopy(config)
+    changed.update(fields)
+    return changed
 
 
 @torch.no_grad()
@@ -137,7 +120,7 @@ def draft_every_round(
     drafter: HyperDFlashDrafter,
     text: torch.Tensor,
     start: int,
-    settings: Sequence[dict[str, Any]],
+    settings: Sequence[HyperDFlashConfig],
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draft after each token of `text` from `start` on but the last.
 
@@ -146,29 +129,34 @@ def draft_every_round(
         drafter: Its drafter.
         text: `[1, seq]`.
         start: Where in it the prompt ends.
-        settings: Fields of the drafter's configuration, of which only what is given changes.
+        settings: Configurations; what layers it reads and where it drafts from may differ from the drafter's own.
 
     Returns:
-        `[settings, rounds]` each: the tokens that a round emits, and the mean log-probability of the text's next tokens,
-        of which less likely than any token counts as any.
+        `[settings, rounds]` each: the tokens that a round emits, and the mean log-probability of the text's next
+        tokens, of which less likely than any token counts as any.
     """
     count = family_of(target).config.num_hidden_layers
-    read = [[i % count for i in fields.get("target_layer_ids", drafter.target_layer_ids)] for fields in settings]
+    read = [[i % count for i in config.target_layer_ids or []] for config in settings]
     layers = sorted({layer for ids in read for layer in ids})
     positions = torch.arange(text.shape[1], device=text.device)[None]
     parts = dict(zip(layers, residual_of(target, text, positions, layers).chunk(len(layers), dim=2)))
-    found = []
-    for fields, ids in zip(settings, read):
-        with _changed(drafter.config, fields):
-            found.append(_rounds(target, drafter, text, start, torch.cat([parts[i] for i in ids], dim=2)))
+    found = [
+        _rounds(target, drafter, config, text, start, torch.cat([parts[i] for i in ids], dim=2))
+        for config, ids in zip(settings, read)
+    ]
     emitted, nats = zip(*found)
     return np.stack(emitted), np.stack(nats)
 
 
 def _rounds(
-    target: PreTrainedModel, drafter: HyperDFlashDrafter, text: torch.Tensor, start: int, residual: torch.Tensor
+    target: PreTrainedModel,
+    drafter: HyperDFlashDrafter,
+    config: HyperDFlashConfig,
+    text: torch.Tensor,
+    start: int,
+    residual: torch.Tensor,
 ) -> tuple[np.ndarray, np.ndarray]:
-    config, text, residual = drafter.config, text.to(drafter.device), residual.to(drafter.device)
+    text, residual = text.to(drafter.device), residual.to(drafter.device)
     positions, is_text = torch.arange(text.shape[1], device=text.device)[None], torch.ones_like(text, dtype=torch.bool)
     emitted, nats = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0)]
     for anchors in positions[:, start:-1].split(_BLOCKS, dim=1):
@@ -191,15 +179,3 @@ def _rounds(
         likely = -losses.clamp(max=math.log(config.vocab_size)) * drafted
         nats.append((likely.sum(-1) / drafted.sum(-1)).cpu())
     return torch.cat(emitted).numpy(), torch.cat(nats).numpy()
-
-
-@contextmanager
-def _changed(config: HyperDFlashConfig, fields: dict[str, Any]) -> Iterator[None]:
-    before = {name: getattr(config, name) for name in fields}
-    try:
-        for name, value in fields.items():
-            setattr(config, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)

@@ -1,14 +1,17 @@
-"""A benchmark's report: the paper's Tables 2 and 3, details, a CSV and two pictures."""
+"""A benchmark's tables: the report with its CSV and pictures, a card's, the terminal's."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 
 from ..hub.cards import Measured
 from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
@@ -16,26 +19,59 @@ from ..runtime.weights import weight_files
 from ..training.fingerprint import module_fingerprint
 from .figures import acceptance_figure, speedup_figure
 from .intervals import Interval
-from .leads import Lead, leads
-from .results import MODES, Results, Row, averages, load, pool, suites_of, summarize, temperatures
+from .results import MODES, Results, Row, averages, grouped, leads, load, mode_title, pool, suites_of, summarize
 from .suites import SUITES, title_of
 
-_DETAILS = """\
-All suites together, {count} generations; target-only: {rate:.1f} tokens/s, {step} ms a step{memory}.
-Speedup: of the sums, so not the Average above; median and quartiles: over the generations' own. Draft and verify ms: per
-verification round. Overhead: share of the loop's time that is neither. Bound: the speedup without overhead and prefill.
-Efficiency: speedup / τ. Outputs differing: greedy ones that are not target-only's."""
-_LEADS = """\
-Lead of the fastest, by average speedup, over each other method. In parentheses 95 % intervals: the prompts drawn again, with
-their timings. What another seed of a drafter's training would change is not in them."""
-_DETAIL_HEADER = (
-    "Method, Speedup, Median (quartiles), τ, Accepted drafts, Draft ms, Verify ms, Overhead, Bound, Efficiency, "
-    "Peak memory GB, Outputs differing"
-).split(", ")
+_MAIN = (
+    "Speedup over target-only / τ (tokens per verification round), best in bold. Average: unweighted, over the suites "
+    "that every method has. Generations per method: {}."
+)
+_LEADS = (
+    "Lead of the fastest, by average speedup, over each other method. In parentheses 95 % intervals: the prompts "
+    "drawn again, with\ntheir timings. What another seed of a drafter's training would change is not in them."
+)
+_DETAILS = (
+    "All suites together, {count} generations; target-only: {rate:.1f} tokens/s, {step} ms a step{memory}.\nSpeedup: "
+    "of the sums, so not the Average above; median and quartiles: over the generations' own. Draft and verify ms: "
+    "per\nverification round. Overhead: share of the loop's time that is neither. Bound: the speedup without overhead "
+    "and prefill.\nEfficiency: speedup / τ. Outputs differing: greedy ones that are not target-only's."
+)
+_ACCEPTANCE = "Acceptance per draft position, %: of all rounds / of the rounds that accepted the position before."
+_PICTURES = """\
+## Pictures
+
+![Acceptance per draft position](acceptance.png)
+
+![Speedup and τ](speedup_tau.png)
+"""
+_WIDE = 120  # columns that seven suites and their average take side by side
+_GIGABYTE = 1e-9
+
+Figures = tuple["float | None", "float | None"]  # speedup and tau
+
+
+def _number(value: float | None, form: str = ".2f", unit: str = "", factor: float = 1) -> str:
+    return "–" if value is None else f"{factor * value:{form}}{unit}"
+
+
+_DETAIL_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "Method": lambda row: row.method,
+    "Speedup": lambda row: _number(row.speedup, unit="×"),
+    "Median (quartiles)": lambda row: f"{row.speedup_median:.2f} ({row.speedup_25:.2f} to {row.speedup_75:.2f})",
+    "τ": lambda row: _number(row.tau),
+    "Accepted drafts": lambda row: _number(row.accepted_drafts),
+    "Draft ms": lambda row: _number(row.draft_ms),
+    "Verify ms": lambda row: _number(row.verify_ms),
+    "Overhead": lambda row: _number(row.overhead, ".1f", " %", 100),
+    "Bound": lambda row: _number(row.bound, unit="×"),
+    "Efficiency": lambda row: _number(row.efficiency),
+    "Peak memory GB": lambda row: _number(row.peak_memory, factor=_GIGABYTE),
+    "Outputs differing": lambda row: f"{row.differing} of {row.checked}" if row.checked else "–",
+}
 
 
 def write_report(results: Path, output: Path) -> None:
-    """Write `report.md`, `summary.csv`, `acceptance.png` and `speedup_tau.png` into the folder `output`, made if needed.
+    """Write `report.md`, `summary.csv`, `acceptance.png` and `speedup_tau.png` into the folder `output`, new or not.
 
     Raises:
         ValueError: If the file is no benchmark's (see [`load`]) or nothing in it can be compared.
@@ -52,43 +88,49 @@ def write_report(results: Path, output: Path) -> None:
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """Write one line per row; per-position figures in columns `acceptance_1`.. and `conditional_1`.., none as empty."""
-    table = [_flat(row) for row in rows]
-    longest = max(table, key=len)  # the one with most positions has all columns
+    """Write a line per row; per-position figures in columns `acceptance_1`.. and `conditional_1`.., none as empty."""
+    table: list[dict[str, Any]] = []
+    for row in rows:
+        table.append(dict(vars(row)))
+        for name in ("acceptance", "conditional_acceptance"):
+            values = enumerate(table[-1].pop(name), start=1)
+            table[-1] |= {f"{name.removesuffix('_acceptance')}_{k}": value for k, value in values}
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(longest))
+        writer = csv.DictWriter(
+            file, max(table, key=lambda line: len(line))
+        )  # the one with most positions has all columns
         writer.writeheader()
         writer.writerows(table)
 
 
-def _flat(row: Row) -> dict[str, Any]:
-    values = asdict(row)
-    for name in ("acceptance", "conditional_acceptance"):
-        column = name.removesuffix("_acceptance")
-        values |= {f"{column}_{k}": value for k, value in enumerate(values.pop(name), start=1)}
-    return values
-
-
 def markdown(results: Results, rows: Sequence[Row], pooled: Sequence[Row]) -> str:
     """The report's text from what [`load`], [`summarize`] and [`pool`] returned."""
-    parts, ahead = ["# Benchmark", _settings(results), _left_out(results, rows)], leads(results)
-    for mode in dict.fromkeys(row.mode for row in rows):
-        of_mode = [row for row in rows if row.mode == mode]
-        parts += [f"## {MODES.get(mode, mode)}", _legend(of_mode), _main_table(of_mode)]
-        parts.append(_leads_table([lead for lead in ahead if lead.mode == mode]))
-        for heat in temperatures([row for row in pooled if row.mode == mode]):
-            parts.append(_details([row for row in pooled if (row.mode, row.temperature) == (mode, heat)]))
-    parts += ["## Pictures", "![Acceptance per draft position](acceptance.png)", "![Speedup and τ](speedup_tau.png)"]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    parts, ahead = ["# Benchmark", _settings(results), _left_out(results)], leads(results)
+    for mode, of_mode in grouped(rows, "mode").items():
+        parts += [f"## {MODES.get(mode, mode)}", _MAIN.format(_counts(of_mode)), _main_table(of_mode)]
+        body = [
+            [
+                f"{lead.fastest} over {lead.method}",
+                f"{lead.temperature:g}",
+                _signed(lead.speedup, "×"),
+                _signed(lead.tau),
+            ]
+            for lead in ahead
+            if lead.mode == mode
+        ]
+        parts += [_LEADS, _markdown(["Lead", "Temperature", "Speedup", "τ"], body)] if body else []
+        for of_temperature in grouped((row for row in pooled if row.mode == mode), "temperature").values():
+            parts += _details(of_temperature)
+    return "\n\n".join(part for part in [*parts, _PICTURES] if part)
 
 
 def _settings(results: Results) -> str:
     """Every setting as a list; several values where starts of the run differ."""
     lines = []
     for name in dict.fromkeys(name for run in results.runs for name in run):
-        values = list(dict.fromkeys(_plain(run[name]) for run in results.runs if name in run))
         code = "`" if name == "command" else ""
-        lines.append(f"- {name.replace('_', ' ')}: " + "; ".join(f"{code}{value}{code}" for value in values))
+        values = dict.fromkeys(f"{code}{_plain(run[name])}{code}" for run in results.runs if name in run)
+        lines.append(f"- {name.replace('_', ' ')}: {'; '.join(values)}")
     return "\n".join(lines)
 
 
@@ -100,44 +142,50 @@ def _plain(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _left_out(results: Results, rows: Sequence[Row]) -> str:
-    target_only = {(row.mode, row.temperature, row.suite): row.generations for row in rows}
-    count = len(results.generations) - sum(row.generations for row in rows) - sum(target_only.values())
+def _left_out(results: Results) -> str:
+    counts = [[len(pairs) for pairs in methods.values()] for methods in results.cells.values()]
+    count = len(results.generations) - sum(sum(of_cell) + of_cell[0] for of_cell in counts)  # target-only's too
     said = [f"Left out, because not every method got to their prompts: {count} generations."] if count else []
     if results.replaced:
         said.append(
-            f"Lines that a later one of the same prompt and method takes the place of: {results.replaced}. Were two runs "
-            "writing at once?"
+            f"Lines that a later one of the same prompt and method takes the place of: {results.replaced}. Were two "
+            "runs writing at once?"
         )
     return " ".join(said)
 
 
-def _legend(rows: list[Row]) -> str:
+def _counts(rows: Sequence[Row]) -> str:
     groups: dict[str, list[str]] = {}
     for suite in suites_of(rows):
         counts = dict.fromkeys(str(row.generations) for row in rows if row.suite == suite)
-        groups.setdefault(SUITES[suite].group if suite in SUITES else "Other", []).append(
-            f"{title_of(suite)} ({' and '.join(counts)})"
-        )
-    listed = "; ".join(f"{group}: {', '.join(names)}" for group, names in groups.items())
-    return (
-        "Speedup over target-only / τ (tokens per verification round), best in bold. Average: unweighted, over the suites "
-        f"that every method has. Generations per method: {listed}."
-    )
+        group = SUITES[suite].group if suite in SUITES else "Other"
+        groups.setdefault(group, []).append(f"{title_of(suite)} ({' and '.join(counts)})")
+    return "; ".join(f"{group}: {', '.join(names)}" for group, names in groups.items())
 
 
-def _main_table(rows: list[Row]) -> str:
-    suites, body, means = suites_of(rows), [], averages(rows)
-    for heat in temperatures(rows):
-        cells = {(row.method, row.suite): (row.speedup, row.tau) for row in rows if row.temperature == heat}
-        methods = list(dict.fromkeys(method for method, _ in cells))
-        columns: list[list[tuple[float | None, float | None]]]
-        columns = [[cells.get((method, suite), (None, None)) for method in methods] for suite in suites]
-        columns.append([means.get((rows[0].mode, heat, method), (None, None)) for method in methods])
-        texts = [zip(_bold([s for s, _ in column], "×"), _bold([tau for _, tau in column])) for column in columns]
-        body.append([f"*Temperature = {heat:g}*", *[""] * len(columns)])
-        body += [[method, *map(" / ".join, line)] for method, line in zip(methods, zip(*texts))]
-    return _table(["Method", *map(title_of, suites), "Average"], body)
+def _speedups(rows: Sequence[Row], suites: Sequence[str]) -> dict[str, list[Figures]]:
+    """Of rows of one mode and temperature: each method's figures on the suites, and their average."""
+    means, found = averages(rows), {}
+    for method, of_method in grouped(rows, "method").items():
+        cells = {row.suite: (row.speedup, row.tau) for row in of_method}
+        average = means.get((rows[0].mode, rows[0].temperature, method), (None, None))
+        found[method] = [*(cells.get(suite, (None, None)) for suite in suites), average]
+    return found
+
+
+def _pair(figures: Figures, between: str = " / ") -> str:
+    return f"{_number(figures[0], unit='×')}{between}{_number(figures[1])}"
+
+
+def _main_table(rows: Sequence[Row]) -> str:
+    suites, body = suites_of(rows), []
+    for temperature, of_temperature in grouped(rows, "temperature").items():
+        figures = _speedups(of_temperature, suites)
+        speedups, taus = zip(*(zip(*column) for column in zip(*figures.values())))
+        texts = [zip(_bold(of, "×"), _bold(tau)) for of, tau in zip(speedups, taus)]
+        body += [[f"*Temperature = {temperature:g}*"]]
+        body += [[method, *map(" / ".join, line)] for method, line in zip(figures, zip(*texts))]
+    return _markdown(["Method", *map(title_of, suites), "Average"], body)
 
 
 def _bold(values: Sequence[float | None], unit: str = "") -> list[str]:
@@ -146,56 +194,40 @@ def _bold(values: Sequence[float | None], unit: str = "") -> list[str]:
     return [f"**{text}**" if best is not None and text == _number(best, unit=unit) else text for text in texts]
 
 
-def _leads_table(ahead: list[Lead]) -> str:
-    body = [
-        [f"{lead.fastest} over {lead.method}", f"{lead.temperature:g}", _signed(lead.speedup, "×"), _signed(lead.tau)]
-        for lead in ahead
-    ]
-    return f"{_LEADS}\n\n{_table(['Lead', 'Temperature', 'Speedup', 'τ'], body)}" if body else ""
-
-
 def _signed(interval: Interval | None, unit: str = "") -> str:
     if interval is None:
         return "–"
     return f"{interval.value:+.2f}{unit} ({interval.low:+.2f} to {interval.high:+.2f})"
 
 
-def _details(rows: list[Row]) -> str:
-    first, positions = rows[0], max(len(row.acceptance) for row in rows)
-    memory = "" if first.target_peak_memory is None else f", peak memory {first.target_peak_memory / 1e9:.2f} GB"
+def _details(rows: Sequence[Row]) -> list[str]:
+    first, memory = rows[0], _number(rows[0].target_peak_memory, unit=" GB", factor=_GIGABYTE)
     legend = _DETAILS.format(
-        count=first.generations, rate=first.target_tokens_per_second, step=_number(first.target_step_ms), memory=memory
+        count=first.generations,
+        rate=first.target_tokens_per_second,
+        step=_number(first.target_step_ms),
+        memory="" if first.target_peak_memory is None else f", peak memory {memory}",
     )
+    details = [[text(row) for text in _DETAIL_COLUMNS.values()] for row in rows]
     accepted = [
         [row.method, *(f"{100 * a:.1f} / {100 * b:.1f}" for a, b in zip(row.acceptance, row.conditional_acceptance))]
         for row in rows
     ]
-    return "\n\n".join(
-        [
-            f"### Temperature = {first.temperature:g}",
-            legend,
-            _table(_DETAIL_HEADER, [_detail(row) for row in rows]),
-            "Acceptance per draft position, %: of all rounds / of the rounds that accepted the position before.",
-            _table(["Method", *map(str, range(1, positions + 1))], accepted),
-        ]
-    )
+    return [
+        f"### Temperature = {first.temperature:g}",
+        legend,
+        _markdown([*_DETAIL_COLUMNS], details),
+        _ACCEPTANCE,
+        _markdown(_positions("Method", rows), accepted),
+    ]
 
 
-def _detail(row: Row) -> list[str]:
-    quartiles = f"{row.speedup_median:.2f} ({row.speedup_25:.2f} to {row.speedup_75:.2f})"
-    figures = [_number(value) for value in (row.tau, row.accepted_drafts, row.draft_ms, row.verify_ms)]
-    overhead = _number(None if row.overhead is None else 100 * row.overhead, ".1f", " %")
-    memory = _number(None if row.peak_memory is None else row.peak_memory / 1e9)
-    differing = f"{row.differing} of {row.checked}" if row.checked else "–"
-    bound, efficiency = _number(row.bound, unit="×"), _number(row.efficiency)
-    return [row.method, f"{row.speedup:.2f}×", quartiles, *figures, overhead, bound, efficiency, memory, differing]
+def _positions(first: str, rows: Sequence[Row]) -> list[str]:
+    """The header of a table with a column for each draft position."""
+    return [first, *map(str, range(1, max(len(row.acceptance) for row in rows) + 1))]
 
 
-def _number(value: float | None, form: str = ".2f", unit: str = "") -> str:
-    return "–" if value is None else f"{value:{form}}{unit}"
-
-
-def _table(header: list[str], body: list[list[str]]) -> str:
+def _markdown(header: list[str], body: list[list[str]]) -> str:
     lines = [header, ["---", *["---:"] * (len(header) - 1)]]
     lines += [[cell.replace("|", r"\|") for cell in line + [""] * (len(header) - len(line))] for line in body]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -210,36 +242,36 @@ def measured(results: Path, method: str | None = None, folder: Path | None = Non
         folder: Of the drafter that the card is for; not looked at if left out.
 
     Raises:
-        ValueError: If the file has no such method, or several and none is named, or another drafter was measured than the
-            one in `folder` (benchmarks of earlier releases do not say which).
+        ValueError: If the file has no such method, or several and none is named, or another drafter was measured than
+            the one in `folder` (benchmarks of earlier releases do not say which).
     """
     loaded = load(results)
-    rows = summarize(loaded)
-    methods = list(dict.fromkeys(row.method for row in rows))
+    methods = grouped(summarize(loaded), "method")
     if method not in methods and (method is not None or len(methods) > 1):
         raise ValueError(
-            f"The method is {method!r}, but {results} compares {methods}. Pass one of them as `method` (`--method`)."
+            f"The method is {method!r}, but {results} compares {list(methods)}. Pass one of them as `method` "
+            "(`--method`)."
         )
-    rows = [row for row in rows if row.method == (method or methods[0])]
+    name, rows = next((name, rows) for name, rows in methods.items() if method in (None, name))
     if folder is not None:
-        _check_weights(loaded.runs[-1], rows[0].method, folder)
+        _check_weights(loaded.runs[-1], name, folder)
     tables = []
-    for mode in dict.fromkeys(row.mode for row in rows):
-        of_mode = [row for row in rows if row.mode == mode]
-        tables += [f"{MODES.get(mode, mode).partition(' (')[0]}, speedup / tau:", _card_table(of_mode)]
-    positions = max(len(row.acceptance) for row in rows)
-    tables += [
-        "Drafts accepted at each position, % of the rounds, all suites together:",
-        _table(
-            ["Mode, temperature", *map(str, range(1, positions + 1))],
-            [
-                [f"{row.mode}, {row.temperature:g}", *(f"{100 * rate:.0f}" for rate in row.acceptance)]
-                for row in pool(loaded)
-                if row.method == rows[0].method
-            ],
-        ),
+    for mode, of_mode in grouped(rows, "mode").items():
+        suites = suites_of(of_mode)
+        body = [
+            [f"{temperature:g}", *map(_pair, _speedups(here, suites)[name])]
+            for temperature, here in grouped(of_mode, "temperature").items()
+        ]
+        tables.append(f"{mode_title(mode)}, speedup / tau:")
+        tables.append(_markdown(["Temperature", *map(title_of, suites), "Average"], body))
+    accepted = [
+        [f"{row.mode}, {row.temperature:g}", *(f"{100 * rate:.0f}" for rate in row.acceptance)]
+        for row in pool(loaded)
+        if row.method == name
     ]
-    return Measured(_card_settings(loaded, rows), "\n\n".join(tables), [r for row in rows for r in _results(row)])
+    tables.append("Drafts accepted at each position, % of the rounds, all suites together:")
+    tables.append(_markdown(_positions("Mode, temperature", rows), accepted))
+    return Measured(_card_settings(loaded, rows), "\n\n".join(tables), [r for row in rows for r in _eval_results(row)])
 
 
 def _check_weights(run: dict[str, Any], method: str, folder: Path) -> None:
@@ -248,40 +280,28 @@ def _check_weights(run: dict[str, Any], method: str, folder: Path) -> None:
         drafter = HyperDFlashDrafter.from_pretrained(folder, dtype=run["dtype"])
         if not module_fingerprint(drafter).startswith(recorded):
             raise ValueError(
-                f"The benchmark's {method} was run with other weights or another configuration than the drafter in {folder} "
-                "has. Benchmark this drafter, or name the method that it is (`--method`)."
+                f"The benchmark's {method} was run with other weights or another configuration than the drafter in "
+                f"{folder} has. Benchmark this drafter, or name the method that it is (`--method`)."
             )
 
 
-def _card_table(rows: list[Row]) -> str:
-    suites, means, body = suites_of(rows), averages(rows), []
-    for heat in temperatures(rows):
-        cells = {row.suite: (row.speedup, row.tau) for row in rows if row.temperature == heat}
-        pairs: list[tuple[float | None, float | None]] = [cells.get(suite, (None, None)) for suite in suites]
-        pairs.append(means.get((rows[0].mode, heat, rows[0].method), (None, None)))
-        body.append([f"{heat:g}", *(f"{_number(speedup, unit='×')} / {_number(tau)}" for speedup, tau in pairs)])
-    return _table(["Temperature", *map(title_of, suites), "Average"], body)
-
-
-def _card_settings(results: Results, rows: list[Row]) -> str:
+def _card_settings(results: Results, rows: Sequence[Row]) -> str:
     run, texts = results.runs[-1], sum(row.checked for row in rows)
     dates = " and ".join(dict.fromkeys(run["date"] for run in results.runs))
-    drafts, limit = max(len(row.acceptance) for row in rows), run["limit"]
-    prompts = f"The first {limit} prompts of each suite" if limit else "All prompts of each suite"
-    same = (
-        f" Of {texts} greedy texts {sum(row.differing for row in rows)} differ from the target's own." if texts else ""
-    )
+    prompts = f"The first {run['limit']} prompts" if run["limit"] else "All prompts"
+    differing = f" Of {texts} greedy texts {sum(row.differing for row in rows)} differ from the target's own."
     return (
-        f"{prompts}, at most {run['max_new_tokens']} new tokens, {drafts} drafts a round, each generation side by side with "
-        f"plain decoding (`hf-hyperdflash benchmark`). {dates}, {run['hardware']}, {run['threads']} CPU thread"
+        f"{prompts} of each suite, at most {run['max_new_tokens']} new tokens, "
+        f"{max(len(row.acceptance) for row in rows)} drafts a round, each generation side by side with plain decoding "
+        f"(`hf-hyperdflash benchmark`). {dates}, {run['hardware']}, {run['threads']} CPU thread"
         f"{'s' if run['threads'] > 1 else ''}, {run['dtype']}, torch {run['versions']['torch']}, transformers "
-        f"{run['versions']['transformers']}. Tau is the mean number of tokens per verification round: accepted drafts plus "
-        f"the target's own.{same}"
+        f"{run['versions']['transformers']}. Tau is the mean number of tokens per verification round: accepted drafts "
+        f"plus the target's own.{differing if texts else ''}"
     )
 
 
-def _results(row: Row) -> list[EvalResult]:
-    suite, where = SUITES.get(row.suite), f"{row.mode}, temperature {row.temperature:g}"
+def _eval_results(row: Row) -> list[EvalResult]:
+    suite = SUITES.get(row.suite)
     return [
         EvalResult(
             task_type="text-generation",
@@ -290,11 +310,53 @@ def _results(row: Row) -> list[EvalResult]:
             dataset_name=title_of(row.suite),
             dataset_split=suite.split if suite else None,
             metric_type=kind,
-            metric_name=f"{name}, {where}",
+            metric_name=f"{kind}, {row.mode}, temperature {row.temperature:g}",
             metric_value=round(value, 3),
         )
-        for kind, name, value in (
-            ("tau", "tau", row.tau), ("speedup", "speedup", row.speedup),
-        )
+        for kind, value in (("tau", row.tau), ("speedup", row.speedup))
         if value is not None
-    ]  # fmt: skip
+    ]
+
+
+def print_results(results: Path) -> None:
+    """Print a table of speedups and tau per mode and temperature, the best of each suite in bold.
+
+    Raises:
+        ValueError: If the file is no benchmark's or nothing in it can be compared.
+    """
+    rows, console = summarize(load(results)), Console(highlight=False, markup=False)
+    between = "\n" if console.width < _WIDE else " "  # tau below the speedup, or beside it
+    for mode, of_mode in grouped(rows, "mode").items():
+        for temperature, here in grouped(of_mode, "temperature").items():
+            suites = suites_of(here)
+            figures = _speedups(here, suites)
+            best = [max((s for s, _ in column if s is not None), default=None) for column in zip(*figures.values())]
+            titles = [Column(title, justify="right", overflow="fold") for title in [*map(title_of, suites), "Average"]]
+            table = _terminal(Column("Method", overflow="fold"), *titles)
+            for method, of_method in figures.items():
+                bold = ["bold" if pair[0] == top is not None else "" for pair, top in zip(of_method, best)]
+                table.add_row(method, *(Text(_pair(pair, between), style) for pair, style in zip(of_method, bold)))
+            console.print(f"{mode_title(mode)}, temperature {temperature:g}: speedup over the target alone, tau")
+            console.print(table)
+    if checked := sum(row.checked for row in rows):
+        console.print(f"{sum(row.differing for row in rows)} of {checked} greedy texts differ from the target's own.")
+
+
+def print_fastest(results: Path) -> None:
+    """Print which method was the fastest on each suite: what a sweep over the number of drafted tokens is for.
+
+    Raises:
+        ValueError: If the file is no benchmark's or nothing in it can be compared.
+    """
+    table = _terminal("Suite", "Mode", "Temperature", "Fastest", "Speedup", "tau")
+    for here in grouped(summarize(load(results)), "mode", "temperature", "suite").values():
+        best = max(here, key=lambda row: row.speedup)
+        figures = _number(best.speedup, unit="×"), _number(best.tau)
+        table.add_row(title_of(best.suite), best.mode, f"{best.temperature:g}", best.method, *figures)
+    console = Console(highlight=False, markup=False)
+    console.print("The fastest on each suite")
+    console.print(table)
+
+
+def _terminal(*columns: str | Column) -> Table:
+    return Table(*columns, box=SIMPLE_HEAD, show_edge=False, padding=0)

@@ -1,4 +1,4 @@
-"""A benchmark's lines as figures per suite and method.
+"""A benchmark's results file, and its generations as figures per suite and method.
 
 The file has one JSON object a line: `{"run": settings}` first and again wherever a run was resumed, every other line a
 generation. A method is compared with target-only decoding over the same prompts, and with the other methods over the
@@ -8,36 +8,96 @@ prompts that all of them have: a run may have been killed anywhere.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from ..runtime.stats import SpeculationStats
-from .runner import TARGET_ONLY
-from .suites import SUITES
+from .intervals import Interval, draw, interval
+from .suites import SUITES, in_order
 
-ALL_SUITES = "all"
+TARGET_ONLY = "Target only"
 MODES = {"non-think": "Non-think (the paper's Table 2)", "think-high": "Think-high (the paper's Table 3)"}
 
-_OF_ALL = ("suite", "mode", "temperature", "prompt", "turn", "method", "new_tokens", "seconds", "decode_seconds")
-_OF_METHODS = ("rounds", "draft_positions", "emitted", "accepted", "draft_seconds", "verify_seconds", "loop_seconds")
+KEY = ("suite", "mode", "temperature", "prompt", "turn", "method")  # what a generation is of
+# Its statistics, which target-only has none of.
+OF_ROUNDS = ("rounds", "draft_positions", "emitted", "accepted", "draft_seconds", "verify_seconds", "loop_seconds")
 
 Generation = dict[str, Any]
 Pair = tuple[Generation, Generation]  # a method's and target-only's, of one prompt
-Key = tuple[str, float, str]  # mode, temperature, suite
+Cell = tuple[str, float, str]  # mode, temperature, suite
+Row = SimpleNamespace  # figures by name, see `_row`
+Value = TypeVar("Value")
+
+
+def mode_title(mode: str) -> str:
+    """As the tables name a mode."""
+    return MODES.get(mode, mode).partition(" (")[0]
+
+
+def key_of(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells a generation from all others of a file."""
+    return tuple(line[name] for name in KEY)
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The settings and generations of a results file, each with the number of its line.
+
+    A last line that was only half written is left out.
+
+    Raises:
+        ValueError: If another line is no JSON object or lacks a figure, or the file does not begin with the settings.
+    """
+    lines, begun = path.read_bytes().split(b"\n"), False
+    for number, text in enumerate(lines, start=1):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+        except ValueError as error:  # half a character is one too
+            if number == len(lines):
+                return
+            raise ValueError(
+                f"{path}, line {number}: not JSON ({error}). Remove the line and resume the run."
+            ) from error
+        if problem := _problem(line, begun):
+            raise ValueError(f"{path}, line {number}: {problem}")
+        begun = True
+        yield number, line
+
+
+def _problem(line: Any, begun: bool) -> str | None:
+    if isinstance(line, dict) and isinstance(line.get("run"), dict):
+        return None
+    if not begun or not isinstance(line, dict) or "run" in line:
+        expected = "a generation's JSON object" if begun else 'the settings, {"run": ...}'
+        return f"expected {expected}. Pass the file that the benchmark wrote, or choose another output folder."
+    needed = [*KEY, "new_tokens", "seconds", "decode_seconds", *OF_ROUNDS]
+    if line.get("method") == TARGET_ONLY:
+        needed = needed[: -len(OF_ROUNDS)]
+    if missing := [name for name in needed if line.get(name) is None]:
+        return f"no {', '.join(missing)}. Remove the line and resume the run."
+    if line["new_tokens"] < 1 or line["seconds"] <= 0:
+        return (
+            f"{line['new_tokens']} new tokens in {line['seconds']} seconds, expected at least one and more than 0. "
+            "Remove the line and resume the run."
+        )
+    return None
 
 
 @dataclass
 class Results:
-    """What a results file holds: the settings of each start of the run, the generations, and lines that a later one of the
-    same prompt by the same method takes the place of."""
+    """What a results file holds."""
 
-    runs: list[dict[str, Any]]
-    generations: list[Generation]
-    replaced: int = 0
+    runs: list[dict[str, Any]]  # the settings of each start of the run
+    generations: list[Generation]  # of two of the same prompt by the same method, the later
+    replaced: int  # generations that a later one takes the place of
 
     @property
     def methods(self) -> list[str]:
@@ -45,113 +105,45 @@ class Results:
         named = [name for run in self.runs for name in run.get("methods", ())]
         return [name for name in dict.fromkeys([*named, *self._appearing("method")]) if name != TARGET_ONLY]
 
-    def rank(self, key: Key) -> tuple[int, float, int]:
-        """To sort by: modes and suites as in the paper, unknown ones after them in order of appearance."""
-        modes = list(dict.fromkeys([*MODES, *self._appearing("mode")]))
-        suites = list(dict.fromkeys([*SUITES, *self._appearing("suite")]))
-        return modes.index(key[0]), key[1], suites.index(key[2])
+    @cached_property
+    def cells(self) -> dict[Cell, dict[str, list[Pair]]]:
+        """Each method's generations beside target-only's, over the prompts that all of them have: modes and suites in
+        the paper's order, temperatures ascending."""
+        lines: dict[Cell, dict[str, dict[tuple[Any, Any], Generation]]] = {}
+        for line in self.generations:
+            of_cell = lines.setdefault((line["mode"], line["temperature"], line["suite"]), {})
+            of_cell.setdefault(line["method"], {})[line["prompt"], line["turn"]] = line
+        modes, suites = in_order(self._appearing("mode"), MODES), in_order(self._appearing("suite"), SUITES)
+        cells = {}
+        for cell in sorted(lines, key=lambda cell: (modes.index(cell[0]), cell[1], suites.index(cell[2]))):
+            plain = lines[cell].get(TARGET_ONLY, {})
+            begun = {method: lines[cell][method] for method in self.methods if method in lines[cell]}
+            common = [prompt for prompt in plain if all(prompt in of for of in begun.values())]
+            if common and begun:
+                cells[cell] = {name: [(of[prompt], plain[prompt]) for prompt in common] for name, of in begun.items()}
+        return cells
 
     def _appearing(self, name: str) -> list[str]:
         return [line[name] for line in self.generations]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One method on one suite (or all), `None` where there is nothing to divide by. Sums over the compared prompts.
-
-    Attributes:
-        speedup: Tokens per second over target-only's; `speedup_25` to `speedup_75` are quartiles over generations.
-        tau: Tokens per verification round (the paper's accepted length).
-        draft_ms, verify_ms: Per verification round.
-        overhead: Share of the loop's time that is neither drafting nor verifying.
-        target_step_ms: A decoding step of target-only.
-        bound: Speedup if drafting and verifying were all that took time.
-        efficiency: `speedup / tau`.
-        checked, differing: Outputs compared with target-only's, and how many of them were not the same.
-        acceptance, conditional_acceptance: Per draft position, as in [`~runtime.decoding.SpeculationStats`].
-    """
-
-    mode: str
-    temperature: float
-    suite: str
-    method: str
-    generations: int
-    new_tokens: int
-    tokens_per_second: float
-    target_tokens_per_second: float
-    speedup: float
-    speedup_25: float
-    speedup_median: float
-    speedup_75: float
-    rounds: int
-    tau: float | None
-    accepted_drafts: float | None
-    draft_ms: float | None
-    verify_ms: float | None
-    overhead: float | None
-    target_step_ms: float | None
-    bound: float | None
-    efficiency: float | None
-    peak_memory: int | None
-    target_peak_memory: int | None
-    checked: int
-    differing: int
-    acceptance: list[float]
-    conditional_acceptance: list[float]
-
-
 def load(path: Path) -> Results:
     """Read a results file.
 
-    Returns:
-        Its settings and generations. A last line that was only half written is left out; of two generations from the
-        same prompt by the same method the later counts.
-
     Raises:
-        ValueError: If another line is no JSON object or lacks a figure, or the file does not begin with the settings.
+        ValueError: As [`read_lines`] does, or if there are no settings.
     """
-    results, lines = (
-        Results([], []),
-        [line for line in enumerate(path.read_bytes().split(b"\n"), 1) if line[1].strip()],
-    )
-    latest: dict[tuple[Any, ...], Generation] = {}
-    for number, text in lines:
-        try:
-            line = json.loads(text)
-        except ValueError as error:  # half a character is one too
-            if number == lines[-1][0]:
-                break
-            raise ValueError(
-                f"{path}, line {number}: not JSON ({error}). Remove the line and resume the run."
-            ) from error
-        if isinstance(line, dict) and "run" in line:
-            results.runs.append(line["run"])
+    runs, latest, count = [], {}, 0
+    for _, line in read_lines(path):
+        if "run" in line:
+            runs.append(line["run"])
         else:
-            _check(path, number, line, bool(results.runs))
-            key = tuple(line[name] for name in _OF_ALL[:6])
-            results.replaced += key in latest
-            latest[key] = line
-    if not results.runs:
+            latest[key_of(line)], count = line, count + 1
+    if not runs:
         raise ValueError(
             f'{path}: no settings, expected {{"run": ...}} in its first line. Pass a benchmark\'s results.'
         )
-    results.generations = list(latest.values())
-    return results
-
-
-def _check(path: Path, number: int, line: Any, begun: bool) -> None:
-    if not begun or not isinstance(line, dict):
-        expected = "a generation's JSON object" if begun else 'the settings, {"run": ...}'
-        raise ValueError(f"{path}, line {number}: expected {expected}. Pass the file that the benchmark wrote.")
-    needed = _OF_ALL if line.get("method") == TARGET_ONLY else _OF_ALL + _OF_METHODS
-    missing = [name for name in needed if line.get(name) is None]
-    if missing:
-        raise ValueError(f"{path}, line {number}: no {', '.join(missing)}. Remove the line and resume the run.")
-    if line["new_tokens"] < 1 or line["seconds"] <= 0:
-        raise ValueError(
-            f"{path}, line {number}: {line['new_tokens']} new tokens in {line['seconds']} seconds, expected at least one "
-            "and more than 0. Remove the line and resume the run."
-        )
+    return Results(runs, list(latest.values()), replaced=count - len(latest))
 
 
 def summarize(results: Results) -> list[Row]:
@@ -160,13 +152,12 @@ def summarize(results: Results) -> list[Row]:
     Raises:
         ValueError: If there is no prompt that target-only and a method have both answered.
     """
-    pairs = paired(results)
-    if not pairs:
+    if not results.cells:
         raise ValueError(
             f"None of the {len(results.generations)} generations can be compared: expected a prompt with a line of "
             f"{TARGET_ONLY!r} and of every method that has begun. Resume the run."
         )
-    return [_row(key, method, of) for key, cell in pairs.items() for method, of in cell.items()]
+    return [_row(*cell, method, pairs) for cell, methods in results.cells.items() for method, pairs in methods.items()]
 
 
 def pool(results: Results) -> list[Row]:
@@ -175,105 +166,82 @@ def pool(results: Results) -> list[Row]:
     Raises:
         ValueError: If there is no such suite.
     """
-    pooled: dict[tuple[Key, str], list[Pair]] = {}
-    pairs = paired(results)
-    for key in complete(pairs):
-        for method, of in pairs[key].items():
-            pooled.setdefault(((*key[:2], ALL_SUITES), method), []).extend(of)
-    if not pooled:
+    complete = _complete(results.cells)
+    if not complete:
         raise ValueError(f"No suite has every method of {results.methods}: run them on the same suites.")
-    return [_row(key, method, of) for (key, method), of in pooled.items()]
+    return [
+        _row(*where, "all", method, [pair for suite in suites for pair in suite[method]])
+        for where, suites in complete.items()
+        for method in suites[0]
+    ]
 
 
 def averages(rows: Iterable[Row]) -> dict[tuple[str, float, str], tuple[float | None, float | None]]:
     """Speedup and tau of each mode, temperature and method: unweighted means over the suites that every method has."""
-    cells: dict[Key, dict[str, Row]] = {}
-    for row in rows:
-        cells.setdefault((row.mode, row.temperature, row.suite), {})[row.method] = row
-    found: dict[tuple[str, float, str], list[Row]] = {}
-    for key in complete(cells):
-        for method, row in cells[key].items():
-            found.setdefault((*key[:2], method), []).append(row)
-    return {key: (_mean([row.speedup for row in of]), _mean([row.tau for row in of])) for key, of in found.items()}
+    by_cell = grouped(rows, "mode", "temperature", "suite")
+    cells = {cell: {row.method: row for row in of_cell} for cell, of_cell in by_cell.items()}
+    return {
+        (*where, method): (_mean([of[method].speedup for of in suites]), _mean([of[method].tau for of in suites]))
+        for where, suites in _complete(cells).items()
+        for method in suites[0]
+    }
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known and len(known) == len(values) else None
+    return sum(known) / len(known) if len(known) == len(values) else None
 
 
-def complete(cells: Mapping[Key, Mapping[str, Any]]) -> list[Key]:
-    """The suites that have every method that is anywhere in their mode and temperature."""
-    return [
-        key for key in cells if all(set(cells[other]) <= set(cells[key]) for other in cells if other[:2] == key[:2])
-    ]
+def _complete(cells: Mapping[Cell, dict[str, Value]]) -> dict[tuple[str, float], list[dict[str, Value]]]:
+    """Of each mode and temperature, the suites that have every method that is on any of its suites."""
+    complete: dict[tuple[str, float], list[dict[str, Value]]] = {}
+    for (mode, temperature, _), methods in cells.items():
+        if all(set(other) <= set(methods) for cell, other in cells.items() if cell[:2] == (mode, temperature)):
+            complete.setdefault((mode, temperature), []).append(methods)
+    return complete
 
 
-def paired(results: Results) -> dict[Key, dict[str, list[Pair]]]:
-    """Each method's generations beside target-only's, over the prompts that all of them have, in the paper's order."""
-    cells: dict[Key, dict[str, dict[tuple[Any, Any], Generation]]] = {}
-    for line in results.generations:
-        cell = cells.setdefault((line["mode"], line["temperature"], line["suite"]), {})
-        cell.setdefault(line["method"], {})[line["prompt"], line["turn"]] = line
-    pairs = {}
-    for key in sorted(cells, key=results.rank):
-        plain = cells[key].pop(TARGET_ONLY, {})
-        begun = {method: cells[key][method] for method in results.methods if method in cells[key]}
-        common = [prompt for prompt in plain if all(prompt in of for of in begun.values())]
-        if common and begun:
-            pairs[key] = {method: [(of[prompt], plain[prompt]) for prompt in common] for method, of in begun.items()}
-    return pairs
-
-
-def _row(key: Key, method: str, pairs: list[Pair]) -> Row:
+def _row(mode: str, temperature: float, suite: str, method: str, pairs: list[Pair]) -> Row:
+    """Sums over the compared prompts; `None` where there is nothing to divide by."""
     lines, plain = [line for line, _ in pairs], [line for _, line in pairs]
-    stats, speedup = _stats(lines), _rate(lines) / _rate(plain)
+    stats = SpeculationStats()
+    for line in lines:
+        stats += SpeculationStats(tokens=line["new_tokens"], **{name: line[name] for name in OF_ROUNDS})
+    speedup, busy = _rate(lines) / _rate(plain), stats.draft_seconds + stats.verify_seconds
     tau = stats.tau if stats.rounds else None
     step = _ratio(_sum(plain, "decode_seconds"), _sum(plain, "new_tokens") - len(plain))
-    round_seconds = _ratio(stats.draft_seconds + stats.verify_seconds, stats.rounds)
-    loop = _ratio(stats.draft_seconds + stats.verify_seconds, stats.loop_seconds)
-    low, median, high = np.percentile([_rate([line]) / _rate([other]) for line, other in pairs], [25, 50, 75]).tolist()
+    quartiles = np.percentile([_rate([line]) / _rate([other]) for line, other in pairs], [25, 50, 75]).tolist()
     checked = [line["identical"] for line in lines if line.get("identical") is not None]
     return Row(
-        *key,
-        method,
+        mode=mode,
+        temperature=temperature,
+        suite=suite,
+        method=method,
         generations=len(lines),
         new_tokens=stats.tokens,
         tokens_per_second=_rate(lines),
         target_tokens_per_second=_rate(plain),
         speedup=speedup,
-        speedup_25=low,
-        speedup_median=median,
-        speedup_75=high,
+        speedup_25=quartiles[0],  # of the generations' own
+        speedup_median=quartiles[1],
+        speedup_75=quartiles[2],
         rounds=stats.rounds,
         tau=tau,
         accepted_drafts=stats.mean_accepted_drafts if stats.rounds else None,
         draft_ms=_ratio(1000 * stats.draft_seconds, stats.rounds),
         verify_ms=_ratio(1000 * stats.verify_seconds, stats.rounds),
-        overhead=None if loop is None else 1 - loop,
+        overhead=1 - busy / stats.loop_seconds if stats.loop_seconds else None,  # neither drafting nor verifying
         target_step_ms=None if step is None else 1000 * step,
-        bound=None if step is None or tau is None or not round_seconds else step * tau / round_seconds,
-        efficiency=_ratio(speedup, tau or 0),
+        bound=_ratio(step * tau, busy / stats.rounds)
+        if step is not None and tau
+        else None,  # if nothing else took time
+        efficiency=speedup / tau if tau else None,
         peak_memory=_peak(lines),
         target_peak_memory=_peak(plain),
-        checked=len(checked),
+        checked=len(checked),  # texts that were compared with target-only's
         differing=checked.count(False),
         acceptance=stats.acceptance,
         conditional_acceptance=stats.conditional_acceptance,
-    )
-
-
-def _stats(lines: list[Generation]) -> SpeculationStats:
-    rounds = _sum(lines, "rounds")
-    return SpeculationStats(
-        rounds=rounds,
-        tokens=_sum(lines, "new_tokens"),
-        draft_positions=max(line["draft_positions"] for line in lines) if rounds else 0,
-        emitted=[count for line in lines for count in line["emitted"]],
-        accepted=[count for line in lines for count in line["accepted"]],
-        draft_seconds=_sum(lines, "draft_seconds"),
-        verify_seconds=_sum(lines, "verify_seconds"),
-        loop_seconds=_sum(lines, "loop_seconds"),
     )
 
 
@@ -293,13 +261,73 @@ def _peak(lines: list[Generation]) -> int | None:
     return max((line["peak_memory"] for line in lines if line.get("peak_memory") is not None), default=None)
 
 
-def temperatures(rows: Sequence[Row]) -> list[float]:
-    """The temperatures of rows, ascending."""
-    return sorted({row.temperature for row in rows})
+def grouped(rows: Iterable[Row], *names: str) -> dict[Any, list[Row]]:
+    """Rows by one of their figures, or by several, in order of appearance."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(attrgetter(*names)(row), []).append(row)
+    return groups
 
 
-def suites_of(rows: Sequence[Row]) -> list[str]:
-    """The suites of rows, in the paper's order, others after them in order of appearance."""
-    suites = list(dict.fromkeys(row.suite for row in rows))
-    known = list(SUITES)  # one temperature may lack a suite that another has, so the rows' order is not enough
-    return sorted(suites, key=lambda suite: known.index(suite) if suite in known else len(known))
+def suites_of(rows: Iterable[Row]) -> list[str]:
+    """The suites of rows, in the paper's order: one temperature may lack a suite that another has."""
+    return in_order((row.suite for row in rows), SUITES)
+
+
+class Lead(NamedTuple):
+    """What the method with the highest average speedup has more than another one, averaged over suites."""
+
+    mode: str
+    temperature: float
+    fastest: str
+    method: str
+    speedup: Interval
+    tau: Interval | None  # of two that had verification rounds
+
+
+def leads(results: Results) -> list[Lead]:
+    """The lead of the fastest over each other method, per mode and temperature, over the suites that all methods have.
+
+    Two methods answer the same prompts, so what differs between prompts mostly cancels in their difference; its
+    interval says whether other prompts could have turned the order round. Prompts of each suite are drawn again (see
+    [`~benchmark.intervals.draw`]), both turns of one together, the same for all methods. The seed of a training and
+    the machine are not drawn again, so what they change is not in the intervals.
+
+    Returns:
+        None of a mode and temperature where a suite has a single prompt.
+    """
+    found = []
+    for (mode, temperature), suites in _complete(results.cells).items():
+        sums = [np.stack([_sums(pairs) for pairs in suite.values()]) for suite in suites]
+        if min(of_suite.shape[1] for of_suite in sums) < 2:
+            continue
+        (speedup, tau), methods = _redrawn(sums), list(suites[0])
+        best = int(speedup[:, 0].argmax())
+        for other, method in enumerate(methods):
+            if other != best:
+                gap = tau[best] - tau[other]
+                has_tau = not np.isnan(gap[0]) and not np.isnan(gap[1:]).all()
+                ahead = interval(speedup[best] - speedup[other]), interval(gap) if has_tau else None
+                found.append(Lead(mode, temperature, methods[best], method, *ahead))
+    return found
+
+
+def _redrawn(sums: list[np.ndarray]) -> np.ndarray:
+    """Average speedups and tau, `[2, methods, 1 + DRAWS]`, of suites with [`_sums`] `[methods, prompts, 6]`."""
+    rng, drawn = np.random.default_rng(0), []
+    for of_suite in sums:
+        redrawn = draw(of_suite.shape[1], rng) @ of_suite  # the same for all methods
+        tokens, seconds, plain_tokens, plain_seconds, emitted, rounds = np.moveaxis(redrawn, 2, 0)
+        with np.errstate(invalid="ignore"):  # no round, no tau
+            drawn.append([tokens / seconds * plain_seconds / plain_tokens, emitted / rounds])
+    return np.mean(drawn, axis=0)
+
+
+def _sums(pairs: list[Pair]) -> np.ndarray:
+    """`[prompts, 6]`: what a speedup and tau are made of, of each prompt with all its turns."""
+    sums: dict[int, np.ndarray] = {}
+    for line, plain in pairs:
+        figures = [line["new_tokens"], line["seconds"], plain["new_tokens"], plain["seconds"]]
+        figures += [sum(line["emitted"]), line["rounds"]]
+        sums[line["prompt"]] = sums.get(line["prompt"], np.zeros(len(figures))) + figures
+    return np.stack(list(sums.values()))

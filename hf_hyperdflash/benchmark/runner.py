@@ -12,11 +12,11 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import date
+from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -25,18 +25,16 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from ..runtime.stats import SpeculationStats, exact_timing
+from ..runtime.stats import exact_timing, now
 from ..training.data import encode_prompts
 from ..training.fingerprint import as_words, module_fingerprint, target_fingerprint
 from ..training.locking import only_writer
+from .results import MODES, OF_ROUNDS, TARGET_ONLY, Generation, key_of, read_lines
 from .suites import SUITES, load_suite
 
-TARGET_ONLY = "Target only"
-MODES = ("non-think", "think-high")
 _WARM_UP_TOKENS = 16
-_KEY = ("suite", "mode", "temperature", "prompt", "turn", "method")  # what a record is of
-# What a record of the target alone leaves empty.
-_SPECULATIVE = ("rounds", "draft_positions", "emitted", "accepted", "draft_seconds", "verify_seconds", "loop_seconds")
+_MAY_CHANGE = ("date", "command")  # of a run's facts, when it is continued
+_ELSEWHERE = "Choose another output folder (`--output`), or repeat the run as it was to continue it."
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class BenchmarkSettings:
             if not getattr(self, name):
                 raise ValueError(f"`{name}` is empty: expected at least one.")
         if unknown := set(self.modes) - set(MODES):
-            raise ValueError(f"`modes` has {sorted(unknown)}, expected some of {MODES}.")
+            raise ValueError(f"`modes` has {sorted(unknown)}, expected some of {tuple(MODES)}.")
         if min(self.temperatures) < 0:
             raise ValueError(f"`temperatures` has {min(self.temperatures)}, expected at least 0.")
         if self.limit is not None and self.limit < 1:
@@ -139,45 +137,34 @@ def run_benchmark(
     if not methods:
         raise ValueError("No method is given: expected at least one drafter to compare with the target alone.")
     methods = [Method(TARGET_ONLY), *methods]
-    if len({method.name for method in methods}) < len(methods):
+    names = [method.name for method in methods]
+    if len(set(names)) < len(names):
         raise ValueError(
-            f"Methods have the names {[method.name for method in methods]}: expected each once. Name a drafter yourself with "
-            "`--drafter NAME=PATH`, or leave one out."
+            f"Methods have the names {names}: expected each once. Name a drafter yourself with `--drafter NAME=PATH`, "
+            "or leave one out."
         )
     path, suites = Path(results), settings.prompts()
     path.parent.mkdir(parents=True, exist_ok=True)
+    turns_of_all = sum(len(turns) for prompts in suites.values() for turns in prompts)
+    total = len(settings.modes) * len(settings.temperatures) * turns_of_all * len(methods)
     with only_writer(path):
         done = _open_results(path, _run_facts(target, tokenizer, methods, settings, suites))
-        total = len(settings.modes) * len(settings.temperatures) * sum(map(_turns_of, suites.values())) * len(methods)
         if len(done) < total:
-            _warm_up(target, tokenizer, methods, suites)
+            first = {"role": "user", "content": next(iter(suites.values()))[0][0]}
+            ids = encode_prompts(tokenizer, [{"messages": [first]}])[0].to(target.device)
+            for method in methods:
+                _generate(target, method, ids, 0.0, _WARM_UP_TOKENS)
         with path.open("a") as file, tqdm(total=total, initial=len(done), unit="text", desc="benchmark") as progress:
             if done:
                 progress.write(f"{len(done)} of {total} generations are there already, in {path}.", file=sys.stderr)
-            for where, turns in _prompts(settings, suites):
-                for record in _conversation(target, tokenizer, methods, settings, where, turns, done, progress):
-                    file.write(json.dumps(record) + "\n")
-                    file.flush()
-                    progress.update()
+            for mode, temperature, suite in product(settings.modes, settings.temperatures, suites):
+                for number, turns in enumerate(suites[suite]):
+                    where = {"suite": suite, "mode": mode, "temperature": temperature, "prompt": number}
+                    for record in _conversation(target, tokenizer, methods, settings, where, turns, done, progress):
+                        file.write(json.dumps(record) + "\n")
+                        file.flush()
+                        progress.update()
     return path
-
-
-def _turns_of(prompts: list[list[str]]) -> int:
-    return sum(map(len, prompts))
-
-
-def _prompts(
-    settings: BenchmarkSettings, suites: dict[str, list[list[str]]]
-) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    for mode in settings.modes:
-        for temperature in settings.temperatures:
-            for suite, prompts in suites.items():
-                for number, turns in enumerate(prompts):
-                    yield {"suite": suite, "mode": mode, "temperature": temperature, "prompt": number}, turns
-
-
-def _key(record: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(record[name] for name in _KEY)
 
 
 def _conversation(
@@ -187,10 +174,10 @@ def _conversation(
     settings: BenchmarkSettings,
     where: dict[str, Any],
     turns: list[str],
-    done: dict[tuple[Any, ...], dict[str, Any]],
+    done: dict[tuple[Any, ...], Generation],
     progress: tqdm,
-) -> Iterator[dict[str, Any]]:
-    """Records of one prompt that are not done yet, each as soon as the target's own text is there to compare with.
+) -> Iterator[Generation]:
+    """Generations of one prompt that are not done yet, each as soon as the target's own text is there to compare with.
 
     Every method continues from the target's own earlier answers.
     """
@@ -198,39 +185,38 @@ def _conversation(
     for turn, text in enumerate(turns):
         messages.append({"role": "user", "content": text})
         ids = encode_prompts(tokenizer, [{"messages": messages}], thinking=where["mode"] == "think-high")[0]
-        ids = ids.to(target.device)
-        place = {**where, "turn": turn}
-        own = done.get(_key({**place, "method": TARGET_ONLY}), {}).get("output_ids")
-        waiting: list[tuple[dict[str, Any], list[int]]] = []
+        ids, place = ids.to(target.device), {**where, "turn": turn}
+        own = done.get(key_of({**place, "method": TARGET_ONLY}), {}).get("output_ids")
+        waiting: list[tuple[Generation, list[int]]] = []
         shift = (where["prompt"] + turn) % len(methods)
         for method in [*methods[shift:], *methods[:shift]]:
-            if _key({**place, "method": method.name}) in done:
+            record = {**place, "method": method.name}
+            if key_of(record) in done:
                 continue
             progress.set_postfix_str(
                 f"{where['suite']} {where['prompt'] + 1} {where['mode']} T={where['temperature']:g}: {method.name}"
             )
             torch.manual_seed(zlib.crc32(f"{settings.seed},{sorted(place.items())}".encode()))
-            record, output = _generate(target, method, ids, where["temperature"], settings.max_new_tokens)
-            waiting.append(({**place, "method": method.name, **record}, output))
+            figures, output = _generate(target, method, ids, where["temperature"], settings.max_new_tokens)
+            waiting.append(({**record, **figures}, output))
             own = output if method.name == TARGET_ONLY else own
             while waiting and own is not None:
-                yield _compared(*waiting.pop(0), own, greedy=where["temperature"] == 0)
-        answer = str(tokenizer.decode(cast("list[int]", own), skip_special_tokens=True))
+                yield _compared(*waiting.pop(0), own)
+        answer = str(tokenizer.decode(own or [], skip_special_tokens=True))
         messages.append({"role": "assistant", "content": answer.rpartition("</think>")[2]})
 
 
-def _compared(record: dict[str, Any], output: list[int], own: Any, greedy: bool) -> dict[str, Any]:
-    if record["method"] == TARGET_ONLY:
-        return {**record, "identical": None, "first_difference": None, "output_ids": output}
-    if not greedy:
-        return {**record, "identical": None, "first_difference": None}
-    first = next((i for i, (a, b) in enumerate(zip(output, own)) if a != b), min(len(output), len(own)))
-    same = output == own
-    return {**record, "identical": same, "first_difference": None if same else first}
+def _compared(record: Generation, output: list[int], own: list[int]) -> Generation:
+    """With whether the text is the target's own, and where they part; sampled texts need not be equal."""
+    is_own = record["method"] == TARGET_ONLY
+    same = None if is_own or record["temperature"] else output == own
+    parted = (i for i, (a, b) in enumerate(zip(output, own)) if a != b)
+    first = next(parted, min(len(output), len(own))) if same is False else None
+    return {**record, "identical": same, "first_difference": first, **({"output_ids": output} if is_own else {})}
 
 
 class _Clock(BaseStreamer):
-    """Notes when each token came."""
+    """Notes when the prompt and each new token came."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -246,63 +232,28 @@ def _generate(
     target: Any, method: Method, ids: torch.Tensor, temperature: float, max_new_tokens: int
 ) -> tuple[dict[str, Any], list[int]]:
     """Figures of one generation, and its new tokens."""
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    clock, drafter = _Clock(), method.drafter
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, "streamer": clock}
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
-    clock, stats = _Clock(), None
-    drafter = method.drafter
     if drafter is not None:
         options["assistant_model"] = drafter
+        options["num_assistant_tokens"] = method.num_draft_tokens or drafter.num_draft_tokens
     _reset_peak_memory(target.device)
-    with _set_up(method):
-        began = _now(target.device)
-        output = target.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **options)
-        ended = _now(target.device)
+    with exact_timing():
+        began = now(target.device)
+        output = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        ended = now(target.device)
     new = output[0, ids.shape[1] :].tolist()
-    stats = SpeculationStats() if drafter is None else drafter.last_stats
-    record = {
+    figures = {
         "prompt_tokens": ids.shape[1],
         "new_tokens": len(new),
         "seconds": ended - began,
-        "decode_seconds": ended - clock.times[1],  # the prompt is put first, then every new token
-        **{name: None if drafter is None else getattr(stats, name) for name in _SPECULATIVE},
+        "decode_seconds": ended - clock.times[1],
+        **{name: None if drafter is None else getattr(drafter.last_stats, name) for name in OF_ROUNDS},
         "peak_memory": _peak_memory(target.device),
     }
-    return record, new
-
-
-@contextmanager
-def _set_up(method: Method) -> Iterator[None]:
-    """Let the drafter draft the method's number of tokens and time exactly; then as it was."""
-    drafter = method.drafter
-    if drafter is None:
-        yield
-        return
-    before = drafter.num_draft_tokens
-    drafter.num_draft_tokens = method.num_draft_tokens or before
-    try:
-        with exact_timing():
-            yield
-    finally:
-        drafter.num_draft_tokens = before
-
-
-def _now(device: torch.device) -> float:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter()
-
-
-def _warm_up(
-    target: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    methods: Sequence[Method],
-    suites: dict[str, list[list[str]]],
-) -> None:
-    prompt = next(iter(suites.values()))[0][0]
-    ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": prompt}]}])[0].to(target.device)
-    for method in methods:
-        _generate(target, method, ids, 0.0, _WARM_UP_TOKENS)
+    return figures, new
 
 
 # Peak memory: the allocator's on an accelerator, the resident set's on Linux
@@ -372,11 +323,10 @@ def _prompts_digest(
 ) -> str:
     """Of every turn's tokens when it is asked first, and of the chat template: prompts and tokenizer in one digest."""
     digest = hashlib.sha256(json.dumps([suites, tokenizer.chat_template]).encode())
-    for prompts in suites.values():
+    for prompts, mode in product(suites.values(), modes):
         asked = [{"messages": [{"role": "user", "content": turn}]} for turns in prompts for turn in turns]
-        for mode in modes:
-            for ids in encode_prompts(tokenizer, asked, thinking=mode == "think-high"):
-                digest.update(ids.numpy().tobytes())
+        for ids in encode_prompts(tokenizer, asked, thinking=mode == "think-high"):
+            digest.update(ids.numpy().tobytes())
     return digest.hexdigest()[:32]
 
 
@@ -413,22 +363,22 @@ def hardware(device: torch.device | str) -> str:
     return f"{model}, {os.cpu_count()} cores"
 
 
-_MAY_CHANGE = ("date", "command")  # of a run's facts, when it is continued
-_ELSEWHERE = "Choose another output folder (`--output`), or repeat the run as it was to continue it."
-
-
-def _open_results(path: Path, run: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
+def _open_results(path: Path, run: dict[str, Any]) -> dict[tuple[Any, ...], Generation]:
     """Write the run's facts; what earlier runs with the same facts already did."""
-    lines = _whole_lines(path)
-    facts = _named(json.loads(json.dumps(run)))
-    for number, line in enumerate(lines, start=1):
-        earlier = _named(line["run"]) if "run" in line else facts
-        if _methods(earlier) != _methods(facts):
+    path.touch()
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)  # a kill may have left the last line unfinished
+    done, facts = {}, _named(json.loads(json.dumps(run)))
+    for number, line in read_lines(path):
+        if "run" not in line:
+            done[key_of(line)] = line
+            continue
+        theirs, ours = (", ".join(sorted(of.get("methods", ()))) for of in (line["run"], run))
+        if theirs != ours:
             raise ValueError(
-                f"{path}, line {number}: the run there has the methods {', '.join(_methods(earlier))}; this one has "
-                f"{', '.join(_methods(facts))}. {_ELSEWHERE}"
+                f"{path}, line {number}: the run there has the methods {theirs}; this one has {ours}. {_ELSEWHERE}"
             )
-        for fact in [*facts, *(earlier.keys() - facts.keys())]:
+        earlier = _named(line["run"])
+        for fact in dict.fromkeys([*facts, *earlier]):
             if fact not in _MAY_CHANGE and earlier.get(fact) != facts.get(fact):
                 there, here = earlier.get(fact, "no value"), facts.get(fact, "no value")
                 raise ValueError(
@@ -436,7 +386,7 @@ def _open_results(path: Path, run: dict[str, Any]) -> dict[tuple[Any, ...], dict
                 )
     with path.open("a") as file:
         file.write(json.dumps({"run": run}) + "\n")
-    return {_key(line): line for line in lines if "run" not in line}
+    return done
 
 
 def _named(run: dict[str, Any]) -> dict[str, Any]:
@@ -445,35 +395,3 @@ def _named(run: dict[str, Any]) -> dict[str, Any]:
         f"{fact} of {name}": v for fact, value in run.items() if isinstance(value, dict) for name, v in value.items()
     }
     return {fact: value for fact, value in run.items() if not isinstance(value, dict)} | parts
-
-
-def _methods(named: dict[str, Any]) -> list[str]:
-    prefix = "methods of "
-    return sorted(fact.removeprefix(prefix) for fact in named if fact.startswith(prefix))
-
-
-def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, after cutting off a last line that a kill left unfinished."""
-    data = path.read_bytes() if path.exists() else b""
-    whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:
-        os.truncate(path, len(whole))
-    lines = []
-    for number, text in enumerate(whole.split(b"\n")[:-1], start=1):
-        try:
-            line = json.loads(text)
-        except ValueError:  # half a character is one too
-            line = None
-        if not _is_record(line, first=number == 1):
-            raise ValueError(
-                f"{path}, line {number}: {text[:40]!r} is no record of a benchmark, the first of which has its settings. "
-                "Choose another output folder, or remove the line."
-            )
-        lines.append(line)
-    return lines
-
-
-def _is_record(line: Any, first: bool) -> bool:
-    if isinstance(line, dict) and "run" in line:
-        return isinstance(line["run"], dict)
-    return not first and isinstance(line, dict) and line.keys() >= set(_KEY)

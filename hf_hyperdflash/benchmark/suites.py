@@ -3,49 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+_HUMANEVAL = (
+    "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```"
+)
 _LIVECODEBENCH = (
     "You are an expert Python programmer. You will be given a question (problem specification) and will generate a "
     "correct Python program that matches the specification and passes all tests. You will NOT return anything except "
     "for the program\n\n### Question:\n{question}\n\n### Format: {format}\n```python\n{starter}\n```\n\n### Answer: "
     "(use the provided format with backticks)"
 )
+_STARTED = (
+    "You will use the following starter code to write the solution to the problem and enclose your code within "
+    "delimiters."
+)
+_NOT_STARTED = "Write your code in the following format:"
 
 
-@dataclass(frozen=True)
-class Suite:
-    """A suite of prompts.
+class Suite(NamedTuple):
+    """A suite of prompts."""
 
-    Attributes:
-        title: As the paper's tables name it.
-        group: MATH, CODE or CHAT.
-        source: Hub name, with its configuration after a colon where it has one, or a file there (`hf://`).
-        split: The split that holds the prompts.
-        turns: The user's turns of a row of it.
-    """
-
-    title: str
-    group: str
-    source: str
+    title: str  # as the paper's tables name it
+    group: str  # MATH, CODE or CHAT
+    source: str  # Hub name, with its configuration after a colon where it has one, or a file there (`hf://`)
     split: str
-    turns: Callable[[Mapping[str, Any]], list[str]]
+    turns: Callable[[Mapping[str, Any]], list[str]]  # the user's turns of a row
 
 
 def _livecodebench(row: Mapping[str, Any]) -> list[str]:
-    starter = row.get("starter_code") or ""
-    told = (
-        "You will use the following starter code to write the solution to the problem and enclose your code within "
-        "delimiters."
-        if starter
-        else "Write your code in the following format:"
-    )
-    text = _LIVECODEBENCH.format(question=row["question_content"], format=told, starter=starter or "# YOUR CODE HERE")
-    return [text]
+    code = row.get("starter_code")
+    told, starter = (_STARTED, code) if code else (_NOT_STARTED, "# YOUR CODE HERE")
+    return [_LIVECODEBENCH.format(question=row["question_content"], format=told, starter=starter)]
 
 
 SUITES = {
@@ -53,25 +45,25 @@ SUITES = {
     "math500": Suite("MATH-500", "MATH", "HuggingFaceH4/MATH-500", "test", lambda row: [row["problem"] + _BOXED]),
     "aime25": Suite("AIME25", "MATH", "MathArena/aime_2025", "train", lambda row: [row["problem"] + _BOXED]),
     "humaneval": Suite(
-        "HumanEval", "CODE", "openai/openai_humaneval", "test",
-        lambda row: [
-            "Write a solution to the following problem and make sure that it passes the tests:\n"
-            f"```python\n{row['prompt']}\n```"
-        ],
+        "HumanEval", "CODE", "openai/openai_humaneval", "test", lambda row: [_HUMANEVAL.format(prompt=row["prompt"])]
     ),
-    "mbpp": Suite(
-        "MBPP", "CODE", "google-research-datasets/mbpp:sanitized", "test", lambda row: [row["prompt"]]
-    ),
+    "mbpp": Suite("MBPP", "CODE", "google-research-datasets/mbpp:sanitized", "test", lambda row: [row["prompt"]]),
     "livecodebench": Suite(
         "LCB", "CODE", "hf://datasets/livecodebench/code_generation_lite/test.jsonl", "train", _livecodebench
     ),
     "mt-bench": Suite("MT-Bench", "CHAT", "HuggingFaceH4/mt_bench_prompts", "train", lambda row: list(row["prompt"])),
-}  # fmt: skip
+}
 
 
 def title_of(name: str) -> str:
     """As the tables name a suite."""
     return SUITES[name].title if name in SUITES else name
+
+
+def in_order(names: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Names, once each: known ones in their order, others after them in order of appearance."""
+    once, known = dict.fromkeys(names), list(known)
+    return [name for name in known if name in once] + [name for name in once if name not in known]
 
 
 def load_suite(name: str, folder: str | Path | None = None, limit: int | None = None) -> list[list[str]]:
@@ -92,8 +84,8 @@ def load_suite(name: str, folder: str | Path | None = None, limit: int | None = 
     if not prompts:
         where = f"in {Path(folder) / name}.jsonl" if folder else "on the Hub"
         raise ValueError(
-            f'The suite {name!r} has no prompts {where}: expected {{"turns": ["..."]}}, one a line. Add some, or leave the '
-            "suite out."
+            f'The suite {name!r} has no prompts {where}: expected {{"turns": ["..."]}}, one a line. Add some, or '
+            "leave the suite out."
         )
     return prompts
 
@@ -104,22 +96,21 @@ def suites_in(folder: str | Path) -> list[str]:
     Raises:
         ValueError: If there is no such folder or no suite in it.
     """
-    there = {path.stem for path in _existing(Path(folder)).glob("*.jsonl")}
+    there = _names_in(Path(folder))
     if not there:
         raise ValueError(f"No suites in {folder}: expected files <suite>.jsonl, for example gsm8k.jsonl.")
-    return [name for name in SUITES if name in there] + sorted(there - SUITES.keys())
+    return in_order(there, SUITES)
 
 
-def _existing(folder: Path) -> Path:
+def _names_in(folder: Path) -> list[str]:
     if not folder.is_dir():
         raise ValueError(f"There is no folder {folder} with suites: expected one with files <suite>.jsonl.")
-    return folder
+    return sorted(path.stem for path in folder.glob("*.jsonl"))
 
 
 def _from_folder(name: str, folder: Path, limit: int | None) -> list[list[str]]:
-    path = _existing(folder) / f"{name}.jsonl"
-    if not path.is_file():
-        there = sorted(file.stem for file in folder.glob("*.jsonl"))
+    path, there = folder / f"{name}.jsonl", _names_in(folder)
+    if name not in there:
         raise ValueError(f"No suite {name!r} in {folder}: expected the file {path.name}; there are {there}.")
     prompts: list[list[str]] = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):

@@ -437,7 +437,7 @@ def sweep(
         counts = tokens or range(1, getattr(part.config, "max_draft_tokens", 6) + 1)
         methods += [_method(name, part, part.check_num_draft_tokens(count)) for count in counts]
     results = _run(model, tokenizer, methods, settings, output)
-    from ..benchmark.terminal import print_fastest
+    from ..benchmark.report import print_fastest
 
     print_fastest(results)
 
@@ -605,9 +605,8 @@ def _settings(
 
 
 def _run(model: Any, tokenizer: Any, methods: list[Method], settings: BenchmarkSettings, output: Path) -> Path:
-    from ..benchmark.report import write_report
+    from ..benchmark.report import print_results, write_report
     from ..benchmark.runner import run_benchmark
-    from ..benchmark.terminal import print_results
 
     results = run_benchmark(model, tokenizer, methods, settings, output / "results.jsonl")
     write_report(results, output)

@@ -7,16 +7,16 @@ import re
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTrainingArguments
-from hf_hyperdflash.benchmark.doctor import PROMPTS, Diagnosis, _compare_fingerprints, examine
+from hf_hyperdflash.benchmark.doctor import PROMPTS, examine
 from hf_hyperdflash.training.data import encode_prompts
 from hf_hyperdflash.training.fingerprint import as_words, target_fingerprint
 
 from ..conftest import MODELS, tiny_drafter, tiny_target
 from ..helpers.families import qwen3
+from ..helpers.tokenizers import characters
 
 TARGET, DRAFTER = MODELS / "tiny-deepseek-v4", MODELS / "tiny-deepseek-v4-hyperdflash"
 FEW = {"prompts": PROMPTS[:2], "max_new_tokens": 20}
@@ -55,18 +55,6 @@ def test_a_healthy_pair(target, drafter, tokenizer):
     assert f"{sum(p.numel() for p in drafter.parameters()):,} parameters" in found.facts["drafter"]
     assert "256" in found.facts["memory"] and "'<｜mask｜>'" in found.facts["mask token"]
     assert type(target) is own and drafter.config == config
-
-
-def characters() -> PreTrainedTokenizerFast:
-    """A tokenizer of 60 characters, which chats by spelling."""
-    letters = [*"abcdefghijklmnopqrstuvwxyzAELTW0123456789 .,?$'"]
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<mask>", "<unk>", *letters])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, chat_template=template, mask_token="<mask>", unk_token="<unk>", pad_token="<pad>"
-    )
 
 
 @pytest.fixture(scope="module")
@@ -227,10 +215,11 @@ def test_a_pair_that_does_not_fit(drafter, tokenizer):
     ],
 )  # fmt: skip
 def test_what_the_drafter_records_of_its_target(change, problems, remarks):
-    target, found = tiny_target(), Diagnosis()
-    config = tiny_drafter(target).config
-    config.target_fingerprint = as_words(target_fingerprint(target))
-    change(target, config)
-    _compare_fingerprints(found, target, config)
-    assert [bool(found.problems), bool(found.remarks)] == [bool(problems), bool(remarks)]
-    assert re.search(problems, "".join(found.problems)) and re.search(remarks, "".join(found.remarks))
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    drafter.config.target_fingerprint = as_words(target_fingerprint(target))
+    change(target, drafter.config)
+    found = examine(target, drafter, characters(), prompts=PROMPTS[:1], max_new_tokens=3)
+    for texts, expected in ((found.problems, problems), (found.remarks, remarks)):
+        told = [text for text in texts if "weights" in text]
+        assert len(told) == bool(expected) and all(re.search(expected, text) for text in told)

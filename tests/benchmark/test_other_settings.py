@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from transformers import LogitsProcessorList
 
 from hf_hyperdflash import bind
 from hf_hyperdflash.benchmark.other_settings import compare_settings, draft_every_round, leads_over_first
+from hf_hyperdflash.runtime.sampling import DraftSampler
 from hf_hyperdflash.training.features import residual_of
 
 from ..conftest import CSA, SLIDING, prompt, tiny_drafter, tiny_target
@@ -20,7 +22,7 @@ def test_rounds_are_those_of_generation(fields):
     for seed in range(3):
         ids = prompt(9, seed, vocab_size=6)
         text = target.generate(ids, assistant_model=drafter, do_sample=False, max_new_tokens=60)
-        (emitted,), (nats,) = draft_every_round(target, drafter, text, 9, [{}])
+        (emitted,), (nats,) = draft_every_round(target, drafter, text, 9, [drafter.config])
         assert emitted.shape == nats.shape == (59,)
         walked, at = [], 0
         for real in drafter.last_stats.emitted[:-1]:  # the last one may be cut off
@@ -49,15 +51,15 @@ def test_settings_are_tried_and_left():
 def test_likelihood_is_that_of_drafting_one_round_at_a_time(fields):
     target, text, start = tiny_target(), prompt(24), 9
     drafter = tiny_drafter(target, **fields)
-    (_,), (nats,) = draft_every_round(target, drafter, text, start, [{}])
+    (_,), (nats,) = draft_every_round(target, drafter, text, start, [drafter.config])
     positions = torch.arange(24)[None]
-    residual = residual_of(target, text, positions)
+    residual, sampler = residual_of(target, text, positions), DraftSampler(LogitsProcessorList(), do_sample=True)
     for anchor, got in enumerate(nats.tolist(), start=start):
-        context, drafted = drafter.new_context(), []
+        context = drafter.new_context()
         drafter.extend(target, context, residual[:, :anchor], positions[:, :anchor], text[:, 1 : anchor + 1])
         with torch.no_grad():
-            drafter.draft(target, context, text[:, : anchor + 1], positions[:, : anchor + 1], 6, drafted.append)
-        likely = [drafted[0][0, k].log_softmax(-1)[text[0, anchor + 1 + k]] for k in range(min(6, 23 - anchor))]
+            tree = drafter.propose(target, context, text[:, : anchor + 1], positions[:, : anchor + 1], 6, sampler)
+        likely = [tree.q[k].log()[text[0, anchor + 1 + k]] for k in range(min(6, 23 - anchor))]
         assert got == pytest.approx(torch.stack(likely).clamp(min=-np.log(64)).mean().item(), abs=1e-4)
 
 

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter
-from hf_hyperdflash.benchmark.runner import TARGET_ONLY, BenchmarkSettings, Method, _compared, hardware, run_benchmark
+from hf_hyperdflash.benchmark.results import TARGET_ONLY
+from hf_hyperdflash.benchmark.runner import BenchmarkSettings, Method, hardware, run_benchmark
 from hf_hyperdflash.training.data import encode_prompts
 
 from ..conftest import MODELS
@@ -64,7 +65,7 @@ def test_every_method_runs_every_turn_and_writes_the_targets_text(pair, data, tm
     path = run_benchmark(target, tokenizer, methods(target, drafter), settings(data), tmp_path / "out" / "r.jsonl")
     runs, records = read(path)
     assert len(records) == 4 * (2 + 2) and len(runs) == 1
-    assert drafter.num_draft_tokens == 6 and not drafter.synchronize_timing  # as they were
+    assert drafter.num_draft_tokens == 6  # as it was
     assert runs[0]["methods"].keys() == {r["method"] for r in records} and runs[0]["dtype"] == "float32"
     size = sum(weight.numel() for weight in drafter.parameters())
     described = f"HyperDFlashDrafter, hybrid over layers [1, 3, -1], {size:,} parameters"
@@ -74,7 +75,7 @@ def test_every_method_runs_every_turn_and_writes_the_targets_text(pair, data, tm
         place = [r for r in records if all(r[k] == record[k] for k in ("suite", "prompt", "turn"))]
         assert [r["method"] for r in place].count(record["method"]) == 1
         own = next(r for r in place if r["method"] == TARGET_ONLY)
-        assert record["new_tokens"] == len(own["output_ids"]) and 0 < record["decode_seconds"] < record["seconds"]
+        assert record["new_tokens"] == len(own["output_ids"])
         if record is own:
             assert record["rounds"] is None and record["identical"] is None
             continue
@@ -82,7 +83,6 @@ def test_every_method_runs_every_turn_and_writes_the_targets_text(pair, data, tm
         assert record["rounds"] == len(record["emitted"]) == len(record["accepted"]) > 0
         assert sum(record["emitted"]) in (record["new_tokens"] - 1, record["new_tokens"] - 2)
         assert record["draft_positions"] <= int(record["method"].partition("(")[2][0])
-        assert record["draft_seconds"] + record["verify_seconds"] < record["loop_seconds"] <= record["decode_seconds"]
     # Methods take turns at being first.
     firsts = {r["method"] for i, r in enumerate(records) if i % 4 == 0}
     assert len(firsts) > 1
@@ -126,8 +126,10 @@ def test_steps_are_timed_from_the_first_token_on(pair, data, tmp_path, monkeypat
     monkeypatch.setattr(time, "perf_counter", map(float, itertools.count()).__next__)
     chosen = settings(data, suites=["gsm8k"], limit=1, max_new_tokens=6)
     path = run_benchmark(target, tokenizer, methods(target, drafter)[2:], chosen, tmp_path / "r.jsonl")
-    own = next(r for r in read(path)[1] if r["method"] == TARGET_ONLY)
+    records = {record["method"]: record for record in read(path)[1]}
+    own, lookup = records[TARGET_ONLY], records["Prompt lookup (3)"]
     assert (own["seconds"], own["decode_seconds"]) == (own["new_tokens"] + 2, own["new_tokens"])
+    assert 0 < lookup["draft_seconds"] + lookup["verify_seconds"] < lookup["loop_seconds"] < lookup["decode_seconds"]
 
 
 def test_texts_are_drawn_from_the_whole_distribution_each_for_itself(pair, data, tmp_path, monkeypatch):
@@ -140,9 +142,18 @@ def test_texts_are_drawn_from_the_whole_distribution_each_for_itself(pair, data,
     assert len(texts) == 4 and texts[0] == texts[1] != texts[2] != texts[3] != texts[0]
 
 
-def test_the_first_difference_of_a_text_that_ends_early_is_its_end():
-    record = _compared({"method": "Mine"}, [4, 5], [4, 5, 6], greedy=True)
-    assert record["identical"] is False and record["first_difference"] == 2
+def test_the_first_difference_of_a_text_that_ends_early_is_its_end(pair, data, tmp_path, monkeypatch):
+    target, tokenizer, drafter = pair
+
+    def generate(ids, **options):
+        text = type(target).generate(target, ids, **options)
+        return text[:, :-3] if "assistant_model" in options else text
+
+    monkeypatch.setattr(target, "generate", generate)
+    chosen = settings(data, suites=["gsm8k"], limit=1, max_new_tokens=8)
+    _, records = read(run_benchmark(target, tokenizer, [Method("Mine", drafter)], chosen, tmp_path / "r.jsonl"))
+    mine = next(r for r in records if r["method"] == "Mine")
+    assert (mine["identical"], mine["first_difference"], mine["new_tokens"]) == (False, 5, 5)
 
 
 def test_a_killed_run_goes_on_where_it_stopped(pair, data, tmp_path, capsys):
@@ -257,14 +268,14 @@ def test_every_header_counts_and_every_line_is_looked_at(done, tmp_path):
         (json.dumps({"run": {**header, "seed": 5}}), "line 4: .* `seed` 5, this one has 0"),
         (json.dumps({"run": {**header, "new": 1}}), "line 4: .* `new` 1, this one has no value"),
         (json.dumps({"run": without}), "line 4: .* `weights_digest of .*` no value, this one has"),
-        ('{"suite": "gsm8k"}', "line 4: .* is no record of a benchmark"), ("[]", "line 4: .* is no record"),
-        ('{"run": 1}', "line 4: .* is no record"), ("nonsense", "line 4: b'nonsense' is no record"),
+        ('{"suite": "gsm8k"}', "line 4: no mode, temperature, "), ("[]", "line 4: expected a generation"),
+        ('{"run": 1}', "line 4: expected a generation.*or choose another output"), ("nonsense", "line 4: not JSON"),
     ):  # fmt: skip
         path.write_text("\n".join([first, *records, later, ""]))
         with pytest.raises(ValueError, match=rf"r\.jsonl, {message}"):
             run_benchmark(*run, path)
     path.write_text("\n".join([*records, ""]))
-    with pytest.raises(ValueError, match=r"line 1: .* first of which has its settings"):
+    with pytest.raises(ValueError, match="line 1: expected the settings"):
         run_benchmark(*run, path)
 
 

@@ -15,9 +15,9 @@ from hf_hyperdflash.cli.app import run as entry_point
 from hf_hyperdflash.training.fingerprint import changed_parts
 from hf_hyperdflash.training.script import main as train_main
 
-from ..benchmark.test_doctor import characters
 from ..conftest import MODELS, tiny_drafter
 from ..helpers.families import deepseek_v4_remote_code, glm5_next
+from ..helpers.tokenizers import characters
 
 TARGET, DRAFTER = str(MODELS / "tiny-deepseek-v4"), str(MODELS / "tiny-deepseek-v4-hyperdflash")
 

@@ -7,8 +7,7 @@ import re
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTrainingArguments
 from hf_hyperdflash.benchmark.doctor import PROMPTS, Diagnosis, _compare_fingerprints, examine
@@ -17,6 +16,7 @@ from hf_hyperdflash.training.fingerprint import as_words, target_fingerprint
 
 from ..conftest import MODELS, tiny_drafter, tiny_target
 from ..helpers.families import qwen3
+from ..helpers.tokenizers import characters
 
 TARGET, DRAFTER = MODELS / "tiny-deepseek-v4", MODELS / "tiny-deepseek-v4-hyperdflash"
 FEW = {"prompts": PROMPTS[:2], "max_new_tokens": 20}
@@ -55,18 +55,6 @@ def test_a_healthy_pair(target, drafter, tokenizer):
     assert f"{sum(p.numel() for p in drafter.parameters()):,} parameters" in found.facts["drafter"]
     assert "256" in found.facts["memory"] and "'<｜mask｜>'" in found.facts["mask token"]
     assert type(target) is own and drafter.config == config
-
-
-def characters() -> PreTrainedTokenizerFast:
-    """A tokenizer of 60 characters, which chats by spelling."""
-    letters = [*"abcdefghijklmnopqrstuvwxyzAELTW0123456789 .,?$'"]
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<mask>", "<unk>", *letters])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, chat_template=template, mask_token="<mask>", unk_token="<unk>", pad_token="<pad>"
-    )
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,8 @@ ORDER = [
     "training.acceptance", "training.checkpoints", "training.trainer", "training.flags", "training.script",
     "benchmark.intervals",
     "benchmark.other_settings", "benchmark.doctor", "benchmark.suites", "benchmark.runner", "benchmark.results",
-    "benchmark.leads", "benchmark.figures", "benchmark.report", "benchmark.terminal", "cli.app",
+    "benchmark.leads", "benchmark.figures", "benchmark.report", "benchmark.terminal", "cli.options", "cli.models", "cli.*",
+    "cli.app",
 ]  # fmt: skip
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path

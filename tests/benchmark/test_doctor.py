@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTrainingArguments
 from hf_hyperdflash.benchmark.doctor import PROMPTS, Diagnosis, _compare_fingerprints, examine

@@ -96,7 +96,7 @@ def load_drafter(
     options: dict[str, Any] = {"target": target} if load is load_dflash else {"device_map": {"": device or "cpu"}}
     with _readable(name_or_path):
         drafter = load(name_or_path, dtype=dtype or "auto", **options, **hub_kwargs)
-    return cast(SavedDrafter, drafter.to(device or "cpu").eval())
+    return cast(SavedDrafter, drafter.to(device or "cpu"))
 
 
 def check_target(name: str) -> None:

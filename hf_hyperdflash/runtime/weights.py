@@ -1,4 +1,4 @@
-"""Loading a drafter: from safetensors, with every tensor that its configuration asks for and no other, all of them finite.
+"""Loading a drafter: from safetensors, with every tensor that its configuration asks for and no other, all finite.
 
 transformers reports what is missing, fills it at random and goes on; such a drafter drafts nonsense.
 """
@@ -42,8 +42,8 @@ def load_complete(
         drafter, info = load(name, *args, output_loading_info=True, **options)
     except SafetensorError as error:
         raise OSError(
-            f"The weights of {name} are damaged ({error}). Load them again with `force_download=True`; if that does not "
-            "help, the upload was cut off: push the drafter again."
+            f"The weights of {name} are damaged ({error}). Load them again with `force_download=True`; if that does "
+            "not help, the upload was cut off: push the drafter again."
         ) from error
     except (StrictDataclassError, ValueError) as error:
         raise ValueError(f"{name} cannot be loaded: {' '.join(str(error).split())}") from error
@@ -51,8 +51,8 @@ def load_complete(
         if "model.safetensors" not in str(error):
             raise
         raise OSError(
-            f"{name} has no model.safetensors. Drafters are read from safetensors only: a pickle (pytorch_model.bin) can "
-            "run code. Save the drafter with `save_pretrained`."
+            f"{name} has no model.safetensors. Drafters are read from safetensors only: a pickle (pytorch_model.bin) "
+            "can run code. Save the drafter with `save_pretrained`."
         ) from error
     shapes = [f"{key}, {list(found)} for {list(wanted)}" for key, found, wanted in info["mismatched_keys"]]
     check_names(
@@ -106,8 +106,8 @@ def check_names(name: Any, *, version: str = "", **found: Collection[str]) -> No
     if any(found.values()):
         by = f" (saved by hf_hyperdflash {version})" if version else ""
         raise ValueError(
-            f"The tensors of {name}{by} are not those that its configuration asks for: {listed(**found)}. Load a complete "
-            "checkpoint with its own config.json."
+            f"The tensors of {name}{by} are not those that its configuration asks for: {listed(**found)}. Load a "
+            "complete checkpoint with its own config.json."
         )
 
 
@@ -124,8 +124,8 @@ def check_finite(tensors: Mapping[str, torch.Tensor], name: Any) -> None:
     """Raise a `ValueError` that names the tensors with NaN or infinity."""
     if broken := not_finite(tensors.items()):
         raise ValueError(
-            f"The weights of {name} are not finite: {listed(with_NaN_or_infinity=broken)}. The training that made them "
-            "diverged, or the file is damaged: take an earlier checkpoint."
+            f"The weights of {name} are not finite: {listed(with_NaN_or_infinity=broken)}. The training that made "
+            "them diverged, or the file is damaged: take an earlier checkpoint."
         )
 
 
@@ -142,8 +142,8 @@ def check_draft_ids(ids: torch.Tensor, count: int, vocab_size: int, name: Any) -
     if not is_list or bool(((ids < 0) | (ids >= vocab_size)).any()) or len(ids.unique()) < count:
         raise ValueError(
             f"The tokens that {name} can draft are {ids.dtype} of shape {list(ids.shape)}, the first "
-            f"{ids.flatten()[:4].tolist()}: expected {count} different integers from 0 to {vocab_size - 1}. The checkpoint is "
-            "damaged."
+            f"{ids.flatten()[:4].tolist()}: expected {count} different integers from 0 to {vocab_size - 1}. The "
+            "checkpoint is damaged."
         )
 
 

@@ -131,7 +131,8 @@ def wrong(tmp_path_factory):
     (folder / "empty").mkdir()
     for name, config in {
         "no-json": "{", "a-list": "[1]", "binary": b"\xff\xfe", "no-type": "{}", "unknown": '{"model_type": "gpt99"}',
-        "configured": '{"model_type": "llama"}',
+        "configured": '{"model_type": "llama"}', "zlab": '{"dflash_config": {}}',
+        "mtp": '{"model_type": "deepseek_v4", "architectures": ["DeepseekV4MTPDrafter"]}',
     }.items():  # fmt: skip
         (folder / name).mkdir()
         (folder / name / "config.json").write_bytes(config.encode() if isinstance(config, str) else config)
@@ -148,6 +149,7 @@ def wrong(tmp_path_factory):
     copied(TARGET, folder / "untemplated", "chat_template.jinja", "{% for %}")
     (folder / "results").mkdir()
     (folder / "notes.md").write_bytes(b"\xff")
+    (folder / "rows.jsonl").write_text('{"question": "What is 3 plus 4?", "answer": "7"}\n' * 3)
     (folder / "data").mkdir()
     (folder / "data" / "gsm8k.jsonl").write_text('{"turns": ["What is 3 plus 4?"]}\n')
     return folder
@@ -170,6 +172,8 @@ NO_TARGET = {
     "unknown": "has `model_type` 'gpt99'",
     "configured": "The folder configured has no weights",
     DRAFTER: "is a drafter, expected the target that it drafts for",
+    "mtp": "mtp is an MTP drafter, expected the target",
+    "zlab": "zlab is a DFlash drafter in another program's layout, expected the target",
     "cut-target": "The weights of cut-target are damaged",
     "bare-target": "The folder bare-target has no weights",
     "wide": "The weights of wide have other shapes than its config.json says",
@@ -190,6 +194,18 @@ PAIR = ["--target", TARGET, "--drafter", DRAFTER]
 ASK = ["generate", *PAIR, "hi"]
 COMPARE = ["benchmark", "--target", TARGET, "--suite", "gsm8k", "--data", "data", "--output", "out"]
 SWEEP = ["sweep", "--target", TARGET, "--suite", "gsm8k", "--data", "data", "--output", "out"]
+TRAIN = [
+    "train",
+    "--dataset",
+    "rows.jsonl",
+    "--eval_rows",
+    "1",
+    "--output_dir",
+    "out",
+    "--use_cpu",
+    "--report_to",
+    "none",
+]
 NAMED = 'expected PATH, NAME=PATH or "NAME (4)=PATH"'
 MISTAKES: list[tuple[list[str], int, str]] = [
     *((["generate", "--target", name, "--drafter", DRAFTER, "hi"], 1, said) for name, said in NO_TARGET.items()),
@@ -224,6 +240,9 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     (["card", DRAFTER, "--notes", "notes.md", "--output", "out.md"], 1, "notes.md is no text in UTF-8"),
     (["card", DRAFTER, "--output", "file/card.md"], 1, "file is a file"),
     (["card", DRAFTER, "--dtype", "float7"], 2, "'float7' is not one of"),
+    *(([*command, name, *rest], 1, "expected a HyperDFlash or vanilla DFlash drafter saved by this package")
+      for name in ("mtp", "zlab")
+      for command, rest in ((["card"], []), (["export"], ["out"]), (["push"], ["org/name"]))),
     (["export", DRAFTER, "out"], 1, "cannot be written in the z-lab layout"),
     (["export", DRAFTER, "file"], 2, "'file' is a file"),
     (["export", DRAFTER, "file/out"], 1, "file is a file"),
@@ -251,6 +270,10 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     ([*SWEEP, "--drafter", DRAFTER, "--tokens", "0"], 2, "Invalid value for '--tokens'"),
     ([*SWEEP, "--drafter", DRAFTER, "--tokens", "7"], 1, "cannot draft 7 tokens"),
     ([*SWEEP, "--drafter", f"X (a)={DRAFTER}"], 1, NAMED),
+    ([*SWEEP, "--drafter", f"X (99)={DRAFTER}"], 1, "cannot draft 99 tokens"),
+    *(([*TRAIN, "--target", name], 1, NO_TARGET[name])
+      for name in ("no/where/at", "mtp", "wordy", "wide", "wordless")),
+    ([*TRAIN, "--target", TARGET, "--drafter", "zlab"], 1, "expected a HyperDFlash or vanilla DFlash drafter"),
 ]  # fmt: skip
 
 

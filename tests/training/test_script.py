@@ -204,7 +204,8 @@ def test_the_record_tells_what_happened(tmp_path, caplog, capsys):
     assert {name: facts[name] for name in rules} == rules
     card = str(drafter_card(folder))
     for line in (
-        "| schedule | cosine |", "| Adam's first beta | 0.9 |", "| gradients clipped to norm | 1 |", "| epochs | 1.5 |",
+        "| schedule | cosine |", "| Adam's first beta | 0.9 |", "| gradients clipped to norm | 1 |",
+        "| epochs | 1.5 |",
         "| steps | 3 |", "| rows held out | 2 |", "| warm-up steps | 2 |", "| Adam's epsilon | 1e-08 |",
     ):  # fmt: skip
         assert line in card, line

@@ -1,4 +1,4 @@
-"""`hf-hyperdflash generate`."""
+"""`hf-hyperdflash generate`: a prompt answered with a drafter's help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hf-hyperdflash train`."""
+"""`hf-hyperdflash train`, which loads nothing heavy for its help."""
 
 from __future__ import annotations
 

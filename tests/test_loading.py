@@ -4,7 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter, export_dflash, load_drafter, load_target
+from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter, load_drafter, load_target
+from hf_hyperdflash.hub.formats import export_dflash
 
 from .conftest import tiny_drafter, tiny_target
 from .helpers.families import qwen3

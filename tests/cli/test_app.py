@@ -88,6 +88,8 @@ def test_sweep_recommends_a_number_of_drafts(data, tmp_path):
         "--data", data, "--limit", 1, "--max-new-tokens", 12, "--output", tmp_path / "out",
     )  # fmt: skip
     assert "The fastest on each suite" in printed and "HyperDFlash hybrid (5)" in printed
+    run_facts = json.loads((tmp_path / "out" / "results.jsonl").read_text().splitlines()[0])["run"]
+    assert list(run_facts["methods"]) == ["Target only", "HyperDFlash hybrid (2)", "HyperDFlash hybrid (5)"]
 
 
 def test_suites_are_found_and_read_before_a_model_is_loaded(monkeypatch, capsys, tmp_path):

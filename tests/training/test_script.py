@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from hf_hyperdflash import HyperDFlashConfig, drafter_card
+from hf_hyperdflash import HyperDFlashConfig
+from hf_hyperdflash.hub.cards import drafter_card
 from hf_hyperdflash.training.checkpoints import last_whole
 from hf_hyperdflash.training.flags import help_text
 from hf_hyperdflash.training.script import main, make_parser

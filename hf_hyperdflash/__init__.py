@@ -12,6 +12,7 @@ from .runtime.version import __version__
 
 _MODULE_OF = {
     "load_target": "loading",
+    "load_drafter": "loading",
     "bind": "runtime.binding",
     "unbind": "runtime.binding",
     "capture_residual": "runtime.binding",

@@ -24,7 +24,7 @@ from .mtp_checkpoint import PREFIX, MTPCheckpoint
 from .sampling import DraftSampler
 from .targets import family_of
 from .tree import DraftTree
-from .weights import check_finite, check_source, drafter_kind, named_dtype
+from .weights import check_finite, check_source, named_dtype
 
 # Our names and DeepSeek's, by prefix, the first that matches; experts, one tensor each there, are handled apart.
 _DEEPSEEK_NAMES = [
@@ -148,10 +148,11 @@ class DeepseekV4MTPDrafter(SavedDrafter, DeepseekV4PreTrainedModel):
             hub_kwargs["revision"] = revision or getattr(config, "_commit_hash", None)
             device = device or (None if head.is_meta else head.device)
         else:
-            check_source(target)
+            check_source(target, "target")
             name = str(target)
-            if kind := drafter_kind(PreTrainedConfig.get_config_dict(name)[0]):
-                raise ValueError(f"{name} is {kind}, expected a target: pass the DeepSeek-V4 that it drafts for.")
+            fields, _ = PreTrainedConfig.get_config_dict(name, **hub_kwargs)
+            if any(made.endswith("Drafter") for made in fields.get("architectures") or ()):
+                raise ValueError(f"{name} is a drafter, expected a target: pass the DeepSeek-V4 that it drafts for.")
             config = AutoConfig.from_pretrained(name, **hub_kwargs)
             dtype = dtype or config.dtype or torch.bfloat16
         _check_model_type(config, name)

@@ -1,4 +1,4 @@
-"""Loading a drafter: from safetensors, with every tensor that its configuration asks for and no other, all of them finite.
+"""Loading a drafter: from safetensors, with every tensor that its configuration asks for and no other, all finite.
 
 transformers reports what is missing, fills it at random and goes on; such a drafter drafts nonsense.
 """
@@ -15,8 +15,6 @@ from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-
-from .configuration_hyperdflash import HyperDFlashConfig
 
 
 def load_complete(
@@ -36,7 +34,7 @@ def load_complete(
         OSError: If it cannot be found, is no checkpoint in safetensors, or is damaged.
     """
     if options.get("state_dict") is None:  # else there is nothing to read
-        check_source(name)
+        check_source(name, "drafter", "adapter_config.json")
     if options.get("use_safetensors") is False:
         raise ValueError("`use_safetensors` is False, expected True: drafters are read from safetensors only.")
     options |= {"use_safetensors": True, "ignore_mismatched_sizes": True}  # refused below, by name
@@ -44,8 +42,8 @@ def load_complete(
         drafter, info = load(name, *args, output_loading_info=True, **options)
     except SafetensorError as error:
         raise OSError(
-            f"The weights of {name} are damaged ({error}). Load them again with `force_download=True`; if that does not "
-            "help, the upload was cut off: push the drafter again."
+            f"The weights of {name} are damaged ({error}). Load them again with `force_download=True`; if that does "
+            "not help, the upload was cut off: push the drafter again."
         ) from error
     except (StrictDataclassError, ValueError) as error:
         raise ValueError(f"{name} cannot be loaded: {' '.join(str(error).split())}") from error
@@ -53,8 +51,8 @@ def load_complete(
         if "model.safetensors" not in str(error):
             raise
         raise OSError(
-            f"{name} has no model.safetensors. Drafters are read from safetensors only: a pickle (pytorch_model.bin) can "
-            "run code. Save the drafter with `save_pretrained`."
+            f"{name} has no model.safetensors. Drafters are read from safetensors only: a pickle (pytorch_model.bin) "
+            "can run code. Save the drafter with `save_pretrained`."
         ) from error
     shapes = [f"{key}, {list(found)} for {list(wanted)}" for key, found, wanted in info["mismatched_keys"]]
     check_names(
@@ -67,34 +65,26 @@ def load_complete(
     return (drafter, info) if output_loading_info else drafter
 
 
-def check_source(name: Any) -> None:
-    """Raise an `OSError` or a `ValueError` if `name` is neither the folder of a checkpoint nor what could be a Hub id."""
+def check_source(name: Any, what: str = "drafter", *others: str) -> None:
+    """Raise an `OSError` or a `ValueError` if `name` can neither be the folder nor the Hub id of a checkpoint.
+
+    Args:
+        name: Folder or Hub id.
+        what: What it should be, in words.
+        *others: What a folder may have in place of a config.json.
+    """
     if not isinstance(name, (str, Path)) or not str(name).strip():
-        raise ValueError(f"{name!r} is no checkpoint: expected a folder or a Hub id (`org/name`).")
-    if Path(name).is_dir():
-        if not any((Path(name) / config).is_file() for config in ("config.json", "adapter_config.json")):
-            raise OSError(f"The folder {name} has no config.json, expected a saved model.")
-        return
+        given = "empty" if isinstance(name, str) else repr(name)
+        raise ValueError(f"The name of the {what} is {given}, expected a folder or a Hub id (org/name).")
     if Path(name).is_file():
-        raise OSError(f"{name} is a file, expected the folder of a checkpoint: {Path(name).parent}, perhaps.")
-    try:
-        validate_repo_id(str(name))
-    except HFValidationError as error:
-        raise OSError(f"There is no folder {name}, and it is no Hub id (`org/name`). Check the path.") from error
-
-
-def is_other_format(fields: dict[str, Any]) -> bool:
-    """Whether a configuration is in z-lab's or speculators' layout."""
-    return "dflash_config" in fields or "speculators_model_type" in fields
-
-
-def drafter_kind(fields: dict[str, Any]) -> str | None:
-    """What kind of drafter a configuration is of, in words; `None` if it is of none."""
-    if fields.get("model_type") == HyperDFlashConfig.model_type:
-        return "a drafter"
-    if is_other_format(fields):
-        return "a DFlash drafter in another program's layout"
-    return "an MTP drafter" if "DeepseekV4MTPDrafter" in (fields.get("architectures") or ()) else None
+        raise OSError(f"The {what} {name} is a file, expected a folder with a config.json, or a Hub id.")
+    if not Path(name).is_dir():
+        try:
+            validate_repo_id(str(name))
+        except HFValidationError as error:
+            raise OSError(f"The folder {name} does not exist, and it is no Hub id (org/name): no {what}.") from error
+    elif not any(Path(name, file).is_file() for file in ("config.json", *others)):
+        raise OSError(f"The folder {name} has no config.json, expected a saved {what}.")
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -116,8 +106,8 @@ def check_names(name: Any, *, version: str = "", **found: Collection[str]) -> No
     if any(found.values()):
         by = f" (saved by hf_hyperdflash {version})" if version else ""
         raise ValueError(
-            f"The tensors of {name}{by} are not those that its configuration asks for: {listed(**found)}. Load a complete "
-            "checkpoint with its own config.json."
+            f"The tensors of {name}{by} are not those that its configuration asks for: {listed(**found)}. Load a "
+            "complete checkpoint with its own config.json."
         )
 
 
@@ -134,8 +124,8 @@ def check_finite(tensors: Mapping[str, torch.Tensor], name: Any) -> None:
     """Raise a `ValueError` that names the tensors with NaN or infinity."""
     if broken := not_finite(tensors.items()):
         raise ValueError(
-            f"The weights of {name} are not finite: {listed(with_NaN_or_infinity=broken)}. The training that made them "
-            "diverged, or the file is damaged: take an earlier checkpoint."
+            f"The weights of {name} are not finite: {listed(with_NaN_or_infinity=broken)}. The training that made "
+            "them diverged, or the file is damaged: take an earlier checkpoint."
         )
 
 
@@ -152,8 +142,8 @@ def check_draft_ids(ids: torch.Tensor, count: int, vocab_size: int, name: Any) -
     if not is_list or bool(((ids < 0) | (ids >= vocab_size)).any()) or len(ids.unique()) < count:
         raise ValueError(
             f"The tokens that {name} can draft are {ids.dtype} of shape {list(ids.shape)}, the first "
-            f"{ids.flatten()[:4].tolist()}: expected {count} different integers from 0 to {vocab_size - 1}. The checkpoint is "
-            "damaged."
+            f"{ids.flatten()[:4].tolist()}: expected {count} different integers from 0 to {vocab_size - 1}. The "
+            "checkpoint is damaged."
         )
 
 

@@ -1,4 +1,4 @@
-"""The flags of `hf-hyperdflash train`, and their help without loading PyTorch: what is defined elsewhere is read there."""
+"""The flags of `hf-hyperdflash train`, and their help without PyTorch: what is defined elsewhere is read there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 RECIPE = {"num_train_epochs": 5, "per_device_train_batch_size": 4, "lr_scheduler_type": "cosine", "warmup_steps": 0.04}
 STAGES: dict[int, dict[str, Any]] = {
@@ -18,54 +18,40 @@ STAGES: dict[int, dict[str, Any]] = {
 }
 
 
+def _flag(default: Any, help: str, **more: Any) -> Any:
+    return field(default=default, metadata={"help": help, **more})
+
+
 @dataclass
 class ScriptArguments:
     target: str = field(metadata={"help": "path or Hub id of the target"})
-    stage: int = field(default=1, metadata={"help": "whose defaults to use: 1 or 2", "choices": [1, 2]})
-    drafter: str | None = field(
-        default=None, metadata={"help": "go on from this drafter, as stage 2 does; unset for a new one"}
-    )
+    stage: int = _flag(1, "whose defaults to use: 1 or 2", choices=[1, 2])
+    drafter: str | None = _flag(None, "go on from this drafter, as stage 2 does; unset for a new one")
     dataset: list[str] | None = field(default=None, metadata={"help": "files or Hub names of conversations"})
-    rows: int | None = field(default=None, metadata={"help": "most rows of each dataset"})
-    streaming: bool = field(default=False, metadata={"help": "read the dataset while training (needs --max_steps)"})
-    eval_dataset: str | None = field(default=None, metadata={"help": "held-out rows; unset to split them off"})
-    eval_rows: int = field(default=64, metadata={"help": "held-out rows that are split off"})
-    eval_prompts: int = field(default=32, metadata={"help": "held-out prompts generated from; 0 for none"})
-    eval_max_new_tokens: int = field(default=128, metadata={"help": "tokens generated per prompt"})
-    layers: int = field(default=5, metadata={"help": "layers of a new drafter"})
-    intermediate_size: int | None = field(
-        default=None, metadata={"help": "width of a new drafter's MLPs; unset for three times its hidden size"}
-    )
-    reducer: str | None = field(
-        default=None, metadata={"help": "hc_gate, fc, hybrid or stream_mean; unset for the gate where it can be"}
-    )
+    rows: int | None = _flag(None, "most rows of each dataset")
+    streaming: bool = _flag(False, "read the dataset while training (needs --max_steps)")
+    eval_dataset: str | None = _flag(None, "held-out rows; unset to split them off")
+    eval_rows: int = _flag(64, "held-out rows that are split off")
+    eval_prompts: int = _flag(32, "held-out prompts generated from; 0 for none")
+    eval_max_new_tokens: int = _flag(128, "tokens generated per prompt")
+    layers: int = _flag(5, "layers of a new drafter")
+    intermediate_size: int | None = _flag(None, "width of a new drafter's MLPs; unset for three times its hidden size")
+    reducer: str | None = _flag(None, "hc_gate, fc, hybrid or stream_mean; unset for the gate where it can be")
     target_layer_ids: list[int] | None = field(
         default=None, metadata={"help": "layers a new drafter reads; -1, the pre-collapse residual, if unset"}
     )
-    num_draft_tokens: int = field(default=6, metadata={"help": "draft positions of a new drafter"})
-    sliding_window: str | None = field(
-        default=None,
-        metadata={
-            "help": "context that a new drafter's blocks see, in tokens, not more than the rows mostly have; none for all "
-            "(vLLM and SGLang have words only for that); unset for the drafter's own default"
-        },
+    num_draft_tokens: int = _flag(6, "draft positions of a new drafter")
+    sliding_window: str | None = _flag(
+        None,
+        "context that a new drafter's blocks see, in tokens, not more than the rows mostly have; none for all (vLLM "
+        "and SGLang have words only for that); unset for the drafter's own default",
     )
-    mask_token_id: int | None = field(
-        default=None, metadata={"help": "unset for the tokenizer's mask token or one that is not used"}
-    )
-    chat_template: str | None = field(default=None, metadata={"help": "a Jinja file, where the tokenizer has none"})
-    target_dtype: str | None = field(
-        default=None, metadata={"help": "unset for the checkpoint's on a GPU, else float32"}
-    )
-    device_map: str | None = field(default=None, metadata={"help": "spread the target, for example auto"})
-    trust_remote_code: bool = field(default=False, metadata={"help": "run the code that the target brings along"})
-    save_dtype: str = field(default="bfloat16", metadata={"help": "number format of the finished drafter"})
-
-
-class Flag(NamedTuple):
-    name: str
-    default: str
-    help: str
+    mask_token_id: int | None = _flag(None, "unset for the tokenizer's mask token or one that is not used")
+    chat_template: str | None = _flag(None, "a Jinja file, where the tokenizer has none")
+    target_dtype: str | None = _flag(None, "unset for the checkpoint's on a GPU, else float32")
+    device_map: str | None = _flag(None, "spread the target, for example auto")
+    trust_remote_code: bool = _flag(False, "run the code that the target brings along")
+    save_dtype: str = _flag("bfloat16", "number format of the finished drafter")
 
 
 INTRODUCTION = """\
@@ -85,55 +71,48 @@ GPUs). Drafters accept more when the answers are the target's own: examples/rege
 
 def help_text(prog: str) -> str:
     """All flags with their defaults, those of stage 1 where the stages differ."""
-    ours = list(_written_in(Path(__file__).with_name("arguments.py"), "HyperDFlashTrainingArguments"))
+    script = {part.name: (_shown(part.default), part.metadata["help"]) for part in fields(ScriptArguments)}
+    ours = dict(_fields_in(Path(__file__).with_name("arguments.py"), "HyperDFlashTrainingArguments"))
     # Beside `transformers/__init__.py`, which stays unimported.
     source = Path(cast(Any, find_spec("transformers")).origin).with_name("training_args.py")
-    theirs = [flag for flag in _written_in(source, "TrainingArguments") if flag.name not in {own.name for own in ours}]
-    script = [Flag(part.name, _shown(part.default), part.metadata["help"]) for part in fields(ScriptArguments)]
-    groups = {"The run:": script, "Training a drafter:": ours, "Training, transformers' own:": theirs}
+    theirs = {name: told for name, told in _fields_in(source, "TrainingArguments") if name not in ours}
     parts = [INTRODUCTION.format(prog=prog)]
-    width = min(shutil.get_terminal_size().columns, 120)
-    for title, flags in groups.items():
-        parts += ["", title, *(_entry(flag, width) for flag in flags)]
+    for title, flags in {"The run": script, "Training a drafter": ours, "Training, transformers' own": theirs}.items():
+        parts += ["", f"{title}:", *(_entry(name, *told) for name, told in flags.items())]
     return "\n".join(parts)
 
 
-def _entry(flag: Flag, width: int) -> str:
-    first, second = (stage.get(flag.name) for stage in (STAGES[1], STAGES[2]))
-    default = flag.default if first is None else _shown(first)
+def _entry(name: str, default: str, help: str) -> str:
+    first, second = (stage.get(name) for stage in STAGES.values())
+    shown = default if first is None else _shown(first)
     if second != first:
-        default += f" (stage 2: {_shown(second)})"
-    text = textwrap.fill(flag.help, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
-    return f"  --{flag.name} {default}".rstrip() + f"\n{text}"
+        shown += f" (stage 2: {_shown(second)})"
+    text = textwrap.fill(help, min(shutil.get_terminal_size().columns, 120) - 8)
+    return f"  --{name} {shown}".rstrip() + "\n" + textwrap.indent(text, " " * 8)
 
 
 def _shown(default: Any) -> str:
-    if isinstance(default, (list, tuple)):
+    if isinstance(default, list):
         return " ".join(map(str, default))
     return str(default) if isinstance(default, (str, int, float)) else ""
 
 
-def _written_in(source: Path, name: str) -> Iterator[Flag]:
-    """The fields of a dataclass as its source has them."""
+def _fields_in(source: Path, name: str) -> Iterator[tuple[str, tuple[str, str]]]:
+    """The fields of a dataclass with defaults and help, as its source has them."""
     tree = ast.parse(source.read_text(encoding="utf-8"))
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
     for node in body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Call):
-            given = {keyword.arg: keyword.value for keyword in node.value.keywords}
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call):
+            given: dict[str | None, Any] = {keyword.arg: keyword.value for keyword in node.value.keywords}
+            metadata, default = given.get("metadata", ast.Dict([], [])), given.get("default", ast.Constant(None))
+            words = [value for key, value in zip(metadata.keys, metadata.values) if ast.unparse(key) == "'help'"]
             if "init" not in given:
-                yield Flag(node.target.id, _default(given.get("default")), _help(given.get("metadata")))
+                help = "".join(map(ast.literal_eval, words)).replace("%%", "%")  # as argparse shows it
+                yield ast.unparse(node.target), (_written(default), help)
 
 
-def _default(node: ast.expr | None) -> str:
-    if node is None:
-        return ""
+def _written(default: ast.expr) -> str:
     try:
-        return _shown(ast.literal_eval(node))
+        return _shown(ast.literal_eval(default))
     except ValueError:  # an expression
-        return ast.unparse(node)
-
-
-def _help(metadata: ast.expr | None) -> str:
-    entries = zip(metadata.keys, metadata.values) if isinstance(metadata, ast.Dict) else ()
-    words = (value for key, value in entries if isinstance(key, ast.Constant) and key.value == "help")
-    return next((ast.literal_eval(value).replace("%%", "%") for value in words), "")  # as argparse shows it
+        return ast.unparse(default)

@@ -7,7 +7,7 @@ import sys
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from jinja2 import TemplateSyntaxError
@@ -15,7 +15,7 @@ from transformers import HfArgumentParser, ProgressCallback
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..hub.cards import TRAINING_RECORD
-from ..loading import check_drafter, check_target, load_target, load_tokenizer, readable
+from ..loading import check_drafter, check_target, load_target, load_tokenizer
 from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
 from .acceptance import AcceptanceCallback
 from .arguments import HyperDFlashTrainingArguments
@@ -27,9 +27,20 @@ from .places import with_places
 from .trainer import HyperDFlashTrainer
 
 REPORTED = (
-    "learning_rate", "lr_scheduler_type", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "optim",
-    "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "seed", "kl_weight", "kl_positions",
-    "kl_temperature", "kl_teacher", "num_anchors", "loss_decay", "feature_source", "feature_dtype", "max_length", "packing",
+    "learning_rate", "lr_scheduler_type", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size",
+    "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "seed", "kl_weight",
+    "kl_positions", "kl_temperature", "kl_teacher", "num_anchors", "loss_decay", "feature_source", "feature_dtype",
+    "max_length", "packing",
+)  # fmt: skip
+
+
+_LEAST = {
+    "rows": 1, "eval_rows": 1, "eval_prompts": 0, "eval_max_new_tokens": 1, "layers": 1, "intermediate_size": 1,
+    "num_draft_tokens": 1,
+}  # fmt: skip
+_OF_A_NEW_DRAFTER = (
+    "layers", "intermediate_size", "reducer", "target_layer_ids", "num_draft_tokens", "sliding_window",
+    "mask_token_id",
 )  # fmt: skip
 
 
@@ -47,14 +58,12 @@ def parse(argv: list[str] | None, prog: str | None = None) -> tuple[ScriptArgume
         ValueError: If a flag is unknown, missing or does not fit.
     """
     parser = make_parser(argv, prog)
-    *parsed, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    script, args, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
-        known = [option for action in parser._actions for option in action.option_strings]
-        near = get_close_matches(unknown[0], known, n=1)
-        raise ValueError(
-            f"`train` knows no {unknown[0]!r}{f': {near[0]}, perhaps' if near else ''}. `train --help` lists its flags."
+        near = "".join(
+            f": {known}, perhaps" for known in get_close_matches(unknown[0], parser._option_string_actions, 1)
         )
-    script, args = cast("tuple[ScriptArguments, HyperDFlashTrainingArguments]", parsed)
+        raise ValueError(f"`train` knows no {unknown[0]!r}{near}. `train --help` lists its flags.")
     _check(script, args)
     return script, args
 
@@ -70,15 +79,16 @@ def make_parser(argv: list[str] | None, prog: str | None = None) -> HfArgumentPa
     return parser
 
 
-def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
+def _check(script: ScriptArguments, args: Any) -> None:
     """Refuse what cannot go well before anything is loaded."""
     if script.stage == 2 and not script.drafter:
         raise ValueError(
-            "`--stage 2` goes on from stage 1: name its drafter with `--drafter FOLDER`. For a new drafter leave `--stage` "
-            "out and set `--dataset` and `--learning_rate`."
+            "`--stage 2` goes on from stage 1: name its drafter with `--drafter FOLDER`. For a new drafter leave "
+            "`--stage` out and set `--dataset` and `--learning_rate`."
         )
-    ignored = [] if not script.drafter else [name for name in _OF_A_NEW_DRAFTER if _is_set(script, name)]
-    if ignored:
+    unset = {flag.name: flag.default for flag in fields(ScriptArguments)}
+    ignored = [name for name in _OF_A_NEW_DRAFTER if getattr(script, name) != unset[name]]
+    if script.drafter and ignored:
         raise ValueError(
             f"`--{ignored[0]}` is for a new drafter, but `--drafter {script.drafter}` has its own: leave one out."
         )
@@ -92,14 +102,14 @@ def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
             raise ValueError(f"`--{name}` is {value}, expected at least {least}.")
     if not script.drafter and args.max_length <= script.num_draft_tokens:
         raise ValueError(
-            f"`--max_length` is {args.max_length}, expected more than `--num_draft_tokens`, {script.num_draft_tokens}: a block "
-            "has an anchor before them."
+            f"`--max_length` is {args.max_length}, expected more than `--num_draft_tokens`, "
+            f"{script.num_draft_tokens}: a block has an anchor before them."
         )
     if script.streaming and not script.eval_dataset:
         raise ValueError("`--streaming` needs `--eval_dataset`: nothing can be split off a stream.")
     if script.streaming and args.max_steps <= 0:
         raise ValueError("`--streaming` needs `--max_steps`: how long a stream is is not known.")
-    if Path(str(args.output_dir)).is_file():
+    if Path(args.output_dir).is_file():
         raise ValueError(f"`--output_dir` is {args.output_dir!r}, a file: expected a folder, which is made if needed.")
     if (script.device_map or "").startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(
@@ -107,19 +117,6 @@ def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
         )
     _template(script)
     _window(script)
-
-
-_LEAST = {
-    "rows": 1, "eval_rows": 1, "eval_prompts": 0, "eval_max_new_tokens": 1, "layers": 1, "intermediate_size": 1,
-    "num_draft_tokens": 1,
-}  # fmt: skip
-_OF_A_NEW_DRAFTER = (
-    "layers", "intermediate_size", "reducer", "target_layer_ids", "num_draft_tokens", "sliding_window", "mask_token_id",
-)  # fmt: skip
-
-
-def _is_set(script: ScriptArguments, name: str) -> bool:
-    return getattr(script, name) != next(part.default for part in fields(script) if part.name == name)
 
 
 def _template(script: ScriptArguments) -> str | None:
@@ -135,7 +132,8 @@ def _template(script: ScriptArguments) -> str | None:
         raise ValueError(f"`--chat_template` is {script.chat_template!r}, which is not UTF-8 text.") from error
     except TemplateSyntaxError as error:
         raise ValueError(
-            f"`--chat_template` is {script.chat_template!r}, which is no Jinja template: {error.message}, line {error.lineno}."
+            f"`--chat_template` is {script.chat_template!r}, which is no Jinja template: {error.message}, line "
+            f"{error.lineno}."
         ) from error
     return template
 
@@ -152,11 +150,10 @@ def _window(script: ScriptArguments) -> dict[str, int | None]:
     return {"sliding_window": int(given)}
 
 
-def load_drafter(script: ScriptArguments, target: Any, tokenizer: Any) -> HyperDFlashDrafter:
+def drafter_to_train(script: ScriptArguments, target: Any, tokenizer: Any) -> HyperDFlashDrafter:
     """A new drafter, or an earlier stage's, in float32: what an optimizer needs."""
     if script.drafter:
         return HyperDFlashDrafter.from_pretrained(script.drafter, dtype=torch.float32)
-    width = {} if script.intermediate_size is None else {"intermediate_size": script.intermediate_size}
     return HyperDFlashDrafter.from_target(
         target,
         reducer=script.reducer,
@@ -167,7 +164,7 @@ def load_drafter(script: ScriptArguments, target: Any, tokenizer: Any) -> HyperD
         num_hidden_layers=script.layers,
         dtype=torch.float32,
         target_name_or_path=_public_name(script.target),
-        **width,
+        **({} if script.intermediate_size is None else {"intermediate_size": script.intermediate_size}),
         **_window(script),
     )
 
@@ -191,8 +188,8 @@ def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
         held_out = with_places(load_rows(script.eval_dataset), script.eval_dataset)
     elif len(train) <= script.eval_rows:
         raise ValueError(
-            f"{', '.join(script.dataset or ())} has {len(train)} rows, and `--eval_rows` holds {script.eval_rows} of them "
-            "out: lower it, or name other rows with `--eval_dataset`."
+            f"{', '.join(script.dataset or ())} has {len(train)} rows, and `--eval_rows` holds {script.eval_rows} of "
+            "them out: lower it, or name other rows with `--eval_dataset`."
         )
     else:
         split = train.train_test_split(script.eval_rows, seed=seed)
@@ -204,25 +201,21 @@ def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
     return train, held_out
 
 
-def settings(
-    script: ScriptArguments, args: HyperDFlashTrainingArguments, trainer: HyperDFlashTrainer
-) -> dict[str, Any]:
+def settings(script: ScriptArguments, args: HyperDFlashTrainingArguments, trainer: Any) -> dict[str, Any]:
     """What a model card needs to know of the run as it happened, without this machine's folders."""
     told = {**vars(script), **{name: getattr(args, name) for name in REPORTED}}
-    told["dataset"] = [_public_name(source) for source in script.dataset or ()]
-    state, rows = trainer.state, cast(Any, trainer.train_dataset)
-    told |= {
+    del told["eval_rows"]  # what would have been split off
+    for name in ("target", "drafter", "eval_dataset", "chat_template"):
+        told[name] = told[name] and _public_name(told[name])
+    state, rows = trainer.state, trainer.train_dataset
+    return told | {
+        "dataset": [_public_name(source) for source in script.dataset or ()],
         "steps": state.global_step,
         "schedule_steps": state.max_steps,  # more if the run was stopped early
         "warmup_steps": args.get_warmup_steps(state.max_steps),
         "epochs": round(state.epoch or 0, 3),
         "train_rows": len(rows) if hasattr(rows, "__len__") else None,
-        "held_out_rows": len(cast(Any, trainer.eval_dataset)),
-    }
-    del told["eval_rows"]  # what would have been split off
-    return told | {
-        name: told[name] and _public_name(told[name])
-        for name in ("target", "drafter", "eval_dataset", "chat_template")
+        "held_out_rows": len(trainer.eval_dataset),
     }
 
 
@@ -254,9 +247,9 @@ def _say(args: HyperDFlashTrainingArguments, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _amounts(script: ScriptArguments, trainer: HyperDFlashTrainer) -> str:
+def _amounts(script: ScriptArguments, trainer: Any) -> str:
     """How many rows there are of each kind; what was skipped is not among them."""
-    rows, held_out = cast(Any, trainer.train_dataset), len(cast(Any, trainer.eval_dataset))
+    rows, held_out = trainer.train_dataset, len(trainer.eval_dataset)
     amount = f"{len(rows)} rows" if hasattr(rows, "__len__") else "a stream"
     of = f"of {script.eval_dataset}" if script.eval_dataset else f"by `--eval_rows {script.eval_rows}`"
     asked = min(script.eval_prompts, held_out)
@@ -278,12 +271,11 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     if template := _template(script):
         tokenizer.chat_template = template
     dtype = script.target_dtype or ("auto" if torch.cuda.is_available() else "float32")
-    with readable(script.target):
-        target = load_target(
-            script.target, dtype=dtype, device_map=script.device_map, trust_remote_code=script.trust_remote_code
-        )
+    target = load_target(
+        script.target, dtype=dtype, device_map=script.device_map, trust_remote_code=script.trust_remote_code
+    )
     torch.manual_seed(args.seed)
-    drafter = load_drafter(script, target, tokenizer)
+    drafter = drafter_to_train(script, target, tokenizer)
     drafter.config.target_fingerprint = as_words(target_fingerprint(target))
     trainer = HyperDFlashTrainer(
         drafter, target, args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer
@@ -295,8 +287,8 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     if not resume and (earlier := last_whole(folder)[0]):
         _say(
             args,
-            f"{folder} has checkpoints of an earlier run, which this one overwrites: to go on from {earlier} instead, stop it "
-            "and add `--resume_from_checkpoint true`.",
+            f"{folder} has checkpoints of an earlier run, which this one overwrites: to go on from {earlier} instead, "
+            "stop it and add `--resume_from_checkpoint true`.",
         )
     try:
         trainer.train(resume_from_checkpoint=resume)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import hf_hyperdflash
@@ -19,6 +20,7 @@ from ..conftest import MODELS, tiny_drafter
 from ..helpers.families import deepseek_v4_remote_code, glm5_next
 from ..helpers.tokenizers import characters
 
+COMMANDS = typer.main.get_command(app).commands
 TARGET, DRAFTER = str(MODELS / "tiny-deepseek-v4"), str(MODELS / "tiny-deepseek-v4-hyperdflash")
 
 
@@ -34,17 +36,29 @@ def run(*args):
     return result.output
 
 
-def test_help_explains_every_option():
-    for command in ("benchmark", "sweep"):
-        text = run(command, "--help")
-        assert "--drafter" in text and "--max-new-tokens" in text and "Traceback" not in text
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "train"])  # whose own test is in test_script
+def test_help_explains_every_option(monkeypatch, command):
+    explains(monkeypatch, {part.opts[0]: part.help for part in COMMANDS[command].params}, command)
+
+
+def test_without_a_command_every_command_is_explained(monkeypatch):
+    explains(monkeypatch, {name: command.help for name, command in COMMANDS.items()})
+
+
+def explains(monkeypatch, helps: dict[str, str], *command):
+    monkeypatch.setenv("COLUMNS", "200")  # on which each has one line
+    shown = [line.strip("│* ") for line in run(*command, *(["--help"] if command else [])).splitlines()]
+    for name, help in helps.items():
+        (line,) = (line for line in shown if line.startswith(f"{name} "))
+        assert help and help in line, name
 
 
 def test_benchmark_writes_results_and_report(data, tmp_path):
     out = tmp_path / "out"
     printed = run(
-        "benchmark", "--target", TARGET, "--drafter", DRAFTER, "--drafter", f"Mine (2)={DRAFTER}", "--mtp", 3, "--mtp", 1,
-        "--prompt-lookup", 4, "--suite", "gsm8k", "--data", data, "--limit", 1, "--max-new-tokens", 10, "--output", out,
+        "benchmark", "--target", TARGET, "--drafter", DRAFTER, "--drafter", f"Mine (2)={DRAFTER}", "--mtp", 3,
+        "--mtp", 1, "--prompt-lookup", 4, "--suite", "gsm8k", "--data", data, "--limit", 1,
+        "--max-new-tokens", 10, "--output", out,
     )  # fmt: skip
     assert str(out / "report.md") in printed and "Non-think, temperature 0" in printed and "GSM8K" in printed
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
@@ -70,10 +84,12 @@ def test_benchmark_writes_results_and_report(data, tmp_path):
 
 def test_sweep_recommends_a_number_of_drafts(data, tmp_path):
     printed = run(
-        "sweep", "--target", TARGET, "--drafter", DRAFTER, "--tokens", 2, "--tokens", 5, "--suite", "gsm8k", "--data", data,
-        "--limit", 1, "--max-new-tokens", 12, "--output", tmp_path / "out",
+        "sweep", "--target", TARGET, "--drafter", DRAFTER, "--tokens", 2, "--tokens", 5, "--suite", "gsm8k",
+        "--data", data, "--limit", 1, "--max-new-tokens", 12, "--output", tmp_path / "out",
     )  # fmt: skip
     assert "The fastest on each suite" in printed and "HyperDFlash hybrid (5)" in printed
+    run_facts = json.loads((tmp_path / "out" / "results.jsonl").read_text().splitlines()[0])["run"]
+    assert list(run_facts["methods"]) == ["Target only", "HyperDFlash hybrid (2)", "HyperDFlash hybrid (5)"]
 
 
 def test_suites_are_found_and_read_before_a_model_is_loaded(monkeypatch, capsys, tmp_path):
@@ -117,7 +133,8 @@ def wrong(tmp_path_factory):
     (folder / "empty").mkdir()
     for name, config in {
         "no-json": "{", "a-list": "[1]", "binary": b"\xff\xfe", "no-type": "{}", "unknown": '{"model_type": "gpt99"}',
-        "configured": '{"model_type": "llama"}',
+        "configured": '{"model_type": "llama"}', "zlab": '{"dflash_config": {}}',
+        "mtp": '{"model_type": "deepseek_v4", "architectures": ["DeepseekV4MTPDrafter"]}',
     }.items():  # fmt: skip
         (folder / name).mkdir()
         (folder / name / "config.json").write_bytes(config.encode() if isinstance(config, str) else config)
@@ -134,6 +151,7 @@ def wrong(tmp_path_factory):
     copied(TARGET, folder / "untemplated", "chat_template.jinja", "{% for %}")
     (folder / "results").mkdir()
     (folder / "notes.md").write_bytes(b"\xff")
+    (folder / "rows.jsonl").write_text('{"question": "What is 3 plus 4?", "answer": "7"}\n' * 3)
     (folder / "data").mkdir()
     (folder / "data" / "gsm8k.jsonl").write_text('{"turns": ["What is 3 plus 4?"]}\n')
     return folder
@@ -156,6 +174,8 @@ NO_TARGET = {
     "unknown": "has `model_type` 'gpt99'",
     "configured": "The folder configured has no weights",
     DRAFTER: "is a drafter, expected the target that it drafts for",
+    "mtp": "mtp is an MTP drafter, expected the target",
+    "zlab": "zlab is a DFlash drafter in another program's layout, expected the target",
     "cut-target": "The weights of cut-target are damaged",
     "bare-target": "The folder bare-target has no weights",
     "wide": "The weights of wide have other shapes than its config.json says",
@@ -176,6 +196,18 @@ PAIR = ["--target", TARGET, "--drafter", DRAFTER]
 ASK = ["generate", *PAIR, "hi"]
 COMPARE = ["benchmark", "--target", TARGET, "--suite", "gsm8k", "--data", "data", "--output", "out"]
 SWEEP = ["sweep", "--target", TARGET, "--suite", "gsm8k", "--data", "data", "--output", "out"]
+TRAIN = [
+    "train",
+    "--dataset",
+    "rows.jsonl",
+    "--eval_rows",
+    "1",
+    "--output_dir",
+    "out",
+    "--use_cpu",
+    "--report_to",
+    "none",
+]
 NAMED = 'expected PATH, NAME=PATH or "NAME (4)=PATH"'
 MISTAKES: list[tuple[list[str], int, str]] = [
     *((["generate", "--target", name, "--drafter", DRAFTER, "hi"], 1, said) for name, said in NO_TARGET.items()),
@@ -210,6 +242,9 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     (["card", DRAFTER, "--notes", "notes.md", "--output", "out.md"], 1, "notes.md is no text in UTF-8"),
     (["card", DRAFTER, "--output", "file/card.md"], 1, "file is a file"),
     (["card", DRAFTER, "--dtype", "float7"], 2, "'float7' is not one of"),
+    *(([*command, name, *rest], 1, "expected a HyperDFlash or vanilla DFlash drafter saved by this package")
+      for name in ("mtp", "zlab")
+      for command, rest in ((["card"], []), (["export"], ["out"]), (["push"], ["org/name"]))),
     (["export", DRAFTER, "out"], 1, "cannot be written in the z-lab layout"),
     (["export", DRAFTER, "file"], 2, "'file' is a file"),
     (["export", DRAFTER, "file/out"], 1, "file is a file"),
@@ -237,6 +272,10 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     ([*SWEEP, "--drafter", DRAFTER, "--tokens", "0"], 2, "Invalid value for '--tokens'"),
     ([*SWEEP, "--drafter", DRAFTER, "--tokens", "7"], 1, "cannot draft 7 tokens"),
     ([*SWEEP, "--drafter", f"X (a)={DRAFTER}"], 1, NAMED),
+    ([*SWEEP, "--drafter", f"X (99)={DRAFTER}"], 1, "cannot draft 99 tokens"),
+    *(([*TRAIN, "--target", name], 1, NO_TARGET[name])
+      for name in ("no/where/at", "mtp", "wordy", "wide", "wordless")),
+    ([*TRAIN, "--target", TARGET, "--drafter", "zlab"], 1, "expected a HyperDFlash or vanilla DFlash drafter"),
 ]  # fmt: skip
 
 
@@ -306,14 +345,15 @@ def test_ctrl_c_says_how_to_go_on(command, said):
     arguments += ["--target", TARGET, "--mtp", "1", "--output", "unwritten"] if command == "benchmark" else []
     code = f"""
 import os, signal, sys
-from hf_hyperdflash.cli import app as cli
-def stopped(*args):
-    os.kill(os.getpid(), signal.SIGINT)
-cli._announce = stopped
-sys.modules["hf_hyperdflash.training.script"] = type(sys)("train")
-sys.modules["hf_hyperdflash.training.script"].main = stopped
+from hf_hyperdflash.cli.app import run
+write = sys.stderr.write
+def watched(text):
+    write(text)
+    if text.startswith("Loading "):
+        os.kill(os.getpid(), signal.SIGINT)
+sys.stderr.write = watched
 sys.argv = ["hf-hyperdflash", *{arguments!r}]
-cli.run()
+run()
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 130 and "Traceback" not in result.stderr
@@ -325,10 +365,6 @@ def test_the_version(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stopped:
         entry_point()
     assert not stopped.value.code and capsys.readouterr().out == f"hf-hyperdflash {hf_hyperdflash.__version__}\n"
-
-
-def test_without_a_command_the_commands_are_shown():
-    assert "benchmark" in run() and "doctor" in run()
 
 
 @pytest.mark.parametrize(("family", "flags"), [(deepseek_v4_remote_code, ["--trust-remote-code"]), (glm5_next, [])])

@@ -253,7 +253,7 @@ def test_only_its_own_safetensors_are_read(target, tmp_path):
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(OSError, match=r"no model\.safetensors.*not from pickles"):
         load_dflash(tmp_path)
-    with pytest.raises(OSError, match=r"There is no folder \./none"):
+    with pytest.raises(OSError, match=r"The folder \./none does not exist"):
         load_dflash("./none")
 
 

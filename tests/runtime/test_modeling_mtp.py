@@ -539,7 +539,7 @@ def test_other_checkpoints_are_refused(tmp_path, config):
 
 
 def test_none_is_no_checkpoint():
-    with pytest.raises(ValueError, match="None is no checkpoint: expected a folder or a Hub id"):
+    with pytest.raises(ValueError, match="The name of the target is None, expected a folder or a Hub id"):
         DeepseekV4MTPDrafter.from_target(None)
 
 

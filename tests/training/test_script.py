@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from hf_hyperdflash import HyperDFlashConfig, model_card
+from hf_hyperdflash import HyperDFlashConfig
+from hf_hyperdflash.hub.cards import drafter_card
 from hf_hyperdflash.training.checkpoints import last_whole
 from hf_hyperdflash.training.flags import help_text
 from hf_hyperdflash.training.script import main, make_parser
@@ -61,7 +62,7 @@ print([name for name in ("torch", "transformers", "datasets", "numpy") if name i
     actions = {action.dest: action for action in reversed(make_parser([])._actions) if action.dest != "help"}
     assert set(entries) == set(actions) and len(entries) > 100
     for name, (default, words) in entries.items():
-        assert words == "".join((actions[name].help or "").replace("%%", "%").split()), name
+        assert words and words == "".join((actions[name].help or "").replace("%%", "%").split()), name
         if type(actions[name].default) in (int, float):
             assert float(default) == actions[name].default, name
 
@@ -131,7 +132,7 @@ def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path, name):
         (["--drafter", "x", "--sliding_window", "5"], "`--sliding_window` is for a new drafter"),
         (["--streaming"], "`--streaming` needs `--eval_dataset`"),
         (["--streaming", "--eval_dataset", "x", "--max_steps", "-1"], "`--streaming` needs `--max_steps`"),
-        (["--output_dir", __file__], r"test_train\.py', a file: expected a folder"),
+        (["--output_dir", __file__], r"test_script\.py', a file: expected a folder"),
         (["--device_map", "cuda:7"], "`--device_map` is 'cuda:7', but PyTorch sees no CUDA device"),
         (["--eval_rows", "0"], "`--eval_rows` is 0"),
         (["--chat_template", "nowhere.jinja"], "'nowhere.jinja', and there is no such file"),
@@ -202,9 +203,12 @@ def test_the_record_tells_what_happened(tmp_path, caplog, capsys):
         "weight_decay": 0.0,
     }
     assert {name: facts[name] for name in rules} == rules
-    card = str(model_card.drafter_card(folder))
-    for line in ("| schedule | cosine |", "| Adam's first beta | 0.9 |", "| gradients clipped to norm | 1 |", "| epochs | 1.5 |",
-                 "| steps | 3 |", "| rows held out | 2 |", "| warm-up steps | 2 |", "| Adam's epsilon | 1e-08 |"):  # fmt: skip
+    card = str(drafter_card(folder))
+    for line in (
+        "| schedule | cosine |", "| Adam's first beta | 0.9 |", "| gradients clipped to norm | 1 |",
+        "| epochs | 1.5 |",
+        "| steps | 3 |", "| rows held out | 2 |", "| warm-up steps | 2 |", "| Adam's epsilon | 1e-08 |",
+    ):  # fmt: skip
         assert line in card, line
     assert HyperDFlashConfig.from_pretrained(folder).sliding_window is None
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*") if path.is_file()} == {0o644}

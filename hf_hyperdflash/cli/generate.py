@@ -1,0 +1,59 @@
+"""`hf-hyperdflash generate`: a prompt answered with a drafter's help."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from . import options
+from .models import announce, load
+
+
+def generate(
+    target: options.Target,
+    drafter: options.Drafter,
+    prompt: Annotated[str, typer.Argument(help="What to ask, as one chat turn.")],
+    max_new_tokens: options.NewTokens = 256,
+    temperature: options.Temperature = 0.0,
+    num_draft_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Drafted tokens per round; all that the drafter can if unset.")
+    ] = None,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = None,
+    device_map: options.DeviceMap = None,
+    threads: options.Threads = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+) -> None:
+    """Answer a prompt with a drafter's help, as it is written, and say how well the drafter did."""
+    if not prompt.strip():
+        raise ValueError("The prompt is empty, expected what to ask.")
+    announce("target", target)
+    model, tokenizer, loaded = load(target, [drafter], dtype, device_map, threads, trust_remote_code)
+    import torch
+    from transformers import TextStreamer
+
+    from ..training.data import encode_prompts
+
+    assistant = loaded[drafter]
+    assistant.bind(model)
+    if num_draft_tokens is not None:
+        assistant.num_draft_tokens = num_draft_tokens
+    torch.manual_seed(seed)
+    ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": prompt}]}])[0].to(model.device)
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    model.generate(
+        ids,
+        assistant_model=assistant,
+        max_new_tokens=max_new_tokens,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        **sampling,
+    )
+    stats = assistant.last_stats
+    rates = ", ".join(f"{100 * rate:.0f}" for rate in stats.acceptance)
+    typer.echo(
+        f"\n{stats.tokens} tokens in {stats.rounds} verification round{'s' * (stats.rounds != 1)}: "
+        f"tau {stats.tau:.2f}, {stats.tokens / max(stats.loop_seconds, 1e-9):.1f} tokens/s. "
+        f"Drafts accepted at each position, %: {rates}.",
+        err=True,
+    )

@@ -1,0 +1,188 @@
+"""`hf-hyperdflash benchmark`, `sweep` and `doctor`: what a drafter is worth."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer import Option
+
+from . import options
+from .models import announce, check_writable, load
+
+if TYPE_CHECKING:
+    from ..benchmark.runner import BenchmarkSettings
+
+Compared = tuple[str, Any, Sequence[int]]  # a drafter's name, the drafter, and the numbers of tokens that it drafts
+
+
+def doctor(
+    target: options.Target,
+    drafter: options.Drafter,
+    max_new_tokens: options.NewTokensOfRounds = 64,
+    dtype: options.Dtype = None,
+    device_map: options.DeviceMap = None,
+    threads: options.Threads = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+) -> None:
+    """Say whether a drafter fits a target, what it takes and gives, and what is wrong. Exit status 1 if
+    anything is."""
+    announce("target", target)
+    model, tokenizer, loaded = load(target, [drafter], dtype, device_map, threads, trust_remote_code)
+    from ..benchmark.doctor import PROMPTS, examine
+    from ..runtime.binding import unbind
+
+    assistant = loaded[drafter]
+    if not hasattr(assistant.config, "reducer"):
+        raise ValueError(f"{drafter} is a {type(assistant).__name__}, expected a HyperDFlash or DFlash drafter.")
+    unbind(model)
+    typer.echo(f"Generating from {len(PROMPTS)} prompts ...", err=True)
+    diagnosis = examine(model, assistant, tokenizer, max_new_tokens=max_new_tokens, disable_tqdm=False)
+    typer.echo(str(diagnosis))
+    if diagnosis.problems:
+        raise typer.Exit(1)
+
+
+def benchmark(
+    target: options.Target,
+    output: options.Output,
+    drafter: options.Drafters = None,
+    mtp: Annotated[
+        list[int] | None,
+        Option(min=1, help="Compare with the target's own MTP head, this many drafts; repeatable."),
+    ] = None,
+    prompt_lookup: Annotated[
+        list[int] | None, Option(min=1, help="Compare with prompt lookup, this many drafts; repeatable.")
+    ] = None,
+    suite: options.Suites = None,
+    data: options.Data = None,
+    mode: options.Modes = None,
+    temperature: options.Temperatures = None,
+    limit: options.Limit = None,
+    max_new_tokens: options.NewTokensOfRounds = 2048,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = None,
+    device_map: options.DeviceMap = None,
+    threads: options.Threads = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+) -> None:
+    """Compare drafters with the target alone and with each other, prompt by prompt (the paper's Tables 2 and 3)."""
+    named = _named(drafter, mtp or prompt_lookup)
+    settings = _announced(target, output, suite, data, mode, temperature, limit, max_new_tokens, seed)
+    paths = [path for *_, path in named]
+    model, tokenizer, loaded = load(target, paths, dtype, device_map, threads, trust_remote_code)
+    from ..runtime.prompt_lookup import PromptLookupDrafter
+
+    compared = _mtp(model, mtp or ())
+    compared.append(("Prompt lookup", PromptLookupDrafter(model), prompt_lookup or ()))
+    for name, assistant, count in _bound(model, named, loaded):
+        compared.append((name, assistant, [count or assistant.num_draft_tokens]))
+    _run(model, tokenizer, compared, settings, output)
+
+
+def sweep(
+    target: options.Target,
+    output: options.Output,
+    drafter: options.Drafters = None,
+    mtp: Annotated[bool, Option(help="Sweep the target's own MTP head too.")] = False,
+    tokens: Annotated[
+        list[int] | None,
+        Option(min=1, help="Numbers of drafted tokens to try; all a drafter can (6 for MTP) if unset."),
+    ] = None,
+    suite: options.Suites = None,
+    data: options.Data = None,
+    mode: options.Modes = None,
+    temperature: options.Temperatures = None,
+    limit: options.Limit = None,
+    max_new_tokens: options.NewTokensOfRounds = 2048,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = None,
+    device_map: options.DeviceMap = None,
+    threads: options.Threads = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+) -> None:
+    """Find the number of drafted tokens per round that is fastest on each suite."""
+    named = _named(drafter, mtp)
+    settings = _announced(target, output, suite, data, mode, temperature, limit, max_new_tokens, seed)
+    paths = [path for *_, path in named]
+    model, tokenizer, loaded = load(target, paths, dtype, device_map, threads, trust_remote_code)
+    compared = _mtp(model, (tokens or range(1, 7)) if mtp else ())
+    for name, assistant, _ in _bound(model, named, loaded):
+        most = assistant.max_draft_tokens or 6
+        compared.append((name, assistant, tokens or range(1, most + 1)))
+    results = _run(model, tokenizer, compared, settings, output)
+    from ..benchmark.report import print_fastest
+
+    print_fastest(results)
+
+
+def _named(drafters: list[str] | None, others: Any) -> list[tuple[str | None, int | None, str]]:
+    """Of each `NAME (COUNT)=PATH` its name and count, where there are any, and its path."""
+    if not drafters and not others:
+        raise ValueError("No method is given: expected --drafter, or another one that --help lists, to compare with.")
+    named = []
+    for given in drafters or ():
+        head, _, path = given.rpartition("=")
+        matched = re.fullmatch(r"([^()]*?)\s*(?:\(([0-9]+)\))?", head)
+        if not path or matched is None or ("=" in given and not matched[1]) or matched[2] == "0":
+            raise ValueError(
+                f'`--drafter` is {given!r}, expected PATH, NAME=PATH or "NAME (4)=PATH" with at least 1 draft.'
+            )
+        named.append((matched[1] or None, int(matched[2]) if matched[2] else None, path))
+    return named
+
+
+def _announced(
+    target: str, output: Path, suite: Any, data: Path | None, mode: Any, temperature: Any, *rest: Any
+) -> BenchmarkSettings:
+    """What is to be run. What is wrong with it, or with where it is written, shows before models are loaded."""
+    check_writable(output)
+    announce("target", target)
+    from ..benchmark.runner import BenchmarkSettings
+    from ..benchmark.suites import SUITES, suites_in
+
+    suites = suite or (list(SUITES) if data is None else suites_in(data))
+    folder = None if data is None else str(data)
+    settings = BenchmarkSettings(suites, folder, mode or ["non-think"], temperature or [0.0], *rest)
+    settings.prompts()
+    return settings
+
+
+def _mtp(model: Any, counts: Sequence[int]) -> list[Compared]:
+    from ..runtime.modeling_mtp import DeepseekV4MTPDrafter
+
+    return [("MTP", DeepseekV4MTPDrafter.from_target(model), counts)] if counts else []
+
+
+def _bound(model: Any, named: Any, loaded: dict[str, Any]) -> Iterator[tuple[str, Any, int | None]]:
+    for name, count, path in named:
+        drafter = loaded[path]
+        drafter.bind(model)
+        yield name or _title(drafter.config), drafter, count and drafter.check_num_draft_tokens(count)
+
+
+def _title(config: Any) -> str:
+    """What a drafter is called where the user gives it no name."""
+    if not hasattr(config, "reducer"):
+        return "MTP"
+    if config.reducer == "hybrid":
+        return "HyperDFlash hybrid"
+    if config.reducer != "hc_gate":
+        return "Vanilla DFlash"
+    layers = config.target_layer_ids
+    return "HyperDFlash" if layers == [-1] else f"HyperDFlash on {', '.join(map(str, layers))}"
+
+
+def _run(model: Any, tokenizer: Any, compared: list[Compared], settings: BenchmarkSettings, output: Path) -> Path:
+    from ..benchmark.report import print_results, write_report
+    from ..benchmark.runner import Method, run_benchmark
+
+    methods = [Method(f"{name} ({count})", drafter, count) for name, drafter, counts in compared for count in counts]
+    results = run_benchmark(model, tokenizer, methods, settings, output / "results.jsonl")
+    write_report(results, output)
+    print_results(results)
+    typer.echo(f"{output / 'report.md'}, summary.csv, acceptance.png and speedup_tau.png are written.")
+    return results

@@ -1,0 +1,76 @@
+"""What the commands load and where they write, looked at before it takes minutes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import typer
+
+_SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def announce(kind: str, name: Any) -> None:
+    """Say what is going to be loaded: from here on it takes a while."""
+    typer.echo(f"Loading the {kind} {name} ...", err=True)
+
+
+def check_writable(folder: Path) -> None:
+    """Raise an `OSError` if `folder` cannot be written to, or made."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise OSError(f"{folder} cannot be made, because {there} is a file. Choose another folder.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise OSError(f"{there} cannot be written to. Choose another folder, or change its permissions.")
+
+
+def load(
+    target: str,
+    drafters: Collection[str],
+    dtype: str | None,
+    device_map: str | None,
+    threads: int | None,
+    trust_remote_code: bool,
+) -> tuple[Any, Any, dict[str, Any]]:
+    """The target, bound, its tokenizer, and its drafters by their names, all looked at before one is loaded."""
+    import torch
+
+    from .. import loading
+    from ..runtime.binding import bind
+
+    loading.check_target(target)
+    for drafter in drafters:
+        loading.check_drafter(drafter)
+    if threads:
+        torch.set_num_threads(threads)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    _check_device(device_map or device)
+    tokenizer = loading.load_tokenizer(target, trust_remote_code)
+    dtype = dtype or ("float32" if device == "cpu" else "auto")
+    model = bind(
+        loading.load_target(target, dtype=dtype, device_map=device_map or device, trust_remote_code=trust_remote_code)
+    )
+    return model, tokenizer, {name: loading.load_drafter(name, target=model) for name in dict.fromkeys(drafters)}
+
+
+def _check_device(device_map: str) -> None:
+    import torch
+
+    if device_map in _SPREAD:
+        return
+    try:
+        device = torch.device(device_map)
+    except RuntimeError as error:
+        raise ValueError(
+            f"`--device-map` is {device_map!r}, expected {', '.join(_SPREAD)} or a device such as cpu or cuda:0."
+        ) from error
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if here else 0
+    if device.type != "cpu" and (here is None or device.type != here.type or (device.index or 0) >= count):
+        seen = f"{count} devices of type {here}" if here else "only a cpu"
+        raise ValueError(
+            f"`--device-map` is {device_map!r}, but this torch sees {seen}. Leave it out, or install torch for your "
+            "accelerator."
+        )

@@ -1,0 +1,68 @@
+"""The options that several commands have, each written once."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, BadParameter, Option
+
+_DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
+
+
+def _temperature(value: Any) -> Any:
+    for temperature in value if isinstance(value, list) else [value]:
+        if temperature is not None and not 0 <= temperature < math.inf:
+            raise BadParameter(f"{temperature} is no temperature: 0 (greedy) or above.")
+    return value
+
+
+def check_dtype(value: str | None) -> str | None:
+    if value is not None and value not in _DTYPES:
+        raise BadParameter(f"{value!r} is not one of {', '.join(_DTYPES)}.")
+    return value
+
+
+Target = Annotated[str, Option(help="Path or Hub id of the target.")]
+Drafter = Annotated[str, Option(help="Path or Hub id of the drafter.")]
+Drafters = Annotated[
+    list[str] | None,
+    Option(
+        "--drafter",
+        help='Path or Hub id of a drafter; NAME=PATH names it in the tables, "NAME (4)=PATH" lets it draft 4. '
+        "Repeatable.",
+    ),
+]
+SavedDrafter = Annotated[Path, Argument(exists=True, file_okay=False, help="Folder of a saved drafter.")]
+Output = Annotated[
+    Path, Option(file_okay=False, help="Folder of results.jsonl and the report; a killed run continues there.")
+]
+Suites = Annotated[
+    list[str] | None,
+    Option(
+        "--suite",
+        help="gsm8k, math500, aime25, humaneval, mbpp, livecodebench, mt-bench; all, or all in --data, if unset.",
+    ),
+]
+Data = Annotated[
+    Path | None, Option(help='Folder with <suite>.jsonl files of {"turns": [...]} lines; the Hub if unset.')
+]
+Modes = Annotated[list[str] | None, Option("--mode", help="non-think or think-high; repeatable.")]
+Temperature = Annotated[float, Option(callback=_temperature, help="0 is greedy.")]
+Temperatures = Annotated[
+    list[float] | None, Option("--temperature", callback=_temperature, help="0 is greedy; repeatable.")
+]
+Limit = Annotated[int | None, Option(min=1, help="Prompts of each suite; all if unset.")]
+NewTokens = Annotated[int, Option(min=1, help="Most new tokens per turn.")]
+NewTokensOfRounds = Annotated[int, Option(min=3, help="Most new tokens per turn; less than 3 has no round.")]
+Seed = Annotated[int, Option(min=0, max=2**63 - 1, help="Of sampling.")]
+Dtype = Annotated[
+    str | None,
+    Option(
+        callback=check_dtype, help="float32, bfloat16, ..; float32 on a CPU, the checkpoint's elsewhere, if unset."
+    ),
+]
+DeviceMap = Annotated[
+    str | None, Option(help="auto, balanced, .. spread the target; or one device, for example cpu or cuda:1.")
+]
+Threads = Annotated[int | None, Option(min=1, max=1024, help="CPU threads.")]
+TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", help="Run the code that the target brings along.")]

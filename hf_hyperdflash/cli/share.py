@@ -1,0 +1,134 @@
+"""`hf-hyperdflash card`, `export` and `push`: a drafter for others."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from .models import announce, check_writable
+from .options import SavedDrafter, check_dtype
+
+
+def card(
+    folder: SavedDrafter,
+    results: Annotated[
+        Path | None,
+        Option(exists=True, file_okay=False, help="Folder that `benchmark` wrote, for the figures."),
+    ] = None,
+    method: Annotated[
+        str | None, Option(help="Which of the benchmark's methods this drafter is, if it compares several.")
+    ] = None,
+    repo_id: Annotated[str | None, Option(help="Where users will load it from.")] = None,
+    target: Annotated[
+        str | None,
+        Option(help="Where users load the target from, if not from where the drafter's configuration says."),
+    ] = None,
+    license: Annotated[str | None, Option(help="A Hub licence name, for example apache-2.0.")] = None,
+    notes: Annotated[
+        Path | None, Option(exists=True, dir_okay=False, help="A Markdown file about the training.")
+    ] = None,
+    limits: Annotated[
+        Path | None,
+        Option(exists=True, dir_okay=False, help="A Markdown file about where the drafter does not do well."),
+    ] = None,
+    dtype: Annotated[str, Option(callback=check_dtype, help="Of the target in the usage snippet.")] = "auto",
+    figure: Annotated[
+        str | None,
+        Option(help="Where the acceptance figure is; the benchmark's is copied beside the card if unset."),
+    ] = None,
+    output: Annotated[
+        Path | None, Option(dir_okay=False, help="The card; README.md in the drafter's folder if unset.")
+    ] = None,
+) -> None:
+    """Write a drafter's model card from its configuration, training record and benchmark. What is not known
+    is left out."""
+    from ..benchmark.report import measured
+    from ..hub.cards import drafter_card
+    from ..loading import check_drafter
+
+    check_drafter(str(folder), is_ours=True, needs_weights=False)
+    output, picture = output or folder / "README.md", "acceptance.png"
+    check_writable(output.parent)
+    if results is not None and not (results / "results.jsonl").is_file():
+        raise OSError(
+            f"The folder {results} has no results.jsonl, expected one that `hf-hyperdflash benchmark` wrote."
+        )
+    figures = None if results is None else measured(results / "results.jsonl", method, folder)
+    is_copied = results is not None and figure is None and (results / picture).exists()
+    written = drafter_card(
+        folder,
+        repo_id=repo_id,
+        target=target,
+        license=license,
+        dtype=dtype,
+        measured=figures,
+        figure=picture if is_copied else figure,
+        notes=_text_of(notes),
+        limits=_text_of(limits),
+    )
+    if results is not None and is_copied:
+        shutil.copyfile(results / picture, output.parent / picture)
+    written.save(output)
+    typer.echo(f"{output} is written.")
+
+
+def _text_of(path: Path | None) -> str | None:
+    try:
+        return None if path is None else path.read_text().strip()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}.") from error
+
+
+def export(
+    drafter: Annotated[str, Argument(help="Path or Hub id of a drafter.")],
+    folder: Annotated[Path, Argument(file_okay=False, help="Where the checkpoint goes.")],
+    format: Annotated[str, Option(help="z-lab (vLLM and SGLang) or speculators (vLLM).")] = "z-lab",
+) -> None:
+    """Write a drafter in another program's layout, if that has words for it, and say how to serve it."""
+    check_writable(folder)
+    announce("drafter", drafter)
+    from ..hub.formats import export_dflash
+    from ..loading import check_drafter
+    from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
+
+    check_drafter(drafter, is_ours=True)
+    typer.echo(export_dflash(HyperDFlashDrafter.from_pretrained(drafter, dtype="auto"), folder, format))
+
+
+def push(
+    folder: SavedDrafter,
+    repo_id: Annotated[str, Argument(help="org/name on the Hub; made if needed.")],
+    private: Annotated[bool, Option(help="Whether a new repository is private.")] = False,
+    revision: Annotated[str | None, Option(help="The branch, made if needed.")] = None,
+    create_pr: Annotated[bool, Option(help="Propose the commit instead.")] = False,
+    commit_message: Annotated[str | None, Option(help="What is committed.")] = None,
+    token: Annotated[
+        str | None, Option(help="Of the Hub; the stored one if unset.", envvar="HF_TOKEN", show_envvar=True)
+    ] = None,
+) -> None:
+    """Upload a saved drafter with its code and its card, in one commit."""
+    announce("drafter", folder)
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    from ..loading import check_drafter
+    from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ValueError(f"The repository is {repo_id!r}, expected a name on the Hub: org/name.") from error
+    check_drafter(str(folder), is_ours=True)
+    done = HyperDFlashDrafter.from_pretrained(folder, dtype="auto").push_to_hub(
+        repo_id,
+        commit_message=commit_message,
+        private=private or None,
+        token=token,
+        revision=revision,
+        create_pr=create_pr,
+    )
+    typer.echo(done.commit_url)

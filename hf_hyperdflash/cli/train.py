@@ -1,0 +1,19 @@
+"""`hf-hyperdflash train`, which loads nothing heavy for its help."""
+
+from __future__ import annotations
+
+import typer
+
+
+def train(context: typer.Context) -> None:
+    """Train a drafter for a target. All flags of transformers' TrainingArguments and more: `train --help` lists
+    them."""
+    if {"-h", "--help"} & set(context.args):
+        from ..training.flags import help_text
+
+        typer.echo(help_text(context.command_path))
+        return
+    typer.echo("Loading PyTorch and transformers ...", err=True)
+    from ..training.script import main
+
+    main(context.args, context.command_path)

@@ -1,0 +1,99 @@
+"""Any drafter by its name: which kind it is, and what it is loaded as."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter, load_drafter, load_target
+from hf_hyperdflash.hub.formats import export_dflash
+
+from .conftest import tiny_drafter, tiny_target
+from .helpers.families import qwen3
+
+KINDS = ("HyperDFlash", "MTP", "z-lab", "speculators")
+
+
+def written(kind: str, folder):
+    """A target and, saved in `folder`, a drafter for it of that kind."""
+    if kind == "MTP":
+        target = tiny_target()
+        drafter = DeepseekV4MTPDrafter(target.config).eval()
+        drafter.save_pretrained(folder)
+    elif kind == "HyperDFlash":
+        target = tiny_target()
+        drafter = tiny_drafter(target)
+        drafter.save_pretrained(folder)
+    else:
+        target = qwen3()
+        drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[0, 2], sliding_window=None)
+        export_dflash(drafter, folder, kind)
+    return target, drafter
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_drafter_is_loaded_by_its_type(tmp_path, kind):
+    target, drafter = written(kind, tmp_path)
+    loaded = load_drafter(tmp_path)
+    assert type(loaded) is (DeepseekV4MTPDrafter if kind == "MTP" else HyperDFlashDrafter) and not loaded.training
+    assert loaded.dtype == drafter.dtype == torch.float32 and loaded.device.type == "cpu"
+    assert loaded.state_dict().keys() == drafter.state_dict().keys()
+    assert all(torch.equal(tensor, drafter.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+    assert load_drafter(str(tmp_path), target=target.to(torch.bfloat16)).dtype == torch.bfloat16
+    assert load_drafter(tmp_path, target=target, dtype="float32").dtype == torch.float32
+    loaded.bind(target.float())
+    ids = torch.tensor([[5, 6, 7, 5, 6]])
+    drafted = target.generate(ids, assistant_model=loaded, max_new_tokens=6, do_sample=False)
+    assert loaded.last_stats.rounds and torch.equal(drafted, target.generate(ids, max_new_tokens=6, do_sample=False))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drafter_is_placed_where_it_is_asked_for(tmp_path, kind):
+    target, _ = written(kind, tmp_path)
+    assert load_drafter(tmp_path, target=target, device="meta").device.type == "meta"
+    on_meta = target.to("meta")  # as what is offloaded is: then there is no telling where its LM head computes
+    assert load_drafter(tmp_path, target=None if "-" in kind else on_meta).device.type == "cpu"
+
+
+def test_copies_are_compared_with_the_target(tmp_path):
+    target, _ = written("z-lab", tmp_path)
+    path = tmp_path / "model.safetensors"
+    head = torch.zeros_like(target.get_output_embeddings().weight)
+    save_file({**load_file(path), "lm_head.weight": head}, path, metadata={"format": "pt"})
+    load_drafter(tmp_path)
+    with pytest.raises(ValueError, match=r"`lm_head\.weight` of .* is not a copy of the target's"):
+        load_drafter(tmp_path, target=target)
+
+
+def test_what_is_no_drafter_is_refused(tmp_path):
+    target, _ = written("HyperDFlash", tmp_path / "drafter")
+    target.save_pretrained(tmp_path / "target")
+    with pytest.raises(ValueError, match="is a model of type 'deepseek_v4', expected a drafter"):
+        load_drafter(tmp_path / "target")
+    with pytest.raises(ValueError, match="is a drafter, expected the target that it drafts for"):
+        load_target(str(tmp_path / "drafter"))
+    with pytest.raises(ValueError, match="is a drafter, expected a target: pass the DeepSeek-V4"):
+        DeepseekV4MTPDrafter.from_target(tmp_path / "drafter")
+    with pytest.raises(ValueError, match="float7"):
+        load_drafter(tmp_path / "drafter", dtype="float7")
+    (tmp_path / "drafter" / "model.safetensors").unlink()
+    with pytest.raises(OSError, match=r"has no weights, expected model\.safetensors"):
+        load_drafter(tmp_path / "drafter")
+    with pytest.raises(OSError, match=r"The folder \./nowhere does not exist"):
+        load_drafter("./nowhere")
+    with pytest.raises(ValueError, match="The name of the drafter is None, expected a folder or a Hub id"):
+        load_drafter(None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_a_repository_it_is_the_revision_that_is_asked_for(tmp_path, kind):
+    """Where the configuration says which kind of drafter it is, and where its weights are."""
+    repository = tmp_path / "cache" / "models--org--name"
+    (repository / "refs").mkdir(parents=True)
+    for revision, other in (("main", "MTP" if kind == "HyperDFlash" else "HyperDFlash"), ("v2", kind)):
+        commit = f"{len(revision):040}"
+        _, drafter = written(other, repository / "snapshots" / commit)
+        (repository / "refs" / revision).write_text(commit)
+    loaded = load_drafter("org/name", revision="v2", cache_dir=tmp_path / "cache", local_files_only=True)
+    assert loaded.state_dict().keys() == drafter.state_dict().keys()
+    with pytest.raises(OSError, match="as a Hub id it has no configuration that can be loaded"):
+        load_drafter("org/name", revision="v3", cache_dir=tmp_path / "cache", local_files_only=True)

@@ -1,9 +1,9 @@
 """What a verification round costs: our loop beside PyPI's `dflash` 0.1.0 and transformers' own DFlash path.
 
 All read one drafter in z-lab's layout, each has a copy of one target, and they take turns in random order, so that the
-machine's drift hits them alike. Target and drafter are random and small, so that much of a round is the loop; the drafter
-has learnt from the measured texts, so that some drafts are accepted. A round lasts from one forward of the target to the
-next.
+machine's drift hits them alike. Target and drafter are random and small, so that much of a round is the loop; the
+drafter has learnt from the measured texts, so that some drafts are accepted. A round lasts from one forward of the
+target to the next.
 
     pip install --no-deps dflash==0.1.0
     python examples/benchmark_loop.py
@@ -23,6 +23,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -190,33 +191,42 @@ def clock(ids: torch.Tensor) -> float:
 
 
 def report(rivals: list[Rival], absent: list[str], expected: list[list[int]], arguments: argparse.Namespace) -> None:
-    device = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else platform.machine()
+    device = (
+        torch.cuda.get_device_name() if arguments.device.startswith("cuda") else f"{platform.machine()} CPU seconds"
+    )
     cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
     print(f"{datetime.date.today()}, {platform.platform()}, {device}, {cores}")
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {arguments.dtype}")
-    print(f"target: random Qwen3, {arguments.layers} layers, hidden {arguments.hidden_size}; drafter: 2 layers, block "
-          f"{arguments.block_size}")  # fmt: skip
+    print(f"{arguments.layers} layers, width {arguments.hidden_size}, drafter 2 layers, block {arguments.block_size}")
     print(f"{arguments.prompts} prompts, {arguments.max_new_tokens} new tokens each, {arguments.runs} runs\n")
-    print("| loop | text | rounds | tau | same drafts | round ms | whole ms | ours, of its round | ours, of its whole |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| loop | text | rounds | tau | same drafts | round ms | ours / its round | ours / its whole call |")
+    print("|---|---|---|---|---|---|---|---|")
     runs = [slice(i, i + arguments.prompts) for i in range(0, arguments.runs * arguments.prompts, arguments.prompts)]
     own = rivals[0]
     for rival in rivals:
-        text = "the target's" if rival.texts == expected * arguments.runs else "ANOTHER"
-        rounds = [len(fed) for fed in rival.rounds[: arguments.prompts]]
-        tokens = arguments.prompts * (arguments.max_new_tokens - 1)  # without those of the prompts' forwards
         pairs = [pair for ours, its in zip(own.rounds, rival.rounds) for pair in zip(ours, its)]
         same = sum(ours[: len(its)] == its[: len(ours)] for ours, its in pairs) / len(pairs)
-        of_rounds = [[statistics.median(sum(one.seconds[run], [])) for run in runs] for one in (own, rival)]
-        of_wholes = [[sum(one.whole[run]) for run in runs] for one in (own, rival)]
-        columns = [f"{statistics.median(of_rounds[1]) * 1e3:.2f}"]
-        columns += [f"{statistics.median(of_wholes[1]) / arguments.prompts * 1e3:.1f}"]
-        for ours, its in (of_rounds, of_wholes):
-            ratios = [a / b for a, b in zip(ours, its)]
-            columns.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-        print(f"| {rival.name} | {text} | {sum(rounds)} | {tokens / sum(rounds):.2f} | {same:.1%} | {' | '.join(columns)} |")
+        rounds = sum(map(len, rival.rounds[: arguments.prompts]))
+        tau = arguments.prompts * (arguments.max_new_tokens - 1) / rounds  # the prompt's forward has a token too
+        own_rounds, its_rounds = (
+            [statistics.median(chain(*one.seconds[run])) for run in runs] for one in (own, rival)
+        )
+        own_whole, its_whole = ([sum(one.whole[run]) for run in runs] for one in (own, rival))
+        cells = [
+            rival.name,
+            "the target's" if rival.texts == expected * arguments.runs else "ANOTHER",
+            f"{rounds} | {tau:.2f} | {same:.1%} | {statistics.median(its_rounds) * 1e3:.2f}",
+            spread(own_rounds, its_rounds),
+            spread(own_whole, its_whole),
+        ]
+        print(f"| {' | '.join(cells)} |")
     for why in absent:
         print(f"\n{why}.")
+
+
+def spread(own: list[float], its: list[float]) -> str:
+    ratios = [a / b for a, b in zip(own, its)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def main() -> None:

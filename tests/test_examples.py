@@ -1,6 +1,7 @@
 """The training scripts, end to end at toy size: target, its own answers, drafter, and the pair at work."""
 
 import csv
+import importlib.util
 import json
 import runpy
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -31,6 +33,36 @@ def test_quickstart_limits_its_own_prompts_too(tmp_path):
     )
     assert "\n1 verification round, " in shown
     assert "all 1 " in shown and "A baker" not in shown and (tmp_path / "acceptance.png").is_file()
+
+
+LOOP = "--layers 5 --hidden-size 32 --vocab-size 64 --max-new-tokens 12 --block-size 4 --steps 2".split()
+
+
+def rows_of(table: str) -> dict[str, list[str]]:
+    cells = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    return {name: rest for name, *rest in cells[1:]}
+
+
+def test_benchmark_of_the_loop_compares_what_writes_and_drafts_the_same():
+    shown = run("benchmark_loop.py", *LOOP, "--prompts", 2, "--runs", 2)
+    rows = rows_of(shown)
+    assert "ours" in rows and all(row[0] == "the target's" for row in rows.values()), shown
+    assert len({(row[1], row[2]) for row in rows.values()}) == 1  # rounds, tau
+    assert ("dflash 0.1.0" in rows) == (importlib.util.find_spec("dflash") is not None), shown
+    assert ("dflash 0.1.0" in rows) != ("pip install --no-deps dflash==0.1.0" in shown)
+    assert ("transformers' DFlash" in rows) == hasattr(transformers, "MuseGlimmerAssistantModel"), shown
+
+
+def test_profile_of_a_round_counts_kernels_and_waits():
+    shown = run("profile_round.py", *LOOP)
+    rows = rows_of(shown)
+    assert all(row[0] == "the target's" and float(row[2]) > 100 for row in rows.values()), shown
+    assert float(rows["ours"][3]) >= 1 and "decoding.py" in shown.split("Where ours waits")[1].split("Where")[0]
+
+
+def test_trace_of_a_generate():
+    shown = run("trace_generate.py")
+    assert shown.startswith("2 rounds: ") and " file switches" in shown and "decoding.py to " in shown
 
 
 @pytest.mark.parametrize(

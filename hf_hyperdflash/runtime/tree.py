@@ -39,8 +39,8 @@ class DraftTree:
         drawn = nodes if self.q is None else len(self.q)
         if drawn != nodes or any(shape != [nodes] for shape in shapes):
             raise ValueError(
-                f"A draft tree has {nodes} parents, tokens and confidence of shape {shapes} and {drawn} distributions: "
-                "expected one of each per node."
+                f"A draft tree has {nodes} parents, tokens and confidence of shape {shapes} and {drawn} "
+                "distributions: expected one of each per node."
             )
         if any(not ANCHOR <= parent < node for node, parent in enumerate(self.parents)):
             raise ValueError(

@@ -65,42 +65,59 @@ def listed(tensor: torch.Tensor) -> list[list[int]]:
     return tensor.flatten(0, -2).tolist()
 
 
-@settings(deadline=None, max_examples=80)
-@given(
-    prompts(), st.lists(st.tuples(st.integers(0, 3), st.integers(2, 60), st.integers(0, 12)), max_size=30), st.data()
+APPEND, DRAFT, BRANCH = "append", "draft", "branch"
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from([APPEND, DRAFT, BRANCH]), st.integers(2, 60), st.integers(0, 12)), max_size=20
 )
+
+
+@settings(deadline=None, max_examples=80)
+@given(prompts(), OPERATIONS, st.data())
 def test_a_row_is_its_lists_whatever_is_done_to_it(rows, operations, data):
     row, naive = rows
     assert row.prompt_length == naive.prompt_length and row.context is None and not row.finished
     handed_out = []
-    for kind, token, count in operations:
-        drafts = []
-        if kind < 2:
-            row.append(token)
-            naive.ids.append(token)
-        elif kind == 2:
-            drafts = [(token + more) % 64 for more in range(count)]
-            before = row.text
-            after = row.with_drafts(DraftTree.chain(torch.tensor(drafts, dtype=torch.long)))
-            assert after.tolist() == [naive.text() + drafts]
-            handed_out += [(before, before.tolist()), (after[:, : len(naive.text())], [naive.text()])]
-        else:  # drafts that branch lie one after the other, too
-            tree = DraftTree(torch.tensor([token, 3, 4]), (-1, -1, 0))
-            drafts = tree.tokens.tolist()
-            assert row.with_drafts(tree).tolist() == [naive.text() + drafts]
+
+    def compare(drafts: int) -> None:
         assert row.length == len(naive.ids) and row.ids.tolist() == [naive.ids] and row.text.tolist() == [naive.text()]
-        end = len(naive.text()) + data.draw(st.integers(0, len(drafts)))
+        end = len(naive.text()) + data.draw(st.integers(0, drafts))
         start = data.draw(st.integers(0, end))
         mask = row.mask(end)
         assert (mask if mask is None else mask.tolist()) == (naive.seen and [naive.mask(end)])
-        positions, expected = row.positions(start, end), naive.positions(start, end)
-        seen = [at for at in range(start, end) if naive.seen is None or naive.mask(end)[at]]
-        for got, wanted in zip(listed(positions), expected, strict=True):
-            assert [got[at - start] for at in seen] == [wanted[at - start] for at in seen]
-        assert len(listed(positions)[0]) == end - start
-        assert row.text_positions(start, end).tolist() == listed(positions)[:1]
-        handed_out += [(given, given.tolist()) for given in (row.ids, row.text, positions)]
-        if mask is not None:
-            handed_out.append((mask, mask.tolist()))
+        for since in (0, start):
+            positions, expected = row.positions(since, end), naive.positions(since, end)
+            seen = [at - since for at in range(since, end) if naive.seen is None or naive.mask(end)[at]]
+            for got, wanted in zip(listed(positions), expected, strict=True):
+                assert len(got) == end - since and [got[at] for at in seen] == [wanted[at] for at in seen]
+            assert row.text_positions(since, end).tolist() == listed(positions)[:1]
+        given = [row.ids, row.text, positions, *([] if mask is None else [mask])]
+        handed_out.extend((view, view.tolist()) for view in given)
+
+    compare(0)
+    for kind, token, count in operations:
+        if kind == APPEND:
+            for more in range(count):
+                row.append(token + more)
+                naive.ids.append(token + more)
+            compare(0)
+            continue
+        drafts = [token + more for more in range(count)]
+        tree = DraftTree.chain(torch.tensor(drafts, dtype=torch.long))
+        if kind == BRANCH:  # nodes lie one after the other, whatever follows what
+            tree = DraftTree(tree.tokens, tuple(-1 if node < 2 else node - 2 for node in range(count)))
+        text = naive.text()
+        drafted = row.with_drafts(tree)
+        assert drafted.tolist() == [text + drafts]
+        handed_out.append((drafted[:, : len(text)], [text]))
+        compare(count)
     for view, then in handed_out:
         assert view.tolist() == then
+
+
+def test_the_callers_tensors_stay_theirs():
+    ids, mask, positions = torch.tensor([[7, 8, 9]]), torch.tensor([[0, 1, 1]]), torch.tensor([[0, 0, 1]])
+    row = Row(ids, 0, mask, positions)
+    row.with_drafts(DraftTree.chain(torch.tensor([3, 4])))
+    row.append(5)
+    assert ids.tolist() == [[7, 8, 9]] and mask.tolist() == [[0, 1, 1]] and positions.tolist() == [[0, 0, 1]]
+    assert row.ids.tolist() == [[7, 8, 9, 5]] and row.mask(4).tolist() == [[0, 1, 1, 1]]

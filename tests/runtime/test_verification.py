@@ -364,3 +364,6 @@ def test_a_rejected_draft_of_equal_distributions():
         tree = as_tree(siblings[:count])
         outcomes = [outcome for _, outcome in every_outcome(lambda tree=tree: walked(tree, lambda text: q * 0.9))]
         assert {text for text, right in outcomes if not right} == rejected
+    certain, tiny = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([1.0, 1e-9, 0.0])  # drafted once in 10^9 rounds
+    outcomes = every_outcome(lambda: walked(as_tree([Branch(1, tiny, [])]), lambda text: certain))
+    assert {text for _, (text, _) in outcomes} == {(0,)}  # what the target rules out is not written even then

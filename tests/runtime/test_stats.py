@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hyperdflash import SpeculationStats
-from hf_hyperdflash.runtime.stats import exact_timing, now
+from hf_hyperdflash.runtime.stats import SpeculationStats, exact_timing, now
 
 # Of each target forward after the prefill: its drafts (`None` without room for any), and how many were accepted.
 FORWARDS = st.lists(

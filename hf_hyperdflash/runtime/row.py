@@ -39,7 +39,6 @@ class Row:
         self.finished = False
         self._buffer, self._mask = ids, mask
         self._positions = self._prompt_positions(mask, position_ids)
-        self._grow(0)
 
     def _prompt_positions(self, mask: torch.Tensor | None, given: torch.Tensor | None) -> torch.Tensor:
         if given is not None:
@@ -50,12 +49,11 @@ class Row:
         return torch.arange(self.prompt_length, device=self._buffer.device)[None]
 
     def _grow(self, more: int) -> None:
-        missing = self.length + more - self._buffer.shape[1]
-        if missing > 0 or not more:
-            missing = self.length + more
-            self._buffer = torch.nn.functional.pad(self._buffer, (0, missing))
-            self._mask = None if self._mask is None else torch.nn.functional.pad(self._mask, (0, missing), value=1)
-            after = torch.arange(1, missing + 1, device=self._positions.device)
+        needed = self.length + more
+        if needed > self._buffer.shape[1]:
+            self._buffer = torch.nn.functional.pad(self._buffer, (0, needed))
+            self._mask = None if self._mask is None else torch.nn.functional.pad(self._mask, (0, needed), value=1)
+            after = torch.arange(1, needed + 1, device=self._positions.device)
             self._positions = torch.cat([self._positions, self._positions[..., -1:] + after], dim=-1)
 
     @property

@@ -70,8 +70,8 @@ class DraftSampler:
         if not self.do_sample and not len(self.processors):
             return DraftTree.chain(logits.argmax(-1)[0])
         q: list[torch.Tensor | None] = []
+        length = ids.shape[1]
         for k in range(logits.shape[1]):
             token, drawn_from = self.draw(ids, logits[:, k])
             ids, q = torch.cat([ids, token[:, None]], dim=1), [*q, drawn_from]
-        count = logits.shape[1]
-        return DraftTree.chain(ids[0, -count:], q if self.do_sample else None)
+        return DraftTree.chain(ids[0, length:], q if self.do_sample else None)

@@ -23,7 +23,7 @@ class Stopping:
 
     def _is_known(self, criterion: StoppingCriteria) -> bool:
         if type(criterion) is EosTokenCriteria:
-            self._ends |= set(criterion.eos_token_id.tolist())
+            self._ends |= set(criterion.eos_token_id.flatten().tolist())
             return True
         if type(criterion) is MaxLengthCriteria:
             self._most = min(self._most, criterion.max_length)

@@ -35,11 +35,12 @@ class DraftTree:
 
     def __post_init__(self) -> None:
         nodes = len(self.parents)
-        lengths = [len(part) for part in (self.tokens, self.q, self.confidence) if part is not None]
-        if self.tokens.ndim != 1 or any(length != nodes for length in lengths):
+        shapes = [list(part.shape) for part in (self.tokens, self.confidence) if part is not None]
+        drawn = nodes if self.q is None else len(self.q)
+        if drawn != nodes or any(shape != [nodes] for shape in shapes):
             raise ValueError(
-                f"A draft tree has {nodes} parents, tokens of shape {list(self.tokens.shape)} and parts of "
-                f"{lengths} nodes: expected one of each per node."
+                f"A draft tree has {nodes} parents, tokens and confidence of shape {shapes} and {drawn} "
+                "distributions: expected one of each per node."
             )
         if any(not ANCHOR <= parent < node for node, parent in enumerate(self.parents)):
             raise ValueError(

@@ -1,0 +1,67 @@
+"""Random draws that go every way, so that a law is computed instead of estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+
+T = TypeVar("T")
+
+
+class Coin(torch.Tensor):
+    """A uniform number in [0, 1) that says of nothing but a threshold whether it is below."""
+
+    draws: Draws
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
+        assert function.__name__ in ("lt", "__lt__") and isinstance(args[0], Coin), f"not `random < x`: {function}"
+        threshold = min(max(float(args[1]), 0.0), 1.0)
+        return torch.tensor(args[0].draws.one_of([1 - threshold, threshold]) == 1)
+
+
+class Draws:
+    """One run's random draws: those in `decided` as they say, the others each the first way that it can go.
+
+    Attributes:
+        probability: That the draws go this way.
+        others: What else could be decided at the draws that `decided` did not hold.
+    """
+
+    def __init__(self, decided: list[int]) -> None:
+        self.decided, self.others, self.at, self.probability = decided, [], 0, 1.0
+
+    def one_of(self, weights: list[float]) -> int:
+        ways = [way for way, weight in enumerate(weights) if weight > 0]
+        if self.at == len(self.decided):
+            self.others += [[*self.decided, way] for way in ways[1:]]
+            self.decided = [*self.decided, ways[0]]
+        way = self.decided[self.at]
+        self.at += 1
+        self.probability *= weights[way] / sum(weights)
+        return way
+
+    def multinomial(self, weights: torch.Tensor, num_samples: int) -> torch.Tensor:
+        assert weights.dim() == 1 and num_samples == 1
+        return torch.tensor([self.one_of(weights.tolist())])
+
+    def rand_like(self, like: torch.Tensor) -> Coin:
+        assert like.numel() == 1
+        coin = torch.zeros(like.shape).as_subclass(Coin)
+        coin.draws = self
+        return coin
+
+
+def every_outcome(run: Callable[[], T]) -> Iterator[tuple[float, T]]:
+    """What `run` returns for every way in which its `torch.multinomial` and `torch.rand_like(..) < x` can go, and how
+    probable that is."""
+    pending: list[list[int]] = [[]]
+    while pending:
+        draws = Draws(pending.pop())
+        with mock.patch.multiple(torch, multinomial=draws.multinomial, rand_like=draws.rand_like):
+            result = run()
+        pending += draws.others
+        yield draws.probability, result

@@ -1,0 +1,136 @@
+"""Drafts are drawn as the request draws text: against a loop that runs the processors one after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process as stock
+
+from hf_hyperdflash.runtime.sampling import DraftSampler, without_state
+
+from ..conftest import prompt
+
+VOCAB = 16
+
+
+class Remembering(LogitsProcessor):
+    """A user's own, which may keep what it was called with: drafts are not for it."""
+
+    def __call__(self, input_ids, scores):
+        raise AssertionError("was called with a draft")
+
+
+class Warmer(stock.TemperatureLogitsWarper):
+    """A user's own, too, whatever it derives from."""
+
+    def __call__(self, input_ids, scores):
+        raise AssertionError("was called with a draft")
+
+
+STATELESS = {
+    "MinLengthLogitsProcessor": (12, 3),
+    "MinNewTokensLengthLogitsProcessor": (6, 6, 3),
+    "TemperatureLogitsWarper": (0.7,),
+    "RepetitionPenaltyLogitsProcessor": (1.7,),
+    "EncoderRepetitionPenaltyLogitsProcessor": (1.4, torch.tensor([[3, 4, 5]])),
+    "TopPLogitsWarper": (0.8,),
+    "TopKLogitsWarper": (5,),
+    "TopHLogitsWarper": (0.5,),
+    "MinPLogitsWarper": (0.1,),
+    "TypicalLogitsWarper": (0.8,),
+    "EpsilonLogitsWarper": (0.03,),
+    "EtaLogitsWarper": (0.03,),
+    "NoRepeatNGramLogitsProcessor": (2,),
+    "EncoderNoRepeatNGramLogitsProcessor": (2, torch.tensor([[3, 4, 5]])),
+    "SequenceBiasLogitsProcessor": ([[[3], 2.0], [[4, 5], -3.0]],),
+    "NoBadWordsLogitsProcessor": ([[2], [4, 5]],),
+    "ForcedBOSTokenLogitsProcessor": (3,),
+    "ForcedEOSTokenLogitsProcessor": (10, 3),
+    "InfNanRemoveLogitsProcessor": (),
+    "ExponentialDecayLengthPenalty": ((2, 1.3), 3, 6),
+    "LogitNormalization": (),
+    "SuppressTokensAtBeginLogitsProcessor": ([2, 3], 7),
+    "SuppressTokensLogitsProcessor": ([2, 3],),
+    "WatermarkLogitsProcessor": (VOCAB, "cpu"),
+}
+HERE = [name for name in STATELESS if hasattr(stock, name)]  # not every version has each
+
+
+def made(name: str) -> LogitsProcessor:
+    return getattr(stock, name)(*STATELESS[name])
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_known_processor_runs_on_drafts_and_keeps_no_state(name):
+    used, fresh = made(name), made(name)
+    assert list(without_state(LogitsProcessorList([used]))) == [used]
+    for seed in range(4):  # what it is called with before changes nothing
+        used(prompt(5 + seed, seed, VOCAB), torch.randn(1, VOCAB))
+    ids, scores = prompt(9, 9, VOCAB), torch.randn(1, VOCAB)
+    given_scores = scores.clone()
+    assert torch.equal(used(ids, scores), fresh(ids, given_scores.clone())) and torch.equal(scores, given_scores)
+
+
+def test_other_processors_do_not_run_on_drafts_and_the_order_stays():
+    known = [made("TopKLogitsWarper"), made("RepetitionPenaltyLogitsProcessor"), made("TemperatureLogitsWarper")]
+    others = [
+        Remembering(),
+        Warmer(0.5),
+        stock.PrefixConstrainedLogitsProcessor(lambda batch, ids: [3], 1),
+        stock.SynthIDTextWatermarkLogitsProcessor(3, [1, 2, 3], 16, 0, 8, torch.device("cpu")),
+        stock.ClassifierFreeGuidanceLogitsProcessor(1.5),
+        stock.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, None),
+    ]
+    mixed = LogitsProcessorList([others[0], known[0], *others[1:4], known[1], known[2], *others[4:]])
+    assert list(without_state(mixed)) == known and len(mixed) == 9
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.lists(st.sampled_from(HERE), max_size=3),
+    st.booleans(),
+    st.integers(0, 5),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(0, 10**6),
+)
+def test_drafts_are_those_of_a_naive_loop(names, do_sample, drafts, dtype, seed):
+    known = [made(name) for name in names]
+    sampler = DraftSampler(LogitsProcessorList([Remembering(), *known, Warmer(0.1)]), do_sample)
+    torch.manual_seed(seed)
+    ids, logits = prompt(6, seed, VOCAB), (torch.randn(1, drafts, VOCAB) * 3).to(dtype)
+    given_logits = logits.clone()
+
+    torch.manual_seed(seed + 1)
+    text, q = ids, []
+    for k in range(drafts):
+        scores = logits[:, k].float()
+        for processor in known:
+            scores = processor(text, scores)
+        q.append(scores.softmax(-1)[0])
+        token = torch.multinomial(q[-1], 1) if do_sample else scores.argmax(-1)
+        text = torch.cat([text, token[None]], dim=1)
+    following = torch.rand(4)
+
+    torch.manual_seed(seed + 1)
+    tree = sampler.chain(ids, logits)
+    assert tree.tokens.tolist() == text[0, 6:].tolist() and tree.parents == tuple(range(-1, drafts - 1))
+    assert torch.equal(torch.rand(4), following) and torch.equal(logits, given_logits)
+    if do_sample and drafts:
+        assert torch.equal(torch.stack(tree.q), torch.stack(q))
+    else:
+        assert tree.q is None
+    if drafts:
+        torch.manual_seed(seed + 1)
+        token, drawn_from = sampler.draw(ids, logits[:, 0])
+        assert token.tolist() == text[0, 6:7].tolist()
+        assert torch.equal(drawn_from, q[0]) if do_sample else drawn_from is None
+
+
+def test_greedy_drafts_without_processors_are_the_most_probable_tokens():
+    logits = torch.randn(1, 4, VOCAB)
+    tree = DraftSampler(LogitsProcessorList(), False).chain(prompt(6), logits)
+    assert tree.tokens.tolist() == [max(range(VOCAB), key=row.__getitem__) for row in logits[0].tolist()]
+    assert tree.q is None and tree.is_chain

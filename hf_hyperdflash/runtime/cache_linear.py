@@ -1,7 +1,7 @@
-"""A cache layer for linear attention that can be cropped after the target has verified a draft.
+"""Cache layers for linear attention and Mamba that can be cropped after the target has verified a draft.
 
 Linear attention keeps one running state instead of a key per token, so there is nothing to cut off: stock transformers
-calls such a cache not croppable and refuses assisted generation. The layer here keeps the state from before the last
+calls such a cache not croppable and refuses assisted generation. The layers here keep the state from before the last
 forward and what the attention module was called with. A crop puts that state back and runs the module, not the rest of
 the decoder layer, once more over the tokens that stay: at most a block of them.
 """

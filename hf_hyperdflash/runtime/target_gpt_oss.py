@@ -1,4 +1,4 @@
-"""gpt-oss."""
+"""gpt-oss, whose vocabulary has a token to mask with that nothing but its name tells."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _VOCAB_SIZE, _MASK_TOKEN = 201088, 200000
 
 
 class GptOss(TargetFamily):
-    """A target whose padding token ends texts, so that its vocabulary alone has no mask token."""
+    """A target whose padding token ends texts, too, and is no mask token."""
 
     title = "gpt-oss"
 

@@ -1,4 +1,4 @@
-"""Granite, with Mamba layers or without, dense or with experts."""
+"""Granite, with Mamba layers or without, dense or with experts: its embeddings and its logits are scaled."""
 
 from __future__ import annotations
 

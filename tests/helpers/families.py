@@ -187,8 +187,8 @@ def granite_hybrid() -> PreTrainedModel:
     """Mamba-2 layers beside attention without positions."""
     config = GraniteMoeHybridConfig(
         **COMMON, **MAMBA, intermediate_size=16, shared_intermediate_size=32, num_local_experts=4,
-        num_experts_per_tok=2, layer_types=[LINEAR, FULL, LINEAR, LINEAR], embedding_multiplier=12.0, residual_multiplier=0.22,
-        attention_multiplier=0.125, logits_scaling=3.0,
+        num_experts_per_tok=2, layer_types=[LINEAR, FULL, LINEAR, LINEAR], embedding_multiplier=12.0,
+        residual_multiplier=0.22, attention_multiplier=0.125, logits_scaling=3.0,
     )  # fmt: skip
     return GraniteMoeHybridForCausalLM(config)
 

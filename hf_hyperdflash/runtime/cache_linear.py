@@ -1,7 +1,7 @@
-"""A cache layer for linear attention that can be cropped after the target has verified a draft.
+"""Cache layers for linear attention and Mamba that can be cropped after the target has verified a draft.
 
 Linear attention keeps one running state instead of a key per token, so there is nothing to cut off: stock transformers
-calls such a cache not croppable and refuses assisted generation. The layer here keeps the state from before the last
+calls such a cache not croppable and refuses assisted generation. The layers here keep the state from before the last
 forward and what the attention module was called with. A crop puts that state back and runs the module, not the rest of
 the decoder layer, once more over the tokens that stay: at most a block of them.
 """
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers.cache_utils import Cache, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 
 class _Snapshot(NamedTuple):
@@ -37,7 +37,7 @@ class RewindableLinearLayer(LinearAttentionLayer):
     is_croppable = True  # type: ignore[assignment]
 
     @classmethod
-    def from_stock(cls, layer: LinearAttentionLayer) -> RewindableLinearLayer:
+    def from_stock(cls, layer: Any) -> RewindableLinearLayer:
         """A layer that continues from `layer`'s state, which it shares: `layer` must not be used afterwards."""
         rewindable = cls.__new__(cls)
         vars(rewindable).update(vars(layer))
@@ -86,7 +86,7 @@ class RewindableLinearLayer(LinearAttentionLayer):
                 f"`crop` was called with a positive value ({-count}), expected 0 or a negative one. Pass minus the number "
                 "of tokens to remove."
             )
-        if count > length:
+        if count > length and any(self.has_previous_state.values()):  # an MLP has such a layer in earlier transformers
             raise RuntimeError(
                 f"`crop` was asked to remove {count} tokens, but linear attention keeps a running state and only the last "
                 f"forward, of {length} recorded tokens, can be undone. Crop after every forward, under a `CallRecorder`."
@@ -129,6 +129,26 @@ class RewindableLinearLayer(LinearAttentionLayer):
         self._forget_call()
 
 
+class RewindableHybridLayer(RewindableLinearLayer, LinearAttentionAndFullAttentionLayer):
+    """As [`RewindableLinearLayer`], for a layer that has linear attention and full attention side by side."""
+
+    dtype: Any
+    device: Any
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the stock layer. Keys are cut off: the module that brings them, entered last, is not run again."""
+        if self._calls:
+            self._calls.popitem()
+        return DynamicLayer.update(self, key_states, value_states, *args, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As of both kinds of layers; what the linear attention refuses leaves the keys as they were."""
+        super().crop(tokens_to_remove)
+        DynamicLayer.crop(self, tokens_to_remove)
+
+
 def _length(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Tokens of a call: the first tensor of three dimensions is the hidden states, `[batch, seq, features]`."""
     values = (*args, *kwargs.values())
@@ -163,10 +183,15 @@ def _entering(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict
             cached.entering(module, args, kwargs or {})
 
 
+_REWINDABLE: dict[type, type[RewindableLinearLayer]] = {
+    LinearAttentionLayer: RewindableLinearLayer,
+    LinearAttentionAndFullAttentionLayer: RewindableHybridLayer,
+}
+
+
 def make_linear_rewindable(cache: Cache) -> Cache:
     """Swap, in place, the stock linear-attention layers of a cache for rewindable ones; others stay as they are."""
     cache.layers[:] = [
-        RewindableLinearLayer.from_stock(layer) if type(layer) is LinearAttentionLayer else layer
-        for layer in cache.layers
+        _REWINDABLE[type(layer)].from_stock(layer) if type(layer) in _REWINDABLE else layer for layer in cache.layers
     ]
     return cache

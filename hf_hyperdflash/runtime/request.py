@@ -75,7 +75,7 @@ def check_stock_assistance(assistant_model: Any, model_kwargs: dict[str, Any]) -
             f"The assistant, a {type(assistant_model).__name__}, cannot rewind its cache. Call "
             "`hf_hyperdflash.bind(assistant_model)` first."
         )
-    if is_bound(assistant_model) and "linear_attention" in family_of(assistant_model).layer_kinds:
+    if is_bound(assistant_model) and family_of(assistant_model).has_running_state:
         raise ValueError(
             f"The assistant, a {type(assistant_model).__name__}, has linear attention, which can take back the last forward "
             "only, and an assistant runs several. Use a HyperDFlash drafter, or an assistant without linear attention."

@@ -47,7 +47,7 @@ class TargetFamily:
         self.target, self.trunk = target, trunk
         self.config: Any = target.config.get_text_config(decoder=True)
         self.layers: nn.ModuleList = trunk.layers
-        self.norm: nn.Module | None = getattr(trunk, "norm", None)
+        self.norm: Any = getattr(trunk, "norm", None)
         self._rounds: PerThread[dict[nn.Module, torch.Tensor]] = PerThread()
 
     @classmethod
@@ -74,25 +74,26 @@ class TargetFamily:
     def collapse(self, residual: torch.Tensor) -> torch.Tensor:
         """The pre-collapse residual `[batch, seq, paths, config.hidden_size]` to what the LM head reads,
         `[batch, seq, config.hidden_size]`."""
-        return self.trunk.norm(residual.squeeze(2))
+        return self.norm(residual.squeeze(2))
 
     @property
     def collapse_modules(self) -> tuple[nn.Module, ...]:
         """What of the collapse and the norm has parameters."""
-        return (self.trunk.norm,)
+        return (self.norm,)
 
     # Embedding and head, which drafters share
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings of `ids` `[batch, seq]`, `[batch, seq, config.hidden_size]`, on the device of `ids`."""
+        """What the first layer reads of `ids` `[batch, seq]`, `[batch, seq, config.hidden_size]`, on their device."""
         embedding: Any = self.target.get_input_embeddings()
         weight = embedding.weight
         return embedding(ids if weight.is_meta else ids.to(weight.device)).to(ids.device)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """The LM head over `states` `[..., config.hidden_size]` of any dtype and device."""
+        """The target's logits from `states` `[..., config.hidden_size]` of any dtype and device."""
         head: Any = self.target.get_output_embeddings()
-        return head(computable(states, head.weight))
+        logits, cap = head(computable(states, head.weight)), getattr(self.config, "final_logit_softcapping", None)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     # Sizes
 
@@ -132,13 +133,18 @@ class TargetFamily:
 
     # Drafts that have to be taken back
 
+    @property
+    def has_running_state(self) -> bool:
+        """Whether a layer keeps one state instead of a key per token: only the last forward can be taken back."""
+        return not self.layer_kinds.isdisjoint({"linear_attention", "hybrid"})
+
     def make_rewindable(self, cache: Cache, num_drafts: int) -> None:
         """Let a cache of the target take back that many drafts and the anchor."""
         make_linear_rewindable(cache)
 
     def put_on_hooks(self) -> list[RemovableHandle]:
         """What a verification round needs on the target's modules, silent elsewhere."""
-        return CallRecorder(self.layers).handles if "linear_attention" in self.layer_kinds else []
+        return CallRecorder(self.layers).handles if self.has_running_state else []
 
     @contextmanager
     def verifying(self) -> Iterator[None]:

@@ -10,11 +10,23 @@ from transformers import PreTrainedModel
 from .target_deepseek_v4 import DeepseekV4
 from .target_family import TargetFamily
 from .target_glm5_next import Glm5Next
+from .target_gpt_oss import GptOss
+from .target_granite import Granite
 from .target_hyper_connections import HyperConnected
+from .target_mamba_hybrid import MambaHybrid
 from .target_qwen4_exp import Qwen4Exp
 
 # The first that fits counts.
-FAMILIES: tuple[type[TargetFamily], ...] = (DeepseekV4, Glm5Next, HyperConnected, Qwen4Exp, TargetFamily)
+FAMILIES: tuple[type[TargetFamily], ...] = (
+    DeepseekV4,
+    Glm5Next,
+    HyperConnected,
+    Qwen4Exp,
+    GptOss,
+    Granite,
+    MambaHybrid,
+    TargetFamily,
+)
 
 
 def family_of(target: PreTrainedModel) -> TargetFamily:

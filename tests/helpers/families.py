@@ -11,18 +11,28 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    BambaConfig,
+    BambaForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Glm5NextConfig,
     Glm5NextForConditionalGeneration,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     HYV4Config,
     HYV4ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     PreTrainedModel,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
@@ -50,6 +60,10 @@ MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, share
 DELTA_NET = dict(
     linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2,
     linear_num_value_heads=4, head_dim=16, num_key_value_heads=2,
+)  # fmt: skip
+MAMBA = dict(
+    num_hidden_layers=4, num_key_value_heads=2, mamba_n_heads=8, mamba_n_groups=2, mamba_d_state=8, mamba_d_conv=4,
+    mamba_chunk_size=8,
 )  # fmt: skip
 GLM_TEXT = dict(
     **COMMON, intermediate_size=48, moe_intermediate_size=16, num_key_value_heads=4, num_hidden_layers=4,
@@ -156,9 +170,56 @@ def gemma2() -> PreTrainedModel:
     return Gemma2ForCausalLM(config)
 
 
+def gpt_oss() -> PreTrainedModel:
+    """With sinks that take attention away, and a rope that YaRN stretches."""
+    config = GptOssConfig(
+        **COMMON, intermediate_size=16, num_hidden_layers=4, num_key_value_heads=2, head_dim=16, sliding_window=8,
+        num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    target = GptOssForCausalLM(config)
+    with torch.no_grad():
+        for layer in target.model.layers:
+            layer.self_attn.sinks.normal_()
+    return target
+
+
+def granite_hybrid() -> PreTrainedModel:
+    """Mamba-2 layers beside attention without positions."""
+    config = GraniteMoeHybridConfig(
+        **COMMON, **MAMBA, intermediate_size=16, shared_intermediate_size=32, num_local_experts=4,
+        num_experts_per_tok=2, layer_types=[LINEAR, FULL, LINEAR, LINEAR], embedding_multiplier=12.0,
+        residual_multiplier=0.22, attention_multiplier=0.125, logits_scaling=3.0,
+    )  # fmt: skip
+    return GraniteMoeHybridForCausalLM(config)
+
+
+def bamba() -> PreTrainedModel:
+    return BambaForCausalLM(BambaConfig(**COMMON, **MAMBA, intermediate_size=48, attn_layer_indices=[1]))
+
+
+def falcon_h1() -> PreTrainedModel:
+    """Mamba-2 and attention side by side in every layer."""
+    config = FalconH1Config(
+        **COMMON, **MAMBA, intermediate_size=48, mamba_d_ssm=64, embedding_multiplier=5.0, lm_head_multiplier=0.25,
+        key_multiplier=0.5, ssm_out_multiplier=0.5,
+    )  # fmt: skip
+    return FalconH1ForCausalLM(config)
+
+
+def nemotron_h() -> PreTrainedModel:
+    """Layers of one kind each, MLPs and experts too. With hardly a least time step: stock keeps to it where it runs
+    several tokens and not where it runs one, so that its text would depend on how it is cut into forwards."""
+    config = NemotronHConfig(
+        **COMMON, layers_block_type=[LINEAR, "moe", FULL, LINEAR, "mlp"], intermediate_size=48, num_key_value_heads=2,
+        head_dim=16, mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=8, n_groups=2, chunk_size=8,
+        time_step_min=1e-9, n_routed_experts=4, moe_intermediate_size=16, moe_shared_expert_intermediate_size=16,
+    )  # fmt: skip
+    return NemotronHForCausalLM(config)
+
+
 FAMILIES = [
     deepseek_v4, deepseek_v4_remote_code, hunyuan_v4, glm5_next, qwen3, qwen3_next, qwen3_5, llama, mistral, gemma2,
-    gemma3,
+    gemma3, gpt_oss, granite_hybrid, bamba, falcon_h1, nemotron_h,
 ]  # fmt: skip
 # Earlier transformers keep the positions of Qwen4-Exp's indexer beside the cache's layers, where nothing rewinds them.
 REWINDABLE_QWEN4 = "indexed_attention" in DYNAMIC_LAYER_TYPE_MAPPING

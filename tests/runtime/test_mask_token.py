@@ -10,7 +10,7 @@ from hf_hyperdflash import HyperDFlashDrafter
 from hf_hyperdflash.runtime.mask_token import find_mask_token
 
 from ..conftest import tiny_target
-from ..helpers.families import qwen3
+from ..helpers.families import gpt_oss, qwen3
 
 
 def tokenizer_of(size: int, added: tuple[str, ...] = (), **special: str) -> PreTrainedTokenizerFast:
@@ -67,10 +67,12 @@ def test_without_a_tokenizer_the_configurations_padding(target):
         find_mask_token(target)
 
 
-def test_deepseek_v4_has_one_of_its_own():
-    target = tiny_target()
-    target.config.vocab_size = 129280
-    assert find_mask_token(target) == 128799
+@pytest.mark.parametrize(("family", "size", "own"), [(tiny_target, 129280, 128799), (gpt_oss, 201088, 200000)])
+def test_families_that_have_one_of_their_own(family, size, own):
+    target = family()
+    assert find_mask_token(target) == target.config.pad_token_id
+    target.config.vocab_size, target.config.pad_token_id = size, size - 1
+    assert find_mask_token(target) == own
     conventional = qwen3()
     conventional.config.pad_token_id = 2
     assert find_mask_token(conventional) == 2

@@ -31,7 +31,17 @@ from hf_hyperdflash.runtime.targets import family_of
 from hf_hyperdflash.training.teacher import check_teacher, teacher_states
 
 from ..conftest import half_right, prompt, tiny_drafter, tiny_target
-from ..helpers.families import FAMILIES, REWINDABLE_QWEN4, deepseek_v4, glm5_next, qwen3, qwen3_next, qwen4_exp
+from ..helpers.families import (
+    FAMILIES,
+    REWINDABLE_QWEN4,
+    deepseek_v4,
+    falcon_h1,
+    glm5_next,
+    granite_hybrid,
+    qwen3,
+    qwen3_next,
+    qwen4_exp,
+)
 from ..helpers.training import losses, trainer_for
 from ..runtime.test_modeling_mtp import quantize_fp4, quantize_fp8
 
@@ -400,8 +410,19 @@ def test_every_family_passes_its_residual(family):
         logits = family(ids).logits
     assert captured[0].shape == (1, 9, 2 * paths, 64)
     states = teacher_states(family, captured[0][:, :, paths:])
-    if not getattr(family.config, "final_logit_softcapping", None):
-        torch.testing.assert_close(family_of(family).logits(states), logits)
+    torch.testing.assert_close(family_of(family).logits(states), logits)
+
+
+def test_every_family_embeds_as_its_first_layer_reads(family):
+    ids, read = prompt(9), []
+    of = family_of(family)
+    of.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: read.extend([*args, *kwargs.values()]), with_kwargs=True
+    )
+    with torch.no_grad():
+        family(ids)
+    for path in read[0].reshape(1, 9, of.paths, 64).unbind(2):
+        torch.testing.assert_close(of.embed(ids), path)
 
 
 def test_every_family_hands_its_gate_down_or_says_why_not(family, caplog):
@@ -440,14 +461,15 @@ def test_every_family_trains_a_drafter(family, tmp_path):
     assert torch.equal(greedy(family, ids, assistant_model=drafter), expected)
 
 
-def test_transformers_own_modes_work_on_linear_attention_but_not_as_assistant():
+@pytest.mark.parametrize("family", [qwen3_next, granite_hybrid, falcon_h1], ids=lambda family: family.__name__)
+def test_transformers_own_modes_work_on_running_states_but_not_as_assistant(family):
     torch.manual_seed(0)
-    target, ids = qwen3_next().eval(), prompt(12)
+    target, ids = family().eval(), prompt(12)
     ids = torch.cat([ids, ids[:, :7]], dim=1)
     expected = greedy(target, ids)
     bind(target)
     assert torch.equal(greedy(target, ids, prompt_lookup_num_tokens=4), expected)
-    assistant = bind(qwen3_next().eval())
+    assistant = bind(family().eval())
     with pytest.raises(ValueError, match="has linear attention, which can take back the last forward only"):
         greedy(target, ids, assistant_model=assistant)
 

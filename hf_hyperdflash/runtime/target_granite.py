@@ -1,0 +1,26 @@
+"""Granite, with Mamba layers or without, dense or with experts: its embeddings and its logits are scaled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .target_family import TargetFamily
+
+
+class Granite(TargetFamily):
+    """A target that scales its embeddings and its logits."""
+
+    title = "Granite"
+
+    @classmethod
+    def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:
+        return target.config.get_text_config(decoder=True).model_type.startswith("granite")
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().embed(ids) * self.config.embedding_multiplier
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        return super().logits(states) / self.config.logits_scaling

@@ -4,8 +4,8 @@
         --original gsm8k.jsonl --original codealpaca.json --eval-answers held_out.jsonl --work-dir ablation
 
 `--answers` and `--eval-answers` are the target's own (`regenerate_answers.py`), `--original` the datasets they were
-regenerated from. Every variant runs `train_drafter.py` with the same rows, steps and seed, changing one thing. Finished
-runs are kept: a killed ablation goes on where it stopped. Prints a Markdown table.
+regenerated from. Every variant runs `train_drafter.py` with the same rows, steps and seed, changing one thing.
+Finished runs are kept: a killed ablation goes on where it stopped. Prints a Markdown table.
 """
 
 from __future__ import annotations

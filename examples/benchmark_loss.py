@@ -6,7 +6,8 @@ the peak resident set on a CPU, of the allocator's peak on a GPU. CPU seconds, o
 disturbs less than the clock. The defaults need 10 GB of free memory.
 
     python examples/benchmark_loss.py
-    python examples/benchmark_loss.py --device cuda --dtype bfloat16 --hidden-size 4096 --chunk-size 256 512 --passes 10
+    python examples/benchmark_loss.py --device cuda --dtype bfloat16 --hidden-size 4096 --chunk-size 256 512 --passes
+    10
 """
 
 from __future__ import annotations

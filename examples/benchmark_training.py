@@ -2,8 +2,8 @@
 
     python examples/benchmark_training.py --target examples/models/tiny-deepseek-v4
 
-Each feature source runs in a process of its own, several times in turn: the optimizer steps after the warm-up are timed,
-data loading included. Tokens are those of the rows, prompts included; blocks have their own column.
+Each feature source runs in a process of its own, several times in turn: the optimizer steps after the warm-up are
+timed, data loading included. Tokens are those of the rows, prompts included; blocks have their own column.
 """
 
 from __future__ import annotations
@@ -121,8 +121,9 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(
         f"{date.today()}, {hardware(device)}, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}; target {Path(args.target).name} in {args.dtype}, drafter of {args.layers} layers, "
-        f"{args.batch_size} rows x {args.seq_length} tokens, {args.anchors} anchors a row; {args.repeats} repeats\n"
+        f"{transformers.__version__}; target {Path(args.target).name} in {args.dtype}, drafter of {args.layers} "
+        f"layers, {args.batch_size} rows x {args.seq_length} tokens, {args.anchors} anchors a row; {args.repeats} "
+        "repeats\n"
     )
     print("| features | tokens/s (lowest to highest) | blocks/s | peak memory, GB |\n|---|---:|---:|---:|")
     for source, runs in results.items():

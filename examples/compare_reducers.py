@@ -3,9 +3,10 @@
     python examples/compare_reducers.py --target examples/models/tiny-deepseek-v4 --answers answers.jsonl \
         --eval-answers held_out.jsonl --work-dir reducers --intermediate 2 --learning-rates 2e-3 4e-3 -- FLAGS
 
-Every cell runs `train_drafter.py` with the same rows, steps and seed at each learning rate, from one feature cache with
-all layers. Compared by the teacher-forced walk over the held-out answers, each cell at its best learning rate. Finished
-cells are kept. Prints Markdown tables and writes `grid.csv`. FLAGS are flags of `train_drafter.py` for all cells.
+Every cell runs `train_drafter.py` with the same rows, steps and seed at each learning rate, from one feature cache
+with all layers. Compared by the teacher-forced walk over the held-out answers, each cell at its best learning rate.
+Finished cells are kept. Prints Markdown tables and writes `grid.csv`. FLAGS are flags of `train_drafter.py` for all
+cells.
 """
 
 from __future__ import annotations

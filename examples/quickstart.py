@@ -136,8 +136,8 @@ def show(console: Console, rows: list[dict], stats: SpeculationStats, greedy: bo
     )  # fmt: skip
     console.print(table)
     console.print(
-        f"{stats.rounds} verification round{'s' * (stats.rounds != 1)}, {stats.mean_accepted_drafts:.2f} accepted drafts a round; "
-        f"{1e3 * stats.draft_seconds / max(stats.rounds, 1):.2f} ms drafting and "
+        f"{stats.rounds} verification round{'s' * (stats.rounds != 1)}, {stats.mean_accepted_drafts:.2f} accepted "
+        f"drafts a round; {1e3 * stats.draft_seconds / max(stats.rounds, 1):.2f} ms drafting and "
         f"{1e3 * stats.verify_seconds / max(stats.rounds, 1):.2f} ms verifying a round, "
         f"{1e3 * plain / plain_tokens:.2f} ms a plain token"
     )
@@ -193,7 +193,8 @@ def main() -> None:
         assisted, assisted_seconds = timed(target, inputs, **options, assistant_model=drafter)
         stats += drafter.last_stats
         rows.append(
-            {"name": text if len(text) <= 14 else text[:13] + "…", "plain": plain_seconds, "assisted": assisted_seconds,
+            {"name": text if len(text) <= 14 else text[:13] + "…", "plain": plain_seconds,
+            "assisted": assisted_seconds,
              "plain_tokens": len(plain), "tokens": len(assisted), "same": torch.equal(plain, assisted),
              "tau": drafter.last_stats.tau}
         )  # fmt: skip

@@ -97,7 +97,8 @@ def chunks(conversations: list[Conversation], args: argparse.Namespace) -> list[
 
 
 def regenerate(target, tokenizer, chunk, done: dict[str, list[Answer]], args) -> Iterator[list[Conversation]]:
-    """Answer all turns of some conversations; yield those of a batch that are over. One that is all done is only read."""
+    """Answer all turns of some conversations; yield those of a batch that are over. One that is all done is only
+    read."""
     while chunk:
         following = []
         for _, group in groupby(sorted(chunk, key=lambda c: len(c.ids)), key=lambda c: len(c.ids)):

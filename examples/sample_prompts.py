@@ -3,9 +3,9 @@
     python examples/sample_prompts.py --target examples/models/tiny-deepseek-v4 --count 4000 --output prompts.jsonl
     python examples/regenerate_answers.py --target ... --data prompts.jsonl --output answers.jsonl
 
-A target answers prompts it was trained on more predictably than a user's. Where the prompts of its training are all there
-is, a drafter trained on its answers to them has seen the easy case only; sampled prompts are as new as a user's. Works for
-targets that were trained on whole chats. A killed run goes on.
+A target answers prompts it was trained on more predictably than a user's. Where the prompts of its training are all
+there is, a drafter trained on its answers to them has seen the easy case only; sampled prompts are as new as a user's.
+Works for targets that were trained on whole chats. A killed run goes on.
 """
 
 from __future__ import annotations

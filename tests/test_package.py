@@ -17,9 +17,11 @@ from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter
 PACKAGE = Path(hf_hyperdflash.__file__).parent
 # A module may import only modules to its left. The families of targets may build on each other.
 ORDER = [
-    "runtime.version", "runtime.stats", "runtime.tree", "runtime.verification", "runtime.reducers", "runtime.per_thread",
+    "runtime.version", "runtime.stats", "runtime.tree", "runtime.verification", "runtime.reducers",
+    "runtime.per_thread",
     "runtime.residual", "runtime.cache_linear", "runtime.cache_deepseek_v4", "runtime.sampling", "runtime.stopping",
-    "runtime.continuation", "runtime.row", "runtime.target_family", "runtime.target_*", "runtime.targets", "runtime.shown",
+    "runtime.continuation", "runtime.row", "runtime.target_family", "runtime.target_*", "runtime.targets",
+    "runtime.shown",
     "runtime.request", "runtime.decoding", "runtime.candidates", "runtime.binding", "runtime.recipe",
     "runtime.configuration_*", "runtime.weights", "runtime.mask_token", "runtime.layers", "runtime.drafter",
     "runtime.mtp_checkpoint", "runtime.modeling_*", "runtime.prompt_lookup", "hub.cards", "hub.publish", "hub.formats",
@@ -141,7 +143,8 @@ import transformers.models.deepseek_v4.modeling_deepseek_v4 as v4
 from transformers import cache_utils
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 def registries():
-    return dict(cache_utils.DYNAMIC_LAYER_TYPE_MAPPING), dict(CONFIG_MAPPING._extra_content), v4.DeepseekV4ForCausalLM._is_stateful
+    is_stateful = v4.DeepseekV4ForCausalLM._is_stateful
+    return dict(cache_utils.DYNAMIC_LAYER_TYPE_MAPPING), dict(CONFIG_MAPPING._extra_content), is_stateful
 before = registries()
 import hf_hyperdflash
 for name in hf_hyperdflash.__all__:
@@ -163,7 +166,8 @@ import hf_hyperdflash
 for name in hf_hyperdflash.__all__:
     if not hf_hyperdflash._MODULE_OF.get(name, "").startswith(("training.", "benchmark.", "metrics.")):
         getattr(hf_hyperdflash, name)
-print(sorted(m for m in set(sys.modules) - before if not m.startswith(('hf_hyperdflash', 'transformers', 'tokenizers'))))
+own = ("hf_hyperdflash", "transformers", "tokenizers")
+print(sorted(m for m in set(sys.modules) - before if not m.startswith(own)))
 """
     assert run(code) == "[]"
 

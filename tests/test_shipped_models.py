@@ -20,8 +20,8 @@ TARGET, DRAFTER = MODELS / "tiny-deepseek-v4", MODELS / "tiny-deepseek-v4-hyperd
 PROMPTS = [
     "Anna has 5 pencils. She buys 2 boxes with 6 pencils each. How many pencils does Anna have now?",
     "Write a Python function that returns the sum of two numbers.",
-    "A train travels 60 miles per hour for 3 hours. How far does it go?\nPlease reason step by step, and put your final "
-    "answer within \\boxed{}.",
+    "A train travels 60 miles per hour for 3 hours. How far does it go?\nPlease reason step by step, and put your "
+    "final answer within \\boxed{}.",
 ]
 
 

@@ -1,7 +1,8 @@
 """DFlash checkpoints of others: read z-lab's and speculators' layouts as drafters, write ours in them for engines.
 
-Both layouts are for targets with one residual stream. What they share with a [`HyperDFlashDrafter`] with `reducer="fc"`
-is all of it but names in the configuration, how layers are counted, and what they call the tokens they may draft.
+Both layouts are for targets with one residual stream. What they share with a [`HyperDFlashDrafter`] with
+`reducer="fc"` is all of it but names in the configuration, how layers are counted, and what they call the tokens they
+may draft.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def load_dflash(
     """Read a DFlash drafter in z-lab's or speculators' layout.
 
     z-lab counts layers from 0 by their output, as we do; speculators' id i is what enters layer i, so its ids are one
-    more. A truncated vocabulary (speculators' `t2d` and `d2t`) keeps its own LM head; otherwise embedding and LM head are
-    the target's, of which such a checkpoint may hold copies.
+    more. A truncated vocabulary (speculators' `t2d` and `d2t`) keeps its own LM head; otherwise embedding and LM head
+    are the target's, of which such a checkpoint may hold copies.
 
     Args:
         path_or_id: Folder or Hub id.
@@ -103,8 +104,8 @@ def _check_copies(tensors: dict[str, torch.Tensor], target: PreTrainedModel, nam
     for key, own in (("embed_tokens.weight", embedding), ("lm_head.weight", head)):
         if key in tensors and not own.is_meta and not torch.equal(tensors[key].to(own), own):
             raise ValueError(
-                f"`{key}` of {name} is not a copy of the target's: the drafter was made for another target, or has one of its "
-                "own, which is not supported."
+                f"`{key}` of {name} is not a copy of the target's: the drafter was made for another target, or has "
+                "one of its own, which is not supported."
             )
 
 
@@ -112,8 +113,8 @@ def _from_zlab(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
     inner = fields.get("dflash_config")
     if not isinstance(inner, dict):
         raise ValueError(
-            f"{name} is no DFlash drafter: expected a `dflash_config` (z-lab) or a `speculators_config` in its config.json, "
-            f"which is of a {fields.get('model_type')!r} model."
+            f"{name} is no DFlash drafter: expected a `dflash_config` (z-lab) or a `speculators_config` in its "
+            f"config.json, which is of a {fields.get('model_type')!r} model."
         )
     value = {**fields, **inner}.get
     for option in ("input_embedding_scale", "output_multiplier", "final_logit_softcapping"):
@@ -141,8 +142,8 @@ def _from_speculators(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
     window = layer.get("sliding_window") if kinds == {"sliding_attention"} else None
     if "sliding_attention" in kinds and not (window and fields.get("sliding_window_non_causal")):
         raise ValueError(
-            f"{name} has sliding attention layers that are causal within the block or mixed with full ones: expected one kind, "
-            "and `sliding_window_non_causal`."
+            f"{name} has sliding attention layers that are causal within the block or mixed with full ones: expected "
+            "one kind, and `sliding_window_non_causal`."
         )
     ids = [i - 1 if isinstance(i, int) else i for i in fields.get("aux_hidden_state_layer_ids") or ()]
     verifier = method.get("verifier") or {}
@@ -173,7 +174,8 @@ def _config(
 ) -> HyperDFlashConfig:
     if not ids or block is None or mask is None:
         raise ValueError(
-            f"config.json of {name} lacks `target_layer_ids` ({ids}), `block_size` ({block}) or `mask_token_id` ({mask})."
+            f"config.json of {name} lacks `target_layer_ids` ({ids}), `block_size` ({block}) or `mask_token_id` "
+            f"({mask})."
         )
     missing = [field for field in _NEEDED if shape.get(field) is None]
     if missing:
@@ -182,8 +184,8 @@ def _config(
         raise ValueError(f"{name} reads layers {ids}, expected integers.")
     if min(ids) < 0 or (layers and max(ids) >= layers - 1):
         raise ValueError(
-            f"{name} reads layers {ids} of its target's {layers or '?'}: the embeddings and the last layer's output, which is "
-            "normed in some programs and not in others, are not supported."
+            f"{name} reads layers {ids} of its target's {layers or '?'}: the embeddings and the last layer's output, "
+            "which is normed in some programs and not in others, are not supported."
         )
     if ids != sorted(set(ids)):
         raise ValueError(f"{name} reads layers {ids}, expected ascending ones, each once.")
@@ -265,8 +267,9 @@ def _check_expressible(config: HyperDFlashConfig, format: str) -> None:
     reasons = [reason for reason, holds in obstacles.items() if holds]
     if reasons:
         raise ValueError(
-            f"This drafter cannot be written in the {format} layout: {'; '.join(reasons)}. Serve it with transformers, or train a "
-            "`reducer='fc'` drafter over intermediate layers of a target with one residual stream."
+            f"This drafter cannot be written in the {format} layout: {'; '.join(reasons)}. Serve it with "
+            "transformers, or train a `reducer='fc'` drafter over intermediate layers of a target with one residual "
+            "stream."
         )
 
 

@@ -86,8 +86,8 @@ def drafter_files(folder: str | os.PathLike) -> list[str]:
     """
     folder = Path(folder)
     names = {
-        "config.json", SAFE_WEIGHTS_INDEX_NAME, *weight_files(folder), "adapter_config.json", "adapter_model.safetensors",
-        *code_names(folder), RECIPE_FILE, *_FROM_ITS_FOLDER,
+        "config.json", SAFE_WEIGHTS_INDEX_NAME, *weight_files(folder), *code_names(folder), RECIPE_FILE,
+        "adapter_config.json", "adapter_model.safetensors", *_FROM_ITS_FOLDER,
     }  # fmt: skip
     return sorted(name for name in names if (folder / name).is_file() and not _is_linked(folder, name))
 
@@ -116,6 +116,6 @@ def reaching_hub(repo_id: str) -> Iterator[None]:
         if isinstance(error, OSError):  # the Hub's own answer
             raise
         raise OSError(
-            f"{repo_id} could not be pushed, the Hub was not reached: {error}. Check the network and push again; nothing was "
-            "uploaded."
+            f"{repo_id} could not be pushed, the Hub was not reached: {error}. Check the network and push again; "
+            "nothing was uploaded."
         ) from error

@@ -8,8 +8,8 @@ import evaluate
 from hf_hyperdflash.runtime.stats import SpeculationStats
 
 _DESCRIPTION = """\
-Accepted length (tau) of speculative decoding: the mean number of tokens emitted per verification round, accepted drafts
-plus the target's own token. 1 is plain decoding; with d drafts a round at most d + 1.
+Accepted length (tau) of speculative decoding: the mean number of tokens emitted per verification round, accepted
+drafts plus the target's own token. 1 is plain decoding; with d drafts a round at most d + 1.
 """
 
 _INPUTS = """

@@ -8,9 +8,9 @@ import evaluate
 from hf_hyperdflash.runtime.stats import SpeculationStats
 
 _DESCRIPTION = """\
-Acceptance of speculative decoding per draft position k = 1, 2, ..: the fraction of verification rounds in which draft k
-was accepted (never rising with k, as an accepted draft needs all before it), and the conditional one, the fraction of
-the rounds that accepted draft k - 1 which also accepted draft k.
+Acceptance of speculative decoding per draft position k = 1, 2, ..: the fraction of verification rounds in which draft
+k was accepted (never rising with k, as an accepted draft needs all before it), and the conditional one, the fraction
+of the rounds that accepted draft k - 1 which also accepted draft k.
 """
 
 _INPUTS = """
@@ -57,8 +57,8 @@ class PerPositionAcceptance(evaluate.Metric):
             num_drafts = max(predictions)
         if min(predictions) < 0 or max(predictions) > num_drafts:
             raise ValueError(
-                f"`predictions` runs from {min(predictions)} to {max(predictions)}: expected 0 to {num_drafts} accepted "
-                "drafts a round. Pass accepted drafts, not emitted tokens, and the `num_drafts` of the run."
+                f"`predictions` runs from {min(predictions)} to {max(predictions)}: expected 0 to {num_drafts} "
+                "accepted drafts a round. Pass accepted drafts, not emitted tokens, and the `num_drafts` of the run."
             )
         stats = SpeculationStats(rounds=len(predictions), draft_positions=num_drafts, accepted=predictions)
         return {"acceptance": stats.acceptance, "conditional_acceptance": stats.conditional_acceptance}

@@ -97,8 +97,8 @@ class BoundTarget(_Mixed):
         is_rewound = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
         if is_rewound and generation_config.cache_implementation not in (None, "dynamic", "offloaded"):
             raise ValueError(
-                f"`cache_implementation` is {generation_config.cache_implementation!r}, but assisted generation has to "
-                "rewind its cache: leave it out, or use 'dynamic' or 'offloaded'."
+                f"`cache_implementation` is {generation_config.cache_implementation!r}, but assisted generation has "
+                "to rewind its cache: leave it out, or use 'dynamic' or 'offloaded'."
             )
         super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, *args, **kwargs
@@ -181,9 +181,9 @@ class BoundTarget(_Mixed):
 def bind(target: PreTrainedModel) -> PreTrainedModel:
     """Prepare one target instance for assisted generation: its class becomes a subclass that can rewind its cache.
 
-    Its layers get hooks that are silent outside our own forwards. Nothing else about the target changes, and [`unbind`]
-    undoes both. `drafter.bind(target)` does the same after checking the pair. Needed without a drafter for transformers'
-    own assisted modes (prompt lookup, a second V4 as assistant: bind that one too).
+    Its layers get hooks that are silent outside our own forwards. Nothing else about the target changes, and
+    [`unbind`] undoes both. `drafter.bind(target)` does the same after checking the pair. Needed without a drafter for
+    transformers' own assisted modes (prompt lookup, a second V4 as assistant: bind that one too).
 
     Raises:
         ValueError: If it is no target (see [`~targets.family_of`]), its cache cannot be rewound, or code of another
@@ -194,8 +194,8 @@ def bind(target: PreTrainedModel) -> PreTrainedModel:
     if getattr(target, "_is_stateful", False) and stuck:
         raise ValueError(
             f"A {type(target).__name__} has layers ({', '.join(sorted(stuck))}) with a running state that cannot be "
-            "rewound, so drafts that the target rejects could not be taken back. Use a target whose layers are of these "
-            f"kinds: {', '.join(sorted(family.rewindable_kinds))}."
+            "rewound, so drafts that the target rejects could not be taken back. Use a target whose layers are of "
+            f"these kinds: {', '.join(sorted(family.rewindable_kinds))}."
         )
     with _BINDING:
         bound_by = getattr(type(target), "bound_by", None)
@@ -204,8 +204,8 @@ def bind(target: PreTrainedModel) -> PreTrainedModel:
             target.__class__ = _bound_class(cast(type, type(target)))
         elif series(bound_by) != series(__version__):
             raise ValueError(
-                f"The target is bound by hf_hyperdflash {bound_by}, and this is {__version__}, which may not fit. `unbind` "
-                "the target first."
+                f"The target is bound by hf_hyperdflash {bound_by}, and this is {__version__}, which may not fit. "
+                "`unbind` the target first."
             )
     return target
 
@@ -221,8 +221,8 @@ def unbind(target: PreTrainedModel) -> PreTrainedModel:
             own = _unbound_class(type(target))
             if type(target).__mro__[2] is not own:
                 raise ValueError(
-                    f"The class of this target was changed again after binding, to {type(target).__mro__[0]}. Undo that "
-                    "first."
+                    f"The class of this target was changed again after binding, to {type(target).__mro__[0]}. Undo "
+                    "that first."
                 )
             for handle in vars(target).pop("hyperdflash_binding").handles:
                 handle.remove()

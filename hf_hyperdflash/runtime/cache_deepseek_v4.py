@@ -1,13 +1,13 @@
 """Cache layers for DeepSeek-V4's attention that can be cropped after the target has verified a draft.
 
 The stock compressed layers keep a running compressor state (open window, compressed entries, overlap between windows)
-that their `crop` does not touch, so a rejected draft stays in it; the stock sliding layer loses keys when it is cropped
-twice in a row. The layers here keep, while recording is on, the keys that left the sliding window recently and one
-record per window that recently closed: what the compressor held before it closed. `crop` takes them back.
+that their `crop` does not touch, so a rejected draft stays in it; the stock sliding layer loses keys when it is
+cropped twice in a row. The layers here keep, while recording is on, the keys that left the sliding window recently and
+one record per window that recently closed: what the compressor held before it closed. `crop` takes them back.
 
-How far back a crop can go depends on the tokens alone, not on the kind of layer or its windows: `max_rewind` tokens from
-the longest sequence seen, and never past what came before recording. So all layers of a cache refuse the same crops, the
-first one included, and a refused `Cache.crop` leaves all of them as they were.
+How far back a crop can go depends on the tokens alone, not on the kind of layer or its windows: `max_rewind` tokens
+from the longest sequence seen, and never past what came before recording. So all layers of a cache refuse the same
+crops, the first one included, and a refused `Cache.crop` leaves all of them as they were.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ class _RewindableKeys(DynamicSlidingWindowLayer):
         self._forget_past()
 
     def _forget_past(self) -> None:
-        # The shortest length that a crop can go back to. The same in all layers of a cache: see the module's docstring.
+        # The shortest length that a crop can go back to. The same in all layers of a cache: see the module's
+        # docstring.
         self._shortest_length = self.cumulative_length
         # The recorded keys, older ones included; `keys` is then a view of its last `sliding_window - 1` positions.
         self._recorded_keys: torch.Tensor | None = None
@@ -190,13 +191,13 @@ class _RewindableKeys(DynamicSlidingWindowLayer):
         length, undoable = self.cumulative_length, self.undoable_tokens
         if count < 0:
             raise ValueError(
-                f"`crop` was called with a positive value ({-count}), expected 0 or a negative one. Pass minus the number "
-                "of tokens to remove."
+                f"`crop` was called with a positive value ({-count}), expected 0 or a negative one. Pass minus the "
+                "number of tokens to remove."
             )
         if count > length:
             raise ValueError(
-                f"`crop` was asked to remove {count} tokens, but the layer holds {length}. Remove at most {length}, or "
-                "call `reset`."
+                f"`crop` was asked to remove {count} tokens, but the layer holds {length}. Remove at most {length}, "
+                "or call `reset`."
             )
         if count > undoable:
             reason = (
@@ -206,8 +207,8 @@ class _RewindableKeys(DynamicSlidingWindowLayer):
                 else "past recording is off. Call `activate_past_recording` before the tokens arrive."
             )
             raise RuntimeError(
-                f"`crop` was asked to remove {count} tokens, but only the last {undoable} of the {length} in the layer "
-                f"can be undone: {reason}"
+                f"`crop` was asked to remove {count} tokens, but only the last {undoable} of the {length} in the "
+                f"layer can be undone: {reason}"
             )
 
     def _rewind(self, length: int) -> None:
@@ -337,8 +338,8 @@ class RewindableHCACacheLayer(_RewindableKeys, DeepseekV4HCACache):
         """Buffer the new projections, `[batch, seq, features]`, and return the windows that they close.
 
         Returns:
-            As the stock layer: raw `kv` and `gate` of the closed windows, `[batch, windows * compress_rate, features]`,
-            and the position of the first one.
+            As the stock layer: raw `kv` and `gate` of the closed windows, `[batch, windows * compress_rate,
+            features]`, and the position of the first one.
         """
         closed_kv, closed_gate, first_position = super().store_compression_weights(name, kv, gate)
         if self.record_past:
@@ -498,7 +499,8 @@ def make_rewindable(cache: Cache, max_rewind: int = DEFAULT_MAX_REWIND) -> Cache
 
 
 def _is_rewindable(layer: Any) -> bool:
-    """By what it can do, not by its class: a drafter that brought its own copy of this code may have made the layer."""
+    """By what it can do, not by its class: a drafter that brought its own copy of this code may have made the
+    layer."""
     return hasattr(type(layer), "undoable_tokens") and hasattr(layer, "max_rewind")
 
 
@@ -510,6 +512,7 @@ def _rewindable(layer: Any, max_rewind: int) -> Any:
     if isinstance(layer, DynamicSlidingWindowLayer):
         raise TypeError(
             f"The cache holds a {type(layer).__name__}, a subclass of a stock cache layer that `make_rewindable` does "
-            "not know. Build the cache with `DynamicCache(config=model.config)`, or subclass a rewindable layer instead."
+            "not know. Build the cache with `DynamicCache(config=model.config)`, or subclass a rewindable layer "
+            "instead."
         )
     return layer

@@ -83,13 +83,14 @@ class RewindableLinearLayer(LinearAttentionLayer):
         count, length = -int(tokens_to_remove), self.undoable_tokens
         if count < 0:
             raise ValueError(
-                f"`crop` was called with a positive value ({-count}), expected 0 or a negative one. Pass minus the number "
-                "of tokens to remove."
+                f"`crop` was called with a positive value ({-count}), expected 0 or a negative one. Pass minus the "
+                "number of tokens to remove."
             )
         if count > length and any(self.has_previous_state.values()):  # an MLP has such a layer in earlier transformers
             raise RuntimeError(
-                f"`crop` was asked to remove {count} tokens, but linear attention keeps a running state and only the last "
-                f"forward, of {length} recorded tokens, can be undone. Crop after every forward, under a `CallRecorder`."
+                f"`crop` was asked to remove {count} tokens, but linear attention keeps a running state and only the "
+                f"last forward, of {length} recorded tokens, can be undone. Crop after every forward, under a "
+                "`CallRecorder`."
             )
         calls, before = self._calls, self._before
         if count and before is not None:

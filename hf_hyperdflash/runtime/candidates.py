@@ -16,11 +16,11 @@ class DraftCandidateGenerator(CandidateGenerator):
     """Candidates from a drafter, in a loop that calls the bound target once a round and crops its cache.
 
     A bound target's `_get_candidate_generator(assistant_model=drafter, ...)` makes one; `target.generate(...,
-    assistant_model=drafter)` runs our own loop instead, which is exact where transformers' loop is not: that one runs past
-    stop strings inside a block, feeds the prompt again when it goes on from a filled cache, cannot hand out DeepSeek-V4's
-    hidden states (`output_hidden_states`), and lets its compressors pool left padding with text. Elsewhere the tokens are
-    the same. It is to be used by one thread, the one that makes it, and reads the first forward of the target after each
-    call of [`get_candidates`].
+    assistant_model=drafter)` runs our own loop instead, which is exact where transformers' loop is not: that one runs
+    past stop strings inside a block, feeds the prompt again when it goes on from a filled cache, cannot hand out
+    DeepSeek-V4's hidden states (`output_hidden_states`), and lets its compressors pool left padding with text.
+    Elsewhere the tokens are the same. It is to be used by one thread, the one that makes it, and reads the first
+    forward of the target after each call of [`get_candidates`].
 
     Args:
         target: A bound target.
@@ -94,8 +94,8 @@ class DraftCandidateGenerator(CandidateGenerator):
         if self.drafter.target_layer_ids:
             if not self._reading.captured or self._reading.captured[0].shape[1] < end - start:
                 raise ValueError(
-                    f"The target has not been run over the tokens {start} to {end} since the last candidates: expected one "
-                    "forward a round, in the thread that made the generator, and an empty cache at first."
+                    f"The target has not been run over the tokens {start} to {end} since the last candidates: "
+                    "expected one forward a round, in the thread that made the generator, and an empty cache at first."
                 )
             residual = self._reading.captured.pop()[:, : end - start]
         real = slice(int((positions[0] < 0).sum()) if not start else 0, None)

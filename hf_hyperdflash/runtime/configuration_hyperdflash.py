@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 # Lowest and highest values: beyond any model, within what can be tried without filling a machine's memory.
 _BOUNDS = {
-    "vocab_size": (1, 2**24), "draft_vocab_size": (0, 2**24), "hidden_size": (1, 2**17), "target_hidden_size": (0, 2**17),
+    "vocab_size": (1, 2**24), "draft_vocab_size": (0, 2**24), "hidden_size": (1, 2**17), "target_hidden_size": (0,
+    2**17),
     "intermediate_size": (1, 2**20), "num_hidden_layers": (1, 2**10), "num_attention_heads": (1, 2**12),
     "num_key_value_heads": (1, 2**12), "head_dim": (1, 2**13), "target_hc_mult": (1, 2**8), "block_size": (2, 2**12),
     "max_position_embeddings": (1, 2**40), "sliding_window": (1, 2**40),
@@ -68,21 +69,23 @@ class HyperDFlashConfig(PreTrainedConfig):
         max_position_embeddings: Longest position RoPE is made for.
         sliding_window: How many context positions before the anchor a block sees; `None` for all.
         block_size: Anchor plus draft positions: 7 is the paper's six drafted steps (section 3.3).
-        draft_vocab_size: How many tokens it can draft, with an LM head of its own for them; 0 for all, with the target's. Only
-            for drafters of other formats.
-        sample_from_anchor: Whether the anchor's slot drafts as well, so that slot k drafts the token k + 1 after the anchor.
-            The paper's does not: slot k drafts the token k after it. Only for drafters of other formats.
+        draft_vocab_size: How many tokens it can draft, with an LM head of its own for them; 0 for all, with the
+            target's. Only for drafters of other formats.
+        sample_from_anchor: Whether the anchor's slot drafts as well, so that slot k drafts the token k + 1 after the
+            anchor. The paper's does not: slot k drafts the token k after it. Only for drafters of other formats.
         mask_token_id: The token that stands at every draft position of a block's input.
         target_layer_ids: Whose residual paths the drafter reads, ascending: -1 is the last layer's output, the
             pre-collapse residual, which is the paper's source and the default; other numbers are intermediate layers,
             counted from 0.
         reducer: How the paths become the conditioning feature. `"hc_gate"`: the paper's, gates inherited from the
             target's `hc_head` (Eq. 1), per layer read. `"fc"`: vanilla DFlash's dense projection of all paths read.
-            `"hybrid"`: ours, the gate of the last layer read plus a normed dense projection of the others (of the same,
-            where only one is read), which counts for nothing at first. `"stream_mean"`: the mean over the paths of each layer, then a projection.
+            `"hybrid"`: ours, the gate of the last layer read plus a normed dense projection of the others (of the
+            same, where only one is read), which counts for nothing at first. `"stream_mean"`: the mean over the paths
+            of each layer, then a projection.
         path_norm: Whether a gate normalizes each path before summing (section 2.2, "per-path RMSNorm").
         hc_eps: The target's offset on each gate.
-        target_hidden_size: Width of the target; 0 for the drafter's. If it differs from `hidden_size`, the reducer cannot have a gate.
+        target_hidden_size: Width of the target; 0 for the drafter's. If it differs from `hidden_size`, the reducer
+            cannot have a gate.
         target_hc_mult: Number of residual paths of the target.
         target_model_type: `config.model_type` of the target.
         target_name_or_path: The target the drafter was made for; binding to another name warns.
@@ -91,8 +94,8 @@ class HyperDFlashConfig(PreTrainedConfig):
             [`~training.fingerprint.as_words`], `-` for what was not loaded.
         attention_bias: Whether the attention projections have biases.
         initializer_range: Standard deviation of fresh weights.
-        bos_token_id, eos_token_id, pad_token_id: The target's, by which transformers' pipelines tell that the two share a
-            tokenizer.
+        bos_token_id, eos_token_id, pad_token_id: The target's, by which transformers' pipelines tell that the two
+            share a tokenizer.
         hyperdflash_version: Of the package that saved the drafter.
 
     Raises:
@@ -178,8 +181,8 @@ class HyperDFlashConfig(PreTrainedConfig):
         saved = str(config_dict.get("hyperdflash_version") or "")
         if unknown or series(saved) > series(__version__):
             logger.warning(
-                "The drafter was saved by hf_hyperdflash %s, and this is %s%s. Install that version, or let the drafter bring "
-                "its own code: `AutoModel.from_pretrained(..., trust_remote_code=True)`.",
+                "The drafter was saved by hf_hyperdflash %s, and this is %s%s. Install that version, or let the "
+                "drafter bring its own code: `AutoModel.from_pretrained(..., trust_remote_code=True)`.",
                 saved or "of an unknown version",
                 __version__,
                 f", which ignores its {', '.join(unknown)}" if unknown else "",
@@ -223,7 +226,8 @@ class HyperDFlashConfig(PreTrainedConfig):
             raise ValueError(f"`head_dim` is {self.head_dim}, expected an even number: RoPE rotates pairs.")
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
-                f"`draft_vocab_size` is {self.draft_vocab_size}, expected at most the `vocab_size` of {self.vocab_size}."
+                f"`draft_vocab_size` is {self.draft_vocab_size}, expected at most the `vocab_size` of "
+                f"{self.vocab_size}."
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
@@ -259,7 +263,8 @@ class HyperDFlashConfig(PreTrainedConfig):
             )
         if self.has_gate and self.hidden_size != self.target_hidden_size:
             raise ValueError(
-                f"`reducer={self.reducer!r}` needs equal widths, but the drafter's `hidden_size` is {self.hidden_size} and "
+                f"`reducer={self.reducer!r}` needs equal widths, but the drafter's `hidden_size` is "
+                f"{self.hidden_size} and "
                 f"the target's {self.target_hidden_size}. Use `reducer='fc'` or the target's width."
             )
 

@@ -1,4 +1,5 @@
-"""What a `generate` call leaves with the target's cache for the next turn: the drafter's context, and unseen padding."""
+"""What a `generate` call leaves with the target's cache for the next turn: the drafter's context, and unseen
+padding."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ class LeftContext:
     """A drafter's context that stays with the target's cache between turns. Copies of the cache get a copy of it.
 
     Args:
-        drafter: Whose context it is. Another's would be read as if it were one's own, so it is told apart by the object
-            itself: an `id` comes back once its owner is gone.
+        drafter: Whose context it is. Another's would be read as if it were one's own, so it is told apart by the
+            object itself: an `id` comes back once its owner is gone.
         context: The context.
     """
 

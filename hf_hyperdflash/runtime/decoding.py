@@ -103,8 +103,8 @@ class _Decoding:
         return row
 
     def prefill(self, row: Row) -> Any:
-        """Run the part of the prompt that is not in the cache yet. In chunks, where the caller asks for them, of which each
-        reaches the drafter before the next is run, so that a long prompt's residual is never held whole."""
+        """Run the part of the prompt that is not in the cache yet. In chunks, where the caller asks for them, of which
+        each reaches the drafter before the next is run, so that a long prompt's residual is never held whole."""
         cached, length = self.cache.get_seq_length(), row.prompt_length
         chunk = self.config.prefill_chunk_size or length
         for end in [*range(cached + chunk, length, chunk), length]:

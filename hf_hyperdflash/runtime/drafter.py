@@ -127,8 +127,8 @@ class Drafter:
             ValueError: Always, saying what to call.
         """
         raise ValueError(
-            "A HyperDFlash drafter works only through a target that is bound to it. Call `drafter.bind(target)` once, then "
-            "`target.generate(**inputs, assistant_model=drafter)`."
+            "A HyperDFlash drafter works only through a target that is bound to it. Call `drafter.bind(target)` "
+            "once, then `target.generate(**inputs, assistant_model=drafter)`."
         )
 
     @property

@@ -69,8 +69,8 @@ def attention_mask_for(implementation: str | None, mask: torch.Tensor | None, dt
     if implementation == "eager":
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
     raise ValueError(
-        f"`attn_implementation` is {implementation!r}, which cannot mask blocks of several anchors: train with 'sdpa' or "
-        "'flex_attention'."
+        f"`attn_implementation` is {implementation!r}, which cannot mask blocks of several anchors: train with "
+        "'sdpa' or 'flex_attention'."
     )
 
 
@@ -129,8 +129,8 @@ class HyperDFlashAttention(nn.Module):
 
 
 class HyperDFlashRotaryEmbedding(Qwen3RotaryEmbedding):
-    """RoPE whose frequencies stay float32 in a drafter of another dtype: rounded to bfloat16, they turn the queries and keys
-    of position 1,000 by up to a radian too far."""
+    """RoPE whose frequencies stay float32 in a drafter of another dtype: rounded to bfloat16, they turn the queries
+    and keys of position 1,000 by up to a radian too far."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         return super()._apply(lambda tensor: fn(tensor) if tensor.is_meta else tensor.to(fn(tensor).device), recurse)
@@ -139,8 +139,9 @@ class HyperDFlashRotaryEmbedding(Qwen3RotaryEmbedding):
 class HyperDFlashLayer(GradientCheckpointingLayer):
     """A Qwen3-style block: attention with QK-norm, gated MLP, pre-norm residuals.
 
-    What is new to the context comes as the conditioning feature, whose keys and values every layer makes of its own; what
-    is there already is read from `context`. So wrappers that shard or checkpoint a layer see everything it computes.
+    What is new to the context comes as the conditioning feature, whose keys and values every layer makes of its own;
+    what is there already is read from `context`. So wrappers that shard or checkpoint a layer see everything it
+    computes.
     """
 
     def __init__(self, config: Any) -> None:
@@ -158,7 +159,8 @@ class HyperDFlashLayer(GradientCheckpointingLayer):
         context: ContextLayer | None,
         attention_mask: Any,
     ) -> torch.Tensor:
-        """`[batch, queries, config.hidden_size]` to the same; `rotary` is of the feature's tokens, then the block's."""
+        """`[batch, queries, config.hidden_size]` to the same; `rotary` is of the feature's tokens, then the
+        block's."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), feature, rotary, context, attention_mask)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -166,8 +168,8 @@ class HyperDFlashLayer(GradientCheckpointingLayer):
 class ContextCache:
     """Keys and values of the accepted tokens, computed once per token and layer.
 
-    A block's are written after them to be read, and overwritten by what comes next. The buffer grows by doubling: neither
-    a new token nor a block copies the context.
+    A block's are written after them to be read, and overwritten by what comes next. The buffer grows by doubling:
+    neither a new token nor a block copies the context.
 
     Args:
         window: Keep only the last `window` positions visible; `None` for all.
@@ -195,8 +197,8 @@ class ContextCache:
             self._start, self._stop = 0, kept
 
     def layer(self, index: int, new: int) -> ContextLayer:
-        """What one layer's attention calls with keys and values `[batch, kv_heads, new + queries, head_dim]`, to get those
-        that the queries see: of the context, which `new` tokens are added to, and of the queries themselves."""
+        """What one layer's attention calls with keys and values `[batch, kv_heads, new + queries, head_dim]`, to get
+        those that the queries see: of the context, which `new` tokens are added to, and of the queries themselves."""
 
         def update(keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
             stop, start = self._stop + keys.shape[2], self._first_visible(self._stop + new)

@@ -20,9 +20,9 @@ _RESERVED = re.compile(r"reserved|unused|place.?holder", re.IGNORECASE)
 def find_mask_token(target: PreTrainedModel, tokenizer: Any = None) -> int:
     """A token that can stand for "not known yet"; which one, and why that, is logged.
 
-    The tokenizer's mask token; else the first id past the tokenizer's last, where the embedding has rows to spare (what
-    z-lab's drafters for Qwen3 mask with); else a token reserved for such uses; else a padding token that does not end
-    texts, too.
+    The tokenizer's mask token; else the first id past the tokenizer's last, where the embedding has rows to spare
+    (what z-lab's drafters for Qwen3 mask with); else a token reserved for such uses; else a padding token that does
+    not end texts, too.
 
     Args:
         target: The target.
@@ -33,7 +33,8 @@ def find_mask_token(target: PreTrainedModel, tokenizer: Any = None) -> int:
     """
     if tokenizer is not None and not hasattr(tokenizer, "mask_token_id"):
         raise ValueError(
-            f"`tokenizer` is {tokenizer!r:.60}, expected a tokenizer: load it with `AutoTokenizer.from_pretrained` first."
+            f"`tokenizer` is {tokenizer!r:.60}, expected a tokenizer: load it with `AutoTokenizer.from_pretrained` "
+            "first."
         )
     family = family_of(target)
     config = family.config

@@ -93,8 +93,8 @@ class HyperDFlashDrafter(SavedDrafter):
         """Build an untrained drafter fitted to a target, its gate inherited from the target's `hc_head`.
 
         Args:
-            target: The model to draft for. It is read, not changed. Of one on the meta device the drafter is there too:
-                sizes and counts without weights.
+            target: The model to draft for. It is read, not changed. Of one on the meta device the drafter is there
+                too: sizes and counts without weights.
             reducer: One of [`HyperDFlashConfig`]'s, or `None` for the gate where the paper's conditions hold (a gated
                 collapse in the target, equal widths) and the `fc` fallback, with a logged reason, where not.
             mask_token_id: A token that no text has; found by [`~mask_token.find_mask_token`] if left out.
@@ -105,8 +105,8 @@ class HyperDFlashDrafter(SavedDrafter):
             **config_fields: Any field of [`HyperDFlashConfig`], overriding what the target suggests.
 
         Raises:
-            ValueError: If it is no target, no mask token is found, there is no such field or dtype, or the gate is asked
-                for where it cannot be inherited.
+            ValueError: If it is no target, no mask token is found, there is no such field or dtype, or the gate is
+                asked for where it cannot be inherited.
         """
         if type(num_draft_tokens) is not int or num_draft_tokens < 1:
             raise ValueError(f"`num_draft_tokens` is {num_draft_tokens!r}, expected an integer of at least 1.")
@@ -182,8 +182,8 @@ class HyperDFlashDrafter(SavedDrafter):
                 tokens.
             position_ids: `[batch, queries]`, true positions.
             context: What is known of the tokens before; the residual's are added to it. `None` in training.
-            attention_mask: Boolean `[batch, 1, queries, context + seq + queries]`, `True` where a query may look; `None`
-                for one block that sees all of its context and itself.
+            attention_mask: Boolean `[batch, 1, queries, context + seq + queries]`, `True` where a query may look;
+                `None` for one block that sees all of its context and itself.
             residual: The target's residual paths of `config.target_layer_ids` of tokens before the anchors,
                 `[batch, seq, config.num_paths, config.target_hidden_size]`.
             residual_position_ids: `[batch, seq]`, true positions of `residual`.
@@ -239,8 +239,8 @@ class HyperDFlashDrafter(SavedDrafter):
     @property
     def _about_drafts(self) -> str:  # type: ignore[override]
         return (
-            f", the draft positions of its block of {self.config.block_size}. Train one with a larger `num_draft_tokens` "
-            "for more"
+            f", the draft positions of its block of {self.config.block_size}. Train one with a larger "
+            "`num_draft_tokens` for more"
         )
 
     def check_target(self, target: PreTrainedModel) -> None:
@@ -302,8 +302,8 @@ class HyperDFlashDrafter(SavedDrafter):
         return sampler.chain(ids, self.logits(target, hidden[:, config.first_slot : config.first_slot + count]))
 
     def logits(self, target: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
-        """`[batch, queries, config.vocab_size]` from what [`forward`] returned: the target's LM head, or an own one over
-        fewer tokens."""
+        """`[batch, queries, config.vocab_size]` from what [`forward`] returned: the target's LM head, or an own one
+        over fewer tokens."""
         if not self.config.draft_vocab_size:
             return family_of(target).logits(hidden)
         own = self.lm_head(hidden)
@@ -313,7 +313,8 @@ class HyperDFlashDrafter(SavedDrafter):
     # Use with a target
 
     def bind(self, target: PreTrainedModel) -> None:
-        """As of any drafter; its configuration takes the target's special tokens, which transformers' pipelines compare."""
+        """As of any drafter; its configuration takes the target's special tokens, which transformers' pipelines
+        compare."""
         super().bind(target)
         own = target.config.get_text_config(decoder=True)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -344,8 +345,8 @@ def check_pair(config: HyperDFlashConfig, target: PreTrainedModel) -> None:
     ):
         if drafters != targets:
             raise ValueError(
-                f"The drafter was made for a target with `{what}` {drafters}, but this target's is {targets}. Load the "
-                "drafter's own target, or make one with `HyperDFlashDrafter.from_target(target)`."
+                f"The drafter was made for a target with `{what}` {drafters}, but this target's is {targets}. Load "
+                "the drafter's own target, or make one with `HyperDFlashDrafter.from_target(target)`."
             )
     deepest = max(config.target_layer_ids or [-1])
     if own.num_hidden_layers and deepest >= own.num_hidden_layers:  # loaded without layers: for its head alone
@@ -360,8 +361,8 @@ def check_pair(config: HyperDFlashConfig, target: PreTrainedModel) -> None:
     made_for, given = PurePath(config.target_name_or_path).name, PurePath(target.config._name_or_path).name
     if made_for and given and made_for.lower() != given.lower():
         logger.warning(
-            "The drafter was made for %r and is used with %r: the text stays the target's own, but fewer drafts may be "
-            "accepted.",
+            "The drafter was made for %r and is used with %r: the text stays the target's own, but fewer drafts may "
+            "be accepted.",
             config.target_name_or_path,
             target.config._name_or_path,
         )

@@ -130,8 +130,8 @@ class DeepseekV4MTPDrafter(SavedDrafter, DeepseekV4PreTrainedModel):
             target: A checkpoint's path or Hub id, or a loaded target: then its `config._name_or_path`. Only the files
                 with `mtp.0.*` tensors in them are downloaded.
             num_draft_tokens: Drafted tokens per round.
-            dtype: Of the weights, or its name, except those that V4 keeps in float32; by default the loaded target's LM head's, or
-                the checkpoint's.
+            dtype: Of the weights, or its name, except those that V4 keeps in float32; by default the loaded target's
+                LM head's, or the checkpoint's.
             device: By default the loaded target's LM head's, or the CPU.
             revision: Of the Hub repository.
             **hub_kwargs: For the Hub: `token`, `cache_dir`, `local_files_only`, ...
@@ -175,8 +175,8 @@ class DeepseekV4MTPDrafter(SavedDrafter, DeepseekV4PreTrainedModel):
             made = fields.get("architectures") or ["model of unknown architecture"]
             if cls.__name__ not in made:
                 raise ValueError(
-                    f"{pretrained_model_name_or_path} is no drafter but a target, a {made[0]}. Its own MTP block is loaded by "
-                    "`DeepseekV4MTPDrafter.from_target(...)`, or by `--mtp` of `hf-hyperdflash benchmark`."
+                    f"{pretrained_model_name_or_path} is no drafter but a target, a {made[0]}. Its own MTP block is "
+                    "loaded by `DeepseekV4MTPDrafter.from_target(...)`, or by `--mtp` of `hf-hyperdflash benchmark`."
                 )
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
@@ -203,8 +203,8 @@ class DeepseekV4MTPDrafter(SavedDrafter, DeepseekV4PreTrainedModel):
         for name, tensor in checkpoint.tensors(self.device):
             if tensor.shape != own[name].shape:
                 raise ValueError(
-                    f"`{name}` in {checkpoint.name} has shape {list(tensor.shape)}, expected {list(own[name].shape)} by "
-                    "the checkpoint's own config. Use the config that belongs to the checkpoint."
+                    f"`{name}` in {checkpoint.name} has shape {list(tensor.shape)}, expected {list(own[name].shape)} "
+                    "by the checkpoint's own config. Use the config that belongs to the checkpoint."
                 )
             check_finite({name: tensor}, checkpoint.name)
             own[name].copy_(tensor)
@@ -300,7 +300,8 @@ class DeepseekV4MTPDrafter(SavedDrafter, DeepseekV4PreTrainedModel):
         Args:
             target: The target, for its embedding.
             context: Of the sequence; changed.
-            residual: `[1, seq, config.hc_mult, config.hidden_size]`, the target's pre-collapse residual. `seq` may be 0.
+            residual: `[1, seq, config.hc_mult, config.hidden_size]`, the target's pre-collapse residual. `seq` may be
+                0.
             position_ids: `[1, seq]`, true positions.
             next_ids: `[1, seq]`, the tokens that follow each.
         """
@@ -360,8 +361,8 @@ class DeepseekV4MTPDrafter(SavedDrafter, DeepseekV4PreTrainedModel):
             drafters = getattr(self.config, what)
             if drafters != targets:
                 raise ValueError(
-                    f"The MTP drafter is of a model with `{what}` {drafters}, but this target's is {targets}. Load the "
-                    "target's own with `DeepseekV4MTPDrafter.from_target(target)`."
+                    f"The MTP drafter is of a model with `{what}` {drafters}, but this target's is {targets}. Load "
+                    "the target's own with `DeepseekV4MTPDrafter.from_target(target)`."
                 )
 
 

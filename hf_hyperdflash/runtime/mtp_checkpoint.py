@@ -39,8 +39,8 @@ class MTPCheckpoint:
     def __init__(self, name: str, config: Any, hub_kwargs: dict[str, Any]) -> None:
         if not name:
             raise ValueError(
-                "The target was not loaded from a checkpoint (`config._name_or_path` is empty), so there is none to read "
-                "the MTP tensors from. Pass a path or Hub id."
+                "The target was not loaded from a checkpoint (`config._name_or_path` is empty), so there is none to "
+                "read the MTP tensors from. Pass a path or Hub id."
             )
         self.name, self.block_size, self.hub_kwargs = name, _block_size(config), hub_kwargs
         files = self._files()
@@ -85,9 +85,9 @@ class MTPCheckpoint:
         unexpected = [name for name in [*self.weights, *stray] if name not in expected]
         if missing or unexpected:
             raise ValueError(
-                f"The `{PREFIX}*` tensors of {self.name} are not those of DeepSeek-V4's MTP block as its config has it: "
-                f"{listed(missing=missing, unexpected=unexpected)}. Use a complete checkpoint with its own config; one with DSpark's tensors "
-                "(`main_proj`, `markov_head`) holds another drafter."
+                f"The `{PREFIX}*` tensors of {self.name} are not those of DeepSeek-V4's MTP block as its config has "
+                f"it: {listed(missing=missing, unexpected=unexpected)}. Use a complete checkpoint with its own "
+                "config; one with DSpark's tensors (`main_proj`, `markov_head`) holds another drafter."
             )
 
     def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -128,8 +128,8 @@ def dequantize(
 
     Args:
         weight: FP8, `[out, in]`, or FP4, two values to a byte, `[out, in / 2]`.
-        scale: Per block `[ceil(out / rows), ceil(in / columns)]`, E8M0 (as such or as bytes) or float32. FP4 has blocks
-            of 1 x 32.
+        scale: Per block `[ceil(out / rows), ceil(in / columns)]`, E8M0 (as such or as bytes) or float32. FP4 has
+            blocks of 1 x 32.
         block_size: Rows and columns of an FP8 block.
         name: For the message.
 

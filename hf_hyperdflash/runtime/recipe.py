@@ -25,8 +25,8 @@ def generate(model: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
     Args:
         model: The target.
         assistant_model: The drafter, if it is loaded already; otherwise loaded once for each target.
-        **kwargs: As for `target.generate`; `revision`, `token`, `cache_dir`, `force_download` and `local_files_only` as
-            for `from_pretrained`.
+        **kwargs: As for `target.generate`; `revision`, `token`, `cache_dir`, `force_download` and `local_files_only`
+            as for `from_pretrained`.
 
     Raises:
         ValueError: If drafter and target do not fit, or it is not known which repository this is.

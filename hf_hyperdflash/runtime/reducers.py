@@ -130,8 +130,9 @@ class Dense:
 
 
 class Hybrid:
-    """Ours: the gate of the last layer read plus a normed dense projection of the others, or of the same where only one
-    is read. Without a norm the projection, whose every output has thousands of inputs, outgrows the gate in a few steps."""
+    """Ours: the gate of the last layer read plus a normed dense projection of the others, or of the same where only
+    one is read. Without a norm the projection, whose every output has thousands of inputs, outgrows the gate in a few
+    steps."""
 
     has_gate = True
 

@@ -13,8 +13,8 @@ _MEDIA = ("pixel_values", "mm_encoder_outputs", "input_features")  # prefixes of
 
 
 def drafts_asked(config: GenerationConfig | None) -> int | None:
-    """`num_assistant_tokens`, but not where transformers filled in its own default of 20 with all its others, as pipelines
-    let it do: later, a 20 of the caller's looks the same."""
+    """`num_assistant_tokens`, but not where transformers filled in its own default of 20 with all its others, as
+    pipelines let it do: later, a 20 of the caller's looks the same."""
     if config is None:
         return None
     defaults = {name: value for name, value in config._get_default_generation_params().items() if value is not None}
@@ -29,8 +29,8 @@ def check_request(
     """Raise a `ValueError` if our loop cannot do what is asked."""
     if input_ids.shape[0] > 1:
         raise ValueError(
-            f"Assisted generation works on one sequence at a time, got a batch of {input_ids.shape[0]}. Call `generate` "
-            "once per prompt."
+            f"Assisted generation works on one sequence at a time, got a batch of {input_ids.shape[0]}. Call "
+            "`generate` once per prompt."
         )
     if model_kwargs.get("past_key_values") is None:
         raise ValueError("Assisted generation needs a cache: leave `use_cache` at True.")
@@ -52,8 +52,8 @@ def check_request(
         )
     if generation_config.assistant_ensemble_weight is not None:
         raise ValueError(
-            f"`assistant_ensemble_weight` is {generation_config.assistant_ensemble_weight}, expected None: HyperDFlash "
-            "is lossless, it does not mix the drafter's distribution into the target's."
+            f"`assistant_ensemble_weight` is {generation_config.assistant_ensemble_weight}, expected None: "
+            "HyperDFlash is lossless, it does not mix the drafter's distribution into the target's."
         )
 
 
@@ -63,8 +63,8 @@ def _check_continuation(length: int, generation_config: GenerationConfig, model_
     whole = getattr(generation_config, "_mask_length", length) if mask is None else mask.shape[1]
     if cached and (whole != length or length <= cached):
         raise ValueError(
-            f"`past_key_values` holds {cached} tokens and `input_ids` {length}: expected the whole sequence, what is in "
-            "the cache and at least one new token. Concatenate the earlier output and the new turn."
+            f"`past_key_values` holds {cached} tokens and `input_ids` {length}: expected the whole sequence, what is "
+            "in the cache and at least one new token. Concatenate the earlier output and the new turn."
         )
 
 
@@ -77,8 +77,9 @@ def check_stock_assistance(assistant_model: Any, model_kwargs: dict[str, Any]) -
         )
     if is_bound(assistant_model) and family_of(assistant_model).has_running_state:
         raise ValueError(
-            f"The assistant, a {type(assistant_model).__name__}, has linear attention, which can take back the last forward "
-            "only, and an assistant runs several. Use a HyperDFlash drafter, or an assistant without linear attention."
+            f"The assistant, a {type(assistant_model).__name__}, has linear attention, which can take back the last "
+            "forward only, and an assistant runs several. Use a HyperDFlash drafter, or an assistant without linear "
+            "attention."
         )
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
@@ -97,7 +98,7 @@ def check_cache(cache: Any) -> Any:
     """
     if not getattr(cache, "is_croppable", False):
         raise ValueError(
-            f"Assisted generation cannot rewind a {type(cache).__name__}: leave `cache_implementation` out. A cache of "
-            "remote code needs `is_croppable = True` and a `crop(-n)` that takes back the last n tokens."
+            f"Assisted generation cannot rewind a {type(cache).__name__}: leave `cache_implementation` out. A cache "
+            "of remote code needs `is_croppable = True` and a `crop(-n)` that takes back the last n tokens."
         )
     return cache

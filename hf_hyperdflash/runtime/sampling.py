@@ -1,7 +1,7 @@
-"""How drafts are drawn for a request: greedily or at random, after those of its logits processors that may run on drafts.
+"""How drafts are drawn for a request: greedily or at random, after those logits processors that may run on drafts.
 
-A draft that the target rejects was never part of the text, so a processor that remembers what it was called with must not
-see it. Drafting without one costs acceptance, never correctness: what is drafted is verified with all of them.
+A draft that the target rejects was never part of the text, so a processor that remembers what it was called with must
+not see it. Drafting without one costs acceptance, never correctness: what is drafted is verified with all of them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from .tree import DraftTree
 # What they return depends on the prefix and the scores that they are given, and on nothing that came before.
 _STATELESS = {
     "EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor", "EpsilonLogitsWarper",
-    "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor",
+    "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
     "InfNanRemoveLogitsProcessor", "LogitNormalization", "MinLengthLogitsProcessor",
-    "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper", "NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper", "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
     "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor",
-    "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper",
+    "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper",
+    "TopPLogitsWarper",
     "TypicalLogitsWarper", "WatermarkLogitsProcessor",
 }  # fmt: skip
 
@@ -51,8 +54,8 @@ class DraftSampler:
             logits: The drafter's, `[1, config.vocab_size]`.
 
         Returns:
-            The token, `[1]`, and the distribution `[config.vocab_size]` that it was drawn from; `None` if it is the most
-            probable one.
+            The token, `[1]`, and the distribution `[config.vocab_size]` that it was drawn from; `None` if it is the
+            most probable one.
         """
         scores = self.processors(cast(torch.LongTensor, prefix), cast(Any, logits.to(prefix.device, torch.float32)))
         if not self.do_sample:

@@ -61,8 +61,9 @@ class Shown:
         return {name: tuple(values) if values else None for name, values in self.seen.items()}
 
     def _attention_rows(self, weights: Sequence[torch.Tensor], row: int, cache: Cache) -> tuple[torch.Tensor, ...]:
-        """What one token attended to, `[batch, heads, 1, keys]` of every attention layer, over the keys that there would
-        have been had it been the last: none of later tokens, and in a sliding window those that had not left it."""
+        """What one token attended to, `[batch, heads, 1, keys]` of every attention layer, over the keys that there
+        would have been had it been the last: none of later tokens, and in a sliding window those that had not left
+        it."""
         with_keys = (layer for layer in cache.layers if isinstance(layer, DynamicLayer))
         return tuple(self._row(of_layer, row, layer) for of_layer, layer in zip(weights, with_keys, strict=True))
 

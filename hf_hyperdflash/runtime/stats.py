@@ -16,8 +16,8 @@ _is_exact: ContextVar[bool] = ContextVar("hf_hyperdflash_exact_timing", default=
 
 @contextmanager
 def exact_timing() -> Iterator[None]:
-    """Let the generations of this thread wait for the accelerator where times are taken. Slower, but each second counts
-    where it was spent."""
+    """Let the generations of this thread wait for the accelerator where times are taken. Slower, but each second
+    counts where it was spent."""
     token = _is_exact.set(True)
     try:
         yield

@@ -1,9 +1,9 @@
 """DeepSeek-V4, all of it: its gate in both layouts, its caches and its indexer.
 
-An indexer's scores are sums over heads of ReLU terms, so many entries can have a score of exactly 0. Which of them `topk`
-takes depends on how many entries there are, and a verification round has those that its drafts close besides. The
-target's text would then depend on how it was cut into forwards; stock DeepSeek-V4's does. Here a round's indexers choose
-the entries that they would choose for one token at a time.
+An indexer's scores are sums over heads of ReLU terms, so many entries can have a score of exactly 0. Which of them
+`topk` takes depends on how many entries there are, and a verification round has those that its drafts close besides.
+The target's text would then depend on how it was cut into forwards; stock DeepSeek-V4's does. Here a round's indexers
+choose the entries that they would choose for one token at a time.
 """
 
 from __future__ import annotations

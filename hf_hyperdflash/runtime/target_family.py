@@ -19,8 +19,8 @@ from .per_thread import PerThread
 class TargetFamily:
     """A target as drafters and the loop see it.
 
-    This class is right for a causal LM with one residual stream that ends in `model.norm` and an LM head. Other families
-    are subclasses, a file each, and say what differs.
+    This class is right for a causal LM with one residual stream that ends in `model.norm` and an LM head. Other
+    families are subclasses, a file each, and say what differs.
 
     Attributes:
         title: How the family is called.
@@ -67,8 +67,8 @@ class TargetFamily:
         return f"a {self.config.model_type} target has one residual stream, and no gate that collapses several"
 
     def gate(self) -> dict[str, torch.Tensor]:
-        """The collapse's `hc_fn` `[paths, paths * config.hidden_size]`, `hc_base` `[paths]` and `hc_scale` `[1]`, copied;
-        empty if it has another form."""
+        """The collapse's `hc_fn` `[paths, paths * config.hidden_size]`, `hc_base` `[paths]` and `hc_scale` `[1]`,
+        copied; empty if it has another form."""
         return {}
 
     def collapse(self, residual: torch.Tensor) -> torch.Tensor:

@@ -18,9 +18,9 @@ class DraftTree:
     Attributes:
         tokens: `[nodes]`.
         parents: Of each node, the node that it follows, which comes before it; [`ANCHOR`] for the first of a path.
-        q: The distribution that each token was drawn from, `[config.vocab_size]`; `None` for a token that was not drawn
-            at random, or for all of them. Of siblings that were drawn one after the other without replacement, each has
-            the distribution that was left for it.
+        q: The distribution that each token was drawn from, `[config.vocab_size]`; `None` for a token that was not
+            drawn at random, or for all of them. Of siblings that were drawn one after the other without replacement,
+            each has the distribution that was left for it.
         confidence: How probable the drafter holds it that each node is accepted once its parent is, `[nodes]`; `None`
             if it has no opinion.
 

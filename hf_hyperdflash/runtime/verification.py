@@ -1,7 +1,7 @@
 """What of a draft tree the target accepts: rules over one row's tree and the target's scores, and nothing else.
 
-A rule walks down from the anchor. It asks for what the target says after a node only once that node is accepted, so that
-logits processors see every accepted prefix once and in order.
+A rule walks down from the anchor. It asks for what the target says after a node only once that node is accepted, so
+that logits processors see every accepted prefix once and in order.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def sampled_walk(
 ) -> Iterator[Step]:
     """Accept at random, so that the text is distributed as the target's, whatever the drafts are.
 
-    Siblings that were drawn at random are tried one after the other: each is accepted with probability min(1, p/q), and
-    else `p` becomes what it has more of than `q` (Leviathan et al., algorithm 1, with one draft; SpecInfer, algorithm 2, with
-    several). What is left of `p` is drawn from; a sibling that was not drawn at random is right if it comes out.
+    Siblings that were drawn at random are tried one after the other: each is accepted with probability min(1, p/q),
+    and else `p` becomes what it has more of than `q` (Leviathan et al., algorithm 1, with one draft; SpecInfer,
+    algorithm 2, with several). What is left of `p` is drawn from; a sibling that was not drawn at random is right if
+    it comes out.
 
     Args:
         tree: The drafts.

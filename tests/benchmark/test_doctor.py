@@ -73,7 +73,8 @@ def trained(tmp_path_factory):
         dtype=torch.float32,
     )  # fmt: skip
     args = HyperDFlashTrainingArguments(
-        str(tmp_path_factory.mktemp("trained")), max_steps=150, per_device_train_batch_size=5, num_anchors=16, kl_weight=0.0,
+        str(tmp_path_factory.mktemp("trained")), max_steps=150, per_device_train_batch_size=5, num_anchors=16,
+        kl_weight=0.0,
         learning_rate=5e-3, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", logging_strategy="no",
     )  # fmt: skip
     HyperDFlashTrainer(drafter, target, args, train_dataset=Dataset.from_list(rows)).train()
@@ -111,7 +112,8 @@ def test_a_drafter_that_says_how_it_was_trained_is_not_accused(trained):
 
 
 def test_what_cannot_be_told_is_said(trained):
-    """After a layer that adds nothing the residual is what it was before: it cannot matter which of the two is read."""
+    """After a layer that adds nothing the residual is what it was before: it cannot matter which of the two is
+    read."""
     target, drafter, tokenizer = trained
     idle = copy.deepcopy(target)
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Rounds after every token of a text against rounds that generation really has, and how often chance is taken for more."""
+"""Rounds after every token of a text against rounds that generation really has, and how often chance is taken for
+more."""
 
 import numpy as np
 import pytest

@@ -90,7 +90,8 @@ def test_details_and_acceptance(tmp_path):
     text = markdown(results, summarize(results), pool(results))
     _, details, acceptance = tables(text)
     assert details[1] == [
-        "MTP (3)", "2.00×", "2.00 (2.00 to 2.00)", "3.00", "2.00", "33.33", "200.00", "12.5 %", "1.29×", "0.67", "3.00",
+        "MTP (3)", "2.00×", "2.00 (2.00 to 2.00)", "3.00", "2.00", "33.33", "200.00", "12.5 %", "1.29×", "0.67",
+        "3.00",
         "1 of 1",
     ]  # fmt: skip
     assert details[2][0] == r"A\|B" and details[2][-2:] == ["–", "–"]  # a method the settings do not name
@@ -198,13 +199,15 @@ def test_the_best_of_each_suite_is_bold(monkeypatch, capsys, tmp_path):
 def test_a_suite_that_a_method_lacks_and_names_in_brackets(monkeypatch, capsys, tmp_path):
     names = ["[bold]A[/bold] (3)", "B (3)"]
     lines = [line(name, suite=suite) for suite in ("[mine]", "gsm8k") for name in (PLAIN, *names)]
-    path = written(tmp_path / "r.jsonl", [one for one in lines if (one["method"], one["suite"]) != ("B (3)", "[mine]")], settings(names))  # fmt: skip
+    others = [one for one in lines if (one["method"], one["suite"]) != ("B (3)", "[mine]")]
+    path = written(tmp_path / "r.jsonl", others, settings(names))
     text = "\n".join(printed(monkeypatch, capsys, 120, path))
     assert "[bold]A[/bold] (3)" in text and "[mine]" in text and re.search(r"B \(3\) .*– –", text)
 
 
 def test_a_sweep_names_the_fastest_number_of_drafts_per_suite(monkeypatch, capsys, tmp_path):
-    speeds = {"gsm8k": {"HyperDFlash (2)": 2.0, "HyperDFlash (6)": 4.0}, "mbpp": {"HyperDFlash (2)": 4.0, "HyperDFlash (6)": 2.5}}  # fmt: skip
+    few, many = "HyperDFlash (2)", "HyperDFlash (6)"
+    speeds = {"gsm8k": {few: 2.0, many: 4.0}, "mbpp": {few: 4.0, many: 2.5}}
     lines = [
         line(method, suite=suite, mode=mode, seconds=8 / speed)
         for mode in ("non-think", "think-high")

@@ -1,5 +1,5 @@
-"""Rows against naive loops over the lines, what killed and resumed runs leave behind, and the leads of the fastest method
-against the averages, textbook variance, and pairs that must not differ."""
+"""Rows against naive loops over the lines, what killed and resumed runs leave behind, and the leads of the fastest
+method against the averages, textbook variance, and pairs that must not differ."""
 
 import json
 import math
@@ -32,7 +32,8 @@ def quantile(values, share):
 
 
 def check_row(row, lines, plain):
-    """Every figure of a row from the lines alone, `plain` being target-only's of the same prompts in the same order."""
+    """Every figure of a row from the lines alone, `plain` being target-only's of the same prompts in the same
+    order."""
     ratios = [a["new_tokens"] / a["seconds"] * b["seconds"] / b["new_tokens"] for a, b in zip(lines, plain)]
     rate = total(lines, "new_tokens") / total(lines, "seconds")
     plain_rate = total(plain, "new_tokens") / total(plain, "seconds")
@@ -93,7 +94,8 @@ def test_known_answers(tmp_path):
         line(PLAIN, 0, new_tokens=11, seconds=2.0, decode_seconds=1.0),
         line("MTP (3)", 0, new_tokens=10, seconds=1.0, identical=True),
         line(PLAIN, 1, new_tokens=11, seconds=2.4, decode_seconds=2.0, peak_memory=3),
-        line("MTP (3)", 1, new_tokens=12, seconds=1.2, identical=False, peak_memory=4, emitted=[1], accepted=[0], rounds=1),
+        line("MTP (3)", 1, new_tokens=12, seconds=1.2, identical=False, peak_memory=4, emitted=[1], accepted=[0],
+        rounds=1),
     ]  # fmt: skip
     (row,) = summarize(load(written(tmp_path / "r", lines)))
     assert row.speedup == pytest.approx((22 / 2.2) / (22 / 4.4))  # 2
@@ -277,8 +279,8 @@ def test_the_interval_is_that_of_a_mean_of_strata(tmp_path):
             lines.append(line(A, prompt, suite=suite, new_tokens=count))
     (lead,) = leads(loaded(tmp_path, lines))
     assert (lead.fastest, lead.method) == (A, B)
-    # 300 other streams of random numbers gave 0.99 of that, with a deviation of 0.02: five of them fit into 12 %, so less
-    # than one stream in a million would fail here.
+    # 300 other streams of random numbers gave 0.99 of that, with a deviation of 0.02: five of them fit into 12 %, so
+    # less than one stream in a million would fail here.
     assert lead.speedup.high - lead.speedup.low == pytest.approx(2 * 1.96 * math.sqrt(variance), rel=0.12)
     assert lead.tau.low == lead.tau.high == 0
 

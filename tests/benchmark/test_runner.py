@@ -121,7 +121,8 @@ def test_what_a_target_thought_is_no_part_of_the_conversation(pair, data, tmp_pa
 
 
 def test_steps_are_timed_from_the_first_token_on(pair, data, tmp_path, monkeypatch):
-    """With a clock that ticks whenever it is looked at: at the beginning, for the prompt and every token, at the end."""
+    """With a clock that ticks whenever it is looked at: at the beginning, for the prompt and every token, at the
+    end."""
     target, tokenizer, drafter = pair
     monkeypatch.setattr(time, "perf_counter", map(float, itertools.count()).__next__)
     chosen = settings(data, suites=["gsm8k"], limit=1, max_new_tokens=6)

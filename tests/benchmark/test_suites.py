@@ -47,7 +47,8 @@ def test_local_files(tmp_path):
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ('{"prompt": "x"}', "no `turns`"), ('{"turns": []}', r"`turns` is \[\]"), ('{"turns": [1]}', r"`turns` is \[1\]"),
+        ('{"prompt": "x"}', "no `turns`"), ('{"turns": []}', r"`turns` is \[\]"), ('{"turns": [1]}',
+        r"`turns` is \[1\]"),
         ("[1]", "no `turns`"), ('{"turns": "What is 1 plus 1?"}', "`turns` is 'What is 1 plus 1.'"),
         ('{"turns": [" "]}', "`turns` is "), ('{"turns": ["x"', "not JSON"), ("turns", "not JSON"),
         (b"\xff\xfe".decode("latin1"), "not JSON"),

@@ -50,8 +50,9 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 from ..conftest import tiny_target
 
 LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
-# Many index heads: with few, several tokens score exactly zero, and which of them stock indexers choose depends on how a
-# text is cut into forwards. An LM head of full row rank (hidden = vocabulary): its drafters can be told what to draft.
+# Many index heads: with few, several tokens score exactly zero, and which of them stock indexers choose depends on how
+# a text is cut into forwards. An LM head of full row rank (hidden = vocabulary): its drafters can be told what to
+# draft.
 COMMON = dict(
     vocab_size=64, hidden_size=64, num_attention_heads=4, max_position_embeddings=1024, initializer_range=0.2,
     bos_token_id=None, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
@@ -77,7 +78,8 @@ QWEN4_TEXT = dict(
     layer_types=[LINEAR, FULL, LINEAR, FULL], ple_layer_ids=[1], ple_embed_dim=32, heads_per_ngram=2,
     ngram_vocab_size_base=50, make_ngram_vocab_size_divisible_by=8, split_ngram_parts=1, indexer_n_heads=16,
     indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=16, indexer_compress_ratio=4,
-    rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+    rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1,
+    1]},
 )  # fmt: skip
 
 

@@ -78,7 +78,8 @@ def random_lines(seed, suites=SUITES, methods=METHODS, temperatures=(0.0, 1.0), 
     drafts = {method: 3 + 7 * ("(10)" in method) + 3 * ("(6)" in method) for method in methods}
     return [
         random_line(
-            rng, method, drafts.get(method, 6), suite=suite, mode=mode, temperature=temperature, prompt=prompt // 2, turn=prompt % 2
+            rng, method, drafts.get(method, 6), suite=suite, mode=mode, temperature=temperature, prompt=prompt // 2,
+            turn=prompt % 2
         )
         for mode in modes
         for temperature in temperatures

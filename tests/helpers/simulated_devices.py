@@ -1,8 +1,8 @@
 """Two GPUs that are not there: what torch's `FakeTensorMode` says of devices, with the values that the CPU computes.
 
-Tensors "on" `cuda:0` and `cuda:1` are fake ones, so that an operation whose arguments lie on different devices raises as on
-a GPU. Beside each stands the real tensor on the CPU, so that what depends on data (`.item()`, boolean indices, a loop over
-accepted drafts) goes on as well, and the result can be compared with the CPU's.
+Tensors "on" `cuda:0` and `cuda:1` are fake ones, so that an operation whose arguments lie on different devices raises
+as on a GPU. Beside each stands the real tensor on the CPU, so that what depends on data (`.item()`, boolean indices, a
+loop over accepted drafts) goes on as well, and the result can be compared with the CPU's.
 
 Not simulated: kernels, streams, memory, and code that asks `torch.cuda` what it can do (grouped matrix products of
 experts: use `set_experts_implementation("batched_mm")`).

@@ -91,7 +91,8 @@ def shipped_card(output: Path) -> str:
     arguments = [
         "card", str(ROOT / name), "--results", str(RESULTS), "--method", METHOD, "--repo-id", name, "--target",
         "examples/models/tiny-deepseek-v4", "--license", "apache-2.0", "--dtype", "float32", "--figure",
-        "../examples/results/tiny-deepseek-v4/acceptance.png", "--notes", str(ROOT / f"model_cards/parts/{SHIPPED}-training.md"),
+        "../examples/results/tiny-deepseek-v4/acceptance.png", "--notes",
+        str(ROOT / f"model_cards/parts/{SHIPPED}-training.md"),
         "--limits", str(ROOT / f"model_cards/parts/{SHIPPED}-limits.md"), "--output", str(output),
     ]  # fmt: skip
     result = CliRunner().invoke(app, arguments)
@@ -122,7 +123,8 @@ def test_the_shipped_cards_snippets_run(tmp_path):
 def test_the_shipped_targets_card_is_what_the_script_writes(tmp_path):
     parts = ROOT / "model_cards" / "parts" / "tiny-deepseek-v4.md"
     command = [
-        sys.executable, ROOT / "examples" / "target_card.py", MODELS / "tiny-deepseek-v4", "--template", parts, "--output",
+        sys.executable, ROOT / "examples" / "target_card.py", MODELS / "tiny-deepseek-v4", "--template", parts,
+        "--output",
         tmp_path / "card.md",
     ]  # fmt: skip
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})

@@ -1,4 +1,5 @@
-"""Others' DFlash checkpoints against an independent reading of them (`oracle_dflash.py`), and ours written in theirs."""
+"""Others' DFlash checkpoints against an independent reading of them (`oracle_dflash.py`), and ours written in
+theirs."""
 
 import json
 

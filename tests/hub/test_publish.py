@@ -23,12 +23,8 @@ TOKENS = {
     "hf_reader": {"name": "org", "write": False},
     "hf_stranger": {"name": "eve", "write": True},
 }
-CODE = {
-    "attentions.py", "blocks.py", "cache.py", "configuration_hyperdflash.py", "custom_generate/generate.py",
-    "draft_processors.py", "generation.py", "hooks.py", "hub.py", "indexer.py", "linear_cache.py", "loading.py", "losses.py",
-    "mask_token.py", "model_card.py", "modeling_hyperdflash.py", "per_thread.py", "recipe.py", "residual.py", "target.py",
-    "version.py",
-}  # fmt: skip
+# What it is made of, `tests/test_package.py` says.
+CODE = {path.name for path in HyperDFlashDrafter.code_files()} | {"custom_generate/generate.py"}
 SETUP = """
 import json, sys, torch
 from pathlib import Path
@@ -285,7 +281,8 @@ def test_what_a_folder_has_of_ours(folder, tmp_path):
 
 def test_a_push_without_network_is_one_line(folder, tmp_path):
     environment = {
-        **os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_x", "HF_HOME": str(tmp_path),
+        **os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_x",
+        "HF_HOME": str(tmp_path),
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }  # fmt: skip
     command = [
@@ -372,7 +369,8 @@ from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTr
 rows = Dataset.from_list([{"input_ids": list(range(2, 40)), "loss_mask": [False] * 8 + [True] * 30}] * 4)
 def trained(drafter, name):
     args = HyperDFlashTrainingArguments(
-        str(folder / name), max_steps=2, save_strategy="steps", save_steps=1, num_anchors=2, report_to=[], use_cpu=True,
+        str(folder / name), max_steps=2, save_strategy="steps", save_steps=1, num_anchors=2, report_to=[],
+        use_cpu=True,
         push_to_hub=True, hub_model_id="org/" + name, feature_source="cached", disable_tqdm=True,
     )
     trainer = HyperDFlashTrainer(drafter, target(), args, train_dataset=rows)

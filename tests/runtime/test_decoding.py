@@ -560,9 +560,9 @@ def test_caches_that_cannot_be_rewound_are_refused_by_name(pair, kind):
 
 
 def assert_drawn_from(probabilities: torch.Tensor, observed: Counter) -> None:
-    """Every outcome is about as frequent as it should be. A right sampler fails once in a million times at most, whatever
-    its seed: by Chernoff's bound a share is as far off as `share` with a probability of exp(-draws * divergence) at most,
-    to either side, and there are `2 * outcomes` of these."""
+    """Every outcome is about as frequent as it should be. A right sampler fails once in a million times at most,
+    whatever its seed: by Chernoff's bound a share is as far off as `share` with a probability of exp(-draws *
+    divergence) at most, to either side, and there are `2 * outcomes` of these."""
     draws = observed.total()
     for outcome, expected in enumerate(probabilities.double().tolist()):
         share = observed[outcome] / draws

@@ -1,4 +1,5 @@
-"""The native MTP drafter against DeepSeek's definition, written out here entry by entry from a checkpoint's tensors."""
+"""The native MTP drafter against DeepSeek's definition, written out here entry by entry from a checkpoint's
+tensors."""
 
 import json
 import math

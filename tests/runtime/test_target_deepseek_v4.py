@@ -54,8 +54,8 @@ def test_greedy_text_is_the_targets_though_scores_tie(seed):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_next_turns_prompt_is_run_as_stock_runs_it(seed):
-    """Over all entries at once, on the cache that an assisted turn left: where scores tie, stock chooses otherwise there
-    than for one token at a time."""
+    """Over all entries at once, on the cache that an assisted turn left: where scores tie, stock chooses otherwise
+    there than for one token at a time."""
     target = tiny_target(seed, **TIES)
     ids = torch.randint(2, 64, (1, 60))
     drafter, options = tiny_drafter(target), dict(do_sample=False, max_new_tokens=30, return_dict_in_generate=True)

@@ -196,8 +196,8 @@ def test_many_threads_on_one_target(family):
 
 @pytest.mark.parametrize("family", [deepseek_v4, qwen3_next], ids=lambda family: family.__name__)
 def test_one_thread_ends_while_another_is_inside_a_module(family):
-    """The interleaving that crashes where hooks come and go with each call: torch has listed a module's hooks, and before
-    it comes to ours another thread takes its own away."""
+    """The interleaving that crashes where hooks come and go with each call: torch has listed a module's hooks, and
+    before it comes to ours another thread takes its own away."""
     torch.manual_seed(0)
     target, ids = family().eval(), prompt(12)
     expected = greedy(target, ids)
@@ -602,7 +602,8 @@ QUANTIZED = re.compile(r"\.(attn\.(wq_a|wq_b|wkv|wo_a|wo_b)|ffn\.(experts\.\d+|s
 
 @pytest.mark.parametrize("fp4_experts", [False, True])
 def test_a_quantized_checkpoint_is_drafted_for(tmp_path, fp4_experts):
-    """As DeepSeek ships V4: block-scaled FP8, and FP4 experts. Without a GPU transformers dequantizes it on loading."""
+    """As DeepSeek ships V4: block-scaled FP8, and FP4 experts. Without a GPU transformers dequantizes it on
+    loading."""
     source = tiny_target(hidden_size=64, moe_intermediate_size=64)
     source.save_pretrained(tmp_path)
     tensors, generator = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(1)

@@ -1,4 +1,5 @@
-"""Checkpoints that are not whole, not finite, not safetensors or not drafters: refused, in one line that names what is wrong."""
+"""Checkpoints that are not whole, not finite, not safetensors or not drafters: refused, in one line that names what is
+wrong."""
 
 import json
 import os

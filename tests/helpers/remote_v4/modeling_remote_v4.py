@@ -15,8 +15,20 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 class RemoteV4Config(PreTrainedConfig):
     model_type = "remote_v4"
 
-    def __init__(self, vocab_size=64, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, head_dim=16,
-                 intermediate_size=96, hc_mult=4, hc_eps=1e-6, rms_norm_eps=1e-6, max_position_embeddings=1024, **kwargs):  # fmt: skip
+    def __init__(
+        self,
+        vocab_size=64,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        head_dim=16,
+        intermediate_size=96,
+        hc_mult=4,
+        hc_eps=1e-6,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=1024,
+        **kwargs,
+    ):
         self.vocab_size, self.hidden_size, self.num_hidden_layers = vocab_size, hidden_size, num_hidden_layers
         self.num_attention_heads, self.head_dim, self.intermediate_size = (
             num_attention_heads,

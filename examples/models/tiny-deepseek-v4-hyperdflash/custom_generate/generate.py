@@ -5,6 +5,6 @@ try:
     from hf_hyperdflash.runtime.recipe import generate  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        f"This drafter runs on the package of the repository that its folder belongs to ({error}). Run `pip install -e .` "
-        "in the repository's root."
+        f"This drafter runs on the package of the repository that its folder belongs to ({error}). Run `pip install "
+        "-e .` in the repository's root."
     ) from error

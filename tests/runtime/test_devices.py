@@ -251,7 +251,7 @@ def waits_of_a_round(accepted: int, do_sample: bool) -> Counter[str]:
 
 @pytest.mark.parametrize("accepted, greedy, sampled", [(6, 13, 27), (3, 8, 22), (0, 2, 16)])
 def test_the_host_waits_no_more_often_than_it_did(accepted, greedy, sampled):
-    """What `examples/count_synchronisations.py` prints. All of it is in our loop, none in the target or the drafter."""
+    """What `examples/profile_round.py` counts on a Qwen3. All of it is in our loop, none in the target or the drafter."""
     for do_sample, most in ((False, greedy), (True, sampled)):
         waits = waits_of_a_round(accepted, do_sample)
         assert 0 < waits.total() <= most and not any("modeling" in place for place in waits), waits

@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from ..runtime.stats import exact_timing, now
+from ..runtime.stats import clock, exact_timing
 from ..training.data import encode_prompts
 from ..training.fingerprint import as_words, module_fingerprint, target_fingerprint
 from ..training.locking import only_writer
@@ -232,8 +232,8 @@ def _generate(
     target: Any, method: Method, ids: torch.Tensor, temperature: float, max_new_tokens: int
 ) -> tuple[dict[str, Any], list[int]]:
     """Figures of one generation, and its new tokens."""
-    clock, drafter = _Clock(), method.drafter
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, "streamer": clock}
+    streamer, drafter = _Clock(), method.drafter
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, "streamer": streamer}
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
     if drafter is not None:
@@ -241,15 +241,16 @@ def _generate(
         options["num_assistant_tokens"] = method.num_draft_tokens or drafter.num_draft_tokens
     _reset_peak_memory(target.device)
     with exact_timing():
-        began = now(target.device)
+        now = clock(target.device)
+        began = now()
         output = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        ended = now(target.device)
+        ended = now()
     new = output[0, ids.shape[1] :].tolist()
     figures = {
         "prompt_tokens": ids.shape[1],
         "new_tokens": len(new),
         "seconds": ended - began,
-        "decode_seconds": ended - clock.times[1],
+        "decode_seconds": ended - streamer.times[1],
         **{name: None if drafter is None else getattr(drafter.last_stats, name) for name in OF_ROUNDS},
         "peak_memory": _peak_memory(target.device),
     }

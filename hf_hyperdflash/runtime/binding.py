@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -18,7 +18,7 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 from .candidates import DraftCandidateGenerator
 from .decoding import speculative_decoding
 from .request import check_request, check_stock_assistance, drafts_asked
-from .residual import ResidualTap
+from .residual import Reading, ResidualTap
 from .target_family import TargetFamily
 from .targets import family_of, is_bound, is_drafter
 from .version import __version__, series
@@ -46,18 +46,21 @@ class Binding:
         self.handles = [*self.residual.handles, *family.put_on_hooks()]
 
     @contextmanager
-    def own_forward(self, target_layer_ids: Sequence[int], is_round: bool = False) -> Iterator[list[torch.Tensor]]:
+    def own_forward(self, reading: Reading, is_round: bool = False) -> Iterator[None]:
         """Run one forward of ours inside: what others run on the target, logits processors for example, is not seen.
 
         Args:
-            target_layer_ids: Whose residual paths to read, as in [`capture_residual`].
+            reading: Of `residual.reader`, to which the forward adds its residual paths.
             is_round: Whether it verifies drafts, of consecutive positions, or runs a prompt.
-
-        Yields:
-            A list to which the forward adds its residual paths.
         """
-        with self.family.verifying() if is_round else nullcontext(), self.residual.reading(target_layer_ids) as read:
-            yield read
+        ends = [self.residual.readings.add(reading)]
+        if is_round:
+            ends.append(self.family.rounds.add({}))
+        try:
+            yield
+        finally:
+            for end in ends:
+                end()
 
 
 class BoundTarget(_Mixed):
@@ -258,17 +261,18 @@ def capture_residual(target: PreTrainedModel, target_layer_ids: Sequence[int] = 
         A list that grows by one tensor per forward, `[batch, seq, paths, config.hidden_size]` with `config.hc_mult`
         paths per layer, in the order of `target_layer_ids`.
     """
-    if is_bound(target):
-        with cast(BoundTarget, target).hyperdflash_binding.residual.reading(target_layer_ids) as captured:
-            yield captured
-        return
-    family = family_of(target)
-    tap = ResidualTap(family.layers, family.paths)
+    family, is_kept = family_of(target), is_bound(target)
+    tap = (
+        cast(BoundTarget, target).hyperdflash_binding.residual if is_kept else ResidualTap(family.layers, family.paths)
+    )
+    reading = tap.reader(target_layer_ids)
+    end = tap.readings.add(reading) if target_layer_ids else None
     try:
-        with tap.reading(target_layer_ids) as captured:
-            yield captured
+        yield reading.captured
     finally:
-        for handle in tap.handles:
+        if end is not None:
+            end()
+        for handle in () if is_kept else tap.handles:
             handle.remove()
 
 

@@ -48,8 +48,7 @@ class DraftCandidateGenerator(CandidateGenerator):
         binding = target.hyperdflash_binding
         self._family = binding.family
         self._reading = binding.residual.reader(drafter.target_layer_ids, most=1)
-        if drafter.target_layer_ids:
-            weakref.finalize(self, binding.residual.readings.add(self._reading))
+        weakref.finalize(self, binding.residual.readings.add(self._reading))
 
     def get_candidates(  # type: ignore[override]
         self,
@@ -79,7 +78,7 @@ class DraftCandidateGenerator(CandidateGenerator):
             self._reading.captured.clear()
             return input_ids, None
         if not self.context.end:  # the prompt's forward is over
-            weakref.finalize(self, self._family.start_verifying())
+            weakref.finalize(self, self._family.rounds.add({}))
         positions = self._positions(input_ids, (model_kwargs or {}).get("attention_mask"))
         self._take_in(input_ids, positions, end)
         tree = self.drafter.propose(self.target, self.context, input_ids, positions, count, self.sampler)
@@ -87,6 +86,9 @@ class DraftCandidateGenerator(CandidateGenerator):
         q = [part for part in tree.q or () if part is not None]
         logits = torch.stack(q).log()[None] if q and len(q) == len(tree) else None
         return torch.cat([input_ids, drafts], dim=1), logits
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Nothing to update: the next call of [`get_candidates`] sees what was accepted."""
 
     def _take_in(self, ids: torch.Tensor, positions: torch.Tensor, end: int) -> None:
         """Give the drafter the tokens that the target's last forward was right about, without padding."""

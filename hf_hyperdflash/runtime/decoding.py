@@ -19,9 +19,8 @@ from .request import check_cache
 from .row import Row
 from .sampling import DraftSampler
 from .shown import Shown
-from .stats import SpeculationStats, now
+from .stats import SpeculationStats, clock
 from .stopping import Stopping
-from .targets import family_of
 from .tree import DraftTree
 from .verification import Step, greedy_walk, sampled_walk
 
@@ -58,14 +57,14 @@ def speculative_decoding(
     drafter.remember(stats)
     decoding.accept(row, decoding.nothing, decoding.prefill(row))
     stats.tokens, stats.draft_seconds = 1, 0.0  # the prompt's do not count
-    began = now(target.device)
+    began = decoding.now()
     while not row.finished:
         before, count = row.length, decoding.room(row)
         tree = decoding.draft(row, count)
         outputs = decoding.verify(row, tree)
         accepted = decoding.accept(row, tree, outputs)
-        stats.add_round(row.length - before, accepted, len(tree) if count else None)
-    stats.loop_seconds = now(target.device) - began
+        stats.add_round(row.length - before, accepted, len(tree.parents) if count else None)
+    stats.loop_seconds = decoding.now() - began
     if streamer is not None:
         streamer.end()
     return decoding.result(row)
@@ -85,17 +84,19 @@ class _Decoding:
         streamer: Any,
     ) -> None:
         self.target, self.drafter, self.num_drafts = target, drafter, num_drafts
-        self.family, self.config, self.streamer = family_of(target), generation_config, streamer
+        self.binding, self.config, self.streamer = target.hyperdflash_binding, generation_config, streamer
+        self.layer_ids = drafter.target_layer_ids
+        self.reading = self.binding.residual.reader(self.layer_ids)
         self.processor, self.stopping = logits_processor, Stopping(stopping_criteria)
         self.sampler = DraftSampler(logits_processor, generation_config.do_sample)
-        self.shown = Shown(generation_config, self.family)
-        self.stats = SpeculationStats()
+        self.shown = Shown(generation_config, self.binding.family)
+        self.stats, self.now = SpeculationStats(), clock(target.device)
 
     def start(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Row:
         self.kwargs, self.cache = dict(model_kwargs), model_kwargs["past_key_values"]
         self.nothing = DraftTree.chain(input_ids.new_empty(0))
         mask, positions = self.kwargs.pop("attention_mask", None), self.kwargs.pop("position_ids", None)
-        padding = padding_of(self.cache, mask) if self.family.skips_padding else 0
+        padding = padding_of(self.cache, mask) if self.binding.family.skips_padding else 0
         mask = None if mask is None or bool(mask[:, padding:].all()) else mask[:, padding:]
         positions = None if positions is None else positions[..., -(input_ids.shape[1] - padding) :]
         row = Row(input_ids, padding, mask, positions)
@@ -111,15 +112,19 @@ class _Decoding:
             config = copy.copy(self.config)
             # Not transformers' own chunks, which before 5.20 or so feed what is in the cache again.
             config.prefill_chunk_size, config._mask_length = None, end
-            inputs = self.inputs(row, self.cache.get_seq_length(), end)
-            with self.target.hyperdflash_binding.own_forward(self.drafter.target_layer_ids) as captured:
+            start = self.cache.get_seq_length()
+            inputs = self.inputs(row, start, end)
+            if start:  # which earlier transformers tell by the mask
+                inputs.setdefault("attention_mask", torch.ones_like(row.text[:, :end]))
+            with self.binding.own_forward(self.reading):
                 outputs = self.target._prefill(row.text[:, :end], config, inputs)
-            row.residuals += captured
+            row.residuals += self.reading.taken()
             if outputs.past_key_values is not self.cache:  # remote code may make a cache of its own
                 self.cache = self.kwargs["past_key_values"] = check_cache(outputs.past_key_values)
             if end < length and row.residuals:
                 self.extend(row, end)
         self.cache.activate_past_recording()  # after the prompt: there is nothing in it to take back
+        leave_context(self.cache, self.drafter, row.context)  # which belongs to it whenever they end alike
         return outputs
 
     def inputs(self, row: Row, start: int, end: int) -> dict[str, Any]:
@@ -138,9 +143,9 @@ class _Decoding:
         """Draft up to `count` tokens."""
         if not count:
             return self.nothing
-        began, positions = now(self.target.device), row.text_positions(0, row.text.shape[1])
+        began, positions = self.now(), row.text_positions(0, row.text.shape[1])
         tree = self.drafter.propose(self.target, row.context, row.text, positions, count, self.sampler)
-        self.stats.draft_seconds += now(self.target.device) - began
+        self.stats.draft_seconds += self.now() - began
         return tree
 
     # Verify
@@ -149,18 +154,17 @@ class _Decoding:
         """One forward of the target over the anchor and the drafts: logits `[1, nodes + 1, config.vocab_size]`."""
         if not tree.is_chain:
             raise ValueError(f"The drafter made a tree with the parents {tree.parents}: expected a chain of drafts.")
-        candidates, count = row.with_drafts(tree), len(tree) + 1
+        candidates, count = row.with_drafts(tree.tokens), len(tree.parents) + 1
         end = candidates.shape[1]
         inputs = self.target.prepare_inputs_for_generation(
             candidates, next_sequence_length=count, is_first_iteration=False, **self.inputs(row, end - count, end)
         )
         inputs["logits_to_keep"] = count
-        began = now(self.target.device)
-        binding = self.target.hyperdflash_binding
-        with binding.own_forward(self.drafter.target_layer_ids, is_round=True) as captured:
+        began = self.now()
+        with self.binding.own_forward(self.reading, is_round=True):
             outputs = self.target(**inputs, return_dict=True)
-        row.residuals += captured
-        self.stats.verify_seconds += now(self.target.device) - began
+        row.residuals += self.reading.taken()
+        self.stats.verify_seconds += self.now() - began
         return outputs
 
     # Accept
@@ -172,7 +176,7 @@ class _Decoding:
         Returns:
             The number of accepted drafts.
         """
-        logits = outputs.logits[:, -len(tree) - 1 :].to(dtype=torch.float32, device=row.ids.device)
+        logits = outputs.logits[:, -len(tree.parents) - 1 :].to(dtype=torch.float32, device=row.ids.device)
         path: list[int] = []
         try:
             for token, node in self.walk(row, tree, logits, outputs):
@@ -180,7 +184,7 @@ class _Decoding:
                 path += [] if node is None else [node]
                 if self.streamer is not None:
                     self.streamer.put(torch.tensor([token]))
-                row.finished = self.stopping(token, row.ids, self.shown.scores)
+                row.finished = self.stopping(token, row.ids, self.shown.seen["scores"])
                 if row.finished:
                     break
         finally:
@@ -204,7 +208,7 @@ class _Decoding:
             return greedy_walk(tree, tree.tokens.tolist(), lambda node: int(scores_after(node).argmax()))
         choices = logits[0].argmax(-1)
         told = torch.cat([tree.tokens.to(choices.device), choices]).tolist()  # the one wait for the device
-        return greedy_walk(tree, told, lambda node: told[len(tree) + 1 + node])
+        return greedy_walk(tree, told, lambda node: told[len(tree.parents) + 1 + node])
 
     def keep(self, row: Row) -> None:
         """Rewind the target's cache to all but the last token, and give the drafter what stays."""
@@ -221,12 +225,11 @@ class _Decoding:
         if row.residuals and rejected:
             row.residuals[-1] = row.residuals[-1][:, :-rejected]
         self.extend(row, kept)
-        leave_context(self.cache, self.drafter, row.context)
 
     def extend(self, row: Row, end: int) -> None:
         """Give the drafter the tokens before `end` that are new to it."""
         residual, new = None, end - row.context.end
-        if self.drafter.target_layer_ids:
+        if self.layer_ids:
             residual = row.residuals[0] if len(row.residuals) == 1 else torch.cat(row.residuals, dim=1)
             row.residuals.clear()
             new = residual.shape[1]  # less than what is new to the drafter after another's turn on the same cache
@@ -239,9 +242,9 @@ class _Decoding:
             positions, following = positions[:, real], following[:, real]
             residual = None if residual is None else residual[:, real.to(residual.device)]
         if following.shape[1]:
-            began = now(self.target.device)
+            began = self.now()
             self.drafter.extend(self.target, row.context, residual, positions, following)
-            self.stats.draft_seconds += now(self.target.device) - began
+            self.stats.draft_seconds += self.now() - began
         row.context.end = end
 
     def result(self, row: Row) -> GenerateDecoderOnlyOutput | torch.Tensor:

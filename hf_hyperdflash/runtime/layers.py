@@ -42,18 +42,18 @@ def block_inputs(
     return torch.cat([tokens.unsqueeze(-1), masks], dim=-1).flatten(1), (positions.unsqueeze(-1) + steps).flatten(1)
 
 
-def attention_mask_for(implementation: str | None, mask: torch.Tensor | None, dtype: torch.dtype) -> Any:
+def attention_mask_for(implementation: str | None, mask: torch.Tensor, dtype: torch.dtype) -> Any:
     """A mask as an implementation of transformers' attention interface takes it.
 
     Args:
         implementation: `config._attn_implementation`.
-        mask: Boolean `[batch, 1, queries, keys]`, `True` where a query may look; `None` if each sees all.
+        mask: Boolean `[batch, 1, queries, keys]`, `True` where a query may look.
         dtype: Of the attention's logits.
 
     Raises:
         ValueError: If the implementation knows no masks of this kind.
     """
-    if mask is None or implementation == "sdpa":
+    if implementation == "sdpa":
         return mask
     if implementation == "flex_attention":
         batch, _, queries, keys = mask.shape

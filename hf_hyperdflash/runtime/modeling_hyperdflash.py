@@ -197,7 +197,8 @@ class HyperDFlashDrafter(SavedDrafter):
         if context is None and residual is None:
             raise ValueError("Expected `context`, or `residual` with `residual_position_ids`, not neither.")
         hidden, feature, new = block_embeds.to(self.dtype), None, 0
-        attention_mask = attention_mask_for(self.config._attn_implementation, attention_mask, hidden.dtype)
+        if attention_mask is not None:
+            attention_mask = attention_mask_for(self.config._attn_implementation, attention_mask, hidden.dtype)
         if hasattr(self, "embed_proj"):
             hidden = self.embed_proj(hidden)
         if residual is not None:
@@ -262,9 +263,10 @@ class HyperDFlashDrafter(SavedDrafter):
     ) -> None:
         """Add accepted tokens to the context: of many, those that its window keeps. Few of them go in with the next
         block, in one pass; the residual of many, a prompt's, is not kept for so long."""
-        self.take_in(context)
-        kept = slice(-context.window if context.window else None, None)
-        context.pending = residual[:, kept].to(self.device), position_ids[:, kept].to(self.device)
+        if context.pending is not None:
+            self.take_in(context)
+        kept, device = slice(-context.window if context.window else None, None), self.device
+        context.pending = residual[:, kept].to(device), position_ids[:, kept].to(device)
         if residual.shape[1] > self.config.block_size:
             self.take_in(context)
 
@@ -296,8 +298,9 @@ class HyperDFlashDrafter(SavedDrafter):
         """Draft `count` tokens after the last of `ids` in one pass. The block always has its trained width."""
         config = self.config
         block, positions = block_inputs(ids[:, -1:], position_ids[:, -1:], config.block_size, config.mask_token_id)
-        embeds = family_of(target).embed(block).to(self.device)
-        hidden = self(embeds, positions.to(self.device), context, None, *(context.pending or ()))
+        device = self.device
+        embeds = family_of(target).embed(block).to(device)
+        hidden = self(embeds, positions.to(device), context, None, *(context.pending or ()))
         context.pending = None
         return sampler.chain(ids, self.logits(target, hidden[:, config.first_slot : config.first_slot + count]))
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -33,14 +33,18 @@ class Reading:
 
     def take(self, layer: int, residual: torch.Tensor) -> None:
         """A layer's output, if it is wanted."""
-        if len(self.captured) >= self.most:
+        if layer not in self.wanted or len(self.captured) >= self.most:
             return
-        if layer in self.wanted:
-            self._passed[layer] = residual
+        self._passed[layer] = residual
         if layer == self.wanted[-1]:
             parts = [self._passed[i].to(residual.device) for i in self.wanted]
             self.captured.append(torch.cat(parts, dim=2) if len(parts) > 1 else parts[0])
             self._passed.clear()
+
+    def taken(self) -> list[torch.Tensor]:
+        """What was captured since this was last asked."""
+        captured, self.captured = self.captured, []
+        return captured
 
 
 class ResidualTap:
@@ -59,17 +63,8 @@ class ResidualTap:
         ]
 
     def reader(self, target_layer_ids: Sequence[int], most: float = math.inf) -> Reading:
-        """To be held by `readings` while forwards run."""
+        """What a thread adds to `readings` while it runs forwards, see [`~binding.capture_residual`]."""
         return Reading([self._last if i == -1 else i for i in target_layer_ids], most)
-
-    @contextmanager
-    def reading(self, target_layer_ids: Sequence[int]) -> Iterator[list[torch.Tensor]]:
-        """As [`~binding.capture_residual`]."""
-        if not target_layer_ids:
-            yield []
-            return
-        with self.readings.holding(self.reader(target_layer_ids)) as reading:
-            yield reading.captured
 
 
 def _leaving(readings: PerThread[Reading], layer: int, paths: int, module: nn.Module, args: Any, output: Any) -> None:
@@ -79,6 +74,6 @@ def _leaving(readings: PerThread[Reading], layer: int, paths: int, module: nn.Mo
 
 @torch.compiler.disable  # a compiled layer leaves its graph here
 def _hand_out(readings: PerThread[Reading], layer: int, paths: int, output: Any) -> None:
-    for reading in readings.here:
+    for reading in readings.get(get_ident(), ()):
         residual = output[0] if isinstance(output, tuple) else output
         reading.take(layer, residual.unflatten(2, (paths, -1)) if residual.ndim == 3 else residual)

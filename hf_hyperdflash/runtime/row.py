@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from .tree import DraftTree
-
 
 class Row:
     """A row of a `generate` call.
@@ -22,6 +20,8 @@ class Row:
         position_ids: The caller's, of the last tokens of the prompt, `[1, tokens]` or `[axes, 1, tokens]`.
 
     Attributes:
+        ids: The text, `[1, seq]`.
+        text: The text as the target sees it, without padding, `[1, seq]`.
         length: Tokens of the text, padding included.
         prompt_length: Tokens of the prompt, padding left out.
         context: The drafter's.
@@ -37,6 +37,7 @@ class Row:
         self.context: Any = None
         self.residuals: list[torch.Tensor] = []
         self.finished = False
+        self.ids, self.text = ids, ids[:, padding:]
         self._buffer, self._mask = ids, mask
         self._positions = self._prompt_positions(mask, position_ids)
 
@@ -56,22 +57,11 @@ class Row:
             after = torch.arange(1, needed + 1, device=self._positions.device)
             self._positions = torch.cat([self._positions, self._positions[..., -1:] + after], dim=-1)
 
-    @property
-    def ids(self) -> torch.Tensor:
-        """The text, `[1, seq]`."""
-        return self._buffer[:, : self.length]
-
-    @property
-    def text(self) -> torch.Tensor:
-        """The text as the target sees it, without padding, `[1, seq]`."""
-        return self._buffer[:, self.padding : self.length]
-
-    def with_drafts(self, tree: DraftTree) -> torch.Tensor:
-        """[`text`] and the drafts after it, `[1, seq + nodes]`."""
-        self._grow(len(tree) + 1)
-        end = self.length + len(tree)
-        if len(tree):
-            self._buffer[0, self.length : end] = tree.tokens
+    def with_drafts(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`text` and drafts `[drafts]` after it, `[1, seq + drafts]`."""
+        end = self.length + len(tokens)
+        self._grow(len(tokens) + 1)
+        self._buffer[0, self.length : end] = tokens
         return self._buffer[:, self.padding : end]
 
     def append(self, token: int) -> None:
@@ -79,13 +69,15 @@ class Row:
         self._grow(1)
         self._buffer[0, self.length] = token
         self.length += 1
+        self.ids = self._buffer[:, : self.length]
+        self.text = self.ids[:, self.padding :]
 
     def mask(self, end: int) -> torch.Tensor | None:
-        """Which of the first `end` tokens of [`text`] are none of padding, `[1, end]`; `None` if all are."""
+        """Which of the first `end` tokens of `text` are none of padding, `[1, end]`; `None` if all are."""
         return None if self._mask is None else self._mask[:, :end]
 
     def positions(self, start: int, end: int) -> torch.Tensor:
-        """True positions of the tokens of [`text`] and of drafts after it, `[1, end - start]`. Multimodal targets have
+        """True positions of the tokens of `text` and of drafts after it, `[1, end - start]`. Multimodal targets have
         them for several axes, `[axes, 1, end - start]`."""
         return self._positions[..., start:end]
 

@@ -23,11 +23,6 @@ class Shown:
         self.config, self.family = config, family
         self.seen: dict[str, list[Any]] = {"scores": [], "logits": [], "hidden_states": [], "attentions": []}
 
-    @property
-    def scores(self) -> tuple[torch.Tensor, ...] | None:
-        """Processed scores so far, as stopping criteria get them."""
-        return tuple(self.seen["scores"]) or None
-
     def add(self, outputs: Any, row: int, scores: torch.Tensor, logits: torch.Tensor, cache: Cache) -> None:
         """The token that was chosen from `scores` `[1, config.vocab_size]`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -25,11 +25,16 @@ def exact_timing() -> Iterator[None]:
         _is_exact.reset(token)
 
 
-def now(device: torch.device) -> float:
-    """Seconds on a clock; what was launched on `device` is waited for under [`exact_timing`]."""
-    if device.type != "cpu" and _is_exact.get():
+def clock(device: torch.device) -> Callable[[], float]:
+    """What tells the seconds; what was launched on `device` is waited for if this is called under [`exact_timing`]."""
+    if device.type == "cpu" or not _is_exact.get():
+        return time.perf_counter
+
+    def waiting() -> float:
         torch.accelerator.synchronize(device)
-    return time.perf_counter()
+        return time.perf_counter()
+
+    return waiting
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
@@ -32,7 +34,7 @@ class Stopping:
             return longest is None or criterion.max_length <= longest
         return False
 
-    def __call__(self, token: int, ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None) -> bool:
+    def __call__(self, token: int, ids: torch.Tensor, scores: Sequence[torch.Tensor]) -> bool:
         """Whether the text `ids` `[1, seq]`, which ends in `token`, is finished."""
-        is_over = bool(self._others(ids, scores).all()) if self._others else False
+        is_over = bool(self._others(ids, tuple(scores) or None).all()) if self._others else False
         return is_over or token in self._ends or ids.shape[1] >= self._most

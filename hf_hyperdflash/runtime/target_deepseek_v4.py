@@ -9,6 +9,7 @@ choose the entries that they would choose for one token at a time.
 from __future__ import annotations
 
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -96,9 +97,9 @@ class DeepseekV4(HyperConnected):
         handles = super().put_on_hooks()
         for indexer in self.target.modules():
             if isinstance(indexer, DeepseekV4Indexer):
-                scored = partial(_scored, self._rounds, indexer)
+                scored = partial(_scored, self.rounds, indexer)
                 handles.append(indexer.scorer.register_forward_hook(scored))
-                handles.append(indexer.register_forward_hook(partial(_chosen, self._rounds)))
+                handles.append(indexer.register_forward_hook(partial(_chosen, self.rounds)))
         return handles
 
 
@@ -116,13 +117,13 @@ def _chosen(rounds: Rounds, indexer: Any, args: Any, output: torch.Tensor) -> to
 
 @torch.compiler.disable  # as the hooks that hand out the residual
 def _remember(rounds: Rounds, indexer: nn.Module, scores: torch.Tensor) -> None:
-    for round_ in rounds.here[-1:]:
+    for round_ in rounds.get(get_ident(), ())[-1:]:
         round_[indexer] = scores
 
 
 @torch.compiler.disable
 def _choose_again(rounds: Rounds, indexer: Any, position_ids: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    for round_ in rounds.here[-1:]:
+    for round_ in rounds.get(get_ident(), ())[-1:]:
         scores = round_.pop(indexer, None)
         # Else there is nothing to choose, or it is chosen as for one token.
         if scores is not None and scores.shape[1] > 1 and scores.shape[2] > indexer.index_topk:

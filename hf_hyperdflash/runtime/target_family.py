@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -31,6 +29,7 @@ class TargetFamily:
             known.
         skips_padding: Whether its text would depend on how much padding there is, so that it is not to see any.
         tree_verification: How a draft tree is verified: `"chain"`, one path at a time.
+        rounds: Threads whose forwards verify drafts.
         layers: The decoder layers; the last one's output is the pre-collapse residual.
         norm: The final norm, applied after the collapse; `None` where the collapse has its own.
     """
@@ -48,7 +47,7 @@ class TargetFamily:
         self.config: Any = target.config.get_text_config(decoder=True)
         self.layers: nn.ModuleList = trunk.layers
         self.norm: Any = getattr(trunk, "norm", None)
-        self._rounds: PerThread[dict[nn.Module, torch.Tensor]] = PerThread()
+        self.rounds: PerThread[dict[nn.Module, torch.Tensor]] = PerThread()
 
     @classmethod
     def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:
@@ -145,19 +144,6 @@ class TargetFamily:
     def put_on_hooks(self) -> list[RemovableHandle]:
         """What a verification round needs on the target's modules, silent elsewhere."""
         return CallRecorder(self.layers).handles if self.has_running_state else []
-
-    @contextmanager
-    def verifying(self) -> Iterator[None]:
-        """Let the forward inside the context, in this thread, be a verification round's."""
-        end = self.start_verifying()
-        try:
-            yield
-        finally:
-            end()
-
-    def start_verifying(self) -> Callable[[], None]:
-        """Let this thread's forwards be verification rounds' until what is returned is called."""
-        return self._rounds.add({})
 
     def attention_keys(self, layer: Any, keys: int, later: int) -> tuple[int, slice]:
         """Where, in a verification round's attention weights, a token finds its keys.

@@ -59,7 +59,7 @@ class DraftTree:
     @property
     def is_chain(self) -> bool:
         """Whether there is one path."""
-        return self.parents == tuple(range(ANCHOR, len(self) - 1))
+        return self.parents == tuple(range(ANCHOR, len(self.parents) - 1))
 
     @cached_property
     def children(self) -> dict[int, list[int]]:

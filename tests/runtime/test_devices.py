@@ -1,9 +1,9 @@
 """Target and drafter on GPUs, also on different ones, without a GPU: see `simulated_devices`.
 
-Values are the CPU's, so no data-dependent control flow is left out. What is, is listed here: what asks `torch.cuda` itself
-(waiting for `synchronize_timing`, the benchmark's peak memory and hardware, pinned memory, fused optimizers, grouped
-matrix products of experts); what only a GPU has (its kernels, its random numbers); saving. Backward passes run on "lazy",
-a device type without streams, which autograd would ask a GPU for; there, autocast is not known.
+Values are the CPU's, so no data-dependent control flow is left out. What is, is listed here: what asks `torch.cuda`
+itself (waiting for `exact_timing`, the benchmark's peak memory and hardware, pinned memory, fused optimizers,
+grouped matrix products of experts); what only a GPU has (its kernels, its random numbers); saving. Backward passes run
+on "lazy", a device type without streams, which autograd would ask a GPU for; there, autocast is not known.
 """
 
 from __future__ import annotations
@@ -251,7 +251,8 @@ def waits_of_a_round(accepted: int, do_sample: bool) -> Counter[str]:
 
 @pytest.mark.parametrize("accepted, greedy, sampled", [(6, 13, 27), (3, 8, 22), (0, 2, 16)])
 def test_the_host_waits_no_more_often_than_it_did(accepted, greedy, sampled):
-    """What `examples/profile_round.py` counts on a Qwen3. All of it is in our loop, none in the target or the drafter."""
+    """What `examples/profile_round.py` counts on a Qwen3. All of it is in our loop, none in the target or the
+    drafter."""
     for do_sample, most in ((False, greedy), (True, sampled)):
         waits = waits_of_a_round(accepted, do_sample)
         assert 0 < waits.total() <= most and not any("modeling" in place for place in waits), waits

@@ -106,7 +106,7 @@ def test_a_row_is_its_lists_whatever_is_done_to_it(rows, operations, data):
         if kind == BRANCH:  # nodes lie one after the other, whatever follows what
             tree = DraftTree(tree.tokens, tuple(-1 if node < 2 else node - 2 for node in range(count)))
         text = naive.text()
-        drafted = row.with_drafts(tree)
+        drafted = row.with_drafts(tree.tokens)
         assert drafted.tolist() == [text + drafts]
         handed_out.append((drafted[:, : len(text)], [text]))
         compare(count)
@@ -117,7 +117,7 @@ def test_a_row_is_its_lists_whatever_is_done_to_it(rows, operations, data):
 def test_the_callers_tensors_stay_theirs():
     ids, mask, positions = torch.tensor([[7, 8, 9]]), torch.tensor([[0, 1, 1]]), torch.tensor([[0, 0, 1]])
     row = Row(ids, 0, mask, positions)
-    row.with_drafts(DraftTree.chain(torch.tensor([3, 4])))
+    row.with_drafts(torch.tensor([3, 4]))
     row.append(5)
     assert ids.tolist() == [[7, 8, 9]] and mask.tolist() == [[0, 1, 1]] and positions.tolist() == [[0, 0, 1]]
     assert row.ids.tolist() == [[7, 8, 9, 5]] and row.mask(4).tolist() == [[0, 1, 1, 1]]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hyperdflash.runtime.stats import SpeculationStats, exact_timing, now
+from hf_hyperdflash.runtime.stats import SpeculationStats, clock, exact_timing
 
 # Of each target forward after the prefill: its drafts (`None` without room for any), and how many were accepted.
 FORWARDS = st.lists(
@@ -70,6 +70,10 @@ def waits(monkeypatch):
 
 
 GPU = torch.device("cuda:1")
+
+
+def now(device):
+    return clock(device)()
 
 
 def elsewhere(call):

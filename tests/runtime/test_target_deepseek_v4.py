@@ -78,7 +78,8 @@ def test_prompts_are_stocks_and_nothing_stays():
         stock = target(ids, use_cache=True).logits
         bind(target)
         assert torch.equal(target(ids, use_cache=True).logits, stock)
-        with target.hyperdflash_binding.own_forward([-1]):
+        binding = target.hyperdflash_binding
+        with binding.own_forward(binding.residual.reader([-1])):
             assert torch.equal(target(ids, use_cache=False).logits, stock)
     unbind(target)
     assert not any(module._forward_hooks for module in target.modules())

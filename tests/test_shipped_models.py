@@ -51,7 +51,7 @@ def test_same_text_in_fewer_rounds(shipped, text):
     [("modeling_hyperdflash.py", "modeling_hyperdflash"), ("custom_generate/generate.py", "recipe")],
 )
 def test_without_the_package_the_folder_says_where_it_is(monkeypatch, name, module):
-    for missing in ("hf_hyperdflash", f"hf_hyperdflash.{module}"):
+    for missing in ("hf_hyperdflash", f"hf_hyperdflash.runtime.{module}"):
         monkeypatch.setitem(sys.modules, missing, None)
     check_imports(DRAFTER / name)
     with pytest.raises(ImportError, match=r"`pip install -e \.` in the repository's root"):

@@ -203,11 +203,11 @@ class _Decoding:
             return scores[0]
 
         if self.config.do_sample:
-            return sampled_walk(tree, tree.tokens.tolist(), lambda node: scores_after(node).softmax(-1))
+            return sampled_walk(tree, tree.tokens.cpu().tolist(), lambda node: scores_after(node).softmax(-1))
         if len(self.processor) or self.config.return_dict_in_generate:
-            return greedy_walk(tree, tree.tokens.tolist(), lambda node: int(scores_after(node).argmax()))
+            return greedy_walk(tree, tree.tokens.cpu().tolist(), lambda node: int(scores_after(node).argmax()))
         choices = logits[0].argmax(-1)
-        told = torch.cat([tree.tokens.to(choices.device), choices]).tolist()  # the one wait for the device
+        told = torch.cat([tree.tokens.to(choices.device), choices]).cpu().tolist()  # the one wait for the device
         return greedy_walk(tree, told, lambda node: told[len(tree.parents) + 1 + node])
 
     def keep(self, row: Row) -> None:

@@ -234,6 +234,8 @@ class SavedDrafter(Drafter, PreTrainedModel):
             raise OSError(f"{save_directory} is a file, expected a folder for the drafter: choose another name.")
         of_push = {name: kwargs.pop(name) for name in _PUSHING if name in kwargs}
         self.config.hyperdflash_version = __version__
+        # Set on the class where transformers has loaded a drafter's own code: it would write code once more, its own way.
+        self._auto_class = self.config._auto_class = None
         vars(self.config).pop("auto_map", None)
         if with_code:
             own = self._own_class()
@@ -259,12 +261,11 @@ class SavedDrafter(Drafter, PreTrainedModel):
             **options: Of [`~hub.publish.push_drafter`]: `commit_message`, `private`, `token`, `revision`, `create_pr`,
                 `tags`, ...
 
+        A drafter's own code, without the package, knows no cards: it is pushed on as any model is.
+
         Raises:
-            ImportError: If this is a drafter's own code, without the package: cards and pushing are not part of it.
             OSError: If the Hub cannot be reached.
         """
         if find_spec("hf_hyperdflash") is None:
-            raise ImportError(
-                "Pushing a drafter needs the package that its code is from: `pip install hf-hyperdflash`."
-            )
+            return super().push_to_hub(repo_id, **options)  # type: ignore[arg-type]
         return import_module("hf_hyperdflash.hub.publish").push_drafter(self, repo_id, **options)

@@ -188,7 +188,7 @@ class ContextCache:
 
     def make_room(self, count: int, like: torch.Tensor, config: Any) -> None:
         """Let `count` tokens be written after those that are there; `like` `[batch, ...]` gives dtype and device."""
-        old, kept = self._buffer, len(self)
+        old, kept = self._buffer, self._stop - self._start
         if old is None or self._stop + count > old.shape[4]:
             shape = config.num_hidden_layers, 2, like.shape[0], config.num_key_value_heads
             self._buffer = like.new_empty(*shape, 2 * (kept + count) + 64, config.head_dim)
@@ -224,4 +224,6 @@ class ContextCache:
         return [(keys, values) for keys, values in buffer]
 
     def __len__(self) -> int:
-        return self._stop - self._start
+        """Tokens that the next block sees."""
+        count = self._stop - self._start + (0 if self.pending is None else self.pending[1].shape[1])
+        return count if self.window is None else min(count, self.window)

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+from transformers import LogitsProcessorList, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 from typer.testing import CliRunner
 
@@ -14,6 +14,7 @@ from hf_hyperdflash import HyperDFlashDrafter
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.hub.formats import export_dflash, load_dflash
 from hf_hyperdflash.runtime.binding import capture_residual
+from hf_hyperdflash.runtime.sampling import DraftSampler
 
 from ..conftest import prompt, tiny_drafter, tiny_target
 from ..helpers.families import qwen3
@@ -44,9 +45,16 @@ def drafted(drafter: HyperDFlashDrafter, target, ids: torch.Tensor, count: int) 
     """Logits `[count, vocab]` of the path that generation takes."""
     with capture_residual(target, drafter.target_layer_ids) as captured:
         target(ids[:, :-1])
-    context, positions, seen = drafter.new_context(), torch.arange(ids.shape[1])[None], []
+    seen = []
+
+    class Listening(DraftSampler):
+        def chain(self, ids, logits):
+            seen.append(logits)
+            return super().chain(ids, logits)
+
+    context, positions = drafter.new_context(), torch.arange(ids.shape[1])[None]
     drafter.extend(target, context, captured[0], positions[:, :-1], ids[:, 1:])
-    drafter.draft(target, context, ids, positions, count, seen.append)
+    drafter.propose(target, context, ids, positions, count, Listening(LogitsProcessorList(), False))
     return seen[0][0]
 
 

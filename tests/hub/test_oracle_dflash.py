@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
-from . import oracle_dflash as oracle
+from ..helpers import oracle_dflash as oracle
 
 ROLES = dict(block_size=5, mask_token_id=63)
 

@@ -171,7 +171,7 @@ drafter.push_to_hub("org/again")
     told = run(hub, folder, tmp_path / "bare home", code, **environment)
     assert told["count"] == 5 and "trust_remote_code" in told["refused"]
     again, first = hub.files("org/again"), hub.files("org/name")
-    assert again["model.safetensors"] == first["model.safetensors"] and set(again) == set(first) - {"README.md"}
+    assert again["model.safetensors"] == first["model.safetensors"] and set(again) == set(first)
 
 
 def test_what_goes_wrong_is_said_and_leaves_nothing(hub, folder, tmp_path):
@@ -301,7 +301,7 @@ def test_a_push_without_network_is_one_line(folder, tmp_path):
 
 
 TWINS = """
-import tests.families as families
+import tests.helpers.families as families
 from tests.conftest import prompt, tiny_drafter
 from transformers import AutoModel
 from hf_hyperdflash import HyperDFlashDrafter
@@ -348,10 +348,10 @@ def test_bound_by_a_drafters_own_code_or_by_the_package(hub, folder, tmp_path):
 def test_bound_by_code_of_another_version(folder, monkeypatch):
     target, drafter = tiny_target(), tiny_drafter(tiny_target())
     drafter.bind(target)
-    monkeypatch.setattr("hf_hyperdflash.runtime.binding.__version__", "0.1.9")
+    monkeypatch.setattr("hf_hyperdflash.runtime.binding.__version__", "0.2.9")
     drafter.bind(target)
-    monkeypatch.setattr("hf_hyperdflash.runtime.binding.__version__", "0.2.0")
-    with pytest.raises(ValueError, match=r"bound by hf_hyperdflash 0\.1\.0, and this is 0\.2\.0.*`unbind`"):
+    monkeypatch.setattr("hf_hyperdflash.runtime.binding.__version__", "0.3.0")
+    with pytest.raises(ValueError, match=r"bound by hf_hyperdflash 0\.2\.0.*, and this is 0\.3\.0.*`unbind`"):
         drafter.bind(target)
     drafter.unbind(target)
     drafter.bind(target)

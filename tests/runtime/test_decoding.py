@@ -185,6 +185,8 @@ def test_the_drafters_context_continues_with_the_cache(pair):
     assert torch.equal(continued.sequences, fresh.sequences)
     a, b = (out.past_key_values._hyperdflash_context.context for out in (continued, fresh))
     assert a.end == b.end == continued.sequences.shape[1] - 1 == len(a)
+    for context in (a, b):
+        drafter.take_in(context)  # what waits for the next block
     for x, y in zip(a.layers, b.layers):
         torch.testing.assert_close(x[0], y[0], atol=1e-4, rtol=1e-4)
 
@@ -331,13 +333,13 @@ def test_padding_is_no_context():
 def test_a_round_is_drafted_from_all_that_came_before(wide):
     ids = prompt(10)
     drafter, seen = half_right(wide, ids, max_new_tokens=12), []
-    draft = drafter.draft
+    propose = drafter.propose
 
     def looking(target, context, so_far, *rest):
         seen.append((len(context), context.end, so_far.shape[1] - 1))
-        draft(target, context, so_far, *rest)
+        return propose(target, context, so_far, *rest)
 
-    drafter.draft = looking
+    drafter.propose = looking
     wide.generate(ids, do_sample=False, max_new_tokens=12, assistant_model=drafter)
     assert len(seen) > 1 and seen[0][0] == 10 and all(len(set(lengths)) == 1 for lengths in seen)
 

@@ -63,7 +63,7 @@ def test_a_text_ends_where_transformers_criteria_end_it(criteria, tokens, with_s
     for end, token in enumerate(tokens, start=1):
         ids = torch.tensor([tokens[:end]])
         scores = (torch.zeros(1, 13),) * end if with_scores else None
-        ended = stopping(token, ids, scores)
+        ended = stopping(token, ids, scores or ())
         assert isinstance(ended, bool) and ended == bool(stock(ids, scores))
     assert len(ours) == length  # the caller's list is theirs
     for mine, theirs in zip(ours, stock):
@@ -94,6 +94,6 @@ def test_texts_longer_than_the_target_was_made_for_are_warned_of():
     for most, made_for, warned in ((10, 6, True), (6, 6, False), (7, 6, False), (8, 6, True), (5, 6, False)):
         criteria = StoppingCriteriaList([MaxLengthCriteria(most, made_for)])
         stopping = Stopping(criteria)
-        said = warnings_of(lambda ids, stopping=stopping: stopping(int(ids[0, -1]), ids, None), texts)
+        said = warnings_of(lambda ids, stopping=stopping: stopping(int(ids[0, -1]), ids, ()), texts)
         assert said == warnings_of(lambda ids, criteria=criteria: criteria(ids, None), texts)
         assert len(said) == warned and all("(6)" in line for line in said)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from hf_hyperdflash import HyperDFlashDrafter
+from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
 from hf_hyperdflash.training.checkpoints import defect, last_whole
 
 from ..helpers.training import rows, tiny_drafter, trainer_for, weights
@@ -89,7 +89,11 @@ def test_a_checkpoint_of_several_processes_or_shards_is_whole(run):
     assert defect(folder) is None
 
 
-def test_what_a_run_ends_in_has_code_and_its_checkpoints_have_none(tmp_path, target):
+@pytest.mark.parametrize("registered", [False, True])
+def test_what_a_run_ends_in_has_code_and_its_checkpoints_have_none(tmp_path, target, registered, monkeypatch):
+    if registered:  # as transformers leaves the classes once it has loaded a drafter's own code
+        monkeypatch.setattr(HyperDFlashDrafter, "_auto_class", "AutoModel")
+        monkeypatch.setattr(HyperDFlashConfig, "_auto_class", "AutoConfig")
     trainer = trainer_for(tmp_path, target, tiny_drafter(target), rows(4), **{**SAVING, "max_steps": 2})
     trainer.train()
     trainer.save_model()

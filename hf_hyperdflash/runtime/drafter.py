@@ -199,6 +199,11 @@ class SavedDrafter(Drafter, PreTrainedModel):
         return load_complete(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
 
     @classmethod
+    def is_remote_code(cls) -> bool:
+        """No: where it is, transformers would write code once more, by the class, which FSDP2 makes a subclass of."""
+        return False
+
+    @classmethod
     def code_files(cls) -> list[Path]:
         """The drafter's module and all that it imports from its own folder: what a saved drafter runs on."""
         modeling = Path(str(sys.modules[cls._own_class().__module__].__file__))
@@ -234,8 +239,7 @@ class SavedDrafter(Drafter, PreTrainedModel):
             raise OSError(f"{save_directory} is a file, expected a folder for the drafter: choose another name.")
         of_push = {name: kwargs.pop(name) for name in _PUSHING if name in kwargs}
         self.config.hyperdflash_version = __version__
-        # Set on the class where transformers has loaded a drafter's own code: it would write code once more, its own way.
-        self._auto_class = self.config._auto_class = None
+        self.config._auto_class = None  # as of `is_remote_code`
         vars(self.config).pop("auto_map", None)
         if with_code:
             own = self._own_class()
@@ -245,7 +249,6 @@ class SavedDrafter(Drafter, PreTrainedModel):
             }
         super().save_pretrained(folder, is_main_process=is_main_process, token=of_push.get("token"), **kwargs)
         if is_main_process and with_code:
-            # Not transformers' own way, which goes by the class: FSDP2 makes the drafter's a subclass of its own.
             (folder / RECIPE_FILE).parent.mkdir(exist_ok=True)
             shutil.copyfile(RECIPE, folder / RECIPE_FILE)
             for path in self.code_files():

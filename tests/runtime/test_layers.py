@@ -1,0 +1,105 @@
+"""Attention of blocks through every implementation that runs here, and the context's cache."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_hyperdflash.runtime.layers import ContextCache
+from hf_hyperdflash.training.blocks import block_mask
+
+from ..conftest import prompt, tiny_drafter, tiny_target
+from ..helpers.families import qwen3
+
+
+def blocks(window=None):
+    """Two blocks of a row, as training lays them: embeddings, positions, mask, residual and its positions."""
+    torch.manual_seed(0)
+    anchors, everywhere = torch.tensor([[3, 17]]), torch.arange(24)[None]
+    positions = (anchors.unsqueeze(-1) + torch.arange(7)).flatten(1)
+    mask = block_mask(anchors, everywhere, 7, window)
+    return torch.randn(1, 14, 32), positions, None, mask, torch.randn(1, 24, 4, 32), everywhere
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
+def test_implementations_agree(target, implementation, window):
+    drafter = tiny_drafter(target, num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=window)
+    drafter.set_attn_implementation("sdpa")
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # to compile it takes most of a minute
+        expected = drafter(*blocks(window))
+        drafter.set_attn_implementation(implementation)
+        torch.testing.assert_close(drafter(*blocks(window)), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_gradients_of_eager_attention_are_sdpas(target):
+    drafter = tiny_drafter(target)
+    gradients = []
+    for implementation in ("sdpa", "eager"):
+        drafter.set_attn_implementation(implementation)
+        drafter.zero_grad()
+        drafter(*blocks()).square().sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in drafter.parameters() if p.grad is not None]))
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_text_is_the_targets_with_every_implementation(implementation):
+    torch.manual_seed(0)
+    target, ids, options = qwen3().eval(), prompt(12), dict(do_sample=False, max_new_tokens=20)
+    expected = target.generate(ids, **options)
+    drafter = tiny_drafter(target)
+    drafter.set_attn_implementation(implementation)
+    drafter.bind(target)
+    assert torch.equal(target.generate(ids, assistant_model=drafter, **options), expected)
+
+
+def test_an_implementation_that_cannot_mask_blocks_is_refused(target):
+    drafter = tiny_drafter(target)
+    drafter.config._attn_implementation = "flash_attention_2"  # which is not installed here
+    with pytest.raises(ValueError, match="'flash_attention_2', which cannot mask blocks of several anchors"):
+        drafter(*blocks())
+
+
+STEPS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7), st.booleans()), min_size=1, max_size=12)
+
+
+@settings(deadline=None, max_examples=100)
+@given(STEPS, st.sampled_from([None, 1, 4, 30]))
+def test_a_context_is_its_accepted_tokens_whatever_blocks_come_between(steps, window):
+    """Against a list: tokens that are new go in, a block's are seen and overwritten, old ones leave the window."""
+    config = type("Config", (), dict(num_hidden_layers=2, num_key_value_heads=1, head_dim=2))
+    context, accepted, number = ContextCache(window), [], 0
+
+    def rows(values):
+        return torch.tensor(values, dtype=torch.float).view(1, 1, -1, 1).expand(1, 1, -1, 2)
+
+    for new, queries, is_kept in steps:
+        tokens = list(range(number, number + new + queries))
+        number += new + queries
+        context.make_room(len(tokens), torch.zeros(1, 0), config)
+        before = accepted[-window:] if window else accepted
+        seen = [*accepted, *tokens[:new]][-window:] if window else [*before, *tokens[:new]]
+        for layer in range(2):
+            keys, values = context.layer(layer, new)(rows(tokens) + 100 * layer, -rows(tokens))
+            assert keys[0, 0, :, 0].tolist() == [token + 100 * layer for token in [*seen, *tokens[new:]]]
+            assert values[0, 0, :, 1].tolist() == [-token for token in [*seen, *tokens[new:]]]
+        if is_kept:  # else the forward was interrupted before its end
+            context.advance(new)
+            accepted += tokens[:new]
+        visible = accepted[-window:] if window else accepted
+        assert len(context) == len(visible)
+        assert all(keys[0, 0, :, 1].tolist() == [t + 100 * i for t in visible] for i, (keys, _) in
+                   enumerate(context.layers))  # fmt: skip
+
+
+def test_what_waits_for_the_next_block_counts(target):
+    drafter = tiny_drafter(tiny_target())
+    context = drafter.new_context()
+    for start, end in ((0, 20), (20, 23), (23, 25)):
+        residual, positions = torch.randn(1, end - start, 4, 32), torch.arange(start, end)[None]
+        drafter.extend(target, context, residual, positions, positions)
+        assert len(context) == end
+    assert context.pending[1].tolist() == [[23, 24]]
+    drafter.take_in(context)
+    assert context.pending is None and len(context) == 25 == context.layers[0][0].shape[2]

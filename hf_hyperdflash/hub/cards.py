@@ -28,7 +28,7 @@ _REDUCERS = {
     "`hc_head`, on the last layer read, plus a normed dense projection of the others; it reads {layers}.",
     "stream_mean": "Its reducer is the mean over the residual paths and a projection, over {layers}.",
 }
-_RECIPE = {
+_SETTINGS = {
     "dataset": "data",
     "rows": "most rows of each dataset",
     "train_rows": "rows trained on",
@@ -178,7 +178,7 @@ def _recipe(settings: dict[str, Any]) -> list[tuple[str, str]]:
         shown.pop("num_train_epochs", None)
     else:
         shown.pop("max_steps", None)
-    return [(label, _text(shown[name])) for name, label in _RECIPE.items() if shown.get(name) is not None]
+    return [(label, _text(shown[name])) for name, label in _SETTINGS.items() if shown.get(name) is not None]
 
 
 def _text(value: Any) -> str:

@@ -11,7 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
-_BOTH_STAGES = {"num_train_epochs": 5, "per_device_train_batch_size": 4, "lr_scheduler_type": "cosine", "warmup_steps": 0.04}
+_BOTH_STAGES = {
+    "num_train_epochs": 5, "per_device_train_batch_size": 4, "lr_scheduler_type": "cosine", "warmup_steps": 0.04
+}  # fmt: skip
 STAGES: dict[int, dict[str, Any]] = {
     1: {**_BOTH_STAGES, "dataset": ["zhaode/EagleChat"], "rows": 300_000, "learning_rate": 8e-4},
     2: {**_BOTH_STAGES, "dataset": ["theblackcat102/evol-codealpaca-v1"], "rows": 150_000, "learning_rate": 1e-4},

@@ -42,8 +42,8 @@ from ..helpers.families import (
     qwen3_next,
     qwen4_exp,
 )
+from ..helpers.quantization import quantize_fp4, quantize_fp8
 from ..helpers.training import losses, trainer_for
-from ..runtime.test_modeling_mtp import quantize_fp4, quantize_fp8
 
 
 def greedy(target, ids, **kwargs):

@@ -62,11 +62,14 @@ class Methods(TorchFunctionMode):
     def __init__(self, waits: Counter[str]) -> None:
         super().__init__()
         self.waits = waits
+        self.on_host: torch.Tensor | None = None  # what was copied there last: to read that is no wait
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in READS:
+        name, result = getattr(func, "__name__", ""), func(*args, **(kwargs or {}))
+        if name in READS and args[0] is not self.on_host:
             self.waits[caller()] += 1
-        return func(*args, **(kwargs or {}))
+        self.on_host = result if name == "cpu" else self.on_host
+        return result
 
 
 def caller() -> str:

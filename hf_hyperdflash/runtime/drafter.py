@@ -131,6 +131,8 @@ class Drafter:
             "once, then `target.generate(**inputs, assistant_model=drafter)`."
         )
 
+    _supports_logits_to_keep = generate  # which transformers asks an assistant before that
+
     @property
     def num_draft_tokens(self) -> int:
         """Tokens drafted per round, where `generate` is not told (`num_assistant_tokens`)."""

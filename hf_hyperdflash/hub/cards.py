@@ -1,7 +1,6 @@
 """A drafter's model card, from facts alone: its configuration, its training record, a benchmark of it.
 
-What is not known is left out. Part of the code that goes to the Hub with every drafter, so it knows nothing of how
-benchmarks are read ([`~benchmark.report.measured`] does).
+What is not known is left out. It knows nothing of how benchmarks are read ([`~benchmark.report.measured`] does).
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from huggingface_hub.errors import HTTPError
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from ..runtime.configuration_hyperdflash import HyperDFlashConfig
 from ..runtime.drafter import RECIPE_FILE, SavedDrafter
 from ..runtime.weights import weight_files
 from .cards import PICTURE, TRAINING_RECORD, drafter_card
@@ -65,8 +66,8 @@ def push_drafter(
         if drafter.name_or_path and source.is_dir():
             for name in set(_FROM_ITS_FOLDER) & set(drafter_files(source)):
                 shutil.copyfile(source / name, Path(folder) / name)
-        is_new = not api.file_exists(repo_id, "README.md", revision=revision)
-        if is_new and not (Path(folder) / "README.md").exists():
+        has_card = (Path(folder) / "README.md").exists() or api.file_exists(repo_id, "README.md", revision=revision)
+        if isinstance(drafter.config, HyperDFlashConfig) and not has_card:  # of other kinds cards know nothing to say
             drafter_card(folder, repo_id=repo_id, tags=tags).save(Path(folder) / "README.md")
         return api.upload_folder(
             repo_id=repo_id,

@@ -17,8 +17,8 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 
 from .candidates import DraftCandidateGenerator
 from .decoding import speculative_decoding
+from .hooks import Reading, ResidualTap
 from .request import check_request, check_stock_assistance, drafts_asked
-from .residual import Reading, ResidualTap
 from .target_family import TargetFamily
 from .targets import family_of, is_bound, is_drafter
 from .version import __version__, series

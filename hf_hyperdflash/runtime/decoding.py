@@ -113,7 +113,7 @@ class _Decoding:
             # Not transformers' own chunks, which before 5.20 or so feed what is in the cache again.
             config.prefill_chunk_size, config._mask_length = None, end
             start = self.cache.get_seq_length()
-            inputs = self.inputs(row, start, end)
+            inputs = {**self.kwargs, **row.inputs(start, end)}
             if start:  # which earlier transformers tell by the mask
                 inputs.setdefault("attention_mask", torch.ones_like(row.text[:, :end]))
             with self.binding.own_forward(self.reading):
@@ -126,12 +126,6 @@ class _Decoding:
         self.cache.activate_past_recording()  # after the prompt: there is nothing in it to take back
         leave_context(self.cache, self.drafter, row.context)  # which belongs to it whenever they end alike
         return outputs
-
-    def inputs(self, row: Row, start: int, end: int) -> dict[str, Any]:
-        """What the target is told of the tokens from `start` to `end` beside their ids."""
-        inputs = {**self.kwargs, "position_ids": row.positions(start, end)}
-        mask = row.mask(end)
-        return inputs if mask is None else {**inputs, "attention_mask": mask}
 
     # Draft
 
@@ -146,6 +140,10 @@ class _Decoding:
         began, positions = self.now(), row.text_positions(0, row.text.shape[1])
         tree = self.drafter.propose(self.target, row.context, row.text, positions, count, self.sampler)
         self.stats.draft_seconds += self.now() - began
+        if len(tree.parents) > count:
+            raise ValueError(
+                f"The drafter made {len(tree.parents)} drafts, expected at most {count}, as it was asked for."
+            )
         return tree
 
     # Verify
@@ -157,7 +155,11 @@ class _Decoding:
         candidates, count = row.with_drafts(tree.tokens), len(tree.parents) + 1
         end = candidates.shape[1]
         inputs = self.target.prepare_inputs_for_generation(
-            candidates, next_sequence_length=count, is_first_iteration=False, **self.inputs(row, end - count, end)
+            candidates,
+            next_sequence_length=count,
+            is_first_iteration=False,
+            **self.kwargs,
+            **row.inputs(end - count, end),
         )
         inputs["logits_to_keep"] = count
         began = self.now()

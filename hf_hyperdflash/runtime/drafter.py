@@ -36,10 +36,12 @@ class Drafter:
     threads may draft with one: what belongs to a sequence is in its context, which [`new_context`] makes.
 
     Attributes:
+        config: Of its own, or the target's: `generate` compares vocabularies.
         target_layer_ids: Whose residual paths it reads, as in [`~binding.capture_residual`]; empty for none.
         max_draft_tokens: The most tokens that one round can draft; `None` for any number.
     """
 
+    config: Any
     target_layer_ids: Sequence[int] = ()
     max_draft_tokens: int | None = None
 
@@ -49,7 +51,8 @@ class Drafter:
         """Raise a `ValueError` that names both values if the drafter does not fit `target`."""
 
     def new_context(self) -> Any:
-        """State of one sequence, with an attribute `end`: tokens of the sequence that were taken in."""
+        """State of one sequence, with an attribute `end`, 0 at first: tokens that were taken in, which the loop
+        counts."""
         return SeenTokens()
 
     def extend(
@@ -60,7 +63,8 @@ class Drafter:
         position_ids: torch.Tensor,
         next_ids: torch.Tensor,
     ) -> None:
-        """Take in accepted tokens.
+        """Take in accepted tokens, also where no layer is read. The first token of a text is the next of none, and so
+        only in [`propose`]'s `ids`.
 
         Args:
             target: The target, for its embedding.
@@ -214,7 +218,14 @@ class SavedDrafter(Drafter, PreTrainedModel):
     @classmethod
     def _own_class(cls) -> type:
         """The class that loads what this one saves: FSDP2 makes a subclass of its own, elsewhere."""
-        return next(kind for kind in cls.__mro__ if kind.__module__.rpartition(".")[2].startswith("modeling_"))
+        ours = [kind for kind in cls.__mro__ if issubclass(kind, SavedDrafter) and kind is not SavedDrafter]
+        own = next((kind for kind in ours if kind.__module__.rpartition(".")[2].startswith("modeling_")), None)
+        if own is None:
+            raise ValueError(
+                f"A {cls.__name__} is from {cls.__module__}: what a saved drafter runs on is copied from a file that "
+                "is called modeling_NAME.py. Put the class there."
+            )
+        return own
 
     def save_pretrained(  # type: ignore[override]
         self,

@@ -121,7 +121,7 @@ class Dense:
     @staticmethod
     def modules(config: Any) -> dict[str, nn.Module]:
         """As of [`Gate`]."""
-        return {"fc": _projection(config, config.num_paths)}
+        return {"fc": _projection(config, len(config.target_layer_ids) * config.target_hc_mult)}
 
     @staticmethod
     def reduce(drafter: Any, residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -76,6 +76,11 @@ class Row:
         """Which of the first `end` tokens of `text` are none of padding, `[1, end]`; `None` if all are."""
         return None if self._mask is None else self._mask[:, :end]
 
+    def inputs(self, start: int, end: int) -> dict[str, torch.Tensor]:
+        """What a target is told of the tokens from `start` to `end` beside their ids."""
+        told = {"position_ids": self.positions(start, end)}
+        return told if self._mask is None else {**told, "attention_mask": self._mask[:, :end]}
+
     def positions(self, start: int, end: int) -> torch.Tensor:
         """True positions of the tokens of `text` and of drafts after it, `[1, end - start]`. Multimodal targets have
         them for several axes, `[axes, 1, end - start]`."""

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACache, DeepseekV4Indexer
 
 from .cache_deepseek_v4 import DEFAULT_MAX_REWIND, make_rewindable
-from .per_thread import PerThread
+from .hooks import PerThread
 from .reducers import path_gates
 from .target_hyper_connections import HyperConnected, read_gate
 

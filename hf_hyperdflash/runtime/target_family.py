@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .cache_linear import CallRecorder, make_linear_rewindable
-from .per_thread import PerThread
+from .hooks import PerThread
 
 
 class TargetFamily:

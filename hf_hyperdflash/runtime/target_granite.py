@@ -17,7 +17,8 @@ class Granite(TargetFamily):
 
     @classmethod
     def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:
-        return target.config.get_text_config(decoder=True).model_type.startswith("granite")
+        # Not the text part of a multimodal class, whose head is of its own and scales nothing.
+        return target.config.model_type.startswith("granite") and hasattr(target.config, "logits_scaling")
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return super().embed(ids) * self.config.embedding_multiplier

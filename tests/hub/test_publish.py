@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_hyperdflash import HyperDFlashDrafter, __version__
+from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter, __version__
 from hf_hyperdflash.hub.publish import drafter_files
 
 from ..conftest import prompt, tiny_drafter, tiny_target
@@ -442,3 +442,15 @@ for commit in (commits[0], None):
     told["norms"].append(DeepseekV4MTPDrafter.from_target(loaded).norm.weight[0].item())
 """)  # fmt: skip
     assert told["norms"] == [1.0, 2.0]
+
+
+def test_a_drafter_of_another_kind_is_pushed_with_its_code(hub, folder, tmp_path):
+    code = """
+from hf_hyperdflash import DeepseekV4MTPDrafter
+from tests.conftest import tiny_config
+DeepseekV4MTPDrafter(tiny_config()).push_to_hub("org/mtp")
+"""
+    run(hub, folder, tmp_path, code)
+    files = set(hub.files("org/mtp"))
+    assert {path.name for path in DeepseekV4MTPDrafter.code_files()} | {"custom_generate/generate.py"} <= files
+    assert {"config.json", "model.safetensors"} <= files

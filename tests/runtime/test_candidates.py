@@ -12,17 +12,7 @@ from hf_hyperdflash.runtime.candidates import DraftCandidateGenerator
 
 from ..conftest import half_right, prompt, tiny_drafter, tiny_target
 from ..helpers.families import FAMILIES, qwen3
-
-
-def in_transformers_loop(target, drafter, ids, **options):
-    """As somebody does it who calls that loop, or has a copy of it."""
-
-    def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        return GenerationMixin._assisted_decoding(
-            model, input_ids, logits_processor, stopping_criteria, generation_config, assistant_model=drafter, **kwargs
-        )
-
-    return target.generate(ids, custom_generate=loop, **options)
+from ..helpers.loops import in_transformers_loop, proposed_by
 
 
 @pytest.fixture
@@ -39,14 +29,6 @@ def drafts(monkeypatch):
 
     monkeypatch.setattr(DraftCandidateGenerator, "get_candidates", listening)
     return drafted
-
-
-def proposed_by(drafter, target, ids, **options):
-    proposed, propose = [], type(drafter).propose
-    drafter.propose = lambda *args: proposed.append(propose(drafter, *args)) or proposed[-1]
-    out = target.generate(ids, assistant_model=drafter, **options)
-    del drafter.propose
-    return out, [tree.tokens.tolist() for tree in proposed if len(tree)]
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)

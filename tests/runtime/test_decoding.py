@@ -449,6 +449,15 @@ def test_more_drafts_than_a_cache_takes_back_by_default(wide):
     assert torch.equal(out, expected) and drafter.last_stats.draft_positions > 128
 
 
+def test_a_drafter_that_drafts_more_than_it_was_asked_for_is_told(wide):
+    class Eager(PromptLookupDrafter):
+        def propose(self, target, context, ids, position_ids, count, sampler):
+            return DraftTree.chain(ids.new_full((count + 1,), 5))
+
+    with pytest.raises(ValueError, match="The drafter made 4 drafts, expected at most 3"):
+        wide.generate(prompt(10), max_new_tokens=20, assistant_model=Eager(wide, 3))
+
+
 def test_a_round_of_many_drafts_is_taken_back_whole(wide):
     """Where the caller's own code raises before the round has a token, the anchor is taken back as well."""
 

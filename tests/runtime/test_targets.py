@@ -15,9 +15,13 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    CLIPVisionConfig,
     DeepseekV4ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GraniteConfig,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -32,6 +36,7 @@ from hf_hyperdflash.training.teacher import check_teacher, teacher_states
 
 from ..conftest import half_right, prompt, tiny_drafter, tiny_target
 from ..helpers.families import (
+    COMMON,
     FAMILIES,
     REWINDABLE_QWEN4,
     deepseek_v4,
@@ -472,6 +477,28 @@ def test_transformers_own_modes_work_on_running_states_but_not_as_assistant(fami
     assistant = bind(family().eval())
     with pytest.raises(ValueError, match="has linear attention, which can take back the last forward only"):
         greedy(target, ids, assistant_model=assistant)
+
+
+def test_layers_that_are_not_there_are_refused_and_others_come_in_any_order(target):
+    ids = prompt(7)
+    with torch.no_grad(), capture_residual(target, [0, -1]) as forth, capture_residual(target, [-1, 0]) as back:
+        target(ids)
+    assert torch.equal(torch.cat(forth[0].chunk(2, dim=2)[::-1], dim=2), back[0])
+    for wrong in (99, -2):
+        with pytest.raises(ValueError, match=f"`target_layer_ids` has {wrong}, but the target's layers are 0 to 2"):
+            with capture_residual(target, [wrong]):
+                pass
+
+
+def test_a_multimodal_class_around_granite_scales_nothing():
+    """Its head is its own; of Granite's text part it has the layers alone."""
+    text = GraniteConfig(**{**COMMON, "vocab_size": 64}, intermediate_size=48, num_hidden_layers=2,
+                         num_key_value_heads=2, logits_scaling=3.0, embedding_multiplier=2.0)  # fmt: skip
+    vision = CLIPVisionConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+                              image_size=8, patch_size=4, projection_dim=16)  # fmt: skip
+    target = LlavaNextForConditionalGeneration(LlavaNextConfig(vision_config=vision, text_config=text)).eval()
+    states = torch.randn(1, 3, 64)
+    torch.testing.assert_close(family_of(target).logits(states), target.get_output_embeddings()(states))
 
 
 def test_images_are_refused():

@@ -1,25 +1,50 @@
-"""Residual paths as they leave a target's decoder layers, for the threads that ask for them."""
+"""Hooks on a target's modules: residual paths as they leave its decoder layers, for the threads that ask for them.
+
+Hooks belong to a module, and every thread that runs the module runs them; torch does not expect them to come and go
+meanwhile. So ours are put on once, when a target is bound, and look up what the thread that they run in wants.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .per_thread import PerThread
+T = TypeVar("T")
+
+
+class PerThread(dict[int, tuple[T, ...]]):
+    """A stack of values for each thread that has any, the innermost last.
+
+    As `threading.local`, but it can be copied and pickled with a target, and hooks read it as the dictionary it is.
+    """
+
+    def add(self, value: T) -> Callable[[], None]:
+        """Let this thread have one more value, until what is returned is called."""
+        thread = get_ident()
+        self[thread] = (*self.get(thread, ()), value)
+
+        def remove() -> None:
+            rest = tuple(other for other in self.get(thread, ()) if other is not value)
+            if rest:
+                self[thread] = rest
+            else:
+                self.pop(thread, None)
+
+        return remove
 
 
 class Reading:
     """What one thread reads: a tensor per forward, from the layers that it wants.
 
     Args:
-        wanted: Those layers, ascending.
+        wanted: Those layers, in the order of what is captured.
         most: How many forwards are kept until somebody takes them; the first ones.
 
     Attributes:
@@ -36,7 +61,7 @@ class Reading:
         if layer not in self.wanted or len(self.captured) >= self.most:
             return
         self._passed[layer] = residual
-        if layer == self.wanted[-1]:
+        if layer == max(self.wanted):
             parts = [self._passed[i].to(residual.device) for i in self.wanted]
             self.captured.append(torch.cat(parts, dim=2) if len(parts) > 1 else parts[0])
             self._passed.clear()
@@ -64,6 +89,11 @@ class ResidualTap:
 
     def reader(self, target_layer_ids: Sequence[int], most: float = math.inf) -> Reading:
         """What a thread adds to `readings` while it runs forwards, see [`~binding.capture_residual`]."""
+        if wrong := [i for i in target_layer_ids if not -1 <= i <= self._last]:
+            raise ValueError(
+                f"`target_layer_ids` has {wrong[0]}, but the target's layers are 0 to {self._last}, or -1 for the "
+                "last."
+            )
         return Reading([self._last if i == -1 else i for i in target_layer_ids], most)
 
 

@@ -122,6 +122,11 @@ def our_loop(target: PreTrainedModel, folder: Path) -> Loop:
     return lambda ids, count: target.generate(ids, assistant_model=drafter, max_new_tokens=count, do_sample=False)
 
 
+def our_loop_in_inference_mode(target: PreTrainedModel, folder: Path) -> Loop:
+    """As dflash's runs by itself; `generate` leaves it to its caller, who may go on with what it returns."""
+    return torch.inference_mode()(our_loop(target, folder))
+
+
 def loop_of_dflash(target: PreTrainedModel, folder: Path) -> Loop:
     from dflash.model import DFlashDraftModel, dflash_generate
 
@@ -151,7 +156,7 @@ def loop_of_transformers(target: PreTrainedModel, folder: Path) -> Loop:
 
 def line_up(target: PreTrainedModel, folder: Path) -> tuple[list[Rival], list[str]]:
     """The loops that can run here, ours first, and why others cannot."""
-    loops, absent = {"ours": our_loop}, []
+    loops, absent = {"ours": our_loop, "ours, in inference mode": our_loop_in_inference_mode}, []
     if importlib.util.find_spec("dflash"):
         loops["dflash 0.1.0"] = loop_of_dflash
     else:

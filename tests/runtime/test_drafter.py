@@ -1,0 +1,124 @@
+"""What all drafters have in common, on drafters of a few lines."""
+
+import threading
+
+import pytest
+import torch
+from transformers import PreTrainedConfig
+
+from hf_hyperdflash import Drafter, PromptLookupDrafter
+from hf_hyperdflash.runtime.drafter import SavedDrafter
+from hf_hyperdflash.runtime.tree import DraftTree
+
+from ..conftest import half_right, perfect, prompt, tiny_drafter, tiny_target
+
+
+class Repeating(Drafter):
+    """Drafts the anchor again and again: the least that a drafter can be."""
+
+    def __init__(self, target):
+        self.config, self.seen, self.heard = target.config, [], []
+
+    def extend(self, target, context, residual, position_ids, next_ids):
+        assert residual is None
+        self.seen.append((context.end, position_ids[0].tolist(), next_ids[0].tolist()))
+
+    def propose(self, target, context, ids, position_ids, count, sampler):
+        assert context.end == ids.shape[1] - 1 == position_ids[0, -1]
+        return DraftTree.chain(ids[0, -1:].expand(count))
+
+    def observe(self, context, tree, logits, accepted):
+        self.heard.append((tree.tokens.tolist(), logits, accepted))
+
+
+def test_a_drafter_of_two_methods_is_lossless_and_hears_of_every_round():
+    target, ids = tiny_target(hidden_size=64), prompt(9)
+    with torch.no_grad():
+        target.lm_head.weight[7] *= 4  # so that the target repeats itself, sometimes
+    options = dict(do_sample=False, max_new_tokens=24)
+    expected = target.generate(ids, **options)
+    drafter = Repeating(target)
+    drafter.num_draft_tokens = 3
+    drafter.bind(target)
+    assert torch.equal(target.generate(ids, assistant_model=drafter, **options), expected)
+    text, stats = expected[0].tolist(), drafter.last_stats
+    assert [len(accepted) for drafts, _, accepted in drafter.heard if drafts] == stats.accepted
+    # What the target said after the anchor and after every accepted draft is what it wrote.
+    at = len(text) - 24
+    for drafts, logits, accepted in drafter.heard:
+        assert logits.shape == (len(drafts) + 1, 64) and accepted == list(range(len(accepted)))
+        written = logits.argmax(-1).tolist()[: len(accepted) + 1]
+        assert written == text[at : at + len(written)]
+        at += len(written)
+    assert at == len(text)
+    # Every token but the last was taken in once, in order, with the one that follows it.
+    taken = [pair for _, *pairs in drafter.seen for pair in zip(*pairs)]
+    assert taken == list(zip(range(len(text) - 1), text[1:]))
+
+
+def test_a_drafter_needs_a_propose():
+    target = tiny_target()
+    drafter = Drafter()
+    drafter.config = target.config
+    drafter.bind(target)
+    with pytest.raises(NotImplementedError, match="A Drafter has no `propose`"):
+        target.generate(prompt(5), assistant_model=drafter, max_new_tokens=5)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, True, None, "3"])
+def test_numbers_of_drafts(wrong):
+    drafter = Repeating(tiny_target())
+    assert drafter.num_draft_tokens == 1 and drafter.last_stats is None
+    drafter.num_draft_tokens = 500
+    with pytest.raises(ValueError, match=r"cannot draft .* tokens a round: expected a whole number of at least 1"):
+        drafter.num_draft_tokens = wrong
+    assert drafter.num_draft_tokens == 500
+
+
+def test_each_thread_finds_its_own_statistics():
+    target, ids = tiny_target(hidden_size=64), prompt(9)
+    drafter = half_right(target, ids, max_new_tokens=20)
+    drafter.bind(target)
+    target.generate(ids, assistant_model=drafter, do_sample=False, max_new_tokens=20)
+    mine, theirs = drafter.last_stats, []
+
+    def elsewhere():
+        theirs.append(drafter.last_stats)
+        target.generate(ids, assistant_model=drafter, do_sample=False, max_new_tokens=5)
+        theirs.append(drafter.last_stats)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert theirs[0] is None and theirs[1].tokens == 5
+    assert drafter.last_stats is mine and mine.tokens == 20
+
+
+class Elsewhere(SavedDrafter):
+    config_class = PreTrainedConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+        self.post_init()
+
+
+def test_a_drafter_in_a_file_of_another_name_is_told_where_to_be(tmp_path):
+    with pytest.raises(ValueError, match=r"Elsewhere is from .*test_drafter: .* called modeling_NAME\.py"):
+        Elsewhere(PreTrainedConfig()).save_pretrained(tmp_path)
+    Elsewhere(PreTrainedConfig()).save_pretrained(tmp_path, with_code=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_drafters_take_turns_on_one_target():
+    target, ids = tiny_target(hidden_size=64), prompt(9)
+    options = dict(do_sample=False, max_new_tokens=16)
+    expected = target.generate(ids, **options)
+    for drafter in (
+        Repeating(target),
+        tiny_drafter(target),
+        perfect(target, expected[0]),
+        PromptLookupDrafter(target),
+    ):
+        drafter.bind(target)
+        assert torch.equal(target.generate(ids, assistant_model=drafter, **options), expected)

@@ -20,7 +20,6 @@ from hf_hyperdflash import PromptLookupDrafter, bind, unbind
 from hf_hyperdflash.runtime import continuation
 from hf_hyperdflash.runtime.stats import SpeculationStats
 from hf_hyperdflash.runtime.tree import DraftTree
-from hf_hyperdflash.runtime.verification import sampled_walk
 
 from ..conftest import CSA, HCA, MIXES, half_right, perfect, prompt, tiny_drafter, tiny_target
 from ..helpers.families import qwen3
@@ -580,35 +579,6 @@ def assert_drawn_from(probabilities: torch.Tensor, observed: Counter) -> None:
         terms = [(share, expected), (1 - share, 1 - expected)]
         divergence = sum(a * math.log(a / b) if b > 0 else math.inf for a, b in terms if a > 0)
         assert draws * divergence <= math.log(2 * len(probabilities) / 1e-6), (outcome, share, expected)
-
-
-def first_step(p, q, draft):
-    """A token of the target, and whether it is the draft."""
-    tree = DraftTree.chain(draft[None], [q])
-    token, node = next(sampled_walk(tree, [int(draft)], lambda node: p))
-    return token, node is not None
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
-def test_choice_has_the_targets_distribution(temperature):
-    p = (torch.randn(1, 12) / temperature * 2).softmax(-1)
-    q = (torch.randn(1, 12) / temperature * 2).softmax(-1)
-    draws, accepted, observed = 20_000, 0, Counter()
-    for draft in torch.multinomial(q[0], draws, replacement=True):
-        token, agreed = first_step(p[0], q[0], draft)
-        observed[token] += 1
-        accepted += agreed
-    assert_drawn_from(p[0], observed)
-    # The overlap of the two distributions is the acceptance rate: neither everything nor nothing is accepted.
-    overlap = torch.minimum(p, q).sum().item()
-    assert_drawn_from(torch.tensor([1 - overlap, overlap]), Counter({0: draws - accepted, 1: accepted}))
-
-
-def test_a_rejected_draft_of_equal_distributions():
-    """Rounding can leave the target nowhere more than the drafter."""
-    q = torch.tensor([[0.5, 0.5, 0.0]])
-    found = [first_step(q[0] * 0.9, q[0], torch.tensor(0)) for _ in range(600)]
-    assert {token for token, agreed in found if not agreed} == {0, 1}
 
 
 @pytest.mark.parametrize("temperature", [0.8])

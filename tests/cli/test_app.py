@@ -346,6 +346,7 @@ def test_ctrl_c_says_how_to_go_on(command, said):
     code = f"""
 import os, signal, sys
 from hf_hyperdflash.cli.app import run
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
 write = sys.stderr.write
 def watched(text):
     write(text)

@@ -17,13 +17,14 @@ from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter
 PACKAGE = Path(hf_hyperdflash.__file__).parent
 # A module may import only modules to its left. The families of targets may build on each other.
 ORDER = [
-    "runtime.version", "runtime.stats", "runtime.tree", "runtime.verification", "runtime.reducers",
+    "runtime.version", "runtime.stats", "runtime.tree", "runtime.verification", "runtime.reducers", "runtime.heads",
     "runtime.hooks", "runtime.cache_linear", "runtime.cache_deepseek_v4", "runtime.sampling", "runtime.stopping",
     "runtime.continuation", "runtime.row", "runtime.target_family", "runtime.target_*", "runtime.targets",
     "runtime.shown",
     "runtime.request", "runtime.decoding", "runtime.candidates", "runtime.binding", "runtime.recipe",
-    "runtime.configuration_*", "runtime.weights", "runtime.mask_token", "runtime.layers", "runtime.drafter",
-    "runtime.mtp_checkpoint", "runtime.modeling_*", "runtime.prompt_lookup", "hub.cards", "hub.publish", "hub.formats",
+    "runtime.configuration_*", "runtime.block_path", "runtime.weights", "runtime.mask_token", "runtime.layers",
+    "runtime.drafter", "runtime.mtp_checkpoint", "runtime.modeling_*", "runtime.prompt_lookup",
+    "hub.cards", "hub.publish", "hub.formats",
     "loading", "training.losses", "training.blocks", "training.places", "training.data", "training.teacher",
     "training.locking", "training.fingerprint", "training.features", "training.store", "training.arguments",
     "training.acceptance", "training.checkpoints", "training.trainer", "training.flags", "training.script",

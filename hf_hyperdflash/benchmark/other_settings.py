@@ -13,10 +13,11 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..runtime.configuration_hyperdflash import HyperDFlashConfig
+from ..runtime.heads import along_text
 from ..runtime.layers import block_inputs
 from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
 from ..runtime.targets import family_of
-from ..training.blocks import block_labels, block_mask
+from ..training.blocks import block_labels, block_mask, previous_tokens
 from ..training.features import residual_of
 from ..training.losses import IGNORE_INDEX
 from .intervals import Interval, draw, interval
@@ -158,18 +159,23 @@ def _rounds(
 ) -> tuple[np.ndarray, np.ndarray]:
     text, residual = text.to(drafter.device), residual.to(drafter.device)
     positions, is_text = torch.arange(text.shape[1], device=text.device)[None], torch.ones_like(text, dtype=torch.bool)
+    family = family_of(target)
     emitted, nats = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0)]
     for anchors in positions[:, start:-1].split(_BLOCKS, dim=1):
         block, at = block_inputs(text[:, anchors[0]], anchors, config.block_size, config.mask_token_id)
         hidden = drafter(
-            family_of(target).embed(block),
+            family.embed(block),
             at,
             attention_mask=block_mask(anchors, positions, config.block_size, config.sliding_window),
             residual=residual,
             residual_position_ids=positions,
         )
-        drafts = hidden.unflatten(1, (-1, config.block_size))[0, :, config.first_slot :]
-        logits = drafter.logits(target, drafts).to(text.device).float()
+        drafts = hidden.unflatten(1, (-1, config.block_size))[:, :, config.first_slot :]
+        previous = previous_tokens(text, anchors, config.max_draft_tokens)
+        embeds = family.embed(previous.flatten(1)).view(*previous.shape, -1)
+        states, vectors, _ = along_text(drafts, previous, embeds, drafter.head, None)
+        logits = drafter.of_vocabulary(drafter.logits(target, states, vectors))[0]
+        logits = logits.to(text.device).float()
         labels = block_labels(text, is_text, positions, anchors, config.max_draft_tokens)[0]
         emitted.append(1 + (logits.argmax(-1) == labels).long().cumprod(-1).sum(-1).cpu())
         # The first `block_size - 1` positions, which both anchor conventions draft.

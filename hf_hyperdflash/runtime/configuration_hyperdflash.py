@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
+from .heads import HEADS
 from .reducers import REDUCERS
 from .version import __version__, series
 
@@ -24,11 +25,14 @@ _BOUNDS = {
     2**17),
     "intermediate_size": (1, 2**20), "num_hidden_layers": (1, 2**10), "num_attention_heads": (1, 2**12),
     "num_key_value_heads": (1, 2**12), "head_dim": (1, 2**13), "target_hc_mult": (1, 2**8), "block_size": (2, 2**12),
-    "max_position_embeddings": (1, 2**40), "sliding_window": (1, 2**40),
+    "max_position_embeddings": (1, 2**40), "sliding_window": (1, 2**40), "head_rank": (1, 2**14),
+    "head_candidates": (0, 2**24), "conv_kernel_size": (0, 2**6), "conv_group_size": (1, 2**17),
 }  # fmt: skip
 _WHY = {
     "block_size": ": the anchor and at least one draft position",
     "sliding_window": ", or None for no window",
+    "head_candidates": ", 0 for the whole vocabulary",
+    "conv_kernel_size": ", 0 for no convolution",
 }
 # By transformers, in any model's config.json.
 _WRITTEN_BESIDE = ("auto_map", "torch_dtype", "quantization_config", "use_cache")
@@ -72,7 +76,7 @@ class HyperDFlashConfig(PreTrainedConfig):
         draft_vocab_size: How many tokens it can draft, with an LM head of its own for them; 0 for all, with the
             target's. Only for drafters of other formats.
         sample_from_anchor: Whether the anchor's slot drafts as well, so that slot k drafts the token k + 1 after the
-            anchor. The paper's does not: slot k drafts the token k after it. Only for drafters of other formats.
+            anchor and 7 inputs give 7 drafts (DSpark). The paper's does not: slot k drafts the token k after it.
         mask_token_id: The token that stands at every draft position of a block's input.
         target_layer_ids: Whose residual paths the drafter reads, ascending: -1 is the last layer's output, the
             pre-collapse residual, which is the paper's source and the default; other numbers are intermediate layers,
@@ -92,6 +96,18 @@ class HyperDFlashConfig(PreTrainedConfig):
         target_revision: Its commit on the Hub, if it came from there.
         target_fingerprint: Digests of its head, its other weights and its configuration, see
             [`~training.fingerprint.as_words`], `-` for what was not loaded.
+        sequential_head: What lets each draft know the one before it, `"none"` or one of [`~heads.HEADS`]: `"markov"`,
+            `"gated_markov"`, `"recurrent"` (DSpark's), `"selector"` (DFlash 2's), `"state"` (ours).
+        head_rank: Width of the head: rank of its tables, or of the state head's correction.
+        head_candidates: Among how many of the block's own best tokens a draft is chosen where there is a head; 0 for
+            all. By default 16 for `"selector"`, 64 for `"state"` and all for the others.
+        conv_kernel_size: Taps of the causal convolutions around attention and MLP of every layer (DFlash 2: 2); 0 for
+            none.
+        conv_group_size: Channels that share a convolution's dynamic kernel, a divisor of `hidden_size`.
+        confidence_head: Whether the drafter says how probable the acceptance of each draft is (DSpark).
+        confidence_reads_token: Whether that depends on the token before, too, where there is a sequential head.
+        confidence_temperatures: One per draft position, which the confidence's logits are divided by, as
+            `hf-hyperdflash calibrate` fits them; `None` for 1.
         attention_bias: Whether the attention projections have biases.
         initializer_range: Standard deviation of fresh weights.
         bos_token_id, eos_token_id, pad_token_id: The target's, by which transformers' pipelines tell that the two
@@ -130,6 +146,14 @@ class HyperDFlashConfig(PreTrainedConfig):
     target_name_or_path: str = ""
     target_revision: str = ""
     target_fingerprint: str = ""
+    sequential_head: str = "none"
+    head_rank: int = 256
+    head_candidates: int | None = None
+    conv_kernel_size: int = 0
+    conv_group_size: int = 16
+    confidence_head: bool = False
+    confidence_reads_token: bool = True
+    confidence_temperatures: list[float] | None = None
     attention_bias: bool = False
     initializer_range: float = 0.02
     bos_token_id: int | None = None
@@ -145,6 +169,8 @@ class HyperDFlashConfig(PreTrainedConfig):
             self.target_hidden_size = self.hidden_size
         if self.target_layer_ids is None:
             self.target_layer_ids = [-1]
+        if self.head_candidates is None and self.sequential_head in HEADS:
+            self.head_candidates = HEADS[self.sequential_head].candidates
         self.check()
 
     @classmethod
@@ -215,6 +241,7 @@ class HyperDFlashConfig(PreTrainedConfig):
         self._check_sizes()
         self._check_functions()
         self._check_reducer()
+        self._check_heads()
 
     def _check_sizes(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -266,6 +293,36 @@ class HyperDFlashConfig(PreTrainedConfig):
                 f"`reducer={self.reducer!r}` needs equal widths, but the drafter's `hidden_size` is "
                 f"{self.hidden_size} and "
                 f"the target's {self.target_hidden_size}. Use `reducer='fc'` or the target's width."
+            )
+
+    def _check_heads(self) -> None:
+        if self.sequential_head not in ("none", *HEADS):
+            raise ValueError(f"`sequential_head` is {self.sequential_head!r}, expected one of {('none', *HEADS)}.")
+        vocabulary = self.draft_vocab_size or self.vocab_size
+        if (self.head_candidates or 0) > vocabulary:
+            raise ValueError(
+                f"`head_candidates` is {self.head_candidates}, expected at most the {vocabulary} tokens that can be "
+                "drafted."
+            )
+        if self.conv_kernel_size and not 2 <= self.conv_kernel_size <= self.block_size:
+            raise ValueError(
+                f"`conv_kernel_size` is {self.conv_kernel_size}, expected 0, or 2 to the `block_size` of "
+                f"{self.block_size}."
+            )
+        if self.conv_kernel_size and self.hidden_size % self.conv_group_size:
+            raise ValueError(
+                f"`conv_group_size` is {self.conv_group_size}, expected a divisor of the `hidden_size` of "
+                f"{self.hidden_size}."
+            )
+        temperatures = self.confidence_temperatures
+        if temperatures is not None and not (
+            isinstance(temperatures, list)
+            and len(temperatures) == self.max_draft_tokens
+            and all(type(t) in (int, float) and 0 < t < math.inf for t in temperatures)
+        ):
+            raise ValueError(
+                f"`confidence_temperatures` is {temperatures!r}, expected None or {self.max_draft_tokens} positive "
+                "numbers, one per draft position, as `hf-hyperdflash calibrate` writes them."
             )
 
     @property

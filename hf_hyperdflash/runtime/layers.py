@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
+from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import (
@@ -136,6 +137,40 @@ class HyperDFlashRotaryEmbedding(Qwen3RotaryEmbedding):
         return super()._apply(lambda tensor: fn(tensor) if tensor.is_meta else tensor.to(fn(tensor).device), recurse)
 
 
+class CausalConvolution(nn.Module):
+    """Of a few taps over the slots of a block, before and after a sublayer, with a kernel per channel and a dynamic
+    one per group of channels, which the sublayer's input says (DFlash 2)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.block_size, self.taps = config.block_size, config.conv_kernel_size
+        self.groups = config.hidden_size // config.conv_group_size
+        self.base_kernel = nn.Parameter(torch.empty(2, self.taps, config.hidden_size))
+        self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * self.groups, bias=False)
+
+    def forward(self, hidden: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The sublayer's `[batch, blocks * config.block_size, config.hidden_size]` for an input of that shape."""
+        dynamic = self.kernel_projection(hidden).unflatten(-1, (2, self.taps, self.groups))
+        out = sublayer(self._convolve(hidden, dynamic[..., 0, :, :], self.base_kernel[0]))
+        return self._convolve(out, dynamic[..., 1, :, :], self.base_kernel[1])
+
+    def _convolve(self, hidden: torch.Tensor, dynamic: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        slots = hidden.unflatten(1, (-1, self.block_size)).unflatten(-1, (self.groups, -1))
+        kernels = base.unflatten(-1, (self.groups, -1)) + dynamic.unflatten(1, (-1, self.block_size)).unsqueeze(-1)
+        out = slots * kernels[..., 0, :, :]
+        for tap in range(1, self.taps):
+            before = nn.functional.pad(slots[:, :, :-tap], (0, 0, 0, 0, tap, 0))
+            out = out + before * kernels[..., tap, :, :]
+        return out.flatten(-2).flatten(1, 2)
+
+    def reset(self) -> None:
+        """Fresh weights: every slot as it is."""
+        itself = torch.zeros_like(self.base_kernel)
+        itself[:, 0] = 1.0
+        init.copy_(self.base_kernel, itself)
+        init.zeros_(self.kernel_projection.weight)
+
+
 class HyperDFlashLayer(GradientCheckpointingLayer):
     """A Qwen3-style block: attention with QK-norm, gated MLP, pre-norm residuals.
 
@@ -150,6 +185,9 @@ class HyperDFlashLayer(GradientCheckpointingLayer):
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.has_convolutions = config.conv_kernel_size > 0
+        if self.has_convolutions:
+            self.attention_conv, self.mlp_conv = CausalConvolution(config), CausalConvolution(config)
 
     def forward(
         self,
@@ -161,8 +199,14 @@ class HyperDFlashLayer(GradientCheckpointingLayer):
     ) -> torch.Tensor:
         """`[batch, queries, config.hidden_size]` to the same; `rotary` is of the feature's tokens, then the
         block's."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), feature, rotary, context, attention_mask)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+        def attend(normed: torch.Tensor) -> torch.Tensor:
+            return self.self_attn(normed, feature, rotary, context, attention_mask)
+
+        normed = self.input_layernorm(hidden)
+        hidden = hidden + (self.attention_conv(normed, attend) if self.has_convolutions else attend(normed))
+        normed = self.post_attention_layernorm(hidden)
+        return hidden + (self.mlp_conv(normed, self.mlp) if self.has_convolutions else self.mlp(normed))
 
 
 class ContextCache:

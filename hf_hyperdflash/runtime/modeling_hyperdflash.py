@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, cast
 
@@ -13,9 +14,12 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from .block_path import BlockPath
 from .configuration_hyperdflash import HyperDFlashConfig
 from .drafter import SavedDrafter
+from .heads import HEADS, ConfidenceHead, HeadOutput, SequentialHead, along_text
 from .layers import (
+    CausalConvolution,
     ContextCache,
     HyperDFlashLayer,
     HyperDFlashRotaryEmbedding,
@@ -64,6 +68,12 @@ class HyperDFlashDrafter(SavedDrafter):
         if config.draft_vocab_size:
             self.lm_head = nn.Linear(config.target_hidden_size, config.draft_vocab_size, bias=False)
             self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))  # of the target's vocabulary
+        memory = 0
+        if config.sequential_head != "none":
+            head = HEADS[config.sequential_head](config)
+            self.add_module(head.key, head)
+            memory = head.memory_size if config.confidence_reads_token else 0
+        self.confidence_head = ConfidenceHead(config, memory) if config.confidence_head else None
         self.rotary_emb = HyperDFlashRotaryEmbedding(config)  # type: ignore[arg-type]
         self.post_init()
 
@@ -77,6 +87,10 @@ class HyperDFlashDrafter(SavedDrafter):
             init.ones_(module.hc_scale)
         elif isinstance(module, RMSNorm):
             init.zeros_(module.weight)
+        elif isinstance(module, SequentialHead):
+            module.reset(self.config.initializer_range)
+        elif isinstance(module, (ConfidenceHead, CausalConvolution)):
+            module.reset()
 
     @classmethod
     def from_target(
@@ -136,7 +150,7 @@ class HyperDFlashDrafter(SavedDrafter):
             "max_position_embeddings": own.max_position_embeddings,
             # Engines' layouts, which are for targets with one stream, have no words for a window that all slots share.
             "sliding_window": None if family.paths == 1 else min(2048, own.max_position_embeddings),
-            "block_size": num_draft_tokens + 1,
+            "block_size": num_draft_tokens + (0 if config_fields.get("sample_from_anchor") else 1),
             "mask_token_id": find_mask_token(target, tokenizer) if mask_token_id is None else mask_token_id,
             "hc_eps": family.hc_eps,
             "target_hidden_size": own.hidden_size,
@@ -174,7 +188,9 @@ class HyperDFlashDrafter(SavedDrafter):
         attention_mask: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
         residual_position_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        previous_ids: torch.Tensor | None = None,
+        previous_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor | HeadOutput:
         """Run blocks over their context: the one path that training and generation share.
 
         Args:
@@ -187,9 +203,12 @@ class HyperDFlashDrafter(SavedDrafter):
             residual: The target's residual paths of `config.target_layer_ids` of tokens before the anchors,
                 `[batch, seq, config.num_paths, config.target_hidden_size]`.
             residual_position_ids: `[batch, seq]`, true positions of `residual`.
+            previous_ids: `[batch, blocks, config.max_draft_tokens]`, in training: the token before each draft.
+            previous_embeds: The target's embeddings of them, `[..., config.target_hidden_size]`.
 
         Returns:
-            States that the target's LM head reads, `[batch, queries, config.target_hidden_size]`.
+            States that the target's LM head reads, `[batch, queries, config.target_hidden_size]`; with `previous_ids`
+            what the heads make of those of the draft positions, `[batch, blocks, config.max_draft_tokens, ...]`.
 
         Raises:
             ValueError: If neither `context` nor `residual` is given.
@@ -213,7 +232,11 @@ class HyperDFlashDrafter(SavedDrafter):
         if context is not None:
             context.advance(new)
         hidden = self.norm(hidden)
-        return self.head_proj(hidden) if hasattr(self, "head_proj") else hidden
+        hidden = self.head_proj(hidden) if hasattr(self, "head_proj") else hidden
+        if previous_ids is None:
+            return hidden
+        drafts = hidden.unflatten(1, (-1, self.config.block_size))[:, :, self.config.first_slot :]
+        return along_text(drafts, previous_ids, previous_embeds, self.head, self.confidence_head)
 
     # One sequence
 
@@ -302,16 +325,46 @@ class HyperDFlashDrafter(SavedDrafter):
         embeds = family_of(target).embed(block).to(device)
         hidden = self(embeds, positions.to(device), context, None, *(context.pending or ()))
         context.pending = None
-        return sampler.chain(ids, self.logits(target, hidden[:, config.first_slot : config.first_slot + count]))
+        states = hidden[:, config.first_slot : config.first_slot + count]
+        if self.head is None and self.confidence_head is None:
+            return sampler.chain(ids, self.of_vocabulary(self.logits(target, states)))
+        path = BlockPath(self, target, states)
+        tree = sampler.path(ids, count, path.logits_after)
+        return replace(tree, confidence=torch.cat(path.confidence) if path.confidence else None)
 
-    def logits(self, target: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
-        """`[batch, queries, config.vocab_size]` from what [`forward`] returned: the target's LM head, or an own one
-        over fewer tokens."""
+    def logits(
+        self, target: PreTrainedModel, hidden: torch.Tensor, vectors: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits of the tokens that can be drafted, `[..., config.draft_vocab_size or config.vocab_size]`, from what
+        [`forward`] returned: by the target's LM head, or an own one over fewer tokens, and by the head's table."""
+        logits = self.lm_head(hidden) if self.config.draft_vocab_size else family_of(target).logits(hidden)
+        if vectors is None or self.head_table is None:
+            return logits
+        return logits + nn.functional.linear(vectors, self.head_table).to(logits)
+
+    def logits_of(self, target: PreTrainedModel, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The same of some of them, `[batch, tokens]`, from `[batch, config.target_hidden_size]`."""
         if not self.config.draft_vocab_size:
-            return family_of(target).logits(hidden)
-        own = self.lm_head(hidden)
-        logits = own.new_full((*own.shape[:2], self.config.vocab_size), -torch.inf)
-        return logits.index_copy_(2, cast(torch.Tensor, self.draft_ids), own)
+            return family_of(target).logits_of(hidden, ids)
+        return torch.einsum("bd,bcd->bc", hidden, self.lm_head.weight[ids])
+
+    def of_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """`[..., config.vocab_size]` from those of the tokens that can be drafted."""
+        if not self.config.draft_vocab_size:
+            return logits
+        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+        return full.index_copy_(-1, cast(torch.Tensor, self.draft_ids), logits)
+
+    @property
+    def head(self) -> SequentialHead | None:
+        """What lets each draft know the one before it, if there is one."""
+        kind = HEADS.get(self.config.sequential_head)
+        return None if kind is None else getattr(self, kind.key)
+
+    @property
+    def head_table(self) -> torch.Tensor | None:
+        """The head's `[config.draft_vocab_size or config.vocab_size, config.head_rank]`, if it has one."""
+        return None if self.head is None else self.head.table
 
     # Use with a target
 

@@ -326,18 +326,18 @@ class DeepseekV4MTPDrafter(SavedDrafter, DeepseekV4PreTrainedModel):
         """Draft the tokens after `ids` one by one, nothing from an empty context."""
         if context.streams is None:
             return DraftTree.chain(ids.new_empty(0))
-        ahead, streams, tokens, q = copy.copy(context), context.streams, [], []
+        ahead, streams = copy.copy(context), context.streams
         steps = torch.arange(count - 1, device=self.device)
         cos, sin = self._rotary(streams, position_ids[:, -1:].to(self.device) + steps)
-        for k in range(count):
+
+        def logits_after(k: int, token: torch.Tensor) -> torch.Tensor:
+            nonlocal streams
             if k:
                 rotary = cos[:, k - 1 : k], sin[:, k - 1 : k]
-                streams = self(streams, self._embed(target, ids[:, -1:]), past_key_values=ahead, rotary=rotary)
-            token, drawn_from = sampler.draw(ids, self._logits(target, streams)[:, 0])
-            ids = torch.cat([ids, token[:, None]], dim=1)
-            tokens.append(token)
-            q.append(drawn_from)
-        return DraftTree.chain(torch.cat(tokens), q if sampler.do_sample else None)
+                streams = self(streams, self._embed(target, token[:, None]), past_key_values=ahead, rotary=rotary)
+            return self._logits(target, streams)[:, 0]
+
+        return sampler.path(ids, count, logits_after)
 
     def _embed(self, target: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
         return family_of(target).embed(ids).to(self.device)

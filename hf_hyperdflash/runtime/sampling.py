@@ -6,6 +6,7 @@ not see it. Drafting without one costs acceptance, never correctness: what is dr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -72,9 +73,22 @@ class DraftSampler:
         """
         if not self.do_sample and not len(self.processors):
             return DraftTree.chain(logits.argmax(-1)[0])
+        return self.path(ids, logits.shape[1], lambda k, _: logits[:, k])
+
+    def path(
+        self, ids: torch.Tensor, count: int, logits_after: Callable[[int, torch.Tensor], torch.Tensor]
+    ) -> DraftTree:
+        """Tokens one after the other, each from logits that know those before it.
+
+        Args:
+            ids: `[1, seq]`, the text.
+            count: How many.
+            logits_after: The drafter's logits `[1, config.vocab_size]` of draft position k, from k and the token
+                before it, `[1]`.
+        """
         q: list[torch.Tensor | None] = []
         length = ids.shape[1]
-        for k in range(logits.shape[1]):
-            token, drawn_from = self.draw(ids, logits[:, k])
+        for k in range(count):
+            token, drawn_from = self.draw(ids, logits_after(k, ids[:, -1]))
             ids, q = torch.cat([ids, token[:, None]], dim=1), [*q, drawn_from]
         return DraftTree.chain(ids[0, length:], q if self.do_sample else None)

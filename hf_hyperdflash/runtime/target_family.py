@@ -91,7 +91,31 @@ class TargetFamily:
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """The target's logits from `states` `[..., config.hidden_size]` of any dtype and device."""
         head: Any = self.target.get_output_embeddings()
-        logits, cap = head(computable(states, head.weight)), getattr(self.config, "final_logit_softcapping", None)
+        return self.after_head(head(computable(states, head.weight)))
+
+    def logits_of(self, states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The logits of some tokens alone, by the LM head's rows of them.
+
+        Args:
+            states: `[batch, config.hidden_size]` of any dtype and device.
+            ids: `[batch, tokens]`.
+
+        Returns:
+            `[batch, tokens]`, where the head is.
+        """
+        head: Any = self.target.get_output_embeddings()
+        weight = head.weight
+        is_plain = type(weight) in (torch.Tensor, nn.Parameter) and weight.is_floating_point() and not weight.is_meta
+        if not is_plain or weight.itemsize == 1:  # offloaded, sharded or quantized: it has no rows to be read
+            logits = self.logits(states)
+            return logits.gather(-1, ids.to(logits.device))
+        ids = ids.to(weight.device)
+        logits = torch.einsum("bd,bcd->bc", computable(states, weight), weight[ids])
+        return self.after_head(logits if head.bias is None else logits + head.bias[ids])
+
+    def after_head(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the model does to what its LM head gives."""
+        cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     # Sizes

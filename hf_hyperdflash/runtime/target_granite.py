@@ -23,5 +23,5 @@ class Granite(TargetFamily):
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return super().embed(ids) * self.config.embedding_multiplier
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        return super().logits(states) / self.config.logits_scaling
+    def after_head(self, logits: torch.Tensor) -> torch.Tensor:
+        return super().after_head(logits) / self.config.logits_scaling

@@ -37,5 +37,5 @@ class MambaHybrid(TargetFamily):
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return super().embed(ids) * getattr(self.config, "embedding_multiplier", 1.0)
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        return super().logits(states) * getattr(self.config, "lm_head_multiplier", 1.0)
+    def after_head(self, logits: torch.Tensor) -> torch.Tensor:
+        return super().after_head(logits) * getattr(self.config, "lm_head_multiplier", 1.0)

@@ -68,6 +68,13 @@ def block_labels(
     return labels.masked_fill(supervised.long().cumprod(-1) == 0, IGNORE_INDEX)
 
 
+def previous_tokens(input_ids: torch.Tensor, anchors: torch.Tensor, drafts: int) -> torch.Tensor:
+    """The token before each draft position, `[batch, anchors, drafts]`: the anchor, then the text's, which drafting
+    has chosen there too wherever the draft counts. Whatever stands behind the row's end carries no label."""
+    at = anchors.clamp(min=0).unsqueeze(-1) + torch.arange(drafts, device=anchors.device)
+    return input_ids.gather(1, at.clamp(max=input_ids.shape[1] - 1).flatten(1)).view_as(at)
+
+
 def block_mask(
     anchors: torch.Tensor, position_ids: torch.Tensor, block_size: int, window: int | None = None
 ) -> torch.Tensor:

@@ -38,9 +38,13 @@ _LEAST = {
     "rows": 1, "eval_rows": 1, "eval_prompts": 0, "eval_max_new_tokens": 1, "layers": 1, "intermediate_size": 1,
     "num_draft_tokens": 1,
 }  # fmt: skip
+# Fields of its configuration under their own names, where they are set.
+_FIELDS = (
+    "intermediate_size", "sample_from_anchor", "sequential_head", "head_rank", "head_candidates", "conv_kernel_size",
+    "confidence_head",
+)  # fmt: skip
 _OF_A_NEW_DRAFTER = (
-    "layers", "intermediate_size", "reducer", "target_layer_ids", "num_draft_tokens", "sliding_window",
-    "mask_token_id",
+    "layers", "reducer", "target_layer_ids", "num_draft_tokens", "sliding_window", "mask_token_id", *_FIELDS,
 )  # fmt: skip
 
 
@@ -164,7 +168,7 @@ def drafter_to_train(script: ScriptArguments, target: Any, tokenizer: Any) -> Hy
         num_hidden_layers=script.layers,
         dtype=torch.float32,
         target_name_or_path=_public_name(script.target),
-        **({} if script.intermediate_size is None else {"intermediate_size": script.intermediate_size}),
+        **{name: getattr(script, name) for name in _FIELDS if getattr(script, name) is not None},
         **_window(script),
     )
 

@@ -2,7 +2,6 @@
 tensors."""
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -28,7 +27,8 @@ from hf_hyperdflash.runtime.mtp_checkpoint import dequantize
 from hf_hyperdflash.runtime.sampling import DraftSampler
 
 from ..conftest import MODELS, prompt, tiny_config, tiny_target
-from ..helpers.quantization import quantize_fp4, quantize_fp8
+from ..helpers.deepseek_checkpoints import mtp_shapes, quantized, random_tensors, write, write_shards
+from ..helpers.oracle_deepseek_v4 import NaiveBlock
 
 TARGET = MODELS / "tiny-deepseek-v4"
 WINDOW = 8
@@ -39,146 +39,36 @@ FIELDS = dict(swiglu_limit=0.8, hc_sinkhorn_iters=5, n_routed_experts=6, sliding
 # The oracle
 
 
-class NaiveMTP:
-    """DeepSeek-V4's MTP block for one entry at a time, in float64, with DeepSeek's names."""
+class NaiveMTP(NaiveBlock):
+    """DeepSeek-V4's MTP block for one entry at a time."""
 
     def __init__(self, tensors, config, embed, head):
-        self.w = {name.removeprefix("mtp.0."): tensor.double() for name, tensor in tensors.items()}
-        self.config, self.embed, self.head = config, embed.double(), head.double()
+        super().__init__(tensors, "mtp.0.", config)
+        self.embed, self.head = embed.double(), head.double()
 
     def logits(self, residual, next_ids, positions, drafts):
         """Logits of the first draft and after each of `drafts`; `residual` is `[seq, hc_mult, hidden]`."""
         keys, logits = [], []
         for state, token, position in zip(residual.double(), next_ids, positions):
-            out = self.entry(state, token, position, keys)
+            out = self.entry(state, token, int(position), keys)
         logits.append(self.read(out))
         for step, token in enumerate(drafts, start=1):
-            out = self.entry(out, token, positions[-1] + step, keys)
+            out = self.entry(out, token, int(positions[-1]) + step, keys)
             logits.append(self.read(out))
         return torch.stack(logits)
 
     def entry(self, state, token, position, keys):
         e = self.w["e_proj.weight"] @ self.norm(self.embed[token], "enorm.weight")
         x = torch.stack([e + self.w["h_proj.weight"] @ self.norm(path, "hnorm.weight") for path in state])
-        x = self.connect(x, "hc_attn", lambda y: self.attention(self.norm(y, "attn_norm.weight"), position, keys))
-        return self.connect(x, "hc_ffn", lambda y: self.experts(self.norm(y, "ffn_norm.weight")))
+        read, put = self.mix(x, "hc_attn")
+        read = self.norm(read, "attn_norm.weight")
+        keys.append(self.key(read, position))
+        x = put(self.attention(read, position, keys[-self.config.sliding_window :]))
+        read, put = self.mix(x, "hc_ffn")
+        return put(self.experts(self.norm(read, "ffn_norm.weight")))
 
     def read(self, x):
-        mixes = self.w["hc_head_fn"] @ self.norm(x.flatten())
-        gates = torch.sigmoid(mixes * self.w["hc_head_scale"] + self.w["hc_head_base"]) + self.config.hc_eps
-        return self.head @ self.norm(sum(g * path for g, path in zip(gates, x)), "norm.weight")
-
-    def norm(self, x, weight=None):
-        x = x / torch.sqrt((x * x).mean() + self.config.rms_norm_eps)
-        return x if weight is None else x * self.w[weight]
-
-    def connect(self, x, name, layer):
-        m, eps = len(x), self.config.hc_eps
-        mixes, base = self.w[f"{name}_fn"] @ self.norm(x.flatten()), self.w[f"{name}_base"]
-        scale = self.w[f"{name}_scale"]
-        pre = torch.sigmoid(mixes[:m] * scale[0] + base[:m]) + eps
-        post = 2 * torch.sigmoid(mixes[m : 2 * m] * scale[1] + base[m : 2 * m])
-        comb = torch.softmax((mixes[2 * m :] * scale[2] + base[2 * m :]).view(m, m), dim=1) + eps
-        comb = comb / (comb.sum(0) + eps)
-        for _ in range(self.config.hc_sinkhorn_iters - 1):
-            comb = comb / (comb.sum(1)[:, None] + eps)
-            comb = comb / (comb.sum(0) + eps)
-        out = layer(sum(pre[j] * x[j] for j in range(m)))
-        return torch.stack([post[k] * out + sum(comb[j, k] * x[j] for j in range(m)) for k in range(m)])
-
-    def rope(self, x, position):
-        """Rotate consecutive pairs of the last channels."""
-        dim = int(self.config.head_dim * self.config.partial_rotary_factor)
-        x, first = x.clone(), len(x) - dim
-        for i in range(0, dim, 2):
-            angle = position * self.config.rope_theta ** (-i / dim)
-            a, b = x[first + i].clone(), x[first + i + 1].clone()
-            x[first + i] = a * math.cos(angle) - b * math.sin(angle)
-            x[first + i + 1] = a * math.sin(angle) + b * math.cos(angle)
-        return x
-
-    def attention(self, x, position, keys):
-        c, w = self.config, self.w
-        position = float(position)
-        keys.append(self.rope(self.norm(w["attn.wkv.weight"] @ x, "attn.kv_norm.weight"), position))
-        visible = keys[-c.sliding_window :]
-        queries = w["attn.wq_b.weight"] @ self.norm(w["attn.wq_a.weight"] @ x, "attn.q_norm.weight")
-        heads = []
-        for query, sink in zip(queries.view(c.num_attention_heads, c.head_dim), w["attn.attn_sink"]):
-            query = self.rope(self.norm(query), position)
-            logits = [query @ key / math.sqrt(c.head_dim) for key in visible]
-            weights = torch.softmax(torch.stack([*logits, sink]), dim=0)
-            heads.append(self.rope(sum(p * key for p, key in zip(weights, visible)), -position))
-        groups = torch.cat(heads).view(c.o_groups, -1)
-        low = [a @ g for a, g in zip(w["attn.wo_a.weight"].view(c.o_groups, c.o_lora_rank, -1), groups)]
-        return w["attn.wo_b.weight"] @ torch.cat(low)
-
-    def experts(self, x):
-        c = self.config
-        scores = torch.log1p(torch.exp(self.w["ffn.gate.weight"] @ x)).sqrt()
-        chosen = sorted(range(len(scores)), key=lambda i: -(scores + self.w["ffn.gate.bias"])[i])
-        chosen = chosen[: c.num_experts_per_tok]
-        total = sum(scores[i] for i in chosen)
-        routed = sum(scores[i] / total * self.expert(x, f"ffn.experts.{i}") for i in chosen)
-        return c.routed_scaling_factor * routed + self.expert(x, "ffn.shared_experts")
-
-    def expert(self, x, name):
-        w1, w2, w3 = (self.w[f"{name}.w{i}.weight"] for i in (1, 2, 3))
-        limit = self.config.swiglu_limit
-        gate, up = (w1 @ x).clamp(max=limit), (w3 @ x).clamp(-limit, limit)
-        return w2 @ (gate * torch.sigmoid(gate) * up)
-
-
-def shapes(c):
-    m, d, inner = c.hc_mult, c.hidden_size, c.moe_intermediate_size
-    mixes, heads = (2 + m) * m, c.num_attention_heads * c.head_dim
-    found = {
-        **{f"{name}.weight": (d,) for name in ("enorm", "hnorm", "norm", "attn_norm", "ffn_norm")},
-        **{f"{name}.weight": (d, d) for name in ("e_proj", "h_proj")},
-        **{f"hc_{name}_fn": (mixes, m * d) for name in ("attn", "ffn")},
-        **{f"hc_{name}_base": (mixes,) for name in ("attn", "ffn")},
-        **{f"hc_{name}_scale": (3,) for name in ("attn", "ffn")},
-        "hc_head_fn": (m, m * d),
-        "hc_head_base": (m,),
-        "hc_head_scale": (1,),
-        "attn.attn_sink": (c.num_attention_heads,),
-        "attn.wq_a.weight": (c.q_lora_rank, d),
-        "attn.q_norm.weight": (c.q_lora_rank,),
-        "attn.wq_b.weight": (heads, c.q_lora_rank),
-        "attn.wkv.weight": (c.head_dim, d),
-        "attn.kv_norm.weight": (c.head_dim,),
-        "attn.wo_a.weight": (c.o_groups * c.o_lora_rank, heads // c.o_groups),
-        "attn.wo_b.weight": (d, c.o_groups * c.o_lora_rank),
-        "ffn.gate.weight": (c.n_routed_experts, d),
-        "ffn.gate.bias": (c.n_routed_experts,),
-    }
-    for name in ["shared_experts", *(f"experts.{i}" for i in range(c.n_routed_experts))]:
-        for part, shape in (("w1", (inner, d)), ("w2", (d, inner)), ("w3", (inner, d))):
-            found[f"ffn.{name}.{part}.weight"] = shape
-    return {f"mtp.0.{name}": shape for name, shape in found.items()}
-
-
-def random_tensors(config, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, shape in shapes(config).items():
-        values = torch.randn(shape, generator=generator)
-        if name.endswith("norm.weight"):
-            values = 1 + 0.3 * values
-        elif name.endswith("gate.bias"):
-            values = 0.2 * values
-        elif len(shape) == 2 and "hc_" not in name:
-            values = values * 1.5 / math.sqrt(shape[1])
-        elif name.endswith("_fn"):
-            values = values / math.sqrt(shape[1])
-        tensors[name] = values
-    return tensors
-
-
-def write(folder, config, tensors):
-    config.save_pretrained(folder)
-    save_file({"embed.weight": torch.zeros(2, 2), **tensors}, folder / "model.safetensors")
-    return folder
+        return self.head @ self.norm(self.collapse(x), "norm.weight")
 
 
 @pytest.fixture
@@ -188,7 +78,7 @@ def config():
 
 @pytest.fixture
 def tensors(config):
-    return random_tensors(config)
+    return random_tensors(mtp_shapes(config))
 
 
 @pytest.fixture
@@ -333,47 +223,15 @@ def test_a_long_context_keeps_only_the_window(drafter, target):
 
 def test_a_window_of_one_keeps_no_keys(tmp_path):
     config = tiny_config(**{**FIELDS, "sliding_window": 1})
-    drafter = DeepseekV4MTPDrafter.from_target(write(tmp_path, config, random_tensors(config)), dtype=torch.float32)
+    drafter = DeepseekV4MTPDrafter.from_target(
+        write(tmp_path, config, random_tensors(mtp_shapes(config))), dtype=torch.float32
+    )
     target, sequence, context = tiny_target(**FIELDS), entries(5), drafter.new_context()
     extend(drafter, target, context, sequence, 0, 5)
     assert len(context) == 0 and len(drafted(drafter, target, context, sequence, 5, 3)[0]) == 3
 
 
 # Loading
-
-
-def as_bytes(scale):
-    return (scale.log2() + 127).to(torch.uint8)
-
-
-def quantized(config, tensors, block, scale_name, scale_dtype, fp4_experts):
-    """The checkpoint's tensors, quantized where V4-Flash's are, and what they stand for."""
-    generator = torch.Generator().manual_seed(1)
-    stored, values = {}, {}
-    for name, tensor in tensors.items():
-        if tensor.ndim == 1 or "hc_" in name or "gate" in name:
-            values[name] = stored[name] = tensor
-            continue
-        if fp4_experts and ".experts." in name:
-            stored[name], scale, values[name] = quantize_fp4(tensor.shape, generator)
-        else:
-            stored[name], scale, values[name] = quantize_fp8(tensor.shape, block, generator)
-        stored[name.removesuffix("weight") + scale_name] = (
-            as_bytes(scale) if scale_dtype is torch.uint8 else scale.to(scale_dtype)
-        )
-    return stored, values
-
-
-def write_shards(folder, config, tensors):
-    """Every third tensor to one of three shards, so that weights and scales part; the shard of the rest is absent."""
-    config.save_pretrained(folder)
-    names = sorted(tensors)
-    index = {name: f"model-0000{1 + i % 3}-of-00004.safetensors" for i, name in enumerate(names)}
-    for shard in set(index.values()):
-        save_file({name: tensors[name] for name in names if index[name] == shard}, folder / shard)
-    index["embed.weight"] = "model-00004-of-00004.safetensors"
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -389,9 +247,8 @@ def test_quantized_shards_are_dequantized(tmp_path, target, block, scale_name, s
     config = tiny_config(**FIELDS, moe_intermediate_size=64)
     if block is not None:
         config.quantization_config = {"quant_method": "fp8", "weight_block_size": list(block)}
-    stored, values = quantized(
-        config, random_tensors(config), block or (128, 128), scale_name, scale_dtype, fp4_experts
-    )
+    tensors = random_tensors(mtp_shapes(config))
+    stored, values = quantized(tensors, block or (128, 128), scale_name, scale_dtype, fp4_experts)
     drafter = DeepseekV4MTPDrafter.from_target(write_shards(tmp_path, config, stored), dtype=torch.float32)
     loaded = drafter.deepseek_state_dict()
     assert loaded.keys() == values.keys()

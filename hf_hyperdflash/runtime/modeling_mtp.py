@@ -3,50 +3,25 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4DecoderLayer,
     DeepseekV4HyperHead,
-    DeepseekV4PreTrainedModel,
     DeepseekV4RMSNorm,
     DeepseekV4RotaryEmbedding,
 )
 
 from .configuration_mtp import DeepseekV4MTPConfig
-from .drafter import SavedDrafter
-from .mtp_checkpoint import PREFIX, MTPCheckpoint
+from .drafter_deepseek_v4 import DeepseekV4Drafter
 from .sampling import DraftSampler
 from .targets import family_of
 from .tree import DraftTree
-from .weights import check_finite, check_source, named_dtype
 
-# Our names and DeepSeek's, by prefix, the first that matches; experts, one tensor each there, are handled apart.
-_DEEPSEEK_NAMES = [
-    ("block.self_attn.q_a_proj", "attn.wq_a"),
-    ("block.self_attn.q_b_proj", "attn.wq_b"),
-    ("block.self_attn.q_a_norm", "attn.q_norm"),
-    ("block.self_attn.kv_proj", "attn.wkv"),
-    ("block.self_attn.kv_norm", "attn.kv_norm"),
-    ("block.self_attn.o_a_proj", "attn.wo_a"),
-    ("block.self_attn.o_b_proj", "attn.wo_b"),
-    ("block.self_attn.sinks", "attn.attn_sink"),
-    ("block.input_layernorm", "attn_norm"),
-    ("block.post_attention_layernorm", "ffn_norm"),
-    ("block.attn_hc.", "hc_attn_"),
-    ("block.ffn_hc.", "hc_ffn_"),
-    ("block.mlp.gate.e_score_correction_bias", "ffn.gate.bias"),
-    ("block.mlp.gate", "ffn.gate"),
-    ("block.mlp.shared_experts.gate_proj", "ffn.shared_experts.w1"),
-    ("block.mlp.shared_experts.down_proj", "ffn.shared_experts.w2"),
-    ("block.mlp.shared_experts.up_proj", "ffn.shared_experts.w3"),
-    ("hc_head.hc_", "hc_head_"),
-]
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -79,12 +54,11 @@ class MTPContext:
         return full, full
 
 
-class DeepseekV4MTPDrafter(SavedDrafter, DeepseekV4PreTrainedModel):
+class DeepseekV4MTPDrafter(DeepseekV4Drafter):
     """Drafts one token at a time from the target's pre-collapse residual with the block that V4 was trained with.
 
     The block's entry `t` is made of the residual after token `t` and the embedding of token `t + 1`; the LM head reads
-    token `t + 2` from what comes out. To draft further, the streams that come out stand in for the next residual. The
-    target's embedding and LM head are shared: they belong to the target, and are neither copied nor saved.
+    token `t + 2` from what comes out. To draft further, the streams that come out stand in for the next residual.
 
     Use [`from_target`], `drafter.bind(target)` once, then `target.generate(**inputs, assistant_model=drafter)`.
 
@@ -97,9 +71,7 @@ class DeepseekV4MTPDrafter(SavedDrafter, DeepseekV4PreTrainedModel):
     config_class = DeepseekV4MTPConfig
     base_model_prefix = "mtp"
     target_layer_ids = [-1]  # reads the residual after the last layer, before it is collapsed
-    _is_stateful = False  # one sliding window: nothing in it that could not be rewound
-    _keep_in_fp32_modules_strict = [*DeepseekV4PreTrainedModel._keep_in_fp32_modules_strict, "enorm", "hnorm"]
-    _keys_to_ignore_on_load_unexpected: list[str] = []
+    _keep_in_fp32_modules_strict = [*DeepseekV4Drafter._keep_in_fp32_modules_strict, "enorm", "hnorm"]
 
     def __init__(self, config: DeepseekV4Config) -> None:
         is_block = isinstance(config, DeepseekV4MTPConfig)
@@ -113,117 +85,8 @@ class DeepseekV4MTPDrafter(SavedDrafter, DeepseekV4PreTrainedModel):
         self.num_draft_tokens = 3
         self.post_init()
 
-    @classmethod
-    def from_target(
-        cls,
-        target: PreTrainedModel | str | Path,
-        *,
-        num_draft_tokens: int = 3,
-        dtype: torch.dtype | str | None = None,
-        device: torch.device | str | None = None,
-        revision: str | None = None,
-        **hub_kwargs: Any,
-    ) -> DeepseekV4MTPDrafter:
-        """Load the drafter from the `mtp.0.*` tensors of a target's checkpoint; FP8 and FP4 weights are dequantized.
-
-        Args:
-            target: A checkpoint's path or Hub id, or a loaded target: then its `config._name_or_path`. Only the files
-                with `mtp.0.*` tensors in them are downloaded.
-            num_draft_tokens: Drafted tokens per round.
-            dtype: Of the weights, or its name, except those that V4 keeps in float32; by default the loaded target's
-                LM head's, or the checkpoint's.
-            device: By default the loaded target's LM head's, or the CPU.
-            revision: Of the Hub repository.
-            **hub_kwargs: For the Hub: `token`, `cache_dir`, `local_files_only`, ...
-
-        Raises:
-            ValueError: If it is no DeepSeek-V4, or the checkpoint's `mtp.0.*` tensors are not the MTP block's.
-        """
-        hub_kwargs["revision"], dtype = revision, named_dtype(dtype)
-        if isinstance(target, PreTrainedModel):
-            family_of(target)  # says what a target is, if it is none
-            head = target.get_output_embeddings().weight
-            config = target.config.get_text_config(decoder=True)
-            name, dtype = config._name_or_path, dtype or head.dtype
-            hub_kwargs["revision"] = revision or getattr(config, "_commit_hash", None)
-            device = device or (None if head.is_meta else head.device)
-        else:
-            check_source(target, "target")
-            name = str(target)
-            fields, _ = PreTrainedConfig.get_config_dict(name, **hub_kwargs)
-            if any(made.endswith("Drafter") for made in fields.get("architectures") or ()):
-                raise ValueError(f"{name} is a drafter, expected a target: pass the DeepSeek-V4 that it drafts for.")
-            config = AutoConfig.from_pretrained(name, **hub_kwargs)
-            dtype = dtype or config.dtype or torch.bfloat16
-        _check_model_type(config, name)
-        drafter = cls._empty(cast(DeepseekV4Config, config), cast(torch.dtype, dtype), device or "cpu")
-        drafter._load(MTPCheckpoint(name, config, hub_kwargs))
-        drafter.num_draft_tokens = num_draft_tokens
-        return drafter.eval()
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a drafter that `save_pretrained` wrote, whole and in safetensors ([`~weights.load_complete`]).
-
-        Raises:
-            ValueError: If it is a target or another model, or its tensors are not the block's.
-            OSError: If it cannot be found or its weights are damaged.
-        """
-        if kwargs.get("state_dict") is None:  # else there is nothing to read
-            check_source(pretrained_model_name_or_path)
-            fields, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **kwargs)
-            made = fields.get("architectures") or ["model of unknown architecture"]
-            if cls.__name__ not in made:
-                raise ValueError(
-                    f"{pretrained_model_name_or_path} is no drafter but a target, a {made[0]}. Its own MTP block is "
-                    "loaded by `DeepseekV4MTPDrafter.from_target(...)`, or by `--mtp` of `hf-hyperdflash benchmark`."
-                )
-        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        return True  # transformers looks for the experts' decorator in the source of this file
-
-    @classmethod
-    def _empty(cls, config: DeepseekV4Config, dtype: torch.dtype, device: torch.device | str) -> DeepseekV4MTPDrafter:
-        """A drafter with uninitialized weights: V4-Flash's would take minutes and 25 GB to initialize in float32."""
-        with torch.device("meta"):
-            drafter = cls(config)
-        for name, tensor in drafter.state_dict(keep_vars=True).items():
-            if not set(name.split(".")) & set(cls._keep_in_fp32_modules_strict):
-                tensor.data = tensor.data.to(dtype)
-        drafter.to_empty(device=device)
-        drafter.rotary_emb = DeepseekV4RotaryEmbedding(drafter.config).to(device)  # in no checkpoint
-        drafter.config.dtype = dtype
-        return drafter
-
-    def _load(self, checkpoint: MTPCheckpoint) -> None:
-        own = self.deepseek_state_dict()
-        checkpoint.check_names(own.keys())
-        for name, tensor in checkpoint.tensors(self.device):
-            if tensor.shape != own[name].shape:
-                raise ValueError(
-                    f"`{name}` in {checkpoint.name} has shape {list(tensor.shape)}, expected {list(own[name].shape)} "
-                    "by the checkpoint's own config. Use the config that belongs to the checkpoint."
-                )
-            check_finite({name: tensor}, checkpoint.name)
-            own[name].copy_(tensor)
-
-    def deepseek_state_dict(self) -> dict[str, torch.Tensor]:
-        """The parameters under DeepSeek's names, `mtp.0.*`, as views: what is written to them is in the drafter."""
-        tensors: dict[str, torch.Tensor] = {}
-        for name, tensor in self.state_dict().items():
-            if name == "block.mlp.experts.gate_up_proj":
-                for i, expert in enumerate(tensor):
-                    gate, up = expert.chunk(2)
-                    tensors[f"{PREFIX}ffn.experts.{i}.w1.weight"] = gate
-                    tensors[f"{PREFIX}ffn.experts.{i}.w3.weight"] = up
-            elif name == "block.mlp.experts.down_proj":
-                for i, down in enumerate(tensor):
-                    tensors[f"{PREFIX}ffn.experts.{i}.w2.weight"] = down
-            else:
-                tensors[PREFIX + _deepseek_name(name)] = tensor
-        return tensors
+    def _place(self, name: str) -> tuple[str, str]:
+        return "mtp.0.", name.removeprefix("block.")
 
     # The block
 
@@ -384,21 +247,3 @@ def sliding_mask(queries: int, past: int, window: int, like: torch.Tensor) -> to
     distance = keys[past:, None] - keys
     mask = torch.zeros(distance.shape, dtype=like.dtype, device=like.device)
     return mask.masked_fill_((distance < 0) | (distance >= window), torch.finfo(like.dtype).min)[None, None]
-
-
-# Configuration
-
-
-def _check_model_type(config: Any, name: str) -> None:
-    if config.model_type != DeepseekV4Config.model_type:
-        raise ValueError(
-            f"{name or 'The target'} is a {config.model_type} model, expected {DeepseekV4Config.model_type}: only "
-            "DeepSeek-V4 has this MTP block. Train a `HyperDFlashDrafter` for other targets."
-        )
-
-
-def _deepseek_name(name: str) -> str:
-    for ours, theirs in _DEEPSEEK_NAMES:
-        if name.startswith(ours):
-            return theirs + name[len(ours) :]
-    return name

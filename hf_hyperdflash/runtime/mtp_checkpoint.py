@@ -1,9 +1,13 @@
-"""The MTP tensors of a DeepSeek-V4 checkpoint, whatever number format they are stored in."""
+"""What DeepSeek-V4's checkpoints carry to draft with, their `mtp.*` tensors, whatever number format they have.
+
+April's releases have the MTP block there, July's and the `-DSpark` repositories a DSpark drafter.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,9 +17,10 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from .weights import listed
 
-PREFIX = "mtp.0."
-# V4-Flash-Base repeats the target's embedding and LM head here.
-_SHARED_COPIES = (f"{PREFIX}emb.", f"{PREFIX}head.")
+# V4-Flash-Base repeats the target's embedding and LM head in its block.
+_OWN = re.compile(r"mtp\.(\d+)\.(?!emb\.|head\.)")
+# A tensor that only one layout has, and what reads it.
+_DRAFTERS = {"mtp.0.e_proj.weight": "DeepseekV4MTPDrafter", "mtp.0.main_proj.weight": "DeepseekV4DSparkDrafter"}
 _SCALES = (".scale", ".weight_scale_inv")
 
 # FP4 is E2M1: sign, two bits of exponent, one of mantissa.
@@ -25,11 +30,13 @@ _FP4_BLOCK = (1, 32)
 
 
 class MTPCheckpoint:
-    """The `mtp.0.*` tensors of a checkpoint in safetensors, by DeepSeek's names.
+    """The `mtp.*` tensors of a checkpoint in safetensors, by DeepSeek's names.
+
+    Files are fetched when tensors are read, and only those with such tensors in them.
 
     Args:
         name: Path or Hub id.
-        config: The checkpoint's, for the blocks of FP8 weights.
+        config: The checkpoint's.
         hub_kwargs: For `cached_file`.
 
     Raises:
@@ -40,28 +47,36 @@ class MTPCheckpoint:
         if not name:
             raise ValueError(
                 "The target was not loaded from a checkpoint (`config._name_or_path` is empty), so there is none to "
-                "read the MTP tensors from. Pass a path or Hub id."
+                "read the `mtp.*` tensors from. Pass a path or Hub id."
             )
-        self.name, self.block_size, self.hub_kwargs = name, _block_size(config), hub_kwargs
+        self.name, self.config, self.hub_kwargs = name, config, hub_kwargs
         files = self._files()
-        self.scales = {name: path for name, path in files.items() if name.endswith(_SCALES)}
-        self.weights = {name: path for name, path in files.items() if name not in self.scales}
+        self.scales = {name: file for name, file in files.items() if name.endswith(_SCALES)}
+        self.weights = {name: file for name, file in files.items() if name not in self.scales}
+
+    @property
+    def blocks(self) -> int:
+        """How many V4 blocks there are."""
+        return len({cast(re.Match, _OWN.match(name))[1] for name in self.weights})
+
+    @property
+    def drafter(self) -> str | None:
+        """The class that reads the checkpoint, `None` if there is none for it."""
+        return next((drafter for name, drafter in _DRAFTERS.items() if name in self.weights), None)
 
     def _files(self) -> dict[str, str]:
-        """The file that holds each `mtp.0.*` tensor."""
+        """The file that holds each tensor."""
         index = self._file(SAFE_WEIGHTS_INDEX_NAME)
         if index is not None:
             shards = json.loads(Path(index).read_text())["weight_map"]
-            shards = {name: shard for name, shard in shards.items() if _is_mtp(name)}
-            paths = {shard: self._file(shard, required=True) for shard in sorted(set(shards.values()))}
-            files = {name: cast(str, paths[shard]) for name, shard in shards.items()}
+            files = {name: shard for name, shard in shards.items() if _OWN.match(name)}
         else:
             path = cast(str, self._file(SAFE_WEIGHTS_NAME, required=True))
             with safe_open(path, "pt") as file:
-                files = {name: path for name in file.keys() if _is_mtp(name)}
+                files = {name: SAFE_WEIGHTS_NAME for name in file.keys() if _OWN.match(name)}
         if not files:
             raise ValueError(
-                f"{self.name} has no `{PREFIX}*` tensors, expected those of DeepSeek-V4's MTP block. transformers' "
+                f"{self.name} has no `mtp.*` tensors, expected those of DeepSeek-V4's own drafter. transformers' "
                 "`save_pretrained` drops them: call `from_target` with the path or Hub id of the original checkpoint."
             )
         return files
@@ -74,27 +89,42 @@ class MTPCheckpoint:
             )
         return path
 
-    def check_names(self, expected: Any) -> None:
+    def check_drafter(self, name: str) -> None:
+        """Check that the checkpoint is one for the drafter of that name.
+
+        Raises:
+            ValueError: If it is for another one.
+        """
+        if self.drafter not in (None, name):
+            raise ValueError(
+                f"{self.name} carries another drafter than a {name}: call `{self.drafter}.from_target(...)`, or "
+                "`load_drafter(...)` for whichever it has."
+            )
+
+    def check_names(self, expected: Iterable[str]) -> None:
         """Check that the checkpoint holds exactly the tensors `expected`.
 
         Raises:
             ValueError: If not, naming some.
         """
+        expected = set(expected)
         stray = [name for name in self.scales if f"{_stem(name)}.weight" not in self.weights]
         missing = [name for name in expected if name not in self.weights]
         unexpected = [name for name in [*self.weights, *stray] if name not in expected]
         if missing or unexpected:
             raise ValueError(
-                f"The `{PREFIX}*` tensors of {self.name} are not those of DeepSeek-V4's MTP block as its config has "
-                f"it: {listed(missing=missing, unexpected=unexpected)}. Use a complete checkpoint with its own "
-                "config; one with DSpark's tensors (`main_proj`, `markov_head`) holds another drafter."
+                f"The `mtp.*` tensors of {self.name} are not those of the drafter that its config describes: "
+                f"{listed(missing=missing, unexpected=unexpected)}. Use a complete checkpoint with its own config."
             )
 
     def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and dequantized tensors, one at a time: V4-Flash's are 13 GB in bfloat16."""
-        scales = {_stem(name): tensor for name, tensor in _read(self.scales, device)}
-        for name, tensor in _read(self.weights, device):
-            yield name, dequantize(tensor, scales.get(_stem(name)), self.block_size, name)
+        """Names and dequantized tensors, one at a time: V4-Flash's are 13 GB a block in bfloat16."""
+        files = sorted({*self.scales.values(), *self.weights.values()})
+        paths = {file: cast(str, self._file(file, required=True)) for file in files}
+        scales = {_stem(name): tensor for name, tensor in _read(self.scales, paths, device)}
+        block_size = _block_size(self.config)
+        for name, tensor in _read(self.weights, paths, device):
+            yield name, dequantize(tensor, scales.get(_stem(name)), block_size, name)
 
 
 def _block_size(config: Any) -> tuple[int, int]:
@@ -106,18 +136,14 @@ def _block_size(config: Any) -> tuple[int, int]:
     return int(rows), int(columns)
 
 
-def _is_mtp(name: str) -> bool:
-    return name.startswith(PREFIX) and not name.startswith(_SHARED_COPIES)
-
-
 def _stem(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _read(files: dict[str, str], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    for path in sorted(set(files.values())):
+def _read(names: dict[str, str], paths: dict[str, str], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    for shard, path in paths.items():
         with safe_open(path, "pt", device=str(device)) as file:
-            for name in [name for name in files if files[name] == path]:
+            for name in [name for name in names if names[name] == shard]:
                 yield name, file.get_tensor(name)
 
 

@@ -23,7 +23,7 @@ ORDER = [
     "runtime.shown",
     "runtime.request", "runtime.decoding", "runtime.candidates", "runtime.binding", "runtime.recipe",
     "runtime.configuration_*", "runtime.block_path", "runtime.weights", "runtime.mask_token", "runtime.layers",
-    "runtime.drafter", "runtime.mtp_checkpoint", "runtime.drafter_deepseek_v4",
+    "runtime.drafter", "runtime.block_drafter", "runtime.mtp_checkpoint", "runtime.drafter_deepseek_v4",
     "runtime.modeling_*", "runtime.prompt_lookup", "hub.cards", "hub.publish", "hub.formats",
     "loading", "training.losses", "training.blocks", "training.places", "training.data", "training.teacher",
     "training.locking", "training.fingerprint", "training.features", "training.store", "training.arguments",

@@ -189,6 +189,10 @@ class HyperDFlashLayer(GradientCheckpointingLayer):
         if self.has_convolutions:
             self.attention_conv, self.mlp_conv = CausalConvolution(config), CausalConvolution(config)
 
+    def keys_values(self, feature: torch.Tensor, rotary: Rotary) -> KeysValues:
+        """Of the context alone, as [`HyperDFlashAttention.keys_values`]."""
+        return self.self_attn.keys_values(feature, rotary)
+
     def forward(
         self,
         hidden: torch.Tensor,

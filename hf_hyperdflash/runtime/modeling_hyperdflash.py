@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from dataclasses import replace
-from pathlib import PurePath
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,30 +12,20 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from .block_path import BlockPath
+from .block_drafter import BlockDrafter, check_pair
 from .configuration_hyperdflash import HyperDFlashConfig
-from .drafter import SavedDrafter
-from .heads import HEADS, ConfidenceHead, HeadOutput, SequentialHead, along_text
-from .layers import (
-    CausalConvolution,
-    ContextCache,
-    HyperDFlashLayer,
-    HyperDFlashRotaryEmbedding,
-    attention_mask_for,
-    block_inputs,
-)
+from .heads import HEADS, ConfidenceHead
+from .layers import CausalConvolution, HyperDFlashLayer, HyperDFlashRotaryEmbedding
 from .mask_token import find_mask_token
 from .reducers import REDUCERS, HCGateReducer, RMSNorm
-from .sampling import DraftSampler
 from .target_family import TargetFamily
 from .targets import family_of
-from .tree import DraftTree
 from .weights import named_dtype
 
 logger = logging.getLogger(__name__)
 
 
-class HyperDFlashDrafter(SavedDrafter):
+class HyperDFlashDrafter(BlockDrafter):
     """Drafts a block of tokens in one pass from the target's pre-collapse residual (paper, Figure 2).
 
     The target's embedding and LM head are shared: they belong to the target, are passed in where needed, and are
@@ -87,9 +75,7 @@ class HyperDFlashDrafter(SavedDrafter):
             init.ones_(module.hc_scale)
         elif isinstance(module, RMSNorm):
             init.zeros_(module.weight)
-        elif isinstance(module, SequentialHead):
-            module.reset(self.config.initializer_range)
-        elif isinstance(module, (ConfidenceHead, CausalConvolution)):
+        elif isinstance(module, CausalConvolution):
             module.reset()
 
     @classmethod
@@ -160,7 +146,7 @@ class HyperDFlashDrafter(SavedDrafter):
             "target_revision": getattr(target.config, "_commit_hash", None) or "",
         }
         config = HyperDFlashConfig(reducer=reducer, **{**fields, **config_fields})
-        check_pair(config, target)
+        check_pair(config, target, cls.__name__)
         head = target.get_output_embeddings()
         is_offloaded = hasattr(head, "_hf_hook")
         device = head.weight.device if not (head.weight.is_meta and is_offloaded) else torch.device("cpu")
@@ -173,72 +159,17 @@ class HyperDFlashDrafter(SavedDrafter):
             part.to(device=device, dtype=torch.float32 if name == "hc_gate" else dtype or family.dtype)
         return drafter
 
-    # Drafting
+    # The block
 
     def reduce(self, residual: torch.Tensor) -> torch.Tensor:
-        """Collapse `[batch, seq, config.num_paths, config.target_hidden_size]` to the normed conditioning feature
-        `[batch, seq, config.hidden_size]` in the drafter's dtype."""
         return self.hidden_norm(self.reducer.reduce(self, residual, self.dtype))
 
-    def forward(
-        self,
-        block_embeds: torch.Tensor,
-        position_ids: torch.Tensor,
-        context: ContextCache | None = None,
-        attention_mask: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        residual_position_ids: torch.Tensor | None = None,
-        previous_ids: torch.Tensor | None = None,
-        previous_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor | HeadOutput:
-        """Run blocks over their context: the one path that training and generation share.
+    def _begin(self, embeds: torch.Tensor) -> torch.Tensor:
+        return self.embed_proj(embeds) if hasattr(self, "embed_proj") else embeds
 
-        Args:
-            block_embeds: `[batch, queries, config.target_hidden_size]`, the target's embeddings of anchors and mask
-                tokens.
-            position_ids: `[batch, queries]`, true positions.
-            context: What is known of the tokens before; the residual's are added to it. `None` in training.
-            attention_mask: Boolean `[batch, 1, queries, context + seq + queries]`, `True` where a query may look;
-                `None` for one block that sees all of its context and itself.
-            residual: The target's residual paths of `config.target_layer_ids` of tokens before the anchors,
-                `[batch, seq, config.num_paths, config.target_hidden_size]`.
-            residual_position_ids: `[batch, seq]`, true positions of `residual`.
-            previous_ids: `[batch, blocks, config.max_draft_tokens]`, in training: the token before each draft.
-            previous_embeds: The target's embeddings of them, `[..., config.target_hidden_size]`.
-
-        Returns:
-            States that the target's LM head reads, `[batch, queries, config.target_hidden_size]`; with `previous_ids`
-            what the heads make of those of the draft positions, `[batch, blocks, config.max_draft_tokens, ...]`.
-
-        Raises:
-            ValueError: If neither `context` nor `residual` is given.
-        """
-        if context is None and residual is None:
-            raise ValueError("Expected `context`, or `residual` with `residual_position_ids`, not neither.")
-        hidden, feature, new = block_embeds.to(self.dtype), None, 0
-        if attention_mask is not None:
-            attention_mask = attention_mask_for(self.config._attn_implementation, attention_mask, hidden.dtype)
-        if hasattr(self, "embed_proj"):
-            hidden = self.embed_proj(hidden)
-        if residual is not None:
-            feature, new = self.reduce(residual), residual.shape[1]
-            position_ids = torch.cat([cast(torch.Tensor, residual_position_ids), position_ids], dim=1)
-        rotary = self.rotary_emb(hidden, position_ids)
-        if context is not None:
-            context.make_room(position_ids.shape[1], hidden, self.config)
-        for index, layer in enumerate(self.layers):
-            known = None if context is None else context.layer(index, new)
-            hidden = layer(hidden, feature, rotary, known, attention_mask)
-        if context is not None:
-            context.advance(new)
+    def _end(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(hidden)
-        hidden = self.head_proj(hidden) if hasattr(self, "head_proj") else hidden
-        if previous_ids is None:
-            return hidden
-        drafts = hidden.unflatten(1, (-1, self.config.block_size))[:, :, self.config.first_slot :]
-        return along_text(drafts, previous_ids, previous_embeds, self.head, self.confidence_head)
-
-    # One sequence
+        return self.head_proj(hidden) if hasattr(self, "head_proj") else hidden
 
     @property
     def dtype(self) -> torch.dtype:
@@ -249,122 +180,6 @@ class HyperDFlashDrafter(SavedDrafter):
     def device(self) -> torch.device:
         """Where the layers are."""
         return self.norm.weight.device
-
-    @property
-    def target_layer_ids(self) -> list[int]:  # type: ignore[override]
-        """Whose residual paths the drafter reads."""
-        return self.config.target_layer_ids or []
-
-    @property
-    def max_draft_tokens(self) -> int:  # type: ignore[override]
-        """The draft positions of a block."""
-        return self.config.max_draft_tokens
-
-    @property
-    def _about_drafts(self) -> str:  # type: ignore[override]
-        return (
-            f", the draft positions of its block of {self.config.block_size}. Train one with a larger "
-            "`num_draft_tokens` for more"
-        )
-
-    def check_target(self, target: PreTrainedModel) -> None:
-        """Raise a `ValueError` that names both values if the drafter does not fit `target`."""
-        check_pair(self.config, target)
-
-    def new_context(self) -> ContextCache:
-        """An empty context for one sequence."""
-        return ContextCache(self.config.sliding_window)
-
-    @torch.no_grad()
-    def extend(
-        self,
-        target: PreTrainedModel,
-        context: ContextCache,
-        residual: torch.Tensor,
-        position_ids: torch.Tensor,
-        next_ids: torch.Tensor,
-    ) -> None:
-        """Add accepted tokens to the context: of many, those that its window keeps. Few of them go in with the next
-        block, in one pass; the residual of many, a prompt's, is not kept for so long."""
-        if context.pending is not None:
-            self.take_in(context)
-        kept, device = slice(-context.window if context.window else None, None), self.device
-        context.pending = residual[:, kept].to(device), position_ids[:, kept].to(device)
-        if residual.shape[1] > self.config.block_size:
-            self.take_in(context)
-
-    @torch.no_grad()
-    def take_in(self, context: ContextCache) -> None:
-        """Compute keys and values of what is pending, without a block."""
-        if context.pending is None:
-            return
-        residual, position_ids = context.pending
-        feature, new = self.reduce(residual), residual.shape[1]
-        rotary = self.rotary_emb(feature, position_ids)
-        context.make_room(new, feature, self.config)
-        for index, layer in enumerate(self.layers):
-            attention = cast(HyperDFlashLayer, layer).self_attn
-            context.layer(index, new)(*attention.keys_values(feature, rotary))
-        context.advance(new)
-        context.pending = None
-
-    @torch.no_grad()
-    def propose(
-        self,
-        target: PreTrainedModel,
-        context: ContextCache,
-        ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        count: int,
-        sampler: DraftSampler,
-    ) -> DraftTree:
-        """Draft `count` tokens after the last of `ids` in one pass. The block always has its trained width."""
-        config = self.config
-        block, positions = block_inputs(ids[:, -1:], position_ids[:, -1:], config.block_size, config.mask_token_id)
-        device = self.device
-        embeds = family_of(target).embed(block).to(device)
-        hidden = self(embeds, positions.to(device), context, None, *(context.pending or ()))
-        context.pending = None
-        states = hidden[:, config.first_slot : config.first_slot + count]
-        if self.head is None and self.confidence_head is None:
-            return sampler.chain(ids, self.of_vocabulary(self.logits(target, states)))
-        path = BlockPath(self, target, states)
-        tree = sampler.path(ids, count, path.logits_after)
-        return replace(tree, confidence=torch.cat(path.confidence) if path.confidence else None)
-
-    def logits(
-        self, target: PreTrainedModel, hidden: torch.Tensor, vectors: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Logits of the tokens that can be drafted, `[..., config.draft_vocab_size or config.vocab_size]`, from what
-        [`forward`] returned: by the target's LM head, or an own one over fewer tokens, and by the head's table."""
-        logits = self.lm_head(hidden) if self.config.draft_vocab_size else family_of(target).logits(hidden)
-        if vectors is None or self.head_table is None:
-            return logits
-        return logits + nn.functional.linear(vectors, self.head_table).to(logits)
-
-    def logits_of(self, target: PreTrainedModel, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """The same of some of them, `[batch, tokens]`, from `[batch, config.target_hidden_size]`."""
-        if not self.config.draft_vocab_size:
-            return family_of(target).logits_of(hidden, ids)
-        return torch.einsum("bd,bcd->bc", hidden, self.lm_head.weight[ids])
-
-    def of_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """`[..., config.vocab_size]` from those of the tokens that can be drafted."""
-        if not self.config.draft_vocab_size:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
-        return full.index_copy_(-1, cast(torch.Tensor, self.draft_ids), logits)
-
-    @property
-    def head(self) -> SequentialHead | None:
-        """What lets each draft know the one before it, if there is one."""
-        kind = HEADS.get(self.config.sequential_head)
-        return None if kind is None else getattr(self, kind.key)
-
-    @property
-    def head_table(self) -> torch.Tensor | None:
-        """The head's `[config.draft_vocab_size or config.vocab_size, config.head_rank]`, if it has one."""
-        return None if self.head is None else self.head.table
 
     # Use with a target
 
@@ -384,44 +199,6 @@ def _gate_obstacle(family: TargetFamily, width: int) -> str | None:
     if width != family.config.hidden_size:
         return f"the drafter's hidden size {width} differs from the target's {family.config.hidden_size}"
     return None
-
-
-def check_pair(config: HyperDFlashConfig, target: PreTrainedModel) -> None:
-    """Check that a drafter's configuration fits a target; warn where only the target's name differs.
-
-    Raises:
-        ValueError: Naming both values, if they cannot work together.
-    """
-    family = family_of(target)
-    own = family.config
-    for what, drafters, targets in (
-        ("vocab_size", config.vocab_size, own.vocab_size),
-        ("hidden_size", config.target_hidden_size, own.hidden_size),
-        ("hc_mult", config.target_hc_mult, family.paths),
-    ):
-        if drafters != targets:
-            raise ValueError(
-                f"The drafter was made for a target with `{what}` {drafters}, but this target's is {targets}. Load "
-                "the drafter's own target, or make one with `HyperDFlashDrafter.from_target(target)`."
-            )
-    deepest = max(config.target_layer_ids or [-1])
-    if own.num_hidden_layers and deepest >= own.num_hidden_layers:  # loaded without layers: for its head alone
-        raise ValueError(
-            f"The drafter reads layers {config.target_layer_ids}, but this target's are 0 to "
-            f"{own.num_hidden_layers - 1} (-1 for the last)."
-        )
-    if config.mask_token_id >= own.vocab_size:
-        raise ValueError(
-            f"The drafter's mask token {config.mask_token_id} is outside the target's vocabulary of {own.vocab_size}."
-        )
-    made_for, given = PurePath(config.target_name_or_path).name, PurePath(target.config._name_or_path).name
-    if made_for and given and made_for.lower() != given.lower():
-        logger.warning(
-            "The drafter was made for %r and is used with %r: the text stays the target's own, but fewer drafts may "
-            "be accepted.",
-            config.target_name_or_path,
-            target.config._name_or_path,
-        )
 
 
 def register_auto_classes() -> None:

@@ -22,7 +22,6 @@ from ..hub.publish import drafter_files, reaching_hub
 from ..runtime.configuration_hyperdflash import HyperDFlashConfig
 from ..runtime.drafter import SavedDrafter
 from ..runtime.layers import block_inputs
-from ..runtime.modeling_hyperdflash import check_pair
 from ..runtime.stats import SpeculationStats
 from ..runtime.targets import family_of
 from ..runtime.weights import not_finite
@@ -156,7 +155,7 @@ class HyperDFlashTrainer(Trainer):
                 "`HyperDFlashDrafter.from_target(target)` and pass the target as `target`."
             )
         config = self.drafter_config = cast(HyperDFlashConfig, model.config)
-        check_pair(config, target)
+        cast(Any, model).check_target(target)
         check_teacher(target, args.kl_teacher)
         _check_trainable(config, args, processing_class, drafter=model, target=target)
         self.target = target.eval().requires_grad_(False)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from .block_path import BlockPath
 from .drafter import SavedDrafter
-from .heads import HEADS, ConfidenceHead, HeadOutput, SequentialHead, along_text
+from .heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, SequentialHead, SilentLinear, along_text
 from .layers import ContextCache, Rotary, attention_mask_for, block_inputs
 from .sampling import DraftSampler
 from .targets import family_of
@@ -38,10 +38,10 @@ class BlockDrafter(SavedDrafter):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, SequentialHead):
+        if isinstance(module, SilentLinear):
+            module.reset_parameters()
+        elif isinstance(module, SelectorHead):
             module.reset(self.config.initializer_range)
-        elif isinstance(module, ConfidenceHead):
-            module.reset()
 
     # The block
 

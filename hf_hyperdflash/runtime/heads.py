@@ -47,6 +47,14 @@ class HeadOutput(NamedTuple):
     confidence: torch.Tensor | None = None
 
 
+class SilentLinear(nn.Linear):
+    """A linear layer that says nothing at first: with it a fresh drafter drafts as it would without."""
+
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+
 class SequentialHead(nn.Module):
     """A head, one step at a time: `head(state, token, embeds, carried)`.
 
@@ -80,9 +88,6 @@ class SequentialHead(nn.Module):
         """`[config.draft_vocab_size or config.vocab_size, config.head_rank]`, what turns vectors into logits."""
         return None
 
-    def reset(self, std: float) -> None:
-        """Fresh weights with which the drafter drafts as it would without the head."""
-
 
 class MarkovHead(SequentialHead):
     """A bigram table of low rank: v_k = W1[x_{k-1}] (DSpark)."""
@@ -93,7 +98,7 @@ class MarkovHead(SequentialHead):
         super().__init__()
         rank = self.memory_size = config.head_rank
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
+        self.markov_w2 = SilentLinear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
 
     def forward(
         self, hidden: torch.Tensor, ids: torch.Tensor, embeds: torch.Tensor | None, carried: torch.Tensor | None
@@ -111,10 +116,6 @@ class MarkovHead(SequentialHead):
     @property
     def table(self) -> torch.Tensor:
         return self.markov_w2.weight
-
-    def reset(self, std: float) -> None:
-        nn.init.normal_(self.markov_w1.weight, std=std)
-        nn.init.zeros_(self.markov_w2.weight)
 
 
 class GatedMarkovHead(MarkovHead):
@@ -172,6 +173,7 @@ class SelectorHead(SequentialHead):
         return self.successor_codebook
 
     def reset(self, std: float) -> None:
+        """Fresh weights, with which it says nothing."""
         nn.init.normal_(self.predecessor_codebook, std=std)
         nn.init.zeros_(self.successor_codebook)
 
@@ -190,7 +192,7 @@ class StateHead(SequentialHead):
         width = self.memory_size = config.target_hidden_size
         self.eps = config.rms_norm_eps
         self.up_proj = nn.Linear(3 * width, 2 * config.head_rank, bias=False)
-        self.down_proj = nn.Linear(config.head_rank, width, bias=False)
+        self.down_proj = SilentLinear(config.head_rank, width, bias=False)
 
     def forward(
         self, hidden: torch.Tensor, ids: torch.Tensor, embeds: torch.Tensor | None, carried: torch.Tensor | None
@@ -204,13 +206,10 @@ class StateHead(SequentialHead):
         states = hidden + self.down_proj(nn.functional.silu(gate) * up)
         return HeadStep(states, None, memory, states)
 
-    def reset(self, std: float) -> None:
-        nn.init.zeros_(self.down_proj.weight)
-
 
 class ConfidenceHead(nn.Module):
-    """The logit of a draft's acceptance once those before it are: w^T [h_k; memory of x_{k-1}] + b (DSpark). What it
-    reads is detached: it judges drafts and does not shape them.
+    """The logit of a draft's acceptance once those before it are: w^T [h_k; memory of x_{k-1}] + b (DSpark), at first
+    even odds. What it reads is detached: it judges drafts and does not shape them.
 
     Args:
         config: The drafter's.
@@ -221,17 +220,12 @@ class ConfidenceHead(nn.Module):
 
     def __init__(self, config: Any, memory_size: int) -> None:
         super().__init__()
-        self.proj = nn.Linear(config.target_hidden_size + memory_size, 1)
+        self.proj = SilentLinear(config.target_hidden_size + memory_size, 1)
         self.memory_size = memory_size
 
     def forward(self, hidden: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
         read = torch.cat([hidden, memory], dim=-1) if self.memory_size and memory is not None else hidden
         return self.proj(read.detach()).squeeze(-1)
-
-    def reset(self) -> None:
-        """Fresh weights: even odds."""
-        nn.init.zeros_(self.proj.weight)
-        nn.init.zeros_(self.proj.bias)
 
 
 def along_text(

@@ -45,8 +45,8 @@ class Draws:
         return way
 
     def multinomial(self, weights: torch.Tensor, num_samples: int) -> torch.Tensor:
-        assert weights.dim() == 1 and num_samples == 1
-        return torch.tensor([self.one_of(weights.tolist())])
+        assert weights.numel() == weights.shape[-1] and num_samples == 1
+        return torch.tensor([self.one_of(weights.flatten().tolist())]).view(*weights.shape[:-1], 1)
 
     def rand_like(self, like: torch.Tensor) -> Coin:
         assert like.numel() == 1

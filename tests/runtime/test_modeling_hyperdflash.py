@@ -7,12 +7,14 @@ from transformers import AutoConfig, AutoModel, DeepseekV4Config, DeepseekV4ForC
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
+from hf_hyperdflash.runtime.heads import HEADS
 from hf_hyperdflash.runtime.modeling_hyperdflash import register_auto_classes
 from hf_hyperdflash.runtime.reducers import HCGateReducer, path_gates
 from hf_hyperdflash.training.blocks import block_mask
 
-from ..conftest import tiny_drafter, tiny_target
+from ..conftest import prompt, tiny_drafter, tiny_target
 from ..helpers.families import qwen3
+from ..helpers.headed_drafters import proposed
 
 
 def count(module) -> int:
@@ -379,3 +381,27 @@ def test_the_gate_stays_float32_under_autocast(target):
     expected = drafter.hc_gate(residual)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(drafter.hc_gate(residual), expected)
+
+
+# Sequential heads
+
+
+@pytest.mark.parametrize("made", ["from_target", "from its configuration"])
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_fresh_head_drafts_what_is_drafted_without(target, kind, made):
+    plain, fields = tiny_drafter(target), dict(head_rank=8, confidence_head=True)
+    for candidates in (None, 0):
+        drafter = tiny_drafter(target, sequential_head=kind, head_candidates=candidates, **fields)
+        if made != "from_target":
+            drafter = HyperDFlashDrafter(drafter.config).eval()
+        missing, unexpected = drafter.load_state_dict(plain.state_dict(), strict=False)
+        assert not unexpected and {name.split(".")[0] for name in missing} == {drafter.head.key, "confidence_head"}
+        assert any(parameter.any() for parameter in drafter.head.parameters())  # else nothing would ever be learned
+        found, expected = (proposed(one, target, prompt(9))[0] for one in (drafter, plain))
+        assert torch.equal(found.tokens, expected.tokens) and found.confidence.tolist() == [0.5] * 6
+    sampled = []
+    for one in (drafter, plain):
+        torch.manual_seed(7)
+        sampled.append(proposed(one, target, prompt(9), do_sample=True)[0])
+    assert torch.equal(sampled[0].tokens, sampled[1].tokens)
+    torch.testing.assert_close(sampled[0].q, sampled[1].q)

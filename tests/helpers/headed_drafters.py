@@ -1,0 +1,60 @@
+"""Tiny drafters with sequential heads that have learned something, and what they draft."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList
+
+from hf_hyperdflash import HyperDFlashDrafter
+from hf_hyperdflash.runtime.layers import block_inputs
+from hf_hyperdflash.runtime.sampling import DraftSampler
+from hf_hyperdflash.runtime.targets import family_of
+from hf_hyperdflash.runtime.tree import DraftTree
+
+from ..conftest import tiny_drafter
+from .oracle_heads import EPSILON
+
+
+def headed(target: Any, kind: str, **fields: Any) -> HyperDFlashDrafter:
+    fields = {"head_rank": 5, "rms_norm_eps": EPSILON, "num_hidden_layers": 1, "head_dim": 16, **fields}
+    return learned(tiny_drafter(target, sequential_head=kind, **fields))
+
+
+@torch.no_grad()
+def learned(drafter: HyperDFlashDrafter) -> HyperDFlashDrafter:
+    """With other heads than it starts with, and a draft vocabulary that is not the first tokens."""
+    for part in (drafter.head, drafter.confidence_head):
+        for parameter in () if part is None else part.parameters():
+            parameter.normal_(std=0.4)
+    if drafter.config.draft_vocab_size:
+        drafter.lm_head.weight.normal_(std=0.4)
+        drafter.draft_ids.copy_(torch.randperm(drafter.config.vocab_size)[: drafter.config.draft_vocab_size])
+    return drafter
+
+
+def proposed(
+    drafter: HyperDFlashDrafter,
+    target: Any,
+    ids: torch.Tensor,
+    do_sample: bool = False,
+    processors: Any = (),
+    count: int | None = None,
+) -> tuple[DraftTree, torch.Tensor]:
+    """What is drafted after `ids`, the same residual for each drafter, and the block's states that it comes from,
+    `[drafts, config.target_hidden_size]`."""
+    config, length = drafter.config, ids.shape[1] - 1
+    count = drafter.max_draft_tokens if count is None else count
+    context, generator = drafter.new_context(), torch.Generator().manual_seed(3)
+    residual = torch.randn(1, length, config.num_paths, config.target_hidden_size, generator=generator)
+    drafter.extend(target, context, residual.to(drafter.dtype), torch.arange(length)[None], ids[:, 1:])
+    drafter.take_in(context)
+    block, positions = block_inputs(ids[:, -1:], torch.tensor([[length]]), config.block_size, config.mask_token_id)
+    with torch.no_grad():
+        hidden = drafter(family_of(target).embed(block), positions, copy.deepcopy(context))
+    first = 0 if config.sample_from_anchor else 1
+    sampler = DraftSampler(LogitsProcessorList(processors), do_sample)
+    tree = drafter.propose(target, context, ids, torch.arange(length + 1)[None], count, sampler)
+    return tree, hidden[0, first : first + count]

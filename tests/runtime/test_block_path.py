@@ -1,0 +1,206 @@
+"""A block's drafts one after the other, on real drafters and targets, against the heads' formulas."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers.generation import logits_process as stock
+
+from hf_hyperdflash.runtime.block_path import BlockPath
+from hf_hyperdflash.runtime.heads import HEADS
+from hf_hyperdflash.runtime.targets import family_of
+
+from ..conftest import prompt, tiny_target
+from ..helpers import families
+from ..helpers import oracle_heads as oracle
+from ..helpers.enumerated_draws import every_outcome
+from ..helpers.headed_drafters import headed, proposed
+
+
+def expected_logits(drafter, target, hidden: torch.Tensor, previous: list[int]) -> list[torch.Tensor]:
+    """`[config.vocab_size]` of each draft, from the block's states `[drafts, config.target_hidden_size]` and the token
+    before each."""
+    config, own = drafter.config, target.config
+    weight = (drafter.lm_head if config.draft_vocab_size else target.get_output_embeddings()).weight.detach().double()
+    cap, scaling = getattr(own, "final_logit_softcapping", None), getattr(own, "logits_scaling", 1.0)
+
+    def lm_head(h: np.ndarray) -> np.ndarray:
+        logits = weight.numpy() @ h
+        if not config.draft_vocab_size:
+            logits = logits / scaling if cap is None else cap * np.tanh(logits / cap)
+        return logits
+
+    embeds = family_of(target).embed(torch.tensor([previous]))[0].detach().double().numpy()
+    weights = {name: value.double().numpy() for name, value in drafter.head.state_dict().items()}
+    step, states = oracle.ORACLES[config.sequential_head](weights), hidden.detach().double().numpy()
+    expected = []
+    for scores in oracle.logits(step, states, previous, embeds, lm_head, config.head_candidates):
+        of_all = torch.full((config.vocab_size,), -math.inf)
+        ids = drafter.draft_ids if config.draft_vocab_size else torch.arange(config.vocab_size)
+        of_all[ids] = torch.from_numpy(scores).float()
+        expected.append(of_all)
+    return expected
+
+
+def v4():
+    return tiny_target(hidden_size=64)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        (v4, {"head_candidates": 64}),
+        (v4, {"draft_vocab_size": 30, "head_candidates": 0}),
+        (v4, {"draft_vocab_size": 30, "head_candidates": 4}),
+        (families.granite_hybrid, {"head_candidates": 0}),
+        (families.granite_hybrid, {"head_candidates": 3}),
+        (families.gemma2, {"head_candidates": 0}),
+        (families.gemma2, {"head_candidates": 3}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", HEADS)
+@torch.no_grad()
+def test_logits_follow_the_formulas(kind, fields, family):
+    """Scaled and capped where the target's are, among the block's best tokens where that is asked for."""
+    target = family().eval()
+    drafter, hidden = headed(target, kind, **fields), torch.randn(1, 4, 64)
+    path, previous = BlockPath(drafter, target, hidden), [5, 9, 9, 60]
+    for k, expected in enumerate(expected_logits(drafter, target, hidden[0], previous)):
+        found = path.logits_after(k, torch.tensor(previous[k : k + 1]))
+        assert found.shape == (1, 64)
+        kept = expected > -oracle.FAR / 2
+        torch.testing.assert_close(found[0, kept], expected[kept], atol=1e-4, rtol=1e-4)
+        assert kept.sum() == (fields["head_candidates"] or fields.get("draft_vocab_size", 64))
+        assert not found.softmax(-1)[0, ~kept].any()
+    assert path.confidence == []
+
+
+# What a request makes of it
+
+
+REQUESTS = {
+    "plain": [],
+    "penalty": [stock.RepetitionPenaltyLogitsProcessor(3.0)],
+    "bad words": [stock.NoBadWordsLogitsProcessor([[2], [4, 5], [7], [9], [11]])],
+    "nothing twice": [stock.NoRepeatNGramLogitsProcessor(1)],
+    "cool": [stock.TemperatureLogitsWarper(0.6), stock.TopPLogitsWarper(0.9)],
+}
+CASES = [
+    ({}, "plain"),
+    ({}, "penalty"),
+    ({}, "bad words"),
+    ({"head_candidates": 4}, "cool"),
+    ({"head_candidates": 4}, "nothing twice"),
+    ({"sample_from_anchor": True, "num_draft_tokens": 5, "reducer": "stream_mean"}, "plain"),
+    ({"hidden_size": 48, "reducer": "fc"}, "plain"),
+    ({"draft_vocab_size": 30}, "penalty"),
+    ({"conv_kernel_size": 2, "target_layer_ids": [0, -1], "reducer": "hybrid"}, "plain"),
+]
+
+
+@pytest.mark.parametrize(("fields", "request_name"), CASES, ids=str)
+@pytest.mark.parametrize("kind", HEADS)
+def test_each_draft_is_drawn_after_the_one_before(kind, fields, request_name):
+    """Greedy and at random, after the request's processors, and `q` says from what."""
+    target = tiny_target(layer_types=["sliding_attention"] * 2)
+    drafter, processors, ids = headed(target, kind, **fields), REQUESTS[request_name], prompt(9)
+    for do_sample in (False, True):
+        tree, states = proposed(drafter, target, ids, do_sample, processors)
+        tokens = tree.tokens.tolist()
+        assert tree.is_chain and len(tokens) == len(states) == drafter.max_draft_tokens
+        previous, text = [int(ids[0, -1]), *tokens[:-1]], ids
+        for k, scores in enumerate(expected_logits(drafter, target, states, previous)):
+            scores = scores[None].clone()
+            for processor in processors:
+                scores = processor(text, scores)
+            if do_sample:
+                torch.testing.assert_close(tree.q[k], scores.softmax(-1)[0], atol=1e-3, rtol=5e-3)
+            else:
+                assert scores[0, tokens[k]] >= scores.max() - 1e-4
+            text = torch.cat([text, tree.tokens[None, k : k + 1]], dim=1)
+        assert (tree.q is not None) == do_sample
+
+
+@pytest.mark.parametrize("candidates", [0, 2])
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_law_of_the_drafts_is_their_q(kind, candidates):
+    """Every way that the draws can go, how probable it is, and what the drafts say of it."""
+    target = tiny_target(layer_types=["sliding_attention"], vocab_size=3)
+    drafter = headed(target, kind, head_candidates=candidates, num_draft_tokens=3)
+    ids, total, laws = prompt(6, vocab_size=3), 0.0, set()
+    for probability, (tree, states) in every_outcome(lambda: proposed(drafter, target, ids, do_sample=True)):
+        tokens = tree.tokens.tolist()
+        expected = expected_logits(drafter, target, states, [int(ids[0, -1]), *tokens[:-1]])
+        law = math.prod(float(scores.softmax(-1)[token]) for scores, token in zip(expected, tokens))
+        assert law == pytest.approx(probability, rel=1e-3)
+        assert math.prod(float(q[token]) for q, token in zip(tree.q, tokens)) == pytest.approx(probability, rel=1e-4)
+        laws.add(round(float(tree.q[2].max()), 6))
+        total += probability
+    assert total == pytest.approx(1) and len(laws) >= (candidates or 3)  # the last draft's depends on those before it
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_request_that_leaves_no_candidate_still_draws(kind):
+    target, ids = tiny_target(layer_types=["sliding_attention"]), prompt(9)
+    drafter = headed(target, kind, head_candidates=3)
+    _, states = proposed(drafter, target, ids)
+    blind = states @ target.get_output_embeddings().weight.T
+    best = blind.topk(3).indices.unique().tolist()
+    processors = [stock.SuppressTokensLogitsProcessor(best), stock.TopKLogitsWarper(8)]
+    for do_sample in (False, True):
+        tree, _ = proposed(drafter, target, ids, do_sample, processors)
+        assert not set(tree.tokens.tolist()) & set(best)
+        for k, token in enumerate(tree.tokens.tolist()):
+            left = blind[k].index_fill(0, torch.tensor(best), -math.inf)
+            if do_sample:
+                kept = left.masked_fill(left < left.topk(8).values[-1], -math.inf)
+                torch.testing.assert_close(tree.q[k], kept.softmax(-1), atol=1e-3, rtol=1e-2)
+            else:
+                assert token == int(left.argmax())
+
+
+# How sure the drafter is
+
+
+@pytest.mark.parametrize("reads_token", [True, False])
+@pytest.mark.parametrize("kind", ["none", *HEADS])
+def test_a_confidence_follows_its_formula(kind, reads_token):
+    target, ids = tiny_target(layer_types=["sliding_attention"]), prompt(9)
+    drafter = headed(target, kind, confidence_head=True, confidence_reads_token=reads_token)
+    weights = {name: value.double().numpy() for name, value in drafter.confidence_head.state_dict().items()}
+    for temperatures in (None, [0.5, 1, 2.0, 0.7, 3.0, 0.9]):
+        drafter.config.confidence_temperatures = temperatures
+        tree, states = proposed(drafter, target, ids, count=4)
+        assert tree.confidence.shape == (4,)
+        for k, token in enumerate([int(ids[0, -1]), *tree.tokens[:3].tolist()]):
+            remembered = None
+            if kind == "state" and reads_token:
+                remembered = oracle.normed(target.get_input_embeddings().weight[token].detach().double().numpy())
+            elif kind != "none" and reads_token:
+                codebook = drafter.head.predecessor_codebook if kind == "selector" else drafter.head.markov_w1.weight
+                remembered = codebook[token].detach().double().numpy()
+            sure = oracle.confidence(
+                weights, states[k].double().numpy(), remembered, temperatures[k] if temperatures else 1.0
+            )
+            assert float(tree.confidence[k]) == pytest.approx(sure, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@torch.no_grad()
+def test_a_confidence_knows_no_token_from_its_own_on(kind):
+    """Else how many drafts are verified would tell which they are, and sampled text would not be the target's."""
+    target = tiny_target(layer_types=["sliding_attention"])
+    drafter, hidden = headed(target, kind, confidence_head=True), torch.randn(1, 4, 32)
+
+    def sure(tokens: list[int]) -> torch.Tensor:
+        path = BlockPath(drafter, target, hidden)
+        for k, token in enumerate([7, *tokens]):
+            path.logits_after(k, torch.tensor([token]))
+        return torch.cat(path.confidence)
+
+    one, other = sure([8, 9, 10]), sure([8, 30, 10])  # draft 1 differs
+    assert torch.equal(one[:2], other[:2]) and not torch.equal(one[2], other[2])

@@ -120,22 +120,22 @@ def confidence(weights: Weights, h: np.ndarray, remembered: np.ndarray | None, t
     return float(sigmoid(logit / temperature))
 
 
-def convolved(kernel: Iterator[np.ndarray], x: np.ndarray) -> np.ndarray:
-    """A block `[length, channels]`, each channel of each position from itself and those before it in its block, by the
-    kernel `[taps, channels]` of that position."""
+def convolved(weights: Weights, normed: np.ndarray, x: np.ndarray, taps: int, group: int, side: int) -> np.ndarray:
+    """DFlash 2, one block `[length, channels]`: each channel of each slot from itself and the slots before it.
+
+    Args:
+        weights: A base kernel per channel, and what makes a dynamic one per group of channels and slot.
+        normed: What attention or MLP would read without a convolution: the dynamic kernels are made from it.
+        x: What is convolved: `normed`, or what comes out of attention or MLP.
+        taps: Slots that each one reads.
+        group: Channels of a group.
+        side: 0 before attention or MLP, 1 after.
+    """
     y = np.zeros_like(x)
-    for t, of_t in enumerate(kernel):
-        for tap in range(len(of_t)):
+    for t in range(len(x)):
+        dynamic = each(weights["kernel_projection.weight"], normed[t]).reshape(2, taps, -1)[side]
+        for tap in range(min(taps, t + 1)):
             for channel in range(x.shape[1]):
-                if t - tap >= 0:
-                    y[t, channel] += of_t[tap, channel] * x[t - tap, channel]
+                kernel = weights["base_kernel"][side, tap, channel] + dynamic[tap, channel // group]
+                y[t, channel] += kernel * x[t - tap, channel]
     return y
-
-
-def kernels(weights: Weights, x: np.ndarray, taps: int, group: int, before: bool) -> Iterator[np.ndarray]:
-    """DFlash 2: a base kernel per channel and a dynamic one per group of channels, of the position's own input; one
-    for what goes into attention or MLP, one for what comes out of it."""
-    groups = x.shape[1] // group
-    for of_t in x:
-        dynamic = each(weights["kernel_projection.weight"], of_t).reshape(2, taps, groups)[0 if before else 1]
-        yield weights["base_kernel"][0 if before else 1] + np.repeat(dynamic, group, axis=1)

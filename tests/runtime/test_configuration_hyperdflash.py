@@ -45,6 +45,34 @@ from hf_hyperdflash import HyperDFlashConfig
         ({"block_size": 10**9}, "at most 4096"),
         ({"num_hidden_layers": 10**9}, "at most 1024"),
         ({"draft_vocab_size": 129281}, "at most the `vocab_size`"),
+        (
+            {"sequential_head": "makrov"},
+            r"`sequential_head` is 'makrov', expected one of \('none', 'markov', .*'state'",
+        ),
+        ({"sequential_head": None}, "`sequential_head` is None, expected a string"),
+        ({"head_rank": 0}, "`head_rank` is 0, expected at least 1 and at most 16384"),
+        ({"head_rank": 2.0}, r"`head_rank` is 2\.0, expected an integer"),
+        ({"head_candidates": -1}, "`head_candidates` is -1, expected at least 0 .* 0 for the whole vocabulary"),
+        ({"head_candidates": 129281}, "`head_candidates` is 129281, expected at most the 129280 tokens"),
+        (
+            {"head_candidates": 31, "sequential_head": "state", "draft_vocab_size": 30},
+            "`head_candidates` is 31, expected at most the 30 tokens that can be drafted",
+        ),
+        ({"conv_kernel_size": 1}, "`conv_kernel_size` is 1, expected 0, or 2 to the `block_size` of 7"),
+        ({"conv_kernel_size": 8}, "`conv_kernel_size` is 8, expected 0, or 2 to the `block_size` of 7"),
+        ({"conv_kernel_size": -2}, "`conv_kernel_size` is -2, expected at least 0 .* 0 for no convolution"),
+        ({"conv_kernel_size": 2, "conv_group_size": 7}, "`conv_group_size` is 7, expected a divisor .* of 4096"),
+        ({"conv_group_size": 0}, "`conv_group_size` is 0, expected at least 1"),
+        ({"confidence_head": "yes"}, "`confidence_head` is 'yes', expected True or False"),
+        ({"confidence_reads_token": 1}, "`confidence_reads_token` is 1, expected True or False"),
+        ({"confidence_temperatures": 1.5}, "`confidence_temperatures` is 1.5, expected None or 6 positive numbers"),
+        ({"confidence_temperatures": [1.0] * 5}, "expected None or 6 positive numbers, one per draft position"),
+        ({"confidence_temperatures": [1.0] * 6, "sample_from_anchor": True}, "expected None or 7 positive numbers"),
+        ({"confidence_temperatures": [1.0] * 5 + [0.0]}, "expected None or 6 positive numbers"),
+        ({"confidence_temperatures": [1.0] * 5 + [float("nan")]}, "expected None or 6 positive numbers"),
+        ({"confidence_temperatures": [1.0] * 5 + [float("inf")]}, "expected None or 6 positive numbers"),
+        ({"confidence_temperatures": [1.0] * 5 + ["2"]}, "expected None or 6 positive numbers"),
+        ({"confidence_temperatures": [True] * 6}, "expected None or 6 positive numbers"),
     ],
 )
 def test_bad_fields_name_the_value_and_the_fix(fields, message):
@@ -60,6 +88,41 @@ def test_round_trip(tmp_path):
     assert again.to_dict() == config.to_dict()
     assert again.max_draft_tokens == 4
     assert again.target_layer_ids == [-1] and again.num_paths == 4  # the paper's source
+
+
+@pytest.mark.parametrize(
+    ("head", "drafted", "candidates"),
+    [("none", 0, None), ("markov", 0, 0), ("gated_markov", 0, 0), ("recurrent", 0, 0), ("selector", 0, 16),
+     ("state", 0, 64), ("selector", 9, 9), ("state", 30, 30)],
+)  # fmt: skip
+def test_heads_survive_a_round_trip_and_choose_among_as_many_as_they_should(tmp_path, head, drafted, candidates):
+    config = HyperDFlashConfig(
+        sequential_head=head, head_rank=8, draft_vocab_size=drafted, conv_kernel_size=3, conv_group_size=64,
+        confidence_head=True, confidence_reads_token=False, confidence_temperatures=[0.5, 1, 1, 1, 1, 2.5],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    again = HyperDFlashConfig.from_pretrained(tmp_path)
+    assert again.to_dict() == config.to_dict() and again.head_candidates == candidates
+    assert again.confidence_temperatures == [0.5, 1, 1, 1, 1, 2.5] and again.head_rank == 8
+    assert HyperDFlashConfig(sequential_head=head, head_candidates=5).head_candidates == 5
+
+
+def test_a_drafter_saved_before_there_were_heads_has_none(tmp_path, caplog):
+    HyperDFlashConfig().save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    old = {
+        name: value for name, value in fields.items() if not name.startswith(("sequential", "head_", "conv", "conf"))
+    }
+    assert "head_dim" in fields and len(fields) - len(old) >= 7
+    (tmp_path / "config.json").write_text(json.dumps({**old, "head_dim": 128}))
+    config = HyperDFlashConfig.from_pretrained(tmp_path)
+    assert (config.sequential_head, config.confidence_head, config.conv_kernel_size) == ("none", False, 0)
+    assert config.head_candidates is config.confidence_temperatures is None and not caplog.text
+
+
+def test_the_anchors_slot_may_draft():
+    assert HyperDFlashConfig(sample_from_anchor=True).max_draft_tokens == 7  # 7 inputs, 7 drafts
+    assert HyperDFlashConfig().max_draft_tokens == 6
 
 
 def test_vllms_key_is_not_used():

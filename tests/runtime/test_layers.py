@@ -1,14 +1,18 @@
-"""Attention of blocks through every implementation that runs here, and the context's cache."""
+"""Attention of blocks through every implementation that runs here, the context's cache, and convolutions."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hyperdflash.runtime.layers import ContextCache
+from hf_hyperdflash.runtime.layers import CausalConvolution, ContextCache
 from hf_hyperdflash.training.blocks import block_mask
 
 from ..conftest import prompt, tiny_drafter, tiny_target
+from ..helpers import oracle_heads as oracle
 from ..helpers.families import qwen3
 
 
@@ -103,3 +107,43 @@ def test_what_waits_for_the_next_block_counts(target):
     assert context.pending[1].tolist() == [[23, 24]]
     drafter.take_in(context)
     assert context.pending is None and len(context) == 25 == context.layers[0][0].shape[2]
+
+
+# Convolutions
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(2, 4), st.integers(0, 2), st.integers(1, 3), st.integers(1, 3), st.tuples(st.integers(1, 2),
+    st.integers(1, 3)), st.integers(0, 10**6),
+)  # fmt: skip
+def test_a_convolution_is_a_loop_over_each_block(taps, longer, group, groups, rows, seed):
+    """No slot sees a later one, or another block."""
+    config = SimpleNamespace(
+        block_size=taps + longer, conv_kernel_size=taps, hidden_size=group * groups, conv_group_size=group
+    )
+    torch.manual_seed(seed)
+    convolution, (batch, blocks) = CausalConvolution(config).double(), rows
+    for parameter in convolution.parameters():
+        torch.nn.init.normal_(parameter)
+    mixing = torch.randn(group * groups, group * groups, dtype=torch.float64)
+    x = torch.randn(batch, blocks * config.block_size, group * groups, dtype=torch.float64)
+    with torch.no_grad():
+        found = convolution(x, lambda normed: torch.tanh(normed @ mixing))
+    weights = {name: value.numpy() for name, value in convolution.state_dict().items()}
+    for row, of_row in zip(found, x):
+        for block, y in zip(of_row.split(config.block_size), row.split(config.block_size)):
+            expected = np.tanh(
+                oracle.convolved(weights, block.numpy(), block.numpy(), taps, group, 0) @ mixing.numpy()
+            )
+            expected = oracle.convolved(weights, block.numpy(), expected, taps, group, 1)
+            np.testing.assert_allclose(y, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("taps", [2, 3])
+def test_a_fresh_convolution_changes_nothing(target, taps):
+    plain, convolved = tiny_drafter(target), tiny_drafter(target, conv_kernel_size=taps, conv_group_size=8)
+    missing, _ = convolved.load_state_dict(plain.state_dict(), strict=False)
+    assert len(missing) == 2 * 2 * 2  # of both sublayers in both layers
+    with torch.no_grad():
+        torch.testing.assert_close(convolved(*blocks()), plain(*blocks()), atol=1e-6, rtol=1e-6)

@@ -7,14 +7,17 @@ from transformers import AutoConfig, AutoModel, DeepseekV4Config, DeepseekV4ForC
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
+from hf_hyperdflash.runtime.block_path import BlockPath
 from hf_hyperdflash.runtime.heads import HEADS
+from hf_hyperdflash.runtime.layers import block_inputs
 from hf_hyperdflash.runtime.modeling_hyperdflash import register_auto_classes
 from hf_hyperdflash.runtime.reducers import HCGateReducer, path_gates
-from hf_hyperdflash.training.blocks import block_mask
+from hf_hyperdflash.training.blocks import block_mask, previous_tokens
 
 from ..conftest import prompt, tiny_drafter, tiny_target
+from ..helpers import oracle_heads as oracle
 from ..helpers.families import qwen3
-from ..helpers.headed_drafters import proposed
+from ..helpers.headed_drafters import headed, proposed
 
 
 def count(module) -> int:
@@ -283,11 +286,21 @@ def reference_forward(drafter, embeds, positions, residual, context_positions):
         a, b = x[..., :half], x[..., half:]
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
 
+    def convolved(module, normed, x, side):
+        if not config.conv_kernel_size:
+            return x
+        weights = {name: value.double().numpy() for name, value in module.state_dict().items()}
+        taps, group = config.conv_kernel_size, config.conv_group_size
+        y = oracle.convolved(weights, normed.double().numpy(), x.double().numpy(), taps, group, side)
+        return torch.from_numpy(y).float()
+
     feature = rms(drafter.hc_gate(residual[None])[0], drafter.hidden_norm.weight)
     hidden = embeds.clone()
     groups = config.num_attention_heads // config.num_key_value_heads
     for layer in drafter.layers:
-        attention, x = layer.self_attn, rms(hidden, layer.input_layernorm.weight)
+        around, around_mlp = getattr(layer, "attention_conv", None), getattr(layer, "mlp_conv", None)
+        attention, normed = layer.self_attn, rms(hidden, layer.input_layernorm.weight)
+        x = convolved(around, normed, normed, 0)
         sources = [*zip(feature, context_positions), *zip(x, positions)]
         mixed = []
         for q_state, q_position in zip(x, positions):
@@ -304,14 +317,23 @@ def reference_forward(drafter, embeds, positions, residual, context_positions):
                 scores = torch.stack([q @ k for k in keys]) / config.head_dim**0.5
                 heads.append((scores.softmax(0)[:, None] * torch.stack(values)).sum(0))
             mixed.append(attention.o_proj.weight @ torch.cat(heads))
-        hidden = hidden + torch.stack(mixed)
-        hidden = hidden + layer.mlp(rms(hidden, layer.post_attention_layernorm.weight))
+        hidden = hidden + convolved(around, normed, torch.stack(mixed), 1)
+        normed = rms(hidden, layer.post_attention_layernorm.weight)
+        hidden = hidden + convolved(around_mlp, normed, layer.mlp(convolved(around_mlp, normed, normed, 0)), 1)
     return rms(hidden, drafter.norm.weight)
 
 
+def with_trained_convolutions(drafter):
+    for name, parameter in drafter.named_parameters():
+        if "_conv" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return drafter
+
+
+@pytest.mark.parametrize("taps", [0, 2, 3])
 @torch.no_grad()
-def test_forward_equals_a_reference_written_query_by_query(target):
-    drafter = tiny_drafter(target, head_dim=8)
+def test_forward_equals_a_reference_written_query_by_query(target, taps):
+    drafter = with_trained_convolutions(tiny_drafter(target, head_dim=8, conv_kernel_size=taps))
     residual, embeds = torch.randn(6, 4, 32), torch.randn(7, 32)
     context_positions, positions = torch.arange(3, 9), torch.arange(9, 16)
     expected = reference_forward(drafter, embeds, positions, residual, context_positions)
@@ -326,12 +348,12 @@ def test_forward_equals_a_reference_written_query_by_query(target):
         assert len(context) == 6
 
 
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("hidden_size", [32, 48])
+@pytest.mark.parametrize(("window", "fields"), [(None, {}), (5, {"conv_kernel_size": 3}), (5, {"hidden_size": 48}),
+                                               (None, {"hidden_size": 48, "conv_kernel_size": 2})])  # fmt: skip
 @torch.no_grad()
-def test_cached_context_equals_the_masked_training_layout(target, window, hidden_size):
+def test_cached_context_equals_the_masked_training_layout(target, window, fields):
     """Generation adds context token by token and runs one block; training runs all blocks at once under a mask."""
-    drafter = tiny_drafter(target, sliding_window=window, hidden_size=hidden_size, head_dim=16)
+    drafter = with_trained_convolutions(tiny_drafter(target, sliding_window=window, head_dim=16, **fields))
     residual, embeds = torch.randn(1, 150, 4, 32), torch.randn(1, 3 * 7, 32)
     anchors = torch.tensor([[1, 70, 149]])
     positions = (anchors.unsqueeze(-1) + torch.arange(7)).flatten(1)
@@ -405,3 +427,48 @@ def test_a_fresh_head_drafts_what_is_drafted_without(target, kind, made):
         sampled.append(proposed(one, target, prompt(9), do_sample=True)[0])
     assert torch.equal(sampled[0].tokens, sampled[1].tokens)
     torch.testing.assert_close(sampled[0].q, sampled[1].q)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"sample_from_anchor": True, "num_draft_tokens": 5},
+        {"hidden_size": 48, "reducer": "fc"},
+        {"draft_vocab_size": 30, "confidence_reads_token": False},
+        {"conv_kernel_size": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["none", *HEADS])
+@torch.no_grad()
+def test_training_sees_what_is_drafted_from(target, kind, fields):
+    """Blocks of two rows at once, whose tokens are known, against the drafting of each after the same tokens."""
+    drafter = headed(target, kind, head_candidates=0, confidence_head=True, **fields)
+    config, embed = drafter.config, target.get_input_embeddings()
+    drafts, first = config.max_draft_tokens, 0 if config.sample_from_anchor else 1
+    ids, anchors, everywhere = (
+        torch.cat([prompt(24), prompt(24, 1)]),
+        torch.tensor([[3, 17], [9, 5]]),
+        torch.arange(24),
+    )
+    residual, previous = torch.randn(2, 24, 4, 32), previous_tokens(ids, anchors, drafts)
+    block, positions = block_inputs(ids.gather(1, anchors), anchors, config.block_size, config.mask_token_id)
+    mask = block_mask(anchors, everywhere.expand(2, -1), config.block_size)
+    out = drafter(
+        embed(block), positions, None, mask, residual, everywhere.expand(2, -1), previous, embed(previous)
+    )  # fmt: skip
+    assert out.states.shape == (2, 2, drafts, 32) and (out.vectors is None) == (drafter.head_table is None)
+    logits = drafter.of_vocabulary(drafter.logits(target, out.states, out.vectors))
+    for row, of_row in enumerate(anchors.tolist()):
+        for i, anchor in enumerate(of_row):
+            context, slots = drafter.new_context(), slice(i * config.block_size, (i + 1) * config.block_size)
+            drafter.extend(target, context, residual[row : row + 1, :anchor], everywhere[None, :anchor], None)
+            drafter.take_in(context)
+            states = drafter(embed(block[row : row + 1, slots]), positions[row : row + 1, slots], context)
+            path = BlockPath(drafter, target, states[:, first:])
+            for k in range(drafts):
+                expected = path.logits_after(k, ids[row, anchor + k][None])
+                torch.testing.assert_close(logits[row, i, k], expected[0], atol=1e-4, rtol=1e-3)
+            sure = torch.sigmoid(out.confidence[row, i])
+            torch.testing.assert_close(sure, torch.cat(path.confidence), atol=1e-5, rtol=1e-5)

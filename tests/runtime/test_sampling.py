@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -135,3 +137,28 @@ def test_greedy_drafts_without_processors_are_the_most_probable_tokens():
     tree = DraftSampler(LogitsProcessorList(), False).chain(prompt(6), logits)
     assert tree.tokens.tolist() == [max(range(VOCAB), key=row.__getitem__) for row in logits[0].tolist()]
     assert tree.q is None and tree.is_chain
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_path_is_told_each_token_that_was_chosen(do_sample):
+    """The one that the request's processors left, not the one that the drafter liked best; and where it stands."""
+    forbidden, told = torch.tensor([7]), []
+    processors = LogitsProcessorList([stock.SuppressTokensLogitsProcessor([7])])
+
+    def logits_after(k: int, token: torch.Tensor) -> torch.Tensor:
+        told.append((k, token.tolist()))
+        logits = torch.zeros(1, VOCAB).index_fill(1, forbidden, 9.0)
+        return logits.index_fill(1, (token + 1) % VOCAB, 5.0)
+
+    ids = torch.tensor([[3, 6]])
+    tree = DraftSampler(processors, do_sample).path(ids, 4, logits_after)
+    tokens = tree.tokens.tolist()
+    assert told == [(k, [token]) for k, token in enumerate([6, *tokens[:-1]])]
+    assert ids.tolist() == [[3, 6]] and 7 not in tokens and tree.is_chain
+    if do_sample:
+        for (_, (before,)), q in zip(told, tree.q):
+            expected = [0.0 if b == 7 else math.exp(5.0 if b == (before + 1) % VOCAB else 0.0) for b in range(VOCAB)]
+            assert q.tolist() == pytest.approx([each / sum(expected) for each in expected])
+    else:
+        assert tree.q is None and tokens[1:] == [token + 1 for token in tokens[:-1]]
+    assert len(DraftSampler(processors, do_sample).path(ids, 0, logits_after)) == 0

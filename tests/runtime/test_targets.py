@@ -47,6 +47,7 @@ from ..helpers.families import (
     qwen3_next,
     qwen4_exp,
 )
+from ..helpers.headed_drafters import headed
 from ..helpers.quantization import quantize_fp4, quantize_fp8
 from ..helpers.training import losses, trainer_for
 
@@ -416,6 +417,8 @@ def test_every_family_passes_its_residual(family):
     assert captured[0].shape == (1, 9, 2 * paths, 64)
     states = teacher_states(family, captured[0][:, :, paths:])
     torch.testing.assert_close(family_of(family).logits(states), logits)
+    some = torch.randint(0, 64, (9, 5))
+    torch.testing.assert_close(family_of(family).logits_of(states[0], some), logits[0].gather(1, some))
 
 
 def test_every_family_embeds_as_its_first_layer_reads(family):
@@ -587,8 +590,7 @@ def test_an_offloaded_target_writes_the_same_text(tmp_path):
             offload_folder=tmp_path / "offload", dtype=torch.float32,
         )  # fmt: skip
         assert spread.lm_head.weight.is_meta
-        untrained = tiny_drafter(spread)
-        for drafter in (untrained, drafts):
+        for drafter in (headed(spread, "state", head_candidates=5), drafts):
             drafter.bind(spread)
             out = spread.generate(ids, do_sample=False, max_new_tokens=20, assistant_model=drafter)
             assert torch.equal(out, expected) and drafter.last_stats.rounds
@@ -668,12 +670,56 @@ def test_quantized_heads_are_fed_in_the_drafters_own_dtype():
         assert computable(states, torch.zeros(4, 8).to(dtype)).dtype == expected
 
 
+@torch.no_grad()
+def test_logits_of_some_tokens_are_the_heads_whatever_its_weight_is():
+    """Rows of a plain head, with its bias, in its dtype; of what has no rows to be read, all of the head's logits."""
+    target = granite_hybrid()
+    states, some, of = torch.randn(3, 64), torch.tensor([[5, 0, 63], [7, 7, 1], [2, 3, 4]]), family_of(target)
+
+    def assert_the_heads(found=None):
+        found = of.logits_of(states, some) if found is None else found
+        torch.testing.assert_close(found, of.logits(states).gather(1, some), atol=1e-5, rtol=1e-4)
+
+    target.lm_head = torch.nn.Linear(64, 64, bias=True)
+    assert_the_heads()
+    expected = of.logits_of(states, some)
+    target.lm_head.to(torch.bfloat16)
+    rounded = of.logits_of(states, some)
+    assert rounded.dtype == torch.bfloat16
+    torch.testing.assert_close(rounded.float(), expected, atol=0.05, rtol=0.05)
+    target.lm_head.float()
+
+    class Quantized(torch.nn.Module):
+        """As `torch.nn.Linear`, but that its weight alone says nothing of what it computes."""
+
+        def __init__(self, head, weight):
+            super().__init__()
+            self.head, self.weight, self.calls = [head], weight, 0
+
+        def forward(self, states):
+            self.calls += 1
+            return self.head[0](states.float())
+
+    plain = target.lm_head
+    for weight in (
+        torch.nn.Parameter(torch.zeros(64, 64).to(torch.float8_e4m3fn), requires_grad=False),
+        torch.nn.Parameter(torch.zeros(64, 32, dtype=torch.uint8), requires_grad=False),
+        type("Packed", (torch.nn.Parameter,), {})(torch.zeros(64, 64)),
+        torch.nn.Parameter(torch.zeros(64, 64, device="meta")),
+    ):
+        target.lm_head = Quantized(plain, weight)
+        found = of.logits_of(states, some)
+        assert target.lm_head.calls == 1
+        assert_the_heads(found)
+
+
 TWO_RANKS = """
 import sys
 import torch, torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
-from tests.conftest import half_right, prompt, tiny_drafter
+from tests.conftest import half_right, prompt
+from tests.helpers.headed_drafters import headed
 torch.set_num_threads(1)
 plans = [{"tp_plan": "auto"}]
 if hasattr(DistributedConfig(), "ep_size"):  # experts spread as whole experts
@@ -684,7 +730,7 @@ expected = whole.generate(ids, **options)
 drafts = half_right(whole, ids, max_new_tokens=20)
 for plan in plans:
     spread = AutoModelForCausalLM.from_pretrained(sys.argv[1], **plan).eval()
-    for drafter in (tiny_drafter(spread), drafts):
+    for drafter in (headed(spread, "state", head_candidates=5), drafts):
         drafter.bind(spread)
         same = torch.equal(spread.generate(ids, assistant_model=drafter, **options), expected)
         sys.stdout.write(f"rank {dist.get_rank()} {list(plan)} {same} {drafter.last_stats.tau > 1}\\n")  # one piece

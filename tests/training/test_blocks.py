@@ -9,6 +9,7 @@ from hf_hyperdflash.training.blocks import (
     anchor_seeds,
     block_labels,
     block_mask,
+    previous_tokens,
     sample_anchors,
     walk_rounds,
 )
@@ -51,6 +52,10 @@ def test_anchors_and_labels_lie_in_supervised_text_of_one_document(lengths, coun
             alive = alive and a + k < length and bool(mask[0, a + k]) and documents[a + k] == documents[a]
             wanted.append(int(ids[0, a + k]) if alive else -100)
         assert row == wanted
+    for a, row, before in zip(anchors[0].tolist(), labels[0].tolist(), previous_tokens(ids, anchors, 3)[0].tolist()):
+        for k in range(3):  # of a draft that has a label, the anchor or the label before
+            assert row[k] == -100 or before[k] == (ids[0, a] if k == 0 else row[k - 1])
+            assert before[k] == ids[0, min(max(a, 0) + k, length - 1)]
 
 
 @settings(deadline=None, max_examples=60)

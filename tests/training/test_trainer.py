@@ -26,7 +26,16 @@ from hf_hyperdflash.training.store import FeatureCache
 from hf_hyperdflash.training.trainer import collate, draft_states, read_layers
 
 from ..conftest import MODELS, prompt, tiny_target
-from ..helpers.training import losses, naive_cross_entropy, naive_kl, rows, tiny_drafter, trainer_for, weights
+from ..helpers.training import (
+    losses,
+    naive_cross_entropy,
+    naive_kl,
+    rows,
+    tiny_drafter,
+    trainer_for,
+    weights,
+    with_head,
+)
 
 # One feature path
 
@@ -53,14 +62,18 @@ def test_training_reproduces_the_draft_logits_of_every_round(target, fields):
     with torch.no_grad(), capture_residual(target, read_layers(drafter.config)) as captured:
         target(text, use_cache=False)
         anchors = torch.tensor([[anchor for anchor, _ in rounds]])
-        logits = target.lm_head(draft_states(drafter, drafter.config, target, batch, anchors, captured[0]))
+        logits = target.lm_head(draft_states(drafter, drafter.config, target, batch, anchors, captured[0]).states)
     torch.testing.assert_close(logits[0], torch.cat([drafted for _, drafted in rounds]), atol=1e-5, rtol=1e-5)
 
 
-def test_the_teacher_forced_estimate_walks_generations_own_rounds(tmp_path):
-    """On the target's own text the cheap estimate is not an estimate: it finds the rounds that generate ran."""
+@pytest.mark.parametrize("head", ["none", "recurrent", "state"])
+def test_the_teacher_forced_estimate_walks_generations_own_rounds(tmp_path, head):
+    """On the target's own text the cheap estimate is not an estimate: it finds the rounds that generate ran. A head
+    that was not trained with the drafter spoils some drafts, so that there are more and shorter rounds."""
     target = AutoModelForCausalLM.from_pretrained(MODELS / "tiny-deepseek-v4", dtype=torch.float32)
     drafter = HyperDFlashDrafter.from_pretrained(MODELS / "tiny-deepseek-v4-hyperdflash", dtype=torch.float32)
+    if head != "none":
+        drafter = with_head(drafter, head)
     tokenizer = AutoTokenizer.from_pretrained(MODELS / "tiny-deepseek-v4")
     questions = [{"turns": ["Write a Python function that adds two numbers."]}, {"turns": ["What is 3 plus 4?"]}]
     drafter.bind(target)
@@ -72,7 +85,7 @@ def test_the_teacher_forced_estimate_walks_generations_own_rounds(tmp_path):
         accepted.append(drafter.last_stats.accepted)
     trainer = trainer_for(tmp_path, target, drafter, held_out=Dataset.from_list(texts), max_length=256, num_anchors=16)
     metrics = trainer.evaluate()
-    _, walked, matched = trainer.prediction_step(drafter, collate(trainer.eval_dataset.to_list()), False)
+    _, (walked, _), matched = trainer.prediction_step(drafter, collate(trainer.eval_dataset.to_list()), False)
     walked, matched = ([[n for n in row if n != -100] for row in part.tolist()] for part in (walked, matched))
     every = [n for row in walked for n in row]
     assert metrics["eval_teacher_forced_tau"] == pytest.approx(sum(every) / len(every))

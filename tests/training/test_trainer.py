@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from hf_hyperdflash import (
@@ -20,6 +21,7 @@ from hf_hyperdflash import (
     HyperDFlashTrainingArguments,
     capture_residual,
 )
+from hf_hyperdflash.runtime.heads import HEADS
 from hf_hyperdflash.training.checkpoints import last_whole
 from hf_hyperdflash.training.data import encode_prompts
 from hf_hyperdflash.training.store import FeatureCache
@@ -27,10 +29,12 @@ from hf_hyperdflash.training.trainer import collate, draft_states, read_layers
 
 from ..conftest import MODELS, prompt, tiny_target
 from ..helpers.training import (
+    headed_drafter,
     losses,
     naive_cross_entropy,
     naive_kl,
     rows,
+    softmax,
     tiny_drafter,
     trainer_for,
     weights,
@@ -42,6 +46,7 @@ from ..helpers.training import (
 FIELDS = [
     {}, {"sliding_window": 6}, {"reducer": "fc"}, {"hidden_size": 48, "head_dim": 16},
     {"reducer": "fc", "target_layer_ids": [0, 1]}, {"reducer": "hybrid", "target_layer_ids": [1, -1]},
+    {"sample_from_anchor": True, "conv_kernel_size": 2},
 ]  # fmt: skip
 
 
@@ -52,7 +57,7 @@ def test_training_reproduces_the_draft_logits_of_every_round(target, fields):
     rounds = []
 
     def record(module, args, output):
-        rounds.append((int(args[1][0, 0]), target.lm_head(output[:, 1:])))
+        rounds.append((int(args[1][0, 0]), target.lm_head(output[:, drafter.config.first_slot :])))
 
     handle = drafter.register_forward_hook(record)
     text = target.generate(prompt(11), do_sample=False, max_new_tokens=24, assistant_model=drafter)
@@ -103,7 +108,7 @@ def test_the_teacher_forced_estimate_walks_generations_own_rounds(tmp_path, head
 def naive_loss(target, drafter, documents, teacher, positions, temperature, decay, kl_weight):
     """Eq. 3 with every block drafted alone, as in generation, and the target run on each document alone."""
     drafted, labels, taught = [], [], []
-    drafts = drafter.config.max_draft_tokens
+    drafts, size = drafter.config.max_draft_tokens, drafter.config.block_size
     for document in documents:
         ids, mask = torch.tensor([document["input_ids"]]), [*document["loss_mask"], 0]
         with capture_residual(target, drafter.config.target_layer_ids) as captured:
@@ -113,11 +118,11 @@ def naive_loss(target, drafter, documents, teacher, positions, temperature, deca
                 target(ids, use_cache=False)
             logits = target.lm_head(target.model.norm(last[0].mean(dim=2)))[0]
         for a in (i for i in range(ids.shape[1]) if mask[i] and mask[i + 1]):
-            block = torch.tensor([[document["input_ids"][a], *[drafter.config.mask_token_id] * drafts]])
+            block = torch.tensor([[document["input_ids"][a], *[drafter.config.mask_token_id] * (size - 1)]])
             first = max(0, a - (drafter.config.sliding_window or a))
             context = dict(residual=captured[0][:, first:a], residual_position_ids=torch.arange(first, a)[None])
-            states = drafter(target.model.embed_tokens(block), torch.arange(a, a + drafts + 1)[None], **context)
-            drafted.append(target.lm_head(states[0, 1:]))
+            states = drafter(target.model.embed_tokens(block), torch.arange(a, a + size)[None], **context)
+            drafted.append(target.lm_head(states[0, size - drafts :]))
             unsupervised = next(j for j in range(a + 1, len(mask)) if not mask[j])
             row = document["input_ids"][a + 1 : min(a + 1 + drafts, unsupervised)]
             labels.append(row + [-100] * (drafts - len(row)))
@@ -147,17 +152,77 @@ def test_the_loss_is_eq_3_of_the_targets_own_logits(tmp_path, target, fields, te
     assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
+def min_sum(q, p):
+    """What speculative sampling accepts of a draft from q, where the target draws from p."""
+    return sum(map(min, q, p))
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [
+        ("markov", "dspark"), ("gated_markov", "hyperdflash"), ("recurrent", "dspark"), ("selector", "dspark"),
+        ("state", "dspark"), ("state", "hyperdflash"),
+    ],
+)  # fmt: skip
+def test_the_loss_of_heads_is_what_drafting_token_by_token_would_have_said(tmp_path, target, kind, recipe):
+    """Every block alone, every draft from its head's own step after the text's token, acceptance token by token."""
+    drafter, documents = headed_drafter(target, kind), rows(2).to_list()
+    trainer = trainer_for(
+        tmp_path, target, drafter, Dataset.from_list(documents), num_anchors=64, recipe=recipe, kl_weight=0.7
+    )
+    with torch.no_grad():
+        loss = trainer.compute_loss(drafter, collate(trainer.train_dataset.to_list())).item()
+    logits, labels, taught, foretold = [], [], [], []
+    for ids in (document["input_ids"] for document in documents):
+        with torch.no_grad(), capture_residual(target, [-1]) as captured:
+            following = target(torch.tensor([ids]), use_cache=False).logits[0]
+        for a in range(len(ids) // 2, len(ids) - 1):
+            block = torch.tensor([[ids[a], *[drafter.config.mask_token_id] * 6]])
+            context = dict(residual=captured[0][:, :a], residual_position_ids=torch.arange(a)[None])
+            with torch.no_grad():
+                states = drafter(target.model.embed_tokens(block), torch.arange(a, a + 7)[None], **context)[0, 1:]
+                carried = None
+                for k, state in enumerate(states[: len(ids) - 1 - a]):
+                    before = torch.tensor([ids[a + k]])
+                    step = drafter.head(state[None], before, target.model.embed_tokens(before), carried)
+                    carried = step.carried
+                    scores = target.lm_head(step.states)
+                    if step.vectors is not None:
+                        scores = scores + step.vectors @ drafter.head_table.T
+                    logits.append(scores[0])
+                    foretold.append((k, drafter.confidence_head(state[None], step.memory).sigmoid().item()))
+                    labels.append(ids[a + k + 1])
+                    taught.append(following[a + k])
+    weights = [math.exp(-k / 4) if recipe == "dspark" else 1.0 for k, _ in foretold]
+    accepted = [min_sum(softmax(q.tolist()), softmax(p.tolist())) for q, p in zip(logits, taught)]
+    surprise = [-a * math.log(c) - (1 - a) * math.log(1 - c) for a, (_, c) in zip(accepted, foretold)]
+    surprise = sum(w * s for w, s in zip(weights, surprise)) / sum(weights)
+    rejected = sum(w * (1 - a) for w, a in zip(weights, accepted)) / sum(weights)
+    cross_entropy = -sum(w * math.log(softmax(q.tolist())[y]) for w, q, y in zip(weights, logits, labels))
+    cross_entropy /= sum(weights)
+    kl = 0.0
+    for position in range(2):
+        at = [i for i, (k, _) in enumerate(foretold) if k == position]
+        pairs = [(softmax(taught[i].tolist()), softmax(logits[i].tolist())) for i in at]
+        kl += sum(p * math.log(p / q) for ps, qs in pairs for p, q in zip(ps, qs)) / len(at) / 2
+    ce_weight, tv_weight = (0.1, 1.8) if recipe == "dspark" else (1.0, 0.0)
+    expected = ce_weight * cross_entropy + tv_weight * rejected + 0.7 * kl + surprise
+    assert loss == pytest.approx(expected, rel=1e-4)
+
+
 # The loss is the same however the batch is laid out
 
 
-def test_accumulated_micro_batches_equal_one_batch(tmp_path, target):
+@pytest.mark.parametrize("head", ["none", "recurrent"])
+def test_accumulated_micro_batches_equal_one_batch(tmp_path, target, head):
     data, runs = rows(8), []
+    settings = dict(max_steps=2, optim="sgd", loss_decay=3.0, recipe="hyperdflash" if head == "none" else "ours")
     for layout in (
         {"per_device_train_batch_size": 4},
         {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
     ):
-        drafter = tiny_drafter(target)
-        trainer = trainer_for(tmp_path, target, drafter, data, max_steps=2, optim="sgd", loss_decay=3.0, **layout)
+        drafter = tiny_drafter(target) if head == "none" else headed_drafter(target, head)
+        trainer = trainer_for(tmp_path, target, drafter, data, **settings, **layout)
         trainer.train()
         runs.append((losses(trainer), weights(drafter)))
     assert runs[0][0] == pytest.approx(runs[1][0], rel=1e-5)
@@ -224,6 +289,18 @@ def test_bf16_and_streaming_train(tmp_path, target):
     assert losses(trainer)[-1] < losses(trainer)[0] and drafter.hc_gate.hc_fn.dtype == torch.float32
 
 
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_every_head_learns_with_every_part_of_it(tmp_path, target, kind, bf16):
+    drafter = tiny_drafter(target, sequential_head=kind, head_rank=8, confidence_head=True)
+    before = {name: value.clone() for name, value in drafter.state_dict().items()}
+    trainer = trainer_for(tmp_path, target, drafter, rows(6), bf16=bf16, max_steps=12, recipe="ours")
+    trainer.train()
+    first, *_, last = (line for line in trainer.state.log_history if "loss" in line)
+    assert all(last[name] < first[name] for name in ("loss", "cross_entropy", "tv", "confidence"))
+    assert not [name for name, value in drafter.state_dict().items() if torch.equal(value, before[name])]
+
+
 def test_mean_pooled_teacher_and_no_kl(tmp_path, target):
     data = rows(4)
     seen = []
@@ -269,15 +346,16 @@ def test_logged_terms_are_means_over_the_steps_since_the_last_log(tmp_path, targ
 
 def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path, target):
     data = rows(10)
-    settings = dict(max_steps=7, save_strategy="steps", save_steps=4, gradient_accumulation_steps=2)
-    whole = trainer_for(tmp_path / "whole", target, tiny_drafter(target), data, **settings)
+    settings = dict(max_steps=7, save_strategy="steps", save_steps=4, gradient_accumulation_steps=2, recipe="ours")
+    whole = trainer_for(tmp_path / "whole", target, headed_drafter(target, "recurrent"), data, **settings)
     whole.train()
-    resumed = trainer_for(tmp_path / "whole", target, tiny_drafter(target, num_hidden_layers=2), data, **settings)
+    resumed = trainer_for(tmp_path / "whole", target, headed_drafter(target, "recurrent", seed=1), data, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
     assert losses(resumed) == losses(whole) and len(losses(whole)) == 7
     assert torch.equal(weights(whole.model), weights(resumed.model))
-    first, second = (t.state.log_history[-2]["cross_entropy"] for t in (whole, resumed))
-    assert first == second
+    for name in ("cross_entropy", "kl", "tv", "confidence"):
+        first, second = (t.state.log_history[-2][name] for t in (whole, resumed))
+        assert first == second > 0
 
 
 def test_the_best_checkpoint_by_real_acceptance_is_loaded(tmp_path, target):
@@ -324,18 +402,19 @@ def test_only_the_drafter_is_trained_and_saved(tmp_path, target):
 TWO_PROCESSES = """
 import json, sys, torch
 from tests.conftest import tiny_target
-from tests.helpers.training import losses, rows, tiny_drafter, trainer_for, weights
+from tests.helpers.training import headed_drafter, losses, rows, trainer_for, weights
 torch.set_num_threads(1)
 batch, folder = int(sys.argv[1]), sys.argv[2]
 target = tiny_target()
-drafter = tiny_drafter(target)
-settings = dict(max_steps=3, learning_rate=1e-2, optim="sgd", seed=3)
+drafter = headed_drafter(target, "gated_markov")
+settings = dict(max_steps=3, learning_rate=1e-2, optim="sgd", seed=3, recipe="ours")
 settings |= dict(per_device_train_batch_size=batch, per_device_eval_batch_size=batch)
 trainer = trainer_for(folder, target, drafter, rows(8), rows(5, seed=1), **settings)
 trainer.train()
 metrics = trainer.evaluate()
 if trainer.is_world_process_zero():
-    found = [losses(trainer), weights(drafter).tolist(), metrics["eval_teacher_forced_tau"]]
+    taus = [metrics["eval_teacher_forced_tau"], metrics["eval_expected_tau"]]
+    found = [losses(trainer), weights(drafter).tolist(), taus]
     print(json.dumps([*found, trainer.args.world_size]))
 """
 
@@ -393,6 +472,33 @@ def test_a_lora_adapter_trains_saves_loads_merges_and_drafts(tmp_path, target):
     torch.testing.assert_close(loaded(embeds, positions, **call), adapted)
     torch.testing.assert_close(loaded.merge_and_unload()(embeds, positions, **call), adapted, atol=1e-5, rtol=1e-4)
     assert not torch.allclose(tiny_drafter(target)(embeds, positions, **call), adapted, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gated_markov", "state"])
+def test_a_lora_adapter_has_heads_whole(tmp_path, target, kind):
+    """Modules of heads are called as parts of layers are; those that are saved whole get no adapter."""
+    peft = pytest.importorskip("peft")
+    drafter = headed_drafter(target, kind)
+    head, start = drafter.head, [p.clone() for p in drafter.head.parameters()]
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"],
+        modules_to_save=[head.key, "confidence_head"],
+    )  # fmt: skip
+    wrapped = peft.get_peft_model(drafter, config)
+    settings = dict(save_strategy="steps", save_steps=3, recipe="dspark")
+    trainer = trainer_for(tmp_path, target, wrapped, rows(6), rows(2), **settings)
+    trainer.train()
+    metrics = trainer.evaluate()
+    saved = load_file(tmp_path / "checkpoint-3" / "adapter_model.safetensors")
+    whole = {name for name in saved if head.key in name or "confidence_head" in name}
+    assert not [name for name in whole if "lora" in name] and len(whole) == len(start) + 2
+    loaded = peft.PeftModel.from_pretrained(headed_drafter(target, kind, seed=1), tmp_path / "checkpoint-3").eval()
+    again = trainer_for(tmp_path, target, loaded, rows(6), rows(2), **settings).evaluate()
+    merged = trainer_for(tmp_path, target, loaded.merge_and_unload(), rows(6), rows(2), **settings).evaluate()
+    for name in ("eval_loss", "eval_expected_tau"):
+        assert metrics[name] == pytest.approx(again[name]) == pytest.approx(merged[name], rel=1e-4)
+    for name, before in zip(dict(head.named_parameters()), start):
+        assert not torch.equal(saved[next(key for key in whole if key.endswith(name))], before)
 
 
 # What is read

@@ -22,6 +22,7 @@ from hf_hyperdflash import (
     capture_residual,
 )
 from hf_hyperdflash.runtime.heads import HEADS
+from hf_hyperdflash.training.arguments import RECIPES
 from hf_hyperdflash.training.checkpoints import last_whole
 from hf_hyperdflash.training.data import encode_prompts
 from hf_hyperdflash.training.store import FeatureCache
@@ -290,15 +291,50 @@ def test_bf16_and_streaming_train(tmp_path, target):
 
 
 @pytest.mark.parametrize("kind", HEADS)
-@pytest.mark.parametrize("bf16", [False, True])
-def test_every_head_learns_with_every_part_of_it(tmp_path, target, kind, bf16):
+def test_every_head_learns_with_every_part_of_it(tmp_path, target, kind):
     drafter = tiny_drafter(target, sequential_head=kind, head_rank=8, confidence_head=True)
     before = {name: value.clone() for name, value in drafter.state_dict().items()}
-    trainer = trainer_for(tmp_path, target, drafter, rows(6), bf16=bf16, max_steps=12, recipe="ours")
+    trainer = trainer_for(tmp_path, target, drafter, rows(6), bf16=True, max_steps=12, recipe="ours")
     trainer.train()
     first, *_, last = (line for line in trainer.state.log_history if "loss" in line)
-    assert all(last[name] < first[name] for name in ("loss", "cross_entropy", "tv", "confidence"))
+    assert all(last[name] < first[name] for name in ("loss", "cross_entropy", "confidence")) and 0 < last["tv"] < 1
     assert not [name for name, value in drafter.state_dict().items() if torch.equal(value, before[name])]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_s_terms_are_logged_where_they_are_in_use(tmp_path, target, recipe):
+    for confidence_head in (False, True):
+        drafter = tiny_drafter(target, sequential_head="markov", head_rank=4, confidence_head=confidence_head)
+        trainer = trainer_for(tmp_path, target, drafter, rows(4), max_steps=1, recipe=recipe)
+        trainer.train()
+        line, weight = trainer.state.log_history[0], RECIPES[recipe]
+        expected = weight["ce_weight"] * line["cross_entropy"] + weight["kl_weight"] * line["kl"]
+        assert ("tv" in line) == (recipe != "hyperdflash" or confidence_head)
+        assert ("confidence" in line) == confidence_head
+        expected += weight["tv_weight"] * line.get("tv", 0) + weight["confidence_weight"] * line.get("confidence", 0)
+        assert line["loss"] == pytest.approx(expected, rel=1e-4)
+        assert trainer.loss_weights["confidence_weight"] == float(confidence_head)
+
+
+def test_a_recipe_sets_what_the_user_did_not(tmp_path):
+    def made(**given):
+        arguments = HyperDFlashTrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **given)
+        return {name: getattr(arguments, name) for name in RECIPES["ours"]}
+
+    paper = made()
+    assert paper["ce_weight"] == 1.0 and paper["kl_weight"] == 0.15 and paper["kl_positions"] == 2
+    assert paper["tv_weight"] == 0.0 and paper["loss_decay"] is None
+    dspark = made(recipe="dspark")
+    assert (dspark["ce_weight"], dspark["tv_weight"] / 2, dspark["confidence_weight"]) == (0.1, 0.9, 1.0)
+    assert dspark["loss_decay"] == 4.0 and dspark["kl_weight"] == 0.0
+    given = {"ce_weight": 0.0, "kl_weight": 0.3, "kl_positions": 3, "tv_weight": 0.0, "loss_decay": 7.0}
+    for recipe in RECIPES:
+        assert made(recipe=recipe, **given) == {**given, "confidence_weight": RECIPES[recipe]["confidence_weight"]}
+    assert made(recipe="dspark", loss_decay=math.inf)["loss_decay"] is None
+    with pytest.raises(ValueError, match=r"`recipe` is 'mine', expected one of \('hyperdflash', 'dspark', 'ours'\)"):
+        made(recipe="mine")
+    with pytest.raises(ValueError, match="are all 0: expected one to train with"):
+        made(ce_weight=0, kl_weight=0)
 
 
 def test_mean_pooled_teacher_and_no_kl(tmp_path, target):
@@ -525,6 +561,11 @@ def test_wrong_models_and_arguments_are_refused(tmp_path, target):
         trainer_for(tmp_path, tiny_target(vocab_size=32), drafter, rows(2))
     with pytest.raises(ValueError, match="kl_positions"):
         trainer_for(tmp_path, target, drafter, rows(2), kl_positions=7)
+    with pytest.raises(ValueError, match=r"`confidence_weight` is 1\.0, but the drafter has no confidence head"):
+        trainer_for(tmp_path, target, drafter, rows(2), confidence_weight=1.0)
+    trainer_for(tmp_path, target, drafter, confidence_weight=0.0)
+    with pytest.raises(ValueError, match=r"`draft_vocab_size` is 8, expected 0"):
+        trainer_for(tmp_path, target, tiny_drafter(target, draft_vocab_size=8), rows(2))
     with pytest.raises(ValueError, match="kl_teacher"):
         trainer_for(tmp_path, target, drafter, rows(2), kl_teacher="argmax")
     with pytest.raises(ValueError, match="streaming"):
@@ -543,6 +584,8 @@ def test_wrong_models_and_arguments_are_refused(tmp_path, target):
         ("kl_weight", math.nan, "a number of at least 0"), ("learning_rate", -1.0, "a number of at least 0"),
         ("kl_temperature", 0, "a number of more than 0"), ("loss_decay", "4", "a number of more than 0"),
         ("kl_temperature", None, "a number of more than 0"), ("loss_decay", 0.0, "a number of more than 0"),
+        ("tv_weight", -0.1, "a number of at least 0"), ("confidence_weight", math.inf, "a number of at least 0"),
+        ("ce_weight", "1", "a number of at least 0"), ("kl_positions", 1.5, "a whole number of at least 1"),
         ("max_length", 1, "a whole number of at least 2"), ("num_anchors", 1.5, "a whole number of at least 1"),
         ("per_device_train_batch_size", 0, "a whole number"), ("gradient_accumulation_steps", 0, "a whole number"),
         ("bf16", True, "a GPU that computes in it"),

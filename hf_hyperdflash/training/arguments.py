@@ -14,6 +14,22 @@ from .store import FEATURE_DTYPES
 
 KL_TEACHERS = ("hc_head", "mean_pool")
 FEATURE_SOURCES = ("online", "cached")
+# Whole sets of what the loss is made of. One sets what the user did not.
+RECIPES: dict[str, dict[str, float | None]] = {
+    "hyperdflash": {  # the paper's
+        "ce_weight": 1.0, "kl_weight": 0.15, "kl_positions": 2, "tv_weight": 0.0, "confidence_weight": 1.0,
+        "loss_decay": None,
+    },
+    "dspark": {  # theirs: 0.1 cross-entropy + 0.9 L1 + 1.0 confidence; L1 is twice the total variation
+        "ce_weight": 0.1, "kl_weight": 0.0, "kl_positions": 2, "tv_weight": 1.8, "confidence_weight": 1.0,
+        "loss_decay": 4.0,
+    },
+    "ours": {
+        "ce_weight": 1.0, "kl_weight": 0.6, "kl_positions": 2, "tv_weight": 1.0, "confidence_weight": 1.0,
+        "loss_decay": 4.0,
+    },
+}  # fmt: skip
+LOSS_WEIGHTS = ("ce_weight", "kl_weight", "tv_weight", "confidence_weight")
 _LEAST = {  # of whole numbers
     "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1,
     "kl_positions": 1, "num_anchors": 1, "loss_chunk_size": 1, "max_length": 2,
@@ -27,11 +43,25 @@ class HyperDFlashTrainingArguments(TrainingArguments):
     r"""Arguments of [`HyperDFlashTrainer`]: all of [`~transformers.TrainingArguments`] and the following.
 
     Args:
-        kl_weight (`float`, *optional*, defaults to `0.15`):
-            Weight alpha of the distillation term (Eq. 3), 0 or more (the paper: 0.1 to 0.2). 0 trains with
-            cross-entropy alone.
-        kl_positions (`int`, *optional*, defaults to `2`):
+        recipe (`str`, *optional*, defaults to `"hyperdflash"`):
+            Which set of [`RECIPES`] the loss is, where nothing else is said: `"hyperdflash"`, the paper's,
+            cross-entropy and KL; `"dspark"`, theirs, total variation with a little cross-entropy; `"ours"`, what
+            measured best. The fields up to `loss_decay` that are left out are the recipe's, and say so afterwards.
+        ce_weight (`float`, *optional*):
+            Weight of the cross-entropy, 0 or more.
+        kl_weight (`float`, *optional*):
+            Weight alpha of the distillation term (Eq. 3), 0 or more (the paper: 0.1 to 0.2).
+        kl_positions (`int`, *optional*):
             The first P draft positions are distilled (Eq. 2).
+        tv_weight (`float`, *optional*):
+            Weight of the total variation between draft and target at every draft position, 0 or more: of the
+            probability that speculative sampling at temperature 1 rejects a draft. That is half the L1 distance.
+        confidence_weight (`float`, *optional*):
+            Weight of the confidence head's binary cross-entropy, 0 or more. It trains nothing else, and a recipe's
+            counts only where the drafter has such a head.
+        loss_decay (`float`, *optional*):
+            All but the KL weight draft position k with exp(-(k - 1) / loss_decay). `math.inf` weights all alike, and
+            is `None` afterwards.
         kl_temperature (`float`, *optional*, defaults to `1.0`):
             Temperature of teacher and student (Eq. 2).
         kl_teacher (`str`, *optional*, defaults to `"hc_head"`):
@@ -39,8 +69,6 @@ class HyperDFlashTrainingArguments(TrainingArguments):
             next-token distribution, or `"mean_pool"`, the mean of the paths as in the paper (section 2.3).
         num_anchors (`int`, *optional*, defaults to `512`):
             Most blocks per row and step, drawn anew for every step.
-        loss_decay (`float`, *optional*):
-            Cross-entropy weights draft position k with exp(-(k - 1) / loss_decay). `None` weights all alike.
         loss_chunk_size (`int`, *optional*, defaults to `256`):
             Draft positions whose logits are in memory at once.
         feature_source (`str`, *optional*, defaults to `"online"`):
@@ -67,18 +95,41 @@ class HyperDFlashTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "The trainer needs the loss mask and positions: leave it off."}
     )
-    kl_weight: float = field(
-        default=0.15, metadata={"help": "Weight of the distillation term (Eq. 3), 0 or more; the paper: 0.1 to 0.2."}
+    recipe: str = field(
+        default="hyperdflash",
+        metadata={
+            "help": "The loss where nothing else is said: hyperdflash (the paper's), dspark or ours.",
+            "choices": tuple(RECIPES),
+        },
     )
-    kl_positions: int = field(default=2, metadata={"help": "Draft positions that are distilled (Eq. 2)."})
+    ce_weight: float | None = field(
+        default=None, metadata={"help": "Weight of the cross-entropy, 0 or more; unset for the recipe's."}
+    )
+    kl_weight: float | None = field(
+        default=None,
+        metadata={"help": "Weight of the distillation term (Eq. 3; the paper: 0.1 to 0.2); unset for the recipe's."},
+    )
+    kl_positions: int | None = field(
+        default=None, metadata={"help": "Draft positions that are distilled (Eq. 2); unset for the recipe's."}
+    )
+    tv_weight: float | None = field(
+        default=None,
+        metadata={"help": "Weight of the drafts' probability to be rejected, 0 or more; unset for the recipe's."},
+    )
+    confidence_weight: float | None = field(
+        default=None, metadata={"help": "Weight of a confidence head's loss, 0 or more; unset for the recipe's."}
+    )
+    loss_decay: float | None = field(
+        default=None,
+        metadata={
+            "help": "Weight position k by exp(-(k-1)/loss_decay), inf for equal weights; unset for the recipe's."
+        },
+    )
     kl_temperature: float = field(default=1.0, metadata={"help": "Temperature of the distillation (Eq. 2)."})
     kl_teacher: str = field(
         default="hc_head", metadata={"help": "hc_head (exact) or mean_pool (the paper's)", "choices": KL_TEACHERS}
     )
     num_anchors: int = field(default=512, metadata={"help": "Most blocks per row and step."})
-    loss_decay: float | None = field(
-        default=None, metadata={"help": "Weight position k by exp(-(k-1)/loss_decay); unset for equal weights."}
-    )
     loss_chunk_size: int = field(default=256, metadata={"help": "Draft positions with logits in memory at once."})
     feature_source: str = field(
         default="online", metadata={"help": "Run the target in every step, or once.", "choices": FEATURE_SOURCES}
@@ -98,6 +149,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False  # a step uses every parameter of a drafter
+        self._take_the_recipe()
         accelerator: Any = self.accelerator_config  # an AcceleratorConfig by now
         if accelerator.dispatch_batches is None:
             accelerator.dispatch_batches = False  # rows of a streamed dataset differ in length
@@ -105,17 +157,17 @@ class HyperDFlashTrainingArguments(TrainingArguments):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"`{name}` is {value!r}, expected a whole number of at least {least}.")
-        for name in ("kl_weight", "learning_rate", *_POSITIVE):
+        for name in (*LOSS_WEIGHTS, "learning_rate", *_POSITIVE):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and 0 <= value < math.inf
             if (is_number and (value or name not in _POSITIVE)) or (name == "loss_decay" and value is None):
                 continue
             expected = "more than 0" if name in _POSITIVE else "at least 0"
             raise ValueError(f"`{name}` is {value!r}, expected a number of {expected}.")
+        if not (self.ce_weight or self.kl_weight or self.tv_weight):
+            raise ValueError("`ce_weight`, `kl_weight` and `tv_weight` are all 0: expected one to train with.")
         for name in ("kl_teacher", "feature_source", "feature_dtype"):
-            allowed = self.__dataclass_fields__[name].metadata["choices"]
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"`{name}` is {getattr(self, name)!r}, expected one of {allowed}.")
+            self._check_choice(name)
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` is True, expected False: it would drop the loss mask.")
         if self.fp16 and self.device.type == "cpu":
@@ -127,3 +179,17 @@ class HyperDFlashTrainingArguments(TrainingArguments):
                     f"`report_to` names {reporter!r}, which is not installed, or which transformers does not know: "
                     f"install it, or choose {', '.join(sorted(['none', *installed]))}."
                 )
+
+    def _check_choice(self, name: str) -> None:
+        allowed = self.__dataclass_fields__[name].metadata["choices"]
+        if getattr(self, name) not in allowed:
+            raise ValueError(f"`{name}` is {getattr(self, name)!r}, expected one of {allowed}.")
+
+    def _take_the_recipe(self) -> None:
+        self._check_choice("recipe")
+        recipe = RECIPES[self.recipe]
+        self.set_by_user = {name for name in recipe if getattr(self, name) is not None}
+        for name in recipe.keys() - self.set_by_user:
+            setattr(self, name, recipe[name])
+        if self.loss_decay == math.inf:
+            self.loss_decay = None

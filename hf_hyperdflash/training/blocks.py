@@ -126,3 +126,28 @@ def walk_rounds(anchors: torch.Tensor, matched: torch.Tensor, available: torch.T
         rounds.append((emitted, accepted))
         position = anchor + emitted
     return rounds
+
+
+def expected_rounds(anchors: torch.Tensor, acceptance: torch.Tensor, available: torch.Tensor) -> float:
+    """How many verification rounds sampling is to be expected to need for a text, which [`walk_rounds`] counts for
+    greedy decoding.
+
+    Args:
+        anchors: Indices of every candidate of one row, `[anchors]`, ascending, -1 ignored.
+        acceptance: How probable each draft's acceptance is once those before it are accepted, `[anchors, drafts]`.
+        available: How many tokens of the same stretch follow the anchor, at least up to one more than can be drafted,
+            `[anchors]`.
+
+    Returns:
+        The sum over anchors of the probability that a round starts there.
+    """
+    starts = {anchor: 0.0 for anchor in anchors.tolist() if anchor >= 0}
+    for anchor, rates, left in zip(anchors.tolist(), acceptance.tolist(), available.tolist()):
+        if anchor < 0:
+            continue
+        probability = starts[anchor] = starts[anchor] if anchor - 1 in starts else 1.0  # a stretch starts with a round
+        for emitted, rate in enumerate([*rates[:left], 0.0][:left], start=1):
+            if anchor + emitted in starts:
+                starts[anchor + emitted] += probability * (1 - rate)
+            probability *= rate
+    return sum(starts.values())

@@ -1,30 +1,44 @@
-"""The drafter's loss, cross-entropy plus LM-head distillation (Eq. 2 and 3), in chunks of states. Torch alone."""
+"""The drafter's loss, in chunks of states: cross-entropy, distillation (Eq. 2, 3) and acceptance itself. Torch alone.
+
+Acceptance at temperature 1 is 1 less the total variation of what a draft is drawn from and what the target would draw
+from: a loss of its own, and what a confidence head is to foretell.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from .chunk_loss import Targets, chunk_loss, precise
 
 IGNORE_INDEX = -100
 _OF_LOGITS = torch.nn.Identity()
 
 
 class DrafterLoss(NamedTuple):
-    """Eq. 3 and its parts.
+    """A loss and its parts: all but the first detached, and 0 where there is nothing to compute them from.
 
     Args:
-        loss: Scalar with a gradient, cross-entropy plus `kl_weight` times KL.
-        cross_entropy: Scalar, detached.
-        kl: Scalar, detached: Eq. 2; 0 without a teacher.
+        loss: Scalar with a gradient, the weighted sum of the next four.
+        cross_entropy: Scalar, per draft position.
+        kl: Scalar, Eq. 2.
+        tv: Scalar, per draft position: how often speculative sampling at temperature 1 rejects a draft.
+        confidence: Scalar, per draft position.
         predictions: `[blocks, drafts]`, the most probable token of every labelled position, -1 at the others.
+        acceptance: `[blocks, drafts]`, 1 - TV of every labelled position: the probability that speculative sampling at
+            temperature 1 accepts it where all before it were.
     """
 
     loss: torch.Tensor
     cross_entropy: torch.Tensor
     kl: torch.Tensor
+    tv: torch.Tensor
+    confidence: torch.Tensor
     predictions: torch.Tensor
+    acceptance: torch.Tensor
 
 
 def position_weights(drafts: int, decay: float | None) -> torch.Tensor | None:
@@ -75,25 +89,44 @@ def drafter_loss(
     weights: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
     *,
+    kl_positions: int | None = None,
+    ce_weight: float = 1.0,
+    tv_weight: float = 0.0,
+    confidence_weight: float = 0.0,
+    vectors: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
+    confidence: torch.Tensor | None = None,
     head: Callable[[torch.Tensor], torch.Tensor] = _OF_LOGITS,
     chunk_size: int = 256,
 ) -> DrafterLoss:
-    """Eq. 3: cross-entropy plus `kl_weight` times T^2 / P sum_k E[KL(teacher_k || student_k)].
+    """Eq. 3, cross-entropy plus `kl_weight` times T^2 / P sum_k E[KL(teacher_k || student_k)], and DSpark's terms.
 
-    Logits exist for `chunk_size` draft positions at a time. Each chunk's gradient with respect to `states` is taken
-    at once, while its logits exist, and only multiplied in backward. So backward recomputes nothing, unlike with
-    checkpointing. Positions without a label never meet the head.
+    These are total variation, TV = 1/2 sum_i |p_i - t_i| between what a draft is drawn from and what the target would
+    draw from, and the binary cross-entropy of a confidence head against 1 - TV. Half the L1 distance is what
+    `tv_weight` multiplies, the rejection probability itself: DSpark's 0.9 ||p - t||_1 is a `tv_weight` of 1.8. A
+    position counts for cross-entropy, TV and confidence by its weight; KL is not weighted.
+
+    Logits, `head(states) + vectors @ table.T`, exist for `chunk_size` draft positions at a time. Each chunk's
+    gradients are taken at once, while its logits exist, and only multiplied in backward. So backward recomputes
+    nothing, unlike with checkpointing. Positions without a label never meet the head.
 
     Args:
-        states: `[blocks, drafts, config.target_hidden_size]`, the drafter's: all that gets a gradient. Without `head`
-            they are logits.
+        states: `[blocks, drafts, config.target_hidden_size]`, the drafter's. Without `head` they are logits.
         labels: `[blocks, drafts]`, the tokens at a+1, a+2, ..; -100 where there is none, which then counts nowhere.
-        teacher: `[blocks, P, config.target_hidden_size]`, what the head turns into the teacher's logits: the target's
-            collapsed and normed states at a, a+1, ..; `None` for cross-entropy alone.
+        teacher: `[blocks, T, config.target_hidden_size]`, what the head turns into the teacher's logits: the target's
+            collapsed and normed states at a, a+1, .., of the first P draft positions or of all; `None` for
+            cross-entropy alone. TV is computed with all.
         kl_weight: Alpha, 0.1 to 0.2 in the paper.
         kl_temperature: T of Eq. 2, of both distributions.
-        weights: `[drafts]`, of [`position_weights`]: makes the cross-entropy a weighted mean. KL is not weighted.
+        weights: `[drafts]`, of [`position_weights`]: makes cross-entropy, TV and confidence weighted means.
         counts: `[1 + P]`, of [`loss_counts`], over the whole optimizer step; default: of these labels.
+        kl_positions: P of Eq. 2; default: all that have a teacher.
+        ce_weight: Of the cross-entropy.
+        tv_weight: Of the total variation.
+        confidence_weight: Of the confidence head.
+        vectors: `[blocks, drafts, config.head_rank]`, a sequential head's, and
+        table: `[config.vocab_size, config.head_rank]`, what it scores tokens with; `None` without such a head.
+        confidence: `[blocks, drafts]`, the confidence head's logits.
         head: The target's LM head, `[n, config.target_hidden_size]` to `[n, config.vocab_size]`. It may move and cast
             what it is given; the loss is computed where its logits are, in float32 or better. Called with no gradient
             for its own parameters, and as often as this batch's labels need: not the same on every process.
@@ -102,56 +135,84 @@ def drafter_loss(
     Raises:
         ValueError: If the shapes do not match or `chunk_size` is not positive.
     """
-    positions = _checked_positions(states, labels, teacher, weights, counts)
     if chunk_size < 1:
         raise ValueError(f"`chunk_size` is {chunk_size}: expected at least 1 (256 is a good default).")
+    _check_shapes(states, labels, teacher, vectors, table, confidence)
+    taught = 0 if teacher is None else teacher.shape[1]
+    positions = taught if kl_positions is None else kl_positions
+    _check_positions(labels.shape[1], taught, positions, weights, counts)
+    everywhere = taught == labels.shape[1]
+    if not everywhere and (tv_weight or confidence is not None):
+        raise ValueError(
+            f"`teacher` has {taught} draft positions: expected all {labels.shape[1]}, for total variation and "
+            "confidence."
+        )
     counts = loss_counts(labels, positions, weights) if counts is None else counts
-    counts = counts.to(labels.device, _precise(states))
-    # What one block's cross-entropy at each draft position, and its KL, count for in Eq. 3 and 2; 0 where a count is.
+    counts = counts.to(labels.device, precise(states))
+    # What one block counts for at each draft position, and its KL; 0 where a count is.
     per_count = counts.reciprocal().masked_fill(counts == 0, 0.0)
     ones = torch.ones(labels.shape[1]).to(per_count)
-    ce_scale = per_count[0] * (ones if weights is None else weights.to(ones))
+    scale = per_count[0] * (ones if weights is None else weights.to(ones))
     kl_scale = per_count[1:] * (kl_temperature**2 / max(positions, 1))
     # Divided by counts, gradients are so small that they would vanish in a float16 head. They are taken in this unit
     # and multiplied by it in backward, where a gradient scaler's factor has arrived.
-    unit = torch.cat([ce_scale, kl_weight * kl_scale]).max().clamp(min=torch.finfo(torch.float32).tiny)
-    needs_gradient = torch.is_grad_enabled() and states.requires_grad
-    gradient, predictions = torch.zeros_like(states), torch.full_like(labels, -1)
-    cross_entropy = kl = torch.zeros_like(unit)
-    for block, draft, taught in _labelled_chunks(labels, positions, chunk_size):
-        student = states.detach()[block, draft].requires_grad_(needs_gradient)
-        taught_by = None if teacher is None else teacher.detach()[block[:taught], draft[:taught]]
-        ce_row, kl_row = ce_scale[draft], kl_scale[draft[:taught]]
-        of_chunk = labels[block, draft], ce_row / unit, kl_weight * kl_row / unit
-        ce_chunk, kl_chunk, predicted, chunk_gradient = _chunk_loss(
-            student, taught_by, *of_chunk, head, kl_temperature
+    unit = torch.cat([max(ce_weight, tv_weight) * scale, kl_weight * kl_scale]).max()
+    unit = unit.clamp(min=torch.finfo(torch.float32).tiny)
+    sources = [states] if vectors is None or table is None else [states, vectors, table]
+    needs_gradient = torch.is_grad_enabled() and any(source.requires_grad for source in sources)
+    gradients = [torch.zeros_like(source) for source in sources[:2]] if needs_gradient else []
+    if needs_gradient and table is not None:
+        gradients.append(torch.zeros_like(table, dtype=precise(table)))  # a sum over chunks
+    predictions, acceptance = torch.full_like(labels, -1), torch.zeros_like(labels, dtype=unit.dtype)
+    cross_entropy = kl = tv = torch.zeros_like(unit)
+    for block, draft, distilled in _labelled_chunks(labels, positions, chunk_size):
+        rows = slice(None if everywhere else distilled)
+        row, kl_row = scale[draft], kl_scale[draft[:distilled]]
+        targets = Targets(
+            labels[block, draft],
+            None if teacher is None else teacher.detach()[block[rows], draft[rows]],
+            ce_weight * row / unit,
+            kl_weight * kl_row / unit,
+            tv_weight * row / unit if everywhere else None,
         )
-        cross_entropy = cross_entropy + (ce_chunk.to(unit) * ce_row).sum()
-        kl = kl + (kl_chunk.to(unit) * kl_row).sum()
-        predictions[block, draft] = predicted.to(predictions)
-        if chunk_gradient is not None:
-            gradient[block, draft] = chunk_gradient
-    loss = cross_entropy + kl_weight * kl
+        inputs = [source.detach()[block, draft] for source in sources[:2]] + [each.detach() for each in sources[2:]]
+        of_chunk = chunk_loss([each.requires_grad_(needs_gradient) for each in inputs], targets, head, kl_temperature)
+        cross_entropy = cross_entropy + (of_chunk.cross_entropy.to(unit) * row).sum()
+        kl = kl + (of_chunk.kl.to(unit) * kl_row).sum()
+        if everywhere:
+            tv = tv + (of_chunk.tv.to(unit) * row).sum()
+            acceptance[block, draft] = 1 - of_chunk.tv.to(acceptance)
+        predictions[block, draft] = of_chunk.predictions.to(predictions)
+        for gradient, part in zip(gradients[:2], of_chunk.gradients):
+            gradient[block, draft] = part
+        for gradient, part in zip(gradients[2:], of_chunk.gradients[2:]):
+            gradient += part
+    loss = ce_weight * cross_entropy + kl_weight * kl + tv_weight * tv
     if needs_gradient:
-        loss = _PrecomputedGradient.apply(states, loss, gradient, unit)
-    return DrafterLoss(loss, cross_entropy, kl, predictions)
+        loss = _PrecomputedGradients.apply(loss, unit, gradients, *sources)
+    surprise = torch.zeros_like(unit)
+    if confidence is not None:
+        each = binary_cross_entropy_with_logits(confidence.to(acceptance), acceptance, reduction="none")
+        surprise = (each.masked_fill(labels == IGNORE_INDEX, 0.0) * scale).sum()
+        loss = loss + confidence_weight * surprise
+    return DrafterLoss(loss, cross_entropy, kl, tv, surprise.detach(), predictions, acceptance)
 
 
-class _PrecomputedGradient(torch.autograd.Function):
-    """A value whose gradient with respect to `states`, in units of `unit`, is known."""
+class _PrecomputedGradients(torch.autograd.Function):
+    """A value whose gradients with respect to its sources, in units of `unit`, are known."""
 
     @staticmethod
     def forward(
-        ctx: Any, states: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor, unit: torch.Tensor
+        ctx: Any, value: torch.Tensor, unit: torch.Tensor, gradients: Sequence[torch.Tensor], *sources: torch.Tensor
     ) -> torch.Tensor:
-        ctx.save_for_backward(gradient, unit)
+        ctx.save_for_backward(unit, *gradients)
         return value.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        gradient, unit = ctx.saved_tensors
-        return gradient * (upstream * unit), None, None, None
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        unit, *gradients = ctx.saved_tensors
+        return None, None, None, *(gradient * (upstream * unit) for gradient in gradients)
 
 
 def _labelled_chunks(
@@ -160,87 +221,45 @@ def _labelled_chunks(
     """Block and draft index of the labelled positions, up to `chunk_size` at a time, and how many of these, put first,
     lie among the first `positions` draft positions. The indices are on the CPU, so that no chunk waits for a GPU."""
     for chunk in (labels != IGNORE_INDEX).cpu().nonzero().split(chunk_size):
-        has_teacher = chunk[:, 1] < positions
-        block, draft = torch.cat([chunk[has_teacher], chunk[~has_teacher]]).unbind(1)
+        is_distilled = chunk[:, 1] < positions
+        block, draft = torch.cat([chunk[is_distilled], chunk[~is_distilled]]).unbind(1)
         if len(chunk):
-            yield block, draft, int(has_teacher.sum())
+            yield block, draft, int(is_distilled.sum())
 
 
-@torch.no_grad()
-def _chunk_loss(
-    states: torch.Tensor,
-    teacher: torch.Tensor | None,
-    labels: torch.Tensor,
-    ce_weights: torch.Tensor,
-    kl_weights: torch.Tensor,
-    head: Callable[[torch.Tensor], torch.Tensor],
-    temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Cross-entropy `[n]` of n positions, KL `[m]` of the first m, which have a teacher, predictions `[n]`, and if
-    `states` wants it, the weighted sum's gradient, `[n, config.target_hidden_size]`.
-
-    The logits' gradient is written out, in place, because autograd would keep several tensors of their size: it is
-    softmax - onehot for the cross-entropy and (student - teacher) / T for the KL. The head's part is autograd's.
-    """
-    with torch.set_grad_enabled(states.requires_grad):
-        logits = head(states)
-    log_probs = logits.detach().log_softmax(-1, dtype=_precise(logits))
-    label = labels.to(logits.device).unsqueeze(1)
-    ce_weight, kl_weight = ce_weights.to(log_probs).unsqueeze(1), kl_weights.to(log_probs).unsqueeze(1)
-    cross_entropy = -log_probs.gather(1, label).squeeze(1)
-    kl, kl_gradient, taught = cross_entropy[:0], None, len(kl_weights)
-    if teacher is not None and taught:
-        kl, kl_gradient = _kl_and_gradient(log_probs[:taught], head(teacher), temperature)
-    gradient = None
-    if states.requires_grad:
-        logits_gradient = log_probs.exp_().mul_(ce_weight).scatter_add_(1, label, -ce_weight)
-        if kl_gradient is not None:
-            logits_gradient[:taught].addcmul_(kl_gradient, kl_weight)
-        (gradient,) = torch.autograd.grad(logits, states, logits_gradient.to(logits.dtype))
-    return cross_entropy, kl, logits.argmax(-1), gradient
-
-
-def _kl_and_gradient(
-    log_probs: torch.Tensor, teacher_logits: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """KL(teacher || student) at a temperature, `[m]`, and its gradient with respect to the student's logits, from the
-    student's log-probabilities at temperature 1 and the teacher's logits, both `[m, config.vocab_size]`."""
-    if temperature != 1:
-        log_probs = (log_probs / temperature).log_softmax(-1)
-        teacher_logits = teacher_logits.to(log_probs.dtype) / temperature
-    teacher_log_probs = teacher_logits.log_softmax(-1, dtype=log_probs.dtype)
-    teacher_probs = teacher_log_probs.exp()
-    kl = teacher_log_probs.sub_(log_probs).mul_(teacher_probs).sum(-1)
-    gradient = torch.exp(log_probs, out=teacher_log_probs).sub_(teacher_probs).div_(temperature)
-    return kl, gradient
-
-
-def _checked_positions(
+def _check_shapes(
     states: torch.Tensor,
     labels: torch.Tensor,
     teacher: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    counts: torch.Tensor | None,
-) -> int:
-    """P of Eq. 2, after a check that all shapes agree."""
+    vectors: torch.Tensor | None,
+    table: torch.Tensor | None,
+    confidence: torch.Tensor | None,
+) -> None:
     if states.shape[:2] != labels.shape:
         raise ValueError(
             f"`states` are {tuple(states.shape)} and `labels` {tuple(labels.shape)}: expected equal blocks and drafts."
         )
     blocks, drafts = labels.shape
-    positions = 0 if teacher is None else teacher.shape[1]
-    expected = (blocks, min(positions, drafts), states.shape[2])
-    if teacher is not None and teacher.shape != expected:
-        raise ValueError(f"`teacher` are {tuple(teacher.shape)}: expected {expected}, as `states` and `labels`.")
+    rank = 0 if table is None else table.shape[1]
+    for what, given, expected in (
+        ("teacher", teacher, (blocks, min(drafts, teacher.shape[1] if teacher is not None else 0), states.shape[2])),
+        ("vectors", vectors, (blocks, drafts, rank)),
+        ("confidence", confidence, (blocks, drafts)),
+    ):
+        if given is not None and given.shape != expected:
+            raise ValueError(f"`{what}` are {tuple(given.shape)}: expected {expected}, as `states` and `labels`.")
+
+
+def _check_positions(
+    drafts: int, taught: int, positions: int, weights: torch.Tensor | None, counts: torch.Tensor | None
+) -> None:
+    if taught not in (positions, drafts):
+        raise ValueError(
+            f"`teacher` has {taught} draft positions: expected {positions}, `kl_positions`, or all {drafts}."
+        )
     for what, vector, length in (("weights", weights, drafts), ("counts", counts, 1 + positions)):
         if vector is not None and vector.shape != (length,):
             raise ValueError(
                 f"`{what}` are of shape {tuple(vector.shape)}: expected ({length},) for {drafts} draft positions and "
                 f"a teacher of {positions}. Use `position_weights` and `loss_counts`."
             )
-    return positions
-
-
-def _precise(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype a loss is computed in: float32, or the tensor's own if that is better."""
-    return torch.promote_types(tensor.dtype, torch.float32)

@@ -28,7 +28,7 @@ from .trainer import HyperDFlashTrainer
 
 REPORTED = (
     "learning_rate", "lr_scheduler_type", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size",
-    "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "seed", "kl_weight",
+    "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "seed", "recipe",
     "kl_positions", "kl_temperature", "kl_teacher", "num_anchors", "loss_decay", "feature_source", "feature_dtype",
     "max_length", "packing",
 )  # fmt: skip
@@ -109,6 +109,9 @@ def _check(script: ScriptArguments, args: Any) -> None:
             f"`--max_length` is {args.max_length}, expected more than `--num_draft_tokens`, "
             f"{script.num_draft_tokens}: a block has an anchor before them."
         )
+    makes_no_confidence_head = not script.drafter and not script.confidence_head
+    if args.confidence_weight and "confidence_weight" in args.set_by_user and makes_no_confidence_head:
+        raise ValueError("`--confidence_weight` is for a confidence head: add `--confidence_head`, or leave it out.")
     if script.streaming and not script.eval_dataset:
         raise ValueError("`--streaming` needs `--eval_dataset`: nothing can be split off a stream.")
     if script.streaming and args.max_steps <= 0:
@@ -207,7 +210,7 @@ def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
 
 def settings(script: ScriptArguments, args: HyperDFlashTrainingArguments, trainer: Any) -> dict[str, Any]:
     """What a model card needs to know of the run as it happened, without this machine's folders."""
-    told = {**vars(script), **{name: getattr(args, name) for name in REPORTED}}
+    told = {**vars(script), **{name: getattr(args, name) for name in REPORTED}, **trainer.loss_weights}
     del told["eval_rows"]  # what would have been split off
     for name in ("target", "drafter", "eval_dataset", "chat_template"):
         told[name] = told[name] and _public_name(told[name])

@@ -1,4 +1,4 @@
-"""Training a drafter: transformers' `Trainer` with the target's residual, blocks and Eq. 3."""
+"""Training a drafter: transformers' `Trainer` with the target's residual, blocks and their loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from huggingface_hub import HfApi
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial
 from transformers import EvalPrediction, PreTrainedModel, Trainer
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils.hub import PushInProgress
@@ -21,16 +23,19 @@ from ..hub.cards import drafter_card
 from ..hub.publish import drafter_files, reaching_hub
 from ..runtime.configuration_hyperdflash import HyperDFlashConfig
 from ..runtime.drafter import SavedDrafter
+from ..runtime.heads import HEADS, HeadOutput
 from ..runtime.layers import block_inputs
 from ..runtime.stats import SpeculationStats
 from ..runtime.targets import family_of
 from ..runtime.weights import not_finite
-from .arguments import HyperDFlashTrainingArguments
+from .arguments import LOSS_WEIGHTS, HyperDFlashTrainingArguments
 from .blocks import (
     anchor_candidates,
     anchor_seeds,
     block_labels,
     block_mask,
+    expected_rounds,
+    previous_tokens,
     sample_anchors,
     walk_rounds,
 )
@@ -44,6 +49,7 @@ from .teacher import check_teacher, teacher_states
 logger = logging.getLogger(__name__)
 
 Batch = dict[str, torch.Tensor]
+TERMS = ("cross_entropy", "kl", "tv", "confidence")
 
 
 def collate(rows: list[dict[str, Any]]) -> Batch:
@@ -78,8 +84,12 @@ def draft_states(
     batch: Batch,
     anchors: torch.Tensor,
     residual: torch.Tensor,
-) -> torch.Tensor:
-    """Run the blocks of `anchors` as generation runs one: the states that the target's LM head reads.
+) -> HeadOutput:
+    """Run the blocks of `anchors` as generation runs one, each draft after the text's token before it.
+
+    Generation draws that token itself: it is the text's as long as all drafts before were right, and what comes after
+    a wrong one never counts. So predictions are those of greedy drafting wherever they matter (but for a head that
+    chooses among candidates, where the best token of all is none of them).
 
     Args:
         drafter: The drafter, wrapped for distributed training or not.
@@ -90,21 +100,26 @@ def draft_states(
         residual: `[batch, seq, paths, config.target_hidden_size]` of the same rows, paths of [`read_layers`].
 
     Returns:
-        `[batch, anchors, config.max_draft_tokens, config.target_hidden_size]`.
+        What the target's LM head reads, `[batch, anchors, config.max_draft_tokens, config.target_hidden_size]`, and
+        what the heads say beside.
     """
     first, size = anchors.clamp(min=0), config.block_size
     anchor_ids, anchor_positions = (batch[name].gather(1, first) for name in ("input_ids", "position_ids"))
     tokens, positions = block_inputs(anchor_ids, anchor_positions, size, config.mask_token_id)
+    previous = previous_tokens(batch["input_ids"], anchors, config.max_draft_tokens)
+    head = HEADS.get(config.sequential_head)
     with torch.no_grad():
         embeds = family_of(target).embed(tokens)
-    hidden = drafter(
+        read = None if head is None or not head.reads_embeds else family_of(target).embed(previous)
+    return drafter(
         embeds,
         positions,
         attention_mask=block_mask(anchors, batch["position_ids"], size, config.sliding_window),
         residual=residual[:, :, : config.num_paths],
         residual_position_ids=batch["position_ids"],
+        previous_ids=previous,
+        previous_embeds=read,
     )
-    return hidden.unflatten(1, (-1, size))[:, :, 1:]
 
 
 class HyperDFlashTrainer(Trainer):
@@ -112,10 +127,12 @@ class HyperDFlashTrainer(Trainer):
 
     The target is frozen and only read: just the drafter is optimized, saved and synchronized. The target may be spread
     with `device_map` or quantized; its LM head must not be sharded by FSDP or ZeRO-3, because processes call it a
-    different number of times. Besides transformers' own, these values are logged: `cross_entropy` and
-    `kl` (the terms of Eq. 3) and, by `evaluate`, `teacher_forced_tau`: tokens per verification round that the held-out
-    text would take if the target wrote it, which it does if the text is the target's own
-    (`examples/regenerate_answers.py`). Add [`AcceptanceCallback`] for the acceptance of real generation beside it.
+    different number of times. Besides transformers' own, these values are logged: the terms of the loss that are in
+    use, `cross_entropy`, `kl`, `tv` and `confidence` ([`DrafterLoss`]), and, by `evaluate`, tokens per verification
+    round that the held-out text would take if the target wrote it, which it does if the text is the target's own
+    (`examples/regenerate_answers.py`): `teacher_forced_tau` greedily, `expected_tau` at temperature 1, from how
+    probable the acceptance of each draft is. Add [`AcceptanceCallback`] for the acceptance of real generation beside
+    them.
 
     Args:
         model: The drafter, plain or wrapped by PEFT.
@@ -162,8 +179,12 @@ class HyperDFlashTrainer(Trainer):
         if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
             cast(nn.Module, target).to(args.device)
         self._weights = position_weights(config.max_draft_tokens, args.loss_decay)
-        self._kl_positions = args.kl_positions if args.kl_weight else 0
-        self._terms = torch.zeros(3)  # cross-entropy, KL and steps since the last log
+        self.loss_weights: dict[str, float] = {name: getattr(args, name) for name in LOSS_WEIGHTS}
+        if not config.confidence_head:
+            self.loss_weights["confidence_weight"] = 0.0
+        self._kl_positions = cast(int, args.kl_positions) if args.kl_weight else 0
+        self._trains_acceptance = bool(args.tv_weight) or config.confidence_head
+        self._terms = torch.zeros(len(TERMS) + 1)  # and steps since the last log
         kwargs = {"data_collator": collate, **kwargs}
         kwargs["compute_metrics"] = kwargs.get("compute_metrics") or self._teacher_forced_metrics
         train_rows = self._rows(train_dataset, "train", args, processing_class, args.packing)
@@ -208,7 +229,7 @@ class HyperDFlashTrainer(Trainer):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         for batch in batches:
             self._lay_blocks(batch)
-        self._terms[2] += 1
+        self._terms[-1] += 1
         return batches, self._count(batches, device) if batches else None
 
     def _lay_blocks(self, batch: Batch) -> None:
@@ -230,19 +251,19 @@ class HyperDFlashTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """Eq. 3 of one micro-batch, divided by the counts of the whole step, so that micro-batches and processes sum
-        to one big batch's loss."""
+        """The loss of one micro-batch, divided by the counts of the whole step, so that micro-batches and processes
+        sum to one big batch's loss."""
         if "labels" not in inputs:
             self._lay_blocks(inputs)
         if num_items_in_batch is None:
             num_items_in_batch = self._count([inputs], self.args.device)
         residual = self.residual(inputs)
-        hidden = draft_states(model, self.drafter_config, self.target, inputs, inputs["anchors"], residual)
+        drafted = draft_states(model, self.drafter_config, self.target, inputs, inputs["anchors"], residual)
         counts = torch.as_tensor(num_items_in_batch)
-        terms = self._loss(hidden, inputs["anchors"], inputs["labels"], residual, counts)
+        terms = self._loss(model, drafted, inputs["anchors"], inputs["labels"], residual, counts)
         if not torch.isfinite(terms.loss):
             raise self._not_finite(terms.loss.item(), residual)
-        self._terms[:2] += torch.stack([terms.cross_entropy, terms.kl]).cpu()
+        self._terms[:-1] += torch.stack([getattr(terms, name) for name in TERMS]).cpu()
         loss = terms.loss * self.accelerator.num_processes  # gradients are averaged over processes: make it a sum
         return (loss, terms) if return_outputs else loss
 
@@ -255,33 +276,51 @@ class HyperDFlashTrainer(Trainer):
 
     def _loss(
         self,
-        hidden: torch.Tensor,
+        model: nn.Module,
+        drafted: HeadOutput,
         anchors: torch.Tensor,
         labels: torch.Tensor,
         residual: torch.Tensor,
         counts: torch.Tensor | None = None,
+        needs_acceptance: bool = False,
     ) -> DrafterLoss:
+        everywhere = self._trains_acceptance or needs_acceptance
+        taught = self.drafter_config.max_draft_tokens if everywhere else self._kl_positions
+        states, vectors, confidence = (None if part is None else part.flatten(0, 1) for part in drafted)
         return drafter_loss(
-            hidden.flatten(0, 1),
+            cast(torch.Tensor, states),
             labels.flatten(0, 1),
-            self._teacher(anchors, residual) if self._kl_positions else None,
-            self.args.kl_weight,
-            self.args.kl_temperature,
-            self._weights,
-            counts,
+            self._teacher(anchors, residual, taught) if taught else None,
+            kl_temperature=self.args.kl_temperature,
+            kl_positions=self._kl_positions,
+            weights=self._weights,
+            counts=counts,
+            vectors=vectors,
+            table=self._head_table(model),
+            confidence=confidence,
             head=lambda states: family_of(self.target).logits(states).to(states.device),
             chunk_size=self.args.loss_chunk_size,
+            **self.loss_weights,
         )
 
+    def _head_table(self, model: nn.Module) -> torch.Tensor | None:
+        """The table of the drafter's sequential head, whole on every process. Each of them knows its own loss's
+        gradient, and FSDP2 expects the mean."""
+        table = cast(Any, self.accelerator.unwrap_model(model, keep_torch_compile=False)).head_table
+        return table.full_tensor(grad_placements=[Partial("avg")]) if isinstance(table, DTensor) else table
+
     @torch.no_grad()
-    def _teacher(self, anchors: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Draft position k learns from the target's state at a+k-1 (section 2.3): `[blocks, P, hidden_size]`."""
-        steps = torch.arange(self._kl_positions, device=anchors.device)
-        at = (anchors.clamp(min=0).unsqueeze(-1) + steps).clamp(max=residual.shape[1] - 1).flatten(1)
-        rows = torch.arange(len(at), device=at.device).unsqueeze(-1)
-        final = residual[:, :, -self.drafter_config.target_hc_mult :]
-        states = teacher_states(self.target, final[rows, at], self.args.kl_teacher)
-        return states.to(residual.device).view(-1, self._kl_positions, states.shape[-1])
+    def _teacher(self, anchors: torch.Tensor, residual: torch.Tensor, positions: int) -> torch.Tensor:
+        """Draft position k learns from the target's state at a+k-1 (section 2.3): `[blocks, positions, hidden_size]`.
+        Where blocks overlap, a state is computed once."""
+        batch, length = residual.shape[:2]
+        steps = torch.arange(positions, device=anchors.device)
+        at = (anchors.clamp(min=0).unsqueeze(-1) + steps).clamp(max=length - 1)
+        rows = length * torch.arange(batch, device=at.device)
+        places, of_place = (at + rows[:, None, None]).unique(return_inverse=True)
+        final = residual.flatten(0, 1)[places, -self.drafter_config.target_hc_mult :]
+        states = teacher_states(self.target, final.unsqueeze(0), self.args.kl_teacher).to(residual.device)
+        return states[0, of_place].flatten(0, 1)
 
     def _not_finite(self, loss: float, residual: torch.Tensor) -> ValueError:
         if torch.isfinite(residual).all():
@@ -299,10 +338,10 @@ class HyperDFlashTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the loss's terms, means over the steps since the last log, to what the trainer logs."""
-        if "loss" in logs and self._terms[2]:
-            cross_entropy, kl = self.accelerator.reduce(self._terms[:2].to(self.args.device), "sum").tolist()
-            steps = int(self._terms[2])
-            logs = {**logs, "cross_entropy": cross_entropy / steps, "kl": kl / steps}
+        if "loss" in logs and self._terms[-1]:
+            means = self.accelerator.reduce(self._terms[:-1].to(self.args.device), "sum") / self._terms[-1].item()
+            in_use = {"tv": self._trains_acceptance, "confidence": self.drafter_config.confidence_head}
+            logs |= {name: mean for name, mean in zip(TERMS, means.tolist()) if in_use.get(name, True)}
             self._terms.zero_()
         super().log(logs, start_time)
 
@@ -314,12 +353,12 @@ class HyperDFlashTrainer(Trainer):
         inputs: Batch,
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
         """Draft at every possible anchor, then walk the text as generation would.
 
         Returns:
-            The loss, and per row and round the emitted tokens and the accepted drafts, `[batch, rounds]`, -100 where
-            a row has fewer rounds.
+            The loss; per row and round the emitted tokens, `[batch, rounds]`, -100 where a row has fewer rounds, with
+            the rounds to be expected at temperature 1, `[batch]`; and the accepted drafts per row and round.
         """
         batch = self._prepare_inputs(inputs)
         with torch.no_grad():
@@ -329,31 +368,38 @@ class HyperDFlashTrainer(Trainer):
                 draft_states(model, self.drafter_config, self.target, batch, part, residual)
                 for part in anchors.split(self.args.num_anchors, dim=1)
             ]
-            hidden = torch.cat(parts, dim=1)
+            whole = [None if part[0] is None else torch.cat(part, dim=1) for part in zip(*parts)]
+            drafted = HeadOutput(cast(torch.Tensor, whole[0]), *whole[1:])
             drafts = self.drafter_config.max_draft_tokens
             following = block_labels(
                 batch["input_ids"], batch["loss_mask"], batch["position_ids"], anchors, drafts + 1
             )
             labels = following[:, :, :-1].contiguous()
-            terms = self._loss(hidden, anchors, labels, residual)
+            terms = self._loss(model, drafted, anchors, labels, residual, needs_acceptance=not prediction_loss_only)
         if prediction_loss_only:
             return terms.loss, None, None
         matched = (terms.predictions.view_as(labels) == labels).long().cumprod(-1).sum(-1)
         available = (following != IGNORE_INDEX).sum(-1)
         rounds = [torch.tensor(walk_rounds(*row)).view(-1, 2) for row in zip(anchors, matched, available)]
         emitted, accepted = nn.utils.rnn.pad_sequence(rounds, True, float(IGNORE_INDEX)).to(anchors).unbind(-1)
-        return terms.loss, emitted.contiguous(), accepted.contiguous()
+        rates = terms.acceptance.view(*labels.shape)
+        expected = torch.tensor(
+            [expected_rounds(*row) for row in zip(anchors, rates, available)], device=anchors.device
+        )
+        return terms.loss, (emitted.contiguous(), expected), accepted.contiguous()
 
     def _teacher_forced_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        """Tau and the acceptance per draft position of the rounds that `prediction_step` walked."""
-        parts = (np.asarray(part).ravel() for part in (prediction.predictions, prediction.label_ids))
+        """Tau at temperatures 0 and 1, and the acceptance per draft position of the rounds that `prediction_step`
+        walked."""
+        walked, expected = cast(Any, prediction.predictions)
+        parts = (np.asarray(part).ravel() for part in (walked, prediction.label_ids))
         emitted, accepted = (part[part != IGNORE_INDEX].tolist() for part in parts)
         if not emitted:
             return {}
         drafts = self.drafter_config.max_draft_tokens
         stats = SpeculationStats(len(emitted), draft_positions=drafts, emitted=emitted, accepted=accepted)
         shares = {f"teacher_forced_acceptance_{k}": share for k, share in enumerate(stats.acceptance, start=1)}
-        return {"teacher_forced_tau": stats.tau, **shares}
+        return {"teacher_forced_tau": stats.tau, "expected_tau": sum(emitted) / float(np.sum(expected)), **shares}
 
     # Checkpoints
 
@@ -509,12 +555,20 @@ def _check_trainable(
 ) -> None:
     """Refuse drafters that training is not for, and weights that would look like a learning rate that is too high."""
     drafts = config.max_draft_tokens
-    if config.sample_from_anchor or config.draft_vocab_size:
+    if config.draft_vocab_size:
         raise ValueError(
-            f"The drafter's `sample_from_anchor` is {config.sample_from_anchor} and its `draft_vocab_size` "
-            f"{config.draft_vocab_size}, expected False and 0: training is for blocks whose anchor slot does not "
-            "draft (paper, section 2.1) and the target's LM head. Make a drafter with "
-            "`HyperDFlashDrafter.from_target(target)`."
+            f"The drafter's `draft_vocab_size` is {config.draft_vocab_size}, expected 0: training is with the "
+            "target's LM head. Make a drafter with `HyperDFlashDrafter.from_target(target)`."
+        )
+    if args.confidence_weight and "confidence_weight" in args.set_by_user and not config.confidence_head:
+        raise ValueError(
+            f"`confidence_weight` is {args.confidence_weight}, but the drafter has no confidence head: leave it out, "
+            "or make the drafter with `confidence_head=True` (`--confidence_head`)."
+        )
+    if is_deepspeed_zero3_enabled() and config.sequential_head not in ("none", "state"):
+        raise ValueError(
+            f"The drafter's `sequential_head` is {config.sequential_head!r}, whose table the loss reads whole, and "
+            "DeepSpeed ZeRO-3 keeps it in parts: train with ZeRO-2, FSDP2 or DDP."
         )
     for name, model in models.items():
         if bad := not_finite(model.named_parameters()):
@@ -527,7 +581,7 @@ def _check_trainable(
             f"The tokenizer has {len(tokenizer)} tokens, but the target's vocabulary {config.vocab_size}: pass the "
             "target's own tokenizer as `processing_class`."
         )
-    if args.kl_positions > drafts:
+    if cast(int, args.kl_positions) > drafts:
         raise ValueError(
             f"`kl_positions` is {args.kl_positions}, but the drafter has {drafts} draft positions: lower it."
         )

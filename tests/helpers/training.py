@@ -53,6 +53,31 @@ def tiny_drafter(target, **fields):
     return conftest.tiny_drafter(target, **fields)
 
 
+def headed_drafter(target, kind, seed=0, **fields):
+    """One with a sequential and a confidence head, both with weights that count: fresh ones change no draft."""
+    fields = {"sequential_head": kind, "head_rank": 8, "head_candidates": 0, "confidence_head": True, **fields}
+    drafter = tiny_drafter(target, **fields)
+    shake(drafter, 0.3, seed)
+    return drafter
+
+
+def with_head(drafter, kind):
+    """A trained drafter with a head that changes its drafts a little."""
+    fields = {"sequential_head": kind, "head_rank": 8, "head_candidates": 0}
+    headed = type(drafter)(type(drafter.config)(**{**drafter.config.to_dict(), **fields}))
+    headed.load_state_dict(drafter.state_dict(), strict=False)
+    shake(headed, 0.1)
+    return headed.eval()
+
+
+@torch.no_grad()
+def shake(drafter, size, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for module in filter(None, (drafter.head, drafter.confidence_head)):
+        for parameter in module.parameters():
+            parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+
+
 def trainer_for(tmp_path, target, drafter, train=None, held_out=None, **args) -> HyperDFlashTrainer:
     defaults = dict(
         output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=3, logging_steps=1, learning_rate=1e-2,

@@ -9,6 +9,7 @@ from hf_hyperdflash.training.blocks import (
     anchor_seeds,
     block_labels,
     block_mask,
+    expected_rounds,
     previous_tokens,
     sample_anchors,
     walk_rounds,
@@ -110,3 +111,47 @@ def test_walking_the_rounds(matched, following, rounds):
 def test_walking_goes_on_in_the_next_stretch():
     anchors = torch.tensor([0, 1, 10, 11])
     assert walk_rounds(anchors, torch.tensor([1, 0, 0, 0]), torch.tensor([2, 1, 2, 1])) == [(2, 1), (1, 0), (1, 0)]
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_expected_rounds_equal_a_recursion_over_what_a_round_may_emit(data):
+    stretches = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))  # anchors of each; one more token
+    drafts = data.draw(st.integers(1, 3))
+    rate = st.sampled_from([0.0, 0.25, 0.7, 1.0])
+    anchors, following, rates, expected, begin = [], [], [], 0.0, 2
+    for length in stretches:
+        left = {begin + i: length - i for i in range(length)}
+        rate_of = {a: [data.draw(rate) for _ in range(drafts)] for a in left}
+
+        def rounds_from(anchor, left=left, rate_of=rate_of):
+            if anchor not in left:  # the text's last token is out
+                return 0.0
+            possible, total, alive = min(drafts, left[anchor]), 1.0, 1.0
+            for accepted in range(possible):
+                total += alive * (1 - rate_of[anchor][accepted]) * rounds_from(anchor + accepted + 1)
+                alive *= rate_of[anchor][accepted]
+            return total + alive * rounds_from(anchor + min(possible + 1, left[anchor]))
+
+        expected += rounds_from(begin)
+        anchors += left
+        following += [min(n, drafts + 1) for n in left.values()]
+        rates += rate_of.values()
+        begin += length + 1
+    found = expected_rounds(
+        torch.tensor([*anchors, -1]), torch.tensor([*rates, [0.5] * drafts]), torch.tensor([*following, 0])
+    )
+    assert found == pytest.approx(expected)
+
+
+def test_expected_rounds_are_the_walked_ones_where_nothing_is_left_to_chance():
+    anchors, matched = torch.arange(7), torch.tensor([1, 3, 2, 0, 3, 1, 1])
+    following = torch.tensor([4, 4, 4, 4, 3, 2, 1])
+    rates = (torch.arange(3) < matched.unsqueeze(-1)).float()
+    assert expected_rounds(anchors, rates, following) == len(walk_rounds(anchors, matched, following))
+
+
+def test_the_token_before_each_draft():
+    ids = torch.tensor([[11, 12, 13, 14, 15], [21, 22, 23, 24, 25]])
+    before = previous_tokens(ids, torch.tensor([[0, 2], [3, -1]]), 3)
+    assert before.tolist() == [[[11, 12, 13], [13, 14, 15]], [[24, 25, 25], [21, 22, 23]]]

@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_hyperdflash.training.losses import drafter_loss, loss_counts, position_weights
 
+from ..helpers.live_memory import LiveMemory
 from ..helpers.training import naive_cross_entropy, naive_kl
 
 VOCAB, WIDTH = 7, 5
@@ -252,6 +253,209 @@ def test_autocast():
     assert (states.grad - gradient).norm() < 3e-2 * gradient.norm()
 
 
+# Acceptance itself: total variation, a sequential head's table, a confidence head
+
+RANK, ACCEPTANCE = 3, {"tv_weight": 0.7, "ce_weight": 0.4, "confidence_weight": 1.3}
+
+
+def path_example(labelled=None, blocks=5, drafts=4, seed=0, has_table=True):
+    """What a drafter with heads gives, `[states, vectors, table, confidence]`, labels, and a teacher everywhere."""
+    states, labels, teacher = example(blocks, drafts, drafts, seed, labelled)
+    generator = torch.Generator().manual_seed(seed + 1)
+    vectors, table, confidence = (
+        2 * torch.randn(shape, dtype=torch.float64, generator=generator)
+        for shape in ((blocks, drafts, RANK), (VOCAB, RANK), (blocks, drafts))
+    )
+    heads = [vectors, table, confidence] if has_table else [None, None, confidence]
+    return [states.detach(), *heads], labels, teacher
+
+
+def naive_acceptance_loss(
+    drafted, labels, teacher, head, *, kl_positions, ce_weight, tv_weight, confidence_weight, kl_weight=0.15,
+    kl_temperature=1.0, weights=None, counts=None,
+):  # fmt: skip
+    """Oracle: one position after the other in float64, gradients by autograd alone. Acceptance is counted as what
+    speculative sampling accepts: a token of the draft's q with probability min(1, p / q)."""
+    states, vectors, table, confidence = drafted
+    weights = torch.ones(labels.shape[1], dtype=torch.float64) if weights is None else weights
+    counts = loss_counts(labels, kl_positions, weights) if counts is None else counts
+    cross_entropy = kl = tv = foretold = states.sum() * 0
+    acceptance = torch.zeros(labels.shape, dtype=torch.float64)
+    for b, k in (labels != -100).nonzero().tolist():
+        logits = states[b, k] @ head.weight.T
+        if table is not None:
+            logits = logits + torch.stack([vectors[b, k] @ row for row in table])
+        p, q = (teacher[b, k] @ head.weight.T).softmax(-1), logits.softmax(-1)
+        share = weights[k] / counts[0]
+        cross_entropy = cross_entropy - share * q[labels[b, k]].log()
+        tv = tv + share * (q - p).abs().sum() / 2
+        accepted = acceptance[b, k] = (q * (p / q).clamp(max=1)).sum().detach()
+        c = confidence[b, k].sigmoid()
+        foretold = foretold - share * (accepted * c.log() + (1 - accepted) * (1 - c).log())
+        if k < kl_positions:
+            soft_p = (teacher[b, k] @ head.weight.T / kl_temperature).softmax(-1)
+            soft_q = (logits / kl_temperature).softmax(-1)
+            divergence = (soft_p * (soft_p / soft_q).log()).sum()
+            kl = kl + kl_temperature**2 / kl_positions * divergence / counts[1 + k]
+    loss = ce_weight * cross_entropy + kl_weight * kl + tv_weight * tv + confidence_weight * foretold
+    return [loss, cross_entropy, kl, tv, foretold], acceptance
+
+
+def acceptance_loss(drafted, labels, teacher, head, chunk_size=3, **options):
+    states, vectors, table, confidence = drafted
+    return loss_of(
+        states, labels, head, teacher, chunk_size, vectors=vectors, table=table, confidence=confidence, **options
+    )
+
+
+def assert_acceptance_loss_is_the_naive_one(drafted, labels, teacher, chunk_size=3, **options):
+    head = RecordingHead()
+    leaves = [[None if t is None else t.clone().requires_grad_() for t in drafted] for _ in range(2)]
+    expected, acceptance = naive_acceptance_loss(leaves[0], labels, teacher, head, **options)
+    expected[0].backward()
+    gradients = [t if t is None else t.grad if t.grad is not None else torch.zeros_like(t) for t in leaves[0]]
+    head.zero_grad()
+    result = acceptance_loss(leaves[1], labels, teacher, head, chunk_size, **options)
+    for found, wanted in zip(result, expected):
+        torch.testing.assert_close(found, wanted.detach(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(result.acceptance, acceptance, rtol=1e-10, atol=1e-12)
+    (2.5 * result.loss).backward()
+    for tensor, gradient in zip(leaves[1], gradients):
+        if tensor is not None:
+            torch.testing.assert_close(tensor.grad, 2.5 * gradient, rtol=1e-9, atol=1e-12)
+    assert head.weight.grad is None and max(head.rows, default=0) <= chunk_size
+    assert sum(head.rows) == 2 * (labels != -100).sum()  # student and teacher
+    assert not any(term.requires_grad for term in result[1:])
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.data())
+def test_acceptance_loss_is_the_naive_one_for_any_shape(data):
+    blocks, drafts, chunk_size = (data.draw(st.integers(1, top)) for top in (4, 4, 6))
+    positions, labelled = data.draw(st.integers(0, drafts)), data.draw(st.sampled_from([0.0, 0.4, 1.0]))
+    seed, has_table = data.draw(st.integers(0, 1000)), data.draw(st.booleans())
+    drafted, labels, teacher = path_example(labelled, blocks, drafts, seed, has_table)
+    weights = position_weights(drafts, data.draw(st.sampled_from([None, 1.5])))
+    options = {name: data.draw(st.sampled_from([0.0, 0.3, 2.0])) for name in (*ACCEPTANCE, "kl_weight")}
+    options |= {"weights": None if weights is None else weights.double(), "kl_positions": positions}
+    options["kl_temperature"] = data.draw(st.sampled_from([1.0, 0.7]))
+    if data.draw(st.booleans()):  # of a larger optimizer step
+        options["counts"] = 3 + loss_counts(labels, positions, options["weights"])
+    assert_acceptance_loss_is_the_naive_one(drafted, labels, teacher, chunk_size, **options)
+
+
+def test_dspark_s_weight_of_the_l1_distance_is_twice_the_rejection_s():
+    drafted, labels, teacher = path_example(has_table=False)
+    head = RecordingHead()
+    p, q = (head(states.detach()).softmax(-1) for states in (teacher, drafted[0]))
+    l1 = (p - q).abs().sum(-1)[labels != -100].mean()
+    result = acceptance_loss(drafted, labels, teacher, head, ce_weight=0.0, kl_weight=0.0, tv_weight=1.8)
+    torch.testing.assert_close(result.loss, 0.9 * l1.detach())
+
+
+def test_the_confidence_term_trains_nothing_but_the_confidence_head():
+    drafted, labels, teacher = path_example()
+    leaves = [tensor.clone().requires_grad_() for tensor in drafted]
+    acceptance_loss(leaves, labels, teacher, RecordingHead(), ce_weight=0.0, kl_weight=0.0, confidence_weight=1.0)[
+        0
+    ].backward()
+    assert [bool(leaf.grad.count_nonzero()) for leaf in leaves] == [False, False, False, True]
+    assert leaves[3].grad[labels == -100].count_nonzero() == 0
+    unweighted = acceptance_loss(leaves, labels, teacher, RecordingHead(), confidence_weight=0.0)
+    (zero,) = torch.autograd.grad(
+        unweighted.loss, leaves[3]
+    )  # in the graph all the same: DDP waits for every gradient
+    assert zero.count_nonzero() == 0 and unweighted.confidence > 0
+
+
+def test_micro_batches_of_the_acceptance_loss_sum_to_the_big_batch():
+    drafted, labels, teacher = path_example(0.6, blocks=9)
+    labels[4:6] = -100
+    head, weights = RecordingHead(), position_weights(4, 2.0).double()
+    options = {**ACCEPTANCE, "weights": weights, "kl_positions": 2}
+    whole, leaves = ([tensor.clone().requires_grad_() for tensor in drafted] for _ in range(2))
+    expected = acceptance_loss(whole, labels, teacher, head, **options)
+    expected.loss.backward()
+    parts = [slice(0, 1), slice(1, 4), slice(4, 6), slice(6, 9)]
+    counts = sum(loss_counts(labels[part], 2, weights) for part in parts)
+    results = []
+    for part in parts:
+        states, vectors, table, confidence = leaves
+        rows = [states[part], vectors[part], table, confidence[part]]
+        results.append(acceptance_loss(rows, labels[part], teacher[part], head, counts=counts, **options))
+        results[-1].loss.backward()
+    for total, terms in zip(expected[:5], zip(*(result[:5] for result in results))):
+        torch.testing.assert_close(sum(terms), total, rtol=1e-11, atol=1e-13)
+    for leaf, wanted in zip(leaves, whole):
+        torch.testing.assert_close(leaf.grad, wanted.grad, rtol=1e-11, atol=1e-13)
+
+
+def test_evaluation_takes_no_gradients_and_finds_the_same():
+    drafted, labels, teacher = path_example()
+    head, leaves = RecordingHead(), [tensor.clone().requires_grad_() for tensor in drafted]
+    expected = acceptance_loss(leaves, labels, teacher, head, **ACCEPTANCE)
+    with torch.no_grad():
+        evaluated = acceptance_loss(leaves, labels, teacher, head, **ACCEPTANCE)
+    assert not evaluated.loss.requires_grad and all(torch.equal(a, b) for a, b in zip(evaluated, expected))
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+def test_a_half_precision_head_loses_no_gradient_of_a_large_batch(dtype, tolerance):
+    drafted, labels, teacher = path_example(blocks=40)
+    head, options = RecordingHead(), {**ACCEPTANCE, "counts": 1e6 * loss_counts(labels, 4)}
+    exact = [tensor.clone().requires_grad_() for tensor in drafted]
+    acceptance_loss(exact, labels, teacher, head, **options).loss.backward()
+    half = RecordingHead(dtype)
+    half.load_state_dict(head.state_dict())
+    leaves = [tensor.float().requires_grad_() for tensor in drafted]
+    result = acceptance_loss(leaves, labels, teacher, lambda rows: half(rows.to(dtype)), **options)
+    result.loss.backward()
+    assert result.loss.dtype == torch.float32 and result.acceptance.dtype == torch.float32
+    for leaf, wanted in zip(leaves, exact):
+        assert leaf.grad.dtype == torch.float32
+        assert (leaf.grad - wanted.grad).norm() < tolerance * wanted.grad.norm()
+
+
+def test_a_half_precision_table_s_gradient_is_summed_over_chunks_in_float32():
+    drafted, labels, teacher = path_example(blocks=150)
+    head, gradients = RecordingHead(), []
+    for dtype in (torch.float64, torch.bfloat16):
+        table = drafted[2].clone().to(dtype).requires_grad_()
+        tensors = [drafted[0], drafted[1], table, drafted[3]]
+        acceptance_loss(tensors, labels, teacher, head, 1, **ACCEPTANCE).loss.backward()
+        gradients.append(table.grad.double())
+    assert (gradients[1] - gradients[0]).norm() < 1e-2 * gradients[0].norm()
+
+
+def test_total_variation_is_exact_at_a_large_vocabulary():
+    p = 3 * torch.randn(4, 1, 50_000, dtype=torch.float64)
+    q = p + 0.7 * torch.randn(4, 1, 50_000, dtype=torch.float64)
+    expected = 1 - (p.softmax(-1) - q.softmax(-1)).abs().sum(-1) / 2
+    result = drafter_loss(q.float(), torch.zeros(4, 1, dtype=torch.long), p.float())
+    torch.testing.assert_close(result.acceptance.double(), expected, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_in_memory_at_once(dtype):
+    """In tensors of a chunk's logits in float32. Before total variation was there, a third of the positions distilled
+    took 3.0 of them in float32 and 2.5 in bfloat16."""
+    vocab, width, chunk_size, drafts = 4000, 8, 64, 6
+    head = nn.Linear(width, vocab, bias=False, dtype=dtype).requires_grad_(False)
+    states, teacher = (torch.randn(48, drafts, width, dtype=dtype) for _ in range(2))
+    labels = torch.randint(0, vocab, (48, drafts))
+
+    def peak(taught, **options):
+        leaf = states.clone().requires_grad_()
+        with LiveMemory() as memory:
+            drafter_loss(leaf, labels, taught, head=head, chunk_size=chunk_size, **options).loss.backward()
+        return memory.peak / (chunk_size * vocab * 4)
+
+    assert peak(teacher[:, :2]) < 2.1
+    assert peak(teacher, kl_positions=2, tv_weight=1.0) < (3.1 if dtype == torch.float32 else 2.9)
+    vectors, table = torch.randn(48, drafts, 4, requires_grad=True), torch.randn(vocab, 4, requires_grad=True)
+    assert peak(teacher, kl_positions=2, tv_weight=1.0, vectors=vectors, table=table) < 3.4
+
+
 def test_shapes_are_checked():
     hidden, labels, teacher = example()
     head = RecordingHead()
@@ -265,3 +469,12 @@ def test_shapes_are_checked():
         loss_of(hidden, labels, head, teacher, weights=torch.ones(3))
     with pytest.raises(ValueError, match="`chunk_size` is 0"):
         loss_of(hidden, labels, head, teacher, chunk_size=0)
+    with pytest.raises(ValueError, match=r"`teacher` has 2 draft positions: expected all 4, for total variation"):
+        loss_of(hidden, labels, head, teacher, tv_weight=0.1)
+    with pytest.raises(ValueError, match=r"`teacher` has 2 draft positions: expected 1, `kl_positions`, or all 4"):
+        loss_of(hidden, labels, head, teacher, kl_positions=1)
+    (states, vectors, table, confidence), labels, teacher = path_example()
+    with pytest.raises(ValueError, match=r"`vectors` are \(5, 4, 3\): expected \(5, 4, 2\)"):
+        loss_of(states, labels, head, teacher, vectors=vectors, table=table[:, :2])
+    with pytest.raises(ValueError, match=r"`confidence` are \(5, 3\): expected \(5, 4\)"):
+        loss_of(states, labels, head, teacher, confidence=confidence[:, 1:])

@@ -135,6 +135,9 @@ def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path, name):
         (["--output_dir", __file__], r"test_script\.py', a file: expected a folder"),
         (["--device_map", "cuda:7"], "`--device_map` is 'cuda:7', but PyTorch sees no CUDA device"),
         (["--eval_rows", "0"], "`--eval_rows` is 0"),
+        (["--confidence_weight", "0.5"], "`--confidence_weight` is for a confidence head: add `--confidence_head`"),
+        (["--recipe", "best"], "--recipe.*invalid choice: 'best'"),
+        (["--tv_weight", "-1"], "`tv_weight` is -1.0, expected a number of at least 0"),
         (["--chat_template", "nowhere.jinja"], "'nowhere.jinja', and there is no such file"),
         (["--output_dir"], "--output_dir.*expected one argument.*`train --help`"),
         (["--stage", "3"], "--stage.*invalid choice: 3"),
@@ -183,6 +186,7 @@ def test_a_run_that_diverges_ends_the_line_of_its_bar(tmp_path, capfd):
 def test_the_record_tells_what_happened(tmp_path, caplog, capsys):
     data = write(tmp_path / "rows.jsonl", chats(10))
     more = dict(max_length=12, num_train_epochs=7, sliding_window="none", save_steps=1, warmup_steps=0.5, max_steps=3)
+    more |= dict(recipe="dspark", kl_weight=0.3, sequential_head="markov", head_rank=4)
     old = os.umask(0o022)
     try:
         main(flags(tmp_path, data, **more))
@@ -203,11 +207,15 @@ def test_the_record_tells_what_happened(tmp_path, caplog, capsys):
         "weight_decay": 0.0,
     }
     assert {name: facts[name] for name in rules} == rules
+    loss = {"recipe": "dspark", "ce_weight": 0.1, "tv_weight": 1.8, "kl_weight": 0.3, "kl_positions": 2}
+    loss |= {"loss_decay": 4.0, "confidence_weight": 0.0}  # without a confidence head
+    assert {name: facts[name] for name in loss} == loss
     card = str(drafter_card(folder))
     for line in (
         "| schedule | cosine |", "| Adam's first beta | 0.9 |", "| gradients clipped to norm | 1 |",
         "| epochs | 1.5 |",
-        "| steps | 3 |", "| rows held out | 2 |", "| warm-up steps | 2 |", "| Adam's epsilon | 1e-08 |",
+        "| loss | dspark |", "| total variation weight | 1.8 |", "| steps | 3 |", "| rows held out | 2 |",
+        "| warm-up steps | 2 |", "| Adam's epsilon | 1e-08 |",
     ):  # fmt: skip
         assert line in card, line
     assert HyperDFlashConfig.from_pretrained(folder).sliding_window is None

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from hf_hyperdflash import (
@@ -20,19 +21,33 @@ from hf_hyperdflash import (
     HyperDFlashTrainingArguments,
     capture_residual,
 )
+from hf_hyperdflash.runtime.heads import HEADS
+from hf_hyperdflash.training.arguments import RECIPES
 from hf_hyperdflash.training.checkpoints import last_whole
 from hf_hyperdflash.training.data import encode_prompts
 from hf_hyperdflash.training.store import FeatureCache
 from hf_hyperdflash.training.trainer import collate, draft_states, read_layers
 
 from ..conftest import MODELS, prompt, tiny_target
-from ..helpers.training import losses, naive_cross_entropy, naive_kl, rows, tiny_drafter, trainer_for, weights
+from ..helpers.training import (
+    headed_drafter,
+    losses,
+    naive_cross_entropy,
+    naive_kl,
+    rows,
+    softmax,
+    tiny_drafter,
+    trainer_for,
+    weights,
+    with_head,
+)
 
 # One feature path
 
 FIELDS = [
     {}, {"sliding_window": 6}, {"reducer": "fc"}, {"hidden_size": 48, "head_dim": 16},
     {"reducer": "fc", "target_layer_ids": [0, 1]}, {"reducer": "hybrid", "target_layer_ids": [1, -1]},
+    {"sample_from_anchor": True, "conv_kernel_size": 2},
 ]  # fmt: skip
 
 
@@ -43,7 +58,7 @@ def test_training_reproduces_the_draft_logits_of_every_round(target, fields):
     rounds = []
 
     def record(module, args, output):
-        rounds.append((int(args[1][0, 0]), target.lm_head(output[:, 1:])))
+        rounds.append((int(args[1][0, 0]), target.lm_head(output[:, drafter.config.first_slot :])))
 
     handle = drafter.register_forward_hook(record)
     text = target.generate(prompt(11), do_sample=False, max_new_tokens=24, assistant_model=drafter)
@@ -53,14 +68,18 @@ def test_training_reproduces_the_draft_logits_of_every_round(target, fields):
     with torch.no_grad(), capture_residual(target, read_layers(drafter.config)) as captured:
         target(text, use_cache=False)
         anchors = torch.tensor([[anchor for anchor, _ in rounds]])
-        logits = target.lm_head(draft_states(drafter, drafter.config, target, batch, anchors, captured[0]))
+        logits = target.lm_head(draft_states(drafter, drafter.config, target, batch, anchors, captured[0]).states)
     torch.testing.assert_close(logits[0], torch.cat([drafted for _, drafted in rounds]), atol=1e-5, rtol=1e-5)
 
 
-def test_the_teacher_forced_estimate_walks_generations_own_rounds(tmp_path):
-    """On the target's own text the cheap estimate is not an estimate: it finds the rounds that generate ran."""
+@pytest.mark.parametrize("head", ["none", "recurrent", "state"])
+def test_the_teacher_forced_estimate_walks_generations_own_rounds(tmp_path, head):
+    """On the target's own text the cheap estimate is not an estimate: it finds the rounds that generate ran. A head
+    that was not trained with the drafter spoils some drafts, so that there are more and shorter rounds."""
     target = AutoModelForCausalLM.from_pretrained(MODELS / "tiny-deepseek-v4", dtype=torch.float32)
     drafter = HyperDFlashDrafter.from_pretrained(MODELS / "tiny-deepseek-v4-hyperdflash", dtype=torch.float32)
+    if head != "none":
+        drafter = with_head(drafter, head)
     tokenizer = AutoTokenizer.from_pretrained(MODELS / "tiny-deepseek-v4")
     questions = [{"turns": ["Write a Python function that adds two numbers."]}, {"turns": ["What is 3 plus 4?"]}]
     drafter.bind(target)
@@ -72,7 +91,7 @@ def test_the_teacher_forced_estimate_walks_generations_own_rounds(tmp_path):
         accepted.append(drafter.last_stats.accepted)
     trainer = trainer_for(tmp_path, target, drafter, held_out=Dataset.from_list(texts), max_length=256, num_anchors=16)
     metrics = trainer.evaluate()
-    _, walked, matched = trainer.prediction_step(drafter, collate(trainer.eval_dataset.to_list()), False)
+    _, (walked, _), matched = trainer.prediction_step(drafter, collate(trainer.eval_dataset.to_list()), False)
     walked, matched = ([[n for n in row if n != -100] for row in part.tolist()] for part in (walked, matched))
     every = [n for row in walked for n in row]
     assert metrics["eval_teacher_forced_tau"] == pytest.approx(sum(every) / len(every))
@@ -90,7 +109,7 @@ def test_the_teacher_forced_estimate_walks_generations_own_rounds(tmp_path):
 def naive_loss(target, drafter, documents, teacher, positions, temperature, decay, kl_weight):
     """Eq. 3 with every block drafted alone, as in generation, and the target run on each document alone."""
     drafted, labels, taught = [], [], []
-    drafts = drafter.config.max_draft_tokens
+    drafts, size = drafter.config.max_draft_tokens, drafter.config.block_size
     for document in documents:
         ids, mask = torch.tensor([document["input_ids"]]), [*document["loss_mask"], 0]
         with capture_residual(target, drafter.config.target_layer_ids) as captured:
@@ -100,11 +119,11 @@ def naive_loss(target, drafter, documents, teacher, positions, temperature, deca
                 target(ids, use_cache=False)
             logits = target.lm_head(target.model.norm(last[0].mean(dim=2)))[0]
         for a in (i for i in range(ids.shape[1]) if mask[i] and mask[i + 1]):
-            block = torch.tensor([[document["input_ids"][a], *[drafter.config.mask_token_id] * drafts]])
+            block = torch.tensor([[document["input_ids"][a], *[drafter.config.mask_token_id] * (size - 1)]])
             first = max(0, a - (drafter.config.sliding_window or a))
             context = dict(residual=captured[0][:, first:a], residual_position_ids=torch.arange(first, a)[None])
-            states = drafter(target.model.embed_tokens(block), torch.arange(a, a + drafts + 1)[None], **context)
-            drafted.append(target.lm_head(states[0, 1:]))
+            states = drafter(target.model.embed_tokens(block), torch.arange(a, a + size)[None], **context)
+            drafted.append(target.lm_head(states[0, size - drafts :]))
             unsupervised = next(j for j in range(a + 1, len(mask)) if not mask[j])
             row = document["input_ids"][a + 1 : min(a + 1 + drafts, unsupervised)]
             labels.append(row + [-100] * (drafts - len(row)))
@@ -134,17 +153,77 @@ def test_the_loss_is_eq_3_of_the_targets_own_logits(tmp_path, target, fields, te
     assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
+def min_sum(q, p):
+    """What speculative sampling accepts of a draft from q, where the target draws from p."""
+    return sum(map(min, q, p))
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [
+        ("markov", "dspark"), ("gated_markov", "hyperdflash"), ("recurrent", "dspark"), ("selector", "dspark"),
+        ("state", "dspark"), ("state", "hyperdflash"),
+    ],
+)  # fmt: skip
+def test_the_loss_of_heads_is_what_drafting_token_by_token_would_have_said(tmp_path, target, kind, recipe):
+    """Every block alone, every draft from its head's own step after the text's token, acceptance token by token."""
+    drafter, documents = headed_drafter(target, kind), rows(2).to_list()
+    trainer = trainer_for(
+        tmp_path, target, drafter, Dataset.from_list(documents), num_anchors=64, recipe=recipe, kl_weight=0.7
+    )
+    with torch.no_grad():
+        loss = trainer.compute_loss(drafter, collate(trainer.train_dataset.to_list())).item()
+    logits, labels, taught, foretold = [], [], [], []
+    for ids in (document["input_ids"] for document in documents):
+        with torch.no_grad(), capture_residual(target, [-1]) as captured:
+            following = target(torch.tensor([ids]), use_cache=False).logits[0]
+        for a in range(len(ids) // 2, len(ids) - 1):
+            block = torch.tensor([[ids[a], *[drafter.config.mask_token_id] * 6]])
+            context = dict(residual=captured[0][:, :a], residual_position_ids=torch.arange(a)[None])
+            with torch.no_grad():
+                states = drafter(target.model.embed_tokens(block), torch.arange(a, a + 7)[None], **context)[0, 1:]
+                carried = None
+                for k, state in enumerate(states[: len(ids) - 1 - a]):
+                    before = torch.tensor([ids[a + k]])
+                    step = drafter.head(state[None], before, target.model.embed_tokens(before), carried)
+                    carried = step.carried
+                    scores = target.lm_head(step.states)
+                    if step.vectors is not None:
+                        scores = scores + step.vectors @ drafter.head_table.T
+                    logits.append(scores[0])
+                    foretold.append((k, drafter.confidence_head(state[None], step.memory).sigmoid().item()))
+                    labels.append(ids[a + k + 1])
+                    taught.append(following[a + k])
+    weights = [math.exp(-k / 4) if recipe == "dspark" else 1.0 for k, _ in foretold]
+    accepted = [min_sum(softmax(q.tolist()), softmax(p.tolist())) for q, p in zip(logits, taught)]
+    surprise = [-a * math.log(c) - (1 - a) * math.log(1 - c) for a, (_, c) in zip(accepted, foretold)]
+    surprise = sum(w * s for w, s in zip(weights, surprise)) / sum(weights)
+    rejected = sum(w * (1 - a) for w, a in zip(weights, accepted)) / sum(weights)
+    cross_entropy = -sum(w * math.log(softmax(q.tolist())[y]) for w, q, y in zip(weights, logits, labels))
+    cross_entropy /= sum(weights)
+    kl = 0.0
+    for position in range(2):
+        at = [i for i, (k, _) in enumerate(foretold) if k == position]
+        pairs = [(softmax(taught[i].tolist()), softmax(logits[i].tolist())) for i in at]
+        kl += sum(p * math.log(p / q) for ps, qs in pairs for p, q in zip(ps, qs)) / len(at) / 2
+    ce_weight, tv_weight = (0.1, 1.8) if recipe == "dspark" else (1.0, 0.0)
+    expected = ce_weight * cross_entropy + tv_weight * rejected + 0.7 * kl + surprise
+    assert loss == pytest.approx(expected, rel=1e-4)
+
+
 # The loss is the same however the batch is laid out
 
 
-def test_accumulated_micro_batches_equal_one_batch(tmp_path, target):
+@pytest.mark.parametrize("head", ["none", "recurrent"])
+def test_accumulated_micro_batches_equal_one_batch(tmp_path, target, head):
     data, runs = rows(8), []
+    settings = dict(max_steps=2, optim="sgd", loss_decay=3.0, recipe="hyperdflash" if head == "none" else "ours")
     for layout in (
         {"per_device_train_batch_size": 4},
         {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
     ):
-        drafter = tiny_drafter(target)
-        trainer = trainer_for(tmp_path, target, drafter, data, max_steps=2, optim="sgd", loss_decay=3.0, **layout)
+        drafter = tiny_drafter(target) if head == "none" else headed_drafter(target, head)
+        trainer = trainer_for(tmp_path, target, drafter, data, **settings, **layout)
         trainer.train()
         runs.append((losses(trainer), weights(drafter)))
     assert runs[0][0] == pytest.approx(runs[1][0], rel=1e-5)
@@ -211,6 +290,53 @@ def test_bf16_and_streaming_train(tmp_path, target):
     assert losses(trainer)[-1] < losses(trainer)[0] and drafter.hc_gate.hc_fn.dtype == torch.float32
 
 
+@pytest.mark.parametrize("kind", HEADS)
+def test_every_head_learns_with_every_part_of_it(tmp_path, target, kind):
+    drafter = tiny_drafter(target, sequential_head=kind, head_rank=8, confidence_head=True)
+    before = {name: value.clone() for name, value in drafter.state_dict().items()}
+    trainer = trainer_for(tmp_path, target, drafter, rows(6), bf16=True, max_steps=12, recipe="ours")
+    trainer.train()
+    first, *_, last = (line for line in trainer.state.log_history if "loss" in line)
+    assert all(last[name] < first[name] for name in ("loss", "cross_entropy", "confidence")) and 0 < last["tv"] < 1
+    assert not [name for name, value in drafter.state_dict().items() if torch.equal(value, before[name])]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_s_terms_are_logged_where_they_are_in_use(tmp_path, target, recipe):
+    for confidence_head in (False, True):
+        drafter = tiny_drafter(target, sequential_head="markov", head_rank=4, confidence_head=confidence_head)
+        trainer = trainer_for(tmp_path, target, drafter, rows(4), max_steps=1, recipe=recipe)
+        trainer.train()
+        line, weight = trainer.state.log_history[0], RECIPES[recipe]
+        expected = weight["ce_weight"] * line["cross_entropy"] + weight["kl_weight"] * line["kl"]
+        assert ("tv" in line) == (recipe != "hyperdflash" or confidence_head)
+        assert ("confidence" in line) == confidence_head
+        expected += weight["tv_weight"] * line.get("tv", 0) + weight["confidence_weight"] * line.get("confidence", 0)
+        assert line["loss"] == pytest.approx(expected, rel=1e-4)
+        assert trainer.loss_weights["confidence_weight"] == float(confidence_head)
+
+
+def test_a_recipe_sets_what_the_user_did_not(tmp_path):
+    def made(**given):
+        arguments = HyperDFlashTrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **given)
+        return {name: getattr(arguments, name) for name in RECIPES["ours"]}
+
+    paper = made()
+    assert paper["ce_weight"] == 1.0 and paper["kl_weight"] == 0.15 and paper["kl_positions"] == 2
+    assert paper["tv_weight"] == 0.0 and paper["loss_decay"] is None
+    dspark = made(recipe="dspark")
+    assert (dspark["ce_weight"], dspark["tv_weight"] / 2, dspark["confidence_weight"]) == (0.1, 0.9, 1.0)
+    assert dspark["loss_decay"] == 4.0 and dspark["kl_weight"] == 0.0
+    given = {"ce_weight": 0.0, "kl_weight": 0.3, "kl_positions": 3, "tv_weight": 0.0, "loss_decay": 7.0}
+    for recipe in RECIPES:
+        assert made(recipe=recipe, **given) == {**given, "confidence_weight": RECIPES[recipe]["confidence_weight"]}
+    assert made(recipe="dspark", loss_decay=math.inf)["loss_decay"] is None
+    with pytest.raises(ValueError, match=r"`recipe` is 'mine', expected one of \('hyperdflash', 'dspark', 'ours'\)"):
+        made(recipe="mine")
+    with pytest.raises(ValueError, match="are all 0: expected one to train with"):
+        made(ce_weight=0, kl_weight=0)
+
+
 def test_mean_pooled_teacher_and_no_kl(tmp_path, target):
     data = rows(4)
     seen = []
@@ -256,15 +382,16 @@ def test_logged_terms_are_means_over_the_steps_since_the_last_log(tmp_path, targ
 
 def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path, target):
     data = rows(10)
-    settings = dict(max_steps=7, save_strategy="steps", save_steps=4, gradient_accumulation_steps=2)
-    whole = trainer_for(tmp_path / "whole", target, tiny_drafter(target), data, **settings)
+    settings = dict(max_steps=7, save_strategy="steps", save_steps=4, gradient_accumulation_steps=2, recipe="ours")
+    whole = trainer_for(tmp_path / "whole", target, headed_drafter(target, "recurrent"), data, **settings)
     whole.train()
-    resumed = trainer_for(tmp_path / "whole", target, tiny_drafter(target, num_hidden_layers=2), data, **settings)
+    resumed = trainer_for(tmp_path / "whole", target, headed_drafter(target, "recurrent", seed=1), data, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
     assert losses(resumed) == losses(whole) and len(losses(whole)) == 7
     assert torch.equal(weights(whole.model), weights(resumed.model))
-    first, second = (t.state.log_history[-2]["cross_entropy"] for t in (whole, resumed))
-    assert first == second
+    for name in ("cross_entropy", "kl", "tv", "confidence"):
+        first, second = (t.state.log_history[-2][name] for t in (whole, resumed))
+        assert first == second > 0
 
 
 def test_the_best_checkpoint_by_real_acceptance_is_loaded(tmp_path, target):
@@ -311,18 +438,19 @@ def test_only_the_drafter_is_trained_and_saved(tmp_path, target):
 TWO_PROCESSES = """
 import json, sys, torch
 from tests.conftest import tiny_target
-from tests.helpers.training import losses, rows, tiny_drafter, trainer_for, weights
+from tests.helpers.training import headed_drafter, losses, rows, trainer_for, weights
 torch.set_num_threads(1)
 batch, folder = int(sys.argv[1]), sys.argv[2]
 target = tiny_target()
-drafter = tiny_drafter(target)
-settings = dict(max_steps=3, learning_rate=1e-2, optim="sgd", seed=3)
+drafter = headed_drafter(target, "gated_markov")
+settings = dict(max_steps=3, learning_rate=1e-2, optim="sgd", seed=3, recipe="ours")
 settings |= dict(per_device_train_batch_size=batch, per_device_eval_batch_size=batch)
 trainer = trainer_for(folder, target, drafter, rows(8), rows(5, seed=1), **settings)
 trainer.train()
 metrics = trainer.evaluate()
 if trainer.is_world_process_zero():
-    found = [losses(trainer), weights(drafter).tolist(), metrics["eval_teacher_forced_tau"]]
+    taus = [metrics["eval_teacher_forced_tau"], metrics["eval_expected_tau"]]
+    found = [losses(trainer), weights(drafter).tolist(), taus]
     print(json.dumps([*found, trainer.args.world_size]))
 """
 
@@ -382,6 +510,33 @@ def test_a_lora_adapter_trains_saves_loads_merges_and_drafts(tmp_path, target):
     assert not torch.allclose(tiny_drafter(target)(embeds, positions, **call), adapted, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["gated_markov", "state"])
+def test_a_lora_adapter_has_heads_whole(tmp_path, target, kind):
+    """Modules of heads are called as parts of layers are; those that are saved whole get no adapter."""
+    peft = pytest.importorskip("peft")
+    drafter = headed_drafter(target, kind)
+    head, start = drafter.head, [p.clone() for p in drafter.head.parameters()]
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"],
+        modules_to_save=[head.key, "confidence_head"],
+    )  # fmt: skip
+    wrapped = peft.get_peft_model(drafter, config)
+    settings = dict(save_strategy="steps", save_steps=3, recipe="dspark")
+    trainer = trainer_for(tmp_path, target, wrapped, rows(6), rows(2), **settings)
+    trainer.train()
+    metrics = trainer.evaluate()
+    saved = load_file(tmp_path / "checkpoint-3" / "adapter_model.safetensors")
+    whole = {name for name in saved if head.key in name or "confidence_head" in name}
+    assert not [name for name in whole if "lora" in name] and len(whole) == len(start) + 2
+    loaded = peft.PeftModel.from_pretrained(headed_drafter(target, kind, seed=1), tmp_path / "checkpoint-3").eval()
+    again = trainer_for(tmp_path, target, loaded, rows(6), rows(2), **settings).evaluate()
+    merged = trainer_for(tmp_path, target, loaded.merge_and_unload(), rows(6), rows(2), **settings).evaluate()
+    for name in ("eval_loss", "eval_expected_tau"):
+        assert metrics[name] == pytest.approx(again[name]) == pytest.approx(merged[name], rel=1e-4)
+    for name, before in zip(dict(head.named_parameters()), start):
+        assert not torch.equal(saved[next(key for key in whole if key.endswith(name))], before)
+
+
 # What is read
 
 
@@ -406,6 +561,11 @@ def test_wrong_models_and_arguments_are_refused(tmp_path, target):
         trainer_for(tmp_path, tiny_target(vocab_size=32), drafter, rows(2))
     with pytest.raises(ValueError, match="kl_positions"):
         trainer_for(tmp_path, target, drafter, rows(2), kl_positions=7)
+    with pytest.raises(ValueError, match=r"`confidence_weight` is 1\.0, but the drafter has no confidence head"):
+        trainer_for(tmp_path, target, drafter, rows(2), confidence_weight=1.0)
+    trainer_for(tmp_path, target, drafter, confidence_weight=0.0)
+    with pytest.raises(ValueError, match=r"`draft_vocab_size` is 8, expected 0"):
+        trainer_for(tmp_path, target, tiny_drafter(target, draft_vocab_size=8), rows(2))
     with pytest.raises(ValueError, match="kl_teacher"):
         trainer_for(tmp_path, target, drafter, rows(2), kl_teacher="argmax")
     with pytest.raises(ValueError, match="streaming"):
@@ -424,6 +584,8 @@ def test_wrong_models_and_arguments_are_refused(tmp_path, target):
         ("kl_weight", math.nan, "a number of at least 0"), ("learning_rate", -1.0, "a number of at least 0"),
         ("kl_temperature", 0, "a number of more than 0"), ("loss_decay", "4", "a number of more than 0"),
         ("kl_temperature", None, "a number of more than 0"), ("loss_decay", 0.0, "a number of more than 0"),
+        ("tv_weight", -0.1, "a number of at least 0"), ("confidence_weight", math.inf, "a number of at least 0"),
+        ("ce_weight", "1", "a number of at least 0"), ("kl_positions", 1.5, "a whole number of at least 1"),
         ("max_length", 1, "a whole number of at least 2"), ("num_anchors", 1.5, "a whole number of at least 1"),
         ("per_device_train_batch_size", 0, "a whole number"), ("gradient_accumulation_steps", 0, "a whole number"),
         ("bf16", True, "a GPU that computes in it"),

@@ -1,0 +1,154 @@
+"""The loss of one chunk of draft positions, whose logits exist here and nowhere else, and its gradients written out.
+
+At vocabulary 129,280 a few hundred positions' logits are among the largest tensors of a training step. So what is
+computed from them takes their place: there are two tensors of their size at a time and a part of a third, where
+autograd would keep several. Only the heads' part of the gradient, from logits to states, is autograd's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class Targets(NamedTuple):
+    """What n positions learn, and how much each counts. The first m of them are distilled.
+
+    Args:
+        labels: `[n]`, token ids.
+        teacher: What the LM head turns into the teacher's logits, of the first m positions or of all,
+            `[m or n, config.target_hidden_size]`; `None` without a teacher.
+        ce_weights: `[n]`.
+        kl_weights: `[m]`.
+        tv_weights: `[n]`, or `None` where total variation is not wanted.
+    """
+
+    labels: torch.Tensor
+    teacher: torch.Tensor | None
+    ce_weights: torch.Tensor
+    kl_weights: torch.Tensor
+    tv_weights: torch.Tensor | None
+
+
+class ChunkLoss(NamedTuple):
+    """Cross-entropy `[n]`, KL `[m]` and total variation `[n]` (`[0]` where it is not wanted), unweighted; the most
+    probable tokens `[n]`; and the gradients of the weighted sum, one for each of the inputs that were to have one."""
+
+    cross_entropy: torch.Tensor
+    kl: torch.Tensor
+    tv: torch.Tensor
+    predictions: torch.Tensor
+    gradients: tuple[torch.Tensor, ...]
+
+
+@torch.no_grad()
+def chunk_loss(
+    inputs: Sequence[torch.Tensor],
+    targets: Targets,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    temperature: float,
+) -> ChunkLoss:
+    """The losses of n positions, with gradients if the inputs want them.
+
+    Args:
+        inputs: Of the student's logits: states `[n, config.target_hidden_size]` and, from a sequential head, vectors
+            `[n, rank]` and their table `[config.vocab_size, rank]`.
+        targets: What they learn.
+        head: The target's LM head.
+        temperature: Of the KL alone.
+    """
+    wants_gradient = inputs[0].requires_grad
+    with torch.set_grad_enabled(wants_gradient):
+        logits = student_logits(head, *inputs)
+    edge = torch.autograd.graph.get_gradient_edge(logits) if wants_gradient else None  # which does not keep the logits
+    dtype, predictions = logits.dtype, logits.argmax(-1)
+    log_probs = _log_probs(logits.detach())
+    del logits
+    taught = None if targets.teacher is None else _log_probs(head(targets.teacher))
+    terms, gradient = _terms_and_gradient(log_probs, taught, targets, temperature, wants_gradient)
+    del log_probs, taught
+    gradients = torch.autograd.grad(edge, inputs, gradient.to(dtype)) if edge is not None else ()
+    return ChunkLoss(*terms, predictions, gradients)
+
+
+def student_logits(
+    head: Callable[[torch.Tensor], torch.Tensor],
+    states: torch.Tensor,
+    vectors: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`head(states) + vectors @ table.T`, `[n, config.vocab_size]`, where and in what the head computes."""
+    logits = head(states)
+    if vectors is None or table is None:
+        return logits
+    return torch.addmm(logits, vectors.to(logits), table.to(logits).T)
+
+
+def _log_probs(logits: torch.Tensor) -> torch.Tensor:
+    """`log_softmax` in float32 or better, a few rows at a time: on a CPU it casts all that it is given first."""
+    log_probs = torch.empty_like(logits, dtype=precise(logits))
+    for given, rows in zip(logits.split(32), log_probs.split(32)):
+        torch.log_softmax(given, -1, dtype=rows.dtype, out=rows)
+    return log_probs
+
+
+def _terms_and_gradient(
+    log_probs: torch.Tensor, taught: torch.Tensor | None, targets: Targets, temperature: float, wants_gradient: bool
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Cross-entropy, KL and total variation, and their weighted sum's gradient with respect to the student's logits,
+    from log-probabilities of student and teacher, `[n or m, config.vocab_size]`, whose memory is used up.
+
+    The cross-entropy's gradient is softmax - onehot.
+    """
+    labels = targets.labels.to(log_probs.device).unsqueeze(1)
+    ce_weights, kl_weights = (
+        weights.to(log_probs).unsqueeze(1) for weights in (targets.ce_weights, targets.kl_weights)
+    )
+    cross_entropy = -log_probs.gather(1, labels).squeeze(1)
+    kl = tv = cross_entropy[:0]
+    kl_gradient = tv_gradient = None
+    distilled = len(kl_weights)
+    if taught is not None and distilled:
+        kl, kl_gradient = _kl_and_gradient(log_probs[:distilled], taught[:distilled], temperature)
+    probs = log_probs.exp_()
+    if taught is not None and targets.tv_weights is not None:
+        tv, tv_gradient = _total_variation_and_gradient(probs, taught.exp_())
+    if not wants_gradient:
+        return (cross_entropy, kl, tv), probs
+    gradient = probs.mul_(ce_weights).scatter_add_(1, labels, -ce_weights)
+    if kl_gradient is not None:
+        gradient[:distilled].addcmul_(kl_gradient, kl_weights)
+    if tv_gradient is not None and targets.tv_weights is not None:
+        gradient.addcmul_(tv_gradient, targets.tv_weights.to(probs).unsqueeze(1))
+    return (cross_entropy, kl, tv), gradient
+
+
+def _kl_and_gradient(
+    log_probs: torch.Tensor, taught: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """KL(teacher || student) at a temperature, `[m]`, and its gradient with respect to the student's logits,
+    (student - teacher) / T, from log-probabilities at temperature 1, which are left as they are."""
+    if temperature != 1:
+        log_probs, taught = ((each / temperature).log_softmax(-1) for each in (log_probs, taught))
+    taught_probs, difference = taught.exp(), taught - log_probs
+    kl = difference.mul_(taught_probs).sum(-1)
+    gradient = torch.exp(log_probs, out=difference).sub_(taught_probs).div_(temperature)
+    return kl, gradient
+
+
+def _total_variation_and_gradient(
+    probs: torch.Tensor, taught_probs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Half of sum_i |p_i - t_i|, which is sum_i max(p_i - t_i, 0), `[n]`, and, in the memory of the teacher's t, its
+    gradient with respect to the student's logits: p_j (s_j - sum_i s_i p_i), where s is 1 where p > t and else 0."""
+    excess = torch.sub(probs, taught_probs, out=taught_probs).clamp_(min=0)
+    tv = excess.sum(-1)
+    above = excess.sign_().mul_(probs)
+    return tv, above.addcmul_(probs, above.sum(-1, keepdim=True), value=-1)
+
+
+def precise(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype a loss is computed in: float32, or the tensor's own if that is better."""
+    return torch.promote_types(tensor.dtype, torch.float32)

@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from .hub.formats import load_dflash
+from .runtime.configuration_dspark import DeepseekV4DSparkConfig
 from .runtime.configuration_hyperdflash import HyperDFlashConfig
 from .runtime.drafter import SavedDrafter
 from .runtime.drafter_deepseek_v4 import DeepseekV4Drafter, own_checkpoint
@@ -44,6 +45,7 @@ _DRAFTERS: dict[str, tuple[str, Any]] = {
     DeepseekV4MTPDrafter.__name__: ("an MTP drafter", DeepseekV4MTPDrafter.from_pretrained),
     DeepseekV4DSparkDrafter.__name__: ("a DSpark drafter", DeepseekV4DSparkDrafter.from_pretrained),
 }
+_TRAINABLE = {HyperDFlashConfig.model_type, DeepseekV4DSparkConfig.model_type}
 # What DeepSeek-V4's checkpoints carry themselves.
 _OWN: dict[str, type[DeepseekV4Drafter]] = {
     kind.__name__: kind for kind in (DeepseekV4MTPDrafter, DeepseekV4DSparkDrafter)
@@ -144,12 +146,20 @@ def check_target(name: str) -> None:
     _check_weights(name, "*.safetensors", "*.bin")
 
 
-def check_drafter(name: str | Path, *, is_ours: bool = False, needs_weights: bool = True, **hub_kwargs: Any) -> Any:
+def check_drafter(
+    name: str | Path,
+    *,
+    is_ours: bool = False,
+    is_trainable: bool = False,
+    needs_weights: bool = True,
+    **hub_kwargs: Any,
+) -> Any:
     """Find what loads a drafter.
 
     Args:
         name: Path or Hub id.
         is_ours: Whether it must be a HyperDFlash or vanilla DFlash drafter saved by this package.
+        is_trainable: Whether it must be one saved by this package that the trainer trains.
         needs_weights: Whether its configuration is not enough.
         **hub_kwargs: For the Hub.
 
@@ -171,6 +181,8 @@ def check_drafter(name: str | Path, *, is_ours: bool = False, needs_weights: boo
     kind, load = found
     if is_ours and fields.get("model_type") != HyperDFlashConfig.model_type:
         raise ValueError(f"{name} is {kind}, expected a HyperDFlash or vanilla DFlash drafter saved by this package.")
+    if is_trainable and fields.get("model_type") not in _TRAINABLE:
+        raise ValueError(f"{name} is {kind}, expected a HyperDFlash, DFlash or DSpark drafter saved by this package.")
     if needs_weights:
         _check_weights(name, "*.safetensors")
     return load

@@ -277,7 +277,8 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     ([*SWEEP, "--drafter", f"X (99)={DRAFTER}"], 1, "cannot draft 99 tokens"),
     *(([*TRAIN, "--target", name], 1, NO_TARGET[name])
       for name in ("no/where/at", "mtp", "wordy", "wide", "wordless")),
-    ([*TRAIN, "--target", TARGET, "--drafter", "zlab"], 1, "expected a HyperDFlash or vanilla DFlash drafter"),
+    *(([*TRAIN, "--target", TARGET, "--drafter", name], 1, "expected a HyperDFlash, DFlash or DSpark drafter")
+      for name in ("zlab", TARGET)),
 ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ _MODULE_OF = {
     "HyperDFlashConfig": "runtime.configuration_hyperdflash",
     "Drafter": "runtime.drafter",
     "HyperDFlashDrafter": "runtime.modeling_hyperdflash",
+    "DeepseekV4DSparkDrafter": "runtime.modeling_dspark",
     "DeepseekV4MTPDrafter": "runtime.modeling_mtp",
     "PromptLookupDrafter": "runtime.prompt_lookup",
     "AcceptanceCallback": "training.acceptance",

@@ -20,14 +20,18 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    DeepseekV4Config,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from .hub.formats import load_dflash
+from .runtime.configuration_dspark import DeepseekV4DSparkConfig
 from .runtime.configuration_hyperdflash import HyperDFlashConfig
 from .runtime.drafter import SavedDrafter
+from .runtime.drafter_deepseek_v4 import DeepseekV4Drafter, own_checkpoint
+from .runtime.modeling_dspark import DeepseekV4DSparkDrafter
 from .runtime.modeling_hyperdflash import HyperDFlashDrafter
 from .runtime.modeling_mtp import DeepseekV4MTPDrafter
 from .runtime.weights import check_finite, check_names, check_source, named_dtype
@@ -39,6 +43,12 @@ _DRAFTERS: dict[str, tuple[str, Any]] = {
     "dflash_config": ("a DFlash drafter in another program's layout", load_dflash),
     "speculators_model_type": ("a DFlash drafter in another program's layout", load_dflash),
     DeepseekV4MTPDrafter.__name__: ("an MTP drafter", DeepseekV4MTPDrafter.from_pretrained),
+    DeepseekV4DSparkDrafter.__name__: ("a DSpark drafter", DeepseekV4DSparkDrafter.from_pretrained),
+}
+_TRAINABLE = {HyperDFlashConfig.model_type, DeepseekV4DSparkConfig.model_type}
+# What DeepSeek-V4's checkpoints carry themselves.
+_OWN: dict[str, type[DeepseekV4Drafter]] = {
+    kind.__name__: kind for kind in (DeepseekV4MTPDrafter, DeepseekV4DSparkDrafter)
 }
 
 
@@ -76,10 +86,12 @@ def load_drafter(
     device: torch.device | str | None = None,
     **hub_kwargs: Any,
 ) -> SavedDrafter:
-    """Load a drafter of any kind, in eval mode: ours, a saved MTP block, or one in z-lab's or speculators' layout.
+    """Load a drafter of any kind, in eval mode: ours, the one that a DeepSeek-V4 carries, or one in z-lab's or
+    speculators' layout.
 
     Args:
-        name_or_path: Folder or Hub id. Which kind it is is read from its config.json.
+        name_or_path: Folder or Hub id. Which kind it is is read from its config.json, and of a DeepSeek-V4, whose MTP
+            block or DSpark drafter it is then, from the names of its tensors.
         target: Its target, if it is loaded: the drafter is for it, `drafter.bind(target)` comes next.
         dtype: Of the weights, or its name; by default the target's, or the checkpoint's.
         device: By default that of the target's LM head, or the CPU.
@@ -93,10 +105,31 @@ def load_drafter(
     if target is not None:
         head = cast(torch.Tensor, target.get_output_embeddings().weight)
         dtype, device = dtype or target.dtype, device or (None if head.is_meta else head.device)
-    options: dict[str, Any] = {"target": target} if load is load_dflash else {"device_map": {"": device or "cpu"}}
+    options: dict[str, Any] = {"device_map": {"": device or "cpu"}}
+    if load in (load_dflash, load_own_drafter):
+        options = {"target": target} if load is load_dflash else {"device": device}
     with _readable(name_or_path):
         drafter = load(name_or_path, dtype=dtype or "auto", **options, **hub_kwargs)
     return cast(SavedDrafter, drafter.to(device or "cpu"))
+
+
+def load_own_drafter(
+    target: PreTrainedModel | str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    **hub_kwargs: Any,
+) -> DeepseekV4Drafter:
+    """The drafter that a DeepSeek-V4's checkpoint carries: April's MTP block, July's DSpark drafter.
+
+    Args:
+        target: As of [`DeepseekV4Drafter.from_target`], as everything else.
+
+    Raises:
+        ValueError: If it is no DeepSeek-V4, or its checkpoint has no drafter.
+    """
+    kind = _OWN[own_checkpoint(target, **hub_kwargs).drafter]
+    return kind.from_target(target, dtype=dtype, device=device, **hub_kwargs)
 
 
 def check_target(name: str) -> None:
@@ -113,12 +146,20 @@ def check_target(name: str) -> None:
     _check_weights(name, "*.safetensors", "*.bin")
 
 
-def check_drafter(name: str | Path, *, is_ours: bool = False, needs_weights: bool = True, **hub_kwargs: Any) -> Any:
+def check_drafter(
+    name: str | Path,
+    *,
+    is_ours: bool = False,
+    is_trainable: bool = False,
+    needs_weights: bool = True,
+    **hub_kwargs: Any,
+) -> Any:
     """Find what loads a drafter.
 
     Args:
         name: Path or Hub id.
         is_ours: Whether it must be a HyperDFlash or vanilla DFlash drafter saved by this package.
+        is_trainable: Whether it must be one saved by this package that the trainer trains.
         needs_weights: Whether its configuration is not enough.
         **hub_kwargs: For the Hub.
 
@@ -127,7 +168,12 @@ def check_drafter(name: str | Path, *, is_ours: bool = False, needs_weights: boo
         OSError: If there is none, or it is not whole.
     """
     fields = _configuration(name, "drafter", **hub_kwargs)
-    if not (found := _kind_of_drafter(fields)):
+    found = _kind_of_drafter(fields)
+    if not found and fields.get("model_type") == DeepseekV4Config.model_type:
+        with _readable(name):
+            own_checkpoint(name, **hub_kwargs)  # says what it has not
+        found = "a DeepSeek-V4 with a drafter of its own", load_own_drafter
+    if not found:
         raise ValueError(
             f"{name} is a model of type {fields.get('model_type')!r}, expected a drafter. One for it is made by "
             f"`hf-hyperdflash train --target {name}`."
@@ -135,6 +181,8 @@ def check_drafter(name: str | Path, *, is_ours: bool = False, needs_weights: boo
     kind, load = found
     if is_ours and fields.get("model_type") != HyperDFlashConfig.model_type:
         raise ValueError(f"{name} is {kind}, expected a HyperDFlash or vanilla DFlash drafter saved by this package.")
+    if is_trainable and fields.get("model_type") not in _TRAINABLE:
+        raise ValueError(f"{name} is {kind}, expected a HyperDFlash, DFlash or DSpark drafter saved by this package.")
     if needs_weights:
         _check_weights(name, "*.safetensors")
     return load

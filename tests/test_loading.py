@@ -4,20 +4,29 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter, load_drafter, load_target
+from hf_hyperdflash import (
+    DeepseekV4DSparkDrafter,
+    DeepseekV4MTPDrafter,
+    HyperDFlashDrafter,
+    load_drafter,
+    load_target,
+)
 from hf_hyperdflash.hub.formats import export_dflash
+from hf_hyperdflash.loading import load_own_drafter
 
-from .conftest import tiny_drafter, tiny_target
+from .conftest import tiny_config, tiny_drafter, tiny_target
+from .helpers.deepseek_checkpoints import dspark_fields, dspark_shapes, mtp_shapes, random_tensors, write, write_shards
 from .helpers.families import qwen3
 
-KINDS = ("HyperDFlash", "MTP", "z-lab", "speculators")
+KINDS = ("HyperDFlash", "MTP", "DSpark", "z-lab", "speculators")
+CLASSES = {"MTP": DeepseekV4MTPDrafter, "DSpark": DeepseekV4DSparkDrafter}
 
 
 def written(kind: str, folder):
     """A target and, saved in `folder`, a drafter for it of that kind."""
-    if kind == "MTP":
-        target = tiny_target()
-        drafter = DeepseekV4MTPDrafter(target.config).eval()
+    if kind in CLASSES:
+        target, kind_of = tiny_target(**dspark_fields()), CLASSES[kind]
+        drafter = kind_of(kind_of.config_class.of_target(target.config)).eval()
         drafter.save_pretrained(folder)
     elif kind == "HyperDFlash":
         target = tiny_target()
@@ -34,7 +43,7 @@ def written(kind: str, folder):
 def test_any_drafter_is_loaded_by_its_type(tmp_path, kind):
     target, drafter = written(kind, tmp_path)
     loaded = load_drafter(tmp_path)
-    assert type(loaded) is (DeepseekV4MTPDrafter if kind == "MTP" else HyperDFlashDrafter) and not loaded.training
+    assert type(loaded) is CLASSES.get(kind, HyperDFlashDrafter) and not loaded.training
     assert loaded.dtype == drafter.dtype == torch.float32 and loaded.device.type == "cpu"
     assert loaded.state_dict().keys() == drafter.state_dict().keys()
     assert all(torch.equal(tensor, drafter.state_dict()[name]) for name, tensor in loaded.state_dict().items())
@@ -54,6 +63,30 @@ def test_a_drafter_is_placed_where_it_is_asked_for(tmp_path, kind):
     assert load_drafter(tmp_path, target=None if "-" in kind else on_meta).device.type == "cpu"
 
 
+@pytest.mark.parametrize("kind, shapes", [("MTP", mtp_shapes), ("DSpark", dspark_shapes)])
+@pytest.mark.parametrize("writing", [write, write_shards])
+def test_a_deepseek_v4_has_its_own(tmp_path, kind, shapes, writing):
+    """Which of the two, by the checkpoint's names; of a loaded target, by the checkpoint that it came from."""
+    config = tiny_config(**dspark_fields())
+    tensors = random_tensors(shapes(config))
+    writing(tmp_path, config, tensors)
+    target = tiny_target(**dspark_fields())
+    target.config._name_or_path = str(tmp_path)
+    for loaded in (
+        load_drafter(tmp_path, dtype="float32"),
+        load_drafter(str(tmp_path), target=target),
+        load_own_drafter(target),
+    ):
+        assert type(loaded) is CLASSES[kind] and loaded.dtype == torch.float32 and not loaded.training
+        assert all(torch.equal(t, tensors[name]) for name, t in loaded.deepseek_state_dict().items())
+    assert load_drafter(tmp_path, target=target, dtype="bfloat16").dtype == torch.bfloat16
+    assert load_drafter(tmp_path, device="meta").device.type == "meta"
+    loaded.bind(target)
+    ids = torch.tensor([[5, 6, 7, 5, 6]])
+    drafted = target.generate(ids, assistant_model=loaded, max_new_tokens=6, do_sample=False)
+    assert loaded.last_stats.rounds and torch.equal(drafted, target.generate(ids, max_new_tokens=6, do_sample=False))
+
+
 def test_copies_are_compared_with_the_target(tmp_path):
     target, _ = written("z-lab", tmp_path)
     path = tmp_path / "model.safetensors"
@@ -67,7 +100,7 @@ def test_copies_are_compared_with_the_target(tmp_path):
 def test_what_is_no_drafter_is_refused(tmp_path):
     target, _ = written("HyperDFlash", tmp_path / "drafter")
     target.save_pretrained(tmp_path / "target")
-    with pytest.raises(ValueError, match="is a model of type 'deepseek_v4', expected a drafter"):
+    with pytest.raises(ValueError, match=r"target has no `mtp\.\*` tensors, expected those of DeepSeek-V4's own"):
         load_drafter(tmp_path / "target")
     with pytest.raises(ValueError, match="is a drafter, expected the target that it drafts for"):
         load_target(str(tmp_path / "drafter"))

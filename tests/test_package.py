@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import hf_hyperdflash
-from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter
+from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter, HyperDFlashDrafter
 
 PACKAGE = Path(hf_hyperdflash.__file__).parent
 # A module may import only modules to its left. The families of targets may build on each other.
@@ -70,7 +70,7 @@ def test_imports_run_one_way():
     assert not any("from ." in path.read_text() for path in (PACKAGE / "metrics").glob("*.py"))
 
 
-DRAFTERS = [HyperDFlashDrafter, DeepseekV4MTPDrafter]
+DRAFTERS = [HyperDFlashDrafter, DeepseekV4MTPDrafter, DeepseekV4DSparkDrafter]
 WITHOUT_WEIGHTS = ["prompt_lookup.py"]  # drafters that are not saved
 
 

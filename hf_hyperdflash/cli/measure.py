@@ -52,7 +52,7 @@ def benchmark(
     drafter: options.Drafters = None,
     mtp: Annotated[
         list[int] | None,
-        Option(min=1, help="Compare with the target's own MTP head, this many drafts; repeatable."),
+        Option(min=1, help="Compare with the target's own drafter (MTP or DSpark), this many drafts; repeatable."),
     ] = None,
     prompt_lookup: Annotated[
         list[int] | None, Option(min=1, help="Compare with prompt lookup, this many drafts; repeatable.")
@@ -72,11 +72,11 @@ def benchmark(
     """Compare drafters with the target alone and with each other, prompt by prompt (the paper's Tables 2 and 3)."""
     named = _named(drafter, mtp or prompt_lookup)
     settings = _announced(target, output, suite, data, mode, temperature, limit, max_new_tokens, seed)
-    paths = [path for *_, path in named]
+    paths = [path for *_, path in named] + [target] * bool(mtp)
     model, tokenizer, loaded = load(target, paths, dtype, device_map, threads, trust_remote_code)
     from ..runtime.prompt_lookup import PromptLookupDrafter
 
-    compared = _mtp(model, mtp or ())
+    compared = _own(loaded[target], mtp) if mtp else []
     compared.append(("Prompt lookup", PromptLookupDrafter(model), prompt_lookup or ()))
     for name, assistant, count in _bound(model, named, loaded):
         compared.append((name, assistant, [count or assistant.num_draft_tokens]))
@@ -87,7 +87,7 @@ def sweep(
     target: options.Target,
     output: options.Output,
     drafter: options.Drafters = None,
-    mtp: Annotated[bool, Option(help="Sweep the target's own MTP head too.")] = False,
+    mtp: Annotated[bool, Option(help="Sweep the target's own drafter (MTP or DSpark) too.")] = False,
     tokens: Annotated[
         list[int] | None,
         Option(min=1, help="Numbers of drafted tokens to try; all a drafter can (6 for MTP) if unset."),
@@ -107,9 +107,9 @@ def sweep(
     """Find the number of drafted tokens per round that is fastest on each suite."""
     named = _named(drafter, mtp)
     settings = _announced(target, output, suite, data, mode, temperature, limit, max_new_tokens, seed)
-    paths = [path for *_, path in named]
+    paths = [path for *_, path in named] + [target] * bool(mtp)
     model, tokenizer, loaded = load(target, paths, dtype, device_map, threads, trust_remote_code)
-    compared = _mtp(model, (tokens or range(1, 7)) if mtp else ())
+    compared = _own(loaded[target], tokens) if mtp else []
     for name, assistant, _ in _bound(model, named, loaded):
         most = assistant.max_draft_tokens or 6
         compared.append((name, assistant, tokens or range(1, most + 1)))
@@ -151,10 +151,10 @@ def _announced(
     return settings
 
 
-def _mtp(model: Any, counts: Sequence[int]) -> list[Compared]:
-    from ..runtime.modeling_mtp import DeepseekV4MTPDrafter
-
-    return [("MTP", DeepseekV4MTPDrafter.from_target(model), counts)] if counts else []
+def _own(drafter: Any, counts: Sequence[int] | None) -> list[Compared]:
+    """The target's own drafter, with all numbers of drafts that suit it if none is given."""
+    counts = counts or range(1, 1 + (drafter.max_draft_tokens or 6))
+    return [(_title(drafter.config), drafter, [drafter.check_num_draft_tokens(count) for count in counts])]
 
 
 def _bound(model: Any, named: Any, loaded: dict[str, Any]) -> Iterator[tuple[str, Any, int | None]]:
@@ -167,7 +167,7 @@ def _bound(model: Any, named: Any, loaded: dict[str, Any]) -> Iterator[tuple[str
 def _title(config: Any) -> str:
     """What a drafter is called where the user gives it no name."""
     if not hasattr(config, "reducer"):
-        return "MTP"
+        return "DSpark" if hasattr(config, "head_rank") else "MTP"
     if config.reducer == "hybrid":
         return "HyperDFlash hybrid"
     if config.reducer != "hc_gate":

@@ -145,6 +145,15 @@ class BlockDrafter(SavedDrafter):
         """Raise a `ValueError` that names both values if the drafter does not fit `target`."""
         check_pair(self.config, target, type(self).__name__)
 
+    def check_trainable(self, target: PreTrainedModel) -> None:
+        """Raise a `ValueError` if the drafter cannot be trained for `target`: what trains a model looks for this."""
+        self.check_target(target)
+        if self.config.draft_vocab_size:
+            raise ValueError(
+                f"The drafter's `draft_vocab_size` is {self.config.draft_vocab_size}, expected 0: training is with "
+                "the target's LM head. Make a drafter with `HyperDFlashDrafter.from_target(target)`."
+            )
+
     def new_context(self) -> ContextCache:
         """An empty context for one sequence."""
         return ContextCache(self.config.sliding_window)

@@ -56,6 +56,20 @@ def _check_type(name: str, value: Any) -> None:
         raise ValueError(f"`rope_parameters` is {value!r}, expected a dictionary with `rope_theta`.")
 
 
+def check_layer_ids(ids: Any) -> None:
+    """Raise a `ValueError` if `ids` are not layers that a drafter can read."""
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise ValueError(
+            f"`target_layer_ids` is {ids!r}, expected a list of layer numbers: [-1] or [2, -1], for example."
+        )
+    order = [math.inf if i == -1 else i for i in ids]  # the last layer comes last
+    if not ids or min(ids) < -1 or order != sorted(set(order)):
+        raise ValueError(
+            f"`target_layer_ids` is {ids}, expected ascending layer numbers from 0, each once, and -1, the "
+            "pre-collapse residual, at the end: [-1], [2] or [2, -1] for example."
+        )
+
+
 class HyperDFlashConfig(PreTrainedConfig):
     r"""Shape of a drafter and of the target it reads.
 
@@ -278,17 +292,7 @@ class HyperDFlashConfig(PreTrainedConfig):
     def _check_reducer(self) -> None:
         if self.reducer not in REDUCERS:
             raise ValueError(f"`reducer` is {self.reducer!r}, expected one of {tuple(REDUCERS)}.")
-        ids = self.target_layer_ids
-        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise ValueError(
-                f"`target_layer_ids` is {ids!r}, expected a list of layer numbers: [-1] or [2, -1], for example."
-            )
-        order = [math.inf if i == -1 else i for i in ids or []]  # the last layer comes last
-        if not ids or min(ids) < -1 or order != sorted(set(order)):
-            raise ValueError(
-                f"`target_layer_ids` is {ids}, expected ascending layer numbers from 0, each once, and -1, the "
-                "pre-collapse residual, at the end: [-1], [2] or [2, -1] for example."
-            )
+        check_layer_ids(self.target_layer_ids)
         if self.has_gate and self.hidden_size != self.target_hidden_size:
             raise ValueError(
                 f"`reducer={self.reducer!r}` needs equal widths, but the drafter's `hidden_size` is "

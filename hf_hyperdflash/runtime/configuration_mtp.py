@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
-# Sliding-window attention and a mixture of experts with learned routing, whatever the target's layers are.
-_ONE_BLOCK = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]}
+Kind = TypeVar("Kind", bound=DeepseekV4Config)
+
+
+def of_blocks(kind: type[Kind], config: DeepseekV4Config, blocks: int, **fields: Any) -> Kind:
+    """The configuration of a drafter of V4 blocks: sliding-window attention and a mixture of experts with learned
+    routing, whatever the target's layers are.
+
+    Args:
+        kind: The drafter's configuration.
+        config: The target's, which stays as it is.
+        blocks: How many.
+        **fields: What else the drafter's has.
+    """
+    # Our weights are dequantized, and the target's way to run experts may be for quantized ones only.
+    not_ours = ("model_type", "architectures", "quantization_config", "auto_map", "transformers_version")
+    own = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in not_ours and not name.startswith("dspark_")
+    }
+    shape = {"layer_types": ["sliding_attention"] * blocks, "mlp_layer_types": ["moe"] * blocks}
+    made = kind(**own | {"num_hidden_layers": blocks} | shape | fields)
+    made._name_or_path, made._experts_implementation = config._name_or_path, None
+    return made
 
 
 class DeepseekV4MTPConfig(DeepseekV4Config):
@@ -23,14 +45,8 @@ class DeepseekV4MTPConfig(DeepseekV4Config):
 
     @classmethod
     def of_target(cls, config: DeepseekV4Config) -> DeepseekV4MTPConfig:
-        """The block of a target with this configuration, which stays as it is."""
-        fields = config.to_dict()
-        # Our weights are dequantized, and the target's way to run experts may be for quantized ones only.
-        for name in ("model_type", "architectures", "quantization_config", "auto_map", "transformers_version"):
-            fields.pop(name, None)
-        made = cls(**fields | _ONE_BLOCK)
-        made._name_or_path, made._experts_implementation = config._name_or_path, None
-        return made
+        """The block of a target with this configuration."""
+        return of_blocks(cls, config, 1)
 
     @classmethod
     def get_config_dict(

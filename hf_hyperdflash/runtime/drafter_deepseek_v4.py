@@ -37,6 +37,7 @@ _DEEPSEEK_NAMES = [
     ("mlp.shared_experts.up_proj", "ffn.shared_experts.w3"),
     ("hc_head.hc_", "hc_head_"),
 ]
+Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
 Own = TypeVar("Own", bound="DeepseekV4Drafter")
 
 
@@ -47,6 +48,7 @@ class DeepseekV4Drafter(SavedDrafter, DeepseekV4PreTrainedModel):
     subclass has a `rotary_emb`, and says in [`_place`] where its tensors are in a checkpoint.
     """
 
+    rotary_emb: DeepseekV4RotaryEmbedding
     _is_stateful = False  # sliding windows: nothing in them that could not be rewound
     _keys_to_ignore_on_load_unexpected: list[str] = []
 
@@ -133,6 +135,8 @@ class DeepseekV4Drafter(SavedDrafter, DeepseekV4PreTrainedModel):
     def _load(self, checkpoint: MTPCheckpoint) -> None:
         own = self.deepseek_state_dict()
         checkpoint.check_names(own)
+        if self.device.type == "meta":  # sizes and counts without weights
+            return
         for name, tensor in checkpoint.tensors(self.device):
             if tensor.shape != own[name].shape:
                 raise ValueError(
@@ -158,6 +162,9 @@ class DeepseekV4Drafter(SavedDrafter, DeepseekV4PreTrainedModel):
             else:
                 tensors[place + _deepseek_name(part)] = tensor
         return tensors
+
+    def _rotary(self, like: torch.Tensor, position_ids: torch.Tensor) -> Rotary:
+        return self.rotary_emb(like, position_ids=position_ids, layer_type="main")
 
     def _place(self, name: str) -> tuple[str, str]:
         """The checkpoint's prefix for a tensor of ours, `"mtp.0."`, and its name within a block."""

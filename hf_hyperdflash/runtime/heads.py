@@ -214,13 +214,14 @@ class ConfidenceHead(nn.Module):
     Args:
         config: The drafter's.
         memory_size: Of its sequential head; 0 if the confidence reads the state alone.
+        bias: Whether there is a b.
     """
 
     key = "confidence_head"
 
-    def __init__(self, config: Any, memory_size: int) -> None:
+    def __init__(self, config: Any, memory_size: int, bias: bool = True) -> None:
         super().__init__()
-        self.proj = SilentLinear(config.target_hidden_size + memory_size, 1)
+        self.proj = SilentLinear(config.target_hidden_size + memory_size, 1, bias=bias)
         self.memory_size = memory_size
 
     def forward(self, hidden: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:

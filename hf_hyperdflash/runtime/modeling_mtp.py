@@ -17,12 +17,10 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 )
 
 from .configuration_mtp import DeepseekV4MTPConfig
-from .drafter_deepseek_v4 import DeepseekV4Drafter
+from .drafter_deepseek_v4 import DeepseekV4Drafter, Rotary
 from .sampling import DraftSampler
 from .targets import family_of
 from .tree import DraftTree
-
-Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 class MTPContext:
@@ -139,9 +137,6 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
         """Streams `[batch, seq, config.hc_mult, config.hidden_size]` to the states that the target's LM head reads,
         `[batch, seq, config.hidden_size]`."""
         return self.norm(self.hc_head(streams))
-
-    def _rotary(self, like: torch.Tensor, position_ids: torch.Tensor) -> Rotary:
-        return self.rotary_emb(like, position_ids=position_ids, layer_type="main")
 
     # Drafting
 

@@ -19,8 +19,6 @@ from .weights import listed
 
 # V4-Flash-Base repeats the target's embedding and LM head in its block.
 _OWN = re.compile(r"mtp\.(\d+)\.(?!emb\.|head\.)")
-# A tensor that only one layout has, and what reads it.
-_DRAFTERS = {"mtp.0.e_proj.weight": "DeepseekV4MTPDrafter", "mtp.0.main_proj.weight": "DeepseekV4DSparkDrafter"}
 _SCALES = (".scale", ".weight_scale_inv")
 
 # FP4 is E2M1: sign, two bits of exponent, one of mantissa.
@@ -60,9 +58,9 @@ class MTPCheckpoint:
         return len({cast(re.Match, _OWN.match(name))[1] for name in self.weights})
 
     @property
-    def drafter(self) -> str | None:
-        """The class that reads the checkpoint, `None` if there is none for it."""
-        return next((drafter for name, drafter in _DRAFTERS.items() if name in self.weights), None)
+    def drafter(self) -> str:
+        """The class that reads it."""
+        return "DeepseekV4DSparkDrafter" if "mtp.0.main_proj.weight" in self.weights else "DeepseekV4MTPDrafter"
 
     def _files(self) -> dict[str, str]:
         """The file that holds each tensor."""
@@ -77,7 +75,7 @@ class MTPCheckpoint:
         if not files:
             raise ValueError(
                 f"{self.name} has no `mtp.*` tensors, expected those of DeepSeek-V4's own drafter. transformers' "
-                "`save_pretrained` drops them: call `from_target` with the path or Hub id of the original checkpoint."
+                "`save_pretrained` drops them: pass the path or Hub id of the original checkpoint."
             )
         return files
 
@@ -95,10 +93,10 @@ class MTPCheckpoint:
         Raises:
             ValueError: If it is for another one.
         """
-        if self.drafter not in (None, name):
+        if self.drafter != name:
             raise ValueError(
-                f"{self.name} carries another drafter than a {name}: call `{self.drafter}.from_target(...)`, or "
-                "`load_drafter(...)` for whichever it has."
+                f"{self.name} carries no {name}, but another drafter: call `{self.drafter}.from_target(...)`, or "
+                "`load_drafter(...)` for whichever a checkpoint has."
             )
 
     def check_names(self, expected: Iterable[str]) -> None:

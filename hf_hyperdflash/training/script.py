@@ -7,7 +7,7 @@ import sys
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from jinja2 import TemplateSyntaxError
@@ -15,7 +15,8 @@ from transformers import HfArgumentParser, ProgressCallback
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..hub.cards import TRAINING_RECORD
-from ..loading import check_drafter, check_target, load_target, load_tokenizer
+from ..loading import check_drafter, check_target, load_drafter, load_target, load_tokenizer
+from ..runtime.block_drafter import BlockDrafter
 from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
 from .acceptance import AcceptanceCallback
 from .arguments import HyperDFlashTrainingArguments
@@ -157,10 +158,10 @@ def _window(script: ScriptArguments) -> dict[str, int | None]:
     return {"sliding_window": int(given)}
 
 
-def drafter_to_train(script: ScriptArguments, target: Any, tokenizer: Any) -> HyperDFlashDrafter:
+def drafter_to_train(script: ScriptArguments, target: Any, tokenizer: Any) -> BlockDrafter:
     """A new drafter, or an earlier stage's, in float32: what an optimizer needs."""
     if script.drafter:
-        return HyperDFlashDrafter.from_pretrained(script.drafter, dtype=torch.float32)
+        return cast(BlockDrafter, load_drafter(script.drafter, dtype=torch.float32))
     return HyperDFlashDrafter.from_target(
         target,
         reducer=script.reducer,
@@ -270,7 +271,7 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
         to_resume(resume, folder)
     check_target(script.target)
     if script.drafter:
-        check_drafter(script.drafter, is_ours=True)
+        check_drafter(script.drafter, is_trainable=True)
     _say(args, f"Reading {', '.join(script.dataset or ())} ...")
     train, held_out = load_data(script, args.seed)
     _say(args, f"Loading {script.target} ...")
@@ -308,7 +309,7 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     trainer.save_state()
     if trainer.is_world_process_zero():
         # Loading casts what may be cast; the gate stays float32.
-        HyperDFlashDrafter.from_pretrained(folder, dtype=script.save_dtype).save_pretrained(folder)
+        load_drafter(folder, dtype=script.save_dtype).save_pretrained(folder)
         share_modes(folder)
         history = [line for line in trainer.state.log_history if "eval_tau" in line]
         facts = {"settings": settings(script, args, trainer), "metrics": metrics, "history": history}

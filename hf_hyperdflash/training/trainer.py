@@ -166,13 +166,14 @@ class HyperDFlashTrainer(Trainer):
         args = args or HyperDFlashTrainingArguments(output_dir="hyperdflash-drafter")
         if not isinstance(args, HyperDFlashTrainingArguments):
             raise ValueError(f"`args` is a {type(args).__name__}: pass HyperDFlashTrainingArguments.")
-        if getattr(getattr(model, "config", None), "model_type", None) != HyperDFlashConfig.model_type:
+        check_trainable = getattr(model, "check_trainable", None)
+        if check_trainable is None:
             raise ValueError(
-                f"`model` is a {type(model).__name__}, expected a HyperDFlashDrafter. Make one with "
-                "`HyperDFlashDrafter.from_target(target)` and pass the target as `target`."
+                f"`model` is a {type(model).__name__}, expected a HyperDFlashDrafter or another drafter of blocks. "
+                "Make one with `HyperDFlashDrafter.from_target(target)` and pass the target as `target`."
             )
+        check_trainable(target)
         config = self.drafter_config = cast(HyperDFlashConfig, model.config)
-        cast(Any, model).check_target(target)
         check_teacher(target, args.kl_teacher)
         _check_trainable(config, args, processing_class, drafter=model, target=target)
         self.target = target.eval().requires_grad_(False)
@@ -510,9 +511,11 @@ class HyperDFlashTrainer(Trainer):
     def create_model_card(  # type: ignore[override]
         self, license: str | None = None, tags: str | list[str] | None = None, **kwargs: Any
     ) -> None:
-        """Write `README.md` in `output_dir` from facts ([`~hub.cards.drafter_card`]); an adapter's is PEFT's."""
+        """Write `README.md` in `output_dir` from facts ([`~hub.cards.drafter_card`]); an adapter's is PEFT's, another
+        kind's transformers'."""
         folder = Path(str(self.args.output_dir))
-        if not (folder / "config.json").exists():
+        is_ours = self.drafter_config.model_type == HyperDFlashConfig.model_type
+        if not is_ours or not (folder / "config.json").exists():
             return super().create_model_card(license=license, tags=tags, **kwargs)
         if self.is_world_process_zero():
             tags = [tags] if isinstance(tags, str) else tags
@@ -555,11 +558,6 @@ def _check_trainable(
 ) -> None:
     """Refuse drafters that training is not for, and weights that would look like a learning rate that is too high."""
     drafts = config.max_draft_tokens
-    if config.draft_vocab_size:
-        raise ValueError(
-            f"The drafter's `draft_vocab_size` is {config.draft_vocab_size}, expected 0: training is with the "
-            "target's LM head. Make a drafter with `HyperDFlashDrafter.from_target(target)`."
-        )
     if args.confidence_weight and "confidence_weight" in args.set_by_user and not config.confidence_head:
         raise ValueError(
             f"`confidence_weight` is {args.confidence_weight}, but the drafter has no confidence head: leave it out, "

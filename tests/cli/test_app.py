@@ -188,7 +188,9 @@ NO_TARGET = {
 NO_DRAFTER = {
     **NO_CHECKPOINT,
     "no-type": "is a model of type None, expected a drafter",
-    TARGET: "is a model of type 'deepseek_v4', expected a drafter",
+    "configured": "is a model of type 'llama', expected a drafter",
+    "cut-target": "The weights of cut-target are damaged",
+    "bare-target": "bare-target has no model.safetensors, expected a checkpoint in safetensors",
     "cut-drafter": "The weights of cut-drafter are damaged",
     "bare-drafter": "The folder bare-drafter has no weights",
 }
@@ -214,7 +216,7 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     *((["generate", "--target", TARGET, "--drafter", name, "hi"], 1, said) for name, said in NO_DRAFTER.items()),
     *((["doctor", "--target", TARGET, "--drafter", name], 1, said) for name, said in NO_CHECKPOINT.items()),
     *((["export", name, "out"], 1, said) for name, said in NO_DRAFTER.items()),
-    *(([command, name, *rest], 1, NO_DRAFTER[name]) for name in ("empty", "no-json", "a-list", TARGET)
+    *(([command, name, *rest], 1, NO_DRAFTER[name]) for name in ("empty", "no-json", "a-list", "configured")
       for command, *rest in (["card"], ["push", "org/name"])),
     ([*ASK, "--dtype", "float7"], 2, "'float7' is not one of auto, bfloat16, float16, float32"),
     ([*ASK, "--threads", "-1"], 2, "Invalid value for '--threads'"),
@@ -243,7 +245,7 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     (["card", DRAFTER, "--output", "file/card.md"], 1, "file is a file"),
     (["card", DRAFTER, "--dtype", "float7"], 2, "'float7' is not one of"),
     *(([*command, name, *rest], 1, "expected a HyperDFlash or vanilla DFlash drafter saved by this package")
-      for name in ("mtp", "zlab")
+      for name in ("mtp", "zlab", TARGET)
       for command, rest in ((["card"], []), (["export"], ["out"]), (["push"], ["org/name"]))),
     (["export", DRAFTER, "out"], 1, "cannot be written in the z-lab layout"),
     (["export", DRAFTER, "file"], 2, "'file' is a file"),
@@ -275,7 +277,8 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     ([*SWEEP, "--drafter", f"X (99)={DRAFTER}"], 1, "cannot draft 99 tokens"),
     *(([*TRAIN, "--target", name], 1, NO_TARGET[name])
       for name in ("no/where/at", "mtp", "wordy", "wide", "wordless")),
-    ([*TRAIN, "--target", TARGET, "--drafter", "zlab"], 1, "expected a HyperDFlash or vanilla DFlash drafter"),
+    *(([*TRAIN, "--target", TARGET, "--drafter", name], 1, "expected a HyperDFlash, DFlash or DSpark drafter")
+      for name in ("zlab", TARGET)),
 ]  # fmt: skip
 
 

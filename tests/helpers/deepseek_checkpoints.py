@@ -119,3 +119,9 @@ def quantized(tensors, block, scale_name, scale_dtype, fp4_experts):
 
 def _as_bytes(scale):
     return (scale.log2() + 127).to(torch.uint8)
+
+
+def dspark_fields(**fields):
+    """Of a tiny target's configuration whose checkpoint carries a DSpark drafter."""
+    names = {"block_size": 5, "noise_token_id": 1, "markov_rank": 6, "target_layer_ids": [0, 1, 2]}
+    return {f"dspark_{name}": value for name, value in {**names, **fields}.items()}

@@ -91,8 +91,8 @@ class PerfectDrafter(HyperDFlashDrafter):
         return self.states[following][None].to(self.device)
 
 
-def perfect(target, sequence):
-    drafter = tiny_drafter(target)
+def perfect(target, sequence, **fields):
+    drafter = tiny_drafter(target, **fields)
     drafter.__class__ = PerfectDrafter
     return drafter.expect(target, sequence.tolist())
 

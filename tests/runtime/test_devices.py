@@ -33,6 +33,7 @@ from hf_hyperdflash.training.store import FeatureCache
 
 from ..conftest import CSA, HCA, SLIDING, half_right, perfect, prompt, tiny_drafter, tiny_target
 from ..helpers import families
+from ..helpers.headed_drafters import headed
 from ..helpers.simulated_devices import CAN_SIMULATE, SimulatedDevices
 from ..helpers.training import packed_rows, rows
 
@@ -146,6 +147,24 @@ def test_drafters(fields):
     assert_same_text(target, tiny_drafter(target, **fields))
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("markov", {"do_sample": True}),
+        ("gated_markov", {"draft_vocab_size": 30, "head_candidates": 5}),
+        ("recurrent", {"dtype": torch.bfloat16}),
+        ("selector", {"do_sample": True, "conv_kernel_size": 2}),
+        ("state", {"head_candidates": 0}),
+        ("state", {"do_sample": True, "draft_vocab_size": 30}),
+    ],
+    ids=str,
+)
+def test_heads(kind, fields):
+    fields, target = dict(fields), small_target()
+    do_sample = fields.pop("do_sample", False)
+    assert_same_text(target, headed(target, kind, confidence_head=True, **fields), do_sample=do_sample)
+
+
 def test_mtp():
     target = small_target()
     drafter = DeepseekV4MTPDrafter(target.config).eval()
@@ -224,7 +243,7 @@ def test_a_cache_cropped_reordered_and_offloaded():
 # How often the host waits
 
 
-def waits_of_a_round(accepted: int, do_sample: bool) -> Counter[str]:
+def waits_of_a_round(accepted: int, do_sample: bool, **fields) -> Counter[str]:
     """By place, of one verification round of six drafts, the first `accepted` of which are right."""
     target = small_target()
     # As good as greedy: what is drawn is known, and the same code runs.
@@ -232,7 +251,7 @@ def waits_of_a_round(accepted: int, do_sample: bool) -> Counter[str]:
     options["max_new_tokens"] = max(8, accepted + 4)  # that round, and the beginning of another
     text = target.generate(prompt(12), do_sample=False, max_new_tokens=8)[0]
     text[13 + accepted] = (text[13 + accepted] + 1) % 60 + 2
-    drafter, seen = perfect(target, text), []
+    drafter, seen = perfect(target, text, **fields), []
     with SimulatedDevices() as devices:
         target.to("cuda:0")
         drafter.to("cuda:1")
@@ -256,6 +275,16 @@ def test_the_host_waits_no_more_often_than_it_did(accepted, greedy, sampled):
     for do_sample, most in ((False, greedy), (True, sampled)):
         waits = waits_of_a_round(accepted, do_sample)
         assert 0 < waits.total() <= most and not any("modeling" in place for place in waits), waits
+
+
+@pytest.mark.parametrize(
+    ("kind", "candidates", "do_sample", "most"),
+    [("recurrent", 0, False, 1), ("selector", 5, False, 1), ("state", 5, False, 1), ("state", 5, True, 22)],
+)
+def test_the_host_waits_for_no_draft_of_a_head(kind, candidates, do_sample, most):
+    fields = dict(sequential_head=kind, head_rank=4, head_candidates=candidates, confidence_head=True)
+    waits = waits_of_a_round(6, do_sample, confidence_temperatures=[1.5] * 6, **fields)
+    assert 0 < waits.total() <= most and not any("path" in place or "head" in place for place in waits), waits
 
 
 # Training

@@ -1,8 +1,12 @@
+import copy
+import json
 import logging
+import re
 
+import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -472,3 +476,88 @@ def test_training_sees_what_is_drafted_from(target, kind, fields):
                 torch.testing.assert_close(logits[row, i, k], expected[0], atol=1e-4, rtol=1e-3)
             sure = torch.sigmoid(out.confidence[row, i])
             torch.testing.assert_close(sure, torch.cat(path.confidence), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_drafter_with_a_head_is_saved_and_loaded_with_its_code_or_ours(target, tmp_path, kind, dtype):
+    drafter = headed(target, kind, head_candidates=5, confidence_head=True, conv_kernel_size=2, dtype=dtype)
+    drafter.config.confidence_temperatures = [0.5, 2.0, 1.0, 1.5, 1.0, 3.0]
+    drafter.save_pretrained(tmp_path)
+    assert (tmp_path / "heads.py").is_file() and (tmp_path / "block_path.py").is_file()
+    torch.manual_seed(1)
+    expected = proposed(drafter, target, prompt(9), do_sample=True)[0]
+    ours = HyperDFlashDrafter.from_pretrained(tmp_path, dtype=dtype)
+    with_its_code = AutoModel.from_pretrained(tmp_path, trust_remote_code=True, dtype=dtype)
+    assert type(with_its_code.head).__module__.startswith("transformers_modules")
+    for again in (ours, with_its_code):
+        assert {parameter.dtype for parameter in again.head.parameters()} == {dtype}
+        torch.manual_seed(1)
+        found = proposed(again, target, prompt(9), do_sample=True)[0]
+        assert torch.equal(found.tokens, expected.tokens) and len(found.confidence) == 6
+        torch.testing.assert_close(torch.stack(found.q), torch.stack(expected.q))
+        torch.testing.assert_close(found.confidence, expected.confidence)
+
+
+NAMES = {
+    "markov": {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"},
+    "gated_markov": {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "markov_head.gate_proj.weight",
+                     "markov_head.gate_proj.bias"},
+    "recurrent": {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "markov_head.joint_proj.weight",
+                  "markov_head.joint_proj.bias"},
+    "selector": {"candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook",
+                 "candidate_selector.hidden_projection.weight"},
+    "state": {"state_head.up_proj.weight", "state_head.down_proj.weight"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_heads_have_the_names_that_checkpoints_have_and_are_missed(target, tmp_path, kind):
+    drafter = tiny_drafter(target, sequential_head=kind, confidence_head=True, conv_kernel_size=2, num_hidden_layers=1)
+    others = {"confidence_head.proj.weight", "confidence_head.proj.bias"} | {
+        f"layers.0.{part}.{name}"
+        for part in ("attention_conv", "mlp_conv")
+        for name in ("base_kernel", "kernel_projection.weight")
+    }
+    plain = set(tiny_drafter(target, num_hidden_layers=1).state_dict())
+    assert set(drafter.state_dict()) == plain | NAMES[kind] | others
+    drafter.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for lost in (min(NAMES[kind]), "confidence_head.proj.weight", "layers.0.mlp_conv.base_kernel"):
+        save_file({name: tensor for name, tensor in tensors.items() if name != lost}, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=rf"1 missing \({re.escape(lost)}\)") as caught:
+            HyperDFlashDrafter.from_pretrained(tmp_path)
+        assert "\n" not in str(caught.value)
+    save_file(tensors, tmp_path / "model.safetensors")
+    plain_config = json.loads((tmp_path / "config.json").read_text()) | {"sequential_head": "none"}
+    (tmp_path / "config.json").write_text(json.dumps(plain_config))
+    with pytest.raises(ValueError, match=rf"{len(NAMES[kind])} unexpected \({re.escape(min(NAMES[kind]))}"):
+        HyperDFlashDrafter.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_an_adapter_has_the_heads_whole(target, tmp_path, kind):
+    """LoRA for the layers; heads are trained, saved and merged as they are."""
+    drafter = headed(target, kind, confidence_head=True, head_candidates=5)
+    start = copy.deepcopy(drafter)
+    whole = [drafter.head.key, "confidence_head"]
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"], modules_to_save=whole, init_lora_weights=False)
+    wrapped = peft.get_peft_model(copy.deepcopy(drafter), config)
+    trained = {name for name, parameter in wrapped.named_parameters() if parameter.requires_grad}
+    assert len([name for name in trained if "lora_" not in name]) == len(NAMES[kind]) + 2
+    with torch.no_grad():
+        for name in sorted(trained):
+            wrapped.get_parameter(name).normal_(std=0.4)
+    wrapped.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(drafter), tmp_path).eval()
+    merged = peft.PeftModel.from_pretrained(copy.deepcopy(drafter), tmp_path).merge_and_unload().eval()
+    assert type(merged.head) is HEADS[kind]
+    trees = []
+    for one in (wrapped.get_base_model(), loaded.get_base_model(), merged, start):
+        torch.manual_seed(2)
+        trees.append(proposed(one, target, prompt(9), do_sample=True)[0])
+    for other in trees[1:3]:
+        assert torch.equal(other.tokens, trees[0].tokens)
+        torch.testing.assert_close(torch.stack(other.q), torch.stack(trees[0].q), atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(other.confidence, trees[0].confidence, atol=1e-4, rtol=1e-3)
+    assert not torch.allclose(trees[3].confidence, trees[0].confidence, atol=1e-3)

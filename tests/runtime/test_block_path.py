@@ -19,6 +19,7 @@ from ..helpers import families
 from ..helpers import oracle_heads as oracle
 from ..helpers.enumerated_draws import every_outcome
 from ..helpers.headed_drafters import headed, proposed
+from ..helpers.loops import in_transformers_loop
 
 
 def expected_logits(drafter, target, hidden: torch.Tensor, previous: list[int]) -> list[torch.Tensor]:
@@ -194,6 +195,28 @@ def test_sampled_text_has_the_targets_distribution(kind, candidates):
     assert expected.min() >= 5  # chi-square wants full cells
     statistic = ((seen - expected) ** 2 / expected).sum().double()
     assert torch.special.gammaincc(torch.tensor(6.0, dtype=torch.float64), statistic / 2) > 1e-6, (seen, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "fields"),
+    [
+        ("markov", families.granite_hybrid, {"draft_vocab_size": 40}),
+        ("gated_markov", families.gemma2, {"dtype": torch.bfloat16}),
+        ("recurrent", v4, {"sample_from_anchor": True}),
+        ("selector", families.qwen3_next, {"conv_kernel_size": 3}),
+        ("state", families.falcon_h1, {"head_candidates": 8}),
+    ],
+)
+def test_text_with_a_head_is_the_targets_own(kind, family, fields):
+    torch.manual_seed(0)
+    target, ids = family().eval(), prompt(12)
+    expected = target.generate(ids, do_sample=False, max_new_tokens=16)
+    drafter = headed(target, kind, confidence_head=True, **fields)
+    drafter.bind(target)
+    assert torch.equal(target.generate(ids, assistant_model=drafter, do_sample=False, max_new_tokens=16), expected)
+    assert drafter.last_stats.rounds
+    drafts = in_transformers_loop(target, drafter, ids, do_sample=False, max_new_tokens=16)
+    assert torch.equal(drafts, expected)
 
 
 # How sure the drafter is

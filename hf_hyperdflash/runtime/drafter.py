@@ -204,6 +204,9 @@ class SavedDrafter(Drafter, PreTrainedModel):
         """
         return load_complete(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
 
+    def get_input_embeddings(self) -> None:  # type: ignore[override]
+        """None: they are the target's. (accelerate asks, to shard them by themselves.)"""
+
     @classmethod
     def is_remote_code(cls) -> bool:
         """No: where it is, transformers would write code once more, by the class, which FSDP2 makes a subclass of."""

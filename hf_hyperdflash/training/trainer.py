@@ -365,6 +365,8 @@ class HyperDFlashTrainer(Trainer):
         with torch.no_grad():
             residual = self.residual(batch)
             anchors = sample_anchors(anchor_candidates(batch["loss_mask"], batch["position_ids"]))
+            # Where processes hold the drafter in parts, all call it equally often.
+            anchors = self.accelerator.pad_across_processes(anchors, dim=1, pad_index=-1)
             parts = [
                 draft_states(model, self.drafter_config, self.target, batch, part, residual)
                 for part in anchors.split(self.args.num_anchors, dim=1)

@@ -12,6 +12,9 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from hf_hyperdflash import (
@@ -472,6 +475,27 @@ def test_two_processes_train_like_one(tmp_path):
     assert (one[3], two[3]) == (1, 2)
     assert one[0] == pytest.approx(two[0], rel=1e-5) and one[2] == pytest.approx(two[2])
     torch.testing.assert_close(torch.tensor(one[1]), torch.tensor(two[1]), atol=1e-6, rtol=1e-4)
+
+
+def test_a_table_that_fsdp2_shards_gets_its_gradient(tmp_path, target):
+    """On a mesh of one process it is a sharded tensor all the same, which the loss reads outside the forward."""
+    data, gradients = rows(4), []
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    try:
+        for is_sharded in (False, True):
+            drafter = headed_drafter(target, "markov", reducer="fc")
+            assert drafter.get_input_embeddings() is None  # accelerate asks before it shards
+            trainer = trainer_for(tmp_path, target, drafter, data, recipe="ours")
+            if is_sharded:
+                fully_shard(drafter, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=True)
+            trainer.compute_loss(drafter, collate(trainer.train_dataset.to_list())).backward()
+            gradients.append(drafter.head_table.grad)
+        assert isinstance(drafter.head_table, DTensor)
+        torch.testing.assert_close(gradients[1].full_tensor(), gradients[0])
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # LoRA

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import transformers
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
@@ -30,6 +31,7 @@ from ..helpers.deepseek_checkpoints import (
 )
 from ..helpers.loops import in_transformers_loop, proposed_by
 from ..helpers.oracle_dspark import NaiveDSpark
+from ..helpers.training import losses, trainer_for
 
 WINDOW, BLOCK = 8, 5
 # The clamps of the experts' activations must matter.
@@ -104,7 +106,7 @@ def from_scratch(drafter, target, sequence, stop, **options):
 def assert_deepseeks(tree, logits, naive, sequence, stop, choose=torch.argmax):
     residual, positions, ids = sequence
     anchor = int(ids[0, stop])
-    tokens, expected, confidence = naive.draft(residual[0, :stop], positions[0, :stop], anchor, len(tree), choose)
+    tokens, expected, confidence = naive.draft(residual[0, :stop], positions[0, : stop + 1], anchor, len(tree), choose)
     assert tree.tokens.tolist() == tokens and tree.is_chain
     torch.testing.assert_close(logits.double(), expected, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(tree.confidence.double(), torch.sigmoid(confidence), atol=1e-5, rtol=1e-4)
@@ -114,7 +116,7 @@ def assert_deepseeks(tree, logits, naive, sequence, stop, choose=torch.argmax):
 # Drafts
 
 
-@pytest.mark.parametrize("length, first", [(1, 0), (7, 0), (8, 0), (9, 11), (30, 0), (30, 500)])
+@pytest.mark.parametrize("length, first", [(0, 4), (1, 0), (7, 0), (8, 0), (9, 11), (30, 0), (30, 500)])
 def test_drafts_are_deepseeks(drafter, target, naive, length, first):
     sequence = entries(length, seed=length, first=first)
     tree, logits = from_scratch(drafter, target, sequence, length)
@@ -221,7 +223,7 @@ def test_rows_as_in_training_are_deepseeks(drafter, target, naive, config):
     )
     logits = target.get_output_embeddings()(out.states) + out.vectors @ drafter.head_table.T
     for block, anchor in enumerate([1, 9, 23]):
-        states = naive.states(residual[0, :anchor], positions[0, :anchor], int(ids[0, anchor]))
+        states = naive.states(residual[0, :anchor], positions[0, : anchor + 1], int(ids[0, anchor]))
         for k in range(BLOCK):
             scores, confidence = naive.scores(states[k], int(previous[0, block, k]))
             torch.testing.assert_close(logits[0, block, k].double(), scores, atol=2e-5, rtol=1e-4)
@@ -276,7 +278,7 @@ def test_quantized_shards_are_dequantized(tmp_path, target, block, scale_name, s
     sequence = residual, positions, ids = entries(5)
     tree, logits = from_scratch(drafter, target, sequence, 5)
     naive = naive_for(values, config, target)
-    tokens, expected, _ = naive.draft(residual[0], positions[0, :-1], int(ids[0, -1]), BLOCK)
+    tokens, expected, _ = naive.draft(residual[0], positions[0], int(ids[0, -1]), BLOCK)
     assert tree.tokens.tolist() == tokens
     torch.testing.assert_close(logits.double(), expected, atol=1e-3, rtol=1e-3)
 
@@ -298,7 +300,7 @@ def test_bfloat16_keeps_what_v4_keeps_in_float32(tmp_path, config, tensors, targ
     sequence = residual, positions, ids = entries(12)
     tree, logits = from_scratch(drafter, target, sequence, 12)
     naive, token = naive_for(tensors, config, target), int(ids[0, 12])
-    for k, state in enumerate(naive.states(residual[0], positions[0, :-1], token)):
+    for k, state in enumerate(naive.states(residual[0], positions[0], token)):
         expected, confidence = naive.scores(state, token)
         assert torch.nn.functional.cosine_similarity(logits[k].double(), expected, dim=0) > 0.98
         assert abs(tree.confidence[k] - torch.sigmoid(confidence)) < 0.1
@@ -434,7 +436,7 @@ def test_generate_is_lossless_and_reads_the_targets_layers(drafter, target, naiv
     stats, at = drafter.last_stats, length
     assert stats.draft_positions == BLOCK and stats.rounds == len(trees)
     for tree in trees:
-        tokens, *_ = naive.draft(residual[:at], torch.arange(at), int(expected[0, at]), len(tree))
+        tokens, *_ = naive.draft(residual[:at], torch.arange(at + 1), int(expected[0, at]), len(tree))
         assert tree == tokens
         following = expected[0, at + 1 : at + 1 + len(tree)].tolist()
         accepted = next((k for k, (a, b) in enumerate(zip(tree, following)) if a != b), len(following))
@@ -473,3 +475,29 @@ print(torch.equal(target.generate(ids, assistant_model=drafter, **options), expe
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout.split() == ["True", "True"], done.stderr[-2000:]
+
+
+# Training
+
+
+def test_it_learns_to_draft_what_its_target_writes(tmp_path):
+    """By DSpark's own loss, through the trainer that trains ours: bias and confidence among what learns."""
+    fields = dspark_fields(block_size=3, target_layer_ids=[0, 2])
+    target = tiny_target(**fields)
+    drafter = DeepseekV4DSparkDrafter(DeepseekV4DSparkConfig.of_target(target.config, blocks=1))
+    texts = [target.generate(prompt(6, seed), do_sample=False, max_new_tokens=18)[0].tolist() for seed in range(8)]
+    rows = Dataset.from_list([{"input_ids": ids, "loss_mask": [0] * 6 + [1] * 18} for ids in texts])
+    options = dict(recipe="dspark", max_steps=25, num_anchors=8, per_device_train_batch_size=4)
+    trainer = trainer_for(tmp_path, target, drafter, rows, rows, **options)
+    before, fresh = trainer.evaluate(), {name: p.detach().clone() for name, p in drafter.named_parameters()}
+    trainer.train()
+    after = trainer.evaluate()
+    assert after["eval_loss"] < 0.8 * before["eval_loss"]
+    assert sum(losses(trainer)[-5:]) < 0.8 * sum(losses(trainer)[:5])
+    # Fresh, it accepts next to nothing.
+    assert before["eval_teacher_forced_tau"] < 1.1 and after["eval_teacher_forced_tau"] > 1.3
+    assert after["eval_expected_tau"] > before["eval_expected_tau"]
+    assert not [name for name, p in drafter.named_parameters() if torch.equal(p, fresh[name])]
+    drafter.bind(target)
+    drafted = target.generate(prompt(6), assistant_model=drafter.eval(), do_sample=False, max_new_tokens=18)
+    assert drafted[0].tolist() == texts[0] and drafter.last_stats.tau > 1.1

@@ -12,7 +12,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
+from transformers import DeepseekV4Config, LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
 from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter
 from hf_hyperdflash.runtime.configuration_dspark import DeepseekV4DSparkConfig
@@ -21,6 +21,7 @@ from hf_hyperdflash.training.blocks import block_mask, previous_tokens
 
 from ..conftest import prompt, tiny_config, tiny_target
 from ..helpers.deepseek_checkpoints import (
+    NOT_QUANTIZED,
     dspark_fields,
     dspark_shapes,
     mtp_shapes,
@@ -382,6 +383,36 @@ def test_configurations_that_make_no_drafter(tmp_path, config, tensors, fields, 
     write(tmp_path, config, tensors)
     with pytest.raises(ValueError, match=message):
         DeepseekV4DSparkDrafter.from_target(tmp_path)
+
+
+def test_a_saved_configuration_is_looked_at_too(tmp_path, drafter):
+    drafter.save_pretrained(tmp_path / "own")
+    fields = json.loads((tmp_path / "own" / "config.json").read_text())
+    for wrong in ({"confidence_temperatures": [1.0, 0.0, 1.0, 1.0, 1.0]}, {"target_layer_ids": [-1, 0]}):
+        (tmp_path / "own" / "config.json").write_text(json.dumps(fields | wrong))
+        with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` is .*, expected"):
+            DeepseekV4DSparkDrafter.from_pretrained(tmp_path / "own")
+
+
+def test_its_tensors_are_those_of_v4_flash_0731():
+    """By their published number and by the shapes that several readers of the checkpoint found."""
+    fields = dspark_fields(noise_token_id=128799, markov_rank=256, target_layer_ids=[40, 41, 42])
+    config = DeepseekV4DSparkConfig.of_target(DeepseekV4Config(**fields))
+    drafter = DeepseekV4DSparkDrafter._empty(config, torch.bfloat16, "meta")
+    tensors, count = drafter.deepseek_state_dict(), [0, 0, 0]
+    for name, tensor in tensors.items():
+        has_scale = tensor.ndim == 2 and not any(part in name for part in NOT_QUANTIZED)
+        count[int(name.split(".")[1])] += 1 + has_scale
+    assert count == [1568, 1565, 1572]
+    shapes = {
+        "mtp.0.main_proj.weight": [4096, 12288],
+        "mtp.2.confidence_head.proj.weight": [1, 4352],
+        "mtp.2.markov_head.markov_w2.weight": [129280, 256],
+        "mtp.1.attn.wkv.weight": [512, 4096],
+        "mtp.2.hc_head_fn": [4, 16384],
+    }
+    assert {name: list(tensors[name].shape) for name in shapes} == shapes
+    assert config.target_layer_ids == [40, 41, -1] and config.sliding_window == 128
 
 
 def test_each_of_deepseeks_drafters_names_the_other(tmp_path, config, tensors):

@@ -263,19 +263,21 @@ def test_gradient_checkpointing_changes_nothing(drafter, target):
     [(None, "scale", torch.float8_e8m0fnu, True), ((5, 7), "weight_scale_inv", torch.float32, False)],
 )
 def test_quantized_shards_are_dequantized(tmp_path, target, block, scale_name, scale_dtype, fp4_experts):
-    config = tiny_config(**FIELDS, **dspark_fields(), moe_intermediate_size=64)
+    config = tiny_config(**{**FIELDS, "n_routed_experts": 3}, **dspark_fields(), moe_intermediate_size=64)
+    if fp4_experts:
+        config.expert_dtype = "fp4"
     if block is not None:
         config.quantization_config = {"quant_method": "fp8", "weight_block_size": list(block)}
     stored, values = quantized(
-        random_tensors(dspark_shapes(config)), block or (128, 128), scale_name, scale_dtype, fp4_experts
+        random_tensors(dspark_shapes(config, 2)), block or (128, 128), scale_name, scale_dtype, fp4_experts
     )
-    assert {"mtp.0.main_proj." + scale_name, "mtp.2.ffn.experts.5.w3." + scale_name} <= stored.keys()
+    assert {"mtp.0.main_proj." + scale_name, "mtp.1.ffn.experts.2.w3." + scale_name} <= stored.keys()
     drafter = DeepseekV4DSparkDrafter.from_target(write_shards(tmp_path, config, stored), dtype=torch.float32)
     loaded = drafter.deepseek_state_dict()
     assert loaded.keys() == values.keys()
     for name, value in values.items():
         assert torch.equal(loaded[name], value), name
-    assert getattr(drafter.config, "quantization_config", None) is None
+    assert not {"quantization_config", "expert_dtype"} & drafter.config.to_dict().keys()
     sequence = residual, positions, ids = entries(5)
     tree, logits = from_scratch(drafter, target, sequence, 5)
     naive = naive_for(values, config, target)

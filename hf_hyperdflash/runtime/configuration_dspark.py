@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
-from .configuration_hyperdflash import HyperDFlashConfig, check_layer_ids
+from .configuration_hyperdflash import HyperDFlashConfig, check_layer_ids, check_temperatures
 from .configuration_mtp import of_blocks
 
 # DeepSeek's names of what we call the same in every drafter of blocks.
@@ -58,6 +58,7 @@ class DeepseekV4DSparkConfig(DeepseekV4Config):
             self.target_layer_ids = [-1]
         check_layer_ids(self.target_layer_ids)
         HyperDFlashConfig.check_fields({name: getattr(self, name) for name in ("block_size", "head_rank")})
+        check_temperatures(self.confidence_temperatures, self.max_draft_tokens)
         if type(self.mask_token_id) is not int or not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
                 f"`mask_token_id` is {self.mask_token_id!r}, outside the vocabulary of {self.vocab_size} tokens."

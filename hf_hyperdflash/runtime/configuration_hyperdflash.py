@@ -70,6 +70,19 @@ def check_layer_ids(ids: Any) -> None:
         )
 
 
+def check_temperatures(temperatures: Any, drafts: int) -> None:
+    """Raise a `ValueError` if `temperatures` are not those of so many draft positions, or `None`."""
+    if temperatures is not None and not (
+        isinstance(temperatures, list)
+        and len(temperatures) == drafts
+        and all(type(t) in (int, float) and 0 < t < math.inf for t in temperatures)
+    ):
+        raise ValueError(
+            f"`confidence_temperatures` is {temperatures!r}, expected None or {drafts} positive numbers, one per "
+            "draft position, as `hf-hyperdflash calibrate` writes them."
+        )
+
+
 class HyperDFlashConfig(PreTrainedConfig):
     r"""Shape of a drafter and of the target it reads.
 
@@ -319,16 +332,7 @@ class HyperDFlashConfig(PreTrainedConfig):
                 f"`conv_group_size` is {self.conv_group_size}, expected a divisor of the `hidden_size` of "
                 f"{self.hidden_size}."
             )
-        temperatures = self.confidence_temperatures
-        if temperatures is not None and not (
-            isinstance(temperatures, list)
-            and len(temperatures) == self.max_draft_tokens
-            and all(type(t) in (int, float) and 0 < t < math.inf for t in temperatures)
-        ):
-            raise ValueError(
-                f"`confidence_temperatures` is {temperatures!r}, expected None or {self.max_draft_tokens} positive "
-                "numbers, one per draft position, as `hf-hyperdflash calibrate` writes them."
-            )
+        check_temperatures(self.confidence_temperatures, self.max_draft_tokens)
 
     @property
     def has_gate(self) -> bool:

@@ -20,12 +20,16 @@ def of_blocks(kind: type[Kind], config: DeepseekV4Config, blocks: int, **fields:
         **fields: What else the drafter's has.
     """
     # Our weights are dequantized, and the target's way to run experts may be for quantized ones only.
-    not_ours = ("model_type", "architectures", "quantization_config", "auto_map", "transformers_version")
-    own = {
-        name: value
-        for name, value in config.to_dict().items()
-        if name not in not_ours and not name.startswith("dspark_")
+    not_ours = {
+        "model_type",
+        "architectures",
+        "auto_map",
+        "transformers_version",
+        "quantization_config",
+        "expert_dtype",
     }
+    given = {name: value for name, value in config.to_dict().items() if not name.startswith("dspark_")}
+    own = {name: value for name, value in given.items() if name not in not_ours}
     shape = {"layer_types": ["sliding_attention"] * blocks, "mlp_layer_types": ["moe"] * blocks}
     made = kind(**own | {"num_hidden_layers": blocks} | shape | fields)
     made._name_or_path, made._experts_implementation = config._name_or_path, None

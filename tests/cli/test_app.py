@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import typer
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 import hf_hyperdflash
@@ -17,6 +19,7 @@ from hf_hyperdflash.training.fingerprint import changed_parts
 from hf_hyperdflash.training.script import main as train_main
 
 from ..conftest import MODELS, tiny_drafter
+from ..helpers.deepseek_checkpoints import dspark_fields, dspark_shapes, random_tensors
 from ..helpers.families import deepseek_v4_remote_code, glm5_next
 from ..helpers.tokenizers import characters
 
@@ -80,6 +83,32 @@ def test_benchmark_writes_results_and_report(data, tmp_path):
     refused = CliRunner().invoke(app, list(map(str, ["card", tmp_path / "other", *of_results])))
     assert "HyperDFlash hybrid (6) was run with other weights" in str(refused.exception)
     assert not (tmp_path / "other" / "README.md").exists()
+
+
+def with_dspark(folder: Path) -> Path:
+    """The shipped target as July's checkpoints are: a random DSpark drafter in place of its MTP block."""
+    copied(TARGET, folder, "model.safetensors")
+    fields = json.loads((folder / "config.json").read_text()) | dspark_fields(target_layer_ids=[0, 4])
+    (folder / "config.json").write_text(json.dumps(fields))
+    tensors = load_file(Path(TARGET) / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
+    drafter = random_tensors(dspark_shapes(AutoConfig.from_pretrained(folder), blocks=1))
+    save_file({**kept, **drafter}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_target_is_compared_with_whichever_drafter_it_carries(monkeypatch, capsys, data, tmp_path):
+    target, out = with_dspark(tmp_path / "july"), tmp_path / "out"
+    command = ["--target", target, "--suite", "gsm8k", "--data", data, "--limit", 1, "--output", out]
+    run("benchmark", *command, "--mtp", 2, "--max-new-tokens", 8)
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert list(lines[0]["run"]["methods"]) == ["Target only", "DSpark (2)"]
+    (drafted,) = (line for line in lines[1:] if line["method"] == "DSpark (2)")
+    assert drafted["identical"] and drafted["draft_positions"] == 2
+    code, said = ended(monkeypatch, capsys, "benchmark", *command, "--mtp", 6)
+    assert code == 1 and "cannot draft 6 tokens a round: expected 1 to 5" in said[-1]
+    printed = run("generate", "--target", target, "--drafter", target, "--max-new-tokens", 8, "What is 3 plus 4?")
+    assert "tau" in printed
 
 
 def test_sweep_recommends_a_number_of_drafts(data, tmp_path):

@@ -35,14 +35,14 @@ class NaiveDSpark:
 
         Args:
             residual: `[seq, layers * hc_mult, hidden_size]` of the tokens before the anchor.
-            positions: Theirs, `seq` of them.
-            anchor: The token after them.
+            positions: Theirs and the anchor's, `seq + 1` of them.
+            anchor: The token.
         """
         config, size = self.config, self.config.dspark_block_size
-        seen = list(zip(residual, positions))[-config.sliding_window :]
+        seen = list(zip(residual, positions[:-1]))[-config.sliding_window :]
         context = [(self.feature(state), int(position)) for state, position in seen]
         tokens = [anchor] + [config.dspark_noise_token_id] * (size - 1)
-        at = [int(positions[-1]) + 1 + k for k in range(size)]
+        at = [int(positions[-1]) + k for k in range(size)]
         slots = [torch.stack([self.embed[token]] * config.hc_mult) for token in tokens]
         for block in self.blocks:
             read, put = zip(*(block.mix(x, "hc_attn") for x in slots))

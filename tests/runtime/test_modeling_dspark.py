@@ -8,10 +8,11 @@ import sys
 import pytest
 import torch
 import transformers
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
+from transformers import DeepseekV4Config, LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
 from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter
 from hf_hyperdflash.runtime.configuration_dspark import DeepseekV4DSparkConfig
@@ -20,6 +21,7 @@ from hf_hyperdflash.training.blocks import block_mask, previous_tokens
 
 from ..conftest import prompt, tiny_config, tiny_target
 from ..helpers.deepseek_checkpoints import (
+    NOT_QUANTIZED,
     dspark_fields,
     dspark_shapes,
     mtp_shapes,
@@ -30,6 +32,7 @@ from ..helpers.deepseek_checkpoints import (
 )
 from ..helpers.loops import in_transformers_loop, proposed_by
 from ..helpers.oracle_dspark import NaiveDSpark
+from ..helpers.training import losses, trainer_for
 
 WINDOW, BLOCK = 8, 5
 # The clamps of the experts' activations must matter.
@@ -104,7 +107,7 @@ def from_scratch(drafter, target, sequence, stop, **options):
 def assert_deepseeks(tree, logits, naive, sequence, stop, choose=torch.argmax):
     residual, positions, ids = sequence
     anchor = int(ids[0, stop])
-    tokens, expected, confidence = naive.draft(residual[0, :stop], positions[0, :stop], anchor, len(tree), choose)
+    tokens, expected, confidence = naive.draft(residual[0, :stop], positions[0, : stop + 1], anchor, len(tree), choose)
     assert tree.tokens.tolist() == tokens and tree.is_chain
     torch.testing.assert_close(logits.double(), expected, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(tree.confidence.double(), torch.sigmoid(confidence), atol=1e-5, rtol=1e-4)
@@ -114,7 +117,7 @@ def assert_deepseeks(tree, logits, naive, sequence, stop, choose=torch.argmax):
 # Drafts
 
 
-@pytest.mark.parametrize("length, first", [(1, 0), (7, 0), (8, 0), (9, 11), (30, 0), (30, 500)])
+@pytest.mark.parametrize("length, first", [(0, 4), (1, 0), (7, 0), (8, 0), (9, 11), (30, 0), (30, 500)])
 def test_drafts_are_deepseeks(drafter, target, naive, length, first):
     sequence = entries(length, seed=length, first=first)
     tree, logits = from_scratch(drafter, target, sequence, length)
@@ -221,7 +224,7 @@ def test_rows_as_in_training_are_deepseeks(drafter, target, naive, config):
     )
     logits = target.get_output_embeddings()(out.states) + out.vectors @ drafter.head_table.T
     for block, anchor in enumerate([1, 9, 23]):
-        states = naive.states(residual[0, :anchor], positions[0, :anchor], int(ids[0, anchor]))
+        states = naive.states(residual[0, :anchor], positions[0, : anchor + 1], int(ids[0, anchor]))
         for k in range(BLOCK):
             scores, confidence = naive.scores(states[k], int(previous[0, block, k]))
             torch.testing.assert_close(logits[0, block, k].double(), scores, atol=2e-5, rtol=1e-4)
@@ -260,23 +263,25 @@ def test_gradient_checkpointing_changes_nothing(drafter, target):
     [(None, "scale", torch.float8_e8m0fnu, True), ((5, 7), "weight_scale_inv", torch.float32, False)],
 )
 def test_quantized_shards_are_dequantized(tmp_path, target, block, scale_name, scale_dtype, fp4_experts):
-    config = tiny_config(**FIELDS, **dspark_fields(), moe_intermediate_size=64)
+    config = tiny_config(**{**FIELDS, "n_routed_experts": 3}, **dspark_fields(), moe_intermediate_size=64)
+    if fp4_experts:
+        config.expert_dtype = "fp4"
     if block is not None:
         config.quantization_config = {"quant_method": "fp8", "weight_block_size": list(block)}
     stored, values = quantized(
-        random_tensors(dspark_shapes(config)), block or (128, 128), scale_name, scale_dtype, fp4_experts
+        random_tensors(dspark_shapes(config, 2)), block or (128, 128), scale_name, scale_dtype, fp4_experts
     )
-    assert {"mtp.0.main_proj." + scale_name, "mtp.2.ffn.experts.5.w3." + scale_name} <= stored.keys()
+    assert {"mtp.0.main_proj." + scale_name, "mtp.1.ffn.experts.2.w3." + scale_name} <= stored.keys()
     drafter = DeepseekV4DSparkDrafter.from_target(write_shards(tmp_path, config, stored), dtype=torch.float32)
     loaded = drafter.deepseek_state_dict()
     assert loaded.keys() == values.keys()
     for name, value in values.items():
         assert torch.equal(loaded[name], value), name
-    assert getattr(drafter.config, "quantization_config", None) is None
+    assert not {"quantization_config", "expert_dtype"} & drafter.config.to_dict().keys()
     sequence = residual, positions, ids = entries(5)
     tree, logits = from_scratch(drafter, target, sequence, 5)
     naive = naive_for(values, config, target)
-    tokens, expected, _ = naive.draft(residual[0], positions[0, :-1], int(ids[0, -1]), BLOCK)
+    tokens, expected, _ = naive.draft(residual[0], positions[0], int(ids[0, -1]), BLOCK)
     assert tree.tokens.tolist() == tokens
     torch.testing.assert_close(logits.double(), expected, atol=1e-3, rtol=1e-3)
 
@@ -298,7 +303,7 @@ def test_bfloat16_keeps_what_v4_keeps_in_float32(tmp_path, config, tensors, targ
     sequence = residual, positions, ids = entries(12)
     tree, logits = from_scratch(drafter, target, sequence, 12)
     naive, token = naive_for(tensors, config, target), int(ids[0, 12])
-    for k, state in enumerate(naive.states(residual[0], positions[0, :-1], token)):
+    for k, state in enumerate(naive.states(residual[0], positions[0], token)):
         expected, confidence = naive.scores(state, token)
         assert torch.nn.functional.cosine_similarity(logits[k].double(), expected, dim=0) > 0.98
         assert abs(tree.confidence[k] - torch.sigmoid(confidence)) < 0.1
@@ -382,6 +387,36 @@ def test_configurations_that_make_no_drafter(tmp_path, config, tensors, fields, 
         DeepseekV4DSparkDrafter.from_target(tmp_path)
 
 
+def test_a_saved_configuration_is_looked_at_too(tmp_path, drafter):
+    drafter.save_pretrained(tmp_path / "own")
+    fields = json.loads((tmp_path / "own" / "config.json").read_text())
+    for wrong in ({"confidence_temperatures": [1.0, 0.0, 1.0, 1.0, 1.0]}, {"target_layer_ids": [-1, 0]}):
+        (tmp_path / "own" / "config.json").write_text(json.dumps(fields | wrong))
+        with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` is .*, expected"):
+            DeepseekV4DSparkDrafter.from_pretrained(tmp_path / "own")
+
+
+def test_its_tensors_are_those_of_v4_flash_0731():
+    """By their published number and by the shapes that several readers of the checkpoint found."""
+    fields = dspark_fields(noise_token_id=128799, markov_rank=256, target_layer_ids=[40, 41, 42])
+    config = DeepseekV4DSparkConfig.of_target(DeepseekV4Config(**fields))
+    drafter = DeepseekV4DSparkDrafter._empty(config, torch.bfloat16, "meta")
+    tensors, count = drafter.deepseek_state_dict(), [0, 0, 0]
+    for name, tensor in tensors.items():
+        has_scale = tensor.ndim == 2 and not any(part in name for part in NOT_QUANTIZED)
+        count[int(name.split(".")[1])] += 1 + has_scale
+    assert count == [1568, 1565, 1572]
+    shapes = {
+        "mtp.0.main_proj.weight": [4096, 12288],
+        "mtp.2.confidence_head.proj.weight": [1, 4352],
+        "mtp.2.markov_head.markov_w2.weight": [129280, 256],
+        "mtp.1.attn.wkv.weight": [512, 4096],
+        "mtp.2.hc_head_fn": [4, 16384],
+    }
+    assert {name: list(tensors[name].shape) for name in shapes} == shapes
+    assert config.target_layer_ids == [40, 41, -1] and config.sliding_window == 128
+
+
 def test_each_of_deepseeks_drafters_names_the_other(tmp_path, config, tensors):
     write(tmp_path, config, tensors)
     with pytest.raises(ValueError, match=r"no DeepseekV4MTPDrafter.*call `DeepseekV4DSparkDrafter\.from_target\("):
@@ -434,7 +469,7 @@ def test_generate_is_lossless_and_reads_the_targets_layers(drafter, target, naiv
     stats, at = drafter.last_stats, length
     assert stats.draft_positions == BLOCK and stats.rounds == len(trees)
     for tree in trees:
-        tokens, *_ = naive.draft(residual[:at], torch.arange(at), int(expected[0, at]), len(tree))
+        tokens, *_ = naive.draft(residual[:at], torch.arange(at + 1), int(expected[0, at]), len(tree))
         assert tree == tokens
         following = expected[0, at + 1 : at + 1 + len(tree)].tolist()
         accepted = next((k for k, (a, b) in enumerate(zip(tree, following)) if a != b), len(following))
@@ -473,3 +508,29 @@ print(torch.equal(target.generate(ids, assistant_model=drafter, **options), expe
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout.split() == ["True", "True"], done.stderr[-2000:]
+
+
+# Training
+
+
+def test_it_learns_to_draft_what_its_target_writes(tmp_path):
+    """By DSpark's own loss, through the trainer that trains ours: bias and confidence among what learns."""
+    fields = dspark_fields(block_size=3, target_layer_ids=[0, 2])
+    target = tiny_target(**fields)
+    drafter = DeepseekV4DSparkDrafter(DeepseekV4DSparkConfig.of_target(target.config, blocks=1))
+    texts = [target.generate(prompt(6, seed), do_sample=False, max_new_tokens=18)[0].tolist() for seed in range(8)]
+    rows = Dataset.from_list([{"input_ids": ids, "loss_mask": [0] * 6 + [1] * 18} for ids in texts])
+    options = dict(recipe="dspark", max_steps=25, num_anchors=8, per_device_train_batch_size=4)
+    trainer = trainer_for(tmp_path, target, drafter, rows, rows, **options)
+    before, fresh = trainer.evaluate(), {name: p.detach().clone() for name, p in drafter.named_parameters()}
+    trainer.train()
+    after = trainer.evaluate()
+    assert after["eval_loss"] < 0.8 * before["eval_loss"]
+    assert sum(losses(trainer)[-5:]) < 0.8 * sum(losses(trainer)[:5])
+    # Fresh, it accepts next to nothing.
+    assert before["eval_teacher_forced_tau"] < 1.1 and after["eval_teacher_forced_tau"] > 1.3
+    assert after["eval_expected_tau"] > before["eval_expected_tau"]
+    assert not [name for name, p in drafter.named_parameters() if torch.equal(p, fresh[name])]
+    drafter.bind(target)
+    drafted = target.generate(prompt(6), assistant_model=drafter.eval(), do_sample=False, max_new_tokens=18)
+    assert drafted[0].tolist() == texts[0] and drafter.last_stats.tau > 1.1

@@ -337,7 +337,7 @@ def without(tensors, *parts):
     [
         (lambda t: without(t, "mtp"), r"no `mtp\.\*` tensors"),
         (lambda t: without(t, "w1.weight"), r"7 missing \(mtp\.0\.ffn\.[^,]*(, [^,]*){3}, \.\.\.\)"),
-        (lambda t: {**t, "mtp.0.main_proj.weight": torch.zeros(2)}, r"1 unexpected \(mtp\.0\.main_proj"),
+        (lambda t: {**t, "mtp.0.other.weight": torch.zeros(2)}, r"1 unexpected \(mtp\.0\.other"),
         (lambda t: {**t, "mtp.0.hnorm.scale": torch.ones(1)}, r"`mtp\.0\.hnorm\.weight`.* expected none"),
         (lambda t: {**t, "mtp.0.nothing.scale": torch.ones(1)}, r"1 unexpected \(mtp\.0\.nothing\.scale"),
         (lambda t: {**t, "mtp.0.norm.weight": torch.ones(31)}, r"norm\.weight` .* shape \[31\], expected \[32\]"),

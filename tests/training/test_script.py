@@ -11,15 +11,18 @@ import time
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoConfig, AutoTokenizer
 
-from hf_hyperdflash import HyperDFlashConfig
-from hf_hyperdflash.hub.cards import drafter_card
+from hf_hyperdflash import DeepseekV4DSparkDrafter, HyperDFlashConfig, load_drafter
+from hf_hyperdflash.hub.cards import TRAINING_RECORD, drafter_card
+from hf_hyperdflash.runtime.configuration_dspark import DeepseekV4DSparkConfig
 from hf_hyperdflash.training.checkpoints import last_whole
 from hf_hyperdflash.training.flags import help_text
 from hf_hyperdflash.training.script import main, make_parser
 
 from ..conftest import MODELS
+from ..helpers.deepseek_checkpoints import dspark_fields
 
 TARGET = str(MODELS / "tiny-deepseek-v4")
 
@@ -224,6 +227,21 @@ def test_the_record_tells_what_happened(tmp_path, caplog, capsys):
         ids = AutoTokenizer.from_pretrained(TARGET)("some text").input_ids
         rows = [{"input_ids": ids, "loss_mask": [1] * len(ids)}] * 4
         main(flags(tmp_path, write(tmp_path / "ids.jsonl", rows), resume_from_checkpoint="true"))
+
+
+def test_deepseeks_own_drafter_is_trained_on(tmp_path):
+    """One that was saved goes in as an earlier stage's drafter, and comes out as what it was."""
+    config = AutoConfig.from_pretrained(TARGET)
+    for name, value in dspark_fields(target_layer_ids=[2, 4]).items():
+        setattr(config, name, value)
+    drafter = DeepseekV4DSparkDrafter(DeepseekV4DSparkConfig.of_target(config, blocks=1))
+    drafter.save_pretrained(tmp_path / "dspark")
+    main(flags(tmp_path, write(tmp_path / "rows.jsonl", chats(6)), drafter=tmp_path / "dspark", layers=None))
+    trained = load_drafter(tmp_path / "out")
+    assert type(trained) is DeepseekV4DSparkDrafter and trained.config.target_layer_ids == [2, -1]
+    assert not torch.equal(trained.main_proj.weight.float(), drafter.main_proj.weight)
+    record = json.loads((tmp_path / "out" / TRAINING_RECORD).read_text())
+    assert record["settings"]["steps"] == 2 and record["history"][-1]["eval_tau"] >= 1
 
 
 def test_rows_that_nobody_answers_are_told_by_their_own_columns(tmp_path):

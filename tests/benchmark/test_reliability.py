@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hf_hyperdflash.benchmark.reliability import (
@@ -40,6 +40,7 @@ def naive_auc(judged):
 
 
 @given(JUDGED)
+@example([(0.95, 1.0), (1.0, 0.0)])  # of one bin
 def test_error_and_auc_are_their_definitions(judged):
     p, y = np.array(judged).reshape(-1, 2).T
     found = reliability(p, y)
@@ -105,7 +106,7 @@ def test_few_rounds_do_not_erase_what_a_head_knows():
 def test_temperatures_are_the_likeliest_of_their_grid():
     """By a loop, position by position: the log loss of the product, and what the prior adds."""
     logits, accepted = simulated([2.0, 0.5, 1.0], rounds=60)
-    accepted[5, 1:], logits[7, 2] = np.nan, np.nan  # a text that ended, a round of two drafts
+    accepted[::3, 1:], logits[1::3, 2] = np.nan, np.nan  # texts that ended, rounds of two drafts
     fitted, told = fit_temperatures(logits, accepted), []
     for k in range(3):
         losses = {}

@@ -16,9 +16,8 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..runtime.configuration_hyperdflash import HyperDFlashConfig
+from ..runtime.block_drafter import BlockDrafter
 from ..runtime.drafter import Drafter
-from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
 from ..runtime.sampling import DraftSampler
 from ..runtime.stats import SpeculationStats
 from ..runtime.tree import DraftTree
@@ -66,7 +65,7 @@ class Calibration:
 class _Heard(Drafter):
     """A drafter whose confidence in its drafts is kept, round by round, as its head gives it."""
 
-    def __init__(self, drafter: HyperDFlashDrafter) -> None:
+    def __init__(self, drafter: BlockDrafter) -> None:
         self.drafter = copy.copy(drafter)  # which others may be using as it is
         self.drafter.config = self.config = copy.copy(drafter.config)
         self.config.confidence_temperatures = None
@@ -89,7 +88,7 @@ class _Heard(Drafter):
         return tree
 
 
-def check_confidence(config: HyperDFlashConfig) -> None:
+def check_confidence(config: Any) -> None:
     """Raise a `ValueError` if a drafter has no confidence to calibrate."""
     if not config.confidence_head:
         raise ValueError(
@@ -110,7 +109,7 @@ def check_amount(prompts: int, max_new_tokens: int) -> None:
 
 def calibrate(
     target: PreTrainedModel,
-    drafter: HyperDFlashDrafter,
+    drafter: BlockDrafter,
     prompts: Sequence[torch.Tensor],
     *,
     max_new_tokens: int = 128,
@@ -145,9 +144,7 @@ def calibrate(
     return fitted(*halves)
 
 
-def rounds_of(
-    target: Any, drafter: HyperDFlashDrafter, prompts: Any, max_new_tokens: int, temperature: float
-) -> Rounds:
+def rounds_of(target: Any, drafter: BlockDrafter, prompts: Any, max_new_tokens: int, temperature: float) -> Rounds:
     """Generate from every prompt and note every round's confidence and outcome."""
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:

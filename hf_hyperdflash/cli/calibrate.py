@@ -71,12 +71,11 @@ def _prompts(
     from .. import loading
     from ..benchmark.calibration import check_amount, check_confidence
     from ..benchmark.figures import import_matplotlib
-    from ..runtime.configuration_hyperdflash import HyperDFlashConfig
     from ..training.data import encode_prompts, load_rows
     from ..training.places import with_places
 
-    loading.check_drafter(str(drafter), is_ours=True)
-    check_confidence(HyperDFlashConfig.from_pretrained(drafter))
+    kind = loading.check_drafter(str(drafter), is_trainable=True).__self__  # whose `from_pretrained` it is
+    check_confidence(kind.config_class.from_pretrained(drafter))
     if output is not None:
         import_matplotlib()
     loading.check_target(target)

@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from hf_hyperdflash import HyperDFlashDrafter, bind
+from hf_hyperdflash import DeepseekV4DSparkDrafter, HyperDFlashDrafter, bind
 from hf_hyperdflash.benchmark import calibration
 from hf_hyperdflash.benchmark.calibration import Rounds, calibrate, fitted, rounds_of, save_temperatures
 from hf_hyperdflash.benchmark.reliability import fit_temperatures, given_those_before, reliability, through
 from hf_hyperdflash.benchmark.report import print_calibration, write_calibration
+from hf_hyperdflash.runtime.configuration_dspark import DeepseekV4DSparkConfig
 from hf_hyperdflash.training.fingerprint import module_fingerprint
 
-from ..conftest import SLIDING, PerfectDrafter, prompt, tiny_drafter, tiny_target
+from ..conftest import SLIDING, PerfectDrafter, prompt, tiny_config, tiny_drafter, tiny_target
 from ..helpers.confidence import simulated
+from ..helpers.deepseek_checkpoints import dspark_fields
 from ..helpers.results_files import tables
 
 PROMPTS = [prompt(5 + i, seed=i) for i in range(6)]
@@ -92,6 +94,16 @@ def test_rounds_are_those_of_the_head_itself():
     again = rounds_of(target, drafter, PROMPTS[:2], 12, 0.0)
     np.testing.assert_array_equal(again.logits, plain.logits)
     assert drafter.config.to_dict() == fields and drafter.last_stats is None
+
+
+def test_deepseeks_own_drafter_is_heard_too():
+    target = bind(tiny_target())
+    drafter = DeepseekV4DSparkDrafter(DeepseekV4DSparkConfig.of_target(tiny_config(**dspark_fields()), 1)).eval()
+    torch.nn.init.normal_(drafter.confidence_head.proj.weight)
+    found = rounds_of(target, drafter, PROMPTS[:1], 9, 0.0)
+    told = told_by_the_text(target, drafter, PROMPTS[0], max_new_tokens=9)
+    np.testing.assert_allclose(found, told, atol=1e-4)
+    assert np.nanstd(found.logits) > 0
 
 
 def test_certainty_is_kept_finite():

@@ -30,8 +30,9 @@ ORDER = [
     "training.locking", "training.fingerprint", "training.features", "training.store", "training.arguments",
     "training.acceptance", "training.checkpoints", "training.trainer", "training.flags", "training.script",
     "benchmark.intervals", "benchmark.other_settings", "benchmark.doctor", "benchmark.suites", "benchmark.results",
-    "benchmark.runner", "benchmark.figures", "benchmark.report", "cli.options", "cli.models", "cli.generate",
-    "cli.train", "cli.measure", "cli.share", "cli.app",
+    "benchmark.runner", "benchmark.reliability", "benchmark.calibration",
+    "benchmark.figures", "benchmark.report", "cli.options", "cli.models", "cli.generate",
+    "cli.train", "cli.calibrate", "cli.measure", "cli.share", "cli.app",
 ]  # fmt: skip
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path

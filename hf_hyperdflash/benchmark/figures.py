@@ -1,4 +1,4 @@
-"""The pictures of a benchmark: acceptance per draft position, and speedup against tau."""
+"""The pictures of a benchmark, acceptance per draft position and speedup against tau; that of a calibration."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .calibration import BeforeAfter
 from .results import Row, averages, mode_title
 
 # Okabe and Ito's colours, to be told apart by colour-blind readers, and two more. Nine beside eight markers: pairs
@@ -70,18 +71,66 @@ def speedup_figure(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def _panels(
-    rows: Sequence[Row], xlabel: str, ylabel: str, size: tuple[float, float], key: str = ""
-) -> tuple[Any, dict[str, dict[str, Any]], list[tuple[Any, list[Row]]]]:
-    """A figure with a legend under `key`, each method's style, and panels with their rows: modes down, temperatures
-    across."""
+def reliability_figure(positions: Sequence[BeforeAfter]) -> Any:
+    """How often drafts were accepted against how often the drafter held that probable, before and after calibration.
+
+    Args:
+        positions: Of each draft position, before and after, those of all positions last: [`Calibration`]'s `through`.
+
+    Returns:
+        A `matplotlib.figure.Figure`.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+    """
+    figure_kind, _ = import_matplotlib()
+    columns = min(4, len(positions))
+    rows = -(-len(positions) // columns)
+    figure = figure_kind((2.7 * columns, 3.1 * rows + 0.8), dpi=150, layout="constrained")
+    names = [*(f"Up to draft {k}" for k in range(1, len(positions))), "All positions"]
+    for place, (name, of_position) in enumerate(zip(names, positions)):
+        axes = figure.add_subplot(rows, columns, place + 1)
+        errors = " to ".join(f"{100 * turned_out.error:.1f}" for turned_out in of_position)
+        axes.set_title(f"{name}\nerror {errors} %", fontsize=10)
+        axes.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal", xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
+        axes.plot([0, 1], [0, 1], color="0.7", linewidth=0.8, linestyle="--", zorder=0)
+        for label, colour, turned_out in zip(("before", "after"), (_COLOURS[4], _COLOURS[0]), of_position):
+            x, y = [one.confidence for one in turned_out.bins], [one.accepted for one in turned_out.bins]
+            areas = [2 + 150 * one.total / turned_out.total for one in turned_out.bins]
+            axes.plot(x, y, color=colour, linewidth=0.8, alpha=0.6)
+            axes.scatter(x, y, areas, color=colour, alpha=0.8, linewidths=0, label=label)
+        axes.grid(alpha=0.25)
+        axes.set_xlabel("Confidence")
+        if place % columns == 0:
+            axes.set_ylabel("Accepted")
+    key = "that all drafts up to it are accepted;\narea: share of rounds"
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, title=key, title_fontsize=9)
+    return figure
+
+
+def import_matplotlib() -> tuple[Any, Any]:
+    """What is drawn with: matplotlib's `Figure` and `Line2D`.
+
+    Raises:
+        ImportError: If it is not installed.
+    """
     try:
         from matplotlib.figure import Figure
         from matplotlib.lines import Line2D
     except ImportError as error:
         raise ImportError('The pictures need matplotlib: pip install "hf-hyperdflash[benchmark]".') from error
+    return Figure, Line2D
+
+
+def _panels(
+    rows: Sequence[Row], xlabel: str, ylabel: str, size: tuple[float, float], key: str = ""
+) -> tuple[Any, dict[str, dict[str, Any]], list[tuple[Any, list[Row]]]]:
+    """A figure with a legend under `key`, each method's style, and panels with their rows: modes down, temperatures
+    across."""
+    figure_kind, line_kind = import_matplotlib()
     modes, temperatures = list(dict.fromkeys(row.mode for row in rows)), sorted({row.temperature for row in rows})
-    figure = Figure((size[0] * len(temperatures), size[1] * len(modes) + 0.9), dpi=150, layout="constrained")
+    figure = figure_kind((size[0] * len(temperatures), size[1] * len(modes) + 0.9), dpi=150, layout="constrained")
     panels = []
     for place, (mode, temperature) in enumerate(product(modes, temperatures), start=1):
         if of_panel := [row for row in rows if (row.mode, row.temperature) == (mode, temperature)]:
@@ -93,7 +142,7 @@ def _panels(
         method: {"color": _COLOURS[i % len(_COLOURS)], "marker": _MARKERS[i % len(_MARKERS)]}
         for i, method in enumerate(methods)
     }
-    handles = [Line2D([], [], label=method, **style) for method, style in styles.items()]
+    handles = [line_kind([], [], label=method, **style) for method, style in styles.items()]
     columns = int(figure.get_figwidth() / (0.6 + 0.08 * max(map(len, methods))))  # inches that the longest name needs
     columns = min(3, max(1, columns))
     figure.legend(

@@ -1,8 +1,9 @@
-"""A benchmark's tables: the report with its CSV and pictures, a card's, the terminal's."""
+"""Tables of a benchmark, the report's with its CSV and pictures, a card's, the terminal's, and of a calibration."""
 
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from ..hub.cards import Measured
 from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
 from ..runtime.weights import weight_files
 from ..training.fingerprint import module_fingerprint
-from .figures import acceptance_figure, speedup_figure
+from .calibration import BeforeAfter, Calibration
+from .figures import acceptance_figure, reliability_figure, speedup_figure
 from .intervals import Interval
+from .reliability import BINS
 from .results import MODES, Results, Row, averages, grouped, leads, load, mode_title, pool, suites_of, summarize
 from .suites import SUITES, title_of
 
@@ -44,6 +47,11 @@ _PICTURES = """\
 
 ![Speedup and τ](speedup_tau.png)
 """
+_CALIBRATION = (
+    "Confidence, error and AUC before calibration and after it. Error: expected calibration error over {bins} bins of "
+    "equal width; AUC: how probably an accepted draft has the higher confidence of two. Fitted on {fitted} rounds, "
+    "measured on {measured} others."
+)
 _WIDE = 120  # columns that seven suites and their average take side by side
 _GIGABYTE = 1e-9
 
@@ -105,7 +113,7 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 def markdown(results: Results, rows: Sequence[Row], pooled: Sequence[Row]) -> str:
     """The report's text from what [`load`], [`summarize`] and [`pool`] returned."""
-    parts, ahead = ["# Benchmark", _settings(results), _left_out(results)], leads(results)
+    parts, ahead = ["# Benchmark", _settings(results.runs), _left_out(results)], leads(results)
     for mode, of_mode in grouped(rows, "mode").items():
         parts += [f"## {MODES.get(mode, mode)}", _MAIN.format(_counts(of_mode)), _main_table(of_mode)]
         body = [
@@ -124,12 +132,12 @@ def markdown(results: Results, rows: Sequence[Row], pooled: Sequence[Row]) -> st
     return "\n\n".join(part for part in [*parts, _PICTURES] if part)
 
 
-def _settings(results: Results) -> str:
+def _settings(runs: Sequence[dict[str, Any]]) -> str:
     """Every setting as a list; several values where starts of the run differ."""
     lines = []
-    for name in dict.fromkeys(name for run in results.runs for name in run):
+    for name in dict.fromkeys(name for run in runs for name in run):
         code = "`" if name == "command" else ""
-        values = dict.fromkeys(f"{code}{_plain(run[name])}{code}" for run in results.runs if name in run)
+        values = dict.fromkeys(f"{code}{_plain(run[name])}{code}" for run in runs if name in run)
         lines.append(f"- {name.replace('_', ' ')}: {'; '.join(values)}")
     return "\n".join(lines)
 
@@ -360,3 +368,61 @@ def print_fastest(results: Path) -> None:
 
 def _terminal(*columns: str | Column) -> Table:
     return Table(*columns, box=SIMPLE_HEAD, show_edge=False, padding=0)
+
+
+def write_calibration(calibration: Calibration, settings: dict[str, Any], output: Path) -> None:
+    """Write `calibration.md`, `calibration.json` and `reliability.png` into the folder `output`, new or not.
+
+    Raises:
+        ImportError: If matplotlib is not installed. Nothing is written then.
+    """
+    picture, (fitted, measured) = reliability_figure(calibration.through), calibration.rounds
+    text = [
+        "# Calibration of a drafter's confidence",
+        _settings([settings]),
+        _CALIBRATION.format(bins=BINS, fitted=fitted, measured=measured),
+        "Confidence that all drafts up to a position are accepted:",
+        _markdown(*_calibration_table(calibration, calibration.through)),
+        "Confidence that a draft is accepted once those before it are:",
+        _markdown(*_calibration_table(calibration, calibration.given)),
+        "![Reliability](reliability.png)\n",
+    ]
+    facts = {"settings": settings, "temperatures": calibration.temperatures, "rounds": calibration.rounds}
+    facts |= {name: [_facts(pair) for pair in getattr(calibration, name)] for name in ("through", "given")}
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "calibration.md").write_text("\n\n".join(text), encoding="utf-8")
+    (output / "calibration.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    picture.savefig(output / "reliability.png")
+
+
+def _facts(pair: BeforeAfter) -> dict[str, Any]:
+    return {
+        when: {**one._asdict(), "bins": [of_bin._asdict() for of_bin in one.bins]}
+        for when, one in zip(("before", "after"), pair)
+    }
+
+
+def _calibration_table(
+    calibration: Calibration, positions: Sequence[BeforeAfter]
+) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: each draft position, and all of them together."""
+    header = ["Draft", "Temperature", "Rounds", "Accepted", "Confidence", "after", "Error", "after", "AUC", "after"]
+    names = [(str(k), f"{value:.2f}") for k, value in enumerate(calibration.temperatures, start=1)]
+    body = []
+    for name, pair in zip([*names, ("all", "")], positions):
+        figures = [_number(getattr(one, of), ".1f", " %", 100) for of in ("confidence", "error") for one in pair]
+        ranks = [_number(one.auc, ".3f") for one in pair]
+        body.append([*name, str(pair[0].total), _number(pair[0].accepted, ".1f", " %", 100), *figures, *ranks])
+    return header, body
+
+
+def print_calibration(calibration: Calibration) -> None:
+    """Print how the probability that all drafts up to a position are accepted turned out, before and after."""
+    header, body = _calibration_table(calibration, calibration.through)
+    table = _terminal(*(Column(name, justify="right") for name in header))
+    for row in body:
+        table.add_row(*row)
+    console = Console(highlight=False, markup=False)
+    fitted, measured = calibration.rounds
+    console.print(_CALIBRATION.format(bins=BINS, fitted=fitted, measured=measured))
+    console.print(table)

@@ -289,6 +289,18 @@ def _run_facts(
     settings: BenchmarkSettings,
     suites: dict[str, list[list[str]]],
 ) -> dict[str, Any]:
+    return {
+        **environment(target),
+        "methods": {method.name: _describe(method) for method in methods},
+        **asdict(settings),
+        "data": settings.data and Path(settings.data).name,
+        "weights_digest": {method.name: _weights_digest(target, method) for method in methods},
+        "prompts_digest": _prompts_digest(tokenizer, settings.modes, suites),
+    }
+
+
+def environment(target: Any) -> dict[str, Any]:
+    """What a report says of how and where it was made, without this machine's folders."""
     from .. import __version__
 
     return {
@@ -305,11 +317,6 @@ def _run_facts(
         },
         "dtype": str(target.dtype).removeprefix("torch."),
         "target": Path(target.config._name_or_path).name,
-        "methods": {method.name: _describe(method) for method in methods},
-        **asdict(settings),
-        "data": settings.data and Path(settings.data).name,
-        "weights_digest": {method.name: _weights_digest(target, method) for method in methods},
-        "prompts_digest": _prompts_digest(tokenizer, settings.modes, suites),
     }
 
 

@@ -10,6 +10,7 @@ import typer
 from typer import Option
 
 from ..runtime.version import __version__
+from .calibrate import calibrate
 from .generate import generate
 from .measure import benchmark, doctor, sweep
 from .share import card, export, push
@@ -68,6 +69,6 @@ def main(
 
 _ANY = {"add_help_option": False, "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 # In the order in which they are listed.
-for command in (generate, train, card, doctor, export, push, benchmark, sweep):
+for command in (generate, train, calibrate, card, doctor, export, push, benchmark, sweep):
     more: dict[str, Any] = _ANY if command is train else {}
     app.command(help=" ".join(str(command.__doc__).split()), **more)(command)

@@ -14,14 +14,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..runtime.targets import family_of
 
-# Where a model comes from, what it returns and when it stops: no residual depends on these fields of a configuration.
-# All others count, so that those of models to come do. How many layers there are, the weights' names tell.
+# Where a model comes from, what it returns and when it stops, how sure a drafter is of its drafts: no residual and no
+# draft depends on these fields of a configuration. All others count, so that those of models to come do. How many
+# layers there are, the weights' names tell.
 _NOT_COMPUTING = {
     "_name_or_path", "name_or_path", "transformers_version", "architectures", "auto_map", "dtype", "torch_dtype",
     "num_hidden_layers", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache",
     "return_dict", "output_hidden_states", "output_attentions", "output_router_logits", "tie_last_hidden_states",
     "problem_type", "id2label", "label2id", "hyperdflash_version", "target_name_or_path", "target_revision",
-    "target_fingerprint",
+    "target_fingerprint", "confidence_temperatures",
 }  # fmt: skip
 _CHUNK = 2**21  # elements hashed at once: memory stays small, and an accelerator has enough to do
 _ODD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's, as signed numbers

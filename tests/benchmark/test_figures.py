@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from hf_hyperdflash.benchmark.figures import acceptance_figure, speedup_figure
+from hf_hyperdflash.benchmark.calibration import Rounds, fitted
+from hf_hyperdflash.benchmark.figures import acceptance_figure, reliability_figure, speedup_figure
 from hf_hyperdflash.benchmark.results import averages, load, pool, summarize
 
+from ..helpers.confidence import simulated
 from ..helpers.results_files import METHODS, PLAIN, SUITES, line, realistic, settings, written
 
 
@@ -90,3 +92,22 @@ def test_every_method_has_its_own_colour_and_marker(tmp_path):
     pooled = pool(load(written(tmp_path / "r", lines, settings([PLAIN, *methods]))))
     for axes in acceptance_figure(pooled).axes:
         assert len({(curve.get_color(), curve.get_marker()) for curve in axes.lines}) == len(methods)
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 6, 7])
+def test_the_picture_of_a_calibration_shows_every_bin(drafts):
+    positions = fitted(*(Rounds(*simulated([2.0] * drafts, 200, seed)) for seed in (0, 1))).through
+    figure = reliability_figure(positions)
+    assert len(figure.axes) == drafts + 1
+    for axes, (before, after) in zip(figure.axes, positions):
+        assert f"error {100 * before.error:.1f} to {100 * after.error:.1f} %" in axes.get_title()
+        for points, expected in zip(axes.collections, (before, after)):
+            assert np.allclose(points.get_offsets(), [(one.confidence, one.accepted) for one in expected.bins])
+            assert np.argmax(points.get_sizes()) == np.argmax([one.total for one in expected.bins])
+    drawn = texts(figure)
+    assert {"before", "after"} <= {text for text, _ in drawn}
+    for text, box in drawn:
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1, text
+        assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1, text
+    for (one, box), (other, other_box) in combinations(drawn, 2):
+        assert not box.overlaps(other_box), (one, other)

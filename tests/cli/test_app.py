@@ -15,6 +15,7 @@ import hf_hyperdflash
 from hf_hyperdflash import HyperDFlashDrafter
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.cli.app import run as entry_point
+from hf_hyperdflash.runtime.configuration_hyperdflash import HyperDFlashConfig
 from hf_hyperdflash.training.fingerprint import changed_parts
 from hf_hyperdflash.training.script import main as train_main
 
@@ -136,6 +137,38 @@ def test_suites_are_found_and_read_before_a_model_is_loaded(monkeypatch, capsys,
     assert "mine.jsonl" not in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
+@pytest.fixture(scope="module")
+def confident(tmp_path_factory):
+    """The shipped drafter with a confidence head of random weights."""
+    folder = tmp_path_factory.mktemp("confident") / "drafter"
+    shipped = HyperDFlashDrafter.from_pretrained(DRAFTER)
+    drafter = HyperDFlashDrafter(HyperDFlashConfig(**{**shipped.config.to_diff_dict(), "confidence_head": True}))
+    drafter.load_state_dict(shipped.state_dict(), strict=False)
+    drafter.save_pretrained(folder)
+    return folder
+
+
+def test_calibrate_writes_temperatures_and_a_report(monkeypatch, confident, tmp_path):
+    monkeypatch.setattr("hf_hyperdflash.benchmark.calibration.LEAST_ROUNDS", 2)
+    rows = [{"turns": ["What is 3 plus 4?"]}, {"question": "What is 2 times 8?", "answer": "16"}, {"turns": ["Hi!"]}]
+    (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    before = json.loads((confident / "config.json").read_text())
+    printed = run(
+        "calibrate", "--target", TARGET, "--drafter", confident, "--data", tmp_path / "held_out.jsonl", "--limit", 2,
+        "--max-new-tokens", 20, "--temperature", 0, "--output", tmp_path / "out",
+    )  # fmt: skip
+    after = json.loads((confident / "config.json").read_text())
+    temperatures = after["confidence_temperatures"]
+    assert len(temperatures) == 6 and after == before | {"confidence_temperatures": temperatures}
+    assert str(temperatures) in printed and "Error" in printed and str(tmp_path / "out" / "calibration.md") in printed
+    facts = json.loads((tmp_path / "out" / "calibration.json").read_text())
+    assert facts["temperatures"] == temperatures and facts["rounds"][1] == facts["through"][0]["after"]["total"]
+    settings = facts["settings"]
+    assert settings["data"] == "held_out.jsonl" and settings["drafter"] == "drafter" and settings["prompts"] == 2
+    assert (settings["max_new_tokens"], settings["temperature"], settings["seed"]) == (20, 0, 0)
+    assert all((tmp_path / "out" / name).stat().st_size > 500 for name in ("calibration.md", "reliability.png"))
+
+
 def ended(monkeypatch, capsys, *arguments) -> tuple[int, list[str]]:
     """The exit status of the command, and what it wrote to stderr beside what it loads."""
     monkeypatch.setattr("sys.argv", ["hf-hyperdflash", *map(str, arguments)])
@@ -181,6 +214,10 @@ def wrong(tmp_path_factory):
     (folder / "results").mkdir()
     (folder / "notes.md").write_bytes(b"\xff")
     (folder / "rows.jsonl").write_text('{"question": "What is 3 plus 4?", "answer": "7"}\n' * 3)
+    (folder / "odd.jsonl").write_text('{"turns": ["What is 3 plus 4?"]}\n{"text": "Hi"}\n')
+    (folder / "torn.jsonl").write_text('{"turns": ["What is 3 plus 4?"]}\n{"turns": ["Wh')
+    fields = json.loads((Path(DRAFTER) / "config.json").read_text())
+    copied(DRAFTER, folder / "confident", "config.json", json.dumps(fields | {"confidence_head": True}))
     (folder / "data").mkdir()
     (folder / "data" / "gsm8k.jsonl").write_text('{"turns": ["What is 3 plus 4?"]}\n')
     return folder
@@ -239,6 +276,7 @@ TRAIN = [
     "--report_to",
     "none",
 ]
+CALIBRATE = ["calibrate", "--target", TARGET, "--max-new-tokens", "200", "--drafter"]
 NAMED = 'expected PATH, NAME=PATH or "NAME (4)=PATH"'
 MISTAKES: list[tuple[list[str], int, str]] = [
     *((["generate", "--target", name, "--drafter", DRAFTER, "hi"], 1, said) for name, said in NO_TARGET.items()),
@@ -282,6 +320,23 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     (["export", DRAFTER, "out", "--format", "tarball"], 1, "`format` is 'tarball'"),
     (["push", "nowhere", "org/name"], 2, "'nowhere' does not exist"),
     (["push", DRAFTER, "a/b/c"], 1, "The repository is 'a/b/c', expected a name on the Hub"),
+    ([*CALIBRATE, "nowhere", "--data", "rows.jsonl"], 2, "'nowhere' does not exist"),
+    ([*CALIBRATE, "file", "--data", "rows.jsonl"], 2, "'file' is a file"),
+    *(([*CALIBRATE, name, "--data", "rows.jsonl"], 1, NO_DRAFTER[name]) for name in ("empty", "no-json")),
+    ([*CALIBRATE, DRAFTER, "--data", "rows.jsonl"], 1, "`confidence_head` of the drafter is False"),
+    ([*CALIBRATE, "mtp", "--data", "rows.jsonl"], 1, "expected a HyperDFlash, DFlash or DSpark drafter"),
+    ([*CALIBRATE, "confident", "--data", "nowhere.jsonl"], 1, "No dataset file at 'nowhere.jsonl'"),
+    ([*CALIBRATE, "confident", "--data", "torn.jsonl"], 1, "torn.jsonl:2 is no JSON"),
+    ([*CALIBRATE, "confident", "--data", "odd.jsonl"], 1, "odd.jsonl:2: A row with columns"),
+    ([*CALIBRATE, "confident", "--data", "rows.jsonl", "--max-new-tokens", "50"], 1, "give at most 49 rounds"),
+    ([*CALIBRATE, "confident", "--data", "rows.jsonl", "--max-new-tokens", "2"], 2, "'--max-new-tokens'"),
+    ([*CALIBRATE, "confident", "--data", "rows.jsonl", "--limit", "1"], 2, "Invalid value for '--limit'"),
+    ([*CALIBRATE, "confident", "--data", "rows.jsonl", "--temperature", "-1"], 2, "-1.0 is no temperature"),
+    ([*CALIBRATE, "confident", "--data", "rows.jsonl", "--output", "file"], 2, "'file' is a file"),
+    ([*CALIBRATE, "confident", "--data", "rows.jsonl", "--output", "file/out"], 1, "file is a file"),
+    ([*CALIBRATE, "confident", "--data", "rows.jsonl"], 1, "missing"),
+    (["calibrate", "--target", "no/where/at", *CALIBRATE[3:], "confident", "--data", "rows.jsonl"], 1,
+     NO_TARGET["no/where/at"]),
     (COMPARE, 1, "No method is given"),
     *(([*COMPARE, "--drafter", f"{name}={DRAFTER}"], 1, NAMED) for name in ("X (a)", "X (0)", "X (2", "")),
     ([*COMPARE, "--drafter", "X="], 1, NAMED),

@@ -1,0 +1,205 @@
+"""Calibrating a drafter's confidence: rounds of real generation, temperatures fitted on them, its configuration."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from ..runtime.block_drafter import BlockDrafter
+from ..runtime.drafter import Drafter
+from ..runtime.sampling import DraftSampler
+from ..runtime.stats import SpeculationStats
+from ..runtime.tree import DraftTree
+from ..training.acceptance import bound
+from .reliability import Reliability, fit_temperatures, given_those_before, reliability, through
+
+LEAST_ROUNDS = 100  # to fit on, and to measure on
+_ONE = 2**-24  # from 1 on, float32 tells probabilities no closer
+
+BeforeAfter = tuple[Reliability, Reliability]
+
+
+class Rounds(NamedTuple):
+    """What a drafter said of its drafts and what became of them.
+
+    Attributes:
+        logits: `[rounds, config.max_draft_tokens]`, of each draft's acceptance once those before it are, as the head
+            gives them; `nan` where there was no draft.
+        accepted: The same shape: whether all drafts up to each were accepted, 1 or 0; `nan` where the text ended
+            before that was known.
+    """
+
+    logits: np.ndarray
+    accepted: np.ndarray
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Temperatures, and what they are worth on rounds that they were not fitted on.
+
+    Attributes:
+        temperatures: One per draft position.
+        rounds: How many there were to fit on, and to measure on.
+        through: Per draft position: how the probability that all drafts up to it are accepted turned out, before and
+            after; at the end over all positions.
+        given: The same of the probability that it is accepted once those before it are.
+    """
+
+    temperatures: list[float]
+    rounds: tuple[int, int]
+    through: list[BeforeAfter]
+    given: list[BeforeAfter]
+
+
+class _Heard(Drafter):
+    """A drafter whose confidence in its drafts is kept, round by round, as its head gives it."""
+
+    def __init__(self, drafter: BlockDrafter) -> None:
+        self.drafter = copy.copy(drafter)  # which others may be using as it is
+        self.drafter.config = self.config = copy.copy(drafter.config)
+        self.config.confidence_temperatures = None
+        self.target_layer_ids, self.max_draft_tokens = drafter.target_layer_ids, drafter.max_draft_tokens
+        for name in ("check_target", "new_context", "extend", "observe"):
+            setattr(self, name, getattr(drafter, name))
+        self.confidences: list[torch.Tensor] = []
+
+    def propose(
+        self,
+        target: PreTrainedModel,
+        context: Any,
+        ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        count: int,
+        sampler: DraftSampler,
+    ) -> DraftTree:
+        tree = self.drafter.propose(target, context, ids, position_ids, count, sampler)
+        self.confidences.append(cast(torch.Tensor, tree.confidence).double().cpu())
+        return tree
+
+
+def check_confidence(config: Any) -> None:
+    """Raise a `ValueError` if a drafter has no confidence to calibrate."""
+    if not config.confidence_head:
+        raise ValueError(
+            "`confidence_head` of the drafter is False: expected one that was trained to say how probable the "
+            "acceptance of its drafts is (`hf-hyperdflash train --confidence_head`)."
+        )
+
+
+def check_amount(prompts: int, max_new_tokens: int) -> None:
+    """Raise a `ValueError` if that many prompts cannot lead to [`LEAST_ROUNDS`] in each half of them."""
+    most = prompts // 2 * (max_new_tokens - 1)
+    if most < LEAST_ROUNDS:
+        raise ValueError(
+            f"{prompts} prompts of {max_new_tokens} new tokens each give at most {most} rounds to fit on and to "
+            f"measure on, expected at least {LEAST_ROUNDS}: more prompts, or a larger `max_new_tokens`."
+        )
+
+
+def calibrate(
+    target: PreTrainedModel,
+    drafter: BlockDrafter,
+    prompts: Sequence[torch.Tensor],
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 1.0,
+    disable_tqdm: bool | None = True,
+) -> Calibration:
+    """Fit confidence temperatures on every other prompt, from the first on, and measure them on the rest.
+
+    Args:
+        target: The target. One that is not bound is bound for the time.
+        drafter: Its drafter, in eval mode. It stays as it is: [`save_temperatures`] writes what was fitted.
+        prompts: Held-out ones, token ids `[1, seq]` each.
+        max_new_tokens: Most new tokens per prompt.
+        temperature: Of the texts, 0 for greedy. Drafts are accepted more often or less with another one.
+        disable_tqdm: `False` for a progress bar on stderr, `None` for one where that is a terminal.
+
+    Raises:
+        ValueError: If the drafter has no confidence head, or there are too few rounds.
+    """
+    check_confidence(drafter.config)
+    check_amount(len(prompts), max_new_tokens)
+    halves = []
+    with bound(target):
+        for purpose, half in (("fit", prompts[::2]), ("measure", prompts[1::2])):
+            bar = tqdm(half, desc=f"rounds to {purpose} on", unit="prompt", leave=False, disable=disable_tqdm)
+            halves.append(rounds_of(target, drafter, bar, max_new_tokens, temperature))
+            if len(halves[-1].logits) < LEAST_ROUNDS:
+                raise ValueError(
+                    f"{len(half)} prompts led to {len(halves[-1].logits)} rounds to {purpose} on, expected at least "
+                    f"{LEAST_ROUNDS}: more prompts, or a larger `max_new_tokens`."
+                )
+    return fitted(*halves)
+
+
+def rounds_of(target: Any, drafter: BlockDrafter, prompts: Any, max_new_tokens: int, temperature: float) -> Rounds:
+    """Generate from every prompt and note every round's confidence and outcome."""
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    if temperature > 0:
+        options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    heard, stats = _Heard(drafter), SpeculationStats()
+    for prompt in prompts:
+        ids = prompt.to(target.device)
+        target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=heard, **options)
+        stats += cast(SpeculationStats, heard.last_stats)
+    logits, accepted = np.full((2, stats.rounds, heard.config.max_draft_tokens), math.nan)
+    for number, confidence in enumerate(heard.confidences):
+        drafts, good = len(confidence), stats.accepted[number]
+        logits[number, :drafts] = torch.logit(confidence, eps=_ONE)
+        accepted[number, :good] = 1
+        if stats.emitted[number] > good:  # else the text ended with a draft, and those after it were never judged
+            accepted[number, good:drafts] = 0
+    return Rounds(logits, accepted)
+
+
+def fitted(to_fit: Rounds, to_measure: Rounds) -> Calibration:
+    """Temperatures from some rounds, measured on others."""
+    temperatures = np.round(fit_temperatures(*to_fit), 4)
+    return Calibration(
+        temperatures.tolist(),
+        (len(to_fit.logits), len(to_measure.logits)),
+        _before_and_after(to_measure.logits, to_measure.accepted, temperatures, through),
+        _before_and_after(to_measure.logits, _once_reached(to_measure.accepted), temperatures, given_those_before),
+    )
+
+
+def _once_reached(accepted: np.ndarray) -> np.ndarray:
+    """Of rounds, only the drafts before which all were accepted."""
+    reached = np.ones_like(accepted)
+    reached[:, 1:] = accepted[:, :-1]
+    return np.where(reached == 1, accepted, math.nan)
+
+
+def _before_and_after(
+    logits: np.ndarray, accepted: np.ndarray, temperatures: np.ndarray, probability: Any
+) -> list[BeforeAfter]:
+    before, after = probability(logits, np.ones_like(temperatures)), probability(logits, temperatures)
+    places = [*range(logits.shape[1]), slice(None)]
+    return [
+        (reliability(before[:, place], accepted[:, place]), reliability(after[:, place], accepted[:, place]))
+        for place in places
+    ]
+
+
+def save_temperatures(folder: Path, temperatures: Sequence[float]) -> None:
+    """Write `confidence_temperatures` into the `config.json` of a saved drafter: that field alone, or nothing."""
+    path, unfinished = folder / "config.json", folder / "config.json.unfinished"
+    fields = json.loads(path.read_text(encoding="utf-8")) | {"confidence_temperatures": list(temperatures)}
+    try:
+        unfinished.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        unfinished.chmod(path.stat().st_mode)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -1,0 +1,85 @@
+"""`hf-hyperdflash calibrate`: confidence that can be believed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Option
+
+from . import options
+from .models import announce, check_writable, load
+
+
+def calibrate(
+    target: options.Target,
+    drafter: Annotated[
+        Path, Option(exists=True, file_okay=False, help="Folder of a saved drafter with a confidence head.")
+    ],
+    data: Annotated[
+        str,
+        Option(
+            help="Held-out conversations, a .jsonl, .json or .parquet file or a Hub name: every other one is fitted "
+            "on, the rest measure."
+        ),
+    ],
+    limit: Annotated[int | None, Option(min=2, help="Conversations; all if unset.")] = None,
+    max_new_tokens: options.NewTokensOfRounds = 128,
+    temperature: options.Temperature = 1.0,
+    output: Annotated[
+        Path | None, Option(file_okay=False, help="Folder of a report with a picture; none if unset.")
+    ] = None,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = None,
+    device_map: options.DeviceMap = None,
+    threads: options.Threads = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+) -> None:
+    """Fit a drafter's confidence temperatures on held-out answers and write them into its config.json."""
+    prompts = _prompts(target, drafter, data, limit, max_new_tokens, output, trust_remote_code)
+    announce("target", target)
+    model, _, loaded = load(target, [str(drafter)], dtype, device_map, threads, trust_remote_code)
+    import torch
+
+    from ..benchmark import calibration, report
+    from ..benchmark.runner import environment
+
+    assistant = loaded[str(drafter)]
+    assistant.bind(model)
+    torch.manual_seed(seed)
+    asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    found = calibration.calibrate(model, assistant, prompts, **asked, disable_tqdm=False)
+    calibration.save_temperatures(drafter, found.temperatures)
+    report.print_calibration(found)
+    typer.echo(f"`confidence_temperatures` in {drafter / 'config.json'} is {found.temperatures}.")
+    if output is not None:
+        names = {"drafter": drafter.absolute().name, "data": Path(data).name, "prompts": len(prompts), "seed": seed}
+        report.write_calibration(found, {**environment(model), **names, **asked}, output)
+        typer.echo(f"{output / 'calibration.md'}, calibration.json and reliability.png are written.")
+
+
+def _prompts(
+    target: str, drafter: Path, data: str, limit: int | None, max_new_tokens: int, output: Path | None, trust: bool
+) -> list[Any]:
+    """The prompts' tokens. What is wrong with them, or with where something is written, shows before models are
+    loaded."""
+    for folder in (drafter, output):
+        if folder is not None:
+            check_writable(folder)
+    announce("data", data)
+    from .. import loading
+    from ..benchmark.calibration import check_amount, check_confidence
+    from ..benchmark.figures import import_matplotlib
+    from ..training.data import encode_prompts, load_rows
+    from ..training.places import with_places
+
+    kind = loading.check_drafter(str(drafter), is_trainable=True).__self__  # whose `from_pretrained` it is
+    check_confidence(kind.config_class.from_pretrained(drafter))
+    if output is not None:
+        import_matplotlib()
+    loading.check_target(target)
+    rows = with_places(load_rows(data), data)
+    count = min(len(rows), limit or len(rows))
+    check_amount(count, max_new_tokens)
+    return encode_prompts(loading.load_tokenizer(target, trust), rows.select(range(count)))

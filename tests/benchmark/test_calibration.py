@@ -1,0 +1,243 @@
+"""Calibration on real generations of tiny models; what became of each draft is told from the texts alone."""
+
+import json
+import math
+import os
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from hf_hyperdflash import DeepseekV4DSparkDrafter, HyperDFlashDrafter, bind
+from hf_hyperdflash.benchmark import calibration
+from hf_hyperdflash.benchmark.calibration import Rounds, calibrate, fitted, rounds_of, save_temperatures
+from hf_hyperdflash.benchmark.reliability import fit_temperatures, given_those_before, reliability, through
+from hf_hyperdflash.benchmark.report import print_calibration, write_calibration
+from hf_hyperdflash.runtime.configuration_dspark import DeepseekV4DSparkConfig
+from hf_hyperdflash.training.fingerprint import module_fingerprint
+
+from ..conftest import SLIDING, PerfectDrafter, prompt, tiny_config, tiny_drafter, tiny_target
+from ..helpers.confidence import simulated
+from ..helpers.deepseek_checkpoints import dspark_fields
+from ..helpers.results_files import tables
+
+PROMPTS = [prompt(5 + i, seed=i) for i in range(6)]
+
+
+def confident(target, **fields):
+    drafter = tiny_drafter(target, confidence_head=True, **fields)
+    torch.nn.init.normal_(drafter.confidence_head.proj.weight, std=0.2)
+    return drafter
+
+
+def half_right(target, ids, new_tokens):
+    """Drafts that follow the target's text but for some tokens, with confidence."""
+    text = target.generate(ids, do_sample=False, max_new_tokens=new_tokens)[0]
+    wrong = torch.rand(text.shape, generator=torch.Generator().manual_seed(1)) < 0.2
+    drafter = confident(target)
+    drafter.__class__ = PerfectDrafter
+    return drafter.expect(target, torch.where(wrong, (text + 1) % 60 + 2, text).tolist())
+
+
+def told_by_the_text(target, drafter, ids, **options):
+    """Greedy rounds: each draft's logit, and whether the text goes on as drafted up to it."""
+    proposed, own = [], drafter.propose
+
+    def listening(target, context, ids, *rest):
+        tree = own(target, context, ids, *rest)
+        proposed.append((ids.shape[1], tree.tokens.tolist(), tree.confidence.double().logit().tolist()))
+        return tree
+
+    drafter.propose = listening
+    text = target.generate(ids, assistant_model=drafter, do_sample=False, **options)[0].tolist()
+    del drafter.propose
+    rows = []
+    for length, tokens, logits in proposed:
+        accepted = []
+        for k, token in enumerate(tokens):
+            is_followed = all(accepted)
+            is_over = length + k >= len(text)
+            accepted.append(math.nan if is_followed and is_over else float(is_followed and text[length + k] == token))
+        rest = [math.nan] * (drafter.max_draft_tokens - len(tokens))
+        rows.append((logits + rest, accepted + rest))
+    return np.array(rows).transpose(1, 0, 2)
+
+
+@pytest.mark.parametrize("ending", ["length", "end token"])
+def test_rounds_are_what_the_texts_tell(ending):
+    """A draft after the end of a text was neither accepted nor rejected."""
+    target, ids, new_tokens = bind(tiny_target(layer_types=[SLIDING])), prompt(9), 30
+    drafter = half_right(target, ids, new_tokens)
+    if ending == "end token":
+        text = target.generate(ids, do_sample=False, max_new_tokens=new_tokens)[0, 9:].tolist()
+        firsts = [text.index(token) for token in set(text)]
+        target.generation_config.eos_token_id = text[next(i for i in sorted(firsts) if i > 20)]
+    found = rounds_of(target, drafter, [ids], new_tokens, 0.0)
+    logits, accepted = told_by_the_text(target, drafter, ids, max_new_tokens=new_tokens)
+    np.testing.assert_allclose(found.logits, logits, atol=1e-4)
+    np.testing.assert_array_equal(found.accepted, accepted)
+    assert 0 < np.nanmean(accepted) < 1 and len(logits) > 3
+    unknown = np.isnan(accepted) & ~np.isnan(logits)
+    # Drafts are never more than fit, so only an end token comes before the last of them.
+    assert unknown[:-1].sum() == 0 and unknown[-1].any() == (ending == "end token")
+
+
+def test_rounds_are_those_of_the_head_itself():
+    """Whatever temperatures the drafter has; and it stays as it was."""
+    target = bind(tiny_target(layer_types=[SLIDING]))
+    drafter = confident(target)
+    plain = rounds_of(target, drafter, PROMPTS[:2], 12, 0.0)
+    drafter.config.confidence_temperatures = [0.01, 100.0, 3.0, 0.2, 1.0, 2.0]
+    fields = drafter.config.to_dict()
+    again = rounds_of(target, drafter, PROMPTS[:2], 12, 0.0)
+    np.testing.assert_array_equal(again.logits, plain.logits)
+    assert drafter.config.to_dict() == fields and drafter.last_stats is None
+
+
+def test_deepseeks_own_drafter_is_heard_too():
+    target = bind(tiny_target())
+    drafter = DeepseekV4DSparkDrafter(DeepseekV4DSparkConfig.of_target(tiny_config(**dspark_fields()), 1)).eval()
+    torch.nn.init.normal_(drafter.confidence_head.proj.weight)
+    found = rounds_of(target, drafter, PROMPTS[:1], 9, 0.0)
+    told = told_by_the_text(target, drafter, PROMPTS[0], max_new_tokens=9)
+    np.testing.assert_allclose(found, told, atol=1e-4)
+    assert np.nanstd(found.logits) > 0
+
+
+def test_certainty_is_kept_finite():
+    target = bind(tiny_target())
+    drafter = confident(target)
+    torch.nn.init.constant_(drafter.confidence_head.proj.bias, 200.0)
+    logits = rounds_of(target, drafter, PROMPTS[:1], 8, 0.0).logits
+    assert np.nanmin(logits) == np.nanmax(logits) == pytest.approx(math.log(2**24 - 1), rel=1e-6)
+
+
+def test_sampled_rounds():
+    """Accepted up to a draft means accepted up to those before."""
+    target = bind(tiny_target(2, vocab_size=6, layer_types=[SLIDING]))
+    drafter = confident(target)
+    logits, accepted = rounds_of(target, drafter, [ids % 6 for ids in PROMPTS], 12, 1.0)
+    known = ~np.isnan(accepted)
+    assert known.any() and 0 < accepted[known].mean() < 1 and (known <= ~np.isnan(logits)).all()
+    assert not (np.diff(accepted, axis=1) > 0).any()
+
+
+def test_every_other_prompt_is_fitted_on_and_the_rest_measure(monkeypatch):
+    monkeypatch.setattr(calibration, "LEAST_ROUNDS", 5)
+    target = tiny_target(2, vocab_size=6, layer_types=[SLIDING])
+    drafter, prompts = confident(target), [ids % 6 for ids in PROMPTS[:3]]
+    found = calibrate(target, drafter, prompts, max_new_tokens=9, temperature=0.0)
+    bind(target)
+    assert found == fitted(*(rounds_of(target, drafter, prompts[half::2], 9, 0.0) for half in (0, 1)))
+
+
+def test_what_is_measured_is_each_position_and_all_of_them():
+    to_fit, (logits, accepted) = (Rounds(*simulated([2.0, 0.7, 1.0], 150, seed)) for seed in (0, 1))
+    accepted[4, 1:], logits[7, 2] = np.nan, np.nan  # a text that ended, a round of two drafts
+    found = fitted(to_fit, Rounds(logits, accepted))
+    assert found.temperatures == pytest.approx(fit_temperatures(*to_fit), abs=1e-4) and found.rounds == (150, 150)
+    for number, temperatures in enumerate([np.ones(3), np.array(found.temperatures)]):
+        p, single = through(logits, temperatures), given_those_before(logits, temperatures)
+        reached = [[i for i in range(150) if k == 0 or accepted[i, k - 1] == 1] for k in range(3)]
+        assert found.through[-1][number] == reliability(p, accepted)
+        assert found.given[-1][number].total == sum(map(len, reached)) - 1 - (7 in reached[2]) - (4 in reached[2])
+        for k in range(3):
+            assert found.through[k][number] == reliability(p[:, k], accepted[:, k])
+            assert found.given[k][number] == reliability(single[reached[k], k], accepted[reached[k], k])
+    assert len(found.through) == len(found.given) == 4
+
+
+def test_what_cannot_be_calibrated_is_refused(monkeypatch):
+    target = tiny_target()
+    with pytest.raises(ValueError, match="`confidence_head` of the drafter is False"):
+        calibrate(target, tiny_drafter(target), PROMPTS)
+    drafter = confident(target)
+    monkeypatch.setattr(torch.nn.Module, "__call__", lambda *_: pytest.fail("nothing may run"))
+    with pytest.raises(ValueError, match="6 prompts of 20 new tokens each give at most 57 rounds"):
+        calibrate(target, drafter, PROMPTS, max_new_tokens=20)
+    monkeypatch.undo()
+    monkeypatch.setattr(calibration, "LEAST_ROUNDS", 15)
+    target.generation_config.eos_token_id = list(range(64))  # every text ends at once
+    with pytest.raises(ValueError, match="3 prompts led to 0 rounds to fit on, expected at least 15"):
+        calibrate(target, drafter, PROMPTS, max_new_tokens=20)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    confident(tiny_target()).save_pretrained(tmp_path / "drafter")
+    return tmp_path / "drafter"
+
+
+def test_only_the_temperatures_are_written(folder):
+    before = json.loads((folder / "config.json").read_text())
+    del before["confidence_temperatures"]  # as earlier releases wrote it
+    text, files = json.dumps(before, indent=2) + "\n", sorted(folder.iterdir())
+    (folder / "config.json").write_text(text)
+    (folder / "config.json").chmod(0o640)
+    temperatures = [2.0, 1.5, 1.0, 0.75, 0.5, 4.0]
+    for _ in range(2):  # written again over earlier ones
+        save_temperatures(folder, temperatures)
+        written = (folder / "config.json").read_text()
+        assert json.loads(written) == before | {"confidence_temperatures": temperatures}
+        assert re.sub(r'  "confidence_temperatures": \[[^]]*\],\n', "", written) == text
+    assert sorted(folder.iterdir()) == files and (folder / "config.json").stat().st_mode & 0o777 == 0o640
+    drafter = HyperDFlashDrafter.from_pretrained(folder)
+    assert drafter.config.confidence_temperatures == temperatures
+
+
+def test_a_configuration_is_written_whole_or_not_at_all(folder, monkeypatch):
+    before, files = (folder / "config.json").read_bytes(), sorted(folder.iterdir())
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_temperatures(folder, [1.0] * 6)
+    assert (folder / "config.json").read_bytes() == before and sorted(folder.iterdir()) == files
+
+
+def test_fitted_temperatures_are_what_drafting_divides_by(folder):
+    """Confidence of a calibrated drafter is the probability that was measured; a benchmark's record still knows it."""
+    target = bind(tiny_target())
+    drafter = HyperDFlashDrafter.from_pretrained(folder, dtype=torch.float32).eval()
+    logits, _ = rounds_of(target, drafter, PROMPTS[:1], 12, 0.0)
+    temperatures = [2.0, 1.5, 1.0, 0.75, 0.5, 4.0]
+    save_temperatures(folder, temperatures)
+    calibrated, heard = HyperDFlashDrafter.from_pretrained(folder, dtype=torch.float32).eval(), []
+    assert module_fingerprint(calibrated) == module_fingerprint(drafter)
+    calibrated.observe = lambda context, tree, *_: heard.append(tree.confidence)
+    target.generate(PROMPTS[0], assistant_model=calibrated, max_new_tokens=12, do_sample=False)
+    told = [confidence.tolist() for confidence in heard if confidence is not None]
+    expected = given_those_before(logits, np.array(temperatures))
+    for row, of_round in zip(told, expected):
+        assert row == pytest.approx(of_round[: len(row)], abs=1e-5)
+    assert len(told) == len(logits)
+
+
+def test_the_report_shows_what_was_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    found = fitted(*(Rounds(*simulated([2.0, 0.7, 1.0], 150, seed)) for seed in (0, 1)))
+    never = [found.through[0][0]._replace(auc=None)] * 2  # where every draft was accepted there is no rank
+    found = replace(found, through=[tuple(never), *found.through[1:]])
+    write_calibration(found, {"date": "2026-11-22", "drafter": "mine"}, tmp_path / "out")
+    text = (tmp_path / "out" / "calibration.md").read_text()
+    assert "- drafter: mine" in text and f"Fitted on {found.rounds[0]} rounds" in text
+    for table, positions in zip(tables(text), (found.through, found.given)):
+        assert [row[0] for row in table[1:]] == ["1", "2", "3", "all"]
+        for row, (before, after) in zip(table[1:], positions):
+            assert row[2:4] == [str(before.total), f"{100 * before.accepted:.1f} %"]
+            assert row[4:6] == [f"{100 * one.confidence:.1f} %" for one in (before, after)]
+            assert row[6:8] == [f"{100 * one.error:.1f} %" for one in (before, after)]
+            assert row[8:] == ["–" if one.auc is None else f"{one.auc:.3f}" for one in (before, after)]
+    facts = json.loads((tmp_path / "out" / "calibration.json").read_text())
+    assert facts["temperatures"] == found.temperatures and facts["settings"]["drafter"] == "mine"
+    assert facts["through"][1]["after"]["error"] == found.through[1][1].error
+    assert facts["given"][2]["before"]["bins"][0] == found.given[2][0].bins[0]._asdict()
+    assert (tmp_path / "out" / "reliability.png").stat().st_size > 5000
+    print_calibration(found)
+    shown = capsys.readouterr().out
+    (line,) = (line.split() for line in shown.splitlines() if line.startswith("  all"))
+    assert line[1] == str(found.through[-1][0].total) and line[-1] == f"{found.through[-1][1].auc:.3f}"

@@ -62,7 +62,7 @@ def v4():
         (families.gemma2, {"head_candidates": 0}),
         (families.gemma2, {"head_candidates": 3}),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),  # a function's address differs between workers
 )
 @pytest.mark.parametrize("kind", HEADS)
 @torch.no_grad()

@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from transformers.models.qwen3 import modeling_qwen3
 
 from hf_hyperdflash import (
+    DeepseekV4DSparkDrafter,
     DeepseekV4MTPDrafter,
     HyperDFlashTrainer,
     HyperDFlashTrainingArguments,
@@ -26,6 +27,7 @@ from hf_hyperdflash import (
     bind,
 )
 from hf_hyperdflash.runtime.cache_deepseek_v4 import make_rewindable
+from hf_hyperdflash.runtime.configuration_dspark import DeepseekV4DSparkConfig
 from hf_hyperdflash.training.features import residual_of
 from hf_hyperdflash.training.fingerprint import target_fingerprint
 from hf_hyperdflash.training.losses import drafter_loss
@@ -33,6 +35,7 @@ from hf_hyperdflash.training.store import FeatureCache
 
 from ..conftest import CSA, HCA, SLIDING, half_right, perfect, prompt, tiny_drafter, tiny_target
 from ..helpers import families
+from ..helpers.deepseek_checkpoints import dspark_fields
 from ..helpers.headed_drafters import headed
 from ..helpers.simulated_devices import CAN_SIMULATE, SimulatedDevices
 from ..helpers.training import packed_rows, rows
@@ -168,6 +171,14 @@ def test_heads(kind, fields):
 def test_mtp():
     target = small_target()
     drafter = DeepseekV4MTPDrafter(target.config).eval()
+    drafter.set_experts_implementation("batched_mm")
+    assert_same_text(target, drafter)
+
+
+def test_dspark():
+    target = small_target([CSA, SLIDING], **dspark_fields(target_layer_ids=[0, 1]))
+    drafter = DeepseekV4DSparkDrafter(DeepseekV4DSparkConfig.of_target(target.config, blocks=1)).eval()
+    torch.nn.init.normal_(drafter.markov_head.markov_w2.weight)  # a fresh one says nothing
     drafter.set_experts_implementation("batched_mm")
     assert_same_text(target, drafter)
 

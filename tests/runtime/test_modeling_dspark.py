@@ -345,6 +345,13 @@ def test_from_a_loaded_target(tmp_path, config, target, drafter):
         again.num_draft_tokens = 6
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", None])
+def test_numbers_are_the_checkpoints_where_nobody_says(tmp_path, config, tensors, dtype):
+    config.dtype = dtype
+    drafter = DeepseekV4DSparkDrafter.from_target(write(tmp_path, config, tensors))
+    assert drafter.dtype == getattr(torch, dtype or "bfloat16")
+
+
 def without(tensors, *parts):
     return {name: tensor for name, tensor in tensors.items() if not any(part in name for part in parts)}
 

@@ -12,7 +12,7 @@ from hf_hyperdflash import (
     load_target,
 )
 from hf_hyperdflash.hub.formats import export_dflash
-from hf_hyperdflash.loading import load_own_drafter
+from hf_hyperdflash.loading import check_drafter, load_own_drafter
 
 from .conftest import tiny_config, tiny_drafter, tiny_target
 from .helpers.deepseek_checkpoints import dspark_fields, dspark_shapes, mtp_shapes, random_tensors, write, write_shards
@@ -102,6 +102,8 @@ def test_what_is_no_drafter_is_refused(tmp_path):
     target.save_pretrained(tmp_path / "target")
     with pytest.raises(ValueError, match=r"target has no `mtp\.\*` tensors, expected those of DeepSeek-V4's own"):
         load_drafter(tmp_path / "target")
+    with pytest.raises(ValueError, match=r"target has no `mtp\.\*` tensors"):  # before anything is loaded
+        check_drafter(tmp_path / "target")
     with pytest.raises(ValueError, match="is a drafter, expected the target that it drafts for"):
         load_target(str(tmp_path / "drafter"))
     with pytest.raises(ValueError, match="is a drafter, expected a target: pass the DeepSeek-V4"):

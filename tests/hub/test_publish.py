@@ -16,6 +16,7 @@ from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter, __version__
 from hf_hyperdflash.hub.publish import drafter_files
 
 from ..conftest import prompt, tiny_drafter, tiny_target
+from ..helpers.headed_drafters import learned
 from ..helpers.hub_server import HubServer
 
 TOKENS = {
@@ -58,7 +59,9 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     target = tiny_target()
     target.save_pretrained(folder / "target")
-    tiny_drafter(target, target_name_or_path="org/target", dtype=torch.float32).save_pretrained(folder / "drafter")
+    fields = dict(sequential_head="state", head_rank=8, confidence_head=True, conv_kernel_size=2)
+    drafter = tiny_drafter(target, target_name_or_path="org/target", dtype=torch.float32, **fields)
+    learned(drafter).save_pretrained(folder / "drafter")
     torch.save(prompt(13), folder / "prompt.pt")
     expected = target.generate(prompt(13), max_new_tokens=20, do_sample=False)[0].tolist()
     (folder / "expected.json").write_text(json.dumps(expected))

@@ -29,7 +29,7 @@ def trained(module: nn.Module, seed: int = 0) -> nn.Module:
     """In float64, with other weights than it starts with."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.double().parameters():
-        parameter.data.normal_(generator=generator)
+        parameter.data.normal_(std=0.5, generator=generator)
     return module
 
 
@@ -57,7 +57,7 @@ def test_every_head_follows_its_formula(kind, width, rank, vocabulary, fewer, dr
     head = head_of(kind, width, rank, vocabulary, drafted, seed=seed)
     judge = trained(ConfidenceHead(config(width), head.memory_size), seed + 1)
     weights, judging = weights_of(head), weights_of(judge)
-    off = 1e-5 if kind == "state" else 1e-12  # norms are computed in float32
+    off = 1e-4 if kind == "state" else 1e-12  # norms are computed in float32, and each step reads the one before
     torch.manual_seed(seed)
     hidden = torch.randn(*rows, drafts, width, dtype=torch.float64)
     embeds, ids = torch.randn_like(hidden), torch.randint(0, vocabulary, (*rows, drafts))

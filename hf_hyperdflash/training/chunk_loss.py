@@ -68,7 +68,7 @@ def chunk_loss(
     del logits
     taught = None if targets.teacher is None else _log_probs(head(targets.teacher))
     terms, gradient = _terms_and_gradient(log_probs, taught, targets, temperature, wants_gradient)
-    del log_probs, taught
+    del log_probs, taught  # of which the gradient is one
     gradients = torch.autograd.grad(edge, inputs, gradient.to(dtype)) if edge is not None else ()
     return ChunkLoss(*terms, predictions, gradients)
 
@@ -90,7 +90,7 @@ def _log_probs(logits: torch.Tensor) -> torch.Tensor:
     """`log_softmax` in float32 or better, a few rows at a time: on a CPU it casts all that it is given first."""
     log_probs = torch.empty_like(logits, dtype=precise(logits))
     for given, rows in zip(logits.split(32), log_probs.split(32)):
-        torch.log_softmax(given, -1, dtype=rows.dtype, out=rows)
+        rows.copy_(given.log_softmax(-1, dtype=rows.dtype))
     return log_probs
 
 

@@ -90,7 +90,7 @@ def _log_probs(logits: torch.Tensor) -> torch.Tensor:
     """`log_softmax` in float32 or better, a few rows at a time: on a CPU it casts all that it is given first."""
     log_probs = torch.empty_like(logits, dtype=precise(logits))
     for given, rows in zip(logits.split(32), log_probs.split(32)):
-        rows.copy_(given.log_softmax(-1, dtype=rows.dtype))
+        torch.log_softmax(given, -1, dtype=rows.dtype, out=rows)
     return log_probs
 
 

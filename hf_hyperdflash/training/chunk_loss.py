@@ -68,7 +68,7 @@ def chunk_loss(
     del logits
     taught = None if targets.teacher is None else _log_probs(head(targets.teacher))
     terms, gradient = _terms_and_gradient(log_probs, taught, targets, temperature, wants_gradient)
-    del log_probs, taught
+    del log_probs, taught  # of which the gradient is one
     gradients = torch.autograd.grad(edge, inputs, gradient.to(dtype)) if edge is not None else ()
     return ChunkLoss(*terms, predictions, gradients)
 

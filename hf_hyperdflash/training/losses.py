@@ -183,10 +183,8 @@ def drafter_loss(
             tv = tv + (of_chunk.tv.to(unit) * row).sum()
             acceptance[block, draft] = 1 - of_chunk.tv.to(acceptance)
         predictions[block, draft] = of_chunk.predictions.to(predictions)
-        for gradient, part in zip(gradients[:2], of_chunk.gradients):
-            gradient[block, draft] = part
-        for gradient, part in zip(gradients[2:], of_chunk.gradients[2:]):
-            gradient += part
+        _keep(gradients, of_chunk.gradients, block, draft)
+        del of_chunk  # a table's gradient is as large as logits
     loss = ce_weight * cross_entropy + kl_weight * kl + tv_weight * tv
     if needs_gradient:
         loss = _PrecomputedGradients.apply(loss, unit, gradients, *sources)
@@ -196,6 +194,16 @@ def drafter_loss(
         surprise = (each.masked_fill(labels == IGNORE_INDEX, 0.0) * scale).sum()
         loss = loss + confidence_weight * surprise
     return DrafterLoss(loss, cross_entropy, kl, tv, surprise.detach(), predictions, acceptance)
+
+
+def _keep(
+    gradients: list[torch.Tensor], of_chunk: Sequence[torch.Tensor], block: torch.Tensor, draft: torch.Tensor
+) -> None:
+    """Write what is of positions where they are, and add what is of the table."""
+    for gradient, part in zip(gradients[:2], of_chunk):
+        gradient[block, draft] = part
+    for gradient, part in zip(gradients[2:], of_chunk[2:]):
+        gradient += part
 
 
 class _PrecomputedGradients(torch.autograd.Function):

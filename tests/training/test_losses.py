@@ -439,10 +439,10 @@ def test_total_variation_is_exact_at_a_large_vocabulary():
 def test_what_is_in_memory_at_once(dtype):
     """In tensors of a chunk's logits in float32. Before total variation was there, a third of the positions distilled
     took 3.0 of them in float32 and 2.5 in bfloat16."""
-    vocab, width, chunk_size, drafts = 4000, 8, 64, 6
+    vocab, width, chunk_size, drafts = 2000, 8, 256, 6
     head = nn.Linear(width, vocab, bias=False, dtype=dtype).requires_grad_(False)
-    states, teacher = (torch.randn(48, drafts, width, dtype=dtype) for _ in range(2))
-    labels = torch.randint(0, vocab, (48, drafts))
+    states, teacher = (torch.randn(90, drafts, width, dtype=dtype) for _ in range(2))
+    labels = torch.randint(0, vocab, (90, drafts))
 
     def peak(taught, **options):
         leaf = states.clone().requires_grad_()
@@ -450,10 +450,14 @@ def test_what_is_in_memory_at_once(dtype):
             drafter_loss(leaf, labels, taught, head=head, chunk_size=chunk_size, **options).loss.backward()
         return memory.peak / (chunk_size * vocab * 4)
 
-    assert peak(teacher[:, :2]) < 2.1
-    assert peak(teacher, kl_positions=2, tv_weight=1.0) < (3.1 if dtype == torch.float32 else 2.9)
-    vectors, table = torch.randn(48, drafts, 4, requires_grad=True), torch.randn(vocab, 4, requires_grad=True)
-    assert peak(teacher, kl_positions=2, tv_weight=1.0, vectors=vectors, table=table) < 3.4
+    is_single = dtype == torch.float32
+    assert peak(teacher[:, :2]) < 2.3
+    assert peak(teacher, kl_positions=2, tv_weight=1.0) < (3.3 if is_single else 2.9)
+    # A table whose gradient is as large as a chunk's logits.
+    vectors, table = (
+        torch.randn(shape, requires_grad=True) for shape in ((90, drafts, chunk_size), (vocab, chunk_size))
+    )
+    assert peak(teacher, kl_positions=2, tv_weight=1.0, vectors=vectors, table=table) < (4.7 if is_single else 4.9)
 
 
 def test_shapes_are_checked():

@@ -2,7 +2,7 @@
 
 Counted: operations and bytes read of every head, as a share of a round, which is one pass of the drafter, its LM head
 and the target's verification. Sizes come from the models' own modules on the meta device. Timed: a drafter's pass with
-random weights, with each head and without, in turns, on the shipped target and with V4-Flash's vocabulary. With
+random weights, and each head's steps, in turns, on the shipped target and with V4-Flash's vocabulary. With
 `--drafter`, a trained one, instead: how many tokens a round has with fewer candidates.
 
     python examples/benchmark_heads.py
@@ -40,6 +40,7 @@ from hf_hyperdflash import HyperDFlashDrafter, load_drafter, load_target, measur
 from hf_hyperdflash.benchmark.doctor import PROMPTS
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.loading import check_target, load_tokenizer
+from hf_hyperdflash.runtime.block_path import BlockPath
 from hf_hyperdflash.runtime.configuration_hyperdflash import HyperDFlashConfig
 from hf_hyperdflash.runtime.sampling import DraftSampler
 from hf_hyperdflash.training.data import encode_prompts, load_rows
@@ -173,9 +174,9 @@ def count() -> None:
 # Timed
 
 
-def timed(target: PreTrainedModel, arguments: argparse.Namespace, **shape: Any) -> tuple[dict[Any, float], list[Any]]:
-    """Milliseconds of a drafter's pass with each head and each number of candidates, of its parts, and of the target's
-    forward over a block; random weights, all in turns, and the table's rows."""
+def timed(target: PreTrainedModel, arguments: argparse.Namespace, **shape: Any) -> dict[Any, float]:
+    """Milliseconds of each head's steps with each number of candidates, of a pass without a head and its parts, and of
+    the target's forward over a block; random weights, all in turns."""
     heads: dict[str, HyperDFlashDrafter] = {}
     for kind in ("none", *RANKS):
         torch.manual_seed(0)
@@ -192,42 +193,56 @@ def timed(target: PreTrainedModel, arguments: argparse.Namespace, **shape: Any) 
     embeds = torch.randn(1, config.block_size, config.target_hidden_size, dtype=target.dtype)
     at = positions[:, -1:] + torch.arange(config.block_size)
 
-    def whole(kind: str, candidates: int | None) -> None:
-        heads[kind].config.head_candidates = candidates
-        heads[kind].propose(target, context, ids, positions, drafts, sampler)
+    blind = plain.logits(target, embeds[:, :drafts]).detach()
 
-    stages: dict[Any, Callable[[], Any]] = {
-        "verification": lambda: target(ids[:, : drafts + 1]),
-        "block": lambda: plain(embeds, at, context),
-        "LM head": lambda: plain.logits(target, embeds[:, :drafts]),
+    def steps(kind: str, candidates: int) -> Callable[[], None]:
+        """A head's part of a pass, without what it has in common with a drafter that has none."""
+        heads[kind].config.head_candidates = candidates
+        path = BlockPath(heads[kind], target, embeds[:, :drafts])
+
+        def run() -> None:
+            if candidates:
+                blind.topk(candidates, dim=-1)
+            for k in range(drafts):
+                path.logits_after(k, ids[:, k])
+
+        return run
+
+    # What has to be there before, and what is timed then.
+    stages: dict[Any, Callable[[], Callable[[], Any]]] = {
+        "verification": lambda: lambda: target(ids[:, : drafts + 1]),
+        "block": lambda: lambda: plain(embeds, at, context),
+        "LM head": lambda: lambda: plain.logits(target, embeds[:, :drafts]),
+        "pass": lambda: lambda: plain.propose(target, context, ids, positions, drafts, sampler),
     }
-    kept = [(kind, fields.get("head_candidates")) for kind, fields in variants()]
-    kept = [(kind, candidates) for kind, candidates in kept if (candidates or 0) < config.vocab_size]
-    stages |= {(kind, candidates): partial(whole, kind, candidates) for kind, candidates in kept}
+    for kind, fields in variants():
+        candidates = fields.get("head_candidates", -1)
+        if 0 <= candidates < config.vocab_size:
+            stages[kind, candidates] = partial(steps, kind, candidates)
     seconds: dict[Any, list[float]] = {name: [] for name in stages}
     order = random.Random(0)
     with torch.no_grad():
         for number in range(arguments.repeats + 2):
             for name in order.sample([*stages], len(stages)):
+                stage = stages[name]()
                 began = time.process_time()  # not the clock, which would count other programs
-                stages[name]()
+                stage()
                 if number >= 2:  # the first ones load libraries and fill caches
                     seconds[name].append(time.process_time() - began)
-    return {name: 1e3 * statistics.median(of_stage) for name, of_stage in seconds.items()}, kept
+    return {name: 1e3 * statistics.median(of_stage) for name, of_stage in seconds.items()}
 
 
-def report_timed(title: str, took: dict[Any, float], kept: list[Any], drafts: int, has_layers: bool) -> None:
+def report_timed(title: str, took: dict[Any, float], has_layers: bool) -> None:
     print(f"\n## Timed: {title}\n")
-    names = ["block", "LM head", *(["verification"] if has_layers else [])]
-    print(f"CPU milliseconds: {', '.join(f'{name} {took[name]:.2f}' for name in names)}.\n")
-    rows, without = [], took["none", None]
-    for kind, candidates in kept:
-        with_head = took[kind, candidates]
-        extra = with_head - without
-        cells = [f"{with_head:.2f}", f"{extra:.2f}", f"{extra / drafts:.3f}", f"{extra / with_head:.1%}"]
-        cells += [f"{extra / (with_head + took['verification']):.1%}"] if has_layers else []
-        rows.append([kind, "–" if kind == "none" else candidates or "all", *cells])
-    header = ["head", "candidates", "pass", "of it the head", "a draft", "of the pass"]
+    names = ["block", "LM head", "pass", *(["verification"] if has_layers else [])]
+    print(f"CPU milliseconds without a head: {', '.join(f'{name} {took[name]:.2f}' for name in names)}.\n")
+    rows = []
+    for kind, candidates in (key for key in took if isinstance(key, tuple)):
+        head = took[kind, candidates]
+        shares = [head / (head + took["pass"])]
+        shares += [head / (head + took["pass"] + took["verification"])] if has_layers else []
+        rows.append([kind, candidates or "all", f"{head:.2f}", f"{head / DRAFTS:.3f}", *(f"{x:.1%}" for x in shares)])
+    header = ["head", "candidates", "ms a round", "a draft", "of the pass"]
     table([*header, *(["of a round"] if has_layers else [])], rows)
 
 
@@ -299,14 +314,14 @@ def main() -> None:
     count()
     target = load_target(arguments.target, dtype=arguments.dtype)
     name = f"{Path(arguments.target).name}, drafter of 2 layers"
-    report_timed(name, *timed(target, arguments, num_hidden_layers=2), DRAFTS, has_layers=True)
+    report_timed(name, timed(target, arguments, num_hidden_layers=2), has_layers=True)
     if arguments.vocab_size:
         target = random_lm_head(arguments.vocab_size, arguments.hidden_size, arguments.dtype)
         name = (
             f"vocabulary {arguments.vocab_size:,}, width {arguments.hidden_size}, drafter of {arguments.layers} layers"
         )
         shape = {"num_hidden_layers": arguments.layers, "reducer": "fc"}
-        report_timed(name, *timed(target, arguments, **shape), DRAFTS, has_layers=False)
+        report_timed(name, timed(target, arguments, **shape), has_layers=False)
 
 
 if __name__ == "__main__":

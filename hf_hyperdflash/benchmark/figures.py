@@ -103,7 +103,7 @@ def reliability_figure(positions: Sequence[BeforeAfter]) -> Any:
         axes.set_xlabel("Confidence")
         if place % columns == 0:
             axes.set_ylabel("Accepted")
-    key = "that all drafts up to it are accepted;\narea: share of rounds"
+    key = "confidence that all drafts up to one are accepted;\narea: share of rounds"
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, title=key, title_fontsize=9)
     return figure

@@ -42,7 +42,8 @@ def half_right(target, ids, new_tokens):
 
 
 def told_by_the_text(target, drafter, ids, **options):
-    """Greedy rounds: each draft's logit, and whether the text goes on as drafted up to it."""
+    """Each draft's logit, and whether the text goes on as drafted up to it; no token is drawn in the place of a draft
+    that it is equal to."""
     proposed, own = [], drafter.propose
 
     def listening(target, context, ids, *rest):
@@ -51,7 +52,7 @@ def told_by_the_text(target, drafter, ids, **options):
         return tree
 
     drafter.propose = listening
-    text = target.generate(ids, assistant_model=drafter, do_sample=False, **options)[0].tolist()
+    text = target.generate(ids, assistant_model=drafter, **{"do_sample": False, **options})[0].tolist()
     del drafter.propose
     rows = []
     for length, tokens, logits in proposed:
@@ -115,13 +116,18 @@ def test_certainty_is_kept_finite():
 
 
 def test_sampled_rounds():
-    """Accepted up to a draft means accepted up to those before."""
+    """Drawn at the temperature, from the whole distribution, whatever the target's own settings are."""
     target = bind(tiny_target(2, vocab_size=6, layer_types=[SLIDING]))
-    drafter = confident(target)
-    logits, accepted = rounds_of(target, drafter, [ids % 6 for ids in PROMPTS], 12, 1.0)
-    known = ~np.isnan(accepted)
-    assert known.any() and 0 < accepted[known].mean() < 1 and (known <= ~np.isnan(logits)).all()
-    assert not (np.diff(accepted, axis=1) > 0).any()
+    drafter, ids = confident(target), PROMPTS[0] % 6
+    options = {"do_sample": True, "temperature": 0.5, "top_k": 0, "top_p": 1.0}
+    torch.manual_seed(1)
+    logits, accepted = told_by_the_text(target, drafter, ids, max_new_tokens=25, **options)
+    target.generation_config.update(top_k=2, top_p=0.5, temperature=3.0)
+    torch.manual_seed(1)
+    found = rounds_of(target, drafter, [ids], 25, 0.5)
+    np.testing.assert_allclose(found.logits, logits, atol=1e-4)
+    np.testing.assert_array_equal(found.accepted, accepted)
+    assert 0 < np.nanmean(accepted) < 1
 
 
 def test_every_other_prompt_is_fitted_on_and_the_rest_measure(monkeypatch):

@@ -101,6 +101,7 @@ def test_the_picture_of_a_calibration_shows_every_bin(drafts):
     assert len(figure.axes) == drafts + 1
     for axes, (before, after) in zip(figure.axes, positions):
         assert f"error {100 * before.error:.1f} to {100 * after.error:.1f} %" in axes.get_title()
+        assert [points.get_label() for points in axes.collections] == ["before", "after"]
         for points, expected in zip(axes.collections, (before, after)):
             assert np.allclose(points.get_offsets(), [(one.confidence, one.accepted) for one in expected.bins])
             assert np.argmax(points.get_sizes()) == np.argmax([one.total for one in expected.bins])

@@ -153,10 +153,12 @@ def test_calibrate_writes_temperatures_and_a_report(monkeypatch, confident, tmp_
     rows = [{"turns": ["What is 3 plus 4?"]}, {"question": "What is 2 times 8?", "answer": "16"}, {"turns": ["Hi!"]}]
     (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, rows)))
     before = json.loads((confident / "config.json").read_text())
-    printed = run(
+    arguments = [
         "calibrate", "--target", TARGET, "--drafter", confident, "--data", tmp_path / "held_out.jsonl", "--limit", 2,
-        "--max-new-tokens", 20, "--temperature", 0, "--output", tmp_path / "out",
-    )  # fmt: skip
+        "--max-new-tokens", 14, "--temperature", 0.8, "--seed", 3, "--output",
+    ]  # fmt: skip
+    run(*arguments, tmp_path / "first")
+    printed = run(*arguments, tmp_path / "out")
     after = json.loads((confident / "config.json").read_text())
     temperatures = after["confidence_temperatures"]
     assert len(temperatures) == 6 and after == before | {"confidence_temperatures": temperatures}
@@ -165,7 +167,9 @@ def test_calibrate_writes_temperatures_and_a_report(monkeypatch, confident, tmp_
     assert facts["temperatures"] == temperatures and facts["rounds"][1] == facts["through"][0]["after"]["total"]
     settings = facts["settings"]
     assert settings["data"] == "held_out.jsonl" and settings["drafter"] == "drafter" and settings["prompts"] == 2
-    assert (settings["max_new_tokens"], settings["temperature"], settings["seed"]) == (20, 0, 0)
+    assert (settings["max_new_tokens"], settings["temperature"], settings["seed"]) == (14, 0.8, 3)
+    again = json.loads((tmp_path / "first" / "calibration.json").read_text())
+    assert all(again[name] == facts[name] for name in ("temperatures", "rounds", "through", "given"))
     assert all((tmp_path / "out" / name).stat().st_size > 500 for name in ("calibration.md", "reliability.png"))
 
 

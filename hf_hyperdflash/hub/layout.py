@@ -154,13 +154,12 @@ def write_dspark(config: HyperDFlashConfig) -> dict[str, Any]:
 
 def obstacles_to_dspark(config: HyperDFlashConfig) -> dict[str, bool]:
     """Reasons why a drafter is no DSpark drafter, and whether they hold."""
+    has_markov_head = config.sequential_head in _MARKOV_HEADS.values()
     return {
-        f"DSpark has no {config.sequential_head!r} head": config.sequential_head
-        not in ("none", *_MARKOV_HEADS.values()),
+        f"DSpark has no {config.sequential_head!r} head": not has_markov_head and config.sequential_head != "none",
         "DSpark's layers have no convolutions": config.conv_kernel_size > 0,
-        f"it drafts among the block's {config.head_candidates} best tokens, and DSpark among all": (
-            config.sequential_head != "none" and bool(config.head_candidates)
-        ),
+        f"it drafts among the block's {config.head_candidates} best tokens, and DSpark among all": has_markov_head
+        and bool(config.head_candidates),
         "its confidence is calibrated, which DSpark's layouts have no words for: load it with "
         "`from_pretrained(..., confidence_temperatures=None)`": config.confidence_temperatures is not None,
     }

@@ -55,6 +55,12 @@ def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
             "one kind, and `sliding_window_non_causal`."
         )
     size = fields.get("draft_vocab_size") or layer.get("vocab_size")
+    heads = _HEADS[algorithm](value, name) if algorithm in _HEADS else {}
+    if heads.get("sequential_head") == "recurrent" and not value("sample_from_anchor"):
+        raise ValueError(
+            f"{name} has an 'rnn' head and `sample_from_anchor` is false: its state begins at the anchor's slot, "
+            "which drafts nothing, and that is not supported."
+        )
     return drafter_config(
         layer, name,
         layer_ids=[i - 1 if isinstance(i, int) else i for i in fields.get("aux_hidden_state_layer_ids") or ()],
@@ -64,7 +70,7 @@ def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
         sample_from_anchor=bool(value("sample_from_anchor")),
         target_name_or_path=(method.get("verifier") or {}).get("name_or_path") or "",
         draft_vocab_size=0 if size == layer.get("vocab_size") else size,
-        **(_HEADS[algorithm](value, name) if algorithm in _HEADS else {}),
+        **heads,
     )  # fmt: skip
 
 
@@ -111,7 +117,13 @@ def obstacles(config: HyperDFlashConfig) -> dict[str, bool]:
     algorithm = _algorithm(config)
     if algorithm == "dflash2":
         return obstacles_to_dflash2(config)
-    return obstacles_to_dspark(config) if algorithm == "dspark" else {}
+    begins_at_anchor = config.sequential_head == "recurrent" and not config.sample_from_anchor
+    return {
+        "in speculators' layout the state of an 'rnn' head begins at the anchor's slot, which drafts nothing here": (
+            begins_at_anchor
+        ),
+        **(obstacles_to_dspark(config) if algorithm == "dspark" else {}),
+    }
 
 
 def served(config: HyperDFlashConfig, folder: Path) -> str:

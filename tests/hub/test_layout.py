@@ -29,8 +29,8 @@ WRITERS = {
     "deepspec rnn": partial(DEEPSPEC, head="rnn", confidence="state"),
     "deepspec headless": partial(DEEPSPEC, head=None, confidence="state"),
     "speculators vanilla": partial(SPECULATORS, draft_vocab_size=20, confidence="markov"),
-    "speculators gated": partial(SPECULATORS, head="gated", sample_from_anchor=True),
-    "speculators rnn": partial(SPECULATORS, head="rnn", sample_from_anchor=False, confidence="markov"),
+    "speculators gated": partial(SPECULATORS, head="gated", sample_from_anchor=False, confidence="markov"),
+    "speculators rnn": partial(SPECULATORS, head="rnn", sample_from_anchor=True),
     "z-lab dflash2": DFLASH2,
     "z-lab dflash2 flat": partial(DFLASH2, nested=False, top_k=5),
     "speculators dflash2": partial(DFLASH2_SPECULATORS, taps=3, group=8),
@@ -94,7 +94,7 @@ def test_drafts_are_the_oracles_in_every_round(target, tmp_path, monkeypatch, ca
     WRITERS[case](tmp_path, target)
     drafter = load_drafter(tmp_path, target=target, dtype="float32")
     assert drafter.config.target_layer_ids == [0, 2]
-    anchors = case == "speculators rnn" or "dflash2" in case  # whose slot drafts nothing
+    anchors = case == "speculators gated" or "dflash2" in case  # whose slot drafts nothing
     assert drafter.num_draft_tokens == (4 if anchors else 5)
     check(rounds(monkeypatch, drafter, target, prompt(12), temperature), tmp_path, target, temperature)
 
@@ -102,7 +102,7 @@ def test_drafts_are_the_oracles_in_every_round(target, tmp_path, monkeypatch, ca
 @pytest.mark.parametrize(
     ("case", "format"),
     [
-        *((case, "deepspec") for case in WRITERS if "deepspec" in case or case == "speculators gated"),
+        *((case, "deepspec") for case in WRITERS if "deepspec" in case or case == "speculators rnn"),
         *((case, "speculators") for case in WRITERS),
         *((case, "z-lab") for case in WRITERS if "dflash2" in case),
     ],
@@ -195,6 +195,7 @@ def test_copies_of_another_target_are_refused(target, tmp_path):
         (DEEPSPEC, {"num_target_layers": "4"}, "`num_target_layers` .* is '4', expected an integer"),
         (SPECULATORS, {"speculators_model_type": "eagle3"}, "a 'eagle3' speculator, expected one of dflash, dflash2"),
         (SPECULATORS, {"markov_head_type": "rnn"}, r"2 missing \(markov_head\.joint_proj"),
+        (partial(SPECULATORS, head="rnn"), {"sample_from_anchor": False}, "an 'rnn' head and .* begins at"),
         (DFLASH2, {"is_causal": True}, "`is_causal` .* is True, which is not supported"),
         (DFLASH2, {"final_logit_softcapping": 1.0}, "`final_logit_softcapping` .* is 1.0, which is not supported"),
         (DFLASH2, {"architectures": ["DFlashDraftModel"]}, "11 unexpected"),
@@ -231,6 +232,7 @@ def test_what_cannot_be_read_is_refused(target, tmp_path, writer, change, messag
         ({"sequential_head": "markov", "head_candidates": 16}, "speculators", "the block's 16 best tokens"),
         ({"sequential_head": "markov", "confidence_head": True, "confidence_temperatures": [1.5] * 6}, "speculators",
          r"its confidence is calibrated.*`from_pretrained\(\.\.\., confidence_temperatures=None\)`"),
+        ({"sequential_head": "recurrent"}, "speculators", "state of an 'rnn' head begins at the anchor's slot"),
         ({"sequential_head": "markov", "sample_from_anchor": False}, "deepspec", "the anchor's slot drafts as well"),
         ({"draft_vocab_size": 20}, "deepspec", "DeepSpec's layout has no truncated vocabulary"),
         ({"sliding_window": 8}, "deepspec", "DeepSpec's layout has no window"),

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..runtime.configuration_hyperdflash import HyperDFlashConfig
-from ..runtime.modeling_hyperdflash import HyperDFlashDrafter, check_pair
+from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
 from ..runtime.weights import check_draft_ids, check_finite, check_names, check_source, named_dtype, weight_files
 from . import layout_deepspec, layout_speculators, layout_zlab
 
@@ -169,7 +169,7 @@ def export_dflash(
     config, folder = drafter.config, Path(folder)
     check_expressible(config, format)
     if target is not None:
-        check_pair(config, target)
+        drafter.check_target(target)
     layout = _LAYOUTS[format]
     tensors = {name: value.detach().cpu().contiguous() for name, value in drafter.state_dict().items()}
     if "draft_ids" in tensors:

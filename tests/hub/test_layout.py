@@ -1,5 +1,5 @@
-"""Others' DSpark and DFlash 2 checkpoints against an independent reading of them (`oracle_layouts.py`), round by round,
-and ours written in theirs."""
+"""Others' DSpark and DFlash 2 checkpoints against an independent reading of them (`oracle_layouts.py`), round by
+round, and ours written in theirs."""
 
 import json
 from functools import partial

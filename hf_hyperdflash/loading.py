@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from .hub.formats import load_dflash
+from .hub.formats import MARKS, load_dflash
 from .runtime.configuration_dspark import DeepseekV4DSparkConfig
 from .runtime.configuration_hyperdflash import HyperDFlashConfig
 from .runtime.drafter import SavedDrafter
@@ -40,10 +40,9 @@ from .runtime.weights import check_finite, check_names, check_source, named_dtyp
 # them.
 _DRAFTERS: dict[str, tuple[str, Any]] = {
     HyperDFlashConfig.model_type: ("a drafter", HyperDFlashDrafter.from_pretrained),
-    "dflash_config": ("a DFlash drafter in another program's layout", load_dflash),
-    "speculators_model_type": ("a DFlash drafter in another program's layout", load_dflash),
     DeepseekV4MTPDrafter.__name__: ("an MTP drafter", DeepseekV4MTPDrafter.from_pretrained),
     DeepseekV4DSparkDrafter.__name__: ("a DSpark drafter", DeepseekV4DSparkDrafter.from_pretrained),
+    **dict.fromkeys(MARKS, ("a DFlash drafter in another program's layout", load_dflash)),
 }
 _TRAINABLE = {HyperDFlashConfig.model_type, DeepseekV4DSparkConfig.model_type}
 # What DeepSeek-V4's checkpoints carry themselves.
@@ -86,8 +85,8 @@ def load_drafter(
     device: torch.device | str | None = None,
     **hub_kwargs: Any,
 ) -> SavedDrafter:
-    """Load a drafter of any kind, in eval mode: ours, the one that a DeepSeek-V4 carries, or one in z-lab's or
-    speculators' layout.
+    """Load a drafter of any kind, in eval mode: ours, the one that a DeepSeek-V4 carries, or one in z-lab's,
+    speculators' or DeepSpec's layout.
 
     Args:
         name_or_path: Folder or Hub id. Which kind it is is read from its config.json, and of a DeepSeek-V4, whose MTP

@@ -86,17 +86,28 @@ def _text_of(path: Path | None) -> str | None:
 def export(
     drafter: Annotated[str, Argument(help="Path or Hub id of a drafter.")],
     folder: Annotated[Path, Argument(file_okay=False, help="Where the checkpoint goes.")],
-    format: Annotated[str, Option(help="z-lab (vLLM and SGLang) or speculators (vLLM).")] = "z-lab",
+    format: Annotated[
+        str, Option(help="z-lab (DFlash, DFlash 2), speculators (DFlash, DFlash 2, DSpark) or deepspec (DSpark).")
+    ] = "z-lab",
+    target: Annotated[
+        str | None,
+        Option(help="Path or Hub id of its target, of which deepspec holds two tensors."),
+    ] = None,
 ) -> None:
     """Write a drafter in another program's layout, if that has words for it, and say how to serve it."""
     check_writable(folder)
     announce("drafter", drafter)
-    from ..hub.formats import export_dflash
-    from ..loading import check_drafter
+    from ..hub.formats import check_expressible, export_dflash
+    from ..loading import check_drafter, load_target
     from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
 
     check_drafter(drafter, is_ours=True)
-    typer.echo(export_dflash(HyperDFlashDrafter.from_pretrained(drafter, dtype="auto"), folder, format))
+    loaded = HyperDFlashDrafter.from_pretrained(drafter, dtype="auto")
+    check_expressible(loaded.config, format)
+    if target is not None:
+        announce("target", target)
+    model = None if target is None else load_target(target, dtype="auto")
+    typer.echo(export_dflash(loaded, folder, format, model))
 
 
 def push(

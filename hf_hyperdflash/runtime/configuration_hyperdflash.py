@@ -27,6 +27,7 @@ _BOUNDS = {
     "num_key_value_heads": (1, 2**12), "head_dim": (1, 2**13), "target_hc_mult": (1, 2**8), "block_size": (2, 2**12),
     "max_position_embeddings": (1, 2**40), "sliding_window": (1, 2**40), "head_rank": (1, 2**14),
     "head_candidates": (0, 2**24), "conv_kernel_size": (0, 2**6), "conv_group_size": (1, 2**17),
+    "target_num_layers": (0, 2**16),
 }  # fmt: skip
 _WHY = {
     "block_size": ": the anchor and at least one draft position",
@@ -118,6 +119,7 @@ class HyperDFlashConfig(PreTrainedConfig):
         target_hidden_size: Width of the target; 0 for the drafter's. If it differs from `hidden_size`, the reducer
             cannot have a gate.
         target_hc_mult: Number of residual paths of the target.
+        target_num_layers: Number of the target's layers, 0 if not known; other programs' layouts say it.
         target_model_type: `config.model_type` of the target.
         target_name_or_path: The target the drafter was made for; binding to another name warns.
         target_revision: Its commit on the Hub, if it came from there.
@@ -169,6 +171,7 @@ class HyperDFlashConfig(PreTrainedConfig):
     hc_eps: float = 1e-6
     target_hidden_size: int = 0
     target_hc_mult: int = 4
+    target_num_layers: int = 0
     target_model_type: str = "deepseek_v4"
     target_name_or_path: str = ""
     target_revision: str = ""

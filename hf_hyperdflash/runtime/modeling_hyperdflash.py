@@ -141,6 +141,7 @@ class HyperDFlashDrafter(BlockDrafter):
             "hc_eps": family.hc_eps,
             "target_hidden_size": own.hidden_size,
             "target_hc_mult": family.paths,
+            "target_num_layers": own.num_hidden_layers,
             "target_model_type": own.model_type,
             "target_name_or_path": target.config._name_or_path,
             "target_revision": getattr(target.config, "_commit_hash", None) or "",

@@ -64,13 +64,16 @@ speculative/dflash_utils.py, vllm-project/vllm vllm/model_executor/models/qwen3_
 hidden_states[-1], which is post-norm, while vLLM and SGLang take the residual stream; no released drafter was seen to
 use it. A still newer speculators config ("Open Spec Config": flat, `open_spec_config_version`, `speculative_config`
 with `target_layer_ids` and `target_layer_start_idx`, id + 1 - start being the one above) is not written here. Neither
-are DFlash2 (convolutions, candidate selector), Domino, separate mask embeddings and attention sinks.
+are Domino, separate mask embeddings and attention sinks. DFlash 2's convolutions are here, where the layers are; the
+heads of DFlash 2 and DSpark, and DeepSpec's layout, are in `oracle_layouts.py`.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,7 +123,7 @@ def _layer_shapes(hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _random_body(hidden: int, features: int, layers: int, seed: int) -> Weights:
+def random_body(hidden: int, features: int, layers: int, seed: int) -> Weights:
     """Random tensors under z-lab's names. Norms differ from one, so that a skipped or misplaced one shows."""
     shapes: dict[str, tuple[int, ...]] = {"fc": (hidden, features * hidden), "hidden_norm": (hidden,)}
     for i in range(layers):
@@ -134,7 +137,7 @@ def _random_body(hidden: int, features: int, layers: int, seed: int) -> Weights:
     return weights
 
 
-def _layer_config(target: Target, layers: int, sliding_window: int | None) -> dict[str, Any]:
+def layer_config(target: Target, layers: int, sliding_window: int | None) -> dict[str, Any]:
     """The Qwen3-like fields both formats share, rope aside. With a window, every layer but the last slides."""
     config = target.config
     sliding = 0 if sliding_window is None else layers - 1
@@ -162,7 +165,7 @@ def _layer_config(target: Target, layers: int, sliding_window: int | None) -> di
     }
 
 
-def _save(folder: str | Path, config: dict[str, Any], weights: Weights) -> None:
+def save(folder: str | Path, config: dict[str, Any], weights: Weights) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
     (Path(folder) / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}
@@ -183,7 +186,7 @@ def write_zlab(
     is_causal: bool | None = None,
 ) -> None:
     """A random drafter in z-lab's layout: the flat config or, `nested`, the newer one. Layer id i: its output."""
-    config = _layer_config(target, layers, sliding_window)
+    config = layer_config(target, layers, sliding_window)
     config |= {
         "architectures": ["DFlashDraftModel"],
         "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": layer_ids},
@@ -198,10 +201,13 @@ def write_zlab(
         config |= {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "transformers_version": "4.57.1"}
     if is_causal is not None:
         config["is_causal"] = is_causal
-    _save(folder, config, _random_body(target.config.hidden_size, len(layer_ids), layers, seed))
+    save(folder, config, random_body(target.config.hidden_size, len(layer_ids), layers, seed))
 
 
-def _speculators_config(target: Target, layer_config: dict[str, Any], drafts: int) -> dict[str, Any]:
+def speculators_config(
+    target: Target, of_layers: dict[str, Any], drafts: int, algorithm: str = "dflash"
+) -> dict[str, Any]:
+    """All but what a drafter reads, how long its block is and which tokens it drafts."""
     proposal = {
         "accept_tolerance": 0.0,
         "proposal_type": "greedy",
@@ -213,7 +219,7 @@ def _speculators_config(target: Target, layer_config: dict[str, Any], drafts: in
         "auto_map": {"": "config.DFlashSpeculatorConfig"},
         "dtype": "float32",
         "speculators_config": {
-            "algorithm": "dflash",
+            "algorithm": algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
             "verifier": {
@@ -221,18 +227,18 @@ def _speculators_config(target: Target, layer_config: dict[str, Any], drafts: in
                 "name_or_path": str(target.config.name_or_path) or None,
             },
         },
-        "speculators_model_type": "dflash",
+        "speculators_model_type": algorithm,
         "speculators_version": "0.6.0",
         "target_hidden_size": None,
         "transformer_layer_config": {
-            **layer_config,
+            **of_layers,
             "rope_parameters": {"rope_theta": THETA, "rope_type": "default"},
         },
         "transformers_version": "5.15.0",
     }
 
 
-def _vocabulary(target: Target, size: int, kept: Tensor, verifier_weights: str, seed: int) -> Weights:
+def vocabulary(target: Target, size: int, kept: Tensor, verifier_weights: str, seed: int) -> Weights:
     """Embedding, head and, if ids were dropped, their maps. `kept`: the target ids of the draft ids, ascending."""
     embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight[kept]
     if verifier_weights == "own":
@@ -269,7 +275,7 @@ def write_speculators(
     target's, as trained; omitted, as newer versions save; or random "own" ones, to see which a loader uses."""
     size = target.config.vocab_size
     drafts = block_size if sample_from_anchor else block_size - 1
-    config = _speculators_config(target, _layer_config(target, layers, sliding_window), drafts)
+    config = speculators_config(target, layer_config(target, layers, sliding_window), drafts)
     config |= {
         "aux_hidden_state_layer_ids": layer_ids,
         "block_size": block_size,
@@ -278,16 +284,16 @@ def write_speculators(
         "sample_from_anchor": sample_from_anchor,
         "sliding_window_non_causal": sliding_window_non_causal,
     }
-    weights = _random_body(target.config.hidden_size, len(layer_ids), layers, seed)
+    weights = random_body(target.config.hidden_size, len(layer_ids), layers, seed)
     order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
     kept = order[: draft_vocab_size or size].sort().values
-    _save(folder, config, weights | _vocabulary(target, size, kept, verifier_weights, seed))
+    save(folder, config, weights | vocabulary(target, size, kept, verifier_weights, seed))
 
 
 # --- Reading --------------------------------------------------------------------------------------------------------
 
 
-def _read(folder: str | Path) -> tuple[dict[str, Any], Weights]:
+def read(folder: str | Path) -> tuple[dict[str, Any], Weights]:
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     weights = load_file(str(Path(folder) / "model.safetensors"))
     return config, {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
@@ -303,7 +309,7 @@ def _zlab_value(config: dict[str, Any], name: str, default: Any = None) -> Any:
 
 
 def read_zlab(folder: str | Path) -> Drafter:
-    config, weights = _read(folder)
+    config, weights = read(folder)
     sliding = _sliding(config)
     explicit = config.get("is_causal")
     if explicit is None:
@@ -321,7 +327,7 @@ def read_zlab(folder: str | Path) -> Drafter:
 
 
 def read_speculators(folder: str | Path) -> Drafter:
-    outer, weights = _read(folder)
+    outer, weights = read(folder)
     config = outer["transformer_layer_config"]
     sliding = _sliding(config)
     return Drafter(
@@ -333,7 +339,7 @@ def read_speculators(folder: str | Path) -> Drafter:
         causal=[each and not outer.get("sliding_window_non_causal", False) for each in sliding],
         windows=[config["sliding_window"] if each else None for each in sliding],
         window_from_anchor=True,
-        first=0 if outer.get("sample_from_anchor", False) else 1,
+        first=0 if outer.get("sample_from_anchor", outer["speculators_model_type"] == "dspark") else 1,
     )
 
 
@@ -379,7 +385,7 @@ def _visible(drafter: Drafter, layer: int, context: int, slots: int) -> Tensor:
     return seen
 
 
-def _attention(drafter: Drafter, layer: int, block: Tensor, context: Tensor) -> Tensor:
+def _attention(drafter: Drafter, layer: int, context: Tensor, block: Tensor) -> Tensor:
     """`block` [slots, D] after the input norm, `context` [length, D] after `hidden_norm`."""
     weights, eps, theta = drafter.weights, drafter.config["rms_norm_eps"], _theta(drafter.config)
     prefix, length = f"layers.{layer}.self_attn.", len(context)
@@ -397,6 +403,24 @@ def _attention(drafter: Drafter, layer: int, block: Tensor, context: Tensor) -> 
     return _linear(weights, prefix + "o_proj", mixed.flatten(1))
 
 
+def _around(weights: Weights, prefix: str, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+    """A sublayer between DFlash 2's two convolutions, if there are any: of slot t out_t = sum over taps j of
+    (base_j + dynamic_{t,j}) x_{t-j}, where the dynamic part is one number per group of channels."""
+    if f"{prefix}.base_kernel" not in weights:
+        return sublayer(x)
+    base = weights[f"{prefix}.base_kernel"]  # [before or after, taps, channels]
+    taps, channels = base.shape[1:]
+    said = _linear(weights, f"{prefix}.kernel_projection", x).reshape(len(x), 2, taps, -1)
+    group_of = torch.arange(channels) // (channels // said.shape[-1])
+    for side in range(2):
+        out = torch.zeros_like(x)
+        for t in range(len(x)):
+            for j in range(min(taps, t + 1)):
+                out[t] += (base[side, j] + said[t, side, j][group_of]) * x[t - j]
+        x = sublayer(out) if side == 0 else out
+    return x
+
+
 def _mlp(weights: Weights, prefix: str, x: Tensor) -> Tensor:
     gated = F.silu(_linear(weights, prefix + "gate_proj", x)) * _linear(weights, prefix + "up_proj", x)
     return _linear(weights, prefix + "down_proj", gated)
@@ -408,14 +432,15 @@ def body(drafter: Drafter, block: Tensor, context: Tensor) -> Tensor:
     for layer in range(drafter.config["num_hidden_layers"]):
         prefix = f"layers.{layer}."
         normed = _norm(weights, prefix + "input_layernorm", block, eps)
-        block = block + _attention(drafter, layer, normed, context)
+        attention = partial(_attention, drafter, layer, context)
+        block = block + _around(weights, prefix + "attention_conv", normed, attention)
         normed = _norm(weights, prefix + "post_attention_layernorm", block, eps)
-        block = block + _mlp(weights, prefix + "mlp.", normed)
+        block = block + _around(weights, prefix + "mlp_conv", normed, partial(_mlp, weights, prefix + "mlp."))
     return _norm(weights, "norm", block, eps)
 
 
 @torch.no_grad()
-def _states(drafter: Drafter, target: Target, embedding: Tensor, ids: Tensor, count: int, slots: int | None) -> Tensor:
+def states(drafter: Drafter, target: Target, embedding: Tensor, ids: Tensor, count: int, slots: int | None) -> Tensor:
     """[count, D]: the final states of the slots that predict."""
     slots = count + drafter.first if slots is None else slots
     if ids.shape[0] != 1 or ids.shape[1] < 2 or not 1 <= count <= slots - drafter.first or slots > drafter.block_size:
@@ -438,8 +463,8 @@ def zlab_logits(folder: str | Path, target: Target, ids: Tensor, count: int, slo
     """Logits [count, vocab] of the tokens after the anchor ids[0, -1], which the target has not processed yet."""
     drafter = read_zlab(folder)
     embedding = target.get_input_embeddings().weight.float() * _zlab_value(drafter.config, "input_embedding_scale", 1)
-    states = _states(drafter, target, embedding, ids, count, slots)
-    logits = F.linear(states, target.get_output_embeddings().weight.float())
+    hidden = states(drafter, target, embedding, ids, count, slots)
+    logits = F.linear(hidden, target.get_output_embeddings().weight.float())
     logits = logits * _zlab_value(drafter.config, "output_multiplier", 1.0)
     cap = _zlab_value(drafter.config, "final_logit_softcapping")
     return torch.tanh(logits / cap) * cap if cap else logits
@@ -459,7 +484,7 @@ def speculators_logits(
     kept = torch.arange(size) + weights.get("d2t", torch.zeros(size, dtype=torch.long))
     embedding = weights.get("embed_tokens.weight", target.get_input_embeddings().weight.float())
     head = weights.get("lm_head.weight", target.get_output_embeddings().weight.float()[kept])
-    return F.linear(_states(drafter, target, embedding, ids, count, slots), head), kept
+    return F.linear(states(drafter, target, embedding, ids, count, slots), head), kept
 
 
 def speculators_draft(

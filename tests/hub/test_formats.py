@@ -169,7 +169,8 @@ def test_what_cannot_be_expressed_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dflash_config": None}, "no DFlash drafter"),
+        ({"dflash_config": None, "architectures": None}, "no DFlash or DSpark drafter"),
+        ({"dflash_config": None}, "lacks `target_layer_ids` .None."),
         ({"dflash_config": {"target_layer_ids": [0, 3], "mask_token_id": 1, "block_size": 5}}, "last layer's output"),
         ({"dflash_config": {"target_layer_ids": [2, 0], "mask_token_id": 1, "block_size": 5}}, "ascending"),
         ({"dflash_config": {"target_layer_ids": [0, 2], "block_size": 5}}, "`mask_token_id` .None."),
@@ -177,7 +178,7 @@ def test_what_cannot_be_expressed_is_refused(tmp_path):
         ({"final_logit_softcapping": 30.0}, "softcapping"),
         ({"num_hidden_layers": 1}, r"11 unexpected \(layers\.1"),
         ({"intermediate_size": 47}, r"of another shape \(layers\.0\.mlp"),
-        ({"dflash_config": "yes"}, "no DFlash drafter"),
+        ({"dflash_config": "yes"}, "`dflash_config` .* is 'yes', expected a dictionary"),
         ({"dflash_config": {"target_layer_ids": ["0"], "mask_token_id": 1, "block_size": 5}}, "expected integers"),
         (
             {"dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 64, "block_size": 5}},

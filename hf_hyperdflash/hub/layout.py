@@ -1,0 +1,213 @@
+"""What others' layouts of block drafters have in common: the words of a Qwen3 model, of DSpark and of DFlash 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from ..runtime.configuration_hyperdflash import HyperDFlashConfig
+
+# Fields with one name everywhere.
+_SHAPE = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias",
+)  # fmt: skip
+_NEEDED = _SHAPE[:7]  # without which other programs do not agree on a default
+_MARKOV_HEADS = {"vanilla": "markov", "gated": "gated_markov", "rnn": "recurrent"}
+_SELECTOR = {
+    "head_rank": "selector_rank", "head_candidates": "selector_top_k", "conv_kernel_size": "conv_kernel_size",
+    "conv_group_size": "conv_group_size",
+}  # fmt: skip
+
+Value = Callable[[str], Any]  # what a config.json says of a field, by its name; None for nothing
+
+
+def drafter_config(
+    shape: Mapping[str, Any],
+    name: str,
+    *,
+    layer_ids: list[int] | None,
+    block_size: int | None,
+    mask_token_id: int | None,
+    num_target_layers: int | None = None,
+    **more: Any,
+) -> HyperDFlashConfig:
+    """The configuration of a drafter in another layout.
+
+    Args:
+        shape: The fields of its Qwen3 layers.
+        name: Of the checkpoint, for errors.
+        layer_ids: The layers of the target whose output it reads, counted from 0.
+        block_size: Slots of a block, the anchor's included.
+        mask_token_id: Stands at every other slot.
+        num_target_layers: How many the target has, if that is said.
+        **more: Fields of [`HyperDFlashConfig`].
+
+    Raises:
+        ValueError: If one is missing, or they make no drafter.
+    """
+    ids = layer_ids
+    if not ids or block_size is None or mask_token_id is None:
+        raise ValueError(
+            f"config.json of {name} lacks `target_layer_ids` ({ids}), `block_size` ({block_size}) or `mask_token_id` "
+            f"({mask_token_id})."
+        )
+    missing = [field for field in _NEEDED if shape.get(field) is None]
+    if missing:
+        raise ValueError(f"config.json of {name} lacks {', '.join(missing)}.")
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise ValueError(f"{name} reads layers {ids}, expected integers.")
+    if num_target_layers is not None and type(num_target_layers) is not int:
+        raise ValueError(f"`num_target_layers` of {name} is {num_target_layers!r}, expected an integer.")
+    if min(ids) < 0 or (num_target_layers and max(ids) >= num_target_layers - 1):
+        raise ValueError(
+            f"{name} reads layers {ids} of its target's {num_target_layers or '?'}: the embeddings and the last "
+            "layer's output, which is normed in some programs and not in others, are not supported."
+        )
+    if ids != sorted(set(ids)):
+        raise ValueError(f"{name} reads layers {ids}, expected ascending ones, each once.")
+    scaling = shape.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise ValueError(f"`rope_scaling` in the config.json of {name} is {scaling!r}, expected a dictionary.")
+    rope = shape.get("rope_parameters") or {
+        "rope_type": "default", **scaling, "rope_theta": shape.get("rope_theta", 10000.0),
+    }  # fmt: skip
+    try:
+        return HyperDFlashConfig(
+            **{field: shape[field] for field in _SHAPE if shape.get(field) is not None},
+            rope_parameters=rope,
+            reducer="fc",
+            target_hc_mult=1,
+            target_layer_ids=ids,
+            target_num_layers=num_target_layers or 0,
+            block_size=block_size,
+            mask_token_id=mask_token_id,
+            target_model_type=shape.get("model_type") or "",
+            **more,
+        )
+    except ValueError as error:
+        raise ValueError(f"config.json of {name}: {error}") from error
+
+
+def layer_fields(config: HyperDFlashConfig) -> dict[str, Any]:
+    """The fields of its layers, RoPE aside, as transformers' Qwen3 has them."""
+    kind = "full_attention" if config.sliding_window is None else "sliding_attention"
+    return {
+        "model_type": "qwen3",
+        **{name: getattr(config, name) for name in _SHAPE},
+        "layer_types": [kind] * config.num_hidden_layers,
+        "sliding_window": config.sliding_window,
+        "use_sliding_window": config.sliding_window is not None,
+        "tie_word_embeddings": False,
+        "attention_dropout": 0.0,
+        "initializer_range": config.initializer_range,
+    }
+
+
+def num_target_layers_field(config: HyperDFlashConfig) -> dict[str, int]:
+    """`num_target_layers`, where it is known: a drafter made before 0.2 does not say."""
+    return {"num_target_layers": config.target_num_layers} if config.target_num_layers else {}
+
+
+def refuse(value: Value, name: str, options: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise a `ValueError` if a config.json turns on what cannot be reproduced here.
+
+    Args:
+        value: What it says.
+        name: Of the checkpoint.
+        options: Names with the values that mean nothing, beside `None`.
+    """
+    for option, neutral in options.items():
+        if value(option) not in (None, *neutral):
+            raise ValueError(f"`{option}` of {name} is {value(option)!r}, which is not supported: expected none.")
+
+
+# DSpark
+
+
+def read_dspark(value: Value, name: str) -> dict[str, Any]:
+    """Our fields for DSpark's two heads.
+
+    Raises:
+        ValueError: If its kind of Markov head is not known.
+    """
+    rank, kind = value("markov_rank"), str(value("markov_head_type")).lower()
+    if rank and kind not in _MARKOV_HEADS:
+        raise ValueError(f"`markov_head_type` of {name} is {kind!r}, expected one of {', '.join(_MARKOV_HEADS)}.")
+    return {
+        **({"sequential_head": _MARKOV_HEADS[kind], "head_rank": rank} if rank else {}),
+        "confidence_head": value("enable_confidence_head"),
+        "confidence_reads_token": bool(value("confidence_head_with_markov")),
+    }
+
+
+def write_dspark(config: HyperDFlashConfig) -> dict[str, Any]:
+    """DSpark's fields for our two heads."""
+    kind = next((kind for kind, head in _MARKOV_HEADS.items() if head == config.sequential_head), None)
+    return {
+        "markov_rank": config.head_rank if kind else 0,
+        "markov_head_type": kind or "vanilla",
+        "enable_confidence_head": config.confidence_head,
+        "confidence_head_with_markov": bool(kind) and config.confidence_reads_token,
+    }
+
+
+def obstacles_to_dspark(config: HyperDFlashConfig) -> dict[str, bool]:
+    """Reasons why a drafter is no DSpark drafter, and whether they hold."""
+    has_markov_head = config.sequential_head in _MARKOV_HEADS.values()
+    return {
+        f"DSpark has no {config.sequential_head!r} head": not has_markov_head and config.sequential_head != "none",
+        "DSpark's layers have no convolutions": config.conv_kernel_size > 0,
+        f"it drafts among the block's {config.head_candidates} best tokens, and DSpark among all": has_markov_head
+        and bool(config.head_candidates),
+        "its confidence is calibrated, which DSpark's layouts have no words for: load it with "
+        "`from_pretrained(..., confidence_temperatures=None)`": config.confidence_temperatures is not None,
+    }
+
+
+# DFlash 2
+
+
+def is_dflash2(config: HyperDFlashConfig) -> bool:
+    """Whether a drafter has a part that only DFlash 2 has."""
+    return config.sequential_head == "selector" or config.conv_kernel_size > 0
+
+
+def read_dflash2(value: Value, name: str) -> dict[str, Any]:
+    """Our fields for DFlash 2's selector and convolutions.
+
+    Raises:
+        ValueError: If one is missing.
+    """
+    missing = [theirs for theirs in _SELECTOR.values() if not value(theirs)]
+    if missing:
+        raise ValueError(f"config.json of {name} lacks {', '.join(missing)}.")
+    return {"sequential_head": "selector", **{ours: value(theirs) for ours, theirs in _SELECTOR.items()}}
+
+
+def write_dflash2(config: HyperDFlashConfig) -> dict[str, Any]:
+    """DFlash 2's fields for our selector and convolutions."""
+    fields = {theirs: getattr(config, ours) for ours, theirs in _SELECTOR.items()}
+    return {**fields, "selector_top_k": config.head_candidates or config.vocab_size}
+
+
+def obstacles_to_dflash2(config: HyperDFlashConfig) -> dict[str, bool]:
+    """Reasons why a drafter is no DFlash 2 drafter, and whether they hold."""
+    return {
+        f"DFlash 2 has the 'selector' head, and this drafter has {config.sequential_head!r}": config.sequential_head
+        != "selector",
+        "DFlash 2 has convolutions in its layers, and this drafter has none": config.conv_kernel_size == 0,
+        "DFlash 2 has no confidence head": config.confidence_head,
+        "DFlash 2 has no truncated vocabulary": bool(config.draft_vocab_size),
+    }
+
+
+def section(fields: Mapping[str, Any], key: str, name: str) -> dict[str, Any]:
+    """A part of a config.json.
+
+    Raises:
+        ValueError: If it is no dictionary.
+    """
+    if not isinstance(fields.get(key), dict):
+        raise ValueError(f"`{key}` in the config.json of {name} is {fields.get(key)!r}, expected a dictionary.")
+    return cast("dict[str, Any]", fields[key])

@@ -1,0 +1,301 @@
+"""A second reading of DSpark and DFlash 2 in z-lab's, speculators' and DeepSpec's layout, beside `oracle_dflash.py`.
+
+Tiny random checkpoints and what they draft, token by token, in plain float32 tensor maths; it shares nothing with the
+package. Facts are from the public repositories named; the code is ours.
+
+**DSpark** (deepseek-ai/DeepSpec deepspec/modeling/dspark/, deepspec/eval/dspark/draft_ops.py; vllm-project/speculators
+src/speculators/models/dspark/)
+- DFlash's block and layers. h_k is the state of the slot that drafts position k, x_{k-1} the token before (the anchor,
+  for the first), e = W1[x_{k-1}], W1 `markov_head.markov_w1.weight [vocab, r]`.
+- Logits of position k: LMHead(h_k) + W2 v_k, W2 `markov_head.markov_w2.weight [draft vocab, r]`.
+  `vanilla`: v = e. `gated`: v = sigmoid(G [h; e] + b) * e, G `gate_proj [r, D + r]`. `rnn`: [g; c; o] = J [s; e; h]
+  + b, J `joint_proj [3 r, 2 r + D]`, s = sigmoid(g) s + (1 - sigmoid(g)) tanh(c), v = tanh(o), s = 0 at first.
+- Confidence: sigmoid(`confidence_head.proj` [h_k; e]), or of h_k alone (`confidence_head_with_markov`).
+- At temperature T > 0 the token is drawn from softmax(logits / T), left to right.
+- DeepSpec: a flat Qwen3 config, `architectures: ["Qwen3DSparkModel"]`, `target_layer_ids` (i is hidden_states[i + 1],
+  -1 the embeddings), `mask_token_id`, `block_size` inputs that all draft, the anchor's too, `markov_rank` (0: no
+  head), `markov_head_type`, `enable_confidence_head`, `confidence_head_with_markov`, `num_anchors`,
+  `num_target_layers`. The file has copies of the target's embedding and head, `embed_tokens.weight` and
+  `lm_head.weight`.
+- speculators: as its DFlash, with the same four fields; `sample_from_anchor` is true where it is not said.
+
+**DFlash 2** (PyPI dflash 0.1.0 dflash/model.py; speculators src/speculators/models/dflash2/)
+- Convolutions around attention and MLP: see `oracle_dflash.py`.
+- Candidates of position k: the 16 (`selector_top_k`) best by U = LMHead(h_k). Their scores: U_b + <A[x_{k-1}] *
+  (P h_k), B[b]>, A and B `candidate_selector.{predecessor,successor}_codebook [vocab, r]`, P `hidden_projection.weight
+  [r, D]`.
+- At temperature T > 0 the token is drawn from softmax(score / T) of the candidates.
+- z-lab: `architectures: ["DFlash2DraftModel"]`, the four sizes in `dflash_config` or at the top level. speculators: at
+  the top level, 2, 16, 256 and 16 where they are not said; no truncated vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import oracle_dflash as base
+from .oracle_dflash import THETA, Drafter, Target, Weights
+
+RANK, LAYERS = 8, 2
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What is drafted after a text.
+
+    Attributes:
+        tokens: One per position.
+        q: `[positions, vocab]`, what each was drawn from; `None` if each is the most probable.
+        confidence: `[positions]`, or `None`.
+    """
+
+    tokens: list[int]
+    q: Tensor | None
+    confidence: Tensor | None
+
+
+# --- Writing --------------------------------------------------------------------------------------------------------
+
+
+def _random(shapes: dict[str, tuple[int, ...]], seed: int) -> Weights:
+    generator = torch.Generator().manual_seed(seed + 7)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def dspark_tensors(target: Target, head: str | None, confidence: str | None, drafted: int, seed: int) -> Weights:
+    """Random tensors of DSpark's heads: `head` vanilla, gated, rnn or `None`, `confidence` markov, state or `None`."""
+    size, width = target.config.vocab_size, target.config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {}
+    if head:
+        shapes |= {"markov_head.markov_w1.weight": (size, RANK), "markov_head.markov_w2.weight": (drafted, RANK)}
+    if head == "gated":
+        shapes |= {"markov_head.gate_proj.weight": (RANK, width + RANK), "markov_head.gate_proj.bias": (RANK,)}
+    if head == "rnn":
+        shapes["markov_head.joint_proj.weight"] = (3 * RANK, 2 * RANK + width)
+        shapes["markov_head.joint_proj.bias"] = (3 * RANK,)
+    if confidence:
+        shapes["confidence_head.proj.weight"] = (1, width + (RANK if confidence == "markov" else 0))
+        shapes["confidence_head.proj.bias"] = (1,)
+    weights = _random(shapes, seed)
+    for name in weights.keys() & {"markov_head.gate_proj.weight", "markov_head.joint_proj.weight"}:
+        weights[name] /= weights[name].shape[1] ** 0.5
+    return weights
+
+
+def _dspark_fields(head: str | None, confidence: str | None) -> dict[str, Any]:
+    return {
+        "markov_rank": RANK if head else 0,
+        "markov_head_type": head or "vanilla",
+        "enable_confidence_head": confidence is not None,
+        "confidence_head_with_markov": confidence == "markov",
+    }
+
+
+def _dflash2_tensors(target: Target, taps: int, group: int, seed: int) -> Weights:
+    size, width = target.config.vocab_size, target.config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "candidate_selector.predecessor_codebook": (size, RANK),
+        "candidate_selector.successor_codebook": (size, RANK),
+        "candidate_selector.hidden_projection.weight": (RANK, width),
+    }
+    for i in range(LAYERS):
+        for which in ("attention_conv", "mlp_conv"):
+            shapes[f"layers.{i}.{which}.base_kernel"] = (2, taps, width)
+            shapes[f"layers.{i}.{which}.kernel_projection.weight"] = (2 * taps * width // group, width)
+    weights = _random(shapes, seed)
+    for name, tensor in weights.items():
+        tensor /= tensor.shape[-1] ** 0.5 if "projection" in name else 2.0
+    return weights
+
+
+def write_deepspec(
+    folder: str | Path,
+    target: Target,
+    *,
+    layer_ids: list[int],
+    block_size: int,
+    mask_token_id: int,
+    head: str | None = "vanilla",
+    confidence: str | None = None,
+    seed: int = 0,
+) -> None:
+    """A random DSpark drafter in DeepSpec's layout. Layer id i: its output."""
+    config = base.layer_config(target, LAYERS, None) | _dspark_fields(head, confidence)
+    config |= {
+        "architectures": ["Qwen3DSparkModel"],
+        "block_size": block_size,
+        "dtype": "float32",
+        "mask_token_id": mask_token_id,
+        "num_anchors": 512,
+        "num_target_layers": target.config.num_hidden_layers,
+        "rope_parameters": {"rope_theta": THETA, "rope_type": "default"},
+        "target_layer_ids": layer_ids,
+        "tie_word_embeddings": False,
+        "transformers_version": "5.10.2",
+    }
+    size = target.config.vocab_size
+    weights = base.random_body(target.config.hidden_size, len(layer_ids), LAYERS, seed)
+    weights |= dspark_tensors(target, head, confidence, size, seed)
+    weights |= base.vocabulary(target, size, torch.arange(size), "copied", seed)
+    base.save(folder, config, weights)
+
+
+def write_speculators_dspark(
+    folder: str | Path,
+    target: Target,
+    *,
+    layer_ids: list[int],
+    block_size: int,
+    mask_token_id: int,
+    head: str | None = "vanilla",
+    confidence: str | None = None,
+    draft_vocab_size: int | None = None,
+    sample_from_anchor: bool | None = None,
+    seed: int = 0,
+) -> None:
+    """A random DSpark drafter in speculators' layout. Layer id i: hidden_states[i]. A truncated vocabulary has a head
+    of its own; else embedding and head are left out, as newer versions do."""
+    size = target.config.vocab_size
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+    kept = order[: draft_vocab_size or size].sort().values
+    drafts = block_size - (sample_from_anchor is False)
+    config = base.speculators_config(target, base.layer_config(target, LAYERS, None), drafts, "dspark")
+    config |= {
+        "architectures": ["DSparkDraftModel"],
+        "aux_hidden_state_layer_ids": layer_ids,
+        "block_size": block_size,
+        "draft_vocab_size": len(kept),
+        "mask_token_id": mask_token_id,
+        **({} if sample_from_anchor is None else {"sample_from_anchor": sample_from_anchor}),
+        **_dspark_fields(head, confidence),
+    }
+    weights = base.random_body(target.config.hidden_size, len(layer_ids), LAYERS, seed)
+    weights |= dspark_tensors(target, head, confidence, len(kept), seed)
+    base.save(folder, config, weights | base.vocabulary(target, size, kept, "omitted", seed))
+
+
+def write_dflash2(
+    folder: str | Path,
+    target: Target,
+    *,
+    layout: str,
+    layer_ids: list[int],
+    block_size: int,
+    mask_token_id: int,
+    nested: bool = True,
+    top_k: int = 16,
+    taps: int = 2,
+    group: int = 16,
+    seed: int = 0,
+) -> None:
+    """A random DFlash 2 drafter, in z-lab's layout (layer id i: its output) or in speculators' (hidden_states[i])."""
+    config = base.layer_config(target, LAYERS, None)
+    sizes = {"conv_kernel_size": taps, "conv_group_size": group, "selector_rank": RANK, "selector_top_k": top_k}
+    roles = {"mask_token_id": mask_token_id, "block_size": block_size}
+    if layout == "speculators":
+        config = base.speculators_config(target, config, block_size - 1, "dflash2")
+        config |= {"aux_hidden_state_layer_ids": layer_ids, "draft_vocab_size": target.config.vocab_size}
+        config |= {**roles, **sizes}
+    else:
+        config |= {"is_causal": False, "rope_parameters": {"rope_theta": THETA, "rope_type": "default"}}
+        config["num_target_layers"] = target.config.num_hidden_layers
+        inner = {**roles, **sizes, "target_layer_ids": layer_ids}
+        config |= {"dflash_config": inner} if nested else inner
+    config["architectures"] = ["DFlash2DraftModel"]
+    weights = base.random_body(target.config.hidden_size, len(layer_ids), LAYERS, seed)
+    base.save(folder, config, weights | _dflash2_tensors(target, taps, group, seed))
+
+
+# --- Reading --------------------------------------------------------------------------------------------------------
+
+
+def _read_deepspec(folder: str | Path) -> Drafter:
+    config, weights = base.read(folder)
+    layers = config["num_hidden_layers"]
+    return Drafter(
+        config=config,
+        weights=weights,
+        features=[i + 1 for i in config["target_layer_ids"]],
+        mask_token_id=config["mask_token_id"],
+        block_size=config["block_size"],
+        causal=[False] * layers,
+        windows=[None] * layers,
+        window_from_anchor=False,
+        first=0,
+    )
+
+
+def _read_any(folder: str | Path, config: dict[str, Any]) -> Drafter:
+    if "speculators_model_type" in config:
+        return base.read_speculators(folder)
+    return _read_deepspec(folder) if "Qwen3DSparkModel" in config["architectures"] else base.read_zlab(folder)
+
+
+# --- Drafting -------------------------------------------------------------------------------------------------------
+
+
+def _markov(weights: Weights, hidden: Tensor, before: int, state: Tensor) -> tuple[Tensor, Tensor]:
+    """v_k and s_k."""
+    embedded = weights["markov_head.markov_w1.weight"][before]
+    if "markov_head.gate_proj.weight" in weights:
+        gate, bias = weights["markov_head.gate_proj.weight"], weights["markov_head.gate_proj.bias"]
+        return torch.sigmoid(gate @ torch.cat([hidden, embedded]) + bias) * embedded, state
+    if "markov_head.joint_proj.weight" in weights:
+        joint, bias = weights["markov_head.joint_proj.weight"], weights["markov_head.joint_proj.bias"]
+        said = joint @ torch.cat([state, embedded, hidden]) + bias
+        keep = torch.sigmoid(said[:RANK])
+        return torch.tanh(said[2 * RANK :]), keep * state + (1 - keep) * torch.tanh(said[RANK : 2 * RANK])
+    return embedded, state
+
+
+def _selected(weights: Weights, hidden: Tensor, before: int, unary: Tensor, top_k: int) -> Tensor:
+    """Scores of the candidates, minus infinity for every other token."""
+    predecessor = weights["candidate_selector.predecessor_codebook"][before]
+    projected = weights["candidate_selector.hidden_projection.weight"] @ hidden
+    scores = torch.full_like(unary, -torch.inf)
+    for token in sorted(range(len(unary)), key=lambda token: -float(unary[token]))[:top_k]:
+        successor = weights["candidate_selector.successor_codebook"][token]
+        scores[token] = unary[token] + sum(float(a * p * b) for a, p, b in zip(predecessor, projected, successor))
+    return scores
+
+
+@torch.no_grad()
+def draft(folder: str | Path, target: Target, ids: Tensor, count: int, temperature: float = 0.0) -> Drafts:
+    """`count` drafts after the anchor ids[0, -1], which the target has not processed yet, in a block of full width.
+    Above temperature 0 each is one draw of `torch.multinomial` over the target's whole vocabulary."""
+    outer = base.read(folder)[0]
+    drafter = _read_any(folder, outer)
+    weights, config = drafter.weights, drafter.config
+    size = config["vocab_size"]
+    embedding = weights.get("embed_tokens.weight", target.get_input_embeddings().weight.float())
+    kept = torch.arange(config.get("draft_vocab_size") or size) + weights.get("d2t", torch.tensor(0))
+    head = weights.get("lm_head.weight", target.get_output_embeddings().weight.float()[kept])
+    hidden = base.states(drafter, target, embedding, ids, count, drafter.block_size)
+    before, state, tokens, q, confidence = int(ids[0, -1]), torch.zeros(RANK), [], [], []
+    for k in range(count):
+        logits = head @ hidden[k]
+        judged = hidden[k]
+        if "markov_head.markov_w1.weight" in weights:
+            vector, state = _markov(weights, hidden[k], before, state)
+            logits = logits + weights["markov_head.markov_w2.weight"] @ vector
+            judged = torch.cat([hidden[k], weights["markov_head.markov_w1.weight"][before]])
+        elif "candidate_selector.hidden_projection.weight" in weights:
+            top_k = outer.get("dflash_config", outer)["selector_top_k"]
+            logits = _selected(weights, hidden[k], before, logits, top_k)
+        if "confidence_head.proj.weight" in weights:
+            row = weights["confidence_head.proj.weight"][0]
+            said = row @ judged[: len(row)] + weights["confidence_head.proj.bias"][0]
+            confidence.append(1 / (1 + torch.exp(-said)))
+        whole = torch.full((size,), -torch.inf).index_copy(0, kept, logits)
+        if temperature:
+            q.append((whole / temperature).softmax(-1))
+            before = int(torch.multinomial(q[-1], 1))
+        else:
+            before = int(whole.argmax())
+        tokens.append(before)
+    return Drafts(tokens, torch.stack(q) if q else None, torch.stack(confidence) if confidence else None)

@@ -94,10 +94,13 @@ def test_the_teacher_forced_estimate_walks_generations_own_rounds(tmp_path, head
         accepted.append(drafter.last_stats.accepted)
     trainer = trainer_for(tmp_path, target, drafter, held_out=Dataset.from_list(texts), max_length=256, num_anchors=16)
     metrics = trainer.evaluate()
-    _, (walked, _), matched = trainer.prediction_step(drafter, collate(trainer.eval_dataset.to_list()), False)
+    _, (walked, expected), matched = trainer.prediction_step(drafter, collate(trainer.eval_dataset.to_list()), False)
     walked, matched = ([[n for n in row if n != -100] for row in part.tolist()] for part in (walked, matched))
     every = [n for row in walked for n in row]
     assert metrics["eval_teacher_forced_tau"] == pytest.approx(sum(every) / len(every))
+    # Drafts are accepted by chance at temperature 1; were none ever, there would be a round for each token.
+    assert metrics["eval_expected_tau"] == pytest.approx(sum(every) / expected.sum().item())
+    assert metrics["eval_expected_tau"] > 1.2
     for row in range(2):
         # Towards a token limit generate drafts fewer tokens, for the last one none.
         rounds = len(emitted[row])

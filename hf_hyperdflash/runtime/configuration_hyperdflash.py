@@ -216,7 +216,7 @@ class HyperDFlashConfig(PreTrainedConfig):
             raise ValueError(
                 f"The configuration is of a {kind!r} model, expected {cls.model_type!r}. Pass the path or Hub id of a "
                 "HyperDFlash drafter, not of its target or of another model; DFlash drafters of others are read by "
-                "`hf_hyperdflash.load_dflash`."
+                "`hf_hyperdflash.load_drafter`."
             )
         unknown = cls._unknown(config_dict)
         cls._compare_versions(config_dict, unknown)

@@ -17,8 +17,6 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..runtime.block_drafter import BlockDrafter
-from ..runtime.drafter import Drafter
-from ..runtime.sampling import DraftSampler
 from ..runtime.stats import SpeculationStats
 from ..runtime.tree import DraftTree
 from ..training.acceptance import bound
@@ -60,32 +58,6 @@ class Calibration:
     rounds: tuple[int, int]
     through: list[BeforeAfter]
     given: list[BeforeAfter]
-
-
-class _Heard(Drafter):
-    """A drafter whose confidence in its drafts is kept, round by round, as its head gives it."""
-
-    def __init__(self, drafter: BlockDrafter) -> None:
-        self.drafter = copy.copy(drafter)  # which others may be using as it is
-        self.drafter.config = self.config = copy.copy(drafter.config)
-        self.config.confidence_temperatures = None
-        self.target_layer_ids, self.max_draft_tokens = drafter.target_layer_ids, drafter.max_draft_tokens
-        for name in ("check_target", "new_context", "extend", "observe"):
-            setattr(self, name, getattr(drafter, name))
-        self.confidences: list[torch.Tensor] = []
-
-    def propose(
-        self,
-        target: PreTrainedModel,
-        context: Any,
-        ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        count: int,
-        sampler: DraftSampler,
-    ) -> DraftTree:
-        tree = self.drafter.propose(target, context, ids, position_ids, count, sampler)
-        self.confidences.append(cast(torch.Tensor, tree.confidence).double().cpu())
-        return tree
 
 
 def check_confidence(config: Any) -> None:
@@ -149,13 +121,21 @@ def rounds_of(target: Any, drafter: BlockDrafter, prompts: Any, max_new_tokens: 
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
-    heard, stats = _Heard(drafter), SpeculationStats()
+    heard: Any = copy.copy(drafter)  # others may be using the drafter as it is
+    heard.config, confidences, stats = copy.copy(drafter.config), [], SpeculationStats()
+    heard.config.confidence_temperatures = None
+
+    def observe(context: Any, tree: DraftTree, logits: torch.Tensor, path: list[int]) -> None:
+        if tree.confidence is not None:  # there were drafts
+            confidences.append(tree.confidence.double().cpu())
+
+    heard.observe = observe
     for prompt in prompts:
         ids = prompt.to(target.device)
         target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=heard, **options)
         stats += cast(SpeculationStats, heard.last_stats)
     logits, accepted = np.full((2, stats.rounds, heard.config.max_draft_tokens), math.nan)
-    for number, confidence in enumerate(heard.confidences):
+    for number, confidence in enumerate(confidences):
         drafts, good = len(confidence), stats.accepted[number]
         logits[number, :drafts] = torch.logit(confidence, eps=_ONE)
         accepted[number, :good] = 1

@@ -217,8 +217,9 @@ class BlockDrafter(SavedDrafter):
     def logits(
         self, target: PreTrainedModel, hidden: torch.Tensor, vectors: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits of the tokens that can be drafted, `[..., config.draft_vocab_size or config.vocab_size]`, from what
-        [`forward`] returned: by the target's LM head, or an own one over fewer tokens, and by the head's table."""
+        """Logits of the tokens that can be drafted, `[..., config.draft_vocab_size or config.vocab_size]`, by the
+        target's LM head, or an own one over fewer tokens, and by the head's table. Of a block's states, as [`forward`]
+        returns them without `previous_ids`: with them they are for the LM head already."""
         hidden = self.readable(hidden)
         logits = self.lm_head(hidden) if self.config.draft_vocab_size else family_of(target).logits(hidden)
         if vectors is None or self.head_table is None:

@@ -70,10 +70,10 @@ def width_for(cell: Cell, size: int, target, args: argparse.Namespace) -> int:
 
 
 def write_features(args: argparse.Namespace) -> None:
-    """One cache of all layers: every cell reads its own from it."""
+    """One cache of all layers that any cell reads; each takes its own from it."""
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
-    layers = [*range(target.config.num_hidden_layers - 1), -1]
+    layers = [*args.intermediate, -1]
     for name, sources in (("train", args.answers), ("eval", [args.eval_answers])):
         rows = [row for source in sources for row in load_rows(source)]
         rows = prepare_dataset(rows, tokenizer, max_length=args.max_length, packing=False)

@@ -154,6 +154,14 @@ class BlockDrafter(SavedDrafter):
                 "the target's LM head. Make a drafter with `HyperDFlashDrafter.from_target(target)`."
             )
 
+    def with_heads(self, **fields: Any) -> BlockDrafter:
+        """This drafter with heads that it lacks, where it can be given some.
+
+        Raises:
+            ValueError: If not.
+        """
+        raise ValueError(f"A {type(self).__name__} comes with its heads, expected none of {', '.join(fields)}.")
+
     def new_context(self) -> ContextCache:
         """An empty context for one sequence."""
         return ContextCache(self.config.sliding_window)

@@ -24,6 +24,12 @@ from .weights import named_dtype
 
 logger = logging.getLogger(__name__)
 
+# What can be said of heads that a drafter gets later, and of which.
+_HEAD_OF = {
+    "sequential_head": "sequential_head", "head_rank": "sequential_head", "head_candidates": "sequential_head",
+    "confidence_head": "confidence_head", "confidence_reads_token": "confidence_head",
+}  # fmt: skip
+
 
 class HyperDFlashDrafter(BlockDrafter):
     """Drafts a block of tokens in one pass from the target's pre-collapse residual (paper, Figure 2).
@@ -159,6 +165,37 @@ class HyperDFlashDrafter(BlockDrafter):
             # Not all at once: the gate would be rounded on its way.
             part.to(device=device, dtype=torch.float32 if name == "hc_gate" else dtype or family.dtype)
         return drafter
+
+    def with_heads(self, **fields: Any) -> HyperDFlashDrafter:
+        """This drafter with heads that it lacks, for training on: they say nothing yet, so it drafts as before.
+
+        Args:
+            **fields: Of [`HyperDFlashConfig`]: `sequential_head`, `confidence_head`, and what is said of them.
+
+        Returns:
+            A new drafter in this one's dtype and on its device; this one stays as it is.
+
+        Raises:
+            ValueError: If a field is not of a head, the head is there already, or a value does not fit.
+        """
+        for name, value in fields.items():
+            head = _HEAD_OF.get(name)
+            if head is None:
+                raise ValueError(f"`{name}` is not of a head: expected some of {', '.join(_HEAD_OF)}.")
+            if head not in fields:
+                raise ValueError(f"`{name}` is {value!r}, but of no new head: add `{head}`, or leave it out.")
+            if (own := getattr(self.config, head)) not in ("none", False):
+                raise ValueError(
+                    f"`{head}` is {fields[head]!r}, but the drafter has one already ({own!r}): leave it out to train "
+                    "that one."
+                )
+        config = HyperDFlashConfig.from_dict({**self.config.to_dict(), **fields})
+        config._attn_implementation = self.config._attn_implementation
+        grown = type(self)(config)
+        grown.load_state_dict(self.state_dict(), strict=False)
+        for name, part in grown.named_children():
+            part.to(device=self.device, dtype=torch.float32 if name == "hc_gate" else self.dtype)
+        return grown
 
     # The block
 

@@ -46,15 +46,15 @@ class ScriptArguments:
     sample_from_anchor: bool = _flag(False, "let the anchor's slot of a new drafter draft, too, as DSpark's does")
     sequential_head: str | None = _flag(
         None,
-        "what lets each draft of a new drafter know the one before it: markov, gated_markov, recurrent, selector or "
-        "state; unset for none",
+        "what lets each draft know the one before it: markov, gated_markov, recurrent, selector or state; unset for "
+        "none, or the one that `--drafter` has",
     )
     head_rank: int | None = _flag(None, "width of that head; unset for 256")
     head_candidates: int | None = _flag(
         None, "the block's best tokens that it chooses among, 0 for all; unset for the head's own number"
     )
     conv_kernel_size: int | None = _flag(None, "taps of convolutions in a new drafter's layers; unset for none")
-    confidence_head: bool = _flag(False, "let a new drafter say how probable each draft's acceptance is")
+    confidence_head: bool = _flag(False, "let the drafter say how probable each draft's acceptance is")
     sliding_window: str | None = _flag(
         None,
         "context that a new drafter's blocks see, in tokens, not more than the rows mostly have; none for all (vLLM "

@@ -40,10 +40,8 @@ _LEAST = {
     "num_draft_tokens": 1,
 }  # fmt: skip
 # Fields of its configuration under their own names, where they are set.
-_FIELDS = (
-    "intermediate_size", "sample_from_anchor", "sequential_head", "head_rank", "head_candidates", "conv_kernel_size",
-    "confidence_head",
-)  # fmt: skip
+_FIELDS = ("intermediate_size", "sample_from_anchor", "conv_kernel_size")
+_HEADS = ("sequential_head", "head_rank", "head_candidates", "confidence_head")
 _OF_A_NEW_DRAFTER = (
     "layers", "reducer", "target_layer_ids", "num_draft_tokens", "sliding_window", "mask_token_id", *_FIELDS,
 )  # fmt: skip
@@ -158,10 +156,26 @@ def _window(script: ScriptArguments) -> dict[str, int | None]:
     return {"sliding_window": int(given)}
 
 
-def drafter_to_train(script: ScriptArguments, target: Any, tokenizer: Any) -> BlockDrafter:
-    """A new drafter, or an earlier stage's, in float32: what an optimizer needs."""
-    if script.drafter:
-        return cast(BlockDrafter, load_drafter(script.drafter, dtype=torch.float32))
+def earlier_drafter(script: ScriptArguments, seed: int) -> BlockDrafter:
+    """An earlier stage's drafter, in float32, what an optimizer needs, and with the heads that are asked for.
+
+    Raises:
+        ValueError: If it cannot be loaded, or not be given those heads.
+    """
+    torch.manual_seed(seed)
+    drafter = cast(BlockDrafter, load_drafter(str(script.drafter), dtype=torch.float32))
+    heads = _heads(script)
+    return drafter.with_heads(**heads) if heads else drafter
+
+
+def _heads(script: ScriptArguments) -> dict[str, Any]:
+    """What is said of heads, as fields of the configuration."""
+    unset = ScriptArguments(script.target)
+    return {name: getattr(script, name) for name in _HEADS if getattr(script, name) != getattr(unset, name)}
+
+
+def new_drafter(script: ScriptArguments, target: Any, tokenizer: Any) -> BlockDrafter:
+    """A new drafter in float32."""
     return HyperDFlashDrafter.from_target(
         target,
         reducer=script.reducer,
@@ -173,6 +187,7 @@ def drafter_to_train(script: ScriptArguments, target: Any, tokenizer: Any) -> Bl
         dtype=torch.float32,
         target_name_or_path=_public_name(script.target),
         **{name: getattr(script, name) for name in _FIELDS if getattr(script, name) is not None},
+        **_heads(script),
         **_window(script),
     )
 
@@ -272,6 +287,7 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     check_target(script.target)
     if script.drafter:
         check_drafter(script.drafter, is_trainable=True)
+    earlier = earlier_drafter(script, args.seed) if script.drafter else None
     _say(args, f"Reading {', '.join(script.dataset or ())} ...")
     train, held_out = load_data(script, args.seed)
     _say(args, f"Loading {script.target} ...")
@@ -283,7 +299,7 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
         script.target, dtype=dtype, device_map=script.device_map, trust_remote_code=script.trust_remote_code
     )
     torch.manual_seed(args.seed)
-    drafter = drafter_to_train(script, target, tokenizer)
+    drafter = earlier or new_drafter(script, target, tokenizer)
     drafter.config.target_fingerprint = as_words(target_fingerprint(target))
     trainer = HyperDFlashTrainer(
         drafter, target, args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer
@@ -292,10 +308,10 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
         prompts = encode_prompts(tokenizer, held_out.select(range(min(script.eval_prompts, len(held_out)))))
         trainer.add_callback(AcceptanceCallback(trainer, prompts, max_new_tokens=script.eval_max_new_tokens))
     _say(args, _amounts(script, trainer))
-    if not resume and (earlier := last_whole(folder)[0]):
+    if not resume and (last := last_whole(folder)[0]):
         _say(
             args,
-            f"{folder} has checkpoints of an earlier run, which this one overwrites: to go on from {earlier} instead, "
+            f"{folder} has checkpoints of an earlier run, which this one overwrites: to go on from {last} instead, "
             "stop it and add `--resume_from_checkpoint true`.",
         )
     try:

@@ -433,6 +433,54 @@ def test_a_fresh_head_drafts_what_is_drafted_without(target, kind, made):
     torch.testing.assert_close(sampled[0].q, sampled[1].q)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_drafter_gets_heads_later(target, kind, dtype):
+    plain = tiny_drafter(target, reducer="hybrid", target_layer_ids=[1, -1], dtype=dtype)
+    with torch.no_grad():
+        plain.norm.weight.normal_(1, 0.1)  # something learned
+    before = {name: value.clone() for name, value in plain.state_dict().items()}
+    grown = plain.with_heads(sequential_head=kind, head_rank=5, confidence_head=True)
+    config = grown.config
+    assert (config.sequential_head, config.head_rank, config.confidence_head) == (kind, 5, True)
+    assert config.head_candidates == min(HEADS[kind].candidates, config.vocab_size)
+    assert {each.dtype for each in grown.head.parameters()} == {dtype} and grown.hc_gate.hc_fn.dtype == torch.float32
+    assert grown.head is not None and plain.head is None and plain.config.sequential_head == "none"
+    for name, value in grown.state_dict().items():
+        if name in before:
+            assert torch.equal(value, before.pop(name)), name
+        else:
+            assert name.split(".")[0] in (grown.head.key, "confidence_head")
+    assert not before
+    found, expected = (proposed(one, target, prompt(9))[0] for one in (grown, plain))
+    assert torch.equal(found.tokens, expected.tokens)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sequential_head": "bigram"}, "`sequential_head` is 'bigram', expected one of"),
+        ({"num_hidden_layers": 3}, "`num_hidden_layers` is not of a head: expected some of sequential_head"),
+        ({"head_rank": 3}, "`head_rank` is 3, but of no new head: add `sequential_head`"),
+        ({"confidence_reads_token": False}, "add `confidence_head`"),
+        ({"sequential_head": "markov", "head_rank": 0}, "`head_rank` is 0, expected at least 1"),
+    ],
+)
+def test_heads_that_cannot_be_given_are_refused(target, fields, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_drafter(target).with_heads(**fields)
+
+
+def test_a_head_is_given_once(target):
+    drafter = tiny_drafter(target, sequential_head="markov", head_rank=4)
+    with pytest.raises(ValueError, match=r"`sequential_head` is 'state', .* has one already \('markov'\)"):
+        drafter.with_heads(sequential_head="state")
+    sure = drafter.with_heads(confidence_head=True)
+    assert torch.equal(sure.head.markov_w1.weight, drafter.head.markov_w1.weight)
+    with pytest.raises(ValueError, match=r"`confidence_head` is True, but the drafter has one already \(True\)"):
+        sure.with_heads(confidence_head=True)
+
+
 @pytest.mark.parametrize(
     "fields",
     [

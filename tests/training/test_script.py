@@ -242,6 +242,23 @@ def test_deepseeks_own_drafter_is_trained_on(tmp_path):
     assert not torch.equal(trained.main_proj.weight.float(), drafter.main_proj.weight)
     record = json.loads((tmp_path / "out" / TRAINING_RECORD).read_text())
     assert record["settings"]["steps"] == 2 and record["history"][-1]["eval_tau"] >= 1
+    heads = dict(drafter=tmp_path / "dspark", layers=None, sequential_head="state")
+    with pytest.raises(ValueError, match="A DeepseekV4DSparkDrafter comes with its heads, expected none of seq"):
+        main(flags(tmp_path, "nowhere.jsonl", **heads))
+
+
+def test_a_head_is_trained_onto_an_earlier_drafter(tmp_path):
+    """What the drafter knows stays; without enough training it drafts as before."""
+    shipped, data = MODELS / "tiny-deepseek-v4-hyperdflash", write(tmp_path / "rows.jsonl", chats(6))
+    heads = dict(sequential_head="state", head_rank=8, layers=None)
+    main(flags(tmp_path, data, drafter=shipped, learning_rate=1e-9, save_dtype="float32", **heads))
+    trained, before = load_drafter(tmp_path / "out"), load_drafter(shipped, dtype=torch.float32)
+    assert trained.config.sequential_head == "state" and trained.head.down_proj.weight.any()
+    torch.testing.assert_close(trained.norm.weight, before.norm.weight, rtol=0, atol=1e-6)
+    settings = json.loads((tmp_path / "out" / TRAINING_RECORD).read_text())["settings"]
+    assert settings["sequential_head"] == "state" and settings["head_rank"] == 8
+    with pytest.raises(ValueError, match="but the drafter has one already"):
+        main(flags(tmp_path, "nowhere.jsonl", drafter=tmp_path / "out", **heads))
 
 
 def test_rows_that_nobody_answers_are_told_by_their_own_columns(tmp_path):

@@ -1,13 +1,14 @@
 """What a draft gains from knowing the one before it: drafters of one size with every head and both losses.
 
     python examples/compare_heads.py --target examples/models/tiny-deepseek-v4 --answers answers.jsonl \
-        --eval-answers held_out.jsonl --work-dir heads -- --max_steps 3000 --learning_rate 2e-3
+        --eval-answers greedy.jsonl --eval-sampled sampled.jsonl --work-dir heads -- --max_steps 3000
 
 Every cell runs `train_drafter.py` on the same rows, steps and seed from one feature cache; what a head or reducer
 takes is taken from the MLPs, so that all have as many parameters as the one named by `--size-of`. Compared over the
-held-out answers: tau of the teacher-forced walk (temperature 0), and the tau at temperature 1 that follows from the
-drafts' total variation from the target. Finished cells are kept, `--jobs` of them run at once. Prints a Markdown table
-and writes `heads.csv`. What stands after `--` are flags of `train_drafter.py` for all cells.
+held-out answers: tau of the teacher-forced walk over greedy ones (temperature 0), and over sampled ones (temperature
+1) the tau that follows from the drafts' total variation from the target. Finished cells are kept, `--jobs` of them run
+at once. Prints a Markdown table and writes `heads.csv`. What stands after `--` are flags of `train_drafter.py` for all
+cells.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from benchmark_loss import hardware
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hyperdflash import HyperDFlashDrafter
+from hf_hyperdflash.training.arguments import HyperDFlashTrainingArguments
 from hf_hyperdflash.training.data import load_rows, prepare_dataset
 from hf_hyperdflash.training.store import FeatureCache
+from hf_hyperdflash.training.trainer import HyperDFlashTrainer
 
 TRAIN = Path(__file__).with_name("train_drafter.py")
 
@@ -69,18 +72,17 @@ def width_for(cell: Cell, size: int, target, args: argparse.Namespace) -> int:
     return max(8, 8 + 8 * round((size - at_8) / (at_16 - at_8)))
 
 
-def write_features(args: argparse.Namespace) -> None:
+def write_features(target, args: argparse.Namespace) -> None:
     """One cache of all layers that any cell reads; each takes its own from it."""
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
     layers = [*args.intermediate, -1]
-    for name, sources in (("train", args.answers), ("eval", [args.eval_answers])):
+    for name, sources in (("train", args.answers), ("eval", [args.eval_answers]), ("sampled", [args.eval_sampled])):
         rows = [row for source in sources for row in load_rows(source)]
         rows = prepare_dataset(rows, tokenizer, max_length=args.max_length, packing=False)
         FeatureCache.write(Path(args.work_dir) / "cache" / name, rows, target, target_layer_ids=layers)
 
 
-def train(cell: Cell, width: int, args: argparse.Namespace) -> dict:
+def train(cell: Cell, width: int, target, args: argparse.Namespace) -> dict:
     """The metrics of one cell, trained now or before."""
     folder = Path(args.work_dir) / cell.name
     record = folder / "training.json"
@@ -102,7 +104,22 @@ def train(cell: Cell, width: int, args: argparse.Namespace) -> dict:
             done = subprocess.run([sys.executable, TRAIN, *map(str, flags)], stdout=log, stderr=log, check=False)
         if done.returncode:
             raise SystemExit(f"{cell.name} failed: see {log.name}.")
-    return json.loads(record.read_text())["metrics"]
+    return json.loads(record.read_text())["metrics"] | sampled(cell, target, args)
+
+
+def sampled(cell: Cell, target, args: argparse.Namespace) -> dict:
+    """What a trained cell makes of answers that were sampled."""
+    folder, work_dir = Path(args.work_dir) / cell.name, Path(args.work_dir)
+    record = folder / "sampled.json"
+    if not record.exists():
+        drafter = HyperDFlashDrafter.from_pretrained(folder, dtype=torch.float32)
+        settings = HyperDFlashTrainingArguments(
+            output_dir=str(folder), recipe=cell.recipe, report_to="none", disable_tqdm=True
+        )
+        cache = FeatureCache(work_dir / "cache" / "sampled", target)
+        trainer = HyperDFlashTrainer(drafter, target, settings, eval_dataset=cache)
+        record.write_text(json.dumps(trainer.evaluate(metric_key_prefix="sampled"), indent=1))
+    return json.loads(record.read_text())
 
 
 def print_table(cells: dict[Cell, dict], widths: dict[Cell, int], target, args: argparse.Namespace) -> None:
@@ -115,7 +132,7 @@ def print_table(cells: dict[Cell, dict], widths: dict[Cell, int], target, args: 
     rows = []
     for cell, metrics in cells.items():
         size = parameters(cell, widths[cell], target, args)
-        taus = metrics["eval_teacher_forced_tau"], metrics["eval_expected_tau"]
+        taus = metrics["eval_teacher_forced_tau"], metrics["sampled_expected_tau"]
         rows.append([cell.reducer, cell.head, cell.recipe, cell.seed, size, *(f"{tau:.4f}" for tau in taus)])
         shown = [cell.reducer, cell.head, cell.recipe, cell.seed, f"{size:,}", *(f"{tau:.2f}" for tau in taus)]
         print(f"| {' | '.join(map(str, shown))} |")
@@ -128,7 +145,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--answers", nargs="+", required=True, help="the target's own answers to the training prompts")
-    parser.add_argument("--eval-answers", required=True, help="the target's own answers to held-out prompts")
+    parser.add_argument("--eval-answers", required=True, help="the target's greedy answers to held-out prompts")
+    parser.add_argument("--eval-sampled", required=True, help="its answers to them at temperature 1")
     parser.add_argument("--work-dir", required=True)
     parser.add_argument("--reducers", nargs="+", default=["fc", "hc_gate", "hybrid"])
     parser.add_argument("--heads", nargs="+", default=["none", "markov", "recurrent", "selector", "state"])
@@ -152,18 +170,15 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    write_features(args)
-    with torch.device("meta"):  # sizes alone
-        from transformers import AutoConfig
-
-        target = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.target))
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
+    write_features(target, args)
     grid = product(args.reducers, args.heads, args.recipes, args.seeds)
     cells = [Cell(*values) for values in grid]
     reference = Cell(args.size_of, "none", args.recipes[0], 0)
     size = parameters(reference, 3 * target.config.hidden_size, target, args)
     widths = {cell: width_for(cell, size, target, args) for cell in cells}
     with ThreadPoolExecutor(args.jobs) as pool:
-        metrics = list(pool.map(lambda cell: train(cell, widths[cell], args), cells))
+        metrics = list(pool.map(lambda cell: train(cell, widths[cell], target, args), cells))
     print_table(dict(zip(cells, metrics)), widths, target, args)
 
 

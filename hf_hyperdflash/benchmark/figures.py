@@ -20,8 +20,13 @@ _MARKERS = ("o", "s", "^", "v", "D", "P", "X", "*")
 _RIM = {"markeredgecolor": "white", "markeredgewidth": 0.5}
 
 
-def acceptance_figure(pooled: Sequence[Row]) -> Any:
+def acceptance_figure(pooled: Sequence[Row], conditional: bool = False) -> Any:
     """The paper's Figure 1 from the rows of [`pool`]: acceptance per draft position, a panel per mode and temperature.
+
+    Args:
+        pooled: The rows.
+        conditional: Of all rounds, or of those that accepted the position before, which is level where a draft knows
+            the ones before it.
 
     Returns:
         A `matplotlib.figure.Figure`.
@@ -29,10 +34,14 @@ def acceptance_figure(pooled: Sequence[Row]) -> Any:
     Raises:
         ImportError: If matplotlib is not installed.
     """
-    figure, styles, panels = _panels(pooled, "Draft position", "Acceptance, share of rounds", (4.8, 3.6))
+    label = "Conditional acceptance" if conditional else "Acceptance, share of rounds"
+    figure, styles, panels = _panels(pooled, "Draft position", label, (4.8, 3.6))
     for axes, rows in panels:
         for row in rows:
-            axes.plot(range(1, len(row.acceptance) + 1), row.acceptance, linewidth=1.6, **styles[row.method])
+            shares = row.acceptance
+            if conditional:  # as far as any round came
+                shares = row.conditional_acceptance[: 1 + sum(share > 0 for share in shares)]
+            axes.plot(range(1, len(shares) + 1), shares, linewidth=1.6, **styles[row.method])
         axes.set(ylim=(-0.03, 1.03), xticks=range(1, max(len(row.acceptance) for row in pooled) + 1))
         axes.grid(alpha=0.25)
     return figure

@@ -45,6 +45,8 @@ _PICTURES = """\
 
 ![Acceptance per draft position](acceptance.png)
 
+![Acceptance per draft position, of the rounds that accepted the one before](conditional_acceptance.png)
+
 ![Speedup and τ](speedup_tau.png)
 """
 _CALIBRATION = (
@@ -79,7 +81,7 @@ _DETAIL_COLUMNS: dict[str, Callable[[Row], str]] = {
 
 
 def write_report(results: Path, output: Path) -> None:
-    """Write `report.md`, `summary.csv`, `acceptance.png` and `speedup_tau.png` into the folder `output`, new or not.
+    """Write `report.md`, `summary.csv` and the pictures of [`figures`] into the folder `output`, new or not.
 
     Raises:
         ValueError: If the file is no benchmark's (see [`load`]) or nothing in it can be compared.
@@ -87,7 +89,11 @@ def write_report(results: Path, output: Path) -> None:
     """
     loaded = load(results)
     rows, pooled = summarize(loaded), pool(loaded)
-    pictures = {"acceptance.png": acceptance_figure(pooled), "speedup_tau.png": speedup_figure(rows)}
+    pictures = {
+        "acceptance.png": acceptance_figure(pooled),
+        "conditional_acceptance.png": acceptance_figure(pooled, conditional=True),
+        "speedup_tau.png": speedup_figure(rows),
+    }
     output.mkdir(parents=True, exist_ok=True)
     (output / "report.md").write_text(markdown(loaded, rows, pooled), encoding="utf-8")
     write_csv(rows, output / "summary.csv")

@@ -184,5 +184,5 @@ def _run(model: Any, tokenizer: Any, compared: list[Compared], settings: Benchma
     results = run_benchmark(model, tokenizer, methods, settings, output / "results.jsonl")
     write_report(results, output)
     print_results(results)
-    typer.echo(f"{output / 'report.md'}, summary.csv, acceptance.png and speedup_tau.png are written.")
+    typer.echo(f"{output / 'report.md'}, summary.csv and three pictures are written.")
     return results

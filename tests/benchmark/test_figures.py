@@ -42,7 +42,8 @@ def test_texts_are_inside_and_apart(tmp_path, seed, grid):
     results = load(written(tmp_path / "r", realistic(seed, **grid)))
     rows, methods = summarize(results), grid.get("methods", METHODS)
     panels = len(grid.get("modes", [0])) * len(grid.get("temperatures", [0, 1]))
-    for figure in (acceptance_figure(pool(results)), speedup_figure(rows)):
+    pooled = pool(results)
+    for figure in (acceptance_figure(pooled), acceptance_figure(pooled, conditional=True), speedup_figure(rows)):
         assert len(figure.axes) == panels
         drawn = texts(figure)
         names = [text for text, _ in drawn if text in METHODS]
@@ -64,6 +65,12 @@ def test_pictures_show_the_figures(tmp_path):
         assert (
             len({curve.get_color() for curve in axes.lines}) == len({curve.get_marker() for curve in axes.lines}) == 6
         )
+    for axes, temperature in zip(acceptance_figure(pooled, conditional=True).axes, (0.0, 1.0)):
+        for curve, row in zip(axes.lines, (row for row in pooled if row.temperature == temperature), strict=True):
+            share = row.acceptance
+            asked = [1.0, *share[:-1]]
+            assert list(curve.get_xdata()) == [k + 1 for k in range(len(share)) if asked[k]]
+            assert list(curve.get_ydata()) == pytest.approx([b / a for a, b in zip(asked, share) if a])
     for axes, temperature in zip(speedup_figure(rows).axes, (0.0, 1.0)):
         points = {tuple(curve.get_xydata()[0]) for curve in axes.lines if len(curve.get_xydata()) == 1}
         means = {(tau, speedup) for key, (speedup, tau) in averages(rows).items() if key[1] == temperature}

@@ -124,8 +124,8 @@ def test_csv_has_every_figure(tmp_path):
 def test_report_is_written_whole(tmp_path):
     write_report(written(tmp_path / "r", realistic(0, modes=("non-think",))), tmp_path / "new" / "folder")
     files = {path.name for path in (tmp_path / "new" / "folder").iterdir()}
-    assert files == {"report.md", "summary.csv", "acceptance.png", "speedup_tau.png"}
-    for name in ("acceptance.png", "speedup_tau.png"):
+    assert files == {"report.md", "summary.csv", "acceptance.png", "conditional_acceptance.png", "speedup_tau.png"}
+    for name in ("acceptance.png", "conditional_acceptance.png", "speedup_tau.png"):
         picture = imread(tmp_path / "new" / "folder" / name)
         assert min(picture.shape[:2]) > 400 and picture[..., :3].std() > 0.05
         assert f"({name})" in (tmp_path / "new" / "folder" / "report.md").read_text()

@@ -73,7 +73,8 @@ def test_benchmark_writes_results_and_report(data, tmp_path):
     assert drafted["Mine (2)"] == 2 and drafted["MTP (1)"] == 1
     report = (out / "report.md").read_text()
     assert "tiny-deepseek-v4" in report and all(name in report for name in names[1:])
-    assert all((out / name).stat().st_size > 500 for name in ("summary.csv", "acceptance.png", "speedup_tau.png"))
+    pictures = ("acceptance.png", "conditional_acceptance.png", "speedup_tau.png")
+    assert all((out / name).stat().st_size > 500 for name in ("summary.csv", *pictures))
     # The card of the drafter that was measured has the figures; that of another has not.
     of_results = ["--results", out, "--method", "HyperDFlash hybrid (6)"]
     run("card", DRAFTER, *of_results, "--output", tmp_path / "card.md")

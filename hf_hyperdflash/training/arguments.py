@@ -25,7 +25,7 @@ RECIPES: dict[str, dict[str, float | None]] = {
         "loss_decay": 4.0,
     },
     "ours": {
-        "ce_weight": 1.0, "kl_weight": 0.6, "kl_positions": 2, "tv_weight": 1.0, "confidence_weight": 1.0,
+        "ce_weight": 1.0, "kl_weight": 1.0, "kl_positions": None, "tv_weight": 1.0, "confidence_weight": 1.0,
         "loss_decay": 4.0,
     },
 }  # fmt: skip
@@ -52,7 +52,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         kl_weight (`float`, *optional*):
             Weight alpha of the distillation term (Eq. 3), 0 or more (the paper: 0.1 to 0.2).
         kl_positions (`int`, *optional*):
-            The first P draft positions are distilled (Eq. 2).
+            The first P draft positions are distilled (Eq. 2); `None` afterwards if the recipe distills all.
         tv_weight (`float`, *optional*):
             Weight of the total variation between draft and target at every draft position, 0 or more: of the
             probability that speculative sampling at temperature 1 rejects a draft. That is half the L1 distance.
@@ -155,6 +155,8 @@ class HyperDFlashTrainingArguments(TrainingArguments):
             accelerator.dispatch_batches = False  # rows of a streamed dataset differ in length
         for name, least in _LEAST.items():
             value = getattr(self, name)
+            if name == "kl_positions" and value is None:
+                continue
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"`{name}` is {value!r}, expected a whole number of at least {least}.")
         for name in (*LOSS_WEIGHTS, "learning_rate", *_POSITIVE):

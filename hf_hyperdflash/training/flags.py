@@ -42,7 +42,7 @@ class ScriptArguments:
     target_layer_ids: list[int] | None = field(
         default=None, metadata={"help": "layers a new drafter reads; -1, the pre-collapse residual, if unset"}
     )
-    num_draft_tokens: int = _flag(6, "draft positions of a new drafter")
+    num_draft_tokens: int | None = _flag(None, "draft positions of a block; unset for 6, or those of `--drafter`")
     sample_from_anchor: bool = _flag(False, "let the anchor's slot of a new drafter draft, too, as DSpark's does")
     sequential_head: str | None = _flag(
         None,

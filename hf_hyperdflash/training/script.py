@@ -30,7 +30,7 @@ from .trainer import HyperDFlashTrainer
 REPORTED = (
     "learning_rate", "lr_scheduler_type", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size",
     "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "seed", "recipe",
-    "kl_positions", "kl_temperature", "kl_teacher", "num_anchors", "loss_decay", "feature_source", "feature_dtype",
+    "kl_temperature", "kl_teacher", "num_anchors", "loss_decay", "feature_source", "feature_dtype",
     "max_length", "packing",
 )  # fmt: skip
 
@@ -39,11 +39,12 @@ _LEAST = {
     "rows": 1, "eval_rows": 1, "eval_prompts": 0, "eval_max_new_tokens": 1, "layers": 1, "intermediate_size": 1,
     "num_draft_tokens": 1,
 }  # fmt: skip
+_NUM_DRAFT_TOKENS = 6  # of a new drafter
 # Fields of its configuration under their own names, where they are set.
 _FIELDS = ("intermediate_size", "sample_from_anchor", "conv_kernel_size")
 _HEADS = ("sequential_head", "head_rank", "head_candidates", "confidence_head")
 _OF_A_NEW_DRAFTER = (
-    "layers", "reducer", "target_layer_ids", "num_draft_tokens", "sliding_window", "mask_token_id", *_FIELDS,
+    "layers", "reducer", "target_layer_ids", "sliding_window", "mask_token_id", *_FIELDS,
 )  # fmt: skip
 
 
@@ -103,10 +104,11 @@ def _check(script: ScriptArguments, args: Any) -> None:
         value = getattr(script, name)
         if value is not None and value < least:
             raise ValueError(f"`--{name}` is {value}, expected at least {least}.")
-    if not script.drafter and args.max_length <= script.num_draft_tokens:
+    drafts = script.num_draft_tokens or (0 if script.drafter else _NUM_DRAFT_TOKENS)
+    if args.max_length <= drafts:
         raise ValueError(
-            f"`--max_length` is {args.max_length}, expected more than `--num_draft_tokens`, "
-            f"{script.num_draft_tokens}: a block has an anchor before them."
+            f"`--max_length` is {args.max_length}, expected more than `--num_draft_tokens`, {drafts}: a block has an "
+            "anchor before them."
         )
     makes_no_confidence_head = not script.drafter and not script.confidence_head
     if args.confidence_weight and "confidence_weight" in args.set_by_user and makes_no_confidence_head:
@@ -157,15 +159,20 @@ def _window(script: ScriptArguments) -> dict[str, int | None]:
 
 
 def earlier_drafter(script: ScriptArguments, seed: int) -> BlockDrafter:
-    """An earlier stage's drafter, in float32, what an optimizer needs, and with the heads that are asked for.
+    """An earlier stage's drafter, in float32, what an optimizer needs, with the heads and the draft positions that are
+    asked for: no weight depends on how many there are.
 
     Raises:
         ValueError: If it cannot be loaded, or not be given those heads.
     """
     torch.manual_seed(seed)
     drafter = cast(BlockDrafter, load_drafter(str(script.drafter), dtype=torch.float32))
-    heads = _heads(script)
-    return drafter.with_heads(**heads) if heads else drafter
+    if heads := _heads(script):
+        drafter = drafter.with_heads(**heads)
+    if script.num_draft_tokens:
+        drafter.config.block_size = script.num_draft_tokens + drafter.config.first_slot
+        drafter.config.confidence_temperatures = None  # of other positions
+    return drafter
 
 
 def _heads(script: ScriptArguments) -> dict[str, Any]:
@@ -182,7 +189,7 @@ def new_drafter(script: ScriptArguments, target: Any, tokenizer: Any) -> BlockDr
         target_layer_ids=script.target_layer_ids,
         mask_token_id=script.mask_token_id,
         tokenizer=tokenizer,
-        num_draft_tokens=script.num_draft_tokens,
+        num_draft_tokens=script.num_draft_tokens or _NUM_DRAFT_TOKENS,
         num_hidden_layers=script.layers,
         dtype=torch.float32,
         target_name_or_path=_public_name(script.target),
@@ -232,6 +239,8 @@ def settings(script: ScriptArguments, args: HyperDFlashTrainingArguments, traine
         told[name] = told[name] and _public_name(told[name])
     state, rows = trainer.state, trainer.train_dataset
     return told | {
+        "kl_positions": trainer.kl_positions or None,
+        "num_draft_tokens": trainer.drafter_config.max_draft_tokens,
         "dataset": [_public_name(source) for source in script.dataset or ()],
         "steps": state.global_step,
         "schedule_steps": state.max_steps,  # more if the run was stopped early

@@ -183,7 +183,7 @@ class HyperDFlashTrainer(Trainer):
         self.loss_weights: dict[str, float] = {name: getattr(args, name) for name in LOSS_WEIGHTS}
         if not config.confidence_head:
             self.loss_weights["confidence_weight"] = 0.0
-        self._kl_positions = cast(int, args.kl_positions) if args.kl_weight else 0
+        self.kl_positions = (args.kl_positions or config.max_draft_tokens) if args.kl_weight else 0
         self._trains_acceptance = bool(args.tv_weight) or config.confidence_head
         self._terms = torch.zeros(len(TERMS) + 1)  # and steps since the last log
         kwargs = {"data_collator": collate, **kwargs}
@@ -242,7 +242,7 @@ class HyperDFlashTrainer(Trainer):
 
     def _count(self, batches: list[Batch], device: torch.device) -> torch.Tensor:
         labels = [batch["labels"].flatten(0, 1) for batch in batches]
-        counts = sum(loss_counts(each, self._kl_positions, self._weights) for each in labels)
+        counts = sum(loss_counts(each, self.kl_positions, self._weights) for each in labels)
         return self.accelerator.reduce(torch.as_tensor(counts).to(device), "sum")
 
     def compute_loss(
@@ -286,14 +286,14 @@ class HyperDFlashTrainer(Trainer):
         needs_acceptance: bool = False,
     ) -> DrafterLoss:
         everywhere = self._trains_acceptance or needs_acceptance
-        taught = self.drafter_config.max_draft_tokens if everywhere else self._kl_positions
+        taught = self.drafter_config.max_draft_tokens if everywhere else self.kl_positions
         states, vectors, confidence = (None if part is None else part.flatten(0, 1) for part in drafted)
         return drafter_loss(
             cast(torch.Tensor, states),
             labels.flatten(0, 1),
             self._teacher(anchors, residual, taught) if taught else None,
             kl_temperature=self.args.kl_temperature,
-            kl_positions=self._kl_positions,
+            kl_positions=self.kl_positions,
             weights=self._weights,
             counts=counts,
             vectors=vectors,
@@ -581,7 +581,7 @@ def _check_trainable(
             f"The tokenizer has {len(tokenizer)} tokens, but the target's vocabulary {config.vocab_size}: pass the "
             "target's own tokenizer as `processing_class`."
         )
-    if cast(int, args.kl_positions) > drafts:
+    if (args.kl_positions or 0) > drafts:
         raise ValueError(
             f"`kl_positions` is {args.kl_positions}, but the drafter has {drafts} draft positions: lower it."
         )

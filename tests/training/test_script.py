@@ -256,9 +256,21 @@ def test_a_head_is_trained_onto_an_earlier_drafter(tmp_path):
     assert trained.config.sequential_head == "state" and trained.head.down_proj.weight.any()
     torch.testing.assert_close(trained.norm.weight, before.norm.weight, rtol=0, atol=1e-6)
     settings = json.loads((tmp_path / "out" / TRAINING_RECORD).read_text())["settings"]
-    assert settings["sequential_head"] == "state" and settings["head_rank"] == 8
+    assert settings["sequential_head"] == "state" and settings["head_rank"] == 8 and settings["num_draft_tokens"] == 6
     with pytest.raises(ValueError, match="but the drafter has one already"):
         main(flags(tmp_path, "nowhere.jsonl", drafter=tmp_path / "out", **heads))
+
+
+def test_an_earlier_drafter_goes_on_with_longer_blocks(tmp_path):
+    """No weight depends on how many drafts a block has; temperatures are of the positions it had."""
+    shipped, data = MODELS / "tiny-deepseek-v4-hyperdflash", write(tmp_path / "rows.jsonl", chats(6))
+    sure = load_drafter(shipped).with_heads(confidence_head=True)
+    sure.config.confidence_temperatures = [2.0] * 6
+    sure.save_pretrained(tmp_path / "sure")
+    main(flags(tmp_path, data, drafter=tmp_path / "sure", num_draft_tokens=9, layers=None))
+    trained = load_drafter(tmp_path / "out")
+    assert trained.max_draft_tokens == 9 and trained.config.confidence_temperatures is None
+    assert json.loads((tmp_path / "out" / TRAINING_RECORD).read_text())["settings"]["num_draft_tokens"] == 9
 
 
 def test_rows_that_nobody_answers_are_told_by_their_own_columns(tmp_path):

@@ -343,6 +343,19 @@ def test_a_recipe_sets_what_the_user_did_not(tmp_path):
         made(ce_weight=0, kl_weight=0)
 
 
+def test_what_a_recipe_distills(tmp_path, target):
+    """`ours` every draft position of the drafter, whatever its block; nothing without a weight."""
+    drafter, data = tiny_drafter(target, num_draft_tokens=3), rows(2)
+    for settings, positions in (
+        ({}, 2), ({"recipe": "ours"}, 3), ({"recipe": "ours", "kl_positions": 1}, 1), ({"recipe": "dspark"}, 0),
+    ):  # fmt: skip
+        trainer = trainer_for(tmp_path, target, drafter, data, **settings)
+        assert trainer.kl_positions == positions
+        batch = collate([trainer.train_dataset[i] for i in range(2)])
+        trainer._lay_blocks(batch)
+        assert len(trainer._count([batch], torch.device("cpu"))) == 1 + positions
+
+
 def test_mean_pooled_teacher_and_no_kl(tmp_path, target):
     data = rows(4)
     seen = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -33,18 +33,28 @@ class BlockPath:
         self.confidence_head: ConfidenceHead | None = drafter.confidence_head
         self.confidence: list[torch.Tensor] = []
         self._carried: torch.Tensor | None = None
-        self._blind = drafter.logits(target, hidden)  # [1, drafts, drafted vocabulary]
-        count = self.config.head_candidates or 0
-        self._candidates = self._blind.topk(count, dim=-1).indices if self.head is not None and count else None
+        count = 0 if self.head is None else self.config.head_candidates or 0
+        # [1, drafts, drafted vocabulary], without the head; nothing asks for it where that scores every token anew.
+        is_asked = self.head is None or self.head.table is not None or count
+        self._blind = drafter.logits(target, hidden) if is_asked else None
+        self._candidates = None if self._blind is None or not count else self._blind.topk(count, dim=-1).indices
 
     def logits_after(self, k: int, token: torch.Tensor) -> torch.Tensor:
         """`[1, config.vocab_size]` of draft position `k` after `token` `[1]`; once for each k, in order."""
-        hidden, memory, logits = self.hidden[:, k], None, self._blind[:, k]
-        if self.head is not None:
+        hidden, memory = self.hidden[:, k], None
+        blind = None if self._blind is None else self._blind[:, k]
+        if self.head is None:
+            logits = cast(torch.Tensor, blind)
+        else:
             token = token.to(hidden.device)
             embeds = self._embeds(token) if self.head.reads_embeds else None
             states, vectors, memory, self._carried = self.head(hidden, token, embeds, self._carried)
-            logits = self._all(states, vectors, logits) if self._candidates is None else self._best(k, states, vectors)
+            if blind is None:
+                logits = self.drafter.logits(self.target, states)
+            elif self._candidates is None:
+                logits = blind + torch.nn.functional.linear(vectors, self.drafter.head.table).to(blind)
+            else:
+                logits = self._best(blind.float(), self._candidates[:, k], states, vectors)
         if self.confidence_head is not None:
             temperature = (self.config.confidence_temperatures or [1.0] * (k + 1))[k]
             self.confidence.append(torch.sigmoid(self.confidence_head(hidden, memory).float() / temperature))
@@ -53,15 +63,10 @@ class BlockPath:
     def _embeds(self, token: torch.Tensor) -> torch.Tensor:
         return family_of(self.target).embed(token[:, None])[:, 0]
 
-    def _all(self, states: torch.Tensor, vectors: torch.Tensor | None, blind: torch.Tensor) -> torch.Tensor:
-        """Of every token that can be drafted."""
-        if vectors is None:
-            return self.drafter.logits(self.target, states)
-        return blind + torch.nn.functional.linear(vectors, self.drafter.head.table).to(blind)
-
-    def _best(self, k: int, states: torch.Tensor, vectors: torch.Tensor | None) -> torch.Tensor:
+    def _best(
+        self, blind: torch.Tensor, ids: torch.Tensor, states: torch.Tensor, vectors: torch.Tensor | None
+    ) -> torch.Tensor:
         """Of the block's best tokens; the others stand far below."""
-        blind, ids = self._blind[:, k].float(), self._candidates[:, k]  # type: ignore[index]
         if vectors is None:
             scores = self.drafter.logits_of(self.target, states, ids)
         else:

@@ -145,6 +145,18 @@ def test_the_law_of_the_drafts_is_their_q(kind, candidates):
     assert total == pytest.approx(1) and len(laws) >= (candidates or 3)  # the last draft's depends on those before it
 
 
+@pytest.mark.parametrize("candidates", [0, 4])
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_lm_head_reads_a_state_once(kind, candidates):
+    """Not the block's where the head's own are scored over the whole vocabulary."""
+    target = tiny_target(layer_types=["sliding_attention"])
+    drafter, read = headed(target, kind, head_candidates=candidates), []
+    hook = target.get_output_embeddings().register_forward_hook(lambda _, given, __: read.append(given[0].shape[-2]))
+    tree, _ = proposed(drafter, target, prompt(9))
+    hook.remove()
+    assert sum(read) == len(tree.tokens) == drafter.max_draft_tokens
+
+
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_request_that_leaves_no_candidate_still_draws(kind):
     target, ids = tiny_target(layer_types=["sliding_attention"]), prompt(9)

@@ -28,6 +28,7 @@ _REDUCERS = {
     "stream_mean": "Its reducer is the mean over the residual paths and a projection, over {layers}.",
 }
 _SETTINGS = {
+    "drafter": "goes on from",
     "dataset": "data",
     "rows": "most rows of each dataset",
     "train_rows": "rows trained on",
@@ -138,6 +139,7 @@ def drafter_card(
         target_revision=config.target_revision,
         num_drafts=config.max_draft_tokens,
         reducer=_REDUCERS[config.reducer].format(layers=_layers(config)),
+        heads=_heads(config),
         parameters=_parameters(folder),
         dtype=dtype,
         recipe=_recipe(training.get("settings", {})),
@@ -157,6 +159,20 @@ def _layers(config: HyperDFlashConfig) -> str:
     named = " and ".join(filter(None, [", ".join(before[:-1]), *before[-1:]]))
     parts = [f"the residual paths after layer{'s' if len(before) > 1 else ''} {named}"] if before else []
     return " and ".join([*parts, *(["the pre-collapse residual"] if -1 in ids else [])])
+
+
+def _heads(config: HyperDFlashConfig) -> list[str]:
+    told = []
+    if config.sequential_head != "none":
+        of = f", which chooses among the block's {count} best tokens" if (count := config.head_candidates) else ""
+        told.append(
+            f"Each draft knows the one before it through a `{config.sequential_head}` head of width "
+            f"{config.head_rank}{of}."
+        )
+    if config.confidence_head:
+        calibrated = ", calibrated on held-out prompts" if config.confidence_temperatures else ""
+        told.append(f"It says how probable each draft's acceptance is{calibrated} (`DraftTree.confidence`).")
+    return told
 
 
 def _parameters(folder: Path) -> str | None:

@@ -47,6 +47,25 @@ def test_what_is_not_known_is_left_out(saved):
     assert card.data.base_model is None and "revision" not in card.text
 
 
+def test_heads_are_told(target, tmp_path):
+    plain = tiny_drafter(target)
+    for fields, temperatures, told, untold in (
+        ({}, None, [], ["knows the one before", "how probable"]),
+        ({"sequential_head": "markov", "head_rank": 3}, None, ["through a `markov` head of width 3."], ["chooses"]),
+        (
+            {"sequential_head": "selector", "head_rank": 3, "confidence_head": True}, None,
+            ["`selector` head of width 3, which chooses among the block's 16 best", "acceptance is (`Draft"], [],
+        ),
+        ({"confidence_head": True}, [1.5] * 6, ["acceptance is, calibrated on held-out prompts"], ["before it"]),
+    ):  # fmt: skip
+        drafter = plain.with_heads(**fields)
+        drafter.config.confidence_temperatures = temperatures
+        drafter.save_pretrained(tmp_path)
+        card = drafter_card(tmp_path)
+        assert all(part in card.text for part in told) and not any(part in card.text for part in untold), fields
+        assert "\n\n\n" not in card.text
+
+
 def test_the_training_record_fills_a_table(saved):
     settings = {"dataset": ["zhaode/EagleChat:part", "mine.jsonl"], "learning_rate": 8e-4, "max_steps": -1,
                 "num_train_epochs": 5, "kl_weight": None}  # fmt: skip

@@ -168,7 +168,7 @@ def test_candidates_of_a_trained_head(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--drafter", DRAFTER], "has no sequential head"),
+        (["--drafter", "blind"], "has no sequential head"),
         (["--drafter", "nowhere"], "nowhere"),
         (["--drafter", "headed", "--candidates", "3000"], "`head_candidates` is 3000, expected at most the 2048"),
         (["--drafter", "headed", "--prompts", "torn.jsonl"], "torn.jsonl:1 is no JSON"),
@@ -178,8 +178,8 @@ def test_candidates_of_a_trained_head(tmp_path, monkeypatch, capsys):
 def test_benchmark_of_heads_says_what_is_wrong(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     config = HyperDFlashConfig.from_pretrained(DRAFTER)
-    config.sequential_head, config.head_rank = "markov", 4
-    HyperDFlashDrafter(config).save_pretrained("headed")
+    for name, config.sequential_head, config.head_rank in (("blind", "none", 4), ("headed", "markov", 4)):
+        HyperDFlashDrafter(config).save_pretrained(name)
     Path("torn.jsonl").write_text('{"turns"')
     with pytest.raises(SystemExit) as stopped:
         shown_here(monkeypatch, capsys, "benchmark_heads.py", *arguments)

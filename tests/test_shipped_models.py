@@ -41,7 +41,7 @@ def test_same_text_in_fewer_rounds(shipped, text):
     )
     plain = target.generate(**inputs, do_sample=False, max_new_tokens=100)
     assert torch.equal(target.generate(**inputs, do_sample=False, max_new_tokens=100, assistant_model=drafter), plain)
-    assert drafter.last_stats.tau > 1.5
+    assert drafter.last_stats.tau > 2
     lookup = target.generate(**inputs, do_sample=False, max_new_tokens=100, prompt_lookup_num_tokens=5)
     assert torch.equal(lookup, plain)
 
@@ -116,7 +116,7 @@ def test_the_gate_came_from_the_target(shipped):
     _, target, drafter = shipped
     assert drafter.config.reducer == "hybrid" and drafter.config.target_layer_ids == [1, 3, -1]
     cosine = torch.cosine_similarity(drafter.hc_gate.hc_fn.flatten(), target.model.hc_head.hc_fn.flatten(), dim=0)
-    assert cosine > 0.1  # training moves it far; of two random gates: 0.02
+    assert cosine > 0.05  # training moves it far; of two random gates: 0.02
 
 
 def test_the_drafter_names_the_targets_weights(shipped):

@@ -168,12 +168,14 @@ def _title(config: Any) -> str:
     """What a drafter is called where the user gives it no name."""
     if not hasattr(config, "reducer"):
         return "DSpark" if hasattr(config, "head_rank") else "MTP"
+    head = "" if config.sequential_head == "none" else f", {config.sequential_head} head"
     if config.reducer == "hybrid":
-        return "HyperDFlash hybrid"
+        return f"HyperDFlash hybrid{head}"
     if config.reducer != "hc_gate":
-        return "Vanilla DFlash"
+        return f"Vanilla DFlash{head}"
     layers = config.target_layer_ids
-    return "HyperDFlash" if layers == [-1] else f"HyperDFlash on {', '.join(map(str, layers))}"
+    read = "" if layers == [-1] else f" on {', '.join(map(str, layers))}"
+    return f"HyperDFlash{read}{head}"
 
 
 def _run(model: Any, tokenizer: Any, compared: list[Compared], settings: BenchmarkSettings, output: Path) -> Path:

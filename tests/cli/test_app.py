@@ -26,6 +26,7 @@ from ..helpers.tokenizers import characters
 
 COMMANDS = typer.main.get_command(app).commands
 TARGET, DRAFTER = str(MODELS / "tiny-deepseek-v4"), str(MODELS / "tiny-deepseek-v4-hyperdflash")
+NAME = "HyperDFlash hybrid, state head"  # by default
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_benchmark_writes_results_and_report(data, tmp_path):
     )  # fmt: skip
     assert str(out / "report.md") in printed and "Non-think, temperature 0" in printed and "GSM8K" in printed
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
-    names = ["Target only", "MTP (3)", "MTP (1)", "Prompt lookup (4)", "HyperDFlash hybrid (6)", "Mine (2)"]
+    names = ["Target only", "MTP (3)", "MTP (1)", "Prompt lookup (4)", f"{NAME} (8)", "Mine (2)"]
     assert list(lines[0]["run"]["methods"]) == names and {line["method"] for line in lines[1:]} == set(names)
     assert {line["identical"] for line in lines[1:]} == {None, True}
     drafted = {line["method"]: line["draft_positions"] for line in lines[1:]}
@@ -76,14 +77,14 @@ def test_benchmark_writes_results_and_report(data, tmp_path):
     pictures = ("acceptance.png", "conditional_acceptance.png", "speedup_tau.png")
     assert all((out / name).stat().st_size > 500 for name in ("summary.csv", *pictures))
     # The card of the drafter that was measured has the figures; that of another has not.
-    of_results = ["--results", out, "--method", "HyperDFlash hybrid (6)"]
+    of_results = ["--results", out, "--method", f"{NAME} (8)"]
     run("card", DRAFTER, *of_results, "--output", tmp_path / "card.md")
     assert "model-index" in (tmp_path / "card.md").read_text()
     other = HyperDFlashDrafter.from_pretrained(DRAFTER)
     other.norm.weight.data[0] += 1
     other.save_pretrained(tmp_path / "other")
     refused = CliRunner().invoke(app, list(map(str, ["card", tmp_path / "other", *of_results])))
-    assert "HyperDFlash hybrid (6) was run with other weights" in str(refused.exception)
+    assert f"{NAME} (8) was run with other weights" in str(refused.exception)
     assert not (tmp_path / "other" / "README.md").exists()
 
 
@@ -118,9 +119,9 @@ def test_sweep_recommends_a_number_of_drafts(data, tmp_path):
         "sweep", "--target", TARGET, "--drafter", DRAFTER, "--tokens", 2, "--tokens", 5, "--suite", "gsm8k",
         "--data", data, "--limit", 1, "--max-new-tokens", 12, "--output", tmp_path / "out",
     )  # fmt: skip
-    assert "The fastest on each suite" in printed and "HyperDFlash hybrid (5)" in printed
+    assert "The fastest on each suite" in printed and f"{NAME} (5)" in printed
     run_facts = json.loads((tmp_path / "out" / "results.jsonl").read_text().splitlines()[0])["run"]
-    assert list(run_facts["methods"]) == ["Target only", "HyperDFlash hybrid (2)", "HyperDFlash hybrid (5)"]
+    assert list(run_facts["methods"]) == ["Target only", f"{NAME} (2)", f"{NAME} (5)"]
 
 
 def test_suites_are_found_and_read_before_a_model_is_loaded(monkeypatch, capsys, tmp_path):
@@ -362,7 +363,7 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     ([*COMPARE, "--mtp", "1", "--output", "file/out"], 1, "file is a file"),
     (SWEEP, 1, "No method is given"),
     ([*SWEEP, "--drafter", DRAFTER, "--tokens", "0"], 2, "Invalid value for '--tokens'"),
-    ([*SWEEP, "--drafter", DRAFTER, "--tokens", "7"], 1, "cannot draft 7 tokens"),
+    ([*SWEEP, "--drafter", DRAFTER, "--tokens", "9"], 1, "cannot draft 9 tokens"),
     ([*SWEEP, "--drafter", f"X (a)={DRAFTER}"], 1, NAMED),
     ([*SWEEP, "--drafter", f"X (99)={DRAFTER}"], 1, "cannot draft 99 tokens"),
     *(([*TRAIN, "--target", name], 1, NO_TARGET[name])

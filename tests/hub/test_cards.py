@@ -24,8 +24,8 @@ from ..conftest import MODELS, tiny_drafter
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = "tiny-deepseek-v4-hyperdflash"
-RESULTS = ROOT / "examples" / "results" / "tiny-deepseek-v4"
-METHOD = "HyperDFlash hybrid (6)"
+RESULTS = ROOT / "examples" / "results" / "tiny-deepseek-v4" / "heads"
+METHOD = "State head (8)"
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def shipped_card(output: Path) -> str:
     arguments = [
         "card", str(ROOT / name), "--results", str(RESULTS), "--method", METHOD, "--repo-id", name, "--target",
         "examples/models/tiny-deepseek-v4", "--license", "apache-2.0", "--dtype", "float32", "--figure",
-        "../examples/results/tiny-deepseek-v4/acceptance.png", "--notes",
+        "../examples/results/tiny-deepseek-v4/heads/acceptance.png", "--notes",
         str(ROOT / f"model_cards/parts/{SHIPPED}-training.md"),
         "--limits", str(ROOT / f"model_cards/parts/{SHIPPED}-limits.md"), "--output", str(output),
     ]  # fmt: skip

@@ -115,8 +115,11 @@ def block(drafter: HyperDFlashDrafter) -> Cost:
     return Cost(2 * drafter.config.block_size * size, BF16 * size)
 
 
-def lm_head(config: HyperDFlashConfig, positions: int) -> Cost:
-    """Of every draft position at once: the block's own logits."""
+def lm_head(drafter: HyperDFlashDrafter, positions: int) -> Cost:
+    """Of every draft position at once: the block's own logits, where anything asks for them."""
+    config, head = drafter.config, drafter.head
+    if head is not None and head.table is None and not config.head_candidates:
+        return Cost()
     size = config.vocab_size * config.target_hidden_size
     return Cost(2 * positions * size, BF16 * (size + positions * config.vocab_size))
 
@@ -155,7 +158,7 @@ def count() -> None:
     for kind, fields in variants():
         with torch.device("meta"):
             drafter = HyperDFlashDrafter(HyperDFlashConfig(**fields))
-        of_block, of_lm_head = block(drafter), lm_head(drafter.config, DRAFTS)
+        of_block, of_lm_head = block(drafter), lm_head(drafter, DRAFTS)
         one = step(drafter)
         every = DRAFTS * one
         shares = every.share(verified + of_block + of_lm_head + every)

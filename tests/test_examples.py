@@ -113,7 +113,7 @@ def test_operations_are_those_that_torch_counts(heads_script):
         assert counter.get_total_flops() - attention == heads_script["block"](drafter).operations
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             path = BlockPath(drafter, target, states[:, :6])
-        assert counter.get_total_flops() == heads_script["lm_head"](drafter.config, 6).operations
+        assert counter.get_total_flops() == heads_script["lm_head"](drafter, 6).operations
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             for k in range(6):
                 path.logits_after(k, ids[:, k])

@@ -65,7 +65,7 @@ def test_every_method_runs_every_turn_and_writes_the_targets_text(pair, data, tm
     path = run_benchmark(target, tokenizer, methods(target, drafter), settings(data), tmp_path / "out" / "r.jsonl")
     runs, records = read(path)
     assert len(records) == 4 * (2 + 2) and len(runs) == 1
-    assert drafter.num_draft_tokens == 6  # as it was
+    assert drafter.num_draft_tokens == 8  # as it was
     assert runs[0]["methods"].keys() == {r["method"] for r in records} and runs[0]["dtype"] == "float32"
     size = sum(weight.numel() for weight in drafter.parameters())
     described = f"HyperDFlashDrafter, hybrid over layers [1, 3, -1], {size:,} parameters"
@@ -338,7 +338,7 @@ def test_nothing_to_compare_and_too_many_drafts_are_refused(pair, data, tmp_path
     target, tokenizer, drafter = pair
     with pytest.raises(ValueError, match="No method is given"):
         run_benchmark(target, tokenizer, [], settings(data), tmp_path / "out" / "r.jsonl")
-    for count in (0, 7):
+    for count in (0, 9):
         with pytest.raises(ValueError, match=f"cannot draft {count} tokens"):
             Method("Mine", drafter, count)
     assert not (tmp_path / "out").exists()

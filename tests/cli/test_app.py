@@ -15,13 +15,13 @@ import hf_hyperdflash
 from hf_hyperdflash import HyperDFlashDrafter
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.cli.app import run as entry_point
-from hf_hyperdflash.runtime.configuration_hyperdflash import HyperDFlashConfig
 from hf_hyperdflash.training.fingerprint import changed_parts
 from hf_hyperdflash.training.script import main as train_main
 
 from ..conftest import MODELS, tiny_drafter
 from ..helpers.deepseek_checkpoints import dspark_fields, dspark_shapes, random_tensors
 from ..helpers.families import deepseek_v4_remote_code, glm5_next
+from ..helpers.headed_drafters import headless
 from ..helpers.tokenizers import characters
 
 COMMANDS = typer.main.get_command(app).commands
@@ -139,15 +139,11 @@ def test_suites_are_found_and_read_before_a_model_is_loaded(monkeypatch, capsys,
     assert "mine.jsonl" not in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-@pytest.fixture(scope="module")
-def confident(tmp_path_factory):
-    """The shipped drafter with a confidence head of random weights."""
-    folder = tmp_path_factory.mktemp("confident") / "drafter"
-    shipped = HyperDFlashDrafter.from_pretrained(DRAFTER)
-    drafter = HyperDFlashDrafter(HyperDFlashConfig(**{**shipped.config.to_diff_dict(), "confidence_head": True}))
-    drafter.load_state_dict(shipped.state_dict(), strict=False)
-    drafter.save_pretrained(folder)
-    return folder
+@pytest.fixture
+def confident(tmp_path):
+    """The shipped drafter, which has a confidence head, to be written to."""
+    shutil.copytree(DRAFTER, tmp_path / "confident")
+    return tmp_path / "confident"
 
 
 def test_calibrate_writes_temperatures_and_a_report(monkeypatch, confident, tmp_path):
@@ -163,12 +159,12 @@ def test_calibrate_writes_temperatures_and_a_report(monkeypatch, confident, tmp_
     printed = run(*arguments, tmp_path / "out")
     after = json.loads((confident / "config.json").read_text())
     temperatures = after["confidence_temperatures"]
-    assert len(temperatures) == 6 and after == before | {"confidence_temperatures": temperatures}
+    assert len(temperatures) == 8 and after == before | {"confidence_temperatures": temperatures}
     assert str(temperatures) in printed and "Error" in printed and str(tmp_path / "out" / "calibration.md") in printed
     facts = json.loads((tmp_path / "out" / "calibration.json").read_text())
     assert facts["temperatures"] == temperatures and facts["rounds"][1] == facts["through"][0]["after"]["total"]
     settings = facts["settings"]
-    assert settings["data"] == "held_out.jsonl" and settings["drafter"] == "drafter" and settings["prompts"] == 2
+    assert settings["data"] == "held_out.jsonl" and settings["drafter"] == "confident" and settings["prompts"] == 2
     assert (settings["max_new_tokens"], settings["temperature"], settings["seed"]) == (14, 0.8, 3)
     again = json.loads((tmp_path / "first" / "calibration.json").read_text())
     assert all(again[name] == facts[name] for name in ("temperatures", "rounds", "through", "given"))
@@ -184,7 +180,7 @@ def ended(monkeypatch, capsys, *arguments) -> tuple[int, list[str]]:
     return stopped.value.code or 0, [line for line in lines if line.strip() and not line.startswith("Loading ")]
 
 
-def copied(source: str, folder: Path, name: str = "", content: str | bytes | None = None) -> None:
+def copied(source: str | Path, folder: Path, name: str = "", content: str | bytes | None = None) -> None:
     """A checkpoint one of whose files has another content, or none."""
     shutil.copytree(source, folder)
     if name:
@@ -222,8 +218,10 @@ def wrong(tmp_path_factory):
     (folder / "rows.jsonl").write_text('{"question": "What is 3 plus 4?", "answer": "7"}\n' * 3)
     (folder / "odd.jsonl").write_text('{"turns": ["What is 3 plus 4?"]}\n{"text": "Hi"}\n')
     (folder / "torn.jsonl").write_text('{"turns": ["What is 3 plus 4?"]}\n{"turns": ["Wh')
-    fields = json.loads((Path(DRAFTER) / "config.json").read_text())
-    copied(DRAFTER, folder / "confident", "config.json", json.dumps(fields | {"confidence_head": True}))
+    blind = headless(HyperDFlashDrafter.from_pretrained(DRAFTER))
+    blind.save_pretrained(folder / "blind")
+    fields = json.loads((folder / "blind" / "config.json").read_text())
+    copied(folder / "blind", folder / "confident", "config.json", json.dumps(fields | {"confidence_head": True}))
     (folder / "data").mkdir()
     (folder / "data" / "gsm8k.jsonl").write_text('{"turns": ["What is 3 plus 4?"]}\n')
     return folder
@@ -297,7 +295,7 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     ([*ASK, "--device-map", "cuda:77"], 1, "`--device-map` is 'cuda:77', but this torch sees"),
     ([*ASK, "--device-map", "toaster"], 1, "`--device-map` is 'toaster', expected auto, balanced"),
     ([*ASK, "--num-draft-tokens", "0"], 2, "Invalid value for '--num-draft-tokens'"),
-    ([*ASK, "--num-draft-tokens", "7"], 1, "cannot draft 7 tokens"),
+    ([*ASK, "--num-draft-tokens", "9"], 1, "cannot draft 9 tokens"),
     ([*ASK, "--temperature", "-1"], 2, "-1.0 is no temperature"),
     ([*ASK, "--temperature", "nan"], 2, "nan is no temperature"),
     ([*ASK, "--temperature", "inf"], 2, "inf is no temperature"),
@@ -329,7 +327,7 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     ([*CALIBRATE, "nowhere", "--data", "rows.jsonl"], 2, "'nowhere' does not exist"),
     ([*CALIBRATE, "file", "--data", "rows.jsonl"], 2, "'file' is a file"),
     *(([*CALIBRATE, name, "--data", "rows.jsonl"], 1, NO_DRAFTER[name]) for name in ("empty", "no-json")),
-    (["calibrate", "--target", "no/where/at", *CALIBRATE[3:], DRAFTER, "--data", "rows.jsonl"], 1,
+    (["calibrate", "--target", "no/where/at", *CALIBRATE[3:], "blind", "--data", "rows.jsonl"], 1,
      "`confidence_head` of the drafter is False"),
     ([*CALIBRATE, "mtp", "--data", "rows.jsonl"], 1, "expected a HyperDFlash, DFlash or DSpark drafter"),
     ([*CALIBRATE, "confident", "--data", "nowhere.jsonl"], 1, "No dataset file at 'nowhere.jsonl'"),

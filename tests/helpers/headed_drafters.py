@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList
 
-from hf_hyperdflash import HyperDFlashDrafter
+from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
 from hf_hyperdflash.runtime.layers import block_inputs
 from hf_hyperdflash.runtime.sampling import DraftSampler
 from hf_hyperdflash.runtime.targets import family_of
@@ -21,6 +21,14 @@ from .oracle_heads import EPSILON
 def headed(target: Any, kind: str, **fields: Any) -> HyperDFlashDrafter:
     fields = {"head_rank": 5, "rms_norm_eps": EPSILON, "num_hidden_layers": 1, "head_dim": 16, **fields}
     return learned(tiny_drafter(target, sequential_head=kind, **fields))
+
+
+def headless(drafter: HyperDFlashDrafter) -> HyperDFlashDrafter:
+    """The same weights, but for those of its heads."""
+    fields = {"sequential_head": "none", "head_candidates": None, "confidence_head": False}
+    plain = HyperDFlashDrafter(HyperDFlashConfig.from_dict({**drafter.config.to_dict(), **fields}))
+    plain.load_state_dict(drafter.state_dict(), strict=False)
+    return plain.eval()
 
 
 @torch.no_grad()

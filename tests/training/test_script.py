@@ -23,6 +23,7 @@ from hf_hyperdflash.training.script import main, make_parser
 
 from ..conftest import MODELS
 from ..helpers.deepseek_checkpoints import dspark_fields
+from ..helpers.headed_drafters import headless
 
 TARGET = str(MODELS / "tiny-deepseek-v4")
 
@@ -249,28 +250,28 @@ def test_deepseeks_own_drafter_is_trained_on(tmp_path):
 
 def test_a_head_is_trained_onto_an_earlier_drafter(tmp_path):
     """What the drafter knows stays; without enough training it drafts as before."""
-    shipped, data = MODELS / "tiny-deepseek-v4-hyperdflash", write(tmp_path / "rows.jsonl", chats(6))
-    heads = dict(sequential_head="state", head_rank=8, layers=None)
-    main(flags(tmp_path, data, drafter=shipped, learning_rate=1e-9, save_dtype="float32", **heads))
-    trained, before = load_drafter(tmp_path / "out"), load_drafter(shipped, dtype=torch.float32)
+    data, heads = write(tmp_path / "rows.jsonl", chats(6)), dict(sequential_head="state", head_rank=8, layers=None)
+    before = headless(load_drafter(MODELS / "tiny-deepseek-v4-hyperdflash", dtype=torch.float32))
+    before.save_pretrained(tmp_path / "blind")
+    main(flags(tmp_path, data, drafter=tmp_path / "blind", learning_rate=1e-9, save_dtype="float32", **heads))
+    trained = load_drafter(tmp_path / "out")
     assert trained.config.sequential_head == "state" and trained.head.down_proj.weight.any()
     torch.testing.assert_close(trained.norm.weight, before.norm.weight, rtol=0, atol=1e-6)
     settings = json.loads((tmp_path / "out" / TRAINING_RECORD).read_text())["settings"]
-    assert settings["sequential_head"] == "state" and settings["head_rank"] == 8 and settings["num_draft_tokens"] == 6
+    assert settings["sequential_head"] == "state" and settings["head_rank"] == 8 and settings["num_draft_tokens"] == 8
     with pytest.raises(ValueError, match="but the drafter has one already"):
         main(flags(tmp_path, "nowhere.jsonl", drafter=tmp_path / "out", **heads))
 
 
 def test_an_earlier_drafter_goes_on_with_longer_blocks(tmp_path):
     """No weight depends on how many drafts a block has; temperatures are of the positions it had."""
-    shipped, data = MODELS / "tiny-deepseek-v4-hyperdflash", write(tmp_path / "rows.jsonl", chats(6))
-    sure = load_drafter(shipped).with_heads(confidence_head=True)
-    sure.config.confidence_temperatures = [2.0] * 6
+    data, sure = write(tmp_path / "rows.jsonl", chats(6)), load_drafter(MODELS / "tiny-deepseek-v4-hyperdflash")
+    sure.config.confidence_temperatures = [2.0] * 8
     sure.save_pretrained(tmp_path / "sure")
-    main(flags(tmp_path, data, drafter=tmp_path / "sure", num_draft_tokens=9, layers=None))
+    main(flags(tmp_path, data, drafter=tmp_path / "sure", num_draft_tokens=10, layers=None))
     trained = load_drafter(tmp_path / "out")
-    assert trained.max_draft_tokens == 9 and trained.config.confidence_temperatures is None
-    assert json.loads((tmp_path / "out" / TRAINING_RECORD).read_text())["settings"]["num_draft_tokens"] == 9
+    assert trained.max_draft_tokens == 10 and trained.config.confidence_temperatures is None
+    assert json.loads((tmp_path / "out" / TRAINING_RECORD).read_text())["settings"]["num_draft_tokens"] == 10
 
 
 def test_rows_that_nobody_answers_are_told_by_their_own_columns(tmp_path):

@@ -32,6 +32,7 @@ from hf_hyperdflash.training.store import FeatureCache
 from hf_hyperdflash.training.trainer import collate, draft_states, read_layers
 
 from ..conftest import MODELS, prompt, tiny_target
+from ..helpers.headed_drafters import headless
 from ..helpers.training import (
     headed_drafter,
     losses,
@@ -82,7 +83,7 @@ def test_the_teacher_forced_estimate_walks_generations_own_rounds(tmp_path, head
     target = AutoModelForCausalLM.from_pretrained(MODELS / "tiny-deepseek-v4", dtype=torch.float32)
     drafter = HyperDFlashDrafter.from_pretrained(MODELS / "tiny-deepseek-v4-hyperdflash", dtype=torch.float32)
     if head != drafter.config.sequential_head:
-        drafter = with_head(drafter, head)
+        drafter = with_head(headless(drafter), head)
     tokenizer = AutoTokenizer.from_pretrained(MODELS / "tiny-deepseek-v4")
     questions = [{"turns": ["Write a Python function that adds two numbers."]}, {"turns": ["What is 3 plus 4?"]}]
     drafter.bind(target)

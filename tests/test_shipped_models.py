@@ -116,7 +116,8 @@ def test_the_gate_came_from_the_target(shipped):
     _, target, drafter = shipped
     assert drafter.config.reducer == "hybrid" and drafter.config.target_layer_ids == [1, 3, -1]
     cosine = torch.cosine_similarity(drafter.hc_gate.hc_fn.flatten(), target.model.hc_head.hc_fn.flatten(), dim=0)
-    assert cosine > 0.05  # training moves it far; of two random gates: 0.02
+    # Training moves it far: 0.07 are left. Four standard deviations of the cosine of two random gates.
+    assert cosine > 4 / drafter.hc_gate.hc_fn.numel() ** 0.5
 
 
 def test_the_drafter_names_the_targets_weights(shipped):

@@ -189,6 +189,8 @@ class HyperDFlashDrafter(BlockDrafter):
                     f"`{head}` is {fields[head]!r}, but the drafter has one already ({own!r}): leave it out to train "
                     "that one."
                 )
+        if self.config.confidence_head:  # which has no weights for a token that it did not read
+            fields["confidence_reads_token"] = self.head is not None and self.config.confidence_reads_token
         config = HyperDFlashConfig.from_dict({**self.config.to_dict(), **fields})
         config._attn_implementation = self.config._attn_implementation
         grown = type(self)(config)

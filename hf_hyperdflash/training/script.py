@@ -177,8 +177,8 @@ def earlier_drafter(script: ScriptArguments, seed: int) -> BlockDrafter:
 
 def _heads(script: ScriptArguments) -> dict[str, Any]:
     """What is said of heads, as fields of the configuration."""
-    unset = ScriptArguments(script.target)
-    return {name: getattr(script, name) for name in _HEADS if getattr(script, name) != getattr(unset, name)}
+    given = {name: getattr(script, name) for name in _HEADS}
+    return {name: value for name, value in given.items() if value is not None and value is not False}
 
 
 def new_drafter(script: ScriptArguments, target: Any, tokenizer: Any) -> BlockDrafter:

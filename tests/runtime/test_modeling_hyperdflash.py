@@ -456,6 +456,17 @@ def test_a_drafter_gets_heads_later(target, kind, dtype):
     assert torch.equal(found.tokens, expected.tokens)
 
 
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_confidence_stays_what_it_was_when_a_head_is_added(target, kind):
+    sure = tiny_drafter(target, confidence_head=True)
+    with torch.no_grad():
+        sure.confidence_head.proj.weight.normal_()
+    grown = sure.with_heads(sequential_head=kind, head_rank=5)
+    found, expected = (proposed(one, target, prompt(9))[0].confidence for one in (grown, sure))
+    torch.testing.assert_close(found, expected)
+    assert len(set(expected.tolist())) > 1
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

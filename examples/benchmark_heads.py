@@ -7,7 +7,7 @@ random weights, and each head's steps, in turns, on the shipped target and with 
 
     python examples/benchmark_heads.py
     python examples/benchmark_heads.py --hidden-size 4096 --dtype bfloat16
-    python examples/benchmark_heads.py --drafter PATH --candidates 0 16 64 256 --prompts held_out.jsonl --limit 24
+    python examples/benchmark_heads.py --drafter PATH --candidates 0 64 256 1024 --prompts held_out.jsonl --limit 24
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from hf_hyperdflash.training.places import with_places
 
 MODELS = Path(__file__).parent / "models"
 RANKS = {"markov": 256, "gated_markov": 256, "recurrent": 256, "selector": 256, "state": 512}
-CANDIDATES = (0, 16, 64, 256)
+CANDIDATES = (0, 16, 64, 256, 1024)
 DRAFTS = 6
 ALLOWED = 0.03  # of a round
 FP4, FP8, BF16, FP32 = 0.5 + 1 / 32, 1 + 1 / 128**2, 2, 4  # bytes of a weight, the scales of its block included

@@ -173,8 +173,8 @@ def _rounds(
         drafts = hidden.unflatten(1, (-1, config.block_size))[:, :, config.first_slot :]
         previous = previous_tokens(text, anchors, config.max_draft_tokens)
         embeds = family.embed(previous.flatten(1)).view(*previous.shape, -1)
-        states, vectors, _ = along_text(drafts, previous, embeds, drafter.head, None)
-        logits = drafter.of_vocabulary(drafter.logits(target, states, vectors))[0]
+        said = along_text(drafts, previous, embeds, drafter.head, None)
+        logits = drafter.of_vocabulary(drafter.logits(target, said.states, said.vectors))[0]
         logits = logits.to(text.device).float()
         labels = block_labels(text, is_text, positions, anchors, config.max_draft_tokens)[0]
         emitted.append(1 + (logits.argmax(-1) == labels).long().cumprod(-1).sum(-1).cpu())

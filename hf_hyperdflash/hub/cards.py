@@ -56,6 +56,7 @@ _SETTINGS = {
     "ce_weight": "cross-entropy weight",
     "tv_weight": "total variation weight",
     "confidence_weight": "confidence weight",
+    "blind_weight": "weight of the block's own cross-entropy",
     "kl_weight": "KL weight",
     "kl_positions": "KL positions",
     "kl_teacher": "KL teacher",

@@ -120,7 +120,8 @@ class BlockDrafter(SavedDrafter):
             return hidden
         drafts = hidden.unflatten(1, (-1, self.config.block_size))[:, :, self.config.first_slot :]
         output = along_text(drafts, previous_ids, previous_embeds, self.head, self.confidence_head)
-        return output._replace(states=self.readable(output.states))
+        chooses = self.head is not None and self.config.head_candidates
+        return output._replace(states=self.readable(output.states), blind=self.readable(drafts) if chooses else None)
 
     # One sequence
 

@@ -40,11 +40,14 @@ class HeadOutput(NamedTuple):
         states: `[..., drafts, config.target_hidden_size]`, for the LM head.
         vectors: `[..., drafts, config.head_rank]`, for the head's table; `None` without one.
         confidence: `[..., drafts]`, the logit of each draft's acceptance; `None` without a confidence head.
+        blind: `[..., drafts, config.target_hidden_size]`, the block's own states for the LM head, where a head chooses
+            among their best tokens; else `None`.
     """
 
     states: torch.Tensor
     vectors: torch.Tensor | None = None
     confidence: torch.Tensor | None = None
+    blind: torch.Tensor | None = None
 
 
 class SilentLinear(nn.Linear):
@@ -184,7 +187,7 @@ class StateHead(SequentialHead):
     is the target's LM head, of which only the rows of the block's best tokens are read again."""
 
     key = "state_head"
-    candidates = 64
+    candidates = 1024
     reads_embeds = True
 
     def __init__(self, config: Any) -> None:

@@ -18,18 +18,18 @@ FEATURE_SOURCES = ("online", "cached")
 RECIPES: dict[str, dict[str, float | None]] = {
     "hyperdflash": {  # the paper's
         "ce_weight": 1.0, "kl_weight": 0.15, "kl_positions": 2, "tv_weight": 0.0, "confidence_weight": 1.0,
-        "loss_decay": None,
+        "blind_weight": 0.3, "loss_decay": None,
     },
     "dspark": {  # theirs: 0.1 cross-entropy + 0.9 L1 + 1.0 confidence; L1 is twice the total variation
         "ce_weight": 0.1, "kl_weight": 0.0, "kl_positions": 2, "tv_weight": 1.8, "confidence_weight": 1.0,
-        "loss_decay": 4.0,
+        "blind_weight": 0.3, "loss_decay": 4.0,
     },
     "ours": {
         "ce_weight": 1.0, "kl_weight": 1.0, "kl_positions": None, "tv_weight": 1.0, "confidence_weight": 1.0,
-        "loss_decay": 4.0,
+        "blind_weight": 0.3, "loss_decay": 4.0,
     },
 }  # fmt: skip
-LOSS_WEIGHTS = ("ce_weight", "kl_weight", "tv_weight", "confidence_weight")
+LOSS_WEIGHTS = ("ce_weight", "kl_weight", "tv_weight", "confidence_weight", "blind_weight")
 _LEAST = {  # of whole numbers
     "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1,
     "kl_positions": 1, "num_anchors": 1, "loss_chunk_size": 1, "max_length": 2,
@@ -59,6 +59,9 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         confidence_weight (`float`, *optional*):
             Weight of the confidence head's binary cross-entropy, 0 or more. It trains nothing else, and a recipe's
             counts only where the drafter has such a head.
+        blind_weight (`float`, *optional*):
+            Weight of the cross-entropy of the block's own logits, 0 or more: by them a head's candidates are chosen
+            (`head_candidates`), and nothing else trains them. It counts only where there is such a head.
         loss_decay (`float`, *optional*):
             All but the KL weight draft position k with exp(-(k - 1) / loss_decay). `math.inf` weights all alike, and
             is `None` afterwards.
@@ -118,6 +121,13 @@ class HyperDFlashTrainingArguments(TrainingArguments):
     )
     confidence_weight: float | None = field(
         default=None, metadata={"help": "Weight of a confidence head's loss, 0 or more; unset for the recipe's."}
+    )
+    blind_weight: float | None = field(
+        default=None,
+        metadata={
+            "help": "Weight of the block's own cross-entropy, where a head chooses among its best tokens; unset for "
+            "the recipe's."
+        },
     )
     loss_decay: float | None = field(
         default=None,

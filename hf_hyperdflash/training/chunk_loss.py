@@ -23,6 +23,8 @@ class Targets(NamedTuple):
         ce_weights: `[n]`.
         kl_weights: `[m]`.
         tv_weights: `[n]`, or `None` where total variation is not wanted.
+        candidates: `[n, candidates]`, the tokens that drafts are chosen among; `None` for all. Predictions and
+            acceptance are of that choice; the losses are of the whole vocabulary, which no token is to leave.
     """
 
     labels: torch.Tensor
@@ -30,15 +32,18 @@ class Targets(NamedTuple):
     ce_weights: torch.Tensor
     kl_weights: torch.Tensor
     tv_weights: torch.Tensor | None
+    candidates: torch.Tensor | None = None
 
 
 class ChunkLoss(NamedTuple):
-    """Cross-entropy `[n]`, KL `[m]` and total variation `[n]` (`[0]` where it is not wanted), unweighted; the most
-    probable tokens `[n]`; and the gradients of the weighted sum, one for each of the inputs that were to have one."""
+    """Cross-entropy `[n]`, KL `[m]` and total variation `[n]` (`[0]` where it is not wanted), unweighted; the
+    probability that a draft is accepted, `[n]`, where total variation is wanted; the most probable tokens,
+    `[n, best]`; and the gradients of the weighted sum, one for each of the inputs that were to have one."""
 
     cross_entropy: torch.Tensor
     kl: torch.Tensor
     tv: torch.Tensor
+    acceptance: torch.Tensor
     predictions: torch.Tensor
     gradients: tuple[torch.Tensor, ...]
 
@@ -49,6 +54,7 @@ def chunk_loss(
     targets: Targets,
     head: Callable[[torch.Tensor], torch.Tensor],
     temperature: float,
+    best: int = 1,
 ) -> ChunkLoss:
     """The losses of n positions, with gradients if the inputs want them.
 
@@ -58,19 +64,24 @@ def chunk_loss(
         targets: What they learn.
         head: The target's LM head.
         temperature: Of the KL alone.
+        best: How many of the most probable tokens are told.
     """
     wants_gradient = inputs[0].requires_grad
     with torch.set_grad_enabled(wants_gradient):
         logits = student_logits(head, *inputs)
     edge = torch.autograd.graph.get_gradient_edge(logits) if wants_gradient else None  # which does not keep the logits
-    dtype, predictions = logits.dtype, logits.argmax(-1)
+    dtype, among = logits.dtype, None if targets.candidates is None else targets.candidates.to(logits.device)
+    predictions = _best_tokens(logits.detach(), among, best)
     log_probs = _log_probs(logits.detach())
     del logits
     taught = None if targets.teacher is None else _log_probs(head(targets.teacher))
-    terms, gradient = _terms_and_gradient(log_probs, taught, targets, temperature, wants_gradient)
+    of_choice = None
+    if among is not None and taught is not None and targets.tv_weights is not None:
+        of_choice = _acceptance_of_a_choice(log_probs, taught, among)
+    (cross_entropy, kl, tv), gradient = _terms_and_gradient(log_probs, taught, targets, temperature, wants_gradient)
     del log_probs, taught  # of which the gradient is one
     gradients = torch.autograd.grad(edge, inputs, gradient.to(dtype)) if edge is not None else ()
-    return ChunkLoss(*terms, predictions, gradients)
+    return ChunkLoss(cross_entropy, kl, tv, 1 - tv if of_choice is None else of_choice, predictions, gradients)
 
 
 def student_logits(
@@ -84,6 +95,18 @@ def student_logits(
     if vectors is None or table is None:
         return logits
     return torch.addmm(logits, vectors.to(logits), table.to(logits).T)
+
+
+def _best_tokens(logits: torch.Tensor, among: torch.Tensor | None, best: int) -> torch.Tensor:
+    if among is None:
+        return logits.topk(best, dim=-1).indices
+    return among.gather(1, logits.gather(1, among).topk(best, dim=-1).indices)
+
+
+def _acceptance_of_a_choice(log_probs: torch.Tensor, taught: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
+    """1 - TV, sum_i min(q_i, t_i), `[n]`, where q is the student's distribution over these tokens alone."""
+    drawn = log_probs.gather(1, among).softmax(-1)
+    return torch.minimum(drawn, taught.gather(1, among).exp()).sum(-1)
 
 
 def _log_probs(logits: torch.Tensor) -> torch.Tensor:

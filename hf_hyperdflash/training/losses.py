@@ -22,11 +22,12 @@ class DrafterLoss(NamedTuple):
     """A loss and its parts: all but the first detached, and 0 where there is nothing to compute them from.
 
     Args:
-        loss: Scalar with a gradient, the weighted sum of the next four.
+        loss: Scalar with a gradient, the weighted sum of the next five.
         cross_entropy: Scalar, per draft position.
         kl: Scalar, Eq. 2.
         tv: Scalar, per draft position: how often speculative sampling at temperature 1 rejects a draft.
         confidence: Scalar, per draft position.
+        blind: Scalar, the cross-entropy of the block's own logits, per draft position.
         predictions: `[blocks, drafts]`, the most probable token of every labelled position, -1 at the others.
         acceptance: `[blocks, drafts]`, 1 - TV of every labelled position: the probability that speculative sampling at
             temperature 1 accepts it where all before it were.
@@ -37,6 +38,7 @@ class DrafterLoss(NamedTuple):
     kl: torch.Tensor
     tv: torch.Tensor
     confidence: torch.Tensor
+    blind: torch.Tensor
     predictions: torch.Tensor
     acceptance: torch.Tensor
 
@@ -93,9 +95,12 @@ def drafter_loss(
     ce_weight: float = 1.0,
     tv_weight: float = 0.0,
     confidence_weight: float = 0.0,
+    blind_weight: float = 0.0,
     vectors: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
     confidence: torch.Tensor | None = None,
+    blind: torch.Tensor | None = None,
+    candidates: int = 0,
     head: Callable[[torch.Tensor], torch.Tensor] = _OF_LOGITS,
     chunk_size: int = 256,
 ) -> DrafterLoss:
@@ -105,6 +110,10 @@ def drafter_loss(
     draw from, and the binary cross-entropy of a confidence head against 1 - TV. Half the L1 distance is what
     `tv_weight` multiplies, the rejection probability itself: DSpark's 0.9 ||p - t||_1 is a `tv_weight` of 1.8. A
     position counts for cross-entropy, TV and confidence by its weight; KL is not weighted.
+
+    A head that chooses among the best tokens of the block's own logits trains the states that it corrects, not what
+    those logits say of them: they have a cross-entropy of their own. `predictions` and `acceptance` are then of the
+    choice, as drafts are drawn; the losses are of the whole vocabulary.
 
     Logits, `head(states) + vectors @ table.T`, exist for `chunk_size` draft positions at a time. Each chunk's
     gradients are taken at once, while its logits exist, and only multiplied in backward. So backward recomputes
@@ -124,9 +133,12 @@ def drafter_loss(
         ce_weight: Of the cross-entropy.
         tv_weight: Of the total variation.
         confidence_weight: Of the confidence head.
+        blind_weight: Of the cross-entropy of the block's own logits.
         vectors: `[blocks, drafts, config.head_rank]`, a sequential head's, and
         table: `[config.vocab_size, config.head_rank]`, what it scores tokens with; `None` without such a head.
         confidence: `[blocks, drafts]`, the confidence head's logits.
+        blind: `[blocks, drafts, config.target_hidden_size]`, the block's own states, and
+        candidates: among how many of their best tokens a draft is chosen; `None` and 0 for all tokens.
         head: The target's LM head, `[n, config.target_hidden_size]` to `[n, config.vocab_size]`. It may move and cast
             what it is given; the loss is computed where its logits are, in float32 or better. Called with no gradient
             for its own parameters, and as often as this batch's labels need: not the same on every process.
@@ -137,7 +149,7 @@ def drafter_loss(
     """
     if chunk_size < 1:
         raise ValueError(f"`chunk_size` is {chunk_size}: expected at least 1 (256 is a good default).")
-    _check_shapes(states, labels, teacher, vectors, table, confidence)
+    _check_shapes(states, labels, teacher, vectors, table, confidence, blind)
     taught = 0 if teacher is None else teacher.shape[1]
     positions = taught if kl_positions is None else kl_positions
     _check_positions(labels.shape[1], taught, positions, weights, counts)
@@ -156,15 +168,17 @@ def drafter_loss(
     kl_scale = per_count[1:] * (kl_temperature**2 / max(positions, 1))
     # Divided by counts, gradients are so small that they would vanish in a float16 head. They are taken in this unit
     # and multiplied by it in backward, where a gradient scaler's factor has arrived.
-    unit = torch.cat([max(ce_weight, tv_weight) * scale, kl_weight * kl_scale]).max()
+    unit = torch.cat([max(ce_weight, tv_weight, blind_weight) * scale, kl_weight * kl_scale]).max()
     unit = unit.clamp(min=torch.finfo(torch.float32).tiny)
     sources = [states] if vectors is None or table is None else [states, vectors, table]
     needs_gradient = torch.is_grad_enabled() and any(source.requires_grad for source in sources)
     gradients = [torch.zeros_like(source) for source in sources[:2]] if needs_gradient else []
     if needs_gradient and table is not None:
         gradients.append(torch.zeros_like(table, dtype=precise(table)))  # a sum over chunks
+    trains_blind = needs_gradient and bool(blind_weight)
+    blind_gradient = None if blind is None or not trains_blind else torch.zeros_like(blind)
     predictions, acceptance = torch.full_like(labels, -1), torch.zeros_like(labels, dtype=unit.dtype)
-    cross_entropy = kl = tv = torch.zeros_like(unit)
+    cross_entropy = kl = tv = blind_cross_entropy = torch.zeros_like(unit)
     for block, draft, distilled in _labelled_chunks(labels, positions, chunk_size):
         rows = slice(None if everywhere else distilled)
         row, kl_row = scale[draft], kl_scale[draft[:distilled]]
@@ -175,17 +189,28 @@ def drafter_loss(
             kl_weight * kl_row / unit,
             tv_weight * row / unit if everywhere else None,
         )
+        if blind is not None:
+            blind_targets = Targets(targets.labels, None, blind_weight * row / unit, kl_row[:0], None)
+            own = blind.detach()[block, draft].requires_grad_(blind_gradient is not None)
+            of_block = chunk_loss([own], blind_targets, head, 1.0, best=candidates)
+            blind_cross_entropy = blind_cross_entropy + (of_block.cross_entropy.to(unit) * row).sum()
+            targets = targets._replace(candidates=of_block.predictions)
+            if blind_gradient is not None:
+                blind_gradient[block, draft] = of_block.gradients[0]
+            del of_block
         inputs = [source.detach()[block, draft] for source in sources[:2]] + [each.detach() for each in sources[2:]]
         of_chunk = chunk_loss([each.requires_grad_(needs_gradient) for each in inputs], targets, head, kl_temperature)
         cross_entropy = cross_entropy + (of_chunk.cross_entropy.to(unit) * row).sum()
         kl = kl + (of_chunk.kl.to(unit) * kl_row).sum()
         if everywhere:
             tv = tv + (of_chunk.tv.to(unit) * row).sum()
-            acceptance[block, draft] = 1 - of_chunk.tv.to(acceptance)
-        predictions[block, draft] = of_chunk.predictions.to(predictions)
+            acceptance[block, draft] = of_chunk.acceptance.to(acceptance)
+        predictions[block, draft] = of_chunk.predictions[:, 0].to(predictions)
         _keep(gradients, of_chunk.gradients, block, draft)
         del of_chunk  # a table's gradient is as large as logits
-    loss = ce_weight * cross_entropy + kl_weight * kl + tv_weight * tv
+    loss = ce_weight * cross_entropy + kl_weight * kl + tv_weight * tv + blind_weight * blind_cross_entropy
+    if blind is not None and blind_gradient is not None:
+        sources, gradients = [*sources, blind], [*gradients, blind_gradient]
     if needs_gradient:
         loss = _PrecomputedGradients.apply(loss, unit, gradients, *sources)
     surprise = torch.zeros_like(unit)
@@ -193,7 +218,7 @@ def drafter_loss(
         each = binary_cross_entropy_with_logits(confidence.to(acceptance), acceptance, reduction="none")
         surprise = (each.masked_fill(labels == IGNORE_INDEX, 0.0) * scale).sum()
         loss = loss + confidence_weight * surprise
-    return DrafterLoss(loss, cross_entropy, kl, tv, surprise.detach(), predictions, acceptance)
+    return DrafterLoss(loss, cross_entropy, kl, tv, surprise.detach(), blind_cross_entropy, predictions, acceptance)
 
 
 def _keep(
@@ -242,6 +267,7 @@ def _check_shapes(
     vectors: torch.Tensor | None,
     table: torch.Tensor | None,
     confidence: torch.Tensor | None,
+    blind: torch.Tensor | None,
 ) -> None:
     if states.shape[:2] != labels.shape:
         raise ValueError(
@@ -253,6 +279,7 @@ def _check_shapes(
         ("teacher", teacher, (blocks, min(drafts, teacher.shape[1] if teacher is not None else 0), states.shape[2])),
         ("vectors", vectors, (blocks, drafts, rank)),
         ("confidence", confidence, (blocks, drafts)),
+        ("blind", blind, tuple(states.shape)),
     ):
         if given is not None and given.shape != expected:
             raise ValueError(f"`{what}` are {tuple(given.shape)}: expected {expected}, as `states` and `labels`.")

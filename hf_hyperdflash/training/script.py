@@ -113,6 +113,11 @@ def _check(script: ScriptArguments, args: Any) -> None:
     makes_no_confidence_head = not script.drafter and not script.confidence_head
     if args.confidence_weight and "confidence_weight" in args.set_by_user and makes_no_confidence_head:
         raise ValueError("`--confidence_weight` is for a confidence head: add `--confidence_head`, or leave it out.")
+    makes_no_head = not script.drafter and script.sequential_head in (None, "none")
+    if args.blind_weight and "blind_weight" in args.set_by_user and makes_no_head:
+        raise ValueError(
+            "`--blind_weight` is for a head that chooses among candidates: add `--sequential_head`, or leave it out."
+        )
     if script.streaming and not script.eval_dataset:
         raise ValueError("`--streaming` needs `--eval_dataset`: nothing can be split off a stream.")
     if script.streaming and args.max_steps <= 0:

@@ -49,7 +49,7 @@ from .teacher import check_teacher, teacher_states
 logger = logging.getLogger(__name__)
 
 Batch = dict[str, torch.Tensor]
-TERMS = ("cross_entropy", "kl", "tv", "confidence")
+TERMS = ("cross_entropy", "kl", "tv", "confidence", "blind")
 
 
 def collate(rows: list[dict[str, Any]]) -> Batch:
@@ -88,8 +88,7 @@ def draft_states(
     """Run the blocks of `anchors` as generation runs one, each draft after the text's token before it.
 
     Generation draws that token itself: it is the text's as long as all drafts before were right, and what comes after
-    a wrong one never counts. So predictions are those of greedy drafting wherever they matter (but for a head that
-    chooses among candidates, where the best token of all is none of them).
+    a wrong one never counts. So predictions are those of greedy drafting wherever they matter.
 
     Args:
         drafter: The drafter, wrapped for distributed training or not.
@@ -128,11 +127,11 @@ class HyperDFlashTrainer(Trainer):
     The target is frozen and only read: just the drafter is optimized, saved and synchronized. The target may be spread
     with `device_map` or quantized; its LM head must not be sharded by FSDP or ZeRO-3, because processes call it a
     different number of times. Besides transformers' own, these values are logged: the terms of the loss that are in
-    use, `cross_entropy`, `kl`, `tv` and `confidence` ([`DrafterLoss`]), and, by `evaluate`, tokens per verification
-    round that the held-out text would take if the target wrote it, which it does if the text is the target's own
-    (`examples/regenerate_answers.py`): `teacher_forced_tau` greedily, `expected_tau` at temperature 1, from how
-    probable the acceptance of each draft is. Add [`AcceptanceCallback`] for the acceptance of real generation beside
-    them.
+    use, `cross_entropy`, `kl`, `tv`, `confidence` and `blind` ([`DrafterLoss`]), and, by `evaluate`, tokens per
+    verification round that the held-out text would take if the target wrote it, which it does if the text is the
+    target's own (`examples/regenerate_answers.py`): `teacher_forced_tau` greedily, `expected_tau` at temperature 1,
+    from how probable the acceptance of each draft is. Add [`AcceptanceCallback`] for the acceptance of real generation
+    beside them.
 
     Args:
         model: The drafter, plain or wrapped by PEFT.
@@ -183,6 +182,9 @@ class HyperDFlashTrainer(Trainer):
         self.loss_weights: dict[str, float] = {name: getattr(args, name) for name in LOSS_WEIGHTS}
         if not config.confidence_head:
             self.loss_weights["confidence_weight"] = 0.0
+        self._chooses = config.sequential_head in HEADS and bool(config.head_candidates)
+        if not self._chooses:
+            self.loss_weights["blind_weight"] = 0.0
         self.kl_positions = (args.kl_positions or config.max_draft_tokens) if args.kl_weight else 0
         self._trains_acceptance = bool(args.tv_weight) or config.confidence_head
         self._terms = torch.zeros(len(TERMS) + 1)  # and steps since the last log
@@ -287,7 +289,7 @@ class HyperDFlashTrainer(Trainer):
     ) -> DrafterLoss:
         everywhere = self._trains_acceptance or needs_acceptance
         taught = self.drafter_config.max_draft_tokens if everywhere else self.kl_positions
-        states, vectors, confidence = (None if part is None else part.flatten(0, 1) for part in drafted)
+        states, vectors, confidence, blind = (None if part is None else part.flatten(0, 1) for part in drafted)
         return drafter_loss(
             cast(torch.Tensor, states),
             labels.flatten(0, 1),
@@ -299,6 +301,8 @@ class HyperDFlashTrainer(Trainer):
             vectors=vectors,
             table=self._head_table(model),
             confidence=confidence,
+            blind=blind,
+            candidates=self.drafter_config.head_candidates or 0,
             head=lambda states: family_of(self.target).logits(states).to(states.device),
             chunk_size=self.args.loss_chunk_size,
             **self.loss_weights,
@@ -341,7 +345,11 @@ class HyperDFlashTrainer(Trainer):
         """Add the loss's terms, means over the steps since the last log, to what the trainer logs."""
         if "loss" in logs and self._terms[-1]:
             means = self.accelerator.reduce(self._terms[:-1].to(self.args.device), "sum") / self._terms[-1].item()
-            in_use = {"tv": self._trains_acceptance, "confidence": self.drafter_config.confidence_head}
+            in_use = {
+                "tv": self._trains_acceptance,
+                "confidence": self.drafter_config.confidence_head,
+                "blind": self._chooses,
+            }
             logs |= {name: mean for name, mean in zip(TERMS, means.tolist()) if in_use.get(name, True)}
             self._terms.zero_()
         super().log(logs, start_time)
@@ -564,6 +572,11 @@ def _check_trainable(
         raise ValueError(
             f"`confidence_weight` is {args.confidence_weight}, but the drafter has no confidence head: leave it out, "
             "or make the drafter with `confidence_head=True` (`--confidence_head`)."
+        )
+    if args.blind_weight and "blind_weight" in args.set_by_user and not config.head_candidates:
+        raise ValueError(
+            f"`blind_weight` is {args.blind_weight}, but the drafter has no head that chooses among candidates: leave "
+            "it out, or make the drafter with a `sequential_head` and `head_candidates`."
         )
     if is_deepspeed_zero3_enabled() and config.sequential_head not in ("none", "state"):
         raise ValueError(

@@ -253,34 +253,37 @@ def test_autocast():
     assert (states.grad - gradient).norm() < 3e-2 * gradient.norm()
 
 
-# Acceptance itself: total variation, a sequential head's table, a confidence head
+# Acceptance itself: total variation, a sequential head's table, a confidence head, a choice among the block's best
 
 RANK, ACCEPTANCE = 3, {"tv_weight": 0.7, "ce_weight": 0.4, "confidence_weight": 1.3}
 
 
-def path_example(labelled=None, blocks=5, drafts=4, seed=0, has_table=True):
-    """What a drafter with heads gives, `[states, vectors, table, confidence]`, labels, and a teacher everywhere."""
+def path_example(labelled=None, blocks=5, drafts=4, seed=0, has_table=True, chooses=False):
+    """What a drafter with heads gives, `[states, vectors, table, confidence, blind]`, labels, and a teacher
+    everywhere."""
     states, labels, teacher = example(blocks, drafts, drafts, seed, labelled)
     generator = torch.Generator().manual_seed(seed + 1)
-    vectors, table, confidence = (
+    vectors, table, confidence, blind = (
         2 * torch.randn(shape, dtype=torch.float64, generator=generator)
-        for shape in ((blocks, drafts, RANK), (VOCAB, RANK), (blocks, drafts))
+        for shape in ((blocks, drafts, RANK), (VOCAB, RANK), (blocks, drafts), (blocks, drafts, WIDTH))
     )
     heads = [vectors, table, confidence] if has_table else [None, None, confidence]
-    return [states.detach(), *heads], labels, teacher
+    return [states.detach(), *heads, *([blind] if chooses else [])], labels, teacher
 
 
 def naive_acceptance_loss(
     drafted, labels, teacher, head, *, kl_positions, ce_weight, tv_weight, confidence_weight, kl_weight=0.15,
-    kl_temperature=1.0, weights=None, counts=None,
+    kl_temperature=1.0, weights=None, counts=None, blind_weight=0.0, candidates=0,
 ):  # fmt: skip
     """Oracle: one position after the other in float64, gradients by autograd alone. Acceptance is counted as what
-    speculative sampling accepts: a token of the draft's q with probability min(1, p / q)."""
-    states, vectors, table, confidence = drafted
+    speculative sampling accepts: a token of the draft's q with probability min(1, p / q), where q is nothing but among
+    the block's best tokens."""
+    states, vectors, table, confidence, *blind = drafted
     weights = torch.ones(labels.shape[1], dtype=torch.float64) if weights is None else weights
     counts = loss_counts(labels, kl_positions, weights) if counts is None else counts
-    cross_entropy = kl = tv = foretold = states.sum() * 0
+    cross_entropy = kl = tv = foretold = of_block = states.sum() * 0
     acceptance = torch.zeros(labels.shape, dtype=torch.float64)
+    predictions = torch.full_like(labels, -1)
     for b, k in (labels != -100).nonzero().tolist():
         logits = states[b, k] @ head.weight.T
         if table is not None:
@@ -289,7 +292,14 @@ def naive_acceptance_loss(
         share = weights[k] / counts[0]
         cross_entropy = cross_entropy - share * q[labels[b, k]].log()
         tv = tv + share * (q - p).abs().sum() / 2
-        accepted = acceptance[b, k] = (q * (p / q).clamp(max=1)).sum().detach()
+        chosen = range(VOCAB)
+        if blind:
+            own = (blind[0][b, k] @ head.weight.T).softmax(-1)
+            of_block = of_block - share * own[labels[b, k]].log()
+            chosen = sorted(chosen, key=lambda token: -own[token].item())[:candidates]
+        drawn = {token: logits[token].exp() / sum(logits[other].exp() for other in chosen) for token in chosen}
+        predictions[b, k] = max(drawn, key=drawn.get)
+        accepted = acceptance[b, k] = sum(q * (p[i] / q).clamp(max=1) for i, q in drawn.items()).detach()
         c = confidence[b, k].sigmoid()
         foretold = foretold - share * (accepted * c.log() + (1 - accepted) * (1 - c).log())
         if k < kl_positions:
@@ -298,20 +308,19 @@ def naive_acceptance_loss(
             divergence = (soft_p * (soft_p / soft_q).log()).sum()
             kl = kl + kl_temperature**2 / kl_positions * divergence / counts[1 + k]
     loss = ce_weight * cross_entropy + kl_weight * kl + tv_weight * tv + confidence_weight * foretold
-    return [loss, cross_entropy, kl, tv, foretold], acceptance
+    return [loss + blind_weight * of_block, cross_entropy, kl, tv, foretold, of_block], acceptance, predictions
 
 
 def acceptance_loss(drafted, labels, teacher, head, chunk_size=3, **options):
-    states, vectors, table, confidence = drafted
-    return loss_of(
-        states, labels, head, teacher, chunk_size, vectors=vectors, table=table, confidence=confidence, **options
-    )
+    states, vectors, table, confidence, *blind = drafted
+    heads = {"vectors": vectors, "table": table, "confidence": confidence, "blind": blind[0] if blind else None}
+    return loss_of(states, labels, head, teacher, chunk_size, **heads, **options)
 
 
 def assert_acceptance_loss_is_the_naive_one(drafted, labels, teacher, chunk_size=3, **options):
     head = RecordingHead()
     leaves = [[None if t is None else t.clone().requires_grad_() for t in drafted] for _ in range(2)]
-    expected, acceptance = naive_acceptance_loss(leaves[0], labels, teacher, head, **options)
+    expected, acceptance, predictions = naive_acceptance_loss(leaves[0], labels, teacher, head, **options)
     expected[0].backward()
     gradients = [t if t is None else t.grad if t.grad is not None else torch.zeros_like(t) for t in leaves[0]]
     head.zero_grad()
@@ -319,12 +328,14 @@ def assert_acceptance_loss_is_the_naive_one(drafted, labels, teacher, chunk_size
     for found, wanted in zip(result, expected):
         torch.testing.assert_close(found, wanted.detach(), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(result.acceptance, acceptance, rtol=1e-10, atol=1e-12)
+    assert torch.equal(result.predictions, predictions)
     (2.5 * result.loss).backward()
     for tensor, gradient in zip(leaves[1], gradients):
-        if tensor is not None:
+        if tensor is not None and (gradient.any() or tensor.grad is not None):
             torch.testing.assert_close(tensor.grad, 2.5 * gradient, rtol=1e-9, atol=1e-12)
     assert head.weight.grad is None and max(head.rows, default=0) <= chunk_size
-    assert sum(head.rows) == 2 * (labels != -100).sum()  # student and teacher
+    heads = 2 + (len(drafted) == 5)  # student, teacher, and the block alone
+    assert sum(head.rows) == heads * (labels != -100).sum()
     assert not any(term.requires_grad for term in result[1:])
 
 
@@ -333,10 +344,13 @@ def assert_acceptance_loss_is_the_naive_one(drafted, labels, teacher, chunk_size
 def test_acceptance_loss_is_the_naive_one_for_any_shape(data):
     blocks, drafts, chunk_size = (data.draw(st.integers(1, top)) for top in (4, 4, 6))
     positions, labelled = data.draw(st.integers(0, drafts)), data.draw(st.sampled_from([0.0, 0.4, 1.0]))
-    seed, has_table = data.draw(st.integers(0, 1000)), data.draw(st.booleans())
-    drafted, labels, teacher = path_example(labelled, blocks, drafts, seed, has_table)
+    seed, has_table, chooses = data.draw(st.integers(0, 1000)), data.draw(st.booleans()), data.draw(st.booleans())
+    drafted, labels, teacher = path_example(labelled, blocks, drafts, seed, has_table, chooses)
     weights = position_weights(drafts, data.draw(st.sampled_from([None, 1.5])))
     options = {name: data.draw(st.sampled_from([0.0, 0.3, 2.0])) for name in (*ACCEPTANCE, "kl_weight")}
+    if chooses:
+        options["candidates"] = data.draw(st.integers(1, VOCAB))
+        options["blind_weight"] = data.draw(st.sampled_from([0.0, 0.3, 2.0]))
     options |= {"weights": None if weights is None else weights.double(), "kl_positions": positions}
     options["kl_temperature"] = data.draw(st.sampled_from([1.0, 0.7]))
     if data.draw(st.booleans()):  # of a larger optimizer step
@@ -369,10 +383,10 @@ def test_the_confidence_term_trains_nothing_but_the_confidence_head():
 
 
 def test_micro_batches_of_the_acceptance_loss_sum_to_the_big_batch():
-    drafted, labels, teacher = path_example(0.6, blocks=9)
+    drafted, labels, teacher = path_example(0.6, blocks=9, chooses=True)
     labels[4:6] = -100
     head, weights = RecordingHead(), position_weights(4, 2.0).double()
-    options = {**ACCEPTANCE, "weights": weights, "kl_positions": 2}
+    options = {**ACCEPTANCE, "weights": weights, "kl_positions": 2, "candidates": 3, "blind_weight": 0.6}
     whole, leaves = ([tensor.clone().requires_grad_() for tensor in drafted] for _ in range(2))
     expected = acceptance_loss(whole, labels, teacher, head, **options)
     expected.loss.backward()
@@ -380,11 +394,11 @@ def test_micro_batches_of_the_acceptance_loss_sum_to_the_big_batch():
     counts = sum(loss_counts(labels[part], 2, weights) for part in parts)
     results = []
     for part in parts:
-        states, vectors, table, confidence = leaves
-        rows = [states[part], vectors[part], table, confidence[part]]
+        states, vectors, table, confidence, blind = leaves
+        rows = [states[part], vectors[part], table, confidence[part], blind[part]]
         results.append(acceptance_loss(rows, labels[part], teacher[part], head, counts=counts, **options))
         results[-1].loss.backward()
-    for total, terms in zip(expected[:5], zip(*(result[:5] for result in results))):
+    for total, terms in zip(expected[:6], zip(*(result[:6] for result in results))):
         torch.testing.assert_close(sum(terms), total, rtol=1e-11, atol=1e-13)
     for leaf, wanted in zip(leaves, whole):
         torch.testing.assert_close(leaf.grad, wanted.grad, rtol=1e-11, atol=1e-13)
@@ -401,8 +415,9 @@ def test_evaluation_takes_no_gradients_and_finds_the_same():
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
 def test_a_half_precision_head_loses_no_gradient_of_a_large_batch(dtype, tolerance):
-    drafted, labels, teacher = path_example(blocks=40)
-    head, options = RecordingHead(), {**ACCEPTANCE, "counts": 1e6 * loss_counts(labels, 4)}
+    drafted, labels, teacher = path_example(blocks=40, chooses=True)
+    head, options = RecordingHead(), {**ACCEPTANCE, "counts": 1e6 * loss_counts(labels, 4), "blind_weight": 0.6}
+    options["candidates"] = VOCAB
     exact = [tensor.clone().requires_grad_() for tensor in drafted]
     acceptance_loss(exact, labels, teacher, head, **options).loss.backward()
     half = RecordingHead(dtype)
@@ -458,6 +473,9 @@ def test_what_is_in_memory_at_once(dtype):
         torch.randn(shape, requires_grad=True) for shape in ((90, drafts, chunk_size), (vocab, chunk_size))
     )
     assert peak(teacher, kl_positions=2, tv_weight=1.0, vectors=vectors, table=table) < (4.7 if is_single else 4.9)
+    blind = torch.randn_like(states).requires_grad_()
+    chosen = dict(blind=blind, candidates=64, blind_weight=1.0)
+    assert peak(teacher, kl_positions=2, tv_weight=1.0, **chosen) < (3.5 if is_single else 3.1)
 
 
 def test_shapes_are_checked():
@@ -477,8 +495,10 @@ def test_shapes_are_checked():
         loss_of(hidden, labels, head, teacher, tv_weight=0.1)
     with pytest.raises(ValueError, match=r"`teacher` has 2 draft positions: expected 1, `kl_positions`, or all 4"):
         loss_of(hidden, labels, head, teacher, kl_positions=1)
-    (states, vectors, table, confidence), labels, teacher = path_example()
+    (states, vectors, table, confidence, blind), labels, teacher = path_example(chooses=True)
     with pytest.raises(ValueError, match=r"`vectors` are \(5, 4, 3\): expected \(5, 4, 2\)"):
         loss_of(states, labels, head, teacher, vectors=vectors, table=table[:, :2])
     with pytest.raises(ValueError, match=r"`confidence` are \(5, 3\): expected \(5, 4\)"):
         loss_of(states, labels, head, teacher, confidence=confidence[:, 1:])
+    with pytest.raises(ValueError, match=r"`blind` are \(5, 4, 4\): expected \(5, 4, 5\)"):
+        loss_of(states, labels, head, teacher, blind=blind[..., 1:], candidates=2)

@@ -140,6 +140,7 @@ def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path, name):
         (["--device_map", "cuda:7"], "`--device_map` is 'cuda:7', but PyTorch sees no CUDA device"),
         (["--eval_rows", "0"], "`--eval_rows` is 0"),
         (["--confidence_weight", "0.5"], "`--confidence_weight` is for a confidence head: add `--confidence_head`"),
+        (["--blind_weight", "0.5"], "`--blind_weight` is for a head that chooses among candidates: add `--sequent"),
         (["--recipe", "best"], "--recipe.*invalid choice: 'best'"),
         (["--tv_weight", "-1"], "`tv_weight` is -1.0, expected a number of at least 0"),
         (["--chat_template", "nowhere.jinja"], "'nowhere.jinja', and there is no such file"),
@@ -212,7 +213,7 @@ def test_the_record_tells_what_happened(tmp_path, caplog, capsys):
     }
     assert {name: facts[name] for name in rules} == rules
     loss = {"recipe": "dspark", "ce_weight": 0.1, "tv_weight": 1.8, "kl_weight": 0.3, "kl_positions": 2}
-    loss |= {"loss_decay": 4.0, "confidence_weight": 0.0}  # without a confidence head
+    loss |= {"loss_decay": 4.0, "confidence_weight": 0.0, "blind_weight": 0.0}  # without such heads
     assert {name: facts[name] for name in loss} == loss
     card = str(drafter_card(folder))
     for line in (

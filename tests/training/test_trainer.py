@@ -76,14 +76,15 @@ def test_training_reproduces_the_draft_logits_of_every_round(target, fields):
     torch.testing.assert_close(logits[0], torch.cat([drafted for _, drafted in rounds]), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("head", ["state", "recurrent", "none"])
-def test_the_teacher_forced_estimate_walks_generations_own_rounds(tmp_path, head):
+@pytest.mark.parametrize(("head", "candidates"), [("state", 0), ("state", 9), ("recurrent", 0), ("none", 0)])
+def test_the_teacher_forced_estimate_walks_generations_own_rounds(tmp_path, head, candidates):
     """On the target's own text the cheap estimate is not an estimate: it finds the rounds that generate ran. A head
-    that was not trained with the drafter spoils some drafts, so that there are more and shorter rounds."""
+    that was not trained with the drafter spoils some drafts, and so does a choice among few candidates."""
     target = AutoModelForCausalLM.from_pretrained(MODELS / "tiny-deepseek-v4", dtype=torch.float32)
     drafter = HyperDFlashDrafter.from_pretrained(MODELS / "tiny-deepseek-v4-hyperdflash", dtype=torch.float32)
     if head != drafter.config.sequential_head:
         drafter = with_head(headless(drafter), head)
+    drafter.config.head_candidates = candidates
     tokenizer = AutoTokenizer.from_pretrained(MODELS / "tiny-deepseek-v4")
     questions = [{"turns": ["Write a Python function that adds two numbers."]}, {"turns": ["What is 3 plus 4?"]}]
     drafter.bind(target)
@@ -166,21 +167,21 @@ def min_sum(q, p):
 
 
 @pytest.mark.parametrize(
-    ("kind", "recipe"),
+    ("kind", "recipe", "candidates"),
     [
-        ("markov", "dspark"), ("gated_markov", "hyperdflash"), ("recurrent", "dspark"), ("selector", "dspark"),
-        ("state", "dspark"), ("state", "hyperdflash"),
+        ("markov", "dspark", 0), ("gated_markov", "hyperdflash", 0), ("recurrent", "dspark", 0),
+        ("selector", "dspark", 5), ("state", "dspark", 0), ("state", "hyperdflash", 0), ("state", "dspark", 5),
     ],
 )  # fmt: skip
-def test_the_loss_of_heads_is_what_drafting_token_by_token_would_have_said(tmp_path, target, kind, recipe):
+def test_the_loss_of_heads_is_what_drafting_token_by_token_would_have_said(tmp_path, target, kind, recipe, candidates):
     """Every block alone, every draft from its head's own step after the text's token, acceptance token by token."""
-    drafter, documents = headed_drafter(target, kind), rows(2).to_list()
+    drafter, documents = headed_drafter(target, kind, head_candidates=candidates), rows(2).to_list()
     trainer = trainer_for(
         tmp_path, target, drafter, Dataset.from_list(documents), num_anchors=64, recipe=recipe, kl_weight=0.7
     )
     with torch.no_grad():
         loss = trainer.compute_loss(drafter, collate(trainer.train_dataset.to_list())).item()
-    logits, labels, taught, foretold = [], [], [], []
+    logits, own, labels, taught, foretold = [], [], [], [], []
     for ids in (document["input_ids"] for document in documents):
         with torch.no_grad(), capture_residual(target, [-1]) as captured:
             following = target(torch.tensor([ids]), use_cache=False).logits[0]
@@ -198,14 +199,19 @@ def test_the_loss_of_heads_is_what_drafting_token_by_token_would_have_said(tmp_p
                     if step.vectors is not None:
                         scores = scores + step.vectors @ drafter.head_table.T
                     logits.append(scores[0])
+                    own.append(target.lm_head(state))
                     foretold.append((k, drafter.confidence_head(state[None], step.memory).sigmoid().item()))
                     labels.append(ids[a + k + 1])
                     taught.append(following[a + k])
     weights = [math.exp(-k / 4) if recipe == "dspark" else 1.0 for k, _ in foretold]
-    accepted = [min_sum(softmax(q.tolist()), softmax(p.tolist())) for q, p in zip(logits, taught)]
+    chosen = [each.topk(drafter.config.head_candidates or each.shape[-1]).indices for each in own]
+    drawn = [torch.full_like(q, -math.inf).scatter(0, i, q[i]) for q, i in zip(logits, chosen)]
+    accepted = [min_sum(softmax(q.tolist()), softmax(p.tolist())) for q, p in zip(drawn, taught)]
     surprise = [-a * math.log(c) - (1 - a) * math.log(1 - c) for a, (_, c) in zip(accepted, foretold)]
     surprise = sum(w * s for w, s in zip(weights, surprise)) / sum(weights)
-    rejected = sum(w * (1 - a) for w, a in zip(weights, accepted)) / sum(weights)
+    overlap = [min_sum(softmax(q.tolist()), softmax(p.tolist())) for q, p in zip(logits, taught)]
+    rejected = sum(w * (1 - a) for w, a in zip(weights, overlap)) / sum(weights)
+    blind = -sum(w * math.log(softmax(q.tolist())[y]) for w, q, y in zip(weights, own, labels)) / sum(weights)
     cross_entropy = -sum(w * math.log(softmax(q.tolist())[y]) for w, q, y in zip(weights, logits, labels))
     cross_entropy /= sum(weights)
     kl = 0.0
@@ -214,7 +220,8 @@ def test_the_loss_of_heads_is_what_drafting_token_by_token_would_have_said(tmp_p
         pairs = [(softmax(taught[i].tolist()), softmax(logits[i].tolist())) for i in at]
         kl += sum(p * math.log(p / q) for ps, qs in pairs for p, q in zip(ps, qs)) / len(at) / 2
     ce_weight, tv_weight = (0.1, 1.8) if recipe == "dspark" else (1.0, 0.0)
-    expected = ce_weight * cross_entropy + tv_weight * rejected + 0.7 * kl + surprise
+    blind_weight = 0.3 if drafter.config.head_candidates else 0.0
+    expected = ce_weight * cross_entropy + tv_weight * rejected + 0.7 * kl + surprise + blind_weight * blind
     assert loss == pytest.approx(expected, rel=1e-4)
 
 
@@ -309,16 +316,17 @@ def test_every_head_learns_with_every_part_of_it(tmp_path, target, kind):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_s_terms_are_logged_where_they_are_in_use(tmp_path, target, recipe):
+@pytest.mark.parametrize("kind", ["markov", "state"])
+def test_a_recipe_s_terms_are_logged_where_they_are_in_use(tmp_path, target, recipe, kind):
     for confidence_head in (False, True):
-        drafter = tiny_drafter(target, sequential_head="markov", head_rank=4, confidence_head=confidence_head)
+        drafter = tiny_drafter(target, sequential_head=kind, head_rank=4, confidence_head=confidence_head)
         trainer = trainer_for(tmp_path, target, drafter, rows(4), max_steps=1, recipe=recipe)
         trainer.train()
         line, weight = trainer.state.log_history[0], RECIPES[recipe]
         expected = weight["ce_weight"] * line["cross_entropy"] + weight["kl_weight"] * line["kl"]
         assert ("tv" in line) == (recipe != "hyperdflash" or confidence_head)
-        assert ("confidence" in line) == confidence_head
-        expected += weight["tv_weight"] * line.get("tv", 0) + weight["confidence_weight"] * line.get("confidence", 0)
+        assert ("confidence" in line) == confidence_head and ("blind" in line) == (kind == "state")
+        expected += sum(weight[f"{name}_weight"] * line.get(name, 0) for name in ("tv", "confidence", "blind"))
         assert line["loss"] == pytest.approx(expected, rel=1e-4)
         assert trainer.loss_weights["confidence_weight"] == float(confidence_head)
 
@@ -335,8 +343,9 @@ def test_a_recipe_sets_what_the_user_did_not(tmp_path):
     assert (dspark["ce_weight"], dspark["tv_weight"] / 2, dspark["confidence_weight"]) == (0.1, 0.9, 1.0)
     assert dspark["loss_decay"] == 4.0 and dspark["kl_weight"] == 0.0
     given = {"ce_weight": 0.0, "kl_weight": 0.3, "kl_positions": 3, "tv_weight": 0.0, "loss_decay": 7.0}
-    for recipe in RECIPES:
-        assert made(recipe=recipe, **given) == {**given, "confidence_weight": RECIPES[recipe]["confidence_weight"]}
+    for recipe, own in RECIPES.items():
+        theirs = {name: own[name] for name in ("confidence_weight", "blind_weight")}
+        assert made(recipe=recipe, **given) == {**given, **theirs}
     assert made(recipe="dspark", loss_decay=math.inf)["loss_decay"] is None
     with pytest.raises(ValueError, match=r"`recipe` is 'mine', expected one of \('hyperdflash', 'dspark', 'ours'\)"):
         made(recipe="mine")
@@ -604,7 +613,9 @@ def test_wrong_models_and_arguments_are_refused(tmp_path, target):
         trainer_for(tmp_path, target, drafter, rows(2), kl_positions=7)
     with pytest.raises(ValueError, match=r"`confidence_weight` is 1\.0, but the drafter has no confidence head"):
         trainer_for(tmp_path, target, drafter, rows(2), confidence_weight=1.0)
-    trainer_for(tmp_path, target, drafter, confidence_weight=0.0)
+    with pytest.raises(ValueError, match=r"`blind_weight` is 1\.0, but the drafter has no head that chooses among"):
+        trainer_for(tmp_path, target, drafter, rows(2), blind_weight=1.0)
+    trainer_for(tmp_path, target, drafter, confidence_weight=0.0, blind_weight=0.0)
     with pytest.raises(ValueError, match=r"`draft_vocab_size` is 8, expected 0"):
         trainer_for(tmp_path, target, tiny_drafter(target, draft_vocab_size=8), rows(2))
     with pytest.raises(ValueError, match="kl_teacher"):

@@ -17,7 +17,7 @@ from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter, HyperD
 PACKAGE = Path(hf_hyperdflash.__file__).parent
 # A module may import only modules to its left. The families of targets may build on each other.
 ORDER = [
-    "runtime.version", "runtime.stats", "runtime.tree", "runtime.verification", "runtime.reducers", "runtime.heads",
+    "runtime.version", "runtime.stats", "runtime.tree", "runtime.verification", "runtime.reducers", "runtime.heads", "runtime.reach",
     "runtime.hooks", "runtime.cache_linear", "runtime.cache_deepseek_v4", "runtime.sampling", "runtime.stopping",
     "runtime.continuation", "runtime.row", "runtime.target_family", "runtime.target_*", "runtime.targets",
     "runtime.shown",

@@ -137,7 +137,7 @@ def examine(
 
 def _look_at_memory(found: Diagnosis, target: PreTrainedModel, drafter: HyperDFlashDrafter) -> None:
     config = drafter.config
-    visible = config.sliding_window or config.max_position_embeddings
+    visible = drafter.new_context().window or config.max_position_embeddings
     keys = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     token = 2 * keys * drafter.norm.weight.element_size()
     found.facts["drafter"] = (

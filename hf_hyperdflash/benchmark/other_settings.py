@@ -17,7 +17,7 @@ from ..runtime.heads import along_text
 from ..runtime.layers import block_inputs
 from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
 from ..runtime.targets import family_of
-from ..training.blocks import block_labels, block_mask, previous_tokens
+from ..training.blocks import block_labels, block_masks, previous_tokens
 from ..training.features import residual_of
 from ..training.losses import IGNORE_INDEX
 from .intervals import Interval, draw, interval
@@ -166,7 +166,7 @@ def _rounds(
         hidden = drafter(
             family.embed(block),
             at,
-            attention_mask=block_mask(anchors, positions, config.block_size, config.sliding_window),
+            attention_mask=block_masks(config, anchors, positions),
             residual=residual,
             residual_position_ids=positions,
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from ..runtime.configuration_hyperdflash import HyperDFlashConfig
+from ..runtime.reach import SLIDING
 
 # Fields with one name everywhere.
 _SHAPE = (
@@ -91,17 +92,33 @@ def drafter_config(
 
 def layer_fields(config: HyperDFlashConfig) -> dict[str, Any]:
     """The fields of its layers, RoPE aside, as transformers' Qwen3 has them."""
-    kind = "full_attention" if config.sliding_window is None else "sliding_attention"
     return {
         "model_type": "qwen3",
         **{name: getattr(config, name) for name in _SHAPE},
-        "layer_types": [kind] * config.num_hidden_layers,
+        "layer_types": config.kinds,
         "sliding_window": config.sliding_window,
         "use_sliding_window": config.sliding_window is not None,
         "tie_word_embeddings": False,
         "attention_dropout": 0.0,
         "initializer_range": config.initializer_range,
     }
+
+
+def read_windows(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Our fields for the kinds of its layers and their window.
+
+    Raises:
+        ValueError: If a window is meant that is not there.
+    """
+    kinds, window = fields.get("layer_types"), fields.get("sliding_window")
+    if not isinstance(kinds, list) or SLIDING not in kinds:
+        return {}
+    if window is None or not fields.get("use_sliding_window"):
+        raise ValueError(
+            f"{name} has sliding attention layers, but its `sliding_window` is {window} and `use_sliding_window` "
+            f"{fields.get('use_sliding_window')}: expected a number of tokens, in use."
+        )
+    return {"layer_types": kinds, "sliding_window": window}
 
 
 def num_target_layers_field(config: HyperDFlashConfig) -> dict[str, int]:

@@ -73,6 +73,7 @@ def obstacles(config: HyperDFlashConfig) -> dict[str, bool]:
         "in DeepSpec's layout the anchor's slot drafts as well (`sample_from_anchor`)": not config.sample_from_anchor,
         "DeepSpec's layout has no window (`sliding_window`): load it with `from_pretrained(..., "
         "sliding_window=None)`, whose drafts are the same up to that many tokens": config.sliding_window is not None,
+        "DeepSpec's layers are not causal (`causal_layers`)": config.causal_layers != "none",
         **obstacles_to_dspark(config),
     }
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime.configuration_hyperdflash import HyperDFlashConfig
+from ..runtime.reach import SLIDING
 from .layout import (
     drafter_config,
     is_dflash2,
@@ -16,6 +17,7 @@ from .layout import (
     obstacles_to_dspark,
     read_dflash2,
     read_dspark,
+    read_windows,
     section,
     write_dflash2,
     write_dspark,
@@ -47,13 +49,7 @@ def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
         raise ValueError(f"{name} is a {algorithm!r} speculator, expected one of {', '.join(_DEFAULTS)}.")
     layer, method = (section(fields, key, name) for key in ("transformer_layer_config", "speculators_config"))
     value = {**_DEFAULTS[algorithm], **fields}.get
-    kinds = set(layer.get("layer_types") or ())
-    window = layer.get("sliding_window") if kinds == {"sliding_attention"} else None
-    if "sliding_attention" in kinds and not (window and value("sliding_window_non_causal")):
-        raise ValueError(
-            f"{name} has sliding attention layers that are causal within the block or mixed with full ones: expected "
-            "one kind, and `sliding_window_non_causal`."
-        )
+    windows = read_windows(layer, name)
     size = fields.get("draft_vocab_size") or layer.get("vocab_size")
     heads = _HEADS[algorithm](value, name) if algorithm in _HEADS else {}
     if heads.get("sequential_head") == "recurrent" and not value("sample_from_anchor"):
@@ -66,7 +62,8 @@ def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
         layer_ids=[i - 1 if isinstance(i, int) else i for i in fields.get("aux_hidden_state_layer_ids") or ()],
         block_size=fields.get("block_size"),
         mask_token_id=fields.get("mask_token_id"),
-        sliding_window=window,
+        causal_layers="sliding" if windows and not value("sliding_window_non_causal") else "none",
+        **windows,
         sample_from_anchor=bool(value("sample_from_anchor")),
         target_name_or_path=(method.get("verifier") or {}).get("name_or_path") or "",
         draft_vocab_size=0 if size == layer.get("vocab_size") else size,
@@ -101,7 +98,7 @@ def write(config: HyperDFlashConfig) -> dict[str, Any]:
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor,
         # vLLM makes every layer causal where this is false.
-        "sliding_window_non_causal": True,
+        "sliding_window_non_causal": config.causal_layers != "sliding",
         **heads,
     }
 
@@ -115,13 +112,19 @@ def _algorithm(config: HyperDFlashConfig) -> str:
 def obstacles(config: HyperDFlashConfig) -> dict[str, bool]:
     """Reasons why the layout cannot say a drafter, and whether they hold."""
     algorithm = _algorithm(config)
+    windows = {
+        "in speculators' layout a window counts from the anchor (`window_from`)": SLIDING in config.kinds
+        and config.window_from == "slot",
+        "in speculators' layout full attention is never causal (`causal_layers`)": config.causal_layers == "all",
+    }
     if algorithm == "dflash2":
-        return obstacles_to_dflash2(config)
+        return {**windows, **obstacles_to_dflash2(config)}
     begins_at_anchor = config.sequential_head == "recurrent" and not config.sample_from_anchor
     return {
         "in speculators' layout the state of an 'rnn' head begins at the anchor's slot, which drafts nothing here": (
             begins_at_anchor
         ),
+        **windows,
         **(obstacles_to_dspark(config) if algorithm == "dspark" else {}),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, cast
@@ -28,7 +29,7 @@ class BlockDrafter(SavedDrafter):
     A subclass has `layers`, each called with the block's hidden states, the feature of what is new to the context, the
     rotary embedding of both, the context's and the mask, and with a `keys_values` for the feature alone; `rotary_emb`;
     and [`reduce`], [`_begin`] and [`_end`]. Its configuration has `vocab_size`, `draft_vocab_size`, `block_size`,
-    `first_slot`, `max_draft_tokens`, `mask_token_id`, `sliding_window`, `target_layer_ids`, `num_paths`,
+    `first_slot`, `max_draft_tokens`, `mask_token_id`, `kinds`, `reach`, `target_layer_ids`, `num_paths`,
     `target_hc_mult`, `target_hidden_size`, `target_name_or_path`, what [`ContextCache`] and its heads read.
     """
 
@@ -70,7 +71,7 @@ class BlockDrafter(SavedDrafter):
         block_embeds: torch.Tensor,
         position_ids: torch.Tensor,
         context: ContextCache | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
         residual: torch.Tensor | None = None,
         residual_position_ids: torch.Tensor | None = None,
         previous_ids: torch.Tensor | None = None,
@@ -83,8 +84,9 @@ class BlockDrafter(SavedDrafter):
                 tokens.
             position_ids: `[batch, queries]`, true positions.
             context: What is known of the tokens before; the residual's are added to it. `None` in training.
-            attention_mask: Boolean `[batch, 1, queries, context + seq + queries]`, `True` where a query may look;
-                `None` for one block that sees all of its context and itself.
+            attention_mask: Boolean `[batch, 1, queries, context + seq + queries]`, `True` where a query may look, or
+                one for each kind of layer that `config.kinds` has; `None` for one block, which sees what
+                `config.reach` says.
             residual: The target's residual paths of `config.target_layer_ids` of tokens before the anchors,
                 `[batch, seq, config.num_paths, config.target_hidden_size]`.
             residual_position_ids: `[batch, seq]`, true positions of `residual`.
@@ -102,17 +104,16 @@ class BlockDrafter(SavedDrafter):
         if context is None and residual is None:
             raise ValueError("Expected `context`, or `residual` with `residual_position_ids`, not neither.")
         hidden, feature, new = self._begin(block_embeds.to(self.dtype)), None, 0
-        if attention_mask is not None:
-            attention_mask = attention_mask_for(self.config._attn_implementation, attention_mask, hidden.dtype)
         if residual is not None:
             feature, new = self.reduce(residual), residual.shape[1]
             position_ids = torch.cat([cast(torch.Tensor, residual_position_ids), position_ids], dim=1)
         rotary = self._rotary(hidden, position_ids)
         if context is not None:
             context.make_room(position_ids.shape[1], hidden, self.config)
-        for index, layer in enumerate(self.layers):
+        masks = self._masks(attention_mask, hidden, context, new)
+        for index, (layer, kind) in enumerate(zip(self.layers, self.config.kinds)):
             known = None if context is None else context.layer(index, new)
-            hidden = layer(hidden, feature, rotary, known, attention_mask)
+            hidden = layer(hidden, feature, rotary, known, masks[kind])
         if context is not None:
             context.advance(new)
         hidden = self._end(hidden)
@@ -122,6 +123,25 @@ class BlockDrafter(SavedDrafter):
         output = along_text(drafts, previous_ids, previous_embeds, self.head, self.confidence_head)
         chooses = self.head is not None and self.config.head_candidates
         return output._replace(states=self.readable(output.states), blind=self.readable(drafts) if chooses else None)
+
+    def _masks(
+        self,
+        given: torch.Tensor | Mapping[str, torch.Tensor] | None,
+        hidden: torch.Tensor,
+        context: ContextCache | None,
+        new: int,
+    ) -> dict[str, Any]:
+        """For each kind of layer what its attention takes as a mask."""
+        kinds, masks = self.config.kinds, {}
+        for kind in dict.fromkeys(kinds):
+            if given is None:
+                seen = new if context is None else context.visible(kinds.index(kind), new)
+                mask = self.config.reach(kind).mask(hidden.shape[1], seen, hidden.device)
+            else:
+                mask = given if isinstance(given, torch.Tensor) else given[kind]
+            implementation = self.config._attn_implementation
+            masks[kind] = None if mask is None else attention_mask_for(implementation, mask, hidden.dtype)
+        return masks
 
     # One sequence
 
@@ -165,7 +185,7 @@ class BlockDrafter(SavedDrafter):
 
     def new_context(self) -> ContextCache:
         """An empty context for one sequence."""
-        return ContextCache(self.config.sliding_window)
+        return ContextCache([self.config.reach(kind) for kind in self.config.kinds])
 
     @torch.no_grad()
     def extend(

@@ -8,6 +8,7 @@ from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4
 
 from .configuration_hyperdflash import HyperDFlashConfig, check_layer_ids, check_temperatures
 from .configuration_mtp import of_blocks
+from .reach import SLIDING, Reach
 
 # DeepSeek's names of what we call the same in every drafter of blocks.
 _DEEPSEEK_FIELDS = {
@@ -51,6 +52,15 @@ class DeepseekV4DSparkConfig(DeepseekV4Config):
     sample_from_anchor = confidence_head = True
     first_slot = head_candidates = draft_vocab_size = 0
     sequential_head = "markov"
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kind of every layer."""
+        return [SLIDING] * self.num_hidden_layers
+
+    def reach(self, kind: str) -> Reach:
+        """What slots see in layers of a kind."""
+        return Reach(self.sliding_window)
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)

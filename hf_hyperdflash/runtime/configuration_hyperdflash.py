@@ -14,6 +14,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from .heads import HEADS
+from .reach import CAUSAL_LAYERS, FULL, LAYER_KINDS, SLIDING, WINDOW_FROM, Reach
 from .reducers import REDUCERS
 from .version import __version__, series
 
@@ -100,6 +101,10 @@ class HyperDFlashConfig(PreTrainedConfig):
         rope_parameters: RoPE of the drafter; positions are the target's true positions.
         max_position_embeddings: Longest position RoPE is made for.
         sliding_window: How many context positions before the anchor a block sees; `None` for all.
+        layer_types: `"full_attention"` or `"sliding_attention"` for each layer, where only the latter have the window;
+            `None` if all are alike. Mixed ones, and the next two, are DFlash drafters' of other formats.
+        causal_layers: In which layers a slot sees only those before it of its block: `"none"`, `"sliding"` or `"all"`.
+        window_from: Where the window begins: `"anchor"`, or each `"slot"`, which is then counted in (see [`Reach`]).
         block_size: Anchor plus draft positions: 7 is the paper's six drafted steps (section 3.3).
         draft_vocab_size: How many tokens it can draft, with an LM head of its own for them; 0 for all, with the
             target's. Only for drafters of other formats.
@@ -161,6 +166,9 @@ class HyperDFlashConfig(PreTrainedConfig):
     rope_parameters: RopeParameters | dict | None = None
     max_position_embeddings: int = 1048576
     sliding_window: int | None = None
+    layer_types: list[str] | None = None
+    causal_layers: str = "none"
+    window_from: str = "anchor"
     block_size: int = 7
     draft_vocab_size: int = 0
     sample_from_anchor: bool = False
@@ -270,6 +278,7 @@ class HyperDFlashConfig(PreTrainedConfig):
         """Raise a `ValueError` if a field, or a pair of them, makes no drafter."""
         self.check_fields({name: getattr(self, name) for name in HyperDFlashConfig.__annotations__})
         self._check_sizes()
+        self._check_attention()
         self._check_functions()
         self._check_reducer()
         self._check_heads()
@@ -291,6 +300,23 @@ class HyperDFlashConfig(PreTrainedConfig):
             raise ValueError(
                 f"`mask_token_id` is {self.mask_token_id}, outside the vocabulary of {self.vocab_size} tokens. "
                 "Pass the id of a token that never occurs in text."
+            )
+
+    def _check_attention(self) -> None:
+        kinds = self.layer_types
+        if kinds is not None and not (
+            isinstance(kinds, list) and len(kinds) == self.num_hidden_layers and set(kinds) <= set(LAYER_KINDS)
+        ):
+            raise ValueError(
+                f"`layer_types` is {kinds!r}, expected None or {self.num_hidden_layers} of {LAYER_KINDS}, one per "
+                "layer."
+            )
+        for name, allowed in (("causal_layers", CAUSAL_LAYERS), ("window_from", WINDOW_FROM)):
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"`{name}` is {value!r}, expected one of {allowed}.")
+        if SLIDING in (kinds or ()) and self.sliding_window is None:
+            raise ValueError(
+                "`sliding_window` is None, but `layer_types` has sliding attention: expected its window, in tokens."
             )
 
     def _check_functions(self) -> None:
@@ -336,6 +362,17 @@ class HyperDFlashConfig(PreTrainedConfig):
                 f"{self.hidden_size}."
             )
         check_temperatures(self.confidence_temperatures, self.max_draft_tokens)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kind of every layer."""
+        alike = FULL if self.sliding_window is None else SLIDING
+        return self.layer_types or [alike] * self.num_hidden_layers
+
+    def reach(self, kind: str) -> Reach:
+        """What slots see in layers of a kind."""
+        is_causal = self.causal_layers == "all" or (self.causal_layers == "sliding" and kind == SLIDING)
+        return Reach(self.sliding_window if kind == SLIDING else None, self.window_from == "slot", is_causal)
 
     @property
     def has_gate(self) -> bool:

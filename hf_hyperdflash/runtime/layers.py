@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
     eager_attention_forward,
     rotate_half,
 )
+
+from .reach import Reach
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
@@ -71,7 +73,7 @@ def attention_mask_for(implementation: str | None, mask: torch.Tensor, dtype: to
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
     raise ValueError(
         f"`attn_implementation` is {implementation!r}, which cannot mask blocks of several anchors: train with "
-        "'sdpa' or 'flex_attention'."
+        "'sdpa' or 'flex_attention', and draft so where layers are causal or windows count from each slot."
     )
 
 
@@ -220,15 +222,17 @@ class ContextCache:
     neither a new token nor a block copies the context.
 
     Args:
-        window: Keep only the last `window` positions visible; `None` for all.
+        reaches: Of every layer.
 
     Attributes:
+        window: How many of the last tokens any layer sees; `None` for all.
         end: Position after the last token seen, in tokens of the sequence.
         pending: Residual and positions of the last of them, which go in with the next block.
     """
 
-    def __init__(self, window: int | None = None) -> None:
-        self.window = window
+    def __init__(self, reaches: Sequence[Reach]) -> None:
+        self._windows = [reach.context for reach in reaches]
+        self.window = None if None in self._windows else max(window for window in self._windows if window is not None)
         self.end = 0
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self._buffer: torch.Tensor | None = None  # [layers, 2, batch, kv_heads, capacity, head_dim]
@@ -249,7 +253,7 @@ class ContextCache:
         those that the queries see: of the context, which `new` tokens are added to, and of the queries themselves."""
 
         def update(keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
-            stop, start = self._stop + keys.shape[2], self._first_visible(self._stop + new)
+            stop, start = self._stop + keys.shape[2], self._first_visible(self._stop + new, self._windows[index])
             own_keys, own_values = self._buffer[index]  # type: ignore[index]
             own_keys[:, :, self._stop : stop] = keys
             own_values[:, :, self._stop : stop] = values
@@ -257,13 +261,18 @@ class ContextCache:
 
         return update
 
+    def visible(self, index: int, new: int) -> int:
+        """How many tokens of the context a layer sees, `new` ones among them."""
+        stop = self._stop + new
+        return stop - self._first_visible(stop, self._windows[index])
+
     def advance(self, new: int) -> None:
         """Keep the first `new` of the tokens that were written."""
         self._stop += new
-        self._start = self._first_visible(self._stop)
+        self._start = self._first_visible(self._stop, self.window)
 
-    def _first_visible(self, stop: int) -> int:
-        return self._start if self.window is None else max(self._start, stop - self.window)
+    def _first_visible(self, stop: int, window: int | None) -> int:
+        return self._start if window is None else max(self._start, stop - window)
 
     @property
     def layers(self) -> list[KeysValues]:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from ..runtime.reach import Reach
 from .losses import IGNORE_INDEX
+
+_EVERYTHING = Reach()
 
 
 def anchor_candidates(loss_mask: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
@@ -76,29 +80,35 @@ def previous_tokens(input_ids: torch.Tensor, anchors: torch.Tensor, drafts: int)
 
 
 def block_mask(
-    anchors: torch.Tensor, position_ids: torch.Tensor, block_size: int, window: int | None = None
+    anchors: torch.Tensor, position_ids: torch.Tensor, block_size: int, reach: Reach = _EVERYTHING
 ) -> torch.Tensor:
-    """Who sees whom: a block sees its document strictly before its anchor, and itself in both directions.
+    """Who sees whom: a block sees its document strictly before its anchor, and itself, as far as it reaches.
 
     Args:
         anchors: Indices `[batch, anchors]`, -1 for missing ones (they see only their own block).
         position_ids: `[batch, context]`, counting from 0 in every packed document.
         block_size: Slots per block.
-        window: How many positions before the anchor are visible; `None` for all.
+        reach: Of its slots.
 
     Returns:
         Boolean `[batch, 1, anchors * block_size, context + anchors * block_size]`.
     """
-    back = position_ids.gather(1, anchors.clamp(min=0))  # tokens of the document before the anchor
-    if window is not None:
-        back = back.clamp(max=window)
-    slots = anchors.repeat_interleave(block_size, dim=1).unsqueeze(-1)
-    earliest = (anchors - back).repeat_interleave(block_size, dim=1).unsqueeze(-1)
-    context = torch.arange(position_ids.shape[1], device=anchors.device)
-    sees_context = (context < slots) & (context >= earliest)
-    block = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block_size)
-    sees_block = (block.unsqueeze(-1) == block).expand(anchors.shape[0], -1, -1)
+    device, count = anchors.device, anchors.shape[1]
+    documents = position_ids.gather(1, anchors.clamp(min=0)).unsqueeze(-1)  # tokens of each before its anchor
+    back = anchors.unsqueeze(-1) - torch.arange(position_ids.shape[1], device=device)
+    slots = torch.arange(block_size, device=device).view(-1, 1)
+    before = (back > 0) & (back <= documents)
+    sees_context = (before.unsqueeze(2) & reach.seen(slots, back.unsqueeze(2))).flatten(1, 2)
+    block = torch.arange(count, device=device).repeat_interleave(block_size)
+    sees_block = (block.unsqueeze(-1) == block) & reach.seen_slots(block_size, device).repeat(count, count)
+    sees_block = sees_block.expand(len(anchors), -1, -1)
     return torch.cat([sees_context, sees_block], dim=-1).unsqueeze(1)
+
+
+def block_masks(config: Any, anchors: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """[`block_mask`] of every kind of layer that a drafter has."""
+    kinds = dict.fromkeys(config.kinds)
+    return {kind: block_mask(anchors, position_ids, config.block_size, config.reach(kind)) for kind in kinds}
 
 
 def walk_rounds(anchors: torch.Tensor, matched: torch.Tensor, available: torch.Tensor) -> list[tuple[int, int]]:

@@ -33,7 +33,7 @@ from .blocks import (
     anchor_candidates,
     anchor_seeds,
     block_labels,
-    block_mask,
+    block_masks,
     expected_rounds,
     previous_tokens,
     sample_anchors,
@@ -113,7 +113,7 @@ def draft_states(
     return drafter(
         embeds,
         positions,
-        attention_mask=block_mask(anchors, batch["position_ids"], size, config.sliding_window),
+        attention_mask=block_masks(config, anchors, batch["position_ids"]),
         residual=residual[:, :, : config.num_paths],
         residual_position_ids=batch["position_ids"],
         previous_ids=previous,

@@ -25,12 +25,19 @@ ZLAB = [
     {"nested": False, "layer_ids": [0, 2]},
     {"nested": True, "layer_ids": [1, 2]},
     {"nested": True, "layer_ids": [1]},
+    {"nested": True, "layer_ids": [1], "is_causal": True},
+    # Every layer but the last slides, causal if nothing is said.
+    {"nested": False, "layer_ids": [0, 2], "sliding_window": 6},
+    {"nested": True, "layer_ids": [1], "sliding_window": 3, "is_causal": False},
+    {"nested": True, "layer_ids": [1], "sliding_window": 1, "is_causal": True},
 ]
 SPECULATORS = [
     {"layer_ids": [1, 3]},
     {"layer_ids": [2, 3], "draft_vocab_size": 20},
     {"layer_ids": [1, 3], "verifier_weights": "omitted"},
     {"layer_ids": [1, 3], "sample_from_anchor": True},
+    {"layer_ids": [1], "sliding_window": 6},
+    {"layer_ids": [1], "sliding_window": 6, "sliding_window_non_causal": True},
 ]
 
 
@@ -112,10 +119,20 @@ def test_a_layer_or_a_slot_off_is_another_drafter(target, tmp_path):
         assert (drafted(drafter, target, ids, 4) - expected).abs().max() > 0.01
 
 
-@pytest.mark.parametrize(("format", "window"), [("z-lab", None), ("speculators", None), ("speculators", 6)])
-def test_export_is_what_the_oracle_reads(target, tmp_path, format, window):
-    drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[0, 2], sliding_window=window, num_draft_tokens=4)
-    drafter = drafter.float()
+MIXED = {"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("format", "windows"),
+    [
+        ("z-lab", {}), ("z-lab", {**MIXED, "window_from": "slot"}), ("z-lab", {"causal_layers": "all"}),
+        ("z-lab", {"sliding_window": 4, "window_from": "slot", "causal_layers": "sliding"}), ("speculators", {}),
+        ("speculators", {"sliding_window": 6}), ("speculators", {**MIXED, "causal_layers": "sliding"}),
+    ],
+)  # fmt: skip
+def test_export_is_what_the_oracle_reads(target, tmp_path, format, windows):
+    windows = {"sliding_window": None, **windows}
+    drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[0, 2], num_draft_tokens=4, **windows).float()
     told = export_dflash(drafter, tmp_path, format)
     assert '"num_speculative_tokens": 4' in told and ("SGLang" in told) == (format == "z-lab")
     ids = prompt(14)
@@ -126,6 +143,8 @@ def test_export_is_what_the_oracle_reads(target, tmp_path, format, window):
     again = load_dflash(tmp_path)
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in drafter.state_dict().items())
     assert torch.equal(drafted(again, target, ids, 4), drafted(drafter, target, ids, 4))
+    assert again.config.kinds == drafter.config.kinds
+    assert all(again.config.reach(kind) == drafter.config.reach(kind) for kind in again.config.kinds)
 
 
 def test_scaled_rope_is_written_and_read(target, tmp_path):
@@ -161,6 +180,13 @@ def test_what_cannot_be_expressed_is_refused(tmp_path):
     plain = tiny_drafter(qwen3(), reducer="fc", target_layer_ids=[0], sliding_window=8)
     with pytest.raises(ValueError, match=r"window.*`from_pretrained\(\.\.\., sliding_window=None\)`"):
         export_dflash(plain, tmp_path / "out")
+    for fields, why in (
+        ({"sliding_window": 8, "window_from": "slot"}, "a window counts from the anchor"),
+        ({"causal_layers": "all"}, "full attention is never causal"),
+    ):
+        causal = tiny_drafter(qwen3(), reducer="fc", target_layer_ids=[0], **fields)
+        with pytest.raises(ValueError, match=why):
+            export_dflash(causal, tmp_path / "out", "speculators")
     with pytest.raises(ValueError, match="expected one of"):
         export_dflash(plain, tmp_path / "out", "gguf")
     assert not (tmp_path / "out").exists()
@@ -174,7 +200,15 @@ def test_what_cannot_be_expressed_is_refused(tmp_path):
         ({"dflash_config": {"target_layer_ids": [0, 3], "mask_token_id": 1, "block_size": 5}}, "last layer's output"),
         ({"dflash_config": {"target_layer_ids": [2, 0], "mask_token_id": 1, "block_size": 5}}, "ascending"),
         ({"dflash_config": {"target_layer_ids": [0, 2], "block_size": 5}}, "`mask_token_id` .None."),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding attention"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "but its `sliding_window` is None"),
+        (
+            {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "use_sliding_window": False},
+            "sliding_window` is 8 and `use_sliding_window` False: expected a number of tokens, in use",
+        ),
+        (
+            {"layer_types": ["sliding_attention"], "sliding_window": 8, "use_sliding_window": True},
+            "expected None or 2 of",
+        ),
         ({"final_logit_softcapping": 30.0}, "softcapping"),
         ({"num_hidden_layers": 1}, r"11 unexpected \(layers\.1"),
         ({"intermediate_size": 47}, r"of another shape \(layers\.0\.mlp"),
@@ -281,12 +315,6 @@ def test_what_our_own_command_trains_can_be_exported(target, tmp_path):
     windowed = tiny_drafter(target, reducer="fc", target_layer_ids=[0, 2], sliding_window=8)
     windowed.save_pretrained(tmp_path / "windowed")
     export_dflash(HyperDFlashDrafter.from_pretrained(tmp_path / "windowed", sliding_window=None), tmp_path / "out")
-
-
-def test_mixed_windows_are_refused(target, tmp_path):
-    write_speculators(tmp_path, target, layer_ids=[1], sliding_window=6, sliding_window_non_causal=True, **SHAPE)
-    with pytest.raises(ValueError, match="mixed with full ones"):
-        load_dflash(tmp_path)
 
 
 def test_the_command(target, tmp_path):

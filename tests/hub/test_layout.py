@@ -196,7 +196,7 @@ def test_copies_of_another_target_are_refused(target, tmp_path):
         (SPECULATORS, {"speculators_model_type": "eagle3"}, "a 'eagle3' speculator, expected one of dflash, dflash2"),
         (SPECULATORS, {"markov_head_type": "rnn"}, r"2 missing \(markov_head\.joint_proj"),
         (partial(SPECULATORS, head="rnn"), {"sample_from_anchor": False}, "an 'rnn' head and .* begins at"),
-        (DFLASH2, {"is_causal": True}, "`is_causal` .* is True, which is not supported"),
+        (DFLASH2, {"is_causal": "yes"}, "`is_causal` .* is 'yes', expected true, false or none"),
         (DFLASH2, {"final_logit_softcapping": 1.0}, "`final_logit_softcapping` .* is 1.0, which is not supported"),
         (DFLASH2, {"architectures": ["DFlashDraftModel"]}, "11 unexpected"),
         (partial(DFLASH2, nested=False), {"selector_top_k": 0}, "lacks selector_top_k"),

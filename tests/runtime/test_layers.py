@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hyperdflash.runtime.layers import CausalConvolution, ContextCache
+from hf_hyperdflash.runtime.reach import Reach
 from hf_hyperdflash.training.blocks import block_mask
 
 from ..conftest import prompt, tiny_drafter, tiny_target
@@ -21,7 +22,7 @@ def blocks(window=None):
     torch.manual_seed(0)
     anchors, everywhere = torch.tensor([[3, 17]]), torch.arange(24)[None]
     positions = (anchors.unsqueeze(-1) + torch.arange(7)).flatten(1)
-    mask = block_mask(anchors, everywhere, 7, window)
+    mask = block_mask(anchors, everywhere, 7, Reach(window))
     return torch.randn(1, 14, 32), positions, None, mask, torch.randn(1, 24, 4, 32), everywhere
 
 
@@ -69,11 +70,13 @@ STEPS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7), st.booleans()),
 
 
 @settings(deadline=None, max_examples=100)
-@given(STEPS, st.sampled_from([None, 1, 4, 30]))
-def test_a_context_is_its_accepted_tokens_whatever_blocks_come_between(steps, window):
-    """Against a list: tokens that are new go in, a block's are seen and overwritten, old ones leave the window."""
+@given(STEPS, st.sampled_from([(None, None), (1, 1), (4, 4), (30, 30), (4, None), (7, 2)]))
+def test_a_context_is_its_accepted_tokens_whatever_blocks_come_between(steps, windows):
+    """Against a list: tokens that are new go in, a block's are seen and overwritten, old ones leave the window of each
+    layer, and all of them the buffer."""
     config = type("Config", (), dict(num_hidden_layers=2, num_key_value_heads=1, head_dim=2))
-    context, accepted, number = ContextCache(window), [], 0
+    context, accepted, number = ContextCache([Reach(window) for window in windows]), [], 0
+    longest = None if None in windows else max(windows)
 
     def rows(values):
         return torch.tensor(values, dtype=torch.float).view(1, 1, -1, 1).expand(1, 1, -1, 2)
@@ -82,16 +85,17 @@ def test_a_context_is_its_accepted_tokens_whatever_blocks_come_between(steps, wi
         tokens = list(range(number, number + new + queries))
         number += new + queries
         context.make_room(len(tokens), torch.zeros(1, 0), config)
-        before = accepted[-window:] if window else accepted
-        seen = [*accepted, *tokens[:new]][-window:] if window else [*before, *tokens[:new]]
-        for layer in range(2):
+        for layer, window in enumerate(windows):
+            seen = [*accepted, *tokens[:new]]
+            seen = seen[-window:] if window else seen
+            assert context.visible(layer, new) == len(seen)
             keys, values = context.layer(layer, new)(rows(tokens) + 100 * layer, -rows(tokens))
             assert keys[0, 0, :, 0].tolist() == [token + 100 * layer for token in [*seen, *tokens[new:]]]
             assert values[0, 0, :, 1].tolist() == [-token for token in [*seen, *tokens[new:]]]
         if is_kept:  # else the forward was interrupted before its end
             context.advance(new)
             accepted += tokens[:new]
-        visible = accepted[-window:] if window else accepted
+        visible = accepted[-longest:] if longest else accepted
         assert len(context) == len(visible)
         assert all(keys[0, 0, :, 1].tolist() == [t + 100 * i for t in visible] for i, (keys, _) in
                    enumerate(context.layers))  # fmt: skip

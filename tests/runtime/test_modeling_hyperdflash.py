@@ -16,7 +16,7 @@ from hf_hyperdflash.runtime.heads import HEADS
 from hf_hyperdflash.runtime.layers import block_inputs
 from hf_hyperdflash.runtime.modeling_hyperdflash import register_auto_classes
 from hf_hyperdflash.runtime.reducers import HCGateReducer, path_gates
-from hf_hyperdflash.training.blocks import block_mask, previous_tokens
+from hf_hyperdflash.training.blocks import block_mask, block_masks, previous_tokens
 
 from ..conftest import prompt, tiny_drafter, tiny_target
 from ..helpers import oracle_heads as oracle
@@ -352,8 +352,21 @@ def test_forward_equals_a_reference_written_query_by_query(target, taps):
         assert len(context) == 6
 
 
-@pytest.mark.parametrize(("window", "fields"), [(None, {}), (5, {"conv_kernel_size": 3}), (5, {"hidden_size": 48}),
-                                               (None, {"hidden_size": 48, "conv_kernel_size": 2})])  # fmt: skip
+FULL_FIRST, SLIDING_FIRST = (
+    dict(layer_types=kinds, num_hidden_layers=2)
+    for kinds in (["full_attention", "sliding_attention"], ["sliding_attention", "full_attention"])
+)
+
+
+@pytest.mark.parametrize(
+    ("window", "fields"),
+    [
+        (None, {}), (5, {"conv_kernel_size": 3}), (5, {"hidden_size": 48}),
+        (None, {"hidden_size": 48, "conv_kernel_size": 2}), (5, FULL_FIRST),
+        (5, {"causal_layers": "sliding", **SLIDING_FIRST}), (5, {"causal_layers": "all", "window_from": "slot"}),
+        (5, {"window_from": "slot", "causal_layers": "sliding", **FULL_FIRST}), (2, {"window_from": "slot"}),
+    ],
+)  # fmt: skip
 @torch.no_grad()
 def test_cached_context_equals_the_masked_training_layout(target, window, fields):
     """Generation adds context token by token and runs one block; training runs all blocks at once under a mask."""
@@ -362,7 +375,7 @@ def test_cached_context_equals_the_masked_training_layout(target, window, fields
     anchors = torch.tensor([[1, 70, 149]])
     positions = (anchors.unsqueeze(-1) + torch.arange(7)).flatten(1)
     everywhere = torch.arange(150)[None]
-    mask = block_mask(anchors, everywhere, 7, window)
+    mask = block_masks(drafter.config, anchors, everywhere)
     together = drafter(embeds, positions, attention_mask=mask, residual=residual, residual_position_ids=everywhere)
     cache, filled = drafter.new_context(), 0
     for index, anchor in enumerate(anchors[0].tolist()):
@@ -374,7 +387,8 @@ def test_cached_context_equals_the_masked_training_layout(target, window, fields
         block = slice(7 * index, 7 * index + 7)
         alone = drafter(embeds[:, block], positions[:, block], cache, None, *cache.pending)
         cache.pending = None
-        assert len(cache) == min(anchor, window or anchor)
+        if "full_attention" not in drafter.config.kinds:
+            assert len(cache) == min(anchor, window - (drafter.config.window_from == "slot"))
         torch.testing.assert_close(alone, together[:, block], atol=1e-5, rtol=1e-4)
 
 

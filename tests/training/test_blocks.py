@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hyperdflash.runtime.layers import block_inputs
+from hf_hyperdflash.runtime.reach import Reach
 from hf_hyperdflash.training.blocks import (
     anchor_candidates,
     anchor_seeds,
@@ -60,12 +61,15 @@ def test_anchors_and_labels_lie_in_supervised_text_of_one_document(lengths, coun
 
 
 @settings(deadline=None, max_examples=60)
-@given(DOCUMENTS, st.integers(1, 4), st.one_of(st.none(), st.integers(1, 5)), st.integers(0, 1000))
-def test_mask_equals_a_loop(lengths, size, window, seed):
+@given(
+    DOCUMENTS, st.integers(1, 4), st.one_of(st.none(), st.integers(1, 5)), st.booleans(), st.booleans(),
+    st.integers(0, 1000),
+)  # fmt: skip
+def test_mask_equals_a_loop(lengths, size, window, from_slot, causal, seed):
     _, _, positions, documents = packed(lengths, seed)
     context = len(documents)
     anchors = torch.randint(-1, context, (1, 3), generator=torch.Generator().manual_seed(seed))
-    mask = block_mask(anchors, positions, size, window)
+    mask = block_mask(anchors, positions, size, Reach(window, from_slot, causal))
     for q in range(3 * size):
         anchor = int(anchors[0, q // size])
         for j in range(context):
@@ -73,11 +77,14 @@ def test_mask_equals_a_loop(lengths, size, window, seed):
                 anchor >= 0
                 and j < anchor
                 and documents[j] == documents[anchor]
-                and (window is None or j >= anchor - window)
+                and (window is None or (anchor + q % size - j < window if from_slot else anchor - j <= window))
             )
             assert bool(mask[0, 0, q, j]) == expected
         for j in range(3 * size):
-            assert bool(mask[0, 0, q, context + j]) == (q // size == j // size)
+            expected = q // size == j // size and (not causal or j <= q)
+            if window is not None and from_slot:
+                expected = expected and abs(j - q) < window
+            assert bool(mask[0, 0, q, context + j]) == expected
 
 
 def test_anchors_depend_on_seed_step_and_text_alone():

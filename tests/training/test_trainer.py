@@ -52,6 +52,8 @@ FIELDS = [
     {}, {"sliding_window": 6}, {"reducer": "fc"}, {"hidden_size": 48, "head_dim": 16},
     {"reducer": "fc", "target_layer_ids": [0, 1]}, {"reducer": "hybrid", "target_layer_ids": [1, -1]},
     {"sample_from_anchor": True, "conv_kernel_size": 2},
+    {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2,
+     "causal_layers": "sliding", "window_from": "slot"},
 ]  # fmt: skip
 
 

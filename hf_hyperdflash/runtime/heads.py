@@ -86,6 +86,11 @@ class SequentialHead(nn.Module):
         """
         raise NotImplementedError(f"A {type(self).__name__} has no `forward`.")
 
+    @classmethod
+    def candidates_of(cls, vocabulary: int) -> int:
+        """Among how many of so many tokens it chooses by default; 0 for all."""
+        return min(cls.candidates, vocabulary)
+
     @property
     def table(self) -> torch.Tensor | None:
         """`[config.draft_vocab_size or config.vocab_size, config.head_rank]`, what turns vectors into logits."""
@@ -189,6 +194,11 @@ class StateHead(SequentialHead):
     key = "state_head"
     candidates = 1024
     reads_embeds = True
+
+    @classmethod
+    def candidates_of(cls, vocabulary: int) -> int:
+        # Here a choice only saves time: to gather rows of a small vocabulary's LM head takes longer than all of it.
+        return cls.candidates if vocabulary > 8 * cls.candidates else 0
 
     def __init__(self, config: Any) -> None:
         super().__init__()

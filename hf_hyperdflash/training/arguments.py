@@ -18,15 +18,15 @@ FEATURE_SOURCES = ("online", "cached")
 RECIPES: dict[str, dict[str, float | None]] = {
     "hyperdflash": {  # the paper's
         "ce_weight": 1.0, "kl_weight": 0.15, "kl_positions": 2, "tv_weight": 0.0, "confidence_weight": 1.0,
-        "blind_weight": 0.3, "loss_decay": None,
+        "blind_weight": 0.1, "loss_decay": None,
     },
     "dspark": {  # theirs: 0.1 cross-entropy + 0.9 L1 + 1.0 confidence; L1 is twice the total variation
         "ce_weight": 0.1, "kl_weight": 0.0, "kl_positions": 2, "tv_weight": 1.8, "confidence_weight": 1.0,
-        "blind_weight": 0.3, "loss_decay": 4.0,
+        "blind_weight": 0.1, "loss_decay": 4.0,
     },
     "ours": {
         "ce_weight": 1.0, "kl_weight": 1.0, "kl_positions": None, "tv_weight": 1.0, "confidence_weight": 1.0,
-        "blind_weight": 0.3, "loss_decay": 4.0,
+        "blind_weight": 0.1, "loss_decay": 4.0,
     },
 }  # fmt: skip
 LOSS_WEIGHTS = ("ce_weight", "kl_weight", "tv_weight", "confidence_weight", "blind_weight")

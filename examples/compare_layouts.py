@@ -45,6 +45,9 @@ SHAPE = dict(
     bos_token_id=None, eos_token_id=None,
 )  # fmt: skip
 HEADS = {"vanilla": "markov", "gated": "gated_markov", "rnn": "recurrent"}
+# Layers of two kinds, in Qwen3's words and, where a window counts from the anchor, in ours.
+MIXED = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=6, use_sliding_window=True)
+OURS = {name: MIXED[name] for name in ("layer_types", "sliding_window")}
 
 
 @dataclass
@@ -114,16 +117,16 @@ def our_round(drafter: Any, target: PreTrainedModel, ids: Tensor, count: int, dr
 # PyPI's dflash
 
 
-def dflash_config() -> Qwen3Config:
+def dflash_config(windows: dict[str, Any]) -> Qwen3Config:
     own = {"mask_token_id": MASK, "target_layer_ids": READ, "block_size": BLOCK, "conv_kernel_size": 2}
     own |= {"conv_group_size": 16, "selector_rank": RANK, "selector_top_k": 16}
-    return Qwen3Config(**SHAPE, num_target_layers=LAYERS, dflash_config=own, is_causal=False)
+    return Qwen3Config(**SHAPE, num_target_layers=LAYERS, dflash_config=own, **windows)
 
 
-def save_with_dflash(folder: Path, _: Path, target: PreTrainedModel) -> None:
+def save_with_dflash(windows: dict[str, Any], folder: Path, _: Path, target: PreTrainedModel) -> None:
     from dflash.model import DFlash2DraftModel
 
-    randomized(DFlash2DraftModel(dflash_config()), 1).save_pretrained(folder)
+    randomized(DFlash2DraftModel(dflash_config(windows)), 1).save_pretrained(folder)
 
 
 def rounds_of_dflash(folder: Path, target: PreTrainedModel, prompt: Tensor, tokens: int, T: float) -> list[Round]:
@@ -163,7 +166,7 @@ def rounds_of_dflash(folder: Path, target: PreTrainedModel, prompt: Tensor, toke
 # speculators
 
 
-def speculators_model(algorithm: str, target_folder: Path, **fields: Any) -> Any:
+def speculators_model(algorithm: str, target_folder: Path, windows: dict[str, Any], **fields: Any) -> Any:
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
     from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
@@ -174,7 +177,7 @@ def speculators_model(algorithm: str, target_folder: Path, **fields: Any) -> Any
         "dflash2": (DFlash2DraftModel, DFlash2SpeculatorConfig),
     }
     model_class, config_class = classes[algorithm]
-    layers = Qwen3Config(**SHAPE)
+    layers = Qwen3Config(**SHAPE, **windows)
     layers._attn_implementation = "eager"
     config = config_class(
         transformer_layer_config=layers, block_size=BLOCK, mask_token_id=MASK,
@@ -190,9 +193,14 @@ def speculators_model(algorithm: str, target_folder: Path, **fields: Any) -> Any
 
 
 def save_with_speculators(
-    algorithm: str, fields: dict[str, Any], folder: Path, target_folder: Path, target: PreTrainedModel
+    algorithm: str,
+    windows: dict[str, Any],
+    fields: dict[str, Any],
+    folder: Path,
+    target_folder: Path,
+    target: PreTrainedModel,
 ) -> None:
-    model = speculators_model(algorithm, target_folder, **fields)
+    model = speculators_model(algorithm, target_folder, windows, **fields)
     if model.use_draft_vocab:
         kept = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))[:DRAFTED].sort().values
         mask = torch.zeros(VOCABULARY, dtype=torch.bool).index_fill_(0, kept, True)
@@ -317,13 +325,25 @@ class Case:
 
 def cases() -> Iterator[Case]:
     selector = dict(sequential_head="selector", head_rank=RANK, conv_kernel_size=2)
-    yield Case("dflash", "DFlash 2", "z-lab", save_with_dflash, selector, rounds_of_dflash)
-    save = partial(save_with_speculators, "dflash2", {"selector_rank": RANK})
-    yield Case("speculators", "DFlash 2", "speculators", save, selector, rounds_of_speculators)
+    for name, windows, ours in (
+        ("", {"is_causal": False}, {}),
+        (", sliding", {**MIXED, "is_causal": False}, {**OURS, "window_from": "slot"}),
+        (", sliding and causal", MIXED, {**OURS, "window_from": "slot", "causal_layers": "sliding"}),
+        (", causal", {"is_causal": True}, {"causal_layers": "all"}),
+    ):
+        save = partial(save_with_dflash, windows)
+        yield Case("dflash", f"DFlash 2{name}", "z-lab", save, {**selector, **ours}, rounds_of_dflash)
+    for name, windows, fields, ours in (
+        ("", {}, {}, {}),
+        (", sliding", MIXED, {}, OURS),
+        (", sliding and causal", MIXED, {"sliding_window_non_causal": False}, {**OURS, "causal_layers": "sliding"}),
+    ):
+        save = partial(save_with_speculators, "dflash2", windows, {"selector_rank": RANK, **fields})
+        yield Case("speculators", f"DFlash 2{name}", "speculators", save, {**selector, **ours}, rounds_of_speculators)
     kinds = ("vanilla", True, DRAFTED), ("gated", False, VOCABULARY), ("rnn", True, DRAFTED)
     for kind, from_anchor, drafted in kinds:
         theirs = {"markov_head_type": kind, "markov_rank": RANK, "sample_from_anchor": from_anchor}
-        save = partial(save_with_speculators, "dspark", {**theirs, "draft_vocab_size": drafted})
+        save = partial(save_with_speculators, "dspark", {}, {**theirs, "draft_vocab_size": drafted})
         ours = dict(sequential_head=HEADS[kind], head_rank=RANK, sample_from_anchor=from_anchor, confidence_head=True)
         name = f"DSpark {kind}{'' if drafted == VOCABULARY else ', truncated'}{'' if from_anchor else ', a + k'}"
         ours["draft_vocab_size"] = 0 if drafted == VOCABULARY else drafted

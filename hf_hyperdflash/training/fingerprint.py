@@ -85,9 +85,12 @@ def _flat(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def module_fingerprint(module: nn.Module) -> str:
-    """One digest over all parameters and saved buffers of a module, and its configuration if it has one."""
-    config = getattr(module, "config", None)
-    fields = config_fields(config) if isinstance(config, PreTrainedConfig) else None
+    """One digest over all parameters and saved buffers of a module, and of its configuration, if it has one, what
+    differs from the defaults: a field of a later release is none of a drafter made before."""
+    config, fields = getattr(module, "config", None), None
+    if isinstance(config, PreTrainedConfig):
+        usual = config_fields(type(config)())
+        fields = {name: value for name, value in config_fields(config).items() if usual.get(name) != value}
     return _sha256(json.dumps([_combine(digest for _, digest in _digests(module)), fields], sort_keys=True))
 
 

@@ -7,6 +7,7 @@ import torch
 from accelerate import cpu_offload
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from hf_hyperdflash.runtime.configuration_hyperdflash import HyperDFlashConfig
 from hf_hyperdflash.training.fingerprint import (
     as_words,
     changed_parts,
@@ -123,6 +124,18 @@ def test_drafters_differ_by_weights_and_configuration(target):
     other = module_fingerprint(drafter)
     drafter.norm.weight.data[3] += 0.5
     assert len({plain, other, module_fingerprint(drafter)}) == 3
+
+
+def test_a_field_of_a_later_release_is_none_of_a_drafter_made_before(target):
+    class Later(HyperDFlashConfig):
+        invented_later: int = 3
+
+    drafter = tiny_drafter(target)
+    plain = module_fingerprint(drafter)
+    drafter.config = Later(**drafter.config.to_dict())
+    assert drafter.config.to_dict()["invented_later"] == 3 and module_fingerprint(drafter) == plain
+    drafter.config.invented_later = 4
+    assert module_fingerprint(drafter) != plain
 
 
 def test_what_has_no_values_or_is_no_target_is_refused(target):

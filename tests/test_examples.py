@@ -246,7 +246,7 @@ def test_from_text_to_a_working_pair(tmp_path):
     assert str(tmp_path) not in (drafter_dir / "config.json").read_text() + json.dumps(facts)
 
     grid = ["--target", target_dir, "--answers", answers, "--eval-answers", held_out, "--max-length", 64]
-    grid += ["--work-dir", tmp_path / "grid", "--reducers", "hc_gate", "fc", "--sources", "-1", "1,-1"]
+    grid += ["--work-dir", tmp_path / "grid", "--reducers", "hc_gate", "fc", "--sources", "1,-1"]
     grid += ["--kl-weights", 0, "--learning-rates", "1e-3", "2e-3"]
     printed = run("compare_reducers.py", *grid, "--", "--max_steps", 2, "--layers", 1, "--num_anchors", 4, "--use_cpu")
     assert (
@@ -257,13 +257,36 @@ def test_from_text_to_a_working_pair(tmp_path):
         measured = [
             (row["layers"], float(row["teacher_forced_tau"]), row["learning_rate"]) for row in csv.DictReader(file)
         ]
-    assert len(measured) == 8
-    table = [line.split("|")[1:-1] for line in printed.splitlines() if line.startswith(("| -1 |", "| 1,-1 |"))]
-    for source, *cells in table[:2]:  # the tables of tau come first
+    assert len(measured) == 4
+    table = [line.split("|")[1:-1] for line in printed.splitlines() if line.startswith("| 1,-1 |")]
+    for source, *cells in table[:1]:  # the table of tau comes first
         taus = [(tau, rate) for layers, tau, rate in measured if layers == source.strip()]
         for cell, of_rates in zip(cells, (taus[:2], taus[2:])):
             best = max(tau for tau, _ in of_rates)
             assert cell.strip() in [f"{tau:.2f} ({float(rate):g})" for tau, rate in of_rates if tau == best]
+
+    heads = ["--target", target_dir, "--answers", answers, "--eval-answers", held_out, "--eval-sampled", held_out]
+    heads += [
+        "--work-dir",
+        tmp_path / "heads",
+        "--reducers",
+        "hc_gate",
+        "--heads",
+        "none",
+        "state",
+        "--recipes",
+        "ours",
+    ]
+    heads += ["--layers", 1, "--intermediate", 1, "--state-rank", 8, "--size-of", "hc_gate", "--max-length", 64]
+    printed = run("compare_heads.py", *heads, "--", "--max_steps", 2, "--num_anchors", 4, "--use_cpu")
+    blind, headed = ([cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines()[-2:])
+    assert blind[:4] == ["hc_gate", "none", "ours", "0"] and headed[1] == "state"
+    sizes = [int(cells[4].replace(",", "")) for cells in (blind, headed)]
+    assert sizes[0] != sizes[1] and max(sizes) < 1.05 * min(sizes)  # the head is taken from the MLPs
+    metrics = json.loads((tmp_path / "heads" / "hc_gate_state_ours_seed0" / "training.json").read_text())["metrics"]
+    sampled = json.loads((tmp_path / "heads" / "hc_gate_state_ours_seed0" / "sampled.json").read_text())
+    taus = metrics["eval_teacher_forced_tau"], sampled["sampled_expected_tau"]
+    assert headed[5:] == [f"{tau:.2f}" for tau in taus]
 
     tuned = ["--steps", 2, "--save-steps", 1, "--steps-ahead", 2, "--max-length", 64, "--output", tmp_path / "mtp"]
     run("train_mtp.py", "--target", target_dir, "--dataset", answers, *tuned)

@@ -98,9 +98,10 @@ def student_logits(
 
 
 def _best_tokens(logits: torch.Tensor, among: torch.Tensor | None, best: int) -> torch.Tensor:
-    if among is None:
-        return logits.topk(best, dim=-1).indices
-    return among.gather(1, logits.gather(1, among).topk(best, dim=-1).indices)
+    scores = logits if among is None else logits.gather(1, among)
+    # Of equal ones `argmax` takes the first, as drafting does, and `topk` any.
+    at = scores.argmax(-1, keepdim=True) if best == 1 else scores.topk(best, dim=-1).indices
+    return at if among is None else among.gather(1, at)
 
 
 def _acceptance_of_a_choice(log_probs: torch.Tensor, taught: torch.Tensor, among: torch.Tensor) -> torch.Tensor:

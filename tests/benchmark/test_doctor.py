@@ -144,7 +144,7 @@ def test_names_are_no_models(target, drafter, tokenizer, none):
 
 
 def test_another_anchor_convention(target, drafter, tokenizer):
-    drafter.config.sample_from_anchor = True
+    drafter.config.sample_from_anchor, drafter.config.confidence_temperatures = True, None  # of eight positions
     assert "`sample_from_anchor` False" in problem(examine(target, drafter, tokenizer, **ENOUGH))
 
 

@@ -102,7 +102,8 @@ def test_a_draft_depends_on_nothing_behind_it(kind):
 
 def test_without_heads_states_are_the_blocks():
     hidden = torch.randn(2, 3, 4)
-    assert along_text(hidden, torch.zeros(2, 3, dtype=torch.long), None, None, None) == (hidden, None, None)
+    said = along_text(hidden, torch.zeros(2, 3, dtype=torch.long), None, None, None)
+    assert said.states is hidden and said[1:] == (None, None, None)
 
 
 def test_a_confidence_without_a_head_reads_the_state_alone():

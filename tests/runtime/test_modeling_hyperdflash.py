@@ -390,6 +390,9 @@ def test_cached_context_equals_the_masked_training_layout(target, window, fields
         if "full_attention" not in drafter.config.kinds:
             assert len(cache) == min(anchor, window - (drafter.config.window_from == "slot"))
         torch.testing.assert_close(alone, together[:, block], atol=1e-5, rtol=1e-4)
+        known = dict(residual=residual[:, :anchor], residual_position_ids=everywhere[:, :anchor])
+        alone = drafter(embeds[:, block], positions[:, block], **known)  # nothing cached, nothing masked by the caller
+        torch.testing.assert_close(alone, together[:, block], atol=1e-5, rtol=1e-4)
 
 
 def test_num_draft_tokens_is_checked(drafter):

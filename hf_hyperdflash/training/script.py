@@ -176,7 +176,7 @@ def earlier_drafter(script: ScriptArguments, seed: int) -> BlockDrafter:
         drafter = drafter.with_heads(**heads)
     if script.num_draft_tokens:
         drafter.config.block_size = script.num_draft_tokens + drafter.config.first_slot
-        drafter.config.confidence_temperatures = None  # of other positions
+    drafter.config.confidence_temperatures = None  # of the weights as they were
     return drafter
 
 

@@ -264,15 +264,16 @@ def test_a_head_is_trained_onto_an_earlier_drafter(tmp_path):
         main(flags(tmp_path, "nowhere.jsonl", drafter=tmp_path / "out", **heads))
 
 
-def test_an_earlier_drafter_goes_on_with_longer_blocks(tmp_path):
-    """No weight depends on how many drafts a block has; temperatures are of the positions it had."""
+@pytest.mark.parametrize("drafts", [10, None])
+def test_an_earlier_drafter_goes_on_with_longer_blocks_or_its_own(tmp_path, drafts):
+    """No weight depends on how many drafts a block has; temperatures are of the weights and positions it had."""
     data, sure = write(tmp_path / "rows.jsonl", chats(6)), load_drafter(MODELS / "tiny-deepseek-v4-hyperdflash")
     sure.config.confidence_temperatures = [2.0] * 8
     sure.save_pretrained(tmp_path / "sure")
-    main(flags(tmp_path, data, drafter=tmp_path / "sure", num_draft_tokens=10, layers=None))
-    trained = load_drafter(tmp_path / "out")
-    assert trained.max_draft_tokens == 10 and trained.config.confidence_temperatures is None
-    assert json.loads((tmp_path / "out" / TRAINING_RECORD).read_text())["settings"]["num_draft_tokens"] == 10
+    main(flags(tmp_path, data, drafter=tmp_path / "sure", num_draft_tokens=drafts, layers=None))
+    trained, drafts = load_drafter(tmp_path / "out"), drafts or 8
+    assert trained.max_draft_tokens == drafts and trained.config.confidence_temperatures is None
+    assert json.loads((tmp_path / "out" / TRAINING_RECORD).read_text())["settings"]["num_draft_tokens"] == drafts
 
 
 def test_rows_that_nobody_answers_are_told_by_their_own_columns(tmp_path):

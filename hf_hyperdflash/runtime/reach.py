@@ -34,10 +34,11 @@ class Reach(NamedTuple):
 
     def seen(self, slots: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
         """Of context tokens `back` positions before the anchor (1 for the one before it) and of slots counted from it
-        (0 for its own), by which slots they are seen; any shapes that broadcast."""
+        (0 for its own), by which slots they are seen; any shapes that broadcast. Where all slots see the same,
+        the answer has the shape of `back`: in training it is large."""
         if self.window is None:
-            return torch.ones_like(back + slots, dtype=torch.bool)
-        return (back + slots if self.from_slot else back + 0 * slots) < self.window + (not self.from_slot)
+            return torch.ones_like(back, dtype=torch.bool)
+        return back < (self.window - slots if self.from_slot else self.window + 1)
 
     def seen_slots(self, block_size: int, device: torch.device) -> torch.Tensor:
         """Boolean `[block_size, block_size]`, `True` where a slot (row) sees another (column)."""
@@ -54,4 +55,5 @@ class Reach(NamedTuple):
             return None
         slots = torch.arange(block_size, device=device).unsqueeze(-1)
         back = torch.arange(context, 0, -1, device=device)
-        return torch.cat([self.seen(slots, back), self.seen_slots(block_size, device)], dim=-1)[None, None]
+        seen = self.seen(slots, back).expand(block_size, -1)
+        return torch.cat([seen, self.seen_slots(block_size, device)], dim=-1)[None, None]

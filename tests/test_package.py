@@ -17,10 +17,11 @@ from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter, HyperD
 PACKAGE = Path(hf_hyperdflash.__file__).parent
 # A module may import only modules to its left. The families of targets may build on each other.
 ORDER = [
-    "runtime.version", "runtime.stats", "runtime.tree", "runtime.verification", "runtime.reducers", "runtime.heads",
-    "runtime.reach", "runtime.hooks", "runtime.cache_linear", "runtime.cache_deepseek_v4", "runtime.sampling",
+    "runtime.version", "runtime.tree", "runtime.tree_rows", "runtime.stats", "runtime.verification",
+    "runtime.reducers", "runtime.heads", "runtime.reach", "runtime.attention_masks", "runtime.hooks",
+    "runtime.held_tree", "runtime.cache_linear", "runtime.cache_deepseek_v4", "runtime.sampling",
     "runtime.stopping", "runtime.continuation", "runtime.row", "runtime.target_family", "runtime.target_*",
-    "runtime.targets", "runtime.shown",
+    "runtime.targets", "runtime.rounds", "runtime.shown",
     "runtime.request", "runtime.decoding", "runtime.candidates", "runtime.binding", "runtime.recipe",
     "runtime.configuration_*", "runtime.block_path", "runtime.weights", "runtime.mask_token", "runtime.layers",
     "runtime.drafter", "runtime.block_drafter", "runtime.mtp_checkpoint", "runtime.drafter_deepseek_v4",

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .attention_masks import attention_mask_for
 from .block_path import BlockPath
 from .drafter import SavedDrafter
 from .heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, SequentialHead, SilentLinear, along_text
-from .layers import ContextCache, Rotary, attention_mask_for, block_inputs
+from .layers import ContextCache, Rotary, block_inputs
 from .sampling import DraftSampler
 from .targets import family_of
 from .tree import DraftTree

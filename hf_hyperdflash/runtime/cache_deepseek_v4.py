@@ -20,6 +20,9 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache, DeepseekV4HCACache
 
+from .held_tree import HeldTree, Parts
+from .tree_rows import TreeRows
+
 DEFAULT_MAX_REWIND = 128
 
 
@@ -71,6 +74,7 @@ class _RewindableKeys(DynamicSlidingWindowLayer):
     # None until the first forward; the methods below use them only after it.
     keys: Any
     values: Any
+    held: HeldTree | None = None  # while a draft tree is verified
 
     @classmethod
     def from_stock(cls, layer: DynamicSlidingWindowLayer, max_rewind: int = DEFAULT_MAX_REWIND) -> Any:
@@ -142,6 +146,10 @@ class _RewindableKeys(DynamicSlidingWindowLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         full = torch.cat([self._past_keys if self.record_past else self.keys, key_states], dim=-2)
+        visible = _last(full, self.sliding_window - 1 + key_states.shape[-2])
+        if self.held is not None:
+            self.held.keys = key_states
+            return visible, visible
         self.cumulative_length += key_states.shape[-2]
         if self.record_past:
             self._shortest_length = max(self._shortest_length, self.cumulative_length - self.max_rewind)
@@ -149,7 +157,6 @@ class _RewindableKeys(DynamicSlidingWindowLayer):
         else:
             self._forget_past()
             self.keys = self.values = _last(full, self.sliding_window - 1)
-        visible = _last(full, self.sliding_window - 1 + key_states.shape[-2])
         return visible, visible
 
     @property
@@ -159,6 +166,27 @@ class _RewindableKeys(DynamicSlidingWindowLayer):
     def _set_recorded_keys(self, keys: torch.Tensor) -> None:
         self._recorded_keys = _compact(keys)
         self.keys = self.values = _last(self._recorded_keys, self.sliding_window - 1)
+
+    # Draft trees
+
+    @property
+    def can_hold_trees(self) -> bool:
+        """Whether all is known that the windows of a draft tree are made of."""
+        return True
+
+    def hold(self, rows: TreeRows) -> None:
+        """Let the next forward be one over a draft tree, which changes the layer only when [`keep`] is called."""
+        self.held = HeldTree(rows)
+
+    def keep(self, kept: list[int]) -> None:
+        """Take in the rows `kept` of the draft tree, a path from the anchor on, as if they had come alone."""
+        held, self.held = self.held, None
+        if held is not None and kept:
+            self._take_in(held, kept)
+
+    def _take_in(self, held: HeldTree, kept: list[int]) -> None:
+        keys = held.keys[:, :, kept]
+        self.update(keys, keys)
 
     # Rewinding
 
@@ -329,8 +357,13 @@ class RewindableHCACacheLayer(_RewindableKeys, DeepseekV4HCACache):
 
     def _forget_past(self) -> None:
         super()._forget_past()
-        # Per name, the last windows that closed while recording: the newest is the one before the open window.
-        self._closed_windows: dict[str, list[_ClosedWindow]] = {name: [] for name in self.entry_count}
+        # Per name, the last windows that closed while recording: the newest is the one before the open window. Those
+        # that the windows of a draft tree read are kept in any case.
+        before: dict[str, list[_ClosedWindow]] = getattr(self, "_closed_windows", {})
+        self._closed_windows = {
+            name: before[name][max(len(before[name]) - self._windows_read, 0) :] if name in before else []
+            for name in self.entry_count
+        }
 
     def store_compression_weights(
         self, name: str, kv: torch.Tensor, gate: torch.Tensor
@@ -341,26 +374,68 @@ class RewindableHCACacheLayer(_RewindableKeys, DeepseekV4HCACache):
             As the stock layer: raw `kv` and `gate` of the closed windows, `[batch, windows * compress_rate,
             features]`, and the position of the first one.
         """
+        if self.held is not None:
+            open_window = self.buffer_kv[name], self.buffer_gate[name]
+            before, entries = self._window_before(name, kv, gate), self.entry_count[name]
+            return self.held.close_windows(name, self.compress_rate, entries, before, open_window, (kv, gate))
         closed_kv, closed_gate, first_position = super().store_compression_weights(name, kv, gate)
+        self._record_windows(name, closed_kv, closed_gate)
         if self.record_past:
-            self._record_windows(name, closed_kv, closed_gate)
             self.buffer_kv[name] = _compact(self.buffer_kv[name])
             self.buffer_gate[name] = _compact(self.buffer_gate[name])
         return closed_kv, closed_gate, first_position
 
     def _record_windows(self, name: str, kv: torch.Tensor, gate: torch.Tensor) -> None:
-        tokens = min(kv.shape[1], self._max_closed_windows * self.compress_rate)
+        most = self._max_closed_windows if self.record_past else self._windows_read
+        tokens = min(kv.shape[1], most * self.compress_rate)
         if tokens == 0:
             return
         kv, gate = _compact(kv[:, -tokens:]), _compact(gate[:, -tokens:])
         windows = zip(kv.split(self.compress_rate, dim=1), gate.split(self.compress_rate, dim=1))
         journal = self._closed_windows[name]
         journal.extend(_ClosedWindow(*window) for window in windows)
-        del journal[: -self._max_closed_windows]
+        del journal[:-most]
+
+    _windows_read = 0  # how many windows before it one is made of besides
 
     @property
     def _max_closed_windows(self) -> int:
-        return -(-self.max_rewind // self.compress_rate)
+        return -(-self.max_rewind // self.compress_rate) + self._windows_read
+
+    def _window_before(
+        self, name: str, kv: torch.Tensor, gate: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Projections of the last closed window, where the next one is made of them too."""
+        return None
+
+    def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
+        """Append entries `[batch, windows, features]` and return all there are, `[batch, entries, features]`; those of
+        a draft tree are not appended."""
+        if self.held is None:
+            return super().update_compressor_states(name, compressed)
+        entries = self.held.hold_entries(name, compressed)
+        known = self.compressed_kv[name]
+        return entries if known is None else torch.cat([known, entries], dim=1)
+
+    def _take_in(self, held: HeldTree, kept: list[int]) -> None:
+        super()._take_in(held, kept)
+        for name, (kv, gate) in held.projections.items():
+            self.store_compression_weights(name, kv[:, kept], gate[:, kept])
+            self._take_in_windows(held, name, held.closed(name, kept))
+
+    def _take_in_windows(self, held: HeldTree, name: str, closed: list[int]) -> None:
+        super().update_compressor_states(name, held.entries[name][:, closed])
+
+    def entries_in_round(self, name: str) -> int:
+        """Entries that the last forward saw, those of a draft tree included."""
+        return self.entry_count[name] + (0 if self.held is None else self.held.entries[name].shape[1])
+
+    def entries_seen(self, name: str, row: int, rows: int) -> torch.Tensor:
+        """Which entries a row of the last forward, of `rows` rows, sees: their numbers."""
+        if self.held is not None:
+            before = self.entry_count[name]
+            return torch.cat([torch.arange(before), before + self.held.seen(name)[row].nonzero()[:, 0]])
+        return torch.arange((self.cumulative_length - (rows - 1 - row)) // self.compress_rate)
 
     def _rewind(self, length: int) -> None:
         for name, buffer in self.buffer_kv.items():
@@ -386,6 +461,7 @@ class RewindableHCACacheLayer(_RewindableKeys, DeepseekV4HCACache):
     def reset(self) -> None:
         """Forget all tokens and records; recording stays on if it was."""
         super().reset()
+        self._closed_windows = {name: [] for name in self.entry_count}
         for name in self.entry_count:
             self.buffer_kv[name] = self.buffer_gate[name] = self.compressed_kv[name] = None
             self.entry_count[name] = 0
@@ -408,8 +484,27 @@ class RewindableHCACacheLayer(_RewindableKeys, DeepseekV4HCACache):
 class RewindableCSACacheLayer(RewindableHCACacheLayer, DeepseekV4CSACache):
     """Cache layer of a compressed-sparse attention block with a `crop` that also rewinds compressor and indexer.
 
-    As [`RewindableHCACacheLayer`], for two compressors (`"compressor"` and `"indexer"`) whose windows overlap.
+    As [`RewindableHCACacheLayer`], for two compressors (`"compressor"` and `"indexer"`) whose windows overlap. The
+    projections of the last closed window are kept also where recording is off.
     """
+
+    _windows_read = 1
+
+    @property
+    def can_hold_trees(self) -> bool:
+        return all(self._closed_windows[name] for name, entries in self.entry_count.items() if entries)
+
+    def _window_before(self, name: str, kv: torch.Tensor, gate: torch.Tensor) -> Parts:
+        if self.entry_count[name]:
+            return self._closed_windows[name][-1][:2]
+        shape = kv.shape[0], self.compress_rate, kv.shape[2]
+        return kv.new_zeros(shape), gate.new_full(shape, torch.finfo(gate.dtype).min)  # which weighs nothing
+
+    def _take_in_windows(self, held: HeldTree, name: str, closed: list[int]) -> None:
+        if closed:
+            kv, gate = (part[:, closed] for part in held.overlaps[name])
+            self.update_overlap_state(name, kv, gate, kv.shape[-1] // 2)
+        super()._take_in_windows(held, name, closed)
 
     def update_overlap_state(
         self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
@@ -424,6 +519,9 @@ class RewindableCSACacheLayer(RewindableHCACacheLayer, DeepseekV4CSACache):
         Returns:
             As the stock layer: kv and gate of the window before, `[batch, compress_rate, head_dim]`, or `None` twice.
         """
+        if self.held is not None:  # each window comes behind the one that it overlaps with
+            self.held.hold_overlaps(name, chunk_kv, chunk_gate)
+            return None, None
         prior_kv, prior_gate = super().update_overlap_state(name, chunk_kv, chunk_gate, head_dim)
         if self.record_past:
             overlaps_kv = [prior_kv, *self._overlaps_within(chunk_kv, head_dim)]

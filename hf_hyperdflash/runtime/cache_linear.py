@@ -8,9 +8,9 @@ the decoder layer, once more over the tokens that stay: at most a block of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -124,6 +124,21 @@ class RewindableLinearLayer(LinearAttentionLayer):
         finally:
             self._replaying = False
 
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence of the batch `repeats` times. What was kept to undo the last forward is dropped."""
+        self._change_batch(lambda state: state.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only the sequences `indices` of the batch. What was kept to undo the last forward is dropped."""
+        self._change_batch(lambda state: state[indices, ...])
+
+    def _change_batch(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        kinds: Any = self.conv_states, self.recurrent_states
+        for states in kinds:
+            for index, state in states.items():
+                states[index] = None if state is None else change(state)
+        self._forget_call()
+
     def reset(self) -> None:
         """Forget all tokens; recording stays on if it was."""
         super().reset()
@@ -143,6 +158,11 @@ class RewindableHybridLayer(RewindableLinearLayer, LinearAttentionAndFullAttenti
         if self._calls:
             self._calls.popitem()
         return DynamicLayer.update(self, key_states, value_states, *args, **kwargs)
+
+    def _change_batch(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super()._change_batch(change)
+        if self.keys is not None:
+            self.keys, self.values = change(self.keys), change(cast(torch.Tensor, self.values))
 
     def crop(self, tokens_to_remove: int) -> None:
         """As of both kinds of layers; what the linear attention refuses leaves the keys as they were."""

@@ -16,6 +16,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .continuation import context_of, leave_context, padding_of
 from .request import check_cache
+from .rounds import ChainRound, round_over
 from .row import Row
 from .sampling import DraftSampler
 from .shown import Shown
@@ -55,15 +56,14 @@ def speculative_decoding(
     row = decoding.start(input_ids, model_kwargs)
     stats = decoding.stats
     drafter.remember(stats)
-    decoding.accept(row, decoding.nothing, decoding.prefill(row))
+    decoding.accept(row, decoding.round_over(row, decoding.nothing), decoding.prefill(row))
     stats.tokens, stats.draft_seconds = 1, 0.0  # the prompt's do not count
     began = decoding.now()
     while not row.finished:
         before, count = row.length, decoding.room(row)
-        tree = decoding.draft(row, count)
-        outputs = decoding.verify(row, tree)
-        accepted = decoding.accept(row, tree, outputs)
-        stats.add_round(row.length - before, accepted, len(tree.parents) if count else None)
+        round_ = decoding.round_over(row, decoding.draft(row, count))
+        accepted = decoding.accept(row, round_, decoding.verify(row, round_))
+        stats.add_round(row.length - before, accepted, round_.tree if count else None)
     stats.loop_seconds = decoding.now() - began
     if streamer is not None:
         streamer.end()
@@ -140,29 +140,22 @@ class _Decoding:
         began, positions = self.now(), row.text_positions(0, row.text.shape[1])
         tree = self.drafter.propose(self.target, row.context, row.text, positions, count, self.sampler)
         self.stats.draft_seconds += self.now() - began
-        if len(tree.parents) > count:
+        if max(tree.depths, default=0) > count:
             raise ValueError(
-                f"The drafter made {len(tree.parents)} drafts, expected at most {count}, as it was asked for."
+                f"The drafter made {max(tree.depths)} drafts, one after the other, expected at most {count}, as it "
+                "was asked for."
             )
         return tree
 
     # Verify
 
-    def verify(self, row: Row, tree: DraftTree) -> Any:
-        """One forward of the target over the anchor and the drafts: logits `[1, nodes + 1, config.vocab_size]`."""
-        if not tree.is_chain:
-            raise ValueError(f"The drafter made a tree with the parents {tree.parents}: expected a chain of drafts.")
-        candidates, count = row.with_drafts(tree.tokens), len(tree.parents) + 1
-        end = candidates.shape[1]
-        inputs = self.target.prepare_inputs_for_generation(
-            candidates,
-            next_sequence_length=count,
-            is_first_iteration=False,
-            **self.kwargs,
-            **row.inputs(end - count, end),
-        )
-        inputs["logits_to_keep"] = count
-        began = self.now()
+    def round_over(self, row: Row, tree: DraftTree) -> ChainRound:
+        """The round that verifies a tree."""
+        return round_over(self.binding.family, self.cache, tree, row.text.shape[1] - 1)
+
+    def verify(self, row: Row, round_: ChainRound) -> Any:
+        """One forward of the target over the anchor and the drafts."""
+        inputs, began = round_.inputs(row, self.kwargs), self.now()
         with self.binding.own_forward(self.reading, is_round=True):
             outputs = self.target(**inputs, return_dict=True)
         row.residuals += self.reading.taken()
@@ -171,17 +164,17 @@ class _Decoding:
 
     # Accept
 
-    def accept(self, row: Row, tree: DraftTree, outputs: Any) -> int:
+    def accept(self, row: Row, round_: ChainRound, outputs: Any) -> int:
         """Accept what the target agrees with and leave the rest behind, also where a streamer or a criterion raises: a
         caller who goes on with this cache and the tokens so far gets the same text.
 
         Returns:
             The number of accepted drafts.
         """
-        logits = outputs.logits[:, -len(tree.parents) - 1 :].to(dtype=torch.float32, device=row.ids.device)
+        logits = round_.logits(outputs).to(dtype=torch.float32, device=row.ids.device)
         path: list[int] = []
         try:
-            for token, node in self.walk(row, tree, logits, outputs):
+            for token, node in self.walk(row, round_, logits, outputs):
                 row.append(token)
                 path += [] if node is None else [node]
                 if self.streamer is not None:
@@ -190,18 +183,19 @@ class _Decoding:
                 if row.finished:
                     break
         finally:
-            self.keep(row)
-        self.drafter.observe(row.context, tree, logits[0], path)
+            self.keep(row, round_, path)
+        self.drafter.observe(row.context, round_.tree, logits[0], path)
         return len(path)
 
-    def walk(self, row: Row, tree: DraftTree, logits: torch.Tensor, outputs: Any) -> Iterator[Step]:
+    def walk(self, row: Row, round_: ChainRound, logits: torch.Tensor, outputs: Any) -> Iterator[Step]:
         """What the target writes after the anchor. Processors see every accepted prefix once and in order, as in plain
         decoding."""
+        tree = round_.tree
 
         def scores_after(node: int) -> torch.Tensor:
             raw = logits[:, node + 1]
             scores = self.processor(row.ids, raw.clone())
-            self.shown.add(outputs, node + 1, scores, raw, self.cache)
+            self.shown.add(outputs, round_, node + 1, scores, raw, self.cache)
             return scores[0]
 
         if self.config.do_sample:
@@ -212,20 +206,20 @@ class _Decoding:
         told = torch.cat([tree.tokens.to(choices.device), choices]).cpu().tolist()  # the one wait for the device
         return greedy_walk(tree, told, lambda node: told[len(tree.parents) + 1 + node])
 
-    def keep(self, row: Row) -> None:
+    def keep(self, row: Row, round_: ChainRound, path: list[int]) -> None:
         """Rewind the target's cache to all but the last token, and give the drafter what stays."""
         kept = row.text.shape[1] - 1
         if kept < row.prompt_length:
             return  # interrupted before the first token: the cache holds the prompt
-        rejected = self.cache.get_seq_length() - kept
-        self.cache.crop(-rejected)
+        rows = [0, *(node + 1 for node in path)][: kept - round_.start]
+        round_.keep(self.cache, rows)
         if self.cache.get_seq_length() != kept:
             raise RuntimeError(
                 f"The cache, a {type(self.cache).__name__}, holds {self.cache.get_seq_length()} tokens after it was "
                 f"cropped, expected {kept}: its `crop(-n)` must take back the last n tokens."
             )
-        if row.residuals and rejected:
-            row.residuals[-1] = row.residuals[-1][:, :-rejected]
+        if row.residuals:
+            row.residuals[-1] = round_.kept_residual(row.residuals[-1], rows)
         self.extend(row, kept)
 
     def extend(self, row: Row, end: int) -> None:

@@ -11,6 +11,8 @@ from itertools import pairwise
 
 import torch
 
+from .tree import DraftTree
+
 _is_exact: ContextVar[bool] = ContextVar("hf_hyperdflash_exact_timing", default=False)
 
 
@@ -45,7 +47,8 @@ class SpeculationStats:
         rounds: Verification rounds: target forwards after the prefill for which drafts were asked. A drafter may have
             had none (prompt lookup); with no room for a draft before the end of the text it is no round.
         tokens: New tokens, the prefill's first one included.
-        draft_positions: Most drafts that a round verified.
+        nodes: Drafts of all rounds, those of several paths through a tree included.
+        draft_positions: Most drafts, one after the other, that a round verified.
         emitted: Tokens that each round emitted, accepted drafts and the target's own token.
         accepted: Accepted drafts of each round.
         draft_seconds: Wall-clock seconds in the drafter: drafting and taking in what was accepted, prompt excluded. On
@@ -56,6 +59,7 @@ class SpeculationStats:
 
     rounds: int = 0
     tokens: int = 0
+    nodes: int = 0
     draft_positions: int = 0
     emitted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
@@ -67,17 +71,18 @@ class SpeculationStats:
         """Add another call's."""
         self.draft_positions = max(self.draft_positions, other.draft_positions)
         for name in (
-            "rounds", "tokens", "emitted", "accepted", "draft_seconds", "verify_seconds", "loop_seconds",
+            "rounds", "tokens", "nodes", "emitted", "accepted", "draft_seconds", "verify_seconds", "loop_seconds",
         ):  # fmt: skip
             setattr(self, name, getattr(self, name) + getattr(other, name))
         return self
 
-    def add_round(self, emitted: int, accepted: int, drafts: int | None) -> None:
-        """Count a target forward after the prefill; `drafts` is `None` where there was no room for any."""
+    def add_round(self, emitted: int, accepted: int, tree: DraftTree | None) -> None:
+        """Count a target forward after the prefill; `tree` is `None` where there was no room for a draft."""
         self.tokens += emitted
-        if drafts is not None:
+        if tree is not None:
             self.rounds += 1
-            self.draft_positions = max(self.draft_positions, drafts)
+            self.nodes += len(tree)
+            self.draft_positions = max([self.draft_positions, *tree.depths])
             self.emitted.append(emitted)
             self.accepted.append(accepted)
 

@@ -18,12 +18,19 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACache, DeepseekV4Indexer
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
+    DeepseekV4HCACache,
+    DeepseekV4HCACompressor,
+    DeepseekV4Indexer,
+)
 
 from .cache_deepseek_v4 import DEFAULT_MAX_REWIND, make_rewindable
+from .held_tree import HeldTree, best_seen
 from .hooks import PerThread
 from .reducers import path_gates
+from .target_family import TreeVerification
 from .target_hyper_connections import HyperConnected, read_gate
+from .tree_rows import TreeRows
 
 # This vocabulary has no mask token; the id is what DeepSeek's own DSpark drafter masks with.
 _VOCAB_SIZE, _MASK_TOKEN = 129280, 128799
@@ -82,24 +89,45 @@ class DeepseekV4(HyperConnected):
         if self.config.model_type == "deepseek_v4" or any(isinstance(layer, DeepseekV4HCACache) for layer in layers):
             make_rewindable(cache, max(DEFAULT_MAX_REWIND, num_drafts + 1))
 
-    def attention_keys(self, layer: Any, keys: int, later: int) -> tuple[int, slice]:
+    def attention_keys(self, layer: Any, keys: int, rows: int, seen: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Compressed entries, one per closed window, come after the keys."""
         if not hasattr(layer, "entry_count"):
-            return super().attention_keys(layer, keys, later)
-        keys -= layer.entry_count["compressor"]
-        then = (layer.get_seq_length() - later) // layer.compress_rate
-        return keys - later, slice(keys, keys + then)
+            return super().attention_keys(layer, keys, rows, seen)
+        keys -= layer.entries_in_round("compressor")
+        of_tokens, _ = super().attention_keys(layer, keys, rows, seen)
+        return of_tokens, keys + layer.entries_seen("compressor", seen[-1], rows)
+
+    # Draft trees
+
+    @property
+    def tree_verification(self) -> TreeVerification:
+        is_stock = self.config.model_type == "deepseek_v4" and self.config._attn_implementation == "eager"
+        return "mask" if is_stock else "fork"
+
+    def can_mask(self, cache: Any) -> bool:
+        return all(getattr(layer, "can_hold_trees", False) for layer in cache.layers)
+
+    def hold(self, cache: Any, rows: TreeRows) -> None:
+        for layer in cache.layers:
+            layer.hold(rows)
+
+    def keep(self, cache: Any, rows: TreeRows, kept: list[int]) -> None:
+        for layer in cache.layers:
+            layer.keep(kept)
 
     # The indexer
 
     def put_on_hooks(self) -> list[RemovableHandle]:
-        """Hooks on the indexers that choose as for one token at a time, in verification rounds only."""
+        """Hooks on compressors and their indexers, in verification rounds only: they choose as for one token at a
+        time, and each node of a draft tree among the entries on its own path."""
         handles = super().put_on_hooks()
-        for indexer in self.target.modules():
-            if isinstance(indexer, DeepseekV4Indexer):
-                scored = partial(_scored, self.rounds, indexer)
-                handles.append(indexer.scorer.register_forward_hook(scored))
-                handles.append(indexer.register_forward_hook(partial(_chosen, self.rounds)))
+        for module in self.target.modules():
+            if isinstance(module, DeepseekV4Indexer):
+                scored = partial(_scored, self.rounds, module)
+                handles.append(module.scorer.register_forward_hook(scored))
+                handles.append(module.register_forward_hook(partial(_chosen, self.rounds)))
+            elif isinstance(module, DeepseekV4HCACompressor):
+                handles.append(module.register_forward_hook(partial(_compressed, self.rounds)))
         return handles
 
 
@@ -112,7 +140,11 @@ def _scored(rounds: Rounds, indexer: nn.Module, module: nn.Module, args: Any, ou
 
 
 def _chosen(rounds: Rounds, indexer: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-    return _choose_again(rounds, indexer, args[2], output) if rounds else output
+    return _choose_again(rounds, indexer, args, output) if rounds else output
+
+
+def _compressed(rounds: Rounds, compressor: Any, args: Any, output: Any) -> Any:
+    return _see_own_path(args, output) if rounds else output
 
 
 @torch.compiler.disable  # as the hooks that hand out the residual
@@ -122,13 +154,33 @@ def _remember(rounds: Rounds, indexer: nn.Module, scores: torch.Tensor) -> None:
 
 
 @torch.compiler.disable
-def _choose_again(rounds: Rounds, indexer: Any, position_ids: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+def _choose_again(rounds: Rounds, indexer: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
     for round_ in rounds.get(get_ident(), ())[-1:]:
-        scores = round_.pop(indexer, None)
+        scores, position_ids = round_.pop(indexer, None), args[2]
+        held = _held(args)
+        if held is not None and scores is not None:
+            return best_seen(scores, held.seen("indexer"), min(indexer.index_topk, scores.shape[2]))
         # Else there is nothing to choose, or it is chosen as for one token.
         if scores is not None and scores.shape[1] > 1 and scores.shape[2] > indexer.index_topk:
             return one_token_entries(scores, position_ids, indexer.compress_rate, indexer.index_topk)
     return output
+
+
+@torch.compiler.disable
+def _see_own_path(args: Any, output: Any) -> Any:
+    held, (entries, bias) = _held(args), output
+    if held is None or bias is None:
+        return output
+    seen = held.seen("compressor").to(bias.device)
+    bias = torch.zeros_like(bias)
+    bias[..., bias.shape[-1] - seen.shape[1] :].masked_fill_(~seen, -torch.inf)
+    return entries, bias
+
+
+def _held(args: Any) -> HeldTree | None:
+    """The draft tree in the cache layer that a compressor is called with."""
+    cache, layer = args[3:5]
+    return None if cache is None else getattr(cache.layers[layer], "held", None)
 
 
 def one_token_entries(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -10,8 +10,13 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from .attention_masks import MASKED_IMPLEMENTATIONS
 from .cache_linear import CallRecorder, make_linear_rewindable
 from .hooks import PerThread
+from .tree_rows import TreeRows
+
+TreeVerification = Literal["mask", "fork", "chain"]
+_MASKED_KINDS = frozenset({"full_attention", "sliding_attention", "of no declared kind"})
 
 
 class TargetFamily:
@@ -28,7 +33,8 @@ class TargetFamily:
         mask_token_id: A token that no text of the family has, where the vocabulary alone does not tell; `None` if not
             known.
         skips_padding: Whether its text would depend on how much padding there is, so that it is not to see any.
-        tree_verification: How a draft tree is verified: `"chain"`, one path at a time.
+        masked_types: Of `config.model_type`, those whose draft trees one masked forward verifies.
+        forked_types: Those whose draft trees are verified with a row per path.
         rounds: Threads whose forwards verify drafts.
         layers: The decoder layers; the last one's output is the pre-collapse residual.
         norm: The final norm, applied after the collapse; `None` where the collapse has its own.
@@ -40,7 +46,14 @@ class TargetFamily:
         "deepseek_sparse_attention",  # what earlier transformers call it
     })  # fmt: skip
     skips_padding: ClassVar[bool] = False
-    tree_verification: ClassVar[str] = "chain"
+    # By name: a family that no test covers may read what a mask does not hide.
+    masked_types: ClassVar[frozenset[str]] = frozenset({
+        "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3_text", "gpt_oss",
+    })  # fmt: skip
+    forked_types: ClassVar[frozenset[str]] = frozenset({
+        "qwen3_next", "qwen3_5_text", "hy_v4", "glm5_next_text", "qwen4_exp_text", "granitemoehybrid", "bamba",
+        "falcon_h1", "nemotron_h",
+    })  # fmt: skip
 
     def __init__(self, target: PreTrainedModel, trunk: Any) -> None:
         self.target, self.trunk = target, trunk
@@ -169,18 +182,54 @@ class TargetFamily:
         """What a verification round needs on the target's modules, silent elsewhere."""
         return CallRecorder(self.layers).handles if self.has_running_state else []
 
-    def attention_keys(self, layer: Any, keys: int, later: int) -> tuple[int, slice]:
+    # Draft trees
+
+    @property
+    def tree_verification(self) -> TreeVerification:
+        """How its draft trees are verified: by one forward with a mask of ancestors, by one with a row per path, or
+        not at all, so that drafts are a chain."""
+        kind = self.config.model_type
+        if kind in self.masked_types and self.layer_kinds <= _MASKED_KINDS:
+            return "mask" if self.config._attn_implementation in MASKED_IMPLEMENTATIONS else "fork"
+        return "fork" if kind in self.masked_types | self.forked_types else "chain"
+
+    def can_mask(self, cache: Cache) -> bool:
+        """Whether a masked forward can go on from this cache; else paths are forked."""
+        return True
+
+    def hold(self, cache: Cache, rows: TreeRows) -> None:
+        """Prepare a cache for a masked forward over a draft tree."""
+
+    def keep(self, cache: Any, rows: TreeRows, kept: list[int]) -> None:
+        """Leave of a draft tree's rows those of the accepted path in the cache.
+
+        Args:
+            cache: As a masked forward left it.
+            rows: All of the forward.
+            kept: The path's, from the anchor on.
+        """
+        first = range(len(kept))
+        for layer in cache.layers if kept != list(first) else ():
+            for states in (layer.keys, layer.values):
+                if states is not None:  # in place: what follows the path is cut off
+                    last = states[:, :, -len(rows) :]
+                    last[:, :, first] = last[:, :, kept]
+        cache.crop(len(kept) - len(rows))
+
+    def attention_keys(self, layer: Any, keys: int, rows: int, seen: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Where, in a verification round's attention weights, a token finds its keys.
 
         Args:
             layer: Of the cache, as the round left it.
             keys: How many keys the weights are over.
-            later: Tokens of the round after this one.
+            rows: Rows of the round.
+            seen: Those that it sees, its own last.
 
         Returns:
-            Where the keys of tokens end, this one's included, and the other entries that were there for it.
+            The keys of tokens, in the order of the text, and the other entries that were there for it.
         """
-        return keys - later, slice(0, 0)
+        past = keys - rows
+        return torch.cat([torch.arange(past), past + torch.tensor(seen)]), torch.arange(0)
 
 
 def computable(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

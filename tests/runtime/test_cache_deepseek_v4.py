@@ -221,6 +221,15 @@ def held_bytes(layer) -> int:
     return sum(storages_of({k: v for k, v in vars(layer).items() if k != "_sliding_window_tensor"}).values())
 
 
+def stock_bytes(kind: str, layer, stock) -> int:
+    """What a layer that records nothing may hold: keys and values in one, and where windows overlap the projections of
+    the last closed one, of which those of a draft tree would be made."""
+    if kind != CSA or not layer.entry_count["compressor"]:
+        return held_bytes(stock) // (2 if kind == SLIDING else 1)
+    window = layer.compress_rate * 2 * sum(2 * size for size in FEATURES.values())
+    return held_bytes(stock) + 4 * layer.keys.shape[0] * window
+
+
 # Properties of crop
 
 
@@ -398,7 +407,7 @@ def test_recording_switched_off_forgets_at_the_next_forward(kind):
     for one in (layer, stock):
         feed_in_chunks(one, history[28:], 1)
     assert_same_state(layer, stock)
-    assert held_bytes(layer) == held_bytes(stock) // (2 if kind == SLIDING else 1)
+    assert held_bytes(layer) <= stock_bytes(kind, layer, stock)
     with pytest.raises(RuntimeError, match="past recording is off"):
         layer.crop(-5)
 
@@ -443,7 +452,7 @@ def test_without_recording_memory_is_the_stock_layers_with_keys_and_values_in_on
         seen, stock_seen = feed(layer, history[start:stop]), feed(stock, history[start:stop])
         assert_bit_equal(seen, stock_seen, "keys seen by the new tokens")
         assert_same_state(layer, stock)
-        assert held_bytes(layer) == held_bytes(stock) // (2 if kind == SLIDING else 1)
+        assert held_bytes(layer) <= stock_bytes(kind, layer, stock)
 
 
 @kinds

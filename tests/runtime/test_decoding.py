@@ -453,7 +453,7 @@ def test_a_drafter_that_drafts_more_than_it_was_asked_for_is_told(wide):
         def propose(self, target, context, ids, position_ids, count, sampler):
             return DraftTree.chain(ids.new_full((count + 1,), 5))
 
-    with pytest.raises(ValueError, match="The drafter made 4 drafts, expected at most 3"):
+    with pytest.raises(ValueError, match="The drafter made 4 drafts, one after the other, expected at most 3"):
         wide.generate(prompt(10), max_new_tokens=20, assistant_model=Eager(wide, 3))
 
 

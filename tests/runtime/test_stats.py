@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hyperdflash.runtime.stats import SpeculationStats, clock, exact_timing
+from hf_hyperdflash.runtime.tree import DraftTree
 
 # Of each target forward after the prefill: its drafts (`None` without room for any), and how many were accepted.
 FORWARDS = st.lists(
@@ -17,10 +18,14 @@ FORWARDS = st.lists(
 )
 
 
+def chain(drafts: int) -> DraftTree:
+    return DraftTree.chain(torch.zeros(drafts, dtype=torch.long))
+
+
 def counted(forwards: list[tuple[int | None, int]]) -> SpeculationStats:
     stats = SpeculationStats(tokens=1)
     for drafts, accepted in forwards:
-        stats.add_round(accepted + 1, accepted, drafts)
+        stats.add_round(accepted + 1, accepted, None if drafts is None else chain(drafts))
     return stats
 
 
@@ -34,6 +39,7 @@ def test_figures_are_those_of_counting_round_by_round(forwards):
     stats, rounds = counted(forwards), [(drafts, right) for drafts, right in forwards if drafts is not None]
     most = max((drafts for drafts, _ in rounds), default=0)
     assert (stats.rounds, stats.draft_positions) == (len(rounds), most)
+    assert stats.nodes == sum(drafts for drafts, _ in rounds)
     assert stats.tokens == 1 + sum(right + 1 for _, right in forwards)
     assert stats.accepted == [right for _, right in rounds] and stats.emitted == [right + 1 for _, right in rounds]
     mean = sum(right for _, right in rounds) / max(len(rounds), 1)
@@ -57,7 +63,7 @@ def test_two_calls_statistics_add_up_to_those_of_all_their_rounds(first, second)
     whole.tokens += 1  # each call's prefill writes one
     whole.draft_seconds, whole.verify_seconds, whole.loop_seconds = 9, 18, 68
     assert both == whole
-    both.add_round(3, 2, 4)
+    both.add_round(3, 2, chain(4))
     assert (added.emitted, added.accepted) == (alone.emitted, alone.accepted)  # what was added is not touched
 
 

@@ -1,0 +1,98 @@
+"""The rows of a target's forward over a draft tree: the anchor first, then the nodes in their order."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from .tree import ANCHOR, DraftTree
+
+
+class ClosedWindow(NamedTuple):
+    """A compressor's window that ends with a row.
+
+    Attributes:
+        row: The last token's.
+        number: How many windows close on the path to it, this one included.
+        tokens: Where its tokens are among those of the window that closed before the forward, those of the open
+            window, and the rows.
+        before: Where those of the window before it on the path are.
+    """
+
+    row: int
+    number: int
+    tokens: list[int]
+    before: list[int]
+
+
+class TreeRows:
+    """Who sees whom in one forward, for layers of any kind.
+
+    Args:
+        tree: Under verification.
+
+    Attributes:
+        paths: Of each row, the rows from the anchor to it, itself included.
+    """
+
+    def __init__(self, tree: DraftTree) -> None:
+        self.tree = tree
+        self.paths: list[list[int]] = [[0]]
+        for row, parent in enumerate(tree.parents, start=1):
+            self.paths.append([*self.paths[parent - ANCHOR], row])
+        self._windows: dict[tuple[int, int], list[ClosedWindow]] = {}
+
+    def __len__(self) -> int:
+        """The anchor and the nodes."""
+        return len(self.paths)
+
+    @cached_property
+    def depths(self) -> torch.Tensor:
+        """How many tokens after the anchor each row stands, `[rows]`."""
+        return torch.tensor([len(path) - 1 for path in self.paths])
+
+    @cached_property
+    def ancestors(self) -> torch.Tensor:
+        """Boolean `[rows, rows]`: whether the second is on the path to the first."""
+        ancestors = torch.zeros(len(self), len(self), dtype=torch.bool)
+        for row, path in enumerate(self.paths):
+            ancestors[row, path] = True
+        return ancestors
+
+    def mask(self, past: int, window: int | None) -> torch.Tensor:
+        """What each row may look at: in a sliding window, by true positions.
+
+        Args:
+            past: Keys of the tokens before the anchor, the last ones of the text.
+            window: Positions that a token sees, its own included; `None` for all.
+
+        Returns:
+            Boolean `[rows, past + rows]`.
+        """
+        before = torch.arange(-past, 0)
+        places = torch.cat([before, self.depths])
+        seen = torch.cat([torch.ones(len(self), past, dtype=torch.bool), self.ancestors], dim=1)
+        return seen if window is None else seen & (self.depths[:, None] - places < window)
+
+    def windows(self, rate: int, open_tokens: int) -> list[ClosedWindow]:
+        """The windows that rows close, in the order of the rows.
+
+        Args:
+            rate: Tokens a window.
+            open_tokens: Tokens of the window that is open before the forward.
+        """
+        key = rate, open_tokens
+        if key not in self._windows:  # the same in many layers
+            self._windows[key] = [
+                self._window(row, rate, open_tokens)
+                for row, path in enumerate(self.paths)
+                if (open_tokens + len(path)) % rate == 0
+            ]
+        return self._windows[key]
+
+    def _window(self, row: int, rate: int, open_tokens: int) -> ClosedWindow:
+        path = self.paths[row]
+        places = [*range(rate + open_tokens), *(rate + open_tokens + above for above in path)]
+        return ClosedWindow(row, (open_tokens + len(path)) // rate, places[-rate:], places[-2 * rate : -rate])

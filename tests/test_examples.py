@@ -116,7 +116,7 @@ def test_operations_are_those_that_torch_counts(heads_script):
         assert counter.get_total_flops() == heads_script["lm_head"](drafter, 6).operations
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             for k in range(6):
-                path.logits_after(k, ids[:, k])
+                path(k, ids[:, k], ids.new_zeros(1))
         assert counter.get_total_flops() == 6 * heads_script["step"](drafter).operations, (kind, candidates)
 
 

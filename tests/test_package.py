@@ -19,7 +19,7 @@ PACKAGE = Path(hf_hyperdflash.__file__).parent
 ORDER = [
     "runtime.version", "runtime.tree", "runtime.tree_rows", "runtime.stats", "runtime.verification",
     "runtime.reducers", "runtime.heads", "runtime.reach", "runtime.attention_masks", "runtime.hooks",
-    "runtime.held_tree", "runtime.cache_linear", "runtime.cache_deepseek_v4", "runtime.sampling",
+    "runtime.held_tree", "runtime.cache_linear", "runtime.cache_deepseek_v4", "runtime.growth", "runtime.sampling",
     "runtime.stopping", "runtime.continuation", "runtime.row", "runtime.target_family", "runtime.target_*",
     "runtime.targets", "runtime.rounds", "runtime.shown",
     "runtime.request", "runtime.decoding", "runtime.candidates", "runtime.binding", "runtime.recipe",

@@ -18,7 +18,7 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 from .candidates import DraftCandidateGenerator
 from .decoding import speculative_decoding
 from .hooks import Reading, ResidualTap
-from .request import check_request, check_stock_assistance, drafts_asked
+from .request import check_request, check_stock_assistance, drafts_asked, tree_budget_asked
 from .target_family import TargetFamily
 from .targets import family_of, is_bound, is_drafter
 from .version import __version__, series
@@ -83,9 +83,11 @@ class BoundTarget(_Mixed):
             drafts_asked(generation_config),
             drafts_asked(self.generation_config),
         ]
+        budget = {name: kwargs.pop(name) for name in ("tree_budget",) if name in kwargs}
         config, model_kwargs = super()._prepare_generation_config(  # type: ignore[misc]
             generation_config, *args, **kwargs
         )
+        vars(config).update(budget)
         config._num_drafts_asked = next((count for count in asked if count is not None), None)
         return config, model_kwargs
 
@@ -130,6 +132,7 @@ class BoundTarget(_Mixed):
     ) -> Any:
         if is_drafter(assistant_model):
             check_request(input_ids, generation_config, synced_gpus, model_kwargs)
+            tree_budget_asked(generation_config)
             num_drafts = self._prepare_drafting(assistant_model, generation_config, model_kwargs)
             return speculative_decoding(
                 self,

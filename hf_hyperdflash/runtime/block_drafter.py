@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, cast
 
@@ -239,10 +238,8 @@ class BlockDrafter(SavedDrafter):
         context.pending = None
         states = hidden[:, config.first_slot : config.first_slot + count]
         if self.head is None and self.confidence_head is None:
-            return sampler.chain(ids, self.of_vocabulary(self.logits(target, states)))
-        path = BlockPath(self, target, states)
-        tree = sampler.path(ids, count, path.logits_after)
-        return replace(tree, confidence=torch.cat(path.confidence) if path.confidence else None)
+            return sampler.blind(ids, self.of_vocabulary(self.logits(target, states)))
+        return sampler.grow(ids, count, BlockPath(self, target, states))
 
     def logits(
         self, target: PreTrainedModel, hidden: torch.Tensor, vectors: torch.Tensor | None = None

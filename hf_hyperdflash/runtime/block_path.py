@@ -1,4 +1,4 @@
-"""A block's draft positions one after the other, each with the token chosen before it."""
+"""A block's draft positions one after the other, each with the token chosen before it, on one path or on several."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
+from .growth import DraftStep
 from .heads import ConfidenceHead, SequentialHead
 from .targets import family_of
 
@@ -21,17 +22,12 @@ class BlockPath:
         drafter: With `config`, `logits`, `head` and `confidence_head`.
         target: For its embedding and LM head.
         hidden: The block's states, `[1, drafts, config.target_hidden_size]`.
-
-    Attributes:
-        confidence: Of the positions so far, how probable it is that their drafts are accepted, `[1]` each; empty
-            without a confidence head.
     """
 
     def __init__(self, drafter: Any, target: PreTrainedModel, hidden: torch.Tensor) -> None:
         self.drafter, self.target, self.hidden, self.config = drafter, target, hidden, drafter.config
         self.head: SequentialHead | None = drafter.head
         self.confidence_head: ConfidenceHead | None = drafter.confidence_head
-        self.confidence: list[torch.Tensor] = []
         self._carried: torch.Tensor | None = None
         count = 0 if self.head is None else self.config.head_candidates or 0
         # [1, drafts, drafted vocabulary], without the head; nothing asks for it where that scores every token anew.
@@ -39,29 +35,40 @@ class BlockPath:
         self._blind = drafter.logits(target, hidden) if is_asked else None
         self._candidates = None if self._blind is None or not count else self._blind.topk(count, dim=-1).indices
 
-    def logits_after(self, k: int, token: torch.Tensor) -> torch.Tensor:
-        """`[1, config.vocab_size]` of draft position `k` after `token` `[1]`; once for each k, in order."""
-        hidden, memory = self.hidden[:, k], None
-        blind = None if self._blind is None else self._blind[:, k]
+    def __call__(self, k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
+        """What follows each of several paths at draft position `k`; once for each k, in order.
+
+        Args:
+            k: The draft position.
+            tokens: The last of each path, `[paths]`.
+            rows: Which path of the call before each goes on from, `[paths]`.
+        """
+        hidden, memory = self.hidden[:, k].expand(len(tokens), -1), None
+        blind = None if self._blind is None else self._blind[:, k].expand(len(tokens), -1)
         if self.head is None:
             logits = cast(torch.Tensor, blind)
         else:
-            token = token.to(hidden.device)
-            embeds = self._embeds(token) if self.head.reads_embeds else None
-            states, vectors, memory, self._carried = self.head(hidden, token, embeds, self._carried)
+            tokens, rows = tokens.to(hidden.device), rows.to(hidden.device)
+            embeds = self._embeds(tokens) if self.head.reads_embeds else None
+            carried = None if self._carried is None else self._carried[rows]
+            states, vectors, memory, self._carried = self.head(hidden, tokens, embeds, carried)
             if blind is None:
                 logits = self.drafter.logits(self.target, states)
             elif self._candidates is None:
                 logits = blind + torch.nn.functional.linear(vectors, self.drafter.head.table).to(blind)
             else:
-                logits = self._best(blind.float(), self._candidates[:, k], states, vectors)
-        if self.confidence_head is not None:
-            temperature = (self.config.confidence_temperatures or [1.0] * (k + 1))[k]
-            self.confidence.append(torch.sigmoid(self.confidence_head(hidden, memory).float() / temperature))
-        return self.drafter.of_vocabulary(logits)
+                ids = self._candidates[:, k].expand(len(tokens), -1)
+                logits = self._best(blind.float(), ids, states, vectors)
+        return DraftStep(self.drafter.of_vocabulary(logits), self._confidence(k, hidden, memory))
 
-    def _embeds(self, token: torch.Tensor) -> torch.Tensor:
-        return family_of(self.target).embed(token[:, None])[:, 0]
+    def _confidence(self, k: int, hidden: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor | None:
+        if self.confidence_head is None:
+            return None
+        temperature = (self.config.confidence_temperatures or [1.0] * (k + 1))[k]
+        return torch.sigmoid(self.confidence_head(hidden, memory).float() / temperature)
+
+    def _embeds(self, tokens: torch.Tensor) -> torch.Tensor:
+        return family_of(self.target).embed(tokens[:, None])[:, 0]
 
     def _best(
         self, blind: torch.Tensor, ids: torch.Tensor, states: torch.Tensor, vectors: torch.Tensor | None

@@ -8,6 +8,7 @@ four-dimensional hidden states. For loops that are not ours there is one all the
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -15,8 +16,8 @@ import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .continuation import context_of, leave_context, padding_of
-from .request import check_cache
-from .rounds import ChainRound, round_over
+from .request import check_cache, tree_budget_asked
+from .rounds import ChainRound, round_over, verification_of
 from .row import Row
 from .sampling import DraftSampler
 from .shown import Shown
@@ -24,6 +25,8 @@ from .stats import SpeculationStats, clock
 from .stopping import Stopping
 from .tree import DraftTree
 from .verification import Step, greedy_walk, sampled_walk
+
+logger = logging.getLogger(__name__)
 
 
 def speculative_decoding(
@@ -89,6 +92,7 @@ class _Decoding:
         self.reading = self.binding.residual.reader(self.layer_ids)
         self.processor, self.stopping = logits_processor, Stopping(stopping_criteria)
         self.sampler = DraftSampler(logits_processor, generation_config.do_sample)
+        self.tree_budget = tree_budget_asked(generation_config)
         self.shown = Shown(generation_config, self.binding.family)
         self.stats, self.now = SpeculationStats(), clock(target.device)
 
@@ -123,9 +127,23 @@ class _Decoding:
                 self.cache = self.kwargs["past_key_values"] = check_cache(outputs.past_key_values)
             if end < length and row.residuals:
                 self.extend(row, end)
+        self._settle_on_trees()
         self.cache.activate_past_recording()  # after the prompt: there is nothing in it to take back
         leave_context(self.cache, self.drafter, row.context)  # which belongs to it whenever they end alike
         return outputs
+
+    def _settle_on_trees(self) -> None:
+        """Ask for trees if the target's can be verified: its family knows, and the cache that the prompt made."""
+        if self.tree_budget is None:
+            return
+        if verification_of(self.binding.family, self.cache) != "chain":
+            self.sampler.tree_budget = self.tree_budget
+        else:
+            logger.warning(
+                "`tree_budget` is %d, but draft trees of a %s target are not verified: drafting chains.",
+                self.tree_budget,
+                self.binding.family.config.model_type,
+            )
 
     # Draft
 

@@ -18,6 +18,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 
 from .configuration_mtp import DeepseekV4MTPConfig
 from .drafter_deepseek_v4 import DeepseekV4Drafter, Rotary
+from .growth import DraftStep
 from .sampling import DraftSampler
 from .targets import family_of
 from .tree import DraftTree
@@ -36,17 +37,22 @@ class MTPContext:
     def __init__(self, sliding_window: int) -> None:
         self.sliding_window = sliding_window
         self.end = 0  # position after the last token seen, in tokens of the sequence
-        self.keys: torch.Tensor | None = None  # [1, 1, at most sliding_window - 1, config.head_dim]
+        self.keys: torch.Tensor | None = None  # [sequences, 1, at most sliding_window - 1, config.head_dim]
         self.streams: torch.Tensor | None = None  # [1, 1, config.hc_mult, config.hidden_size]
 
     def __len__(self) -> int:
         """Keys of the past that the next entry can see."""
         return 0 if self.keys is None else self.keys.shape[2]
 
+    def go_on_from(self, rows: torch.Tensor) -> None:
+        """Be as many sequences as there are `rows`, each going on from that one of those so far."""
+        if self.keys is not None:
+            self.keys = self.keys[rows]
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys `[1, 1, new, config.head_dim]`, which are V4's values too; return them all, old ones first."""
+        """Append keys `[sequences, 1, new, config.head_dim]`, which are values too; return all, old ones first."""
         full = key_states if self.keys is None else torch.cat([self.keys, key_states], dim=2)
         self.keys = full[:, :, max(full.shape[2] - (self.sliding_window - 1), 0) :]
         return full, full
@@ -185,17 +191,20 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
         if context.streams is None:
             return DraftTree.chain(ids.new_empty(0))
         ahead, streams = copy.copy(context), context.streams
-        steps = torch.arange(count - 1, device=self.device)
-        cos, sin = self._rotary(streams, position_ids[:, -1:].to(self.device) + steps)
+        further = torch.arange(count - 1, device=self.device)
+        cos, sin = self._rotary(streams, position_ids[:, -1:].to(self.device) + further)
 
-        def logits_after(k: int, token: torch.Tensor) -> torch.Tensor:
+        def steps(k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
             nonlocal streams
             if k:
                 rotary = cos[:, k - 1 : k], sin[:, k - 1 : k]
-                streams = self(streams, self._embed(target, token[:, None]), past_key_values=ahead, rotary=rotary)
-            return self._logits(target, streams)[:, 0]
+                rows = rows.to(self.device)
+                ahead.go_on_from(rows)
+                embeds = self._embed(target, tokens[:, None])
+                streams = self(streams[rows], embeds, past_key_values=ahead, rotary=rotary)
+            return DraftStep(self._logits(target, streams)[:, 0])
 
-        return sampler.path(ids, count, logits_after)
+        return sampler.grow(ids, count, steps)
 
     def _embed(self, target: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
         return family_of(target).embed(ids).to(self.device)

@@ -23,6 +23,21 @@ def drafts_asked(config: GenerationConfig | None) -> int | None:
     return None if is_filled and asked == defaults.get("num_assistant_tokens") else asked
 
 
+def tree_budget_asked(config: GenerationConfig) -> int | None:
+    """`tree_budget`: the most nodes of a draft tree; `None` for chains.
+
+    Raises:
+        ValueError: If it is no number of nodes.
+    """
+    budget = getattr(config, "tree_budget", None)
+    if budget is not None and (type(budget) is not int or budget < 1):
+        raise ValueError(
+            f"`tree_budget` is {budget!r}, expected the most nodes of a draft tree, a whole number of at least 1, or "
+            "None for one chain of drafts."
+        )
+    return budget
+
+
 def check_request(
     input_ids: torch.Tensor, generation_config: GenerationConfig, synced_gpus: bool, model_kwargs: dict[str, Any]
 ) -> None:

@@ -6,13 +6,14 @@ not see it. Drafting without one costs acceptance, never correctness: what is dr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
+from .growth import DraftStep, Steps, drawn, most_probable
 from .tree import DraftTree
 
 # What they return depends on the prefix and the scores that they are given, and on nothing that came before.
@@ -42,10 +43,20 @@ class DraftSampler:
     Args:
         processors: The request's.
         do_sample: Whether it samples.
+        tree_budget: The most nodes of a draft tree; `None` for chains.
     """
 
-    def __init__(self, processors: LogitsProcessorList, do_sample: bool) -> None:
-        self.processors, self.do_sample = without_state(processors), do_sample
+    def __init__(self, processors: LogitsProcessorList, do_sample: bool, tree_budget: int | None = None) -> None:
+        self.processors, self.do_sample, self.tree_budget = without_state(processors), do_sample, tree_budget
+
+    def scored(self, prefixes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """What drafts are drawn by after prefixes.
+
+        Args:
+            prefixes: `[paths, seq]`, the text and the drafts before.
+            logits: The drafter's, `[paths, config.vocab_size]`.
+        """
+        return self.processors(cast(Any, prefixes), cast(Any, logits.to(prefixes.device, torch.float32)))
 
     def draw(self, prefix: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A token after a prefix.
@@ -58,37 +69,45 @@ class DraftSampler:
             The token, `[1]`, and the distribution `[config.vocab_size]` that it was drawn from; `None` if it is the
             most probable one.
         """
-        scores = self.processors(cast(torch.LongTensor, prefix), cast(Any, logits.to(prefix.device, torch.float32)))
+        scores = self.scored(prefix, logits)
         if not self.do_sample:
             return scores.argmax(-1), None
         q = scores.softmax(-1)
         return torch.multinomial(q, num_samples=1).squeeze(1), q[0]
 
-    def chain(self, ids: torch.Tensor, logits: torch.Tensor) -> DraftTree:
-        """Tokens one after the other, from logits that do not depend on them.
+    def blind(self, ids: torch.Tensor, logits: torch.Tensor) -> DraftTree:
+        """Drafts from logits that do not depend on them.
 
         Args:
             ids: `[1, seq]`, the text.
             logits: The drafter's, `[1, drafts, config.vocab_size]`.
         """
-        if not self.do_sample and not len(self.processors):
+        if not self.do_sample and not len(self.processors) and self.tree_budget is None:
             return DraftTree.chain(logits.argmax(-1)[0])
-        return self.path(ids, logits.shape[1], lambda k, _: logits[:, k])
+        return self.grow(ids, logits.shape[1], lambda k, tokens, _: DraftStep(logits[:, k].expand(len(tokens), -1)))
 
-    def path(
-        self, ids: torch.Tensor, count: int, logits_after: Callable[[int, torch.Tensor], torch.Tensor]
-    ) -> DraftTree:
-        """Tokens one after the other, each from logits that know those before it.
+    def grow(self, ids: torch.Tensor, count: int, steps: Steps) -> DraftTree:
+        """Drafts from logits that know those before them: one after the other, or a tree where the request has a
+        budget for one.
 
         Args:
             ids: `[1, seq]`, the text.
-            count: How many.
-            logits_after: The drafter's logits `[1, config.vocab_size]` of draft position k, from k and the token
-                before it, `[1]`.
+            count: How many, one after the other.
+            steps: The drafter.
         """
+        if self.tree_budget is None or not count:
+            return self._path(ids, count, steps)
+        grow = drawn if self.do_sample else most_probable
+        return grow(ids, count, self.tree_budget, steps, self.scored)
+
+    def _path(self, ids: torch.Tensor, count: int, steps: Steps) -> DraftTree:
         q: list[torch.Tensor | None] = []
-        length = ids.shape[1]
+        confidence: list[torch.Tensor] = []
+        length, row = ids.shape[1], ids.new_zeros(1)
         for k in range(count):
-            token, drawn_from = self.draw(ids, logits_after(k, ids[:, -1]))
+            step = steps(k, ids[:, -1], row)
+            token, drawn_from = self.draw(ids, step.logits)
             ids, q = torch.cat([ids, token[:, None]], dim=1), [*q, drawn_from]
-        return DraftTree.chain(ids[0, length:], q if self.do_sample else None)
+            confidence += [] if step.confidence is None else [step.confidence]
+        tree = DraftTree.chain(ids[0, length:], q if self.do_sample else None)
+        return replace(tree, confidence=torch.cat(confidence)) if confidence else tree

@@ -45,8 +45,16 @@ class Draws:
         return way
 
     def multinomial(self, weights: torch.Tensor, num_samples: int) -> torch.Tensor:
-        assert weights.numel() == weights.shape[-1] and num_samples == 1
-        return torch.tensor([self.one_of(weights.flatten().tolist())]).view(*weights.shape[:-1], 1)
+        rows = [self._without_replacement(row, num_samples) for row in weights.reshape(-1, weights.shape[-1]).tolist()]
+        return torch.tensor(rows).view(*weights.shape[:-1], num_samples)
+
+    def _without_replacement(self, weights: list[float], count: int) -> list[int]:
+        """One after the other; once none is left that has a weight, the others in their order, as torch does."""
+        drawn: list[int] = []
+        for _ in range(count):
+            left = [0.0 if token in drawn else weight for token, weight in enumerate(weights)]
+            drawn.append(self.one_of(left) if any(left) else next(t for t in range(len(weights)) if t not in drawn))
+        return drawn
 
     def rand_like(self, like: torch.Tensor) -> Coin:
         assert like.numel() == 1

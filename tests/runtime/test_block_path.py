@@ -21,6 +21,8 @@ from ..helpers.enumerated_draws import every_outcome
 from ..helpers.headed_drafters import headed, proposed
 from ..helpers.loops import in_transformers_loop
 
+FIRST = torch.tensor([0])
+
 
 def expected_logits(drafter, target, hidden: torch.Tensor, previous: list[int]) -> list[torch.Tensor]:
     """`[config.vocab_size]` of each draft, from the block's states `[drafts, config.target_hidden_size]` and the token
@@ -72,7 +74,7 @@ def test_logits_follow_the_formulas(kind, fields, family):
     drafter, hidden = headed(target, kind, **fields), torch.randn(1, 4, 64)
     path, previous = BlockPath(drafter, target, hidden), [5, 9, 9, 60]
     for k, expected in enumerate(expected_logits(drafter, target, hidden[0], previous)):
-        found = path.logits_after(k, torch.tensor(previous[k : k + 1]))
+        found = path(k, torch.tensor(previous[k : k + 1]), FIRST).logits
         assert found.shape == (1, 64)
         kept = expected > -oracle.FAR / 2
         torch.testing.assert_close(found[0, kept], expected[kept], atol=1e-4, rtol=1e-4)
@@ -266,9 +268,7 @@ def test_a_confidence_knows_no_token_from_its_own_on(kind):
 
     def sure(tokens: list[int]) -> torch.Tensor:
         path = BlockPath(drafter, target, hidden)
-        for k, token in enumerate([7, *tokens]):
-            path.logits_after(k, torch.tensor([token]))
-        return torch.cat(path.confidence)
+        return torch.cat([path(k, torch.tensor([token]), FIRST).confidence for k, token in enumerate([7, *tokens])])
 
     one, other = sure([8, 9, 10]), sure([8, 30, 10])  # draft 1 differs
     assert torch.equal(one[:2], other[:2]) and not torch.equal(one[2], other[2])

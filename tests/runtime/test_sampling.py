@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as stock
 
+from hf_hyperdflash.runtime.growth import DraftStep
 from hf_hyperdflash.runtime.sampling import DraftSampler, without_state
 
 from ..conftest import prompt
@@ -118,7 +119,7 @@ def test_drafts_are_those_of_a_naive_loop(names, do_sample, drafts, dtype, seed)
     following = torch.rand(4)
 
     torch.manual_seed(seed + 1)
-    tree = sampler.chain(ids, logits)
+    tree = sampler.blind(ids, logits)
     assert tree.tokens.tolist() == text[0, 6:].tolist() and tree.parents == tuple(range(-1, drafts - 1))
     assert torch.equal(torch.rand(4), following) and torch.equal(logits, given_logits)
     if do_sample and drafts:
@@ -134,7 +135,7 @@ def test_drafts_are_those_of_a_naive_loop(names, do_sample, drafts, dtype, seed)
 
 def test_greedy_drafts_without_processors_are_the_most_probable_tokens():
     logits = torch.randn(1, 4, VOCAB)
-    tree = DraftSampler(LogitsProcessorList(), False).chain(prompt(6), logits)
+    tree = DraftSampler(LogitsProcessorList(), False).blind(prompt(6), logits)
     assert tree.tokens.tolist() == [max(range(VOCAB), key=row.__getitem__) for row in logits[0].tolist()]
     assert tree.q is None and tree.is_chain
 
@@ -145,13 +146,14 @@ def test_a_path_is_told_each_token_that_was_chosen(do_sample):
     forbidden, told = torch.tensor([7]), []
     processors = LogitsProcessorList([stock.SuppressTokensLogitsProcessor([7])])
 
-    def logits_after(k: int, token: torch.Tensor) -> torch.Tensor:
+    def steps(k: int, token: torch.Tensor, rows: torch.Tensor) -> DraftStep:
         told.append((k, token.tolist()))
+        assert rows.tolist() == [0]
         logits = torch.zeros(1, VOCAB).index_fill(1, forbidden, 9.0)
-        return logits.index_fill(1, (token + 1) % VOCAB, 5.0)
+        return DraftStep(logits.index_fill(1, (token + 1) % VOCAB, 5.0))
 
     ids = torch.tensor([[3, 6]])
-    tree = DraftSampler(processors, do_sample).path(ids, 4, logits_after)
+    tree = DraftSampler(processors, do_sample).grow(ids, 4, steps)
     tokens = tree.tokens.tolist()
     assert told == [(k, [token]) for k, token in enumerate([6, *tokens[:-1]])]
     assert ids.tolist() == [[3, 6]] and 7 not in tokens and tree.is_chain
@@ -161,4 +163,4 @@ def test_a_path_is_told_each_token_that_was_chosen(do_sample):
             assert q.tolist() == pytest.approx([each / sum(expected) for each in expected])
     else:
         assert tree.q is None and tokens[1:] == [token + 1 for token in tokens[:-1]]
-    assert len(DraftSampler(processors, do_sample).path(ids, 0, logits_after)) == 0
+    assert len(DraftSampler(processors, do_sample).grow(ids, 0, steps)) == 0

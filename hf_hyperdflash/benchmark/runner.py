@@ -44,7 +44,8 @@ class Method:
     Attributes:
         name: As the report shows it, for example `"HyperDFlash (6)"`.
         drafter: What to pass as `assistant_model`; `None` for the target alone.
-        num_draft_tokens: Drafted tokens per round; `None` for the drafter's own number.
+        num_draft_tokens: Tokens drafted one after the other per round; `None` for the drafter's own number.
+        tree_budget: The most nodes of a draft tree; `None` for chains.
 
     Raises:
         ValueError: If the drafter cannot draft that many.
@@ -53,6 +54,7 @@ class Method:
     name: str
     drafter: Any = None
     num_draft_tokens: int | None = None
+    tree_budget: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_draft_tokens is not None:
@@ -239,6 +241,7 @@ def _generate(
     if drafter is not None:
         options["assistant_model"] = drafter
         options["num_assistant_tokens"] = method.num_draft_tokens or drafter.num_draft_tokens
+        options["tree_budget"] = method.tree_budget
     _reset_peak_memory(target.device)
     with exact_timing():
         now = clock(target.device)

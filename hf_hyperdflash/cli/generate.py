@@ -19,6 +19,9 @@ def generate(
     num_draft_tokens: Annotated[
         int | None, typer.Option(min=1, help="Drafted tokens per round; all that the drafter can if unset.")
     ] = None,
+    tree_budget: Annotated[
+        int | None, typer.Option(min=1, help="Most nodes of a draft tree; one chain of drafts if unset.")
+    ] = None,
     seed: options.Seed = 0,
     dtype: options.Dtype = None,
     device_map: options.DeviceMap = None,
@@ -46,6 +49,7 @@ def generate(
         ids,
         assistant_model=assistant,
         max_new_tokens=max_new_tokens,
+        tree_budget=tree_budget,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         **sampling,
     )

@@ -16,7 +16,8 @@ from .models import announce, check_writable, load
 if TYPE_CHECKING:
     from ..benchmark.runner import BenchmarkSettings
 
-Compared = tuple[str, Any, Sequence[int]]  # a drafter's name, the drafter, and the numbers of tokens that it drafts
+Shape = tuple[int, int | None]  # how many tokens are drafted one after the other, and the nodes of a tree
+Compared = tuple[str, Any, Sequence[Shape]]  # a drafter's name, the drafter, and what it drafts
 
 
 def doctor(
@@ -77,9 +78,9 @@ def benchmark(
     from ..runtime.prompt_lookup import PromptLookupDrafter
 
     compared = _own(loaded[target], mtp) if mtp else []
-    compared.append(("Prompt lookup", PromptLookupDrafter(model), prompt_lookup or ()))
-    for name, assistant, count in _bound(model, named, loaded):
-        compared.append((name, assistant, [count or assistant.num_draft_tokens]))
+    compared.append(("Prompt lookup", PromptLookupDrafter(model), _chains(prompt_lookup or ())))
+    for name, assistant, count, nodes in _bound(model, named, loaded):
+        compared.append((name, assistant, [(count or assistant.num_draft_tokens, nodes)]))
     _run(model, tokenizer, compared, settings, output)
 
 
@@ -110,28 +111,33 @@ def sweep(
     paths = [path for *_, path in named] + [target] * bool(mtp)
     model, tokenizer, loaded = load(target, paths, dtype, device_map, threads, trust_remote_code)
     compared = _own(loaded[target], tokens) if mtp else []
-    for name, assistant, _ in _bound(model, named, loaded):
+    for name, assistant, _, nodes in _bound(model, named, loaded):
         most = assistant.max_draft_tokens or 6
-        compared.append((name, assistant, tokens or range(1, most + 1)))
+        compared.append((name, assistant, [(count, nodes) for count in tokens or range(1, most + 1)]))
     results = _run(model, tokenizer, compared, settings, output)
     from ..benchmark.report import print_fastest
 
     print_fastest(results)
 
 
-def _named(drafters: list[str] | None, others: Any) -> list[tuple[str | None, int | None, str]]:
-    """Of each `NAME (COUNT)=PATH` its name and count, where there are any, and its path."""
+Named = tuple[str | None, int | None, int | None, str]
+
+
+def _named(drafters: list[str] | None, others: Any) -> list[Named]:
+    """Of each `NAME (COUNT, NODES nodes)=PATH` its name and numbers, where there are any, and its path."""
     if not drafters and not others:
         raise ValueError("No method is given: expected --drafter, or another one that --help lists, to compare with.")
     named = []
     for given in drafters or ():
         head, _, path = given.rpartition("=")
-        matched = re.fullmatch(r"([^()]*?)\s*(?:\(([0-9]+)\))?", head)
-        if not path or matched is None or ("=" in given and not matched[1]) or matched[2] == "0":
+        matched = re.fullmatch(r"([^()]*?)\s*(?:\(([0-9]+)(?:, ([0-9]+) nodes)?\))?", head)
+        if not path or matched is None or ("=" in given and not matched[1]) or "0" in matched.groups():
             raise ValueError(
-                f'`--drafter` is {given!r}, expected PATH, NAME=PATH or "NAME (4)=PATH" with at least 1 draft.'
+                f'`--drafter` is {given!r}, expected PATH, NAME=PATH, "NAME (4)=PATH" or "NAME (4, 16 nodes)=PATH" '
+                "with at least 1 draft and 1 node."
             )
-        named.append((matched[1] or None, int(matched[2]) if matched[2] else None, path))
+        count, nodes = (int(number) if number else None for number in matched.groups()[1:])
+        named.append((matched[1] or None, count, nodes, path))
     return named
 
 
@@ -154,14 +160,20 @@ def _announced(
 def _own(drafter: Any, counts: Sequence[int] | None) -> list[Compared]:
     """The target's own drafter, with all numbers of drafts that suit it if none is given."""
     counts = counts or range(1, 1 + (drafter.max_draft_tokens or 6))
-    return [(_title(drafter.config), drafter, [drafter.check_num_draft_tokens(count) for count in counts])]
+    return [(_title(drafter.config), drafter, _chains([drafter.check_num_draft_tokens(count) for count in counts]))]
 
 
-def _bound(model: Any, named: Any, loaded: dict[str, Any]) -> Iterator[tuple[str, Any, int | None]]:
-    for name, count, path in named:
+def _chains(counts: Sequence[int]) -> list[Shape]:
+    return [(count, None) for count in counts]
+
+
+def _bound(
+    model: Any, named: list[Named], loaded: dict[str, Any]
+) -> Iterator[tuple[str, Any, int | None, int | None]]:
+    for name, count, nodes, path in named:
         drafter = loaded[path]
         drafter.bind(model)
-        yield name or _title(drafter.config), drafter, count and drafter.check_num_draft_tokens(count)
+        yield name or _title(drafter.config), drafter, count and drafter.check_num_draft_tokens(count), nodes
 
 
 def _title(config: Any) -> str:
@@ -182,7 +194,11 @@ def _run(model: Any, tokenizer: Any, compared: list[Compared], settings: Benchma
     from ..benchmark.report import print_results, write_report
     from ..benchmark.runner import Method, run_benchmark
 
-    methods = [Method(f"{name} ({count})", drafter, count) for name, drafter, counts in compared for count in counts]
+    methods = [
+        Method(f"{name} ({count}, {nodes} nodes)" if nodes else f"{name} ({count})", drafter, count, nodes)
+        for name, drafter, shapes in compared
+        for count, nodes in shapes
+    ]
     results = run_benchmark(model, tokenizer, methods, settings, output / "results.jsonl")
     write_report(results, output)
     print_results(results)

@@ -240,8 +240,10 @@ def test_after_an_interruption_inside_a_tree_the_cache_is_that_of_the_text_so_fa
             )  # fmt: skip
         length = cache.get_seq_length()
         assert length >= 14 and cache.layers[-1].get_seq_length() == length
-        out = target.generate(text[:, : length + 1], past_key_values=cache, do_sample=False,
-                              max_new_tokens=text.shape[1] - length - 1)  # fmt: skip
+        out = target.generate(
+            text[:, : length + 1], past_key_values=cache, do_sample=False, max_new_tokens=text.shape[1] - length - 1,
+            assistant_model=RandomTrees(target, [text[0]]),
+        )  # fmt: skip
         assert torch.equal(out, text)
 
 

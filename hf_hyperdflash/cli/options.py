@@ -28,8 +28,8 @@ Drafters = Annotated[
     list[str] | None,
     Option(
         "--drafter",
-        help='Path or Hub id of a drafter; NAME=PATH names it in the tables, "NAME (4)=PATH" lets it draft 4, '
-        '"NAME (4, 16 nodes)=PATH" trees of 16 nodes. Repeatable.',
+        help='Path or Hub id; NAME=PATH names it, "NAME (4)=PATH" lets it draft 4, '
+        '"NAME (4, 16 nodes)=PATH" trees. Repeatable.',
     ),
 ]
 SavedDrafter = Annotated[Path, Argument(exists=True, file_okay=False, help="Folder of a saved drafter.")]

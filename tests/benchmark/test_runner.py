@@ -60,6 +60,14 @@ def without_times(record):
     return {k: v for k, v in record.items() if "seconds" not in k and k != "peak_memory"}
 
 
+def test_a_method_with_a_budget_grows_trees(pair, data, tmp_path):
+    target, tokenizer, drafter = pair
+    method, chosen = Method("Trees (3, 9 nodes)", drafter, 3, 9), settings(data, suites=["gsm8k"])
+    _, records = read(run_benchmark(target, tokenizer, [method], chosen, tmp_path / "r.jsonl"))
+    assert {record["identical"] for record in records} == {None, True}
+    assert drafter.last_stats.nodes > 5 * drafter.last_stats.rounds and drafter.last_stats.draft_positions == 3
+
+
 def test_every_method_runs_every_turn_and_writes_the_targets_text(pair, data, tmp_path):
     target, tokenizer, drafter = pair
     path = run_benchmark(target, tokenizer, methods(target, drafter), settings(data), tmp_path / "out" / "r.jsonl")

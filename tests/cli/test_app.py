@@ -63,15 +63,15 @@ def test_benchmark_writes_results_and_report(data, tmp_path):
     printed = run(
         "benchmark", "--target", TARGET, "--drafter", DRAFTER, "--drafter", f"Mine (2)={DRAFTER}", "--mtp", 3,
         "--mtp", 1, "--prompt-lookup", 4, "--suite", "gsm8k", "--data", data, "--limit", 1,
-        "--max-new-tokens", 10, "--output", out,
+        "--max-new-tokens", 10, "--drafter", f"Tree (3, 9 nodes)={DRAFTER}", "--output", out,
     )  # fmt: skip
     assert str(out / "report.md") in printed and "Non-think, temperature 0" in printed and "GSM8K" in printed
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
-    names = ["Target only", "MTP (3)", "MTP (1)", "Prompt lookup (4)", f"{NAME} (8)", "Mine (2)"]
+    names = ["Target only", "MTP (3)", "MTP (1)", "Prompt lookup (4)", f"{NAME} (8)", "Mine (2)", "Tree (3, 9 nodes)"]
     assert list(lines[0]["run"]["methods"]) == names and {line["method"] for line in lines[1:]} == set(names)
     assert {line["identical"] for line in lines[1:]} == {None, True}
     drafted = {line["method"]: line["draft_positions"] for line in lines[1:]}
-    assert drafted["Mine (2)"] == 2 and drafted["MTP (1)"] == 1
+    assert drafted["Mine (2)"] == 2 and drafted["MTP (1)"] == 1 and 1 <= drafted["Tree (3, 9 nodes)"] <= 3
     report = (out / "report.md").read_text()
     assert "tiny-deepseek-v4" in report and all(name in report for name in names[1:])
     pictures = ("acceptance.png", "conditional_acceptance.png", "speedup_tau.png")
@@ -281,7 +281,7 @@ TRAIN = [
     "none",
 ]
 CALIBRATE = ["calibrate", "--target", TARGET, "--max-new-tokens", "200", "--drafter"]
-NAMED = 'expected PATH, NAME=PATH or "NAME (4)=PATH"'
+NAMED = 'expected PATH, NAME=PATH, "NAME (4)=PATH" or "NAME (4, 16 nodes)=PATH"'
 MISTAKES: list[tuple[list[str], int, str]] = [
     *((["generate", "--target", name, "--drafter", DRAFTER, "hi"], 1, said) for name, said in NO_TARGET.items()),
     *((["generate", "--target", TARGET, "--drafter", name, "hi"], 1, said) for name, said in NO_DRAFTER.items()),
@@ -294,6 +294,7 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     ([*ASK, "--threads", "two"], 2, "Invalid value for '--threads'"),
     ([*ASK, "--device-map", "cuda:77"], 1, "`--device-map` is 'cuda:77', but this torch sees"),
     ([*ASK, "--device-map", "toaster"], 1, "`--device-map` is 'toaster', expected auto, balanced"),
+    ([*ASK, "--tree-budget", "0"], 2, "Invalid value for '--tree-budget'"),
     ([*ASK, "--num-draft-tokens", "0"], 2, "Invalid value for '--num-draft-tokens'"),
     ([*ASK, "--num-draft-tokens", "9"], 1, "cannot draft 9 tokens"),
     ([*ASK, "--temperature", "-1"], 2, "-1.0 is no temperature"),
@@ -343,7 +344,7 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     (["calibrate", "--target", "no/where/at", *CALIBRATE[3:], "confident", "--data", "rows.jsonl"], 1,
      NO_TARGET["no/where/at"]),
     (COMPARE, 1, "No method is given"),
-    *(([*COMPARE, "--drafter", f"{name}={DRAFTER}"], 1, NAMED) for name in ("X (a)", "X (0)", "X (2", "")),
+    *(([*COMPARE, "--drafter", f"{name}={DRAFTER}"], 1, NAMED) for name in ("X (a)", "X (0)", "X (2", "", "X (4, 0 nodes)")),
     ([*COMPARE, "--drafter", "X="], 1, NAMED),
     ([*COMPARE, "--drafter", "X=no/where/at"], 1, NO_DRAFTER["no/where/at"]),
     ([*COMPARE, "--drafter", f"X (99)={DRAFTER}"], 1, "cannot draft 99 tokens"),
@@ -468,7 +469,7 @@ def test_other_families_are_loaded_by_name(tmp_path, family, flags):
     characters().save_pretrained(tmp_path / "target")
     tiny_drafter(target).save_pretrained(tmp_path / "drafter")
     pair = ["--target", tmp_path / "target", "--drafter", tmp_path / "drafter", "--max-new-tokens", 8, *flags]
-    assert "verification rounds" in run("generate", *pair, "what is 2?")
+    assert "verification rounds" in run("generate", *pair, "--tree-budget", 12, "what is 2?")
     rows = [
         {"messages": [{"role": "user", "content": f"what is {i}?"}, {"role": "assistant", "content": f"it is {i}."}]}
         for i in range(12)

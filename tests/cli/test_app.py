@@ -344,7 +344,8 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     (["calibrate", "--target", "no/where/at", *CALIBRATE[3:], "confident", "--data", "rows.jsonl"], 1,
      NO_TARGET["no/where/at"]),
     (COMPARE, 1, "No method is given"),
-    *(([*COMPARE, "--drafter", f"{name}={DRAFTER}"], 1, NAMED) for name in ("X (a)", "X (0)", "X (2", "", "X (4, 0 nodes)")),
+    *(([*COMPARE, "--drafter", f"{name}={DRAFTER}"], 1, NAMED)
+      for name in ("X (a)", "X (0)", "X (2", "", "X (4, 0 nodes)")),
     ([*COMPARE, "--drafter", "X="], 1, NAMED),
     ([*COMPARE, "--drafter", "X=no/where/at"], 1, NO_DRAFTER["no/where/at"]),
     ([*COMPARE, "--drafter", f"X (99)={DRAFTER}"], 1, "cannot draft 99 tokens"),

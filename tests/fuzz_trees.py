@@ -1,0 +1,139 @@
+"""Greedy text with draft trees against the target's own, over families, trees, chunks, turns and processors.
+
+`python -m tests.fuzz_trees --cases 10000` runs seeds 0 to 9,999 and prints every difference; the tests run some
+hundreds of them. A case is its seed: `--first 1234 --cases 1` runs that one again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from hf_hyperdflash import bind
+from hf_hyperdflash.runtime.targets import family_of
+
+from .conftest import CSA, HCA, MIXES, perfect, prompt, tiny_target
+from .helpers.families import FAMILIES
+from .helpers.tree_drafters import RandomTrees
+
+NEARLY_EQUAL = 1e-4  # between the logits of the two best tokens: whose order rounding may settle
+
+PROCESSORS: list[dict[str, Any]] = [
+    {}, {}, {},
+    {"repetition_penalty": 1.3},
+    {"no_repeat_ngram_size": 2},
+    {"bad_words_ids": [[5], [6, 7]]},
+    {"min_new_tokens": 9, "eos_token_id": [3, 4, 9, 17, 30, 44]},
+    {"eos_token_id": [11, 23]},
+]  # fmt: skip
+
+
+def v4_mix(number: int) -> Callable[[], PreTrainedModel]:
+    """DeepSeek-V4 with other layers, windows and choices of an indexer."""
+
+    def made() -> PreTrainedModel:
+        rates = [{CSA: 4, HCA: 8}, {CSA: 2, HCA: 4}, {CSA: 3, HCA: 6}][number % 3]
+        return tiny_target(
+            number, layer_types=MIXES[number], sliding_window=[4, 8, 16, 7, 5][number], compress_rates=rates,
+            index_topk=[512, 2, 3, 512, 1][number], index_n_heads=32, hidden_size=64,
+        )  # fmt: skip
+
+    made.__name__ = f"deepseek_v4_{number}"
+    return made
+
+
+# Where indexers' scores tie, the text of these depends on how it is cut into forwards, with stock caches as well.
+DEPEND_ON_CUTS = {"hunyuan_v4", "glm5_next"}
+TARGETS = [made for made in (*FAMILIES, *map(v4_mix, range(len(MIXES)))) if made.__name__ not in DEPEND_ON_CUTS]
+
+
+@cache
+def target_of(number: int) -> Any:
+    torch.manual_seed(0)
+    return bind(TARGETS[number]().eval())
+
+
+def run_case(seed: int) -> tuple[str, str | None]:
+    """One case.
+
+    Returns:
+        The target's name, and what differs; `None` if nothing does.
+    """
+    chance = random.Random(seed)
+    number = chance.randrange(len(TARGETS))
+    name, target = TARGETS[number].__name__, target_of(number)
+    is_remote = target.config.model_type == "remote_v4"
+    options = {"do_sample": False, "max_new_tokens": chance.randint(4, 24), **chance.choice(PROCESSORS)}
+    chunk = None if is_remote else chance.choice([None, None, 1, 3, 7])
+    text, filled = prompt(chance.randint(1, 40), seed=seed), None
+    for turn in range(1 if is_remote else chance.choice([1, 1, 2])):
+        options["attention_mask"] = torch.ones_like(text)  # else a padding token that was written would be hidden
+        expected = target.generate(text, **options)
+        if chance.random() < 0.3 or is_remote:
+            wrong = torch.rand(expected[0].shape, generator=torch.Generator().manual_seed(seed)) < 0.3
+            drafter: Any = perfect(target, torch.where(wrong, (expected[0] + 1) % 60 + 2, expected[0]))
+            trees = {"tree_budget": None if is_remote else chance.choice([None, 1, 5, 12, 24])}
+        else:
+            drafter, trees = RandomTrees(target, [expected[0]], seed=seed, most=chance.choice([3, 8, 20])), {}
+        out = target.generate(
+            text, assistant_model=drafter, past_key_values=filled, return_dict_in_generate=True,
+            prefill_chunk_size=chunk, **options, **trees,
+        )  # fmt: skip
+        if not torch.equal(out.sequences, expected):
+            return name, f"turn {turn + 1}: {difference(target, out.sequences[0], expected[0], options)}"
+        filled = chance.choice([out.past_key_values, copy.deepcopy(out.past_key_values)])
+        text = torch.cat([expected, prompt(chance.randint(1, 9), seed=seed + 1)], dim=1)
+    return name, None
+
+
+def difference(target: Any, found: torch.Tensor, expected: torch.Tensor, options: dict[str, Any]) -> str:
+    """Where two texts part, and by how much the target preferred its token."""
+    length = min(len(found), len(expected))
+    at = int((found[:length] != expected[:length]).int().argmax()) if len(found) else 0
+    scores = target.generate(
+        expected[None, :at],
+        return_dict_in_generate=True,
+        output_scores=True,
+        **{**options, "max_new_tokens": 1, "attention_mask": torch.ones_like(expected[None, :at])},
+    ).scores[0][0]
+    gap = float(scores.topk(2).values.diff().abs())
+    kind = "nearly equal logits" if gap < NEARLY_EQUAL else "DIFFERENT"
+    return f"{kind} at token {at}, where the two best are {gap:.1e} apart"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    arguments = parser.parse_args()
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    cases, wrong, began = Counter(), Counter(), time.perf_counter()
+    for seed in range(arguments.first, arguments.first + arguments.cases):
+        name, differs = run_case(seed)
+        cases[name] += 1
+        if differs is not None:
+            wrong["nearly equal" if differs.find("DIFFERENT") < 0 else "different"] += 1
+            print(f"case {seed}, {name}, {differs}", flush=True)
+        if (seed + 1) % 500 == 0:
+            print(f"{cases.total()} cases in {time.perf_counter() - began:.0f} s", flush=True)
+    for number, made in enumerate(TARGETS):
+        how = family_of(target_of(number)).tree_verification
+        print(f"{cases[made.__name__]:6d} {made.__name__} ({how})")
+    print(
+        f"{cases.total()} cases: {wrong['different']} different, {wrong['nearly equal']} where two logits nearly tie"
+    )
+
+
+if __name__ == "__main__":
+    main()

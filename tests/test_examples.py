@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter, measure_acceptance
+from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter, load_drafter, measure_acceptance
 from hf_hyperdflash.runtime.block_path import BlockPath
 from hf_hyperdflash.runtime.configuration_hyperdflash import HyperDFlashConfig
 from hf_hyperdflash.training.data import encode_prompts
@@ -31,6 +32,23 @@ def run(script: str, *arguments: object) -> str:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+def test_trees_are_drawn_as_they_were(tmp_path):
+    text = ["--prompt", "What is 3 plus 4?", "--rounds", 2, "--tree-budget", 9]
+    said = run("draw_trees.py", *text, "--output", tmp_path / "new" / "trees.png")
+    assert f"{tmp_path / 'new' / 'trees.png'}: 2 rounds, " in said
+    assert (tmp_path / "new" / "trees.png").stat().st_size > 5000
+    drawing = runpy.run_path(str(EXAMPLES / "draw_trees.py"))
+    target = AutoModelForCausalLM.from_pretrained(EXAMPLES / "models" / "tiny-deepseek-v4").eval()
+    tokenizer, drafter = AutoTokenizer.from_pretrained(EXAMPLES / "models" / "tiny-deepseek-v4"), load_drafter(DRAFTER)
+    drafter.bind(target)
+    arguments = SimpleNamespace(prompt=text[1], rounds=2, tree_budget=9, temperature=0.0, seed=0)
+    rounds = drawing["rounds_of"](arguments, target, tokenizer, drafter)
+    ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": text[1]}]}])[0]
+    written = target.generate(ids, do_sample=False, max_new_tokens=20)[0, ids.shape[1] + 1 :].tolist()
+    told = [token for tree, accepted, own in rounds for token in [*tree.tokens[accepted].tolist(), own]]
+    assert told == written[: len(told)] and len(told) > 2
 
 
 def test_quickstart_limits_its_own_prompts_too(tmp_path):

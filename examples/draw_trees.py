@@ -1,0 +1,151 @@
+"""Draw the draft trees of a generation: every node, the path that the target accepted, and the token it wrote itself.
+
+    python examples/draw_trees.py --prompt "Write a Python function to add two numbers." --output trees.png
+
+Needs matplotlib: pip install "hf-hyperdflash[benchmark]".
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_hyperdflash import load_drafter
+from hf_hyperdflash.runtime.tree import ANCHOR, DraftTree
+from hf_hyperdflash.training.data import encode_prompts
+
+MODELS = Path(__file__).parent / "models"
+ACCEPTED, REJECTED, OWN = "#0072B2", "#B5B5B5", "#D55E00"
+Round = tuple[DraftTree, list[int], int]  # the tree, the accepted nodes, and the target's own token
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default=str(MODELS / "tiny-deepseek-v4"), help="path or Hub id")
+    parser.add_argument("--drafter", default=str(MODELS / "tiny-deepseek-v4-hyperdflash"), help="path or Hub id")
+    parser.add_argument(
+        "--prompt", default="Tom has 12 marbles and buys 3 bags with 8 marbles each. How many has he now?"
+    )
+    parser.add_argument("--tree-budget", type=int, default=16, help="most nodes of a tree")
+    parser.add_argument("--rounds", type=int, default=4, help="how many rounds are drawn, the first ones")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling")
+    parser.add_argument("--output", type=Path, default=Path("trees.png"))
+    arguments = parser.parse_args()
+    for name in ("tree_budget", "rounds"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(arguments, name)}, expected at least 1.")
+    if arguments.temperature < 0:
+        parser.error(f"--temperature is {arguments.temperature}, expected 0 (greedy) or above.")
+    return arguments
+
+
+def rounds_of(arguments: argparse.Namespace, target: Any, tokenizer: Any, drafter: Any) -> list[Round]:
+    """Generate, and keep what was drafted and accepted."""
+    heard: list[tuple[int, DraftTree, list[int]]] = []
+    ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": arguments.prompt}]}])[0]
+    # What the target says about a round reaches every drafter, for those that learn while they serve.
+    drafter.observe = lambda context, tree, logits, accepted: heard.append((context.end, tree, accepted))
+    torch.manual_seed(arguments.seed)
+    sampling = (
+        {"do_sample": True, "temperature": arguments.temperature} if arguments.temperature else {"do_sample": False}
+    )
+    text = target.generate(
+        ids,
+        assistant_model=drafter,
+        tree_budget=arguments.tree_budget,
+        max_new_tokens=(drafter.num_draft_tokens + 1) * arguments.rounds + 1,
+        **sampling,
+    )[0].tolist()
+    # After a round the drafter has taken in all but the target's own token.
+    drafted = [(tree, accepted, text[end]) for end, tree, accepted in heard if len(tree)]
+    return drafted[: arguments.rounds]
+
+
+def places_of(tree: DraftTree) -> dict[int, float]:
+    """How high each node is drawn: leaves one below the other, a parent in the middle of its children."""
+    heights: dict[int, float] = {}
+    leaves = 0
+
+    def place(node: int) -> float:
+        nonlocal leaves
+        below = [place(child) for child in tree.children.get(node, ())]
+        if not below:
+            leaves += 1
+        heights[node] = sum(below) / len(below) if below else -float(leaves)
+        return heights[node]
+
+    place(ANCHOR)
+    return heights
+
+
+def draw(figure: Figure, rounds: list[Round], tokenizer: Any) -> None:
+    """A panel per round."""
+    heights = [max(len(tree.paths), 2) for tree, _, _ in rounds]
+    for axes, (number, (tree, accepted, own)) in zip(
+        figure.subplots(len(rounds), height_ratios=heights, squeeze=False)[:, 0], enumerate(rounds, start=1)
+    ):
+        places, depths = places_of(tree), (*tree.depths, 0)  # the anchor's is the last
+        for node, parent in enumerate(tree.parents):
+            colour = ACCEPTED if node in accepted else REJECTED
+            ends = [depths[parent], depths[node]], [places[parent], places[node]]
+            axes.plot(*ends, color=colour, linewidth=2 if node in accepted else 1, zorder=1)
+            token = tokenizer.decode([int(tree.tokens[node])])
+            label(axes, depths[node], places[node], token, colour)
+        label(axes, 0, places[ANCHOR], "anchor", "black")
+        last = accepted[-1] if accepted else ANCHOR
+        axes.annotate(
+            f"+ {shown(tokenizer.decode([own]))}",
+            (depths[last], places[last]),
+            (0, 7),
+            textcoords="offset points",
+            color=OWN,
+            fontsize=7,
+            ha="center",
+            va="bottom",
+        )
+        axes.set(xlim=(-0.6, max(depths) + 0.6), ylim=(min(places.values()) - 0.9, -0.1), yticks=[])
+        told = f"Round {number}: {len(tree)} nodes on {len(tree.paths)} paths, {len(accepted)} of them accepted"
+        axes.set_title(told, fontsize=9, loc="left")
+        axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
+        axes.set_xticks(range(max(depths) + 1), range(max(depths) + 1), fontsize=7)
+    axes.set_xlabel(
+        "tokens after the anchor (blue: accepted; grey: rejected; orange: written by the target)", fontsize=8
+    )
+
+
+def shown(token: str) -> str:
+    """A token that can be seen, whatever it is."""
+    return token.replace("\n", "\\n").replace("$", r"\$").replace(" ", "·") or "''"
+
+
+def label(axes: Any, x: float, y: float, token: str, colour: str) -> None:
+    box = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": colour}
+    axes.text(x, y, shown(token), ha="center", va="center", fontsize=7, bbox=box, zorder=2)
+
+
+def main() -> None:
+    arguments = parse_args()
+    target = AutoModelForCausalLM.from_pretrained(arguments.target).eval()
+    drafter = load_drafter(arguments.drafter, target=target).eval()
+    drafter.bind(target)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    rounds = rounds_of(arguments, target, tokenizer, drafter)
+    if not rounds:
+        raise SystemExit("The text was over before a tree was drafted: try another prompt.")
+    figure = Figure(
+        figsize=(9, 0.5 + sum(0.5 + 0.27 * len(tree.paths) for tree, _, _ in rounds)), layout="constrained"
+    )
+    draw(figure, rounds, tokenizer)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(arguments.output, dpi=130)
+    print(f"{arguments.output}: {len(rounds)} rounds, {sum(len(accepted) + 1 for _, accepted, _ in rounds)} tokens.")
+
+
+if __name__ == "__main__":
+    main()

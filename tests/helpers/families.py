@@ -34,10 +34,14 @@ from transformers import (
     NemotronHConfig,
     NemotronHForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
     Qwen4ExpConfig,
@@ -134,6 +138,18 @@ def qwen3() -> PreTrainedModel:
     )
 
 
+def qwen2() -> PreTrainedModel:
+    return Qwen2ForCausalLM(Qwen2Config(**COMMON, intermediate_size=48, num_hidden_layers=3, num_key_value_heads=2))
+
+
+def qwen3_moe() -> PreTrainedModel:
+    config = Qwen3MoeConfig(
+        **COMMON, intermediate_size=48, num_hidden_layers=3, num_key_value_heads=2, head_dim=16, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=16,
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(config)
+
+
 def llama() -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**COMMON, intermediate_size=48, num_hidden_layers=4, num_key_value_heads=2))
 
@@ -223,6 +239,8 @@ FAMILIES = [
     deepseek_v4, deepseek_v4_remote_code, hunyuan_v4, glm5_next, qwen3, qwen3_next, qwen3_5, llama, mistral, gemma2,
     gemma3, gpt_oss, granite_hybrid, bamba, falcon_h1, nemotron_h,
 ]  # fmt: skip
+# As Qwen3 to everything but the mask of a draft tree.
+ALSO_MASKED = [qwen2, qwen3_moe]
 # Earlier transformers keep the positions of Qwen4-Exp's indexer beside the cache's layers, where nothing rewinds them.
 REWINDABLE_QWEN4 = "indexed_attention" in DYNAMIC_LAYER_TYPE_MAPPING
 if REWINDABLE_QWEN4:

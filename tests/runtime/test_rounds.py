@@ -15,14 +15,15 @@ from transformers import DynamicCache
 from hf_hyperdflash import bind
 from hf_hyperdflash.runtime.rounds import ForkedRound, MaskedRound, verification_of
 from hf_hyperdflash.runtime.row import Row
+from hf_hyperdflash.runtime.target_family import TargetFamily
 from hf_hyperdflash.runtime.targets import family_of
 from hf_hyperdflash.runtime.tree import DraftTree
 
 from ..conftest import CSA, HCA, SLIDING, prompt, tiny_target
 from ..helpers.draft_trees import parents_and_tokens
-from ..helpers.families import FAMILIES, gemma2, gemma3, gpt_oss, llama, mistral, qwen3
+from ..helpers.families import ALSO_MASKED, FAMILIES, gemma2, gemma3, gpt_oss, llama, mistral, qwen3
 
-MASKED = [gemma2, gemma3, gpt_oss, llama, mistral, qwen3]
+MASKED = [gemma2, gemma3, gpt_oss, llama, mistral, qwen3, *ALSO_MASKED]
 
 
 def filled_cache(target, ids):
@@ -85,7 +86,7 @@ def trees_of(draw_from: random.Random, count: int, most: int = 14, vocabulary: i
     return trees
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+@pytest.mark.parametrize("family", [*FAMILIES, *ALSO_MASKED], ids=lambda family: family.__name__)
 @pytest.mark.parametrize("length", [2, 21])
 @torch.no_grad()
 def test_every_node_is_judged_on_its_own_path(family, length):
@@ -102,6 +103,12 @@ def test_every_node_is_judged_on_its_own_path(family, length):
     trees = trees_of(chance, 4)
     for kind in kinds:
         check_rounds(target, kind, prompt(length), trees, chance, atol=1e-3)
+
+
+def test_what_is_listed_is_what_is_tested():
+    tested = {made().config.get_text_config(decoder=True).model_type for made in [*FAMILIES, *ALSO_MASKED]}
+    families = {kind for made in TargetFamily.__subclasses__() for kind in made.masked_types | made.forked_types}
+    assert TargetFamily.masked_types | TargetFamily.forked_types | families <= tested
 
 
 LAYERS = [[SLIDING, CSA, HCA], [HCA, CSA, CSA], [CSA, SLIDING, HCA], [HCA, HCA, CSA]]

@@ -73,8 +73,8 @@ def run_case(seed: int) -> tuple[str, str | None]:
     number = chance.randrange(len(TARGETS))
     name, target = TARGETS[number].__name__, target_of(number)
     is_remote = target.config.model_type == "remote_v4"
-    # Stock V4's text depends on how a prompt is cut where its indexer has to choose, drafts or not: there it is not cut.
-    is_whole = is_remote or getattr(target.config, "index_topk", 512) < 512 and "deepseek_v4" in name
+    # Where its indexer has to choose, stock V4's text depends on how a prompt is cut: there it is not cut.
+    is_whole = is_remote or ("deepseek_v4" in name and target.config.index_topk < 512)
     options = {"do_sample": False, "max_new_tokens": chance.randint(4, 24), **chance.choice(PROCESSORS)}
     chunk = None if is_whole else chance.choice([None, None, 1, 3, 7])
     text, filled = prompt(chance.randint(1, 40), seed=seed), None

@@ -91,7 +91,7 @@ def main() -> None:
                 once = verify(1)
                 row += [f"{read.bytes / once.bytes:.2f}", f"{tau * once.bytes / read.bytes:.2f}×"]
             rows.append(row)
-        print(f"## Temperature {float(at):g}\n")
+        print(f"\n## Temperature {float(at):g}\n")
         header = ["nodes", "tau", "measured here"]
         for name in targets:
             header += [f"{name}: bytes of a round / of a token", "speedup by bytes"]

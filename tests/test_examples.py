@@ -51,6 +51,19 @@ def test_trees_are_drawn_as_they_were(tmp_path):
     assert told == written[: len(told)] and len(told) > 2
 
 
+def test_a_dense_target_reads_as_much_for_any_tree_and_experts_more_for_every_node():
+    said = run("model_trees.py", "--results", EXAMPLES / "results" / "tiny-deepseek-v4" / "trees")
+    rows = [
+        line.strip("| ").split(" | ") for line in said.splitlines() if line.startswith(("| chain of", "| 8", "| 64"))
+    ]
+    assert [row[0] for row in rows] == ["chain of 8", "8", "64"] * 2
+    for chain, same, wide in (rows[:3], rows[3:]):
+        assert chain[5] == same[5] == wide[5] and chain[3] == same[3] and float(wide[3]) > 2 * float(chain[3])
+        for nodes, row in ((9, chain), (65, wide)):
+            experts = 256 * (1 - (1 - 6 / 256) ** nodes) / 6  # of those that one token reads
+            assert 1 < float(row[3]) < experts
+
+
 def test_quickstart_limits_its_own_prompts_too(tmp_path):
     shown = run(
         "quickstart.py", "--limit", 1, "--max-new-tokens", 3, "--quiet", "--picture", tmp_path / "acceptance.png"

@@ -83,15 +83,15 @@ class Drafter:
         count: int,
         sampler: DraftSampler,
     ) -> DraftTree:
-        """Draft up to `count` tokens after the anchor; the context stays as it was.
+        """Draft up to `count` tokens after the anchor, or a tree of that depth; the context stays as it was.
 
         Args:
             target: The target, for its embedding and LM head.
             context: Of the sequence; holds all of `ids` but the anchor.
             ids: `[1, seq]`, the accepted tokens, the anchor last.
             position_ids: `[1, seq]`, their true positions.
-            count: How many.
-            sampler: Draws tokens as the request asks for.
+            count: How many, one after the other.
+            sampler: Draws tokens as the request asks for, a chain of them or a tree.
         """
         raise NotImplementedError(f"A {type(self).__name__} has no `propose`.")
 
@@ -110,7 +110,10 @@ class Drafter:
     def bind(self, target: PreTrainedModel) -> None:
         """Check that the drafter fits `target` and prepare that one instance for assisted generation.
 
-        Afterwards `target.generate(**inputs, assistant_model=drafter)` drafts with this drafter. Only that instance
+        Afterwards `target.generate(**inputs, assistant_model=drafter)` drafts with this drafter, `num_assistant_tokens`
+        a round, or with `tree_budget` a draft tree of at most so many nodes, as deep as that. More nodes, more
+        tokens accepted a round, and a dearer round: each node costs a mixture of experts more experts, and a dense
+        target next to nothing while it waits for its weights. Only that instance
         changes: its class, to a subclass, and hooks on its layers that are silent outside our forwards; [`unbind`]
         restores it.
 

@@ -65,8 +65,9 @@ def test_the_folder_runs_by_itself(shipped):
     inputs = tokenizer(PROMPTS[1], return_tensors="pt")
     options = dict(do_sample=False, max_new_tokens=20)
     plain, own = target.generate(**inputs, **options), type(target)
-    again = target.generate(**inputs, **options, custom_generate=str(DRAFTER), trust_remote_code=True)
-    assert torch.equal(again, plain) and type(target) is own
+    for budget in ({}, {"tree_budget": 12}):
+        again = target.generate(**inputs, **options, **budget, custom_generate=str(DRAFTER), trust_remote_code=True)
+        assert torch.equal(again, plain) and type(target) is own
     loaded = AutoModel.from_pretrained(DRAFTER, trust_remote_code=True, dtype=torch.float32)
     assert isinstance(loaded, HyperDFlashDrafter)
     assert all(torch.equal(value, drafter.state_dict()[name]) for name, value in loaded.state_dict().items())

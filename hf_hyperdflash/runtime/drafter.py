@@ -110,7 +110,7 @@ class Drafter:
     def bind(self, target: PreTrainedModel) -> None:
         """Check that the drafter fits `target` and prepare that one instance for assisted generation.
 
-        Afterwards `target.generate(**inputs, assistant_model=drafter)` drafts with this drafter, `num_assistant_tokens`
+        Afterwards `target.generate(**inputs, assistant_model=drafter)` drafts with it, `num_assistant_tokens`
         a round, or with `tree_budget` a draft tree of at most so many nodes, as deep as that. More nodes, more
         tokens accepted a round, and a dearer round: each node costs a mixture of experts more experts, and a dense
         target next to nothing while it waits for its weights. Only that instance

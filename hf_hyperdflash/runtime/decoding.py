@@ -148,8 +148,12 @@ class _Decoding:
     # Draft
 
     def room(self, row: Row) -> int:
-        """How many tokens to draft: what was asked for, or what fits, as the target adds one of its own."""
-        return max(0, min(self.num_drafts, self.config.max_length - row.length - 1))
+        """How many tokens to draft one after the other: what was asked for, or what fits.
+
+        The target adds one of its own, and a tree is no deeper than it has nodes.
+        """
+        most = min(self.num_drafts, self.sampler.tree_budget or self.num_drafts)
+        return max(0, min(most, self.config.max_length - row.length - 1))
 
     def draft(self, row: Row, count: int) -> DraftTree:
         """Draft up to `count` tokens."""

@@ -55,9 +55,9 @@ def drafted(drafter: HyperDFlashDrafter, target, ids: torch.Tensor, count: int) 
     seen = []
 
     class Listening(DraftSampler):
-        def chain(self, ids, logits):
+        def blind(self, ids, logits):
             seen.append(logits)
-            return super().chain(ids, logits)
+            return super().blind(ids, logits)
 
     context, positions = drafter.new_context(), torch.arange(ids.shape[1])[None]
     drafter.extend(target, context, captured[0], positions[:, :-1], ids[:, 1:])

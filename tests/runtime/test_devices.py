@@ -168,6 +168,17 @@ def test_heads(kind, fields):
     assert_same_text(target, headed(target, kind, confidence_head=True, **fields), do_sample=do_sample)
 
 
+@pytest.mark.parametrize(("kind", "do_sample"), [("none", False), ("state", True), ("mtp", False)])
+def test_trees(kind, do_sample):
+    target = small_target([CSA])
+    if kind == "mtp":
+        drafter = DeepseekV4MTPDrafter(target.config).eval()
+        drafter.set_experts_implementation("batched_mm")
+    else:
+        drafter = headed(target, kind, confidence_head=True)
+    assert_same_text(target, drafter, do_sample=do_sample, tree_budget=9)
+
+
 def test_mtp():
     target = small_target()
     drafter = DeepseekV4MTPDrafter(target.config).eval()

@@ -273,6 +273,13 @@ def test_left_padding_is_hidden_from_every_node(target):
     assert torch.equal(out[:, 17:], expected)
 
 
+def test_a_chain_is_no_longer_than_the_budget(target):
+    ids = prompt(8).repeat(1, 3)
+    drafter = PromptLookupDrafter(target, 9)
+    target.generate(ids, assistant_model=drafter, tree_budget=2, do_sample=False, max_new_tokens=20)
+    assert drafter.last_stats.draft_positions <= 2 and drafter.last_stats.nodes
+
+
 @pytest.mark.parametrize("budget", [0, -3, 2.5, True, "8"])
 def test_a_budget_is_a_number_of_nodes(target, budget):
     drafter = PromptLookupDrafter(target)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import CONFIG_MAPPING, DynamicCache
+from transformers import DynamicCache
 
 from hf_hyperdflash import bind
 from hf_hyperdflash.runtime.rounds import ForkedRound, MaskedRound, verification_of
@@ -109,7 +109,7 @@ def test_what_is_listed_is_what_is_tested():
     tested = {made().config.get_text_config(decoder=True).model_type for made in [*FAMILIES, *ALSO_MASKED]}
     families = {kind for made in TargetFamily.__subclasses__() for kind in made.masked_types | made.forked_types}
     listed = TargetFamily.masked_types | TargetFamily.forked_types | families
-    assert listed & set(CONFIG_MAPPING) <= tested  # not every version of transformers has each
+    assert listed - {"qwen4_exp_text"} <= tested  # which 5.17 cannot run
     assert len(listed & tested) > 9
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
-from .configuration_hyperdflash import HyperDFlashConfig, check_layer_ids, check_temperatures
+from .configuration_drafter import check_layer_ids
+from .configuration_hyperdflash import HyperDFlashConfig, check_temperatures
 from .configuration_mtp import of_blocks
 from .reach import SLIDING, Reach
 

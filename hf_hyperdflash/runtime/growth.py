@@ -36,7 +36,9 @@ Scored = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Scores `[paths, config.vocab_size]` as the request changes them, from prefixes `[paths, seq]` and logits."""
 
 
-def most_probable(ids: torch.Tensor, count: int, budget: int, steps: Steps, scored: Scored) -> DraftTree:
+def most_probable(
+    ids: torch.Tensor, count: int, budget: int, steps: Steps, scored: Scored, width: int | None = None
+) -> DraftTree:
     """The tree of the nodes that are most probable, by the product of the drafter's probabilities along the path.
 
     A node is never more probable than its parent, so what is not among the best of all nodes so far has no descendant
@@ -48,20 +50,22 @@ def most_probable(ids: torch.Tensor, count: int, budget: int, steps: Steps, scor
         budget: The most nodes.
         steps: The drafter.
         scored: The request's processors.
+        width: How many nodes of a level go on at most, and how many children each has; `None` for any number.
     """
+    width = min(width or budget, budget)
     tokens, parents = ids.new_empty(0), ids.new_empty(0)
     values = torch.empty(0, device=ids.device)
     level, rows, of_level = ids[:, -1], ids.new_zeros(1), torch.zeros(1, device=ids.device)
     places, prefixes = ids.new_full((1,), ANCHOR), ids
     for k in range(count):
         likely = (scored(prefixes, steps(k, level, rows).logits) / SHARPENED).log_softmax(-1)
-        best = likely.topk(min(budget, likely.shape[-1]), dim=-1)
+        best = likely.topk(min(width, likely.shape[-1]), dim=-1)
         found = (of_level[:, None] + best.values).flatten().nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         start = len(values)
         values, tokens = torch.cat([values, found]), torch.cat([tokens, best.indices.flatten()])
         parents = torch.cat([parents, places.repeat_interleave(best.values.shape[1])])
         among = values.sort(descending=True, stable=True).indices[:budget]
-        places = among[(among >= start) & values[among].isfinite()].sort().values
+        places = among[(among >= start) & values[among].isfinite()][:width].sort().values
         if not len(places):
             break
         rows = (places - start) // best.values.shape[1]
@@ -98,7 +102,7 @@ def drawn(ids: torch.Tensor, count: int, budget: int, steps: Steps, scored: Scor
         slots = [
             (value * hit, row, rank)
             for row, (value, each) in enumerate(zip(values, sure))
-            for rank, hit in enumerate(_hits(each, width))
+            for rank, hit in enumerate(hits_of(each, width))
         ]
         # Of equals the earlier sibling: no child without those before it.
         slots = heapq.nlargest(width, slots, key=lambda slot: (slot[0], -slot[2]))
@@ -131,7 +135,7 @@ ACCEPTED = 0.7, 0.3, 0.25
 what a level's width and a node's number of children are settled by. As the shipped drafter's are."""
 
 
-def _hits(first: float, ranks: int) -> list[float]:
+def hits_of(first: float, ranks: int) -> list[float]:
     """How probable it is that the target goes on with the child of each rank: those before it have to be rejected. The
     first is never held to be less probable than the second."""
     hits, reached = [], 1.0
@@ -151,7 +155,7 @@ def level_sizes(count: int, budget: int) -> list[int]:
         count: The greatest depth.
         budget: Nodes.
     """
-    sizes, hits = [0] * count, _hits(ACCEPTED[0], budget)
+    sizes, hits = [0] * count, hits_of(ACCEPTED[0], budget)
     heap = [(-hits[0], 1.0, 0, 0)]  # by value: what the parent is worth, its depth, and the rank among its children
     for _ in range(budget):
         value, parent, depth, rank = heapq.heappop(heap)

@@ -42,12 +42,14 @@ class HeadOutput(NamedTuple):
         confidence: `[..., drafts]`, the logit of each draft's acceptance; `None` without a confidence head.
         blind: `[..., drafts, config.target_hidden_size]`, the block's own states for the LM head, where a head chooses
             among their best tokens; else `None`.
+        ranks: `[..., drafts, 4]`, a rank head's logits; `None` without one.
     """
 
     states: torch.Tensor
     vectors: torch.Tensor | None = None
     confidence: torch.Tensor | None = None
     blind: torch.Tensor | None = None
+    ranks: torch.Tensor | None = None
 
 
 class SilentLinear(nn.Linear):

@@ -19,6 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from .reach import Reach
+from .reducers import HCGateReducer, RMSNorm
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
@@ -53,22 +54,27 @@ class HyperDFlashAttention(nn.Module):
     """Attention of a block over the injected context and, in both directions, over itself.
 
     It goes through transformers' attention interface: `config._attn_implementation` chooses.
+
+    Args:
+        config: The drafter's.
+        reads: Width of what it reads; the drafter's if left out.
     """
 
     is_causal = False
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, reads: int | None = None) -> None:
         super().__init__()
-        width, dim = config.hidden_size, config.head_dim
+        width, dim = reads or config.hidden_size, config.head_dim
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.config, self.head_dim, self.scaling = config, dim, dim**-0.5
         self.num_key_value_groups = heads // kv_heads
         self.q_proj = nn.Linear(width, heads * dim, bias=config.attention_bias)
         self.k_proj = nn.Linear(width, kv_heads * dim, bias=config.attention_bias)
         self.v_proj = nn.Linear(width, kv_heads * dim, bias=config.attention_bias)
-        self.o_proj = nn.Linear(heads * dim, width, bias=config.attention_bias)
-        self.q_norm = Qwen3RMSNorm(dim, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(dim, eps=config.rms_norm_eps)
+        self.o_proj = nn.Linear(heads * dim, config.hidden_size, bias=config.attention_bias)
+        self.q_norm, self.k_norm = (
+            Qwen3RMSNorm(dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
+        )
 
     def keys_values(self, hidden: torch.Tensor, rotary: Rotary) -> KeysValues:
         """Keys and values `[batch, config.num_key_value_heads, seq, config.head_dim]` of context or block states."""
@@ -104,6 +110,17 @@ class HyperDFlashRotaryEmbedding(Qwen3RotaryEmbedding):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         return super()._apply(lambda tensor: fn(tensor) if tensor.is_meta else tensor.to(fn(tensor).device), recurse)
+
+
+def reset_reducer(module: nn.Module, std: float) -> None:
+    """Fresh weights of a reducer's module: half-open gates on every path, near the mean of the paths, where `hc_head`
+    starts too; a norm that says nothing yet."""
+    if isinstance(module, HCGateReducer):
+        init.normal_(module.hc_fn, mean=0.0, std=std)
+        init.zeros_(module.hc_base)
+        init.ones_(module.hc_scale)
+    elif isinstance(module, RMSNorm):
+        init.zeros_(module.weight)
 
 
 class CausalConvolution(nn.Module):

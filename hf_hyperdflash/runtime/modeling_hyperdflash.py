@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers import initialization as init
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from .block_drafter import BlockDrafter, check_pair
+from .block_drafter import BlockDrafter
 from .configuration_hyperdflash import HyperDFlashConfig
 from .heads import HEADS, ConfidenceHead
-from .layers import CausalConvolution, HyperDFlashLayer, HyperDFlashRotaryEmbedding
+from .layers import CausalConvolution, HyperDFlashLayer, HyperDFlashRotaryEmbedding, reset_reducer
 from .mask_token import find_mask_token
-from .reducers import REDUCERS, HCGateReducer, RMSNorm
+from .pair import check_pair
+from .reducers import REDUCERS, HCGateReducer
 from .target_family import TargetFamily
 from .targets import family_of
 from .weights import named_dtype
@@ -74,14 +74,8 @@ class HyperDFlashDrafter(BlockDrafter):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, HCGateReducer):
-            # Half-open gates on every path: near the mean of the paths, where `hc_head` starts too.
-            init.normal_(module.hc_fn, mean=0.0, std=self.config.initializer_range)
-            init.zeros_(module.hc_base)
-            init.ones_(module.hc_scale)
-        elif isinstance(module, RMSNorm):
-            init.zeros_(module.weight)
-        elif isinstance(module, CausalConvolution):
+        reset_reducer(module, self.config.initializer_range)
+        if isinstance(module, CausalConvolution):
             module.reset()
 
     @classmethod

@@ -86,7 +86,7 @@ class DraftSampler:
             return DraftTree.chain(logits.argmax(-1)[0])
         return self.grow(ids, logits.shape[1], lambda k, tokens, _: DraftStep(logits[:, k].expand(len(tokens), -1)))
 
-    def grow(self, ids: torch.Tensor, count: int, steps: Steps) -> DraftTree:
+    def grow(self, ids: torch.Tensor, count: int, steps: Steps, width: int | None = None) -> DraftTree:
         """Drafts from logits that know those before them: one after the other, or a tree where the request has a
         budget for one.
 
@@ -94,11 +94,13 @@ class DraftSampler:
             ids: `[1, seq]`, the text.
             count: How many, one after the other.
             steps: The drafter.
+            width: Of a tree of most probable nodes, how many of a level go on at most; `None` for any number.
         """
         if self.tree_budget is None or not count:
             return self._path(ids, count, steps)
-        grow = drawn if self.do_sample else most_probable
-        return grow(ids, count, self.tree_budget, steps, self.scored)
+        if self.do_sample:
+            return drawn(ids, count, self.tree_budget, steps, self.scored)
+        return most_probable(ids, count, self.tree_budget, steps, self.scored, width)
 
     def _path(self, ids: torch.Tensor, count: int, steps: Steps) -> DraftTree:
         q: list[torch.Tensor | None] = []

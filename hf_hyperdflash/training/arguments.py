@@ -15,18 +15,26 @@ from .store import FEATURE_DTYPES
 KL_TEACHERS = ("hc_head", "mean_pool")
 FEATURE_SOURCES = ("online", "cached")
 # Whole sets of what the loss is made of. One sets what the user did not.
-RECIPES: dict[str, dict[str, float | None]] = {
+RECIPES: dict[str, dict[str, Any]] = {
     "hyperdflash": {  # the paper's
         "ce_weight": 1.0, "kl_weight": 0.15, "kl_positions": 2, "tv_weight": 0.0, "confidence_weight": 1.0,
-        "blind_weight": 0.1, "loss_decay": None,
+        "blind_weight": 0.1, "loss_decay": None, "rank_weight": 1.0, "valid_prefix": False,
     },
     "dspark": {  # theirs: 0.1 cross-entropy + 0.9 L1 + 1.0 confidence; L1 is twice the total variation
         "ce_weight": 0.1, "kl_weight": 0.0, "kl_positions": 2, "tv_weight": 1.8, "confidence_weight": 1.0,
-        "blind_weight": 0.1, "loss_decay": 4.0,
+        "blind_weight": 0.1, "loss_decay": 4.0, "rank_weight": 1.0, "valid_prefix": False,
     },
     "ours": {
         "ce_weight": 1.0, "kl_weight": 1.0, "kl_positions": None, "tv_weight": 1.0, "confidence_weight": 1.0,
-        "blind_weight": 0.1, "loss_decay": 4.0,
+        "blind_weight": 0.1, "loss_decay": 4.0, "rank_weight": 1.0, "valid_prefix": False,
+    },
+    "eagle3": {  # its paper's: distillation alone, 0.8 of the weight with each further step
+        "ce_weight": 0.0, "kl_weight": 1.0, "kl_positions": None, "tv_weight": 0.0, "confidence_weight": 1.0,
+        "blind_weight": 0.1, "loss_decay": 4.48, "rank_weight": 1.0, "valid_prefix": False,
+    },
+    "specblock": {  # its paper's
+        "ce_weight": 0.0, "kl_weight": 1.0, "kl_positions": None, "tv_weight": 0.0, "confidence_weight": 1.0,
+        "blind_weight": 0.1, "loss_decay": 4.48, "rank_weight": 1.0, "valid_prefix": True,
     },
 }  # fmt: skip
 LOSS_WEIGHTS = ("ce_weight", "kl_weight", "tv_weight", "confidence_weight", "blind_weight")
@@ -46,7 +54,8 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         recipe (`str`, *optional*, defaults to `"hyperdflash"`):
             Which set of [`RECIPES`] the loss is, where nothing else is said: `"hyperdflash"`, the paper's,
             cross-entropy and KL; `"dspark"`, theirs, total variation with a little cross-entropy; `"ours"`, what
-            measured best. The fields up to `loss_decay` that are left out are the recipe's, and say so afterwards.
+            measured best; `"eagle3"` and `"specblock"`, these papers'. The fields up to `valid_prefix` that are left
+            out are the recipe's, and say so afterwards.
         ce_weight (`float`, *optional*):
             Weight of the cross-entropy, 0 or more.
         kl_weight (`float`, *optional*):
@@ -65,6 +74,12 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         loss_decay (`float`, *optional*):
             All but the KL weight draft position k with exp(-(k - 1) / loss_decay). `math.inf` weights all alike, and
             is `None` afterwards.
+            The drafters of `"eagle3"` and `"specblock"` weight the KL so, too, and each block by itself.
+        rank_weight (`float`, *optional*):
+            Weight of a rank head's loss, 0 or more. It trains nothing else.
+        valid_prefix (`bool`, *optional*):
+            Whether a draft counts only where those before it in its block are the text's (SpecBlock): the others
+            follow what drafting would not have come to.
         kl_temperature (`float`, *optional*, defaults to `1.0`):
             Temperature of teacher and student (Eq. 2).
         kl_teacher (`str`, *optional*, defaults to `"hc_head"`):
@@ -101,7 +116,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
     recipe: str = field(
         default="hyperdflash",
         metadata={
-            "help": "The loss where nothing else is said: hyperdflash (the paper's), dspark or ours.",
+            "help": "The loss where nothing else is said: hyperdflash (the paper's), dspark, ours, eagle3, specblock.",
             "choices": tuple(RECIPES),
         },
     )
@@ -134,6 +149,13 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         metadata={
             "help": "Weight position k by exp(-(k-1)/loss_decay), inf for equal weights; unset for the recipe's."
         },
+    )
+    rank_weight: float | None = field(
+        default=None, metadata={"help": "Weight of a rank head's loss, 0 or more; unset for the recipe's."}
+    )
+    valid_prefix: bool | None = field(
+        default=None,
+        metadata={"help": "Let a draft count only where those before it are right; unset for the recipe's."},
     )
     kl_temperature: float = field(default=1.0, metadata={"help": "Temperature of the distillation (Eq. 2)."})
     kl_teacher: str = field(
@@ -169,7 +191,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
                 continue
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"`{name}` is {value!r}, expected a whole number of at least {least}.")
-        for name in (*LOSS_WEIGHTS, "learning_rate", *_POSITIVE):
+        for name in (*LOSS_WEIGHTS, "rank_weight", "learning_rate", *_POSITIVE):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and 0 <= value < math.inf
             if (is_number and (value or name not in _POSITIVE)) or (name == "loss_decay" and value is None):

@@ -28,6 +28,7 @@ class DrafterLoss(NamedTuple):
         tv: Scalar, per draft position: how often speculative sampling at temperature 1 rejects a draft.
         confidence: Scalar, per draft position.
         blind: Scalar, the cross-entropy of the block's own logits, per draft position.
+        rank: Scalar, of a rank head; 0 here.
         predictions: `[blocks, drafts]`, the most probable token of every labelled position, -1 at the others.
         acceptance: `[blocks, drafts]`, 1 - TV of every labelled position: the probability that speculative sampling at
             temperature 1 accepts it where all before it were.
@@ -39,6 +40,7 @@ class DrafterLoss(NamedTuple):
     tv: torch.Tensor
     confidence: torch.Tensor
     blind: torch.Tensor
+    rank: torch.Tensor
     predictions: torch.Tensor
     acceptance: torch.Tensor
 
@@ -82,6 +84,32 @@ def loss_counts(labels: torch.Tensor, kl_positions: int, weights: torch.Tensor |
     return torch.cat([weighted.sum(0, keepdim=True), blocks[:kl_positions].to(weighted)])
 
 
+def rank_loss(class_logits: torch.Tensor, classes: torch.Tensor, budget: float = 10.0) -> torch.Tensor:
+    """SpecBlock's loss of a rank head: cross-entropy with labels smoothed towards the classes nearby, more so towards
+    more children, weighted by how far off the prediction is, twice if it tries too few. Of each slot's samples a class
+    counts as `budget` at most. A block counts up to the first slot whose class is predicted wrongly.
+
+    Args:
+        class_logits: `[blocks, slots, 4]`.
+        classes: `[blocks, slots]`, -100 where there is no label.
+        budget: How many samples of a class and slot count fully.
+    """
+    logits, labelled = class_logits.float(), classes != IGNORE_INDEX
+    true, predicted = classes.clamp(min=0), class_logits.argmax(-1)
+    right = (predicted == true) & labelled
+    counts = (torch.cat([labelled[:, :1], right[:, :-1] & labelled[:, 1:]], dim=1).long().cumprod(1)).bool()
+    number = torch.arange(logits.shape[-1], device=logits.device)
+    off = true.unsqueeze(-1) - number
+    kernel = (1.0 + off.abs() + off.clamp(min=0)).pow(-2)
+    entropy = -(kernel / kernel.sum(-1, keepdim=True) * logits.log_softmax(-1)).sum(-1)
+    behind = true - predicted
+    distance = 1.0 + behind.abs() + behind.clamp(min=0)
+    of_class = torch.nn.functional.one_hot(true, logits.shape[-1]) * counts.unsqueeze(-1)
+    weights = (budget / of_class.sum(0).clamp(min=1)).clamp(max=1.0).expand(len(true), -1, -1)
+    weights = weights.gather(-1, true.unsqueeze(-1)).squeeze(-1) * counts
+    return (entropy * distance * weights).sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
+
+
 def drafter_loss(
     states: torch.Tensor,
     labels: torch.Tensor,
@@ -92,6 +120,7 @@ def drafter_loss(
     counts: torch.Tensor | None = None,
     *,
     kl_positions: int | None = None,
+    kl_weights: torch.Tensor | None = None,
     ce_weight: float = 1.0,
     tv_weight: float = 0.0,
     confidence_weight: float = 0.0,
@@ -109,7 +138,7 @@ def drafter_loss(
     These are total variation, TV = 1/2 sum_i |p_i - t_i| between what a draft is drawn from and what the target would
     draw from, and the binary cross-entropy of a confidence head against 1 - TV. Half the L1 distance is what
     `tv_weight` multiplies, the rejection probability itself: DSpark's 0.9 ||p - t||_1 is a `tv_weight` of 1.8. A
-    position counts for cross-entropy, TV and confidence by its weight; KL is not weighted.
+    position counts for cross-entropy, TV and confidence by its weight; KL has weights of its own.
 
     A head that chooses among the best tokens of the block's own logits trains the states that it corrects, not what
     those logits say of them: they have a cross-entropy of their own. `predictions` and `acceptance` are then of the
@@ -130,6 +159,7 @@ def drafter_loss(
         weights: `[drafts]`, of [`position_weights`]: makes cross-entropy, TV and confidence weighted means.
         counts: `[1 + P]`, of [`loss_counts`], over the whole optimizer step; default: of these labels.
         kl_positions: P of Eq. 2; default: all that have a teacher.
+        kl_weights: `[drafts]`, of each draft position's KL beside `kl_weight`; all alike if left out.
         ce_weight: Of the cross-entropy.
         tv_weight: Of the total variation.
         confidence_weight: Of the confidence head.
@@ -166,6 +196,8 @@ def drafter_loss(
     ones = torch.ones(labels.shape[1]).to(per_count)
     scale = per_count[0] * (ones if weights is None else weights.to(ones))
     kl_scale = per_count[1:] * (kl_temperature**2 / max(positions, 1))
+    if kl_weights is not None:
+        kl_scale = kl_scale * kl_weights[:positions].to(kl_scale)
     # Divided by counts, gradients are so small that they would vanish in a float16 head. They are taken in this unit
     # and multiplied by it in backward, where a gradient scaler's factor has arrived.
     unit = torch.cat([max(ce_weight, tv_weight, blind_weight) * scale, kl_weight * kl_scale]).max()
@@ -218,7 +250,8 @@ def drafter_loss(
         each = binary_cross_entropy_with_logits(confidence.to(acceptance), acceptance, reduction="none")
         surprise = (each.masked_fill(labels == IGNORE_INDEX, 0.0) * scale).sum()
         loss = loss + confidence_weight * surprise
-    return DrafterLoss(loss, cross_entropy, kl, tv, surprise.detach(), blind_cross_entropy, predictions, acceptance)
+    told = cross_entropy, kl, tv, surprise.detach(), blind_cross_entropy, torch.zeros_like(unit)
+    return DrafterLoss(loss, *told, predictions, acceptance)
 
 
 def _keep(

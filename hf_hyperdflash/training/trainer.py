@@ -49,7 +49,7 @@ from .teacher import check_teacher, teacher_states
 logger = logging.getLogger(__name__)
 
 Batch = dict[str, torch.Tensor]
-TERMS = ("cross_entropy", "kl", "tv", "confidence", "blind")
+TERMS = ("cross_entropy", "kl", "tv", "confidence", "blind", "rank")
 
 
 def collate(rows: list[dict[str, Any]]) -> Batch:
@@ -178,7 +178,8 @@ class HyperDFlashTrainer(Trainer):
         self.target = target.eval().requires_grad_(False)
         if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
             cast(nn.Module, target).to(args.device)
-        self._weights = position_weights(config.max_draft_tokens, args.loss_decay)
+        self._weights = self._position_weights(args.loss_decay)
+        self._kl_weights: torch.Tensor | None = None
         self.loss_weights: dict[str, float] = {name: getattr(args, name) for name in LOSS_WEIGHTS}
         if not config.confidence_head:
             self.loss_weights["confidence_weight"] = 0.0
@@ -236,11 +237,33 @@ class HyperDFlashTrainer(Trainer):
         return batches, self._count(batches, device) if batches else None
 
     def _lay_blocks(self, batch: Batch) -> None:
-        ids, mask, positions = batch["input_ids"], batch["loss_mask"], batch["position_ids"]
+        ids, mask = batch["input_ids"], batch["loss_mask"]
         seeds = anchor_seeds(ids, mask, self.args.seed, self.state.global_step)
-        batch["anchors"] = sample_anchors(anchor_candidates(mask, positions), self.args.num_anchors, seeds)
-        drafts = self.drafter_config.max_draft_tokens
-        batch["labels"] = block_labels(ids, mask, positions, batch["anchors"], drafts)
+        batch["anchors"] = sample_anchors(self._candidates(batch), self.args.num_anchors, seeds)
+        batch["steps"] = self._steps(is_training=True)
+        batch["labels"] = self._labels(batch, batch["anchors"], batch["steps"])
+
+    def _candidates(self, batch: Batch) -> torch.Tensor:
+        """Where drafting can start, `[batch, seq]`."""
+        return anchor_candidates(batch["loss_mask"], batch["position_ids"])
+
+    def _steps(self, is_training: bool) -> torch.Tensor:
+        """How many tokens after the anchor the token before each draft position stands, `[drafts]`."""
+        return torch.arange(self.drafter_config.max_draft_tokens)
+
+    def _labels(self, batch: Batch, anchors: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+        farthest = int(steps.max()) + 1
+        labels = block_labels(batch["input_ids"], batch["loss_mask"], batch["position_ids"], anchors, farthest)
+        return labels[:, :, steps.to(labels.device)].contiguous()
+
+    def _position_weights(self, decay: float | None) -> torch.Tensor | None:
+        return position_weights(self.drafter_config.max_draft_tokens, decay)
+
+    def _drafted(
+        self, model: nn.Module, batch: Batch, anchors: torch.Tensor, residual: torch.Tensor, steps: torch.Tensor
+    ) -> HeadOutput:
+        """What the drafter says after anchors of a batch, see [`draft_states`]."""
+        return draft_states(model, self.drafter_config, self.target, batch, anchors, residual)
 
     def _count(self, batches: list[Batch], device: torch.device) -> torch.Tensor:
         labels = [batch["labels"].flatten(0, 1) for batch in batches]
@@ -261,9 +284,10 @@ class HyperDFlashTrainer(Trainer):
         if num_items_in_batch is None:
             num_items_in_batch = self._count([inputs], self.args.device)
         residual = self.residual(inputs)
-        drafted = draft_states(model, self.drafter_config, self.target, inputs, inputs["anchors"], residual)
+        anchors, steps = inputs["anchors"], inputs["steps"]
+        drafted = self._drafted(model, inputs, anchors, residual, steps)
         counts = torch.as_tensor(num_items_in_batch)
-        terms = self._loss(model, drafted, inputs["anchors"], inputs["labels"], residual, counts)
+        terms = self._loss(model, drafted, anchors, inputs["labels"], residual, steps, counts)
         if not torch.isfinite(terms.loss):
             raise self._not_finite(terms.loss.item(), residual)
         self._terms[:-1] += torch.stack([getattr(terms, name) for name in TERMS]).cpu()
@@ -284,18 +308,20 @@ class HyperDFlashTrainer(Trainer):
         anchors: torch.Tensor,
         labels: torch.Tensor,
         residual: torch.Tensor,
+        steps: torch.Tensor,
         counts: torch.Tensor | None = None,
         needs_acceptance: bool = False,
     ) -> DrafterLoss:
         everywhere = self._trains_acceptance or needs_acceptance
         taught = self.drafter_config.max_draft_tokens if everywhere else self.kl_positions
-        states, vectors, confidence, blind = (None if part is None else part.flatten(0, 1) for part in drafted)
+        states, vectors, confidence, blind, _ = (None if part is None else part.flatten(0, 1) for part in drafted)
         return drafter_loss(
             cast(torch.Tensor, states),
             labels.flatten(0, 1),
-            self._teacher(anchors, residual, taught) if taught else None,
+            self._teacher(anchors, residual, steps[:taught]) if taught else None,
             kl_temperature=self.args.kl_temperature,
             kl_positions=self.kl_positions,
+            kl_weights=self._kl_weights,
             weights=self._weights,
             counts=counts,
             vectors=vectors,
@@ -303,10 +329,14 @@ class HyperDFlashTrainer(Trainer):
             confidence=confidence,
             blind=blind,
             candidates=self.drafter_config.head_candidates or 0,
-            head=lambda states: family_of(self.target).logits(states).to(states.device),
+            head=self._head,
             chunk_size=self.args.loss_chunk_size,
             **self.loss_weights,
         )
+
+    def _head(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's LM head."""
+        return family_of(self.target).logits(states).to(states.device)
 
     def _head_table(self, model: nn.Module) -> torch.Tensor | None:
         """The table of the drafter's sequential head, whole on every process. Each of them knows its own loss's
@@ -315,12 +345,11 @@ class HyperDFlashTrainer(Trainer):
         return table.full_tensor(grad_placements=[Partial("avg")]) if isinstance(table, DTensor) else table
 
     @torch.no_grad()
-    def _teacher(self, anchors: torch.Tensor, residual: torch.Tensor, positions: int) -> torch.Tensor:
-        """Draft position k learns from the target's state at a+k-1 (section 2.3): `[blocks, positions, hidden_size]`.
-        Where blocks overlap, a state is computed once."""
+    def _teacher(self, anchors: torch.Tensor, residual: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+        """A draft position learns from the target's state at the token before it (section 2.3), `steps` after the
+        anchor: `[blocks, positions, hidden_size]`. Where blocks overlap, a state is computed once."""
         batch, length = residual.shape[:2]
-        steps = torch.arange(positions, device=anchors.device)
-        at = (anchors.clamp(min=0).unsqueeze(-1) + steps).clamp(max=length - 1)
+        at = (anchors.clamp(min=0).unsqueeze(-1) + steps.to(anchors.device)).clamp(max=length - 1)
         rows = length * torch.arange(batch, device=at.device)
         places, of_place = (at + rows[:, None, None]).unique(return_inverse=True)
         final = residual.flatten(0, 1)[places, -self.drafter_config.target_hc_mult :]
@@ -349,6 +378,7 @@ class HyperDFlashTrainer(Trainer):
                 "tv": self._trains_acceptance,
                 "confidence": self.drafter_config.confidence_head,
                 "blind": self._chooses,
+                "rank": getattr(self.drafter_config, "rank_head", False),
             }
             logs |= {name: mean for name, mean in zip(TERMS, means.tolist()) if in_use.get(name, True)}
             self._terms.zero_()
@@ -372,11 +402,12 @@ class HyperDFlashTrainer(Trainer):
         batch = self._prepare_inputs(inputs)
         with torch.no_grad():
             residual = self.residual(batch)
-            anchors = sample_anchors(anchor_candidates(batch["loss_mask"], batch["position_ids"]))
+            anchors = sample_anchors(self._candidates(batch))
             # Where processes hold the drafter in parts, all call it equally often.
             anchors = self.accelerator.pad_across_processes(anchors, dim=1, pad_index=-1)
+            steps = self._steps(is_training=False)
             parts = [
-                draft_states(model, self.drafter_config, self.target, batch, part, residual)
+                self._drafted(model, batch, part, residual, steps)
                 for part in anchors.split(self.args.num_anchors, dim=1)
             ]
             whole = [None if part[0] is None else torch.cat(part, dim=1) for part in zip(*parts)]
@@ -386,7 +417,9 @@ class HyperDFlashTrainer(Trainer):
                 batch["input_ids"], batch["loss_mask"], batch["position_ids"], anchors, drafts + 1
             )
             labels = following[:, :, :-1].contiguous()
-            terms = self._loss(model, drafted, anchors, labels, residual, needs_acceptance=not prediction_loss_only)
+            terms = self._loss(
+                model, drafted, anchors, labels, residual, steps, needs_acceptance=not prediction_loss_only
+            )
         if prediction_loss_only:
             return terms.loss, None, None
         matched = (terms.predictions.view_as(labels) == labels).long().cumprod(-1).sum(-1)

@@ -156,7 +156,7 @@ def test_a_change_on_loading_is_checked_too(tmp_path):
     ],
 )
 def test_a_file_of_a_later_version_is_said_to_be_one(tmp_path, monkeypatch, caplog, change, message):
-    monkeypatch.setattr("hf_hyperdflash.runtime.configuration_hyperdflash.__version__", "0.1.0")
+    monkeypatch.setattr("hf_hyperdflash.runtime.configuration_drafter.__version__", "0.1.0")
     HyperDFlashConfig(auto_map={"AutoModel": "x.y"}, dtype="bfloat16").save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**fields, **change}))

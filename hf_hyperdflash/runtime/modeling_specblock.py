@@ -1,0 +1,102 @@
+"""SpecBlock: blocks of dependent draft positions, a tree of them in a few passes (SpecBlock, arXiv 2605.07243)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from .configuration_specblock import SpecBlockConfig
+from .growth import DraftStep, Steps
+from .layers import HyperDFlashLayer
+from .rank_growth import Blocks, BlockStep, grow_blocks
+from .rank_head import RankHead, rank_features
+from .sampling import DraftSampler
+from .tree import DraftTree
+from .unrolled_drafter import UnrolledDrafter, Unrolling
+
+_LOGITS_AT_ONCE = 256
+
+
+class SpecBlockDrafter(UnrolledDrafter):
+    """Drafts blocks whose slots know each other, and later blocks from any slot of an earlier one.
+
+    Use [`from_target`] or `load_drafter`, `drafter.bind(target)` once, then
+    `target.generate(**inputs, assistant_model=drafter, tree_budget=60)`.
+    """
+
+    config: SpecBlockConfig
+    config_class = SpecBlockConfig
+    _no_split_modules = ["HyperDFlashLayer"]
+    moves = False  # the authors' checkpoints are trained and used so
+
+    def __init__(self, config: SpecBlockConfig) -> None:
+        super().__init__(config)
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.condition_norm, self.token_norm, self.slot_norm = (Qwen3RMSNorm(width, eps=eps) for _ in range(3))
+        self.slot_embeddings = nn.Embedding(config.block_size, width)
+        self.fuse = nn.Linear(3 * width, width, bias=False)
+        self.layers = nn.ModuleList(HyperDFlashLayer(config) for _ in range(config.num_hidden_layers))
+        shifts = config.num_hidden_layers - 1 if config.shift else 0
+        self.shift_proj = nn.ModuleList(nn.Linear(2 * width, width, bias=False) for _ in range(shifts))
+        self.rank_head = RankHead(config) if config.rank_head else None
+        self.post_init()
+
+    def _begin(self, condition: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
+        of_condition, of_token, of_slot = self.fuse.weight.chunk(3, dim=1)
+        told = nn.functional.linear(self.condition_norm(condition), of_condition)
+        told = (told + nn.functional.linear(self.token_norm(embeds), of_token)).unsqueeze(2)
+        if not self.config.broadcast:
+            told = nn.functional.pad(told, (0, 0, 0, self.config.block_size - 1))
+        slots = nn.functional.linear(self.slot_norm(self.slot_embeddings.weight), of_slot)
+        return (told + slots).flatten(1, 2)
+
+    def _between(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        if not index or not self.config.shift:
+            return hidden
+        slots = hidden.unflatten(1, (-1, self.config.block_size))
+        before = torch.cat([slots[:, :, :1], slots[:, :, :-1]], dim=2)
+        return self.shift_proj[index - 1](torch.cat([slots, before], dim=-1)).flatten(1, 2)
+
+    def _ranks(self, normed: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
+        if self.rank_head is None:
+            return None
+        states = normed.flatten(0, -2)
+        with torch.no_grad():
+            features = torch.cat([rank_features(head(chunk)) for chunk in states.detach().split(_LOGITS_AT_ONCE)])
+        return self.rank_head(states, features.to(states.device)).unflatten(0, normed.shape[:-1])
+
+    def _draft(
+        self, target: PreTrainedModel, unrolling: Unrolling, ids: torch.Tensor, count: int, sampler: DraftSampler
+    ) -> DraftTree:
+        if sampler.tree_budget is None:
+            return sampler.grow(ids, count, self._chain(target, unrolling))
+        return grow_blocks(ids, count, sampler, self._blocks(target, unrolling), self.config)
+
+    def _chain(self, target: PreTrainedModel, unrolling: Unrolling) -> Steps:
+        size = self.config.block_size
+
+        def steps(k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
+            if k and k % size == 0:
+                last = torch.tensor([len(unrolling.states) - 1], device=self.device)
+                unrolling.further(last, torch.full_like(last, size - 1), tokens.to(self.device))
+            return DraftStep(self.logits(target, unrolling.states[-1:, k % size]))
+
+        return steps
+
+    def _blocks(self, target: PreTrainedModel, unrolling: Unrolling) -> Blocks:
+        def blocks(come_from: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> BlockStep:
+            states = unrolling.states[:1]
+            if len(come_from):
+                states = unrolling.further(*(each.to(self.device) for each in (come_from, slots, tokens)))
+            normed = self.norm(states)
+            drafted = self.drafted_logits(target, normed)
+            ranks = None
+            if self.rank_head is not None:
+                ranks = self.rank_head(normed, rank_features(drafted).to(normed.device)).float().softmax(-1)
+            return BlockStep(self.of_vocabulary(drafted), ranks)
+
+        return blocks

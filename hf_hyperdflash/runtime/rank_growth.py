@@ -1,0 +1,205 @@
+"""How a tree of blocks grows: breadth first, a few passes of many blocks, as wide at each slot as a rank head says.
+
+A block's first child at a slot goes on at the next slot of the same block. Every other child, and the first at the
+last slot, is where a later block starts: so each node has children from one place alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from .growth import ACCEPTED, hits_of
+from .sampling import DraftSampler
+from .tree import ANCHOR, DraftTree
+
+
+class BlockStep(NamedTuple):
+    """What a drafter says in one pass over several blocks.
+
+    Attributes:
+        logits: `[blocks, slots, config.vocab_size]`.
+        ranks: How probable it is that the target's token has rank 1, 2 to 4, 5 to 10, or a later one among them,
+            `[blocks, slots, 4]`; `None` without a rank head.
+    """
+
+    logits: torch.Tensor
+    ranks: torch.Tensor | None
+
+
+Blocks = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], BlockStep]
+"""From numbers of blocks, slots of theirs and tokens that were chosen there, `[new]` each: blocks that go on from
+there. Nothing for the first block. Blocks are numbered as they are made."""
+
+
+class _Start(NamedTuple):
+    """Where a block starts: after which node, at which slot of which block, with what before it."""
+
+    node: int
+    block: int
+    slot: int
+    depth: int
+    value: float
+    prefix: torch.Tensor  # [seq]
+
+
+def grow_blocks(ids: torch.Tensor, count: int, sampler: DraftSampler, blocks: Blocks, config: Any) -> DraftTree:
+    """A tree of at most `sampler.tree_budget` nodes, from at most `config.max_blocks` passes.
+
+    Greedily its nodes are the most probable ones of those that `config.branching` admits (the paper's pruning, by the
+    product of probabilities along the path). Where the request samples, children are drawn without replacement, and
+    how many a node gets is settled before any of them is drawn, from what the rank head holds of the paths so far.
+
+    Args:
+        ids: `[1, seq]`, the text.
+        count: Its greatest depth.
+        sampler: Of the request.
+        blocks: The drafter.
+        config: With `branching` and `max_blocks`.
+    """
+    budget = sampler.tree_budget or count
+    growing = _Growing(ids, count, sampler, config.branching)
+    starts = [_Start(ANCHOR, 0, 0, 0, 0.0 if not sampler.do_sample else 1.0, ids[0])]
+    made = 0
+    for level in range(config.max_blocks):
+        going_on = starts if level else []
+        step = blocks(
+            torch.tensor([start.block for start in going_on], dtype=torch.long),
+            torch.tensor([start.slot for start in going_on], dtype=torch.long),
+            torch.tensor([int(start.prefix[-1]) for start in going_on], dtype=torch.long),
+        )
+        if sampler.do_sample:
+            share = max(1, (budget - len(growing.tokens)) // (config.max_blocks - level))
+            starts = growing.draw(starts, made, step, share)
+            starts = heapq.nlargest(budget - len(growing.tokens), starts, key=lambda start: start.value)
+        else:
+            starts = growing.take(starts, made, step)
+            least = heapq.nlargest(budget, growing.values)[-1]
+            starts = heapq.nlargest(budget, [each for each in starts if each.value >= least], lambda each: each.value)
+        made += len(step.logits)
+        if not starts:
+            break
+    return growing.tree(budget)
+
+
+class _Growing:
+    """Nodes so far.
+
+    Args:
+        ids: `[1, seq]`, the text.
+        count: The greatest depth.
+        sampler: Of the request.
+        branching: Children by class.
+    """
+
+    def __init__(self, ids: torch.Tensor, count: int, sampler: DraftSampler, branching: list[int]) -> None:
+        self.ids, self.count, self.sampler, self.branching = ids, count, sampler, torch.tensor(branching)
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.values: list[float] = []
+        self.q: list[torch.Tensor] = []
+
+    def take(self, starts: list[_Start], made: int, step: BlockStep) -> list[_Start]:
+        """The most probable children at every slot; where later blocks can start."""
+        widths, found = self._widths(step, starts), []
+        slots = step.logits.shape[1]
+        for row, start in enumerate(starts):
+            node, value, prefix = start.node, start.value, start.prefix
+            for slot in range(min(slots, self.count - start.depth)):
+                width = widths[row][slot]
+                if not width:
+                    break
+                likely = self._scores(prefix, step.logits[row, slot]).log_softmax(-1)
+                best = likely.topk(min(width, len(likely)))
+                children = [(token, gain) for token, gain in zip(best.indices.tolist(), best.values.tolist())]
+                children = [(token, gain) for token, gain in children if gain > -torch.inf]
+                for rank, (token, gain) in enumerate(children):
+                    self._add(token, node, value + gain)
+                    if rank or slot == slots - 1:
+                        found.append(self._start(made + row, slot, start.depth, prefix))
+                if not children:
+                    break
+                first = len(self.tokens) - len(children)
+                node, value, prefix = first, self.values[first], self._after(prefix, self.tokens[first])
+        return [each for each in found if each.depth < self.count]
+
+    def draw(self, starts: list[_Start], made: int, step: BlockStep, share: int) -> list[_Start]:
+        """Random children at every slot, `share` in all; where later blocks can start."""
+        counts, found = self._counts(starts, step, share), []
+        slots = step.logits.shape[1]
+        for row, start in enumerate(starts):
+            node, prefix = start.node, start.prefix
+            for slot, hits in enumerate(counts[row]):
+                left = self._scores(prefix, step.logits[row, slot]).softmax(-1)
+                draws = torch.multinomial(left, min(len(hits), len(left)))  # one after the other
+                draws = draws[left[draws] > 0]
+                for rank, token in enumerate(draws.tolist()):
+                    rest = left.index_fill(0, draws[:rank], 0.0)
+                    self.q.append(rest / rest.sum())
+                    self._add(token, node, hits[rank])
+                    if rank or slot == slots - 1:
+                        found.append(self._start(made + row, slot, start.depth, prefix))
+                node = len(self.tokens) - len(draws)
+                prefix = self._after(prefix, self.tokens[node])
+        return [each for each in found if each.depth < self.count]
+
+    def tree(self, budget: int) -> DraftTree:
+        """The best of them, `budget` at most."""
+        if len(self.tokens) <= budget:
+            kept = list(range(len(self.tokens)))
+        else:  # of equals the earlier one: no child without its parent
+            kept = sorted(sorted(range(len(self.tokens)), key=lambda node: (-self.values[node], node))[:budget])
+        number = {ANCHOR: ANCHOR, **{node: place for place, node in enumerate(kept)}}
+        tokens = self.ids.new_tensor([self.tokens[node] for node in kept])
+        parents = tuple(number[self.parents[node]] for node in kept)
+        return DraftTree(tokens, parents, tuple(self.q[node] for node in kept) if self.q else None)
+
+    def _widths(self, step: BlockStep, starts: list[_Start]) -> list[list[int]]:
+        if step.ranks is None:
+            return [[int(self.branching[0])] * step.logits.shape[1]] * len(starts)
+        widths = self.branching[step.ranks.argmax(-1).cpu()].tolist()
+        if starts[0].node == ANCHOR and not widths[0][0]:
+            widths[0][0] = 1  # a round drafts something
+        return widths
+
+    def _counts(self, starts: list[_Start], step: BlockStep, share: int) -> list[list[list[float]]]:
+        """For every block and slot, what its children are worth: as many as the slot gets."""
+        widths = self._widths(step, starts)
+        candidates = []
+        for row, start in enumerate(starts):
+            value = start.value
+            for slot in range(min(step.logits.shape[1], self.count - start.depth)):
+                if not widths[row][slot]:
+                    break
+                sure = ACCEPTED[0] if step.ranks is None else float(step.ranks[row, slot, 0])
+                hits = [value * hit for hit in hits_of(sure, widths[row][slot])]
+                candidates += [(hit, -rank, -slot, row) for rank, hit in enumerate(hits)]
+                value = hits[0]
+        counts: list[list[list[float]]] = [[] for _ in starts]
+        for hit, rank, slot, row in sorted(heapq.nlargest(share, candidates), key=lambda each: (-each[2], -each[1])):
+            if -slot == len(counts[row]):
+                counts[row].append([])
+            if -slot < len(counts[row]) and -rank == len(counts[row][-slot]):
+                counts[row][-slot].append(hit)
+        return counts
+
+    def _scores(self, prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        if not len(self.sampler.processors):
+            return logits.float().to(self.ids.device)
+        return self.sampler.scored(prefix[None], logits[None])[0]
+
+    def _add(self, token: int, parent: int, value: float) -> None:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.values.append(value)
+
+    def _start(self, block: int, slot: int, depth: int, prefix: torch.Tensor) -> _Start:
+        node = len(self.tokens) - 1
+        after = self._after(prefix, self.tokens[node])
+        return _Start(node, block, slot, depth + slot + 1, self.values[node], after)
+
+    def _after(self, prefix: torch.Tensor, token: int) -> torch.Tensor:
+        return torch.cat([prefix, prefix.new_tensor([token])])

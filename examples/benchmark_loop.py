@@ -34,7 +34,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from hf_hyperdflash import HyperDFlashDrafter
-from hf_hyperdflash.hub.formats import export_dflash, load_dflash
+from hf_hyperdflash.hub.formats import export_dflash, load_foreign
 
 Loop = Callable[[torch.Tensor, int], torch.Tensor]  # a prompt `[1, seq]` and how many new tokens, to the text
 
@@ -117,7 +117,7 @@ def trained_drafter(
 
 
 def our_loop(target: PreTrainedModel, folder: Path) -> Loop:
-    drafter = load_dflash(folder).to(target.device, target.dtype)
+    drafter = load_foreign(folder).to(target.device, target.dtype)
     drafter.bind(target)
     return lambda ids, count: target.generate(ids, assistant_model=drafter, max_new_tokens=count, do_sample=False)
 

@@ -20,12 +20,17 @@ _MODULE_OF = {
     "Drafter": "runtime.drafter",
     "HyperDFlashDrafter": "runtime.modeling_hyperdflash",
     "DeepseekV4DSparkDrafter": "runtime.modeling_dspark",
+    "Eagle3Config": "runtime.configuration_eagle3",
+    "Eagle3Drafter": "runtime.modeling_eagle3",
+    "SpecBlockConfig": "runtime.configuration_specblock",
+    "SpecBlockDrafter": "runtime.modeling_specblock",
     "DeepseekV4MTPDrafter": "runtime.modeling_mtp",
     "PromptLookupDrafter": "runtime.prompt_lookup",
     "AcceptanceCallback": "training.acceptance",
     "measure_acceptance": "training.acceptance",
     "HyperDFlashTrainingArguments": "training.arguments",
     "HyperDFlashTrainer": "training.trainer",
+    "UnrolledTrainer": "training.unrolled",
 }
 
 __all__ = ["__version__", *_MODULE_OF]

@@ -26,25 +26,31 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from .hub.formats import MARKS, load_dflash
+from .hub.formats import MARKS, load_foreign, pickles_of
 from .runtime.configuration_dspark import DeepseekV4DSparkConfig
+from .runtime.configuration_eagle3 import Eagle3Config
 from .runtime.configuration_hyperdflash import HyperDFlashConfig
+from .runtime.configuration_specblock import SpecBlockConfig
 from .runtime.drafter import SavedDrafter
 from .runtime.drafter_deepseek_v4 import DeepseekV4Drafter, own_checkpoint
 from .runtime.modeling_dspark import DeepseekV4DSparkDrafter
+from .runtime.modeling_eagle3 import Eagle3Drafter
 from .runtime.modeling_hyperdflash import HyperDFlashDrafter
 from .runtime.modeling_mtp import DeepseekV4MTPDrafter
+from .runtime.modeling_specblock import SpecBlockDrafter
 from .runtime.weights import check_finite, check_names, check_source, named_dtype
 
 # The kinds of drafters: a field, model type or architecture that only their config.json has; their name; what loads
 # them.
 _DRAFTERS: dict[str, tuple[str, Any]] = {
     HyperDFlashConfig.model_type: ("a drafter", HyperDFlashDrafter.from_pretrained),
+    SpecBlockConfig.model_type: ("a SpecBlock drafter", SpecBlockDrafter.from_pretrained),
+    Eagle3Config.model_type: ("an EAGLE-3 drafter", Eagle3Drafter.from_pretrained),
     DeepseekV4MTPDrafter.__name__: ("an MTP drafter", DeepseekV4MTPDrafter.from_pretrained),
     DeepseekV4DSparkDrafter.__name__: ("a DSpark drafter", DeepseekV4DSparkDrafter.from_pretrained),
-    **dict.fromkeys(MARKS, ("a DFlash drafter in another program's layout", load_dflash)),
+    **dict.fromkeys(MARKS, ("a drafter in another program's layout", load_foreign)),
 }
-_TRAINABLE = {HyperDFlashConfig.model_type, DeepseekV4DSparkConfig.model_type}
+_TRAINABLE = {kind.model_type for kind in (HyperDFlashConfig, DeepseekV4DSparkConfig, SpecBlockConfig, Eagle3Config)}
 # What DeepSeek-V4's checkpoints carry themselves.
 _OWN: dict[str, type[DeepseekV4Drafter]] = {
     kind.__name__: kind for kind in (DeepseekV4MTPDrafter, DeepseekV4DSparkDrafter)
@@ -105,8 +111,8 @@ def load_drafter(
         head = cast(torch.Tensor, target.get_output_embeddings().weight)
         dtype, device = dtype or target.dtype, device or (None if head.is_meta else head.device)
     options: dict[str, Any] = {"device_map": {"": device or "cpu"}}
-    if load in (load_dflash, load_own_drafter):
-        options = {"target": target} if load is load_dflash else {"device": device}
+    if load in (load_foreign, load_own_drafter):
+        options = {"target": target} if load is load_foreign else {"device": device}
     with _readable(name_or_path):
         drafter = load(name_or_path, dtype=dtype or "auto", **options, **hub_kwargs)
     return cast(SavedDrafter, drafter.to(device or "cpu"))
@@ -181,9 +187,12 @@ def check_drafter(
     if is_ours and fields.get("model_type") != HyperDFlashConfig.model_type:
         raise ValueError(f"{name} is {kind}, expected a HyperDFlash or vanilla DFlash drafter saved by this package.")
     if is_trainable and fields.get("model_type") not in _TRAINABLE:
-        raise ValueError(f"{name} is {kind}, expected a HyperDFlash, DFlash or DSpark drafter saved by this package.")
+        raise ValueError(
+            f"{name} is {kind}, expected a HyperDFlash, DFlash, DSpark, SpecBlock or EAGLE-3 drafter saved "
+            "by this package."
+        )
     if needs_weights:
-        _check_weights(name, "*.safetensors")
+        _check_weights(name, "*.safetensors", *(() if load is not load_foreign else pickles_of(fields, str(name))))
     return load
 
 

@@ -16,11 +16,14 @@ from huggingface_hub import snapshot_download
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..runtime.configuration_drafter import DrafterConfig
 from ..runtime.configuration_hyperdflash import HyperDFlashConfig
+from ..runtime.drafter import SavedDrafter
 from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
 from ..runtime.weights import check_draft_ids, check_finite, check_names, check_source, named_dtype, weight_files
-from . import layout_deepspec, layout_speculators, layout_zlab
+from . import layout_deepspec, layout_eagle3, layout_specblock, layout_speculators, layout_zlab
 
+# Those that can be written, too.
 _LAYOUTS: dict[str, Any] = {"z-lab": layout_zlab, "speculators": layout_speculators, "deepspec": layout_deepspec}
 FORMATS = tuple(_LAYOUTS)
 # A field or architecture of config.json, and the layout that alone has it; the first that is there counts.
@@ -31,20 +34,26 @@ MARKS: dict[str, Any] = {
     "dflash_config": layout_zlab,
     "DFlash2DraftModel": layout_zlab,
     "DFlashDraftModel": layout_zlab,
+    "diffspec_draft_token_num": layout_specblock,
+    "LlamaForCausalLMEagle3": layout_eagle3,
+    "eagle_config": layout_eagle3,
 }
+_EAGLE3 = "eagle3"  # the `speculators_model_type`
 
 
-def load_dflash(
+def load_foreign(
     path_or_id: str | Path,
     *,
     target: PreTrainedModel | None = None,
     dtype: torch.dtype | str | None = None,
     **hub_kwargs: Any,
-) -> HyperDFlashDrafter:
-    """Read a DFlash, DFlash 2 or DSpark drafter in z-lab's, speculators' or DeepSpec's layout.
+) -> SavedDrafter:
+    """Read a drafter in another program's layout: DFlash, DFlash 2 and DSpark in z-lab's, speculators' or DeepSpec's,
+    EAGLE-3 in SafeAILab's (SpecForge's) or speculators', SpecBlock in its authors'.
 
-    A truncated vocabulary (speculators' `t2d` and `d2t`) keeps its own LM head; otherwise embedding and LM head are
-    the target's, of which such a checkpoint may hold copies.
+    A truncated vocabulary (`t2d` and `d2t`) keeps its own LM head, as EAGLE-3 and SpecBlock always do; otherwise
+    embedding and LM head are the target's, of which such a checkpoint may hold copies. An EAGLE-3 drafter's embedding
+    that is no copy of the target's, or cannot be compared with it, is kept.
 
     Args:
         path_or_id: Folder or Hub id.
@@ -60,23 +69,35 @@ def load_dflash(
     dtype = named_dtype(dtype)
     folder, name = Path(path_or_id), str(path_or_id)
     if not folder.is_dir():
-        folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], **hub_kwargs))
-    config = _read_config(PreTrainedConfig.get_config_dict(folder)[0], name)
+        folder = Path(
+            snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "pytorch_model.bin"], **hub_kwargs)
+        )
+    fields = PreTrainedConfig.get_config_dict(folder)[0]
+    layout = _layout_of(fields, name)
+    config: Any = layout.read(fields, name)
     tensors: dict[str, torch.Tensor] = {}
     for shard in weight_files(folder):
         tensors |= load_file(folder / shard)
+    for pickle in () if tensors else pickles_of(fields, name):
+        if (folder / pickle).is_file():
+            tensors = torch.load(folder / pickle, map_location="cpu", weights_only=True)  # which runs no code
     if not tensors:
         raise OSError(f"{name} has no model.safetensors: drafters are read from safetensors only, not from pickles.")
     check_finite(tensors, name)
+    if layout in (layout_eagle3, layout_specblock):
+        tensors = layout.rename(tensors)
+        config.own_embedding = _has_own_embedding(tensors, target)
+    elif target is not None:
+        _check_copies(tensors, target, name)
     if config.draft_vocab_size:
         tensors["draft_ids"] = _draft_ids(tensors, config, name)
-    if target is not None:
-        _check_copies(tensors, target, name)
+    own = {"embed_tokens.weight"} if getattr(config, "own_embedding", False) else set()
     for copied in ("embed_tokens.weight", "t2d", "d2t", *(() if config.draft_vocab_size else ("lm_head.weight",))):
-        tensors.pop(copied, None)
+        if copied not in own:
+            tensors.pop(copied, None)
     # What PyPI's dflash saves itself; what it and others read is without the end.
     tensors = {key.replace("_codebook.weight", "_codebook"): tensor for key, tensor in tensors.items()}
-    drafter = HyperDFlashDrafter(config)
+    drafter: Any = getattr(layout, "drafter_class", HyperDFlashDrafter)(config)
     wanted = drafter.state_dict()
     check_names(
         name,
@@ -86,23 +107,41 @@ def load_dflash(
     )
     drafter.load_state_dict(tensors)
     drafter.config._name_or_path = name
-    return cast(HyperDFlashDrafter, cast(Any, drafter).to(dtype or tensors["norm.weight"].dtype).eval())
+    return cast(SavedDrafter, drafter.to(dtype or tensors["norm.weight"].dtype).eval())
 
 
-def _read_config(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
+def _layout_of(fields: dict[str, Any], name: str) -> Any:
+    if fields.get("speculators_model_type") == _EAGLE3:
+        return layout_eagle3
     told = [*fields, *(fields.get("architectures") or ())]
     layout = next((layout for mark, layout in MARKS.items() if mark in told), None)
     if layout is None:
         raise ValueError(
-            f"{name} is no DFlash or DSpark drafter: expected a config.json in the layout of {', '.join(FORMATS)}, "
-            f"and it is of a {fields.get('model_type')!r} model."
+            f"{name} is no drafter: expected a config.json in the layout of {', '.join(FORMATS)}, EAGLE-3 or "
+            f"SpecBlock, and it is of a {fields.get('model_type')!r} model."
         )
-    return cast(HyperDFlashConfig, layout.read(fields, name))
+    return layout
 
 
-def _draft_ids(tensors: dict[str, torch.Tensor], config: HyperDFlashConfig, name: str) -> torch.Tensor:
+def pickles_of(fields: dict[str, Any], name: str) -> tuple[str, ...]:
+    """Files with weights that a layout may have instead of safetensors."""
+    return getattr(_layout_of(fields, name), "pickles", ())
+
+
+def _has_own_embedding(tensors: dict[str, torch.Tensor], target: PreTrainedModel | None) -> bool:
+    """Whether there is an embedding that is not known to be a copy of the target's."""
+    given = tensors.get("embed_tokens.weight")
+    if given is None or target is None:
+        return given is not None
+    own = cast(torch.Tensor, target.get_input_embeddings().weight)
+    return own.is_meta or own.shape != given.shape or not torch.equal(given.to(own), own)
+
+
+def _draft_ids(tensors: dict[str, torch.Tensor], config: DrafterConfig, name: str) -> torch.Tensor:
     """The tokens of the target's vocabulary that a truncated one has, from `d2t`, what to add to each of its ids."""
     count, offsets, kept = config.draft_vocab_size, tensors.get("d2t"), tensors.get("t2d")
+    if offsets is None and count == config.vocab_size:
+        return torch.arange(count)
     if offsets is None:
         raise ValueError(f"{name} drafts {count} of {config.vocab_size} tokens but has no `d2t`.")
     check_draft_ids(offsets + torch.arange(len(offsets)).to(offsets.dtype), count, config.vocab_size, name)

@@ -53,9 +53,7 @@ def drafter_config(
             f"config.json of {name} lacks `target_layer_ids` ({ids}), `block_size` ({block_size}) or `mask_token_id` "
             f"({mask_token_id})."
         )
-    missing = [field for field in _NEEDED if shape.get(field) is None]
-    if missing:
-        raise ValueError(f"config.json of {name} lacks {', '.join(missing)}.")
+    layers = read_shape(shape, name)
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise ValueError(f"{name} reads layers {ids}, expected integers.")
     if num_target_layers is not None and type(num_target_layers) is not int:
@@ -67,16 +65,9 @@ def drafter_config(
         )
     if ids != sorted(set(ids)):
         raise ValueError(f"{name} reads layers {ids}, expected ascending ones, each once.")
-    scaling = shape.get("rope_scaling") or {}
-    if not isinstance(scaling, dict):
-        raise ValueError(f"`rope_scaling` in the config.json of {name} is {scaling!r}, expected a dictionary.")
-    rope = shape.get("rope_parameters") or {
-        "rope_type": "default", **scaling, "rope_theta": shape.get("rope_theta", 10000.0),
-    }  # fmt: skip
     try:
         return HyperDFlashConfig(
-            **{field: shape[field] for field in _SHAPE if shape.get(field) is not None},
-            rope_parameters=rope,
+            **layers,
             reducer="fc",
             target_hc_mult=1,
             target_layer_ids=ids,
@@ -88,6 +79,25 @@ def drafter_config(
         )
     except ValueError as error:
         raise ValueError(f"config.json of {name}: {error}") from error
+
+
+def read_shape(shape: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Our fields for the shape of layers and their RoPE.
+
+    Raises:
+        ValueError: If one is missing or no such thing.
+    """
+    missing = [field for field in _NEEDED if shape.get(field) is None]
+    if missing:
+        raise ValueError(f"config.json of {name} lacks {', '.join(missing)}.")
+    scaling = shape.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise ValueError(f"`rope_scaling` in the config.json of {name} is {scaling!r}, expected a dictionary.")
+    scaling = {("rope_type" if key == "type" else key): value for key, value in scaling.items()}
+    rope = shape.get("rope_parameters") or {
+        "rope_type": "default", **scaling, "rope_theta": shape.get("rope_theta", 10000.0),
+    }  # fmt: skip
+    return {**{field: shape[field] for field in _SHAPE if shape.get(field) is not None}, "rope_parameters": rope}
 
 
 def layer_fields(config: HyperDFlashConfig) -> dict[str, Any]:

@@ -14,6 +14,8 @@ class UnrolledConfig(DrafterConfig):
         max_blocks: Passes of one round: the first, and those that go on from it.
         own_embedding: Whether it embeds tokens itself, not with the target's embedding.
         qk_norm: Whether its attention normalizes queries and keys.
+        usual_layers: Whether it reads the layers 1, n / 2 - 1 and n - 4 of a target of n: `target_layer_ids` are set
+            when it is bound. Other programs' checkpoints do not say n.
 
     Raises:
         ValueError: If a field, or a pair of them, makes no drafter.
@@ -23,6 +25,7 @@ class UnrolledConfig(DrafterConfig):
     max_blocks: int = 1
     own_embedding: bool = False
     qk_norm: bool = False
+    usual_layers: bool = False
 
     bounds = {**DrafterConfig.bounds, "block_size": (1, 2**8), "max_blocks": (1, 2**8)}
     # What other drafters may have.

@@ -250,7 +250,10 @@ class UnrolledDrafter(SavedDrafter):
         )
 
     def check_target(self, target: PreTrainedModel) -> None:
-        """Raise a `ValueError` that names both values if the drafter does not fit `target`."""
+        """Raise a `ValueError` that names both values if the drafter does not fit `target`. One that reads a target's
+        usual layers is told here which these are."""
+        if self.config.usual_layers:
+            self.config.target_layer_ids = usual_layers(family_of(target).config.num_hidden_layers)
         check_pair(self.config, target, type(self).__name__)
 
     def check_trainable(self, target: PreTrainedModel) -> None:
@@ -434,6 +437,21 @@ def _entries_before(entries: torch.Tensor, position_ids: torch.Tensor) -> torch.
     return (back > 0) & (back <= position_ids.gather(1, entries).unsqueeze(-1))
 
 
+def usual_layers(layers: int) -> list[int]:
+    """The layers of a target that EAGLE-3 and SpecBlock read.
+
+    Raises:
+        ValueError: If it has too few for them to be three.
+    """
+    ids = [1, layers // 2 - 1, layers - 4]
+    if ids != sorted(set(ids)):
+        raise ValueError(
+            f"The drafter reads the layers 1, n / 2 - 1 and n - 4, {ids} of this target's {layers}: expected a target "
+            "of at least 8 layers, the drafter's own."
+        )
+    return ids
+
+
 def fields_of(family: TargetFamily, target: PreTrainedModel) -> dict[str, Any]:
     """What a target suggests of a drafter's configuration: heads and widths as its own, the three layers that EAGLE-3
     and SpecBlock read."""
@@ -452,7 +470,7 @@ def fields_of(family: TargetFamily, target: PreTrainedModel) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": family.rope_theta},
         "max_position_embeddings": own.max_position_embeddings,
         "hc_eps": family.hc_eps,
-        "target_layer_ids": sorted({min(1, layers - 1), max(layers // 2 - 1, 0), max(layers - 4, 0)}),
+        "target_layer_ids": usual_layers(layers) if layers > 7 else sorted({0, (layers - 1) // 2}),
         "target_hidden_size": own.hidden_size,
         "target_hc_mult": family.paths,
         "target_num_layers": layers,

@@ -36,13 +36,23 @@ class ScriptArguments:
     eval_rows: int = _flag(64, "held-out rows that are split off")
     eval_prompts: int = _flag(32, "held-out prompts generated from; 0 for none")
     eval_max_new_tokens: int = _flag(128, "tokens generated per prompt")
-    layers: int = _flag(5, "layers of a new drafter")
+    drafter_type: str = _flag(
+        "hyperdflash",
+        "kind of a new drafter: hyperdflash, specblock or eagle3",
+        choices=["hyperdflash", "specblock", "eagle3"],
+    )
+    layers: int | None = _flag(None, "layers of a new drafter; unset for 5, SpecBlock's 2, EAGLE-3's 1")
     intermediate_size: int | None = _flag(None, "width of a new drafter's MLPs; unset for three times its hidden size")
     reducer: str | None = _flag(None, "hc_gate, fc, hybrid or stream_mean; unset for the gate where it can be")
     target_layer_ids: list[int] | None = field(
         default=None, metadata={"help": "layers a new drafter reads; -1, the pre-collapse residual, if unset"}
     )
     num_draft_tokens: int | None = _flag(None, "draft positions of a block; unset for 6, or those of `--drafter`")
+    block_size: int | None = _flag(None, "slots of a new SpecBlock drafter's blocks; unset for 4")
+    max_blocks: int | None = _flag(None, "passes of a round of a new SpecBlock or EAGLE-3 drafter; unset for 2 and 7")
+    shift: bool = _flag(True, "let a new SpecBlock drafter's slots take in the one before")
+    broadcast: bool = _flag(True, "tell all slots of a new SpecBlock drafter's blocks condition and token")
+    rank_head: bool = _flag(True, "give a new SpecBlock drafter a head that says how wide its trees are")
     sample_from_anchor: bool = _flag(False, "let the anchor's slot of a new drafter draft, too, as DSpark's does")
     sequential_head: str | None = _flag(
         None,

@@ -17,7 +17,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from ..hub.cards import TRAINING_RECORD
 from ..loading import check_drafter, check_target, load_drafter, load_target, load_tokenizer
 from ..runtime.block_drafter import BlockDrafter
+from ..runtime.drafter import SavedDrafter
+from ..runtime.modeling_eagle3 import Eagle3Drafter
 from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
+from ..runtime.modeling_specblock import SpecBlockDrafter
+from ..runtime.unrolled_drafter import UnrolledDrafter
 from .acceptance import AcceptanceCallback
 from .arguments import HyperDFlashTrainingArguments
 from .checkpoints import last_whole, share_modes, to_resume
@@ -26,25 +30,33 @@ from .fingerprint import as_words, target_fingerprint
 from .flags import STAGES, ScriptArguments
 from .places import with_places
 from .trainer import HyperDFlashTrainer
+from .unrolled import UnrolledTrainer
 
 REPORTED = (
     "learning_rate", "lr_scheduler_type", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size",
     "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "seed", "recipe",
-    "kl_temperature", "kl_teacher", "num_anchors", "loss_decay", "feature_source", "feature_dtype",
-    "max_length", "packing",
+    "kl_temperature", "kl_teacher", "num_anchors", "loss_decay", "rank_weight", "valid_prefix", "feature_source",
+    "feature_dtype", "max_length", "packing",
 )  # fmt: skip
 
 
 _LEAST = {
     "rows": 1, "eval_rows": 1, "eval_prompts": 0, "eval_max_new_tokens": 1, "layers": 1, "intermediate_size": 1,
-    "num_draft_tokens": 1,
+    "num_draft_tokens": 1, "block_size": 1, "max_blocks": 1,
 }  # fmt: skip
-_NUM_DRAFT_TOKENS = 6  # of a new drafter
+_NUM_DRAFT_TOKENS, _LAYERS = 6, 5  # of a new drafter
 # Fields of its configuration under their own names, where they are set.
 _FIELDS = ("intermediate_size", "sample_from_anchor", "conv_kernel_size")
 _HEADS = ("sequential_head", "head_rank", "head_candidates", "confidence_head")
+_OF_BLOCKS = ("sliding_window", "mask_token_id", "num_draft_tokens", "sample_from_anchor", "conv_kernel_size", *_HEADS)
+# Of the other kinds, those that have more than EAGLE-3's.
+_OF_UNROLLED = {
+    "specblock": ("block_size", "max_blocks", "shift", "broadcast", "rank_head"), "eagle3": ("max_blocks",),
+}  # fmt: skip
+_KINDS: dict[str, Any] = {"specblock": SpecBlockDrafter, "eagle3": Eagle3Drafter}
 _OF_A_NEW_DRAFTER = (
-    "layers", "reducer", "target_layer_ids", "sliding_window", "mask_token_id", *_FIELDS,
+    "drafter_type", "layers", "reducer", "target_layer_ids", "sliding_window", "mask_token_id", *_FIELDS,
+    *_OF_UNROLLED["specblock"],
 )  # fmt: skip
 
 
@@ -96,6 +108,11 @@ def _check(script: ScriptArguments, args: Any) -> None:
         raise ValueError(
             f"`--{ignored[0]}` is for a new drafter, but `--drafter {script.drafter}` has its own: leave one out."
         )
+    own = _OF_UNROLLED.get(script.drafter_type)
+    strange = _OF_UNROLLED["specblock"] if own is None else _OF_BLOCKS
+    strange = (*strange, *(name for name in _OF_UNROLLED["specblock"] if own and name not in own))
+    if wrong := [name for name in strange if getattr(script, name) != unset[name]]:
+        raise ValueError(f"`--{wrong[0]}` is not for a drafter of type {script.drafter_type}: leave it out.")
     for name in ("target_dtype", "save_dtype"):
         value = getattr(script, name)
         if value not in (None, "auto") and not isinstance(getattr(torch, value, None), torch.dtype):
@@ -104,13 +121,13 @@ def _check(script: ScriptArguments, args: Any) -> None:
         value = getattr(script, name)
         if value is not None and value < least:
             raise ValueError(f"`--{name}` is {value}, expected at least {least}.")
-    drafts = script.num_draft_tokens or (0 if script.drafter else _NUM_DRAFT_TOKENS)
+    drafts = script.num_draft_tokens or (0 if script.drafter or own else _NUM_DRAFT_TOKENS)
     if args.max_length <= drafts:
         raise ValueError(
             f"`--max_length` is {args.max_length}, expected more than `--num_draft_tokens`, {drafts}: a block has an "
             "anchor before them."
         )
-    makes_no_confidence_head = not script.drafter and not script.confidence_head
+    makes_no_confidence_head = own is not None or (not script.drafter and not script.confidence_head)
     if args.confidence_weight and "confidence_weight" in args.set_by_user and makes_no_confidence_head:
         raise ValueError("`--confidence_weight` is for a confidence head: add `--confidence_head`, or leave it out.")
     makes_no_head = not script.drafter and script.sequential_head in (None, "none")
@@ -163,7 +180,7 @@ def _window(script: ScriptArguments) -> dict[str, int | None]:
     return {"sliding_window": int(given)}
 
 
-def earlier_drafter(script: ScriptArguments, seed: int) -> BlockDrafter:
+def earlier_drafter(script: ScriptArguments, seed: int) -> SavedDrafter:
     """An earlier stage's drafter, in float32, what an optimizer needs, with the heads and the draft positions that are
     asked for: no weight depends on how many there are.
 
@@ -171,8 +188,13 @@ def earlier_drafter(script: ScriptArguments, seed: int) -> BlockDrafter:
         ValueError: If it cannot be loaded, or not be given those heads.
     """
     torch.manual_seed(seed)
-    drafter = cast(BlockDrafter, load_drafter(str(script.drafter), dtype=torch.float32))
-    if heads := _heads(script):
+    drafter: Any = load_drafter(str(script.drafter), dtype=torch.float32)
+    heads = _heads(script)
+    if not isinstance(drafter, BlockDrafter):
+        if wrong := next((name for name in (*heads, "num_draft_tokens") if getattr(script, name)), None):
+            raise ValueError(f"`--{wrong}` is not for a {type(drafter).__name__}: leave it out.")
+        return cast(SavedDrafter, drafter)
+    if heads:
         drafter = drafter.with_heads(**heads)
     if script.num_draft_tokens:
         drafter.config.block_size = script.num_draft_tokens + drafter.config.first_slot
@@ -186,8 +208,17 @@ def _heads(script: ScriptArguments) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None and value is not False}
 
 
-def new_drafter(script: ScriptArguments, target: Any, tokenizer: Any) -> BlockDrafter:
+def new_drafter(script: ScriptArguments, target: Any, tokenizer: Any) -> SavedDrafter:
     """A new drafter in float32."""
+    if script.drafter_type in _KINDS:
+        names = ("intermediate_size", "reducer", "target_layer_ids", *_OF_UNROLLED[script.drafter_type])
+        given = {name: getattr(script, name) for name in names if getattr(script, name) is not None}
+        if script.layers is not None:
+            given["num_hidden_layers"] = script.layers
+        public = _public_name(script.target)
+        return _KINDS[script.drafter_type].from_target(
+            target, dtype=torch.float32, **given, target_name_or_path=public
+        )
     return HyperDFlashDrafter.from_target(
         target,
         reducer=script.reducer,
@@ -195,7 +226,7 @@ def new_drafter(script: ScriptArguments, target: Any, tokenizer: Any) -> BlockDr
         mask_token_id=script.mask_token_id,
         tokenizer=tokenizer,
         num_draft_tokens=script.num_draft_tokens or _NUM_DRAFT_TOKENS,
-        num_hidden_layers=script.layers,
+        num_hidden_layers=script.layers or _LAYERS,
         dtype=torch.float32,
         target_name_or_path=_public_name(script.target),
         **{name: getattr(script, name) for name in _FIELDS if getattr(script, name) is not None},
@@ -315,9 +346,8 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     torch.manual_seed(args.seed)
     drafter = earlier or new_drafter(script, target, tokenizer)
     drafter.config.target_fingerprint = as_words(target_fingerprint(target))
-    trainer = HyperDFlashTrainer(
-        drafter, target, args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer
-    )
+    kind = UnrolledTrainer if isinstance(drafter, UnrolledDrafter) else HyperDFlashTrainer
+    trainer = kind(drafter, target, args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer)
     if script.eval_prompts:
         prompts = encode_prompts(tokenizer, held_out.select(range(min(script.eval_prompts, len(held_out)))))
         trainer.add_callback(AcceptanceCallback(trainer, prompts, max_new_tokens=script.eval_max_new_tokens))

@@ -245,7 +245,7 @@ NO_TARGET = {
     "configured": "The folder configured has no weights",
     DRAFTER: "is a drafter, expected the target that it drafts for",
     "mtp": "mtp is an MTP drafter, expected the target",
-    "zlab": "zlab is a DFlash drafter in another program's layout, expected the target",
+    "zlab": "zlab is a drafter in another program's layout, expected the target",
     "cut-target": "The weights of cut-target are damaged",
     "bare-target": "The folder bare-target has no weights",
     "wide": "The weights of wide have other shapes than its config.json says",

@@ -132,9 +132,9 @@ def qwen4_exp_multimodal() -> PreTrainedModel:
     return Qwen4ExpForConditionalGeneration(Qwen4ExpConfig(text_config=QWEN4_TEXT, vision_config=vision))
 
 
-def qwen3() -> PreTrainedModel:
+def qwen3(layers: int = 4) -> PreTrainedModel:
     return Qwen3ForCausalLM(
-        Qwen3Config(**COMMON, intermediate_size=48, num_hidden_layers=4, num_key_value_heads=2, head_dim=16)
+        Qwen3Config(**COMMON, intermediate_size=48, num_hidden_layers=layers, num_key_value_heads=2, head_dim=16)
     )
 
 

@@ -1,0 +1,299 @@
+"""EAGLE-3's and SpecBlock's released layouts, read and drafted with as the oracles, written from the papers, draft."""
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LogitsProcessorList
+
+from hf_hyperdflash import Eagle3Drafter, SpecBlockDrafter, load_drafter
+from hf_hyperdflash.runtime.binding import capture_residual
+from hf_hyperdflash.runtime.growth import DraftStep
+from hf_hyperdflash.runtime.sampling import DraftSampler
+
+from ..conftest import prompt
+from ..helpers import oracle_eagle3, oracle_specblock
+from ..helpers.families import qwen3
+
+LAYERS, WIDTH, VOCABULARY, DRAFTED = [1, 3, 4], 64, 64, 40
+LAYER = {
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512, "rope_theta": 5000.0, "model_type": "llama", "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target():
+    torch.manual_seed(0)
+    return qwen3(layers=8).eval()
+
+
+def attention(prefix: str, reads: int) -> dict[str, torch.Tensor]:
+    shapes = {"q": (64, reads), "k": (32, reads), "v": (32, reads), "o": (WIDTH, 64)}
+    return {f"{prefix}.self_attn.{part}_proj.weight": torch.randn(*shape) / 8 for part, shape in shapes.items()}
+
+
+def mlp(prefix: str) -> dict[str, torch.Tensor]:
+    shapes = {"gate": (48, WIDTH), "up": (48, WIDTH), "down": (WIDTH, 48)}
+    return {f"{prefix}.mlp.{part}_proj.weight": torch.randn(*shape) / 6 for part, shape in shapes.items()}
+
+
+def norm(width: int = WIDTH) -> torch.Tensor:
+    return 1 + torch.randn(width) / 10
+
+
+def truncated() -> dict[str, torch.Tensor]:
+    ids = torch.randperm(VOCABULARY)[:DRAFTED].sort().values
+    kept = torch.zeros(VOCABULARY, dtype=torch.bool).index_fill_(0, ids, True)
+    return {"d2t": ids - torch.arange(DRAFTED), "t2d": kept, "lm_head.weight": torch.randn(DRAFTED, WIDTH) / 4}
+
+
+def eagle3_tensors(qk_norm=False, norm_before_fc=False, fc_norm=False) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    parts = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    tensors = {f"midlayer.{part}.weight": norm() for part in parts}
+    tensors |= {**attention("midlayer", 2 * WIDTH), **mlp("midlayer"), **truncated(), "norm.weight": norm()}
+    tensors["fc.weight"] = torch.randn(WIDTH, 3 * WIDTH) / 8
+    if qk_norm:
+        tensors |= {f"midlayer.self_attn.{part}_norm.weight": norm(16) for part in "qk"}
+    if norm_before_fc:
+        tensors["input_norm.weight"] = norm(3 * WIDTH)
+    if fc_norm:
+        tensors |= {f"fc_norm.{i}.weight": norm() for i in range(3)}
+    return tensors
+
+
+def specblock_tensors(layers=2, slots=3) -> dict[str, torch.Tensor]:
+    torch.manual_seed(2)
+    names = ("condition_norm", "token_norm", "query_norm")
+    tensors = {f"input_layer.{name}.weight": norm() for name in names}
+    tensors |= {
+        "input_layer.condition_proj.weight": torch.randn(WIDTH, 3 * WIDTH) / 8,
+        "input_layer.position_queries.weight": torch.randn(slots, WIDTH),
+        "input_layer.fuse.weight": torch.randn(WIDTH, 3 * WIDTH) / 8,
+        "rank_head.0.weight": torch.randn(256, WIDTH + 15) / 8, "rank_head.2.weight": torch.randn(4, 256) / 8,
+        "norm.weight": norm(),
+    }  # fmt: skip
+    for i in range(layers):
+        tensors |= {**attention(f"layers.{i}", WIDTH), **mlp(f"layers.{i}")}
+        tensors |= {f"layers.{i}.{name}.weight": norm() for name in ("input_layernorm", "post_attention_layernorm")}
+        if i:
+            tensors[f"shift_proj.{i - 1}.weight"] = torch.randn(WIDTH, 2 * WIDTH) / 8
+    return tensors | truncated()
+
+
+def saved(folder, fields: dict, tensors: dict[str, torch.Tensor]):
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def safeailab(folder, tensors, **more):
+    fields = {**LAYER, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFTED}
+    eagle = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": LAYERS}}
+    return saved(folder, {**fields, **eagle, **more}, tensors)
+
+
+def speculators(folder, tensors, kind="llama", **more):
+    named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    fields = {
+        "speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"], "draft_vocab_size": DRAFTED,
+        "transformer_layer_config": {**LAYER, "model_type": kind},
+        "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "some/qwen3"}},
+        "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in LAYERS], **more,
+    }  # fmt: skip
+    return saved(folder, fields, named)
+
+
+@torch.no_grad()
+def read(target, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features of every token, `[seq, 3 * width]`, and embeddings of the tokens after."""
+    with capture_residual(target, LAYERS) as captured:
+        target(ids)
+    return captured[0][0].flatten(1), target.get_input_embeddings()(ids[0, 1:])
+
+
+class Followed(DraftSampler):
+    """Takes given tokens for drafts, and keeps what it is told."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        super().__init__(LogitsProcessorList(), False)
+        self.tokens, self.seen = tokens, []
+
+    def grow(self, ids, count, steps, width=None):
+        for k in range(count):
+            last = torch.tensor([self.tokens[k - 1] if k else int(ids[0, -1])])
+            step: DraftStep = steps(k, last, torch.zeros(1, dtype=torch.long))
+            self.seen.append(step.logits[0])
+        self.tree_budget = None
+        return super()._path(ids, 0, steps)
+
+
+@torch.no_grad()
+def drafted(drafter, target, ids: torch.Tensor, tokens: list[int], parts=(1,)) -> torch.Tensor:
+    """Logits `[drafts, vocabulary]` along a path of given tokens, the text taken in in several parts."""
+    with capture_residual(target, drafter.target_layer_ids) as captured:
+        target(ids[:, :-1])
+    context, positions = drafter.new_context(), torch.arange(ids.shape[1])[None]
+    starts = [0, *parts, ids.shape[1] - 1]
+    for start, stop in pairwise(starts):
+        part = slice(start, stop)
+        drafter.extend(target, context, captured[0][:, part], positions[:, part], ids[:, start + 1 : stop + 1])
+    held = len(context)
+    sampler = Followed(tokens)
+    drafter.propose(target, context, ids, positions, len(tokens) + 1, sampler)
+    assert len(context) == held  # as it was
+    return torch.stack(sampler.seen)
+
+
+EAGLE3 = [
+    (safeailab, {}, {}, {}),
+    (safeailab, {"fc_norm": True}, {"fc_norm": True, "norm_output": True}, {}),
+    (speculators, {}, {}, {}),
+    (speculators, {"qk_norm": True}, {"kind": "qwen3", "norm_before_residual": True}, {}),
+    (speculators, {"norm_before_fc": True}, {"norm_before_fc": True, "norm_output": True}, {}),
+]
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+@pytest.mark.parametrize(("write", "parts", "fields", "_"), EAGLE3, ids=str)
+def test_eagle3(tmp_path, target, write, parts, fields, _):
+    tensors = eagle3_tensors(**parts)
+    drafter = load_drafter(write(tmp_path, tensors, **fields), dtype=torch.float32)
+    assert isinstance(drafter, Eagle3Drafter) and drafter.target_layer_ids == LAYERS
+    ids, tokens = prompt(12), [7, 9, 9, 30]
+    flags = {name: fields.get(name, False) for name in FLAGS}
+    if write is safeailab:  # where it says that the LM head reads normed states
+        flags["norm_output"] = False
+    shape = oracle_eagle3.Shape(4, 2, 16, 1e-6, 5000.0, **flags)
+    features, embeds = read(target, ids)
+    known, path = oracle_eagle3.entries(tensors, shape, features[:-1], embeds), []
+    expected = [oracle_eagle3.target_logits(tensors, shape, known[-1].out, VOCABULARY)]
+    for token in tokens:
+        embed = target.get_input_embeddings()(torch.tensor(token)).detach()
+        path.append(oracle_eagle3.further(tensors, shape, known, path, embed))
+        expected.append(oracle_eagle3.target_logits(tensors, shape, path[-1].out, VOCABULARY))
+    for cuts in ((1,), (3, 8)):
+        found = drafted(drafter, target, ids, tokens, cuts)
+        torch.testing.assert_close(found, torch.stack(expected), atol=2e-4, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_eagle3s_dynamic_tree(tmp_path, target):
+    """At SHARPENED = 1 ours is theirs: the sharpening changes which nodes are held to be the best."""
+    tensors = eagle3_tensors()
+    drafter = load_drafter(safeailab(tmp_path, tensors), dtype=torch.float32)
+    drafter.config.tree_width, ids = 3, prompt(12)
+    shape = oracle_eagle3.Shape(4, 2, 16, 1e-6, 5000.0)
+    features, embeds = read(target, ids)
+    known = oracle_eagle3.entries(tensors, shape, features[:-1], embeds)
+    table = target.get_input_embeddings()
+    with capture_residual(target, LAYERS) as captured:
+        target(ids[:, :-1])
+    context, positions = drafter.new_context(), torch.arange(ids.shape[1])[None]
+    drafter.extend(target, context, captured[0], positions[:, :-1], ids[:, 1:])
+    for budget in (4, 14, 21):
+        expected = oracle_eagle3.dynamic_tree(
+            tensors, shape, known, lambda token: table(torch.tensor(token)), VOCABULARY, 3, 3, budget
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hf_hyperdflash.runtime.growth.SHARPENED", 1.0)
+            sampler = DraftSampler(LogitsProcessorList(), False, budget)
+            tree = drafter.propose(target, context, ids, positions, 3, sampler)
+        found = {tuple(tree.tokens[tree.path(node)].tolist()) for node in range(len(tree))}
+        assert found == expected, budget
+
+
+@pytest.mark.parametrize("ablation", [(), ("shift",), ("broadcast",), ("shift", "broadcast")], ids=str)
+@torch.no_grad()
+def test_specblock(tmp_path, target, ablation):
+    """Blocks that go on from blocks that go on from blocks, along a path, against loops."""
+    tensors, slots = specblock_tensors(), 3
+    fields = {**LAYER, "num_hidden_layers": 2, "diffspec_draft_token_num": slots, "draft_vocab_size": DRAFTED}
+    fields |= {"architectures": ["LlamaForCausalLMSpecBlock"], "rank_classes": 4}
+    drafter = load_drafter(saved(tmp_path, fields, tensors), dtype=torch.float32)
+    assert isinstance(drafter, SpecBlockDrafter) and drafter.config.usual_layers
+    drafter.check_target(target)
+    assert drafter.target_layer_ids == [1, 3, 4]
+    drafter.config.shift, drafter.config.broadcast = "shift" not in ablation, "broadcast" not in ablation
+    ids, tokens = prompt(12), [7, 9, 9, 30, 2, 11, 5]
+    shape, table = oracle_specblock.Shape(4, 2, 16, 2, slots, 1e-6, 5000.0), target.get_input_embeddings()
+    features, embeds = read(target, ids)
+    off = frozenset(ablation)
+    known = oracle_specblock.blocks(tensors, shape, features[:-1], embeds, off)
+    last, path, expected = known[-1], [], []
+    kept = tensors["t2d"].nonzero().flatten()
+    for k in range(len(tokens) + 1):
+        if k and k % slots == 0:
+            path.append((last, slots - 1))
+            embed = table(torch.tensor(tokens[k - 1]))
+            last = oracle_specblock.later_block(tensors, shape, known, len(known) - 1, path, embed, off)
+        logits = oracle_specblock.logits(tensors, shape, last.hidden[k % slots])
+        expected.append(torch.full((VOCABULARY,), -torch.inf).index_copy(0, kept, logits))
+    for cuts in ((1,), (3, 8)):
+        found = drafted(drafter, target, ids, tokens, cuts)
+        torch.testing.assert_close(found, torch.stack(expected), atol=5e-4, rtol=2e-3)
+
+
+@pytest.mark.parametrize("budget", [None, 12])
+@pytest.mark.parametrize("kind", ["eagle3", "specblock"])
+def test_the_text_is_the_targets(tmp_path, target, kind, budget):
+    if kind == "eagle3":
+        folder = safeailab(tmp_path, eagle3_tensors())
+    else:
+        fields = {**LAYER, "num_hidden_layers": 2, "diffspec_draft_token_num": 3, "draft_vocab_size": DRAFTED}
+        folder = saved(tmp_path, fields, specblock_tensors())
+    drafter = load_drafter(folder, target=target, dtype=torch.float32)
+    ids = prompt(9)
+    plain = target.generate(ids, max_new_tokens=24, do_sample=False)
+    drafter.bind(target)
+    out = target.generate(ids, max_new_tokens=24, do_sample=False, assistant_model=drafter, tree_budget=budget)
+    assert torch.equal(out, plain) and drafter.last_stats.rounds
+    drafter.save_pretrained(tmp_path / "ours")
+    again = load_drafter(tmp_path / "ours", dtype=torch.float32)
+    assert {name: value.shape for name, value in again.state_dict().items()} == {
+        name: value.shape for name, value in drafter.state_dict().items()
+    }
+    drafter.unbind(target)
+
+
+def test_a_pickle_of_tensors_is_read_without_running_code(tmp_path, target):
+    tensors = eagle3_tensors()
+    folder = safeailab(tmp_path, tensors)
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    drafter = load_drafter(folder, dtype=torch.float32)
+    assert torch.equal(drafter.state_dict()["norm.weight"], tensors["norm.weight"])
+
+
+def test_an_embedding_that_is_no_copy_is_kept(tmp_path, target):
+    own = target.get_input_embeddings().weight.detach()
+    for given, is_own in ((own.clone(), False), (own + 1, True)):
+        folder = safeailab(tmp_path, eagle3_tensors() | {"embed_tokens.weight": given})
+        drafter = load_drafter(folder, target=target, dtype=torch.float32)
+        assert drafter.config.own_embedding == is_own
+        assert torch.equal(drafter.embed(target, torch.tensor([[5]]))[0, 0], given[5])
+    assert load_drafter(folder).config.own_embedding  # nothing to compare with
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"norm_output": False}, "norm_output"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 1]}}, "ascending"),
+        ({"hidden_size": None}, "hidden_size"),
+    ],
+)
+def test_what_cannot_be_reproduced_is_refused(tmp_path, more, told):
+    with pytest.raises(ValueError, match=told):
+        load_drafter(safeailab(tmp_path, eagle3_tensors(), **more))
+
+
+def test_too_shallow_a_target_is_refused(tmp_path, target):
+    fields = {**LAYER, "num_hidden_layers": 2, "diffspec_draft_token_num": 3, "draft_vocab_size": DRAFTED}
+    drafter = load_drafter(saved(tmp_path, fields, specblock_tensors()), dtype=torch.float32)
+    with pytest.raises(ValueError, match="at least 8 layers"):
+        drafter.bind(qwen3())

@@ -1,0 +1,172 @@
+"""How trees of blocks grow, against all nodes that there can be and all ways that draws can go."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as stock
+
+from hf_hyperdflash.runtime.rank_growth import BlockStep, grow_blocks
+from hf_hyperdflash.runtime.sampling import DraftSampler
+from hf_hyperdflash.runtime.tree import ANCHOR
+from hf_hyperdflash.runtime.verification import sampled_walk
+
+from ..helpers.enumerated_draws import every_outcome
+
+IDS = torch.tensor([[1, 0]])
+
+
+class Talker:
+    """A drafter of blocks: what a block says depends on which block it goes on from, at which slot, with which token.
+
+    Attributes:
+        passes: How many blocks each pass had.
+    """
+
+    def __init__(self, vocabulary: int, slots: int, seed: int, ranked: bool = True) -> None:
+        self.vocabulary, self.slots, self.seed, self.ranked = vocabulary, slots, seed, ranked
+        self.made: list[tuple] = []
+        self.passes: list[int] = []
+
+    def logits(self, block: tuple, slot: int) -> torch.Tensor:
+        chance = random.Random(f"{self.seed} {block} {slot}")
+        return torch.tensor([chance.gauss(0, 1.5) for _ in range(self.vocabulary)])
+
+    def ranks(self, block: tuple, slot: int) -> torch.Tensor:
+        chance = random.Random(f"ranks {self.seed} {block} {slot}")
+        return torch.tensor([chance.gauss(0.4, 1.5), *(chance.gauss(0, 1) for _ in range(3))]).softmax(0)
+
+    def __call__(self, come_from: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> BlockStep:
+        places = zip(come_from.tolist(), slots.tolist(), tokens.tolist())
+        new = [(*self.made[block], (slot, token)) for block, slot, token in places] or [()]
+        assert bool(self.made) == bool(len(come_from))
+        self.made += new
+        self.passes.append(len(new))
+        logits = torch.stack([torch.stack([self.logits(each, slot) for slot in range(self.slots)]) for each in new])
+        ranks = torch.stack([torch.stack([self.ranks(each, slot) for slot in range(self.slots)]) for each in new])
+        return BlockStep(logits, ranks if self.ranked else None)
+
+
+def shape(branching, max_blocks):
+    return SimpleNamespace(branching=branching, max_blocks=max_blocks)
+
+
+def sampler(budget, do_sample=False, processors=()):
+    return DraftSampler(LogitsProcessorList(processors), do_sample, budget)
+
+
+def paths_of(tree) -> list[tuple[int, ...]]:
+    return [tuple(tree.tokens[tree.path(node)].tolist()) for node in range(len(tree))]
+
+
+def all_nodes(talker, branching, max_blocks, count, scored=lambda path, logits: logits):
+    """Every node that the rules admit, with its value: a loop over blocks, slots and children."""
+    nodes: dict[tuple[int, ...], float] = {}
+
+    def expand(block, path, value, level):
+        for slot in range(talker.slots):
+            if len(path) == count:
+                return
+            width = branching[int(talker.ranks(block, slot).argmax())] if talker.ranked else branching[0]
+            if not width and not path:
+                width = 1
+            likely = scored(path, talker.logits(block, slot)).log_softmax(-1).tolist()
+            best = sorted(range(talker.vocabulary), key=lambda token: -likely[token])[:width]
+            for rank, token in enumerate(best):
+                nodes[(*path, token)] = value + likely[token]
+                if (rank or slot == talker.slots - 1) and level + 1 < max_blocks:
+                    expand((*block, (slot, token)), (*path, token), value + likely[token], level + 1)
+            if not best:
+                return
+            path, value = (*path, best[0]), value + likely[best[0]]
+
+    expand((), (), 0.0, 0)
+    return nodes
+
+
+RULES = [([2, 4, 10, 0], 2), ([1, 2, 3, 0], 3), ([2, 3, 0, 4], 1), ([3, 0, 2, 5], 2)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 9), st.sampled_from(RULES), st.booleans())
+def test_the_tree_is_the_best_of_all_nodes(seed, budget, count, rules, ranked):
+    branching, max_blocks = rules
+    if not ranked:
+        branching = branching[:1]
+    talker = Talker(12, 3, seed, ranked)
+    tree = grow_blocks(IDS, count, sampler(budget), talker, shape(branching, max_blocks))
+    nodes = all_nodes(talker, branching, max_blocks, count)
+    best = sorted(nodes, key=lambda path: -nodes[path])[:budget]
+    assert set(paths_of(tree)) == set(best) and len(tree) == len(best)
+    assert len(talker.passes) <= max_blocks and max(talker.passes) <= budget and tree.q is None
+
+
+def test_processors_see_each_nodes_own_prefix():
+    talker = Talker(12, 3, 5)
+    penalty = stock.RepetitionPenaltyLogitsProcessor(3.0)
+
+    def scored(path, logits):
+        return penalty(torch.tensor([[*IDS[0].tolist(), *path]]), logits[None])[0]
+
+    tree = grow_blocks(IDS, 6, sampler(30, processors=[penalty]), talker, shape([2, 4, 6, 0], 2))
+    nodes = all_nodes(talker, [2, 4, 6, 0], 2, 6, scored)
+    best = sorted(nodes, key=lambda path: -nodes[path])[:30]
+    assert set(paths_of(tree)) == set(best)
+    plain = all_nodes(talker, [2, 4, 6, 0], 2, 6)
+    assert set(best) != set(sorted(plain, key=lambda path: -plain[path])[:30])
+
+
+LAWS = [(3, 2, 4, 4, 2), (3, 1, 3, 4, 3), (4, 2, 2, 3, 1)]  # vocabulary, slots, depth, budget, blocks
+
+
+@pytest.mark.parametrize(("vocabulary", "slots", "depth", "budget", "max_blocks"), LAWS)
+def test_text_with_drawn_trees_is_the_targets(vocabulary, slots, depth, budget, max_blocks):
+    """Draws and verification together, as an exact law over whole rounds."""
+    target = Talker(vocabulary, 1, 77)
+
+    def p_after(path: tuple[int, ...]) -> torch.Tensor:
+        return target.logits(path, 0).double().softmax(-1)
+
+    widest = 0
+
+    def round_() -> tuple[int, ...]:
+        nonlocal widest
+        talker = Talker(vocabulary, slots, 5)
+        tree = grow_blocks(IDS, depth, sampler(budget, True), talker, shape([2, 3, 3, 1], max_blocks))
+        assert 1 <= len(tree) <= budget and max(tree.depths) <= depth and len(set(paths_of(tree))) == len(tree)
+        widest = max(widest, *(len(children) for children in tree.children.values()))
+        return tuple(
+            token
+            for token, _ in sampled_walk(
+                tree, tree.tokens.tolist(), lambda node: p_after(() if node == ANCHOR else paths_of(tree)[node])
+            )
+        )
+
+    law: dict[tuple[int, ...], float] = defaultdict(float)
+    for probability, text in every_outcome(round_):
+        law[text] += probability
+    assert sum(law.values()) == pytest.approx(1) and widest > 1
+    for prefix in {text[:at] for text in law for at in range(len(text))}:
+        reached = sum(mass for text, mass in law.items() if text[: len(prefix)] == prefix and len(text) > len(prefix))
+        for token, p in enumerate(p_after(prefix).tolist()):
+            written = (*prefix, token)
+            mass = sum(mass for text, mass in law.items() if text[: len(written)] == written)
+            assert mass == pytest.approx(reached * p, abs=1e-6)
+
+
+def test_a_budget_is_shared_by_the_passes():
+    for seed in range(20):
+        talker = Talker(40, 3, seed)
+        tree = grow_blocks(IDS, 9, sampler(24, True), talker, shape([3, 4, 6, 1], 2))
+        assert 12 < len(tree) <= 24 and len(talker.passes) == 2
+        for node, q in enumerate(tree.q):
+            assert q is not None and q[tree.tokens[node]] > 0
+            before = [other for other in tree.children[tree.parents[node]] if other < node]
+            assert not q[tree.tokens[before]].any()

@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 import hf_hyperdflash
-from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter, HyperDFlashDrafter
+from hf_hyperdflash import (
+    DeepseekV4DSparkDrafter,
+    DeepseekV4MTPDrafter,
+    Eagle3Drafter,
+    HyperDFlashDrafter,
+    SpecBlockDrafter,
+)
 
 PACKAGE = Path(hf_hyperdflash.__file__).parent
 # A module may import only modules to its left. The families of targets may build on each other.
@@ -77,7 +83,7 @@ def test_imports_run_one_way():
     assert not any("from ." in path.read_text() for path in (PACKAGE / "metrics").glob("*.py"))
 
 
-DRAFTERS = [HyperDFlashDrafter, DeepseekV4MTPDrafter, DeepseekV4DSparkDrafter]
+DRAFTERS = [HyperDFlashDrafter, DeepseekV4MTPDrafter, DeepseekV4DSparkDrafter, SpecBlockDrafter, Eagle3Drafter]
 WITHOUT_WEIGHTS = ["prompt_lookup.py"]  # drafters that are not saved
 
 

@@ -87,10 +87,10 @@ def load_foreign(
     if layout in (layout_eagle3, layout_specblock):
         tensors = layout.rename(tensors)
         config.own_embedding = _has_own_embedding(tensors, target)
-    elif target is not None:
-        _check_copies(tensors, target, name)
     if config.draft_vocab_size:
         tensors["draft_ids"] = _draft_ids(tensors, config, name)
+    if target is not None and layout not in (layout_eagle3, layout_specblock):
+        _check_copies(tensors, target, name)
     own = {"embed_tokens.weight"} if getattr(config, "own_embedding", False) else set()
     for copied in ("embed_tokens.weight", "t2d", "d2t", *(() if config.draft_vocab_size else ("lm_head.weight",))):
         if copied not in own:

@@ -58,6 +58,7 @@ class UnrolledDrafter(SavedDrafter):
     layers: nn.ModuleList
     base_model_prefix = "drafter"
     _supports_sdpa = _supports_flex_attn = _supports_attention_backend = True
+    _keep_in_fp32_modules_strict = ["hc_gate"]
     head_table = None  # which only sequential heads have
     moves = True  # whether the slots of a later block stand behind those that it goes on from, for RoPE
     _layer_class: Any
@@ -104,12 +105,10 @@ class UnrolledDrafter(SavedDrafter):
         config = kind(**fields)
         check_pair(config, target, cls.__name__)
         drafter: Any = cls(config)
-        if config.has_gate:
-            cast(Any, drafter.hc_gate).inherit(family.gate())
         weight = cast(torch.Tensor, target.get_output_embeddings().weight)
         drafter = drafter.to(device=weight.device, dtype=named_dtype(dtype) or family.dtype)
         if config.has_gate:
-            drafter.hc_gate.float()
+            drafter.hc_gate.float().inherit(family.gate())
         return drafter.eval()
 
     # What a subclass says

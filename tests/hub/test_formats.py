@@ -195,7 +195,7 @@ def test_what_cannot_be_expressed_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dflash_config": None, "architectures": None}, "no DFlash or DSpark drafter"),
+        ({"dflash_config": None, "architectures": None}, "is no drafter: expected a config.json"),
         ({"dflash_config": None}, "lacks `target_layer_ids` .None."),
         ({"dflash_config": {"target_layer_ids": [0, 3], "mask_token_id": 1, "block_size": 5}}, "last layer's output"),
         ({"dflash_config": {"target_layer_ids": [2, 0], "mask_token_id": 1, "block_size": 5}}, "ascending"),

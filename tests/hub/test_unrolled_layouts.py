@@ -149,24 +149,25 @@ def drafted(drafter, target, ids: torch.Tensor, tokens: list[int], parts=(1,)) -
     return torch.stack(sampler.seen)
 
 
+WRITTEN = {"safeailab": safeailab, "speculators": speculators}
 EAGLE3 = [
-    (safeailab, {}, {}, {}),
-    (safeailab, {"fc_norm": True}, {"fc_norm": True, "norm_output": True}, {}),
-    (speculators, {}, {}, {}),
-    (speculators, {"qk_norm": True}, {"kind": "qwen3", "norm_before_residual": True}, {}),
-    (speculators, {"norm_before_fc": True}, {"norm_before_fc": True, "norm_output": True}, {}),
+    ("safeailab", {}, {}),
+    ("safeailab", {"fc_norm": True}, {"fc_norm": True, "norm_output": True}),
+    ("speculators", {}, {}),
+    ("speculators", {"qk_norm": True}, {"kind": "qwen3", "norm_before_residual": True}),
+    ("speculators", {"norm_before_fc": True}, {"norm_before_fc": True, "norm_output": True}),
 ]
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-@pytest.mark.parametrize(("write", "parts", "fields", "_"), EAGLE3, ids=str)
-def test_eagle3(tmp_path, target, write, parts, fields, _):
+@pytest.mark.parametrize(("layout", "parts", "fields"), EAGLE3, ids=str)
+def test_eagle3(tmp_path, target, layout, parts, fields):
     tensors = eagle3_tensors(**parts)
-    drafter = load_drafter(write(tmp_path, tensors, **fields), dtype=torch.float32)
+    drafter = load_drafter(WRITTEN[layout](tmp_path, tensors, **fields), dtype=torch.float32)
     assert isinstance(drafter, Eagle3Drafter) and drafter.target_layer_ids == LAYERS
     ids, tokens = prompt(12), [7, 9, 9, 30]
     flags = {name: fields.get(name, False) for name in FLAGS}
-    if write is safeailab:  # where it says that the LM head reads normed states
+    if layout == "safeailab":  # where it says that the LM head reads normed states
         flags["norm_output"] = False
     shape = oracle_eagle3.Shape(4, 2, 16, 1e-6, 5000.0, **flags)
     features, embeds = read(target, ids)

@@ -2,7 +2,7 @@
 
     python examples/train_tiny_qwen3.py --data openai/gsm8k:main --data code.json --output tiny-qwen3
 
-A killed run started again with `--resume` goes on from its last checkpoint.
+A killed run started again with the same `--output` goes on from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from pathlib import Path
 
 import torch
 from train_tiny_target import packed_rows, target_messages
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments, default_data_collator
+from transformers import (
+    AutoTokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from hf_hyperdflash.training.data import load_rows
 
@@ -51,7 +58,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=2.5e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="bfloat16", help="of the saved checkpoint; training is in float32")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the output folder")
     return parser.parse_args()
 
 
@@ -81,7 +87,7 @@ def main() -> None:
             warmup_steps=60,
             weight_decay=0.1,
             adam_beta2=0.95,
-            logging_steps=50,
+            logging_steps=min(50, args.steps),
             save_steps=100,
             save_total_limit=1,
             disable_tqdm=True,
@@ -91,7 +97,7 @@ def main() -> None:
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
         data_collator=default_data_collator,
     )
-    trainer.train(resume_from_checkpoint=args.resume)
+    trainer.train(resume_from_checkpoint=any(Path(args.output).glob("checkpoint-*")))
     target.generation_config.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     target.cpu().to(getattr(torch, args.dtype)).save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)

@@ -319,6 +319,37 @@ def test_from_text_to_a_working_pair(tmp_path):
     taus = metrics["eval_teacher_forced_tau"], sampled["sampled_expected_tau"]
     assert headed[5:] == [f"{tau:.2f}" for tau in taus]
 
+    dense = tmp_path / "dense"
+    tiny = ["--tokenizer", target_dir, "--hidden-size", 64, "--steps", 3, "--batch-size", 2, "--seq-length", 48]
+    run("train_tiny_qwen3.py", "--data", data, "--output", dense, *tiny)
+    assert "Saved to" in run("train_tiny_qwen3.py", "--data", data, "--output", dense, *tiny)  # goes on
+    suites = tmp_path / "suites"
+    suites.mkdir()
+    (suites / "sums.jsonl").write_text(json.dumps({"turns": ["What is 3 plus 4?"]}) + "\n")
+    cells = [
+        "--target",
+        dense,
+        "--answers",
+        answers,
+        "--eval-answers",
+        held_out,
+        "--suites",
+        suites,
+        "--reads",
+        1,
+        3,
+        4,
+    ]
+    cells += ["--work-dir", tmp_path / "specblock", "--cells", "SpecBlock", "EAGLE-3", "State head", "without shift"]
+    cells += ["--parameters", 200_000, "--budgets", 6, "--max-new-tokens", 8, "--max-length", 64]
+    printed = run("compare_specblock.py", *cells, "--", "--max_steps", 2, "--num_anchors", 4, "--use_cpu")
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line[:2] == "| "]
+    sizes = {name: int(size.replace(",", "")) for name, size, *_ in table[1:5]}
+    assert list(sizes) == ["SpecBlock", "EAGLE-3", "State head", "without shift"]
+    assert max(sizes.values()) < 1.05 * min(sizes.values())
+    report = (tmp_path / "specblock" / "results" / "report.md").read_text()
+    assert all(f"{name} ({drafts}, 6 nodes)" in report for name, drafts in zip(sizes, (8, 7, 6, 8)))
+
     tuned = ["--steps", 2, "--save-steps", 1, "--steps-ahead", 2, "--max-length", 64, "--output", tmp_path / "mtp"]
     run("train_mtp.py", "--target", target_dir, "--dataset", answers, *tuned)
     assert not (tmp_path / "mtp" / "checkpoint.pt").exists()  # only a killed run leaves one

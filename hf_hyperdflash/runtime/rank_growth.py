@@ -7,6 +7,7 @@ last slot, is where a later block starts: so each node has children from one pla
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ class _Start(NamedTuple):
     slot: int
     depth: int
     value: float
-    prefix: torch.Tensor  # [seq]
+    path: tuple[int, ...]  # of drafted tokens
 
 
 def grow_blocks(ids: torch.Tensor, count: int, sampler: DraftSampler, blocks: Blocks, config: Any) -> DraftTree:
@@ -62,14 +63,14 @@ def grow_blocks(ids: torch.Tensor, count: int, sampler: DraftSampler, blocks: Bl
     """
     budget = sampler.tree_budget or count
     growing = _Growing(ids, count, sampler, config.branching)
-    starts = [_Start(ANCHOR, 0, 0, 0, 0.0 if not sampler.do_sample else 1.0, ids[0])]
+    starts = [_Start(ANCHOR, 0, 0, 0, 0.0 if not sampler.do_sample else 1.0, ())]
     made = 0
     for level in range(config.max_blocks):
         going_on = starts if level else []
         step = blocks(
             torch.tensor([start.block for start in going_on], dtype=torch.long),
             torch.tensor([start.slot for start in going_on], dtype=torch.long),
-            torch.tensor([int(start.prefix[-1]) for start in going_on], dtype=torch.long),
+            torch.tensor([start.path[-1] for start in going_on], dtype=torch.long),
         )
         if sampler.do_sample:
             share = max(1, (budget - len(growing.tokens)) // (config.max_blocks - level))
@@ -105,25 +106,26 @@ class _Growing:
     def take(self, starts: list[_Start], made: int, step: BlockStep) -> list[_Start]:
         """The most probable children at every slot; where later blocks can start."""
         widths, found = self._widths(step, starts), []
-        slots = step.logits.shape[1]
+        slots, shared = step.logits.shape[1], None
+        if not len(self.sampler.processors):
+            shared = _most_probable(step.logits, max(map(max, widths)))
         for row, start in enumerate(starts):
-            node, value, prefix = start.node, start.value, start.prefix
+            node, value, path = start.node, start.value, start.path
             for slot in range(min(slots, self.count - start.depth)):
                 width = widths[row][slot]
-                if not width:
-                    break
-                likely = self._scores(prefix, step.logits[row, slot]).log_softmax(-1)
-                best = likely.topk(min(width, len(likely)))
-                children = [(token, gain) for token, gain in zip(best.indices.tolist(), best.values.tolist())]
-                children = [(token, gain) for token, gain in children if gain > -torch.inf]
+                if shared is None:
+                    tokens, gains = _most_probable(self._scores(path, step.logits[row, slot]), width)
+                else:
+                    tokens, gains = shared[0][row][slot], shared[1][row][slot]
+                children = [(token, gain) for token, gain in zip(tokens[:width], gains) if gain > -math.inf]
                 for rank, (token, gain) in enumerate(children):
                     self._add(token, node, value + gain)
                     if rank or slot == slots - 1:
-                        found.append(self._start(made + row, slot, start.depth, prefix))
+                        found.append(self._start(made + row, slot, start.depth, path))
                 if not children:
                     break
-                first = len(self.tokens) - len(children)
-                node, value, prefix = first, self.values[first], self._after(prefix, self.tokens[first])
+                node = len(self.tokens) - len(children)
+                value, path = self.values[node], (*path, self.tokens[node])
         return [each for each in found if each.depth < self.count]
 
     def draw(self, starts: list[_Start], made: int, step: BlockStep, share: int) -> list[_Start]:
@@ -131,9 +133,9 @@ class _Growing:
         counts, found = self._counts(starts, step, share), []
         slots = step.logits.shape[1]
         for row, start in enumerate(starts):
-            node, prefix = start.node, start.prefix
+            node, path = start.node, start.path
             for slot, hits in enumerate(counts[row]):
-                left = self._scores(prefix, step.logits[row, slot]).softmax(-1)
+                left = self._scores(path, step.logits[row, slot]).softmax(-1)
                 draws = torch.multinomial(left, min(len(hits), len(left)))  # one after the other
                 draws = draws[left[draws] > 0]
                 for rank, token in enumerate(draws.tolist()):
@@ -141,9 +143,9 @@ class _Growing:
                     self.q.append(rest / rest.sum())
                     self._add(token, node, hits[rank])
                     if rank or slot == slots - 1:
-                        found.append(self._start(made + row, slot, start.depth, prefix))
+                        found.append(self._start(made + row, slot, start.depth, path))
                 node = len(self.tokens) - len(draws)
-                prefix = self._after(prefix, self.tokens[node])
+                path = (*path, self.tokens[node])
         return [each for each in found if each.depth < self.count]
 
     def tree(self, budget: int) -> DraftTree:
@@ -186,20 +188,23 @@ class _Growing:
                 counts[row][-slot].append(hit)
         return counts
 
-    def _scores(self, prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def _scores(self, path: tuple[int, ...], logits: torch.Tensor) -> torch.Tensor:
         if not len(self.sampler.processors):
             return logits.float().to(self.ids.device)
-        return self.sampler.scored(prefix[None], logits[None])[0]
+        prefix = torch.cat([self.ids, self.ids.new_tensor([path])], dim=1) if path else self.ids
+        return self.sampler.scored(prefix, logits[None])[0]
 
     def _add(self, token: int, parent: int, value: float) -> None:
         self.tokens.append(token)
         self.parents.append(parent)
         self.values.append(value)
 
-    def _start(self, block: int, slot: int, depth: int, prefix: torch.Tensor) -> _Start:
+    def _start(self, block: int, slot: int, depth: int, path: tuple[int, ...]) -> _Start:
         node = len(self.tokens) - 1
-        after = self._after(prefix, self.tokens[node])
-        return _Start(node, block, slot, depth + slot + 1, self.values[node], after)
+        return _Start(node, block, slot, depth + slot + 1, self.values[node], (*path, self.tokens[node]))
 
-    def _after(self, prefix: torch.Tensor, token: int) -> torch.Tensor:
-        return torch.cat([prefix, prefix.new_tensor([token])])
+
+def _most_probable(logits: torch.Tensor, width: int) -> tuple[list, list]:
+    """The best tokens and their log-probabilities, of `[..., vocabulary]`."""
+    best = logits.float().log_softmax(-1).topk(min(width, logits.shape[-1]))
+    return best.indices.tolist(), best.values.tolist()

@@ -370,6 +370,13 @@ MISTAKES: list[tuple[list[str], int, str]] = [
       for name in ("no/where/at", "mtp", "wordy", "wide", "wordless")),
     *(([*TRAIN, "--target", TARGET, "--drafter", name], 1, "expected a HyperDFlash, DFlash, DSpark, SpecBlock or")
       for name in ("zlab", TARGET)),
+    ([*TRAIN, "--target", TARGET, "--drafter_type", "eagle3", "--block_size", "4"], 1,
+     "`--block_size` is not for a drafter of type eagle3"),
+    ([*TRAIN, "--target", TARGET, "--drafter_type", "specblock", "--sequential_head", "state"], 1,
+     "`--sequential_head` is not for a drafter of type specblock"),
+    ([*TRAIN, "--target", TARGET, "--no_shift"], 1, "`--shift` is not for a drafter of type hyperdflash"),
+    ([*TRAIN, "--target", TARGET, "--drafter_type", "specblock", "--max_blocks", "0"], 1, "expected at least 1"),
+    ([*TRAIN, "--target", TARGET, "--drafter_type", "medusa"], 1, "medusa"),
 ]  # fmt: skip
 
 

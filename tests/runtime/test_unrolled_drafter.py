@@ -21,6 +21,7 @@ from hf_hyperdflash.runtime.tree import DraftTree
 
 from ..conftest import CSA, HCA, SLIDING, prompt
 from ..helpers import families
+from ..helpers.loops import in_transformers_loop
 from ..helpers.unrolled import unrolled
 from .test_decoding import assert_drawn_from
 from .test_devices import assert_same_text, small_target
@@ -131,6 +132,16 @@ def test_a_chat_goes_on_with_processors(kind):
         given = {"past_key_values": first.past_key_values} if assistant else {}
         texts.append(target.generate(longer, **options, **given, **assistant).sequences)
     assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_transformers_loop(kind):
+    torch.manual_seed(0)
+    target, ids = families.qwen3().eval(), prompt(12)
+    drafter = unrolled(kind, target, **KINDS[kind])
+    plain = target.generate(ids, do_sample=False, max_new_tokens=16)
+    drafter.bind(target)
+    assert torch.equal(in_transformers_loop(target, drafter, ids, do_sample=False, max_new_tokens=16), plain)
 
 
 def test_two_threads_draft_with_one():

@@ -1,4 +1,4 @@
-"""Draw the draft trees of a generation: every node, the path that the target accepted, and the token it wrote itself.
+"""Draw the draft trees of a generation: every node, by which pass it was drafted, and what the target accepted.
 
     python examples/draw_trees.py --prompt "Write a Python function to add two numbers." --output trees.png
 
@@ -21,6 +21,16 @@ from hf_hyperdflash.training.data import encode_prompts
 
 MODELS = Path(__file__).parent / "models"
 ACCEPTED, REJECTED, OWN = "#0072B2", "#B5B5B5", "#D55E00"
+OF_PASSES = (
+    "white",
+    "#FBE8A6",
+    "#CDE9D9",
+    "#F6D0DD",
+    "#D5D9F2",
+    "#E9D3B8",
+    "#D9EDF7",
+    "#E5E5E5",
+)  # first, second, ...
 Round = tuple[DraftTree, list[int], int]  # the tree, the accepted nodes, and the target's own token
 
 
@@ -96,7 +106,8 @@ def draw(figure: Figure, rounds: list[Round], tokenizer: Any) -> None:
             ends = [depths[parent], depths[node]], [places[parent], places[node]]
             axes.plot(*ends, color=colour, linewidth=2 if node in accepted else 1, zorder=1)
             token = tokenizer.decode([int(tree.tokens[node])])
-            label(axes, depths[node], places[node], token, colour)
+            drafted_in = 1 if tree.passes is None else tree.passes[node]
+            label(axes, depths[node], places[node], token, colour, OF_PASSES[(drafted_in - 1) % len(OF_PASSES)])
         label(axes, 0, places[ANCHOR], "anchor", "black")
         last = accepted[-1] if accepted else ANCHOR
         axes.annotate(
@@ -110,12 +121,14 @@ def draw(figure: Figure, rounds: list[Round], tokenizer: Any) -> None:
             va="bottom",
         )
         axes.set(xlim=(-0.6, max(depths) + 0.6), ylim=(min(places.values()) - 0.9, -0.1), yticks=[])
+        passes = max(tree.passes or (1,))
         told = f"Round {number}: {len(tree)} nodes on {len(tree.paths)} paths, {len(accepted)} of them accepted"
+        told += f"; {passes} passes of the drafter, one colour each" if passes > 1 else "; one pass of the drafter"
         axes.set_title(told, fontsize=9, loc="left")
         axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
         axes.set_xticks(range(max(depths) + 1), range(max(depths) + 1), fontsize=7)
     axes.set_xlabel(
-        "tokens after the anchor (blue: accepted; grey: rejected; orange: written by the target)", fontsize=8
+        "tokens after the anchor (framed blue: accepted; grey: rejected; orange: written by the target)", fontsize=8
     )
 
 
@@ -124,8 +137,8 @@ def shown(token: str) -> str:
     return token.replace("\n", "\\n").replace("$", r"\$").replace(" ", "·") or "''"
 
 
-def label(axes: Any, x: float, y: float, token: str, colour: str) -> None:
-    box = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": colour}
+def label(axes: Any, x: float, y: float, token: str, colour: str, filled: str = "white") -> None:
+    box = {"boxstyle": "round,pad=0.2", "facecolor": filled, "edgecolor": colour}
     axes.text(x, y, shown(token), ha="center", va="center", fontsize=7, bbox=box, zorder=2)
 
 

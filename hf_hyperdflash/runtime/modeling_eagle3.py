@@ -7,6 +7,7 @@ are any, are as usual.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -101,4 +102,5 @@ class Eagle3Drafter(UnrolledDrafter):
                 states = unrolling.further(blocks, torch.zeros_like(blocks), tokens.to(self.device))
             return DraftStep(self.logits(target, states[:, 0]))
 
-        return sampler.grow(ids, count, steps, width=self.config.tree_width)
+        tree = sampler.grow(ids, count, steps, width=self.config.tree_width)
+        return replace(tree, passes=tree.depths)

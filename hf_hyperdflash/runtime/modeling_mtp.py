@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -204,7 +205,8 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
                 streams = self(streams[rows], embeds, past_key_values=ahead, rotary=rotary)
             return DraftStep(self._logits(target, streams)[:, 0])
 
-        return sampler.grow(ids, count, steps)
+        tree = sampler.grow(ids, count, steps)
+        return replace(tree, passes=tree.depths)
 
     def _embed(self, target: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
         return family_of(target).embed(ids).to(self.device)

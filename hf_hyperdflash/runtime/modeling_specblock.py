@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -73,7 +74,8 @@ class SpecBlockDrafter(UnrolledDrafter):
         self, target: PreTrainedModel, unrolling: Unrolling, ids: torch.Tensor, count: int, sampler: DraftSampler
     ) -> DraftTree:
         if sampler.tree_budget is None:
-            return sampler.grow(ids, count, self._chain(target, unrolling))
+            tree = sampler.grow(ids, count, self._chain(target, unrolling))
+            return replace(tree, passes=tuple(1 + (depth - 1) // self.config.block_size for depth in tree.depths))
         return grow_blocks(ids, count, sampler, self._blocks(target, unrolling), self.config)
 
     def _chain(self, target: PreTrainedModel, unrolling: Unrolling) -> Steps:

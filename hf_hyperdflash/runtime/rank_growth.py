@@ -81,6 +81,7 @@ def grow_blocks(ids: torch.Tensor, count: int, sampler: DraftSampler, blocks: Bl
             least = heapq.nlargest(budget, growing.values)[-1]
             starts = heapq.nlargest(budget, [each for each in starts if each.value >= least], lambda each: each.value)
         made += len(step.logits)
+        growing.passes += [level + 1] * (len(growing.tokens) - len(growing.passes))
         if not starts:
             break
     return growing.tree(budget)
@@ -102,6 +103,7 @@ class _Growing:
         self.parents: list[int] = []
         self.values: list[float] = []
         self.q: list[torch.Tensor] = []
+        self.passes: list[int] = []
 
     def take(self, starts: list[_Start], made: int, step: BlockStep) -> list[_Start]:
         """The most probable children at every slot; where later blocks can start."""
@@ -157,7 +159,8 @@ class _Growing:
         number = {ANCHOR: ANCHOR, **{node: place for place, node in enumerate(kept)}}
         tokens = self.ids.new_tensor([self.tokens[node] for node in kept])
         parents = tuple(number[self.parents[node]] for node in kept)
-        return DraftTree(tokens, parents, tuple(self.q[node] for node in kept) if self.q else None)
+        q = tuple(self.q[node] for node in kept) if self.q else None
+        return DraftTree(tokens, parents, q, passes=tuple(self.passes[node] for node in kept))
 
     def _widths(self, step: BlockStep, starts: list[_Start]) -> list[list[int]]:
         if step.ranks is None:

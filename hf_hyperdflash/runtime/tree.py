@@ -23,6 +23,7 @@ class DraftTree:
             each has the distribution that was left for it.
         confidence: How probable the drafter holds it that each node is accepted once its parent is, `[nodes]`; `None`
             if it has no opinion.
+        passes: In which of the drafter's passes each node was made, from 1; `None` for all in one.
 
     Raises:
         ValueError: If the parts differ in length, or a parent does not come before its node.
@@ -32,15 +33,16 @@ class DraftTree:
     parents: tuple[int, ...]
     q: tuple[torch.Tensor | None, ...] | None = None
     confidence: torch.Tensor | None = None
+    passes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         nodes = len(self.parents)
         shapes = [list(part.shape) for part in (self.tokens, self.confidence) if part is not None]
-        drawn = nodes if self.q is None else len(self.q)
-        if drawn != nodes or any(shape != [nodes] for shape in shapes):
+        drawn, made = (nodes if part is None else len(part) for part in (self.q, self.passes))
+        if {drawn, made} != {nodes} or any(shape != [nodes] for shape in shapes):
             raise ValueError(
-                f"A draft tree has {nodes} parents, tokens and confidence of shape {shapes} and {drawn} "
-                "distributions: expected one of each per node."
+                f"A draft tree has {nodes} parents, tokens and confidence of shape {shapes}, {drawn} distributions "
+                f"and {made} passes: expected one of each per node."
             )
         if any(not ANCHOR <= parent < node for node, parent in enumerate(self.parents)):
             raise ValueError(

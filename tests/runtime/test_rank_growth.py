@@ -170,3 +170,14 @@ def test_a_budget_is_shared_by_the_passes():
             assert q is not None and q[tree.tokens[node]] > 0
             before = [other for other in tree.children[tree.parents[node]] if other < node]
             assert not q[tree.tokens[before]].any()
+
+
+def test_a_tree_knows_which_pass_made_each_node():
+    for do_sample in (False, True):
+        talker = Talker(40, 3, 3)
+        tree = grow_blocks(IDS, 9, sampler(24, do_sample), talker, shape([3, 4, 6, 1], 3))
+        assert set(tree.passes) == set(range(1, len(talker.passes) + 1))
+        for node, parent in enumerate(tree.parents):
+            before = 1 if parent == ANCHOR else tree.passes[parent]
+            assert tree.passes[node] - before in (0, 1)
+            assert tree.depths[node] <= 3 * tree.passes[node]

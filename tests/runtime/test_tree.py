@@ -79,18 +79,19 @@ def test_a_parent_must_come_before_its_node(parents, data):
         dict(confidence=torch.ones(1)),
         dict(confidence=torch.ones(2, 1)),
         dict(confidence=torch.tensor(0.5)),
+        dict(passes=(1,)),
     ],
 )
 def test_parts_that_are_no_tree_are_refused(wrong):
     parts = dict(
         tokens=torch.tensor([5, 6]), parents=(ANCHOR, 0), q=(None, torch.ones(8) / 8), confidence=torch.ones(2)
     )
+    parts["passes"] = (1, 2)
     assert len(DraftTree(**parts)) == 2
     parts |= wrong
     with pytest.raises(ValueError, match="expected one of each per node") as refused:
         DraftTree(**parts)
     shapes = [list(parts[name].shape) for name in ("tokens", "confidence")]
-    said = (
-        f"{len(parts['parents'])} parents, tokens and confidence of shape {shapes} and {len(parts['q'])} distributions"
-    )
+    said = f"{len(parts['parents'])} parents, tokens and confidence of shape {shapes}, {len(parts['q'])} distributions"
+    said += f" and {len(parts['passes'])} passes"
     assert said in str(refused.value) and "\n" not in str(refused.value)

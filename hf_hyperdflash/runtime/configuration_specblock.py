@@ -19,8 +19,8 @@ class SpecBlockConfig(UnrolledConfig):
         rank_head: Whether a head foretells how far down the draft's ranking the target's token is.
         rank_width: Of the rank head's hidden layer.
         branching: How many tokens a draft tree tries at a slot: of each of the rank head's classes, or one number
-            without a rank head. The paper's 2, 4, 10 and 0, where 0 gives up, leaves a budget idle; the default is what
-            its authors found fastest.
+            without a rank head. The paper's 2, 4, 10 and 0, where 0 gives up, leaves a budget idle; the default is
+            what its authors found fastest.
 
     Raises:
         ValueError: If a field, or a pair of them, makes no drafter.

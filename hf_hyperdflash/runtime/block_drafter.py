@@ -11,16 +11,15 @@ from transformers import PreTrainedModel
 
 from .attention_masks import attention_mask_for
 from .block_path import BlockPath
-from .drafter import SavedDrafter
 from .heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, SequentialHead, SilentLinear, along_text
 from .layers import ContextCache, Rotary, block_inputs
-from .pair import check_pair
+from .reading_drafter import ReadingDrafter
 from .sampling import DraftSampler
 from .targets import family_of
 from .tree import DraftTree
 
 
-class BlockDrafter(SavedDrafter):
+class BlockDrafter(ReadingDrafter):
     """A drafter whose block sees the context, all of itself, and nothing else: what drafting and training need of one.
 
     A subclass has `layers`, each called with the block's hidden states, the feature of what is new to the context, the
@@ -143,25 +142,11 @@ class BlockDrafter(SavedDrafter):
     # One sequence
 
     @property
-    def target_layer_ids(self) -> list[int]:  # type: ignore[override]
-        """Whose residual paths the drafter reads."""
-        return self.config.target_layer_ids or []
-
-    @property
-    def max_draft_tokens(self) -> int:  # type: ignore[override]
-        """The draft positions of a block."""
-        return self.config.max_draft_tokens
-
-    @property
     def _about_drafts(self) -> str:  # type: ignore[override]
         return (
             f", the draft positions of its block of {self.config.block_size}. Train one with a larger "
             "`num_draft_tokens` for more"
         )
-
-    def check_target(self, target: PreTrainedModel) -> None:
-        """Raise a `ValueError` that names both values if the drafter does not fit `target`."""
-        check_pair(self.config, target, type(self).__name__)
 
     def check_trainable(self, target: PreTrainedModel) -> None:
         """Raise a `ValueError` if the drafter cannot be trained for `target`: what trains a model looks for this."""
@@ -256,13 +241,6 @@ class BlockDrafter(SavedDrafter):
         if not self.config.draft_vocab_size:
             return family_of(target).logits_of(hidden, ids)
         return torch.einsum("bd,bcd->bc", hidden, self.lm_head.weight[ids])
-
-    def of_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """`[..., config.vocab_size]` from those of the tokens that can be drafted."""
-        if not self.config.draft_vocab_size:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
-        return full.index_copy_(-1, cast(torch.Tensor, self.draft_ids), logits)
 
     @property
     def head(self) -> SequentialHead | None:

@@ -148,9 +148,7 @@ class HyperDFlashDrafter(BlockDrafter):
         }
         config = HyperDFlashConfig(reducer=reducer, **{**fields, **config_fields})
         check_pair(config, target, cls.__name__)
-        head = target.get_output_embeddings()
-        is_offloaded = hasattr(head, "_hf_hook")
-        device = head.weight.device if not (head.weight.is_meta and is_offloaded) else torch.device("cpu")
+        device = cls.device_for(target)
         with torch.device("meta") if device.type == "meta" else nullcontext():
             drafter = cls(config)
         if config.has_gate:
@@ -204,16 +202,6 @@ class HyperDFlashDrafter(BlockDrafter):
     def _end(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(hidden)
         return self.head_proj(hidden) if hasattr(self, "head_proj") else hidden
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Number format of the layers; a gate is always float32."""
-        return self.norm.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the layers are."""
-        return self.norm.weight.device
 
     # Use with a target
 

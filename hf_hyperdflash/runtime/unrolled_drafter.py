@@ -19,11 +19,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from .attention_masks import attention_mask_for
 from .configuration_unrolled import UnrolledConfig
-from .drafter import SavedDrafter
 from .heads import HeadOutput
 from .layers import ContextCache, ContextLayer, HyperDFlashRotaryEmbedding, KeysValues, reset_reducer
 from .pair import check_pair
 from .reach import Reach
+from .reading_drafter import ReadingDrafter
 from .reducers import REDUCERS
 from .sampling import DraftSampler
 from .target_family import TargetFamily
@@ -31,7 +31,7 @@ from .targets import family_of
 from .tree import DraftTree
 from .weights import named_dtype
 
-_ENTRIES_AT_ONCE = 512  # of a prompt: their mask is as large as the square of their slots
+_ENTRIES_AT_ONCE = 256  # of a prompt: their mask is as large as the square of their slots
 
 
 class EntryContext(ContextCache):
@@ -49,7 +49,7 @@ class EntryContext(ContextCache):
         super().__init__([Reach()] * layers)
 
 
-class UnrolledDrafter(SavedDrafter):
+class UnrolledDrafter(ReadingDrafter):
     """What the drafters of entries share. A subclass has [`_begin`] and, where they differ, [`condition`], [`_layers`]
     and [`handed_on`].
     """
@@ -61,12 +61,6 @@ class UnrolledDrafter(SavedDrafter):
     _keep_in_fp32_modules_strict = ["hc_gate"]
     head_table = None  # which only sequential heads have
     moves = True  # whether the slots of a later block stand behind those that it goes on from, for RoPE
-    _layer_class: Any
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        reset_reducer(module, self.config.initializer_range)
 
     def __init__(self, config: UnrolledConfig) -> None:
         super().__init__(config)
@@ -80,6 +74,11 @@ class UnrolledDrafter(SavedDrafter):
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
             self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))  # of the target's vocabulary
         self.rotary_emb = HyperDFlashRotaryEmbedding(config)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        reset_reducer(module, self.config.initializer_range)
 
     @classmethod
     def from_target(
@@ -105,8 +104,7 @@ class UnrolledDrafter(SavedDrafter):
         config = kind(**fields)
         check_pair(config, target, cls.__name__)
         drafter: Any = cls(config)
-        weight = cast(torch.Tensor, target.get_output_embeddings().weight)
-        drafter = drafter.to(device=weight.device, dtype=named_dtype(dtype) or family.dtype)
+        drafter = drafter.to(device=cls.device_for(target), dtype=named_dtype(dtype) or family.dtype)
         if config.has_gate:
             drafter.hc_gate.float().inherit(family.gate())
         return drafter.eval()
@@ -232,16 +230,6 @@ class UnrolledDrafter(SavedDrafter):
     # One sequence
 
     @property
-    def target_layer_ids(self) -> list[int]:  # type: ignore[override]
-        """Whose residual paths the drafter reads."""
-        return self.config.target_layer_ids or []
-
-    @property
-    def max_draft_tokens(self) -> int:  # type: ignore[override]
-        """The slots of the blocks of one round."""
-        return self.config.max_draft_tokens
-
-    @property
     def _about_drafts(self) -> str:  # type: ignore[override]
         return (
             f", {self.config.max_blocks} blocks of {self.config.block_size}. Load it with a larger `max_blocks` for "
@@ -253,7 +241,7 @@ class UnrolledDrafter(SavedDrafter):
         usual layers is told here which these are."""
         if self.config.usual_layers:
             self.config.target_layer_ids = usual_layers(family_of(target).config.num_hidden_layers)
-        check_pair(self.config, target, type(self).__name__)
+        super().check_target(target)
 
     def check_trainable(self, target: PreTrainedModel) -> None:
         """Raise a `ValueError` if the drafter cannot be trained for `target`: what trains a model looks for this."""
@@ -325,23 +313,6 @@ class UnrolledDrafter(SavedDrafter):
     def drafted_logits(self, target: PreTrainedModel, normed: torch.Tensor) -> torch.Tensor:
         """Of normed states, `[..., config.draft_vocab_size or config.vocab_size]`."""
         return self.lm_head(normed) if self.config.draft_vocab_size else family_of(target).logits(normed)
-
-    def of_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """`[..., config.vocab_size]` from those of the tokens that can be drafted."""
-        if not self.config.draft_vocab_size:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
-        return full.index_copy_(-1, cast(torch.Tensor, self.draft_ids), logits)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Number format of the layers; a gate is always float32."""
-        return self.norm.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the layers are."""
-        return self.norm.weight.device
 
 
 class Unrolling:

@@ -84,7 +84,7 @@ def test_a_context_is_left_as_it_was(kind, monkeypatch):
     with capture_residual(target, drafter.target_layer_ids) as captured:
         target(ids[:, :-1])
     positions, found = torch.arange(33)[None], []
-    for at_once in (512, 7):
+    for at_once in (256, 7):
         monkeypatch.setattr(unrolled_drafter, "_ENTRIES_AT_ONCE", at_once)
         context = drafter.new_context()
         assert (

@@ -5,6 +5,7 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 
 from hf_hyperdflash import HyperDFlashTrainingArguments, UnrolledTrainer, capture_residual
 from hf_hyperdflash.runtime.rank_head import rank_classes, rank_features
@@ -286,3 +287,24 @@ def test_no_anchor_without_an_entry(tmp_path, target):
     trainer._lay_blocks(batch)
     assert batch["anchors"].tolist() == [list(range(1, 9))]
     assert read_layers(drafter.config)[-1] == -1
+
+
+def test_lora_with_a_whole_rank_head(tmp_path, target):
+    drafter = unrolled("specblock", target, block_size=3, max_blocks=2)
+    before = {name: value.clone() for name, value in drafter.state_dict().items()}
+    lora = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["rank_head"])
+    wrapped = get_peft_model(drafter, lora)
+    trainer = trainer_for(tmp_path, target, wrapped, "specblock", rows(3), rows(2, seed=5), max_steps=2)
+    trainer.train()
+    trainer.save_model()
+    trained = wrapped.get_base_model().state_dict()
+    assert torch.equal(
+        trained["layers.0.self_attn.q_proj.base_layer.weight"], before["layers.0.self_attn.q_proj.weight"]
+    )
+    assert trained["layers.0.self_attn.q_proj.lora_B.default.weight"].any()
+    head = "rank_head.modules_to_save.default.up_proj.weight"
+    assert not torch.equal(trained[head], before["rank_head.up_proj.weight"])
+    drafter.bind(target)
+    plain = target.generate(prompt(7), do_sample=False, max_new_tokens=10)
+    out = target.generate(prompt(7), do_sample=False, max_new_tokens=10, assistant_model=wrapped, tree_budget=6)
+    assert torch.equal(out, plain)

@@ -1,5 +1,11 @@
 """Training of EAGLE-3 and SpecBlock against loops over positions, written from the papers."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from datasets import Dataset
@@ -308,3 +314,41 @@ def test_lora_with_a_whole_rank_head(tmp_path, target):
     plain = target.generate(prompt(7), do_sample=False, max_new_tokens=10)
     out = target.generate(prompt(7), do_sample=False, max_new_tokens=10, assistant_model=wrapped, tree_budget=6)
     assert torch.equal(out, plain)
+
+
+TWO_PROCESSES = """
+import json, sys, torch
+from tests.helpers.families import qwen3
+from tests.helpers.training import losses, rows, weights
+from tests.helpers.unrolled import unrolled
+from tests.training.test_unrolled import trainer_for
+torch.set_num_threads(1)
+torch.manual_seed(0)
+target, size = qwen3().eval(), int(sys.argv[1])
+drafter = unrolled("eagle3", target, max_blocks=3)
+settings = dict(per_device_train_batch_size=size, per_device_eval_batch_size=size, max_steps=3, optim="sgd", seed=3)
+trainer = trainer_for(sys.argv[2], target, drafter, "eagle3", rows(8), rows(5, seed=1), learning_rate=1e-2, **settings)
+trainer.train()
+metrics = trainer.evaluate()
+if trainer.is_world_process_zero():
+    taus = [metrics["eval_teacher_forced_tau"], metrics["eval_expected_tau"]]
+    print(json.dumps([losses(trainer), weights(drafter).tolist(), taus, trainer.args.world_size]))
+"""
+
+
+def test_two_processes_train_like_one(tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(TWO_PROCESSES)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+
+    def run(*command):
+        done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
+
+    one = run(script, 4, tmp_path / "one")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
+    two = run(*launcher, script, 2, tmp_path / "two")
+    assert (one[3], two[3]) == (1, 2) and one[2] == pytest.approx(two[2])
+    assert one[0] == pytest.approx(two[0], rel=1e-5)
+    torch.testing.assert_close(torch.tensor(one[1]), torch.tensor(two[1]), atol=1e-6, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""Write the card of a target that `train_tiny_target.py` made, from its configuration, weights and training record.
+"""Write the card of a target that `train_tiny_target.py` or `train_tiny_qwen3.py` made, from its configuration, weights and training record.
 
     python examples/target_card.py examples/models/tiny-deepseek-v4 --template model_cards/parts/tiny-deepseek-v4.md \
         --output model_cards/tiny-deepseek-v4.md
@@ -32,7 +32,7 @@ def facts(folder: Path) -> dict[str, Any]:
         "parameters": (sum(sizes.values()) - mtp) / 1e6,
         "mtp_parameters": mtp / 1e6,
         "loss": sum(line["loss"] for line in end) / len(end),
-        "mtp_loss": sum(line["mtp_loss"] for line in end) / len(end),
+        "mtp_loss": sum(line.get("mtp_loss", 0.0) for line in end) / len(end),  # where there is an MTP head
     }
 
 
@@ -52,9 +52,11 @@ def main() -> None:
         pipeline_tag="text-generation",
         language="en",
         datasets=["openai/gsm8k"],
-        tags=["deepseek_v4", "hyper-connections", "tiny"],
+        tags=["tiny"],
     )
-    ModelCard.from_template(data, template_path=str(args.template), **facts(args.target)).save(args.output)
+    told = facts(args.target)
+    data.tags = [told["config"]["model_type"], *(["hyper-connections"] if told["mtp_parameters"] else []), "tiny"]
+    ModelCard.from_template(data, template_path=str(args.template), **told).save(args.output)
 
 
 if __name__ == "__main__":

@@ -139,15 +139,15 @@ def test_the_shipped_cards_snippets_run(tmp_path):
     assert run.returncode == 0, run.stderr[-2000:]
 
 
-def test_the_shipped_targets_card_is_what_the_script_writes(tmp_path):
-    parts = ROOT / "model_cards" / "parts" / "tiny-deepseek-v4.md"
+@pytest.mark.parametrize("name", ["tiny-deepseek-v4", "tiny-qwen3"])
+def test_a_shipped_targets_card_is_what_the_script_writes(tmp_path, name):
+    parts = ROOT / "model_cards" / "parts" / f"{name}.md"
     command = [
-        sys.executable, ROOT / "examples" / "target_card.py", MODELS / "tiny-deepseek-v4", "--template", parts,
-        "--output",
+        sys.executable, ROOT / "examples" / "target_card.py", MODELS / name, "--template", parts, "--output",
         tmp_path / "card.md",
     ]  # fmt: skip
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert (tmp_path / "card.md").read_text() == (ROOT / "model_cards" / "tiny-deepseek-v4.md").read_text()
+    assert (tmp_path / "card.md").read_text() == (ROOT / "model_cards" / f"{name}.md").read_text()
 
 
 def test_the_wheel_has_the_template(saved, tmp_path):

@@ -1,4 +1,4 @@
-"""Write the card of a target that `train_tiny_target.py` or `train_tiny_qwen3.py` made, from its configuration, weights and training record.
+"""Write the card of a shipped target from its configuration, weights and training record.
 
     python examples/target_card.py examples/models/tiny-deepseek-v4 --template model_cards/parts/tiny-deepseek-v4.md \
         --output model_cards/tiny-deepseek-v4.md

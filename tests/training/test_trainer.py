@@ -348,7 +348,7 @@ def test_a_recipe_sets_what_the_user_did_not(tmp_path):
     assert dspark["loss_decay"] == 4.0 and dspark["kl_weight"] == 0.0
     given = {"ce_weight": 0.0, "kl_weight": 0.3, "kl_positions": 3, "tv_weight": 0.0, "loss_decay": 7.0}
     for recipe, own in RECIPES.items():
-        theirs = {name: own[name] for name in ("confidence_weight", "blind_weight")}
+        theirs = {name: own[name] for name in ("confidence_weight", "blind_weight", "rank_weight", "valid_prefix")}
         assert made(recipe=recipe, **given) == {**given, **theirs}
     assert made(recipe="dspark", loss_decay=math.inf)["loss_decay"] is None
     with pytest.raises(ValueError, match=r"`recipe` is 'mine', expected one of \('hyperdflash', 'dspark', 'ours'\)"):

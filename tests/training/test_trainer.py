@@ -351,7 +351,7 @@ def test_a_recipe_sets_what_the_user_did_not(tmp_path):
         theirs = {name: own[name] for name in ("confidence_weight", "blind_weight", "rank_weight", "valid_prefix")}
         assert made(recipe=recipe, **given) == {**given, **theirs}
     assert made(recipe="dspark", loss_decay=math.inf)["loss_decay"] is None
-    with pytest.raises(ValueError, match=r"`recipe` is 'mine', expected one of \('hyperdflash', 'dspark', 'ours', 'eagle3', "):
+    with pytest.raises(ValueError, match=r"`recipe` is 'mine', expected one of \('hyperdflash', 'dspark', 'ours', "):
         made(recipe="mine")
     with pytest.raises(ValueError, match="are all 0: expected one to train with"):
         made(ce_weight=0, kl_weight=0)

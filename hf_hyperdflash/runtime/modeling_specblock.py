@@ -47,13 +47,14 @@ class SpecBlockDrafter(UnrolledDrafter):
         self.post_init()
 
     def _begin(self, condition: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
-        of_condition, of_token, of_slot = self.fuse.weight.chunk(3, dim=1)
-        told = nn.functional.linear(self.condition_norm(condition), of_condition)
-        told = (told + nn.functional.linear(self.token_norm(embeds), of_token)).unsqueeze(2)
-        if not self.config.broadcast:
-            told = nn.functional.pad(told, (0, 0, 0, self.config.block_size - 1))
-        slots = nn.functional.linear(self.slot_norm(self.slot_embeddings.weight), of_slot)
-        return (told + slots).flatten(1, 2)
+        size = self.config.block_size
+        told = torch.cat([self.condition_norm(condition), self.token_norm(embeds)], dim=-1).unsqueeze(2)
+        if self.config.broadcast:
+            told = told.expand(-1, -1, size, -1)
+        else:
+            told = nn.functional.pad(told, (0, 0, 0, size - 1))
+        slots = self.slot_norm(self.slot_embeddings.weight).expand(*told.shape[:3], -1)
+        return self.fuse(torch.cat([told, slots], dim=-1)).flatten(1, 2)
 
     def _between(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         if not index or not self.config.shift:

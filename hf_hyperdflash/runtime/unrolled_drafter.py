@@ -192,33 +192,15 @@ class UnrolledDrafter(ReadingDrafter):
         Returns:
             States for the LM head, `[batch, entries, (1 + len(slots)) * config.block_size, config.hidden_size]`.
         """
-        size, count = self.config.block_size, entries.shape[1]
         kept = [_Kept() for _ in self.layers]
-        condition = self.condition(residual)
-        mask = entry_mask(position_ids, size)
-        states = self.run(condition, next_embeds, position_ids + 1, kept, mask)
+        mask = entry_mask(position_ids, self.config.block_size)
+        first = self.run(self.condition(residual), next_embeds, position_ids + 1, kept, mask)
         rows = torch.arange(len(entries), device=entries.device).unsqueeze(-1)
-        blocks = [states[rows, entries]]
-        before = _entries_before(entries, position_ids)
-        first = position_ids.gather(1, entries) + 1
-        at = torch.arange(position_ids.shape[1], device=entries.device)
-        own = (at == entries.unsqueeze(-1)).unsqueeze(-1)  # [batch, entries, seq, 1]
-        within = torch.ones(size, size, dtype=torch.bool, device=entries.device).tril()
-        same = torch.eye(count, dtype=torch.bool, device=entries.device)
-        moved = 0
+        blocks, positions = [first[rows, entries]], position_ids.gather(1, entries) + 1
         for level, slot in enumerate(slots):
-            moved += slot + 1
-            upto = [torch.arange(size, device=entries.device) <= last for last in slots[: level + 1]]
-            sees = before.unsqueeze(-1) | (own & upto[0])  # of the first blocks
-            parts = [sees.flatten(2).unsqueeze(2).expand(-1, -1, size, -1).flatten(1, 2)]
-            for earlier in upto[1:]:
-                of_path = (same.unsqueeze(-1) & earlier).flatten(1)
-                parts.append(of_path.repeat_interleave(size, dim=0).expand(len(entries), -1, -1))
-            of_itself = (same[:, None, :, None] & within[None, :, None, :]).flatten(2).flatten(0, 1)
-            parts.append(of_itself.expand(len(entries), -1, -1))
-            mask = torch.cat(parts, dim=-1).unsqueeze(1)
+            positions = positions + (slot + 1 if self.moves else 0)
+            mask = later_mask(entries, position_ids, self.config.block_size, slots[: level + 1])
             carried = self.handed_on(blocks[-1][:, :, slot])
-            positions = first + (moved if self.moves else 0)
             blocks.append(self.run(carried, later_embeds[:, :, level], positions, kept, mask))
         normed = self.norm(torch.cat(blocks, dim=2))
         return HeadOutput(normed, ranks=None if head is None else self._ranks(normed, head))
@@ -399,6 +381,31 @@ def entry_mask(position_ids: torch.Tensor, size: int) -> torch.Tensor:
     slots = torch.arange(size, device=device)
     own = torch.eye(length, dtype=torch.bool, device=device)[:, None, :, None] & (slots[:, None, None] >= slots)
     return (before[:, :, None, :, None] | own).flatten(3).flatten(1, 2).unsqueeze(1)
+
+
+def later_mask(entries: torch.Tensor, position_ids: torch.Tensor, size: int, slots: Sequence[int]) -> torch.Tensor:
+    """Who sees whom among later blocks that go on from each other, boolean
+    `[batch, 1, entries * size, seq * size + len(slots) * entries * size]`: first all first blocks, then the later ones
+    level by level, their own last.
+
+    Args:
+        entries: Which entries go on, `[batch, entries]`.
+        position_ids: `[batch, seq]`, counting from 0 in every packed document.
+        size: Slots of a block.
+        slots: From which slot of the block before it each level goes on, to their own.
+    """
+    batch, count, device = *entries.shape, entries.device
+    until = [torch.arange(size, device=device) <= slot for slot in slots]
+    at_entry = entries.unsqueeze(-1) == torch.arange(position_ids.shape[1], device=device)
+    of_first = _entries_before(entries, position_ids).unsqueeze(-1) | (at_entry.unsqueeze(-1) & until[0])
+    parts = [of_first.flatten(2).repeat_interleave(size, dim=1)]
+    same = torch.eye(count, dtype=torch.bool, device=device)
+    for seen in until[1:]:
+        of_path = (same.unsqueeze(-1) & seen).flatten(1)
+        parts.append(of_path.repeat_interleave(size, dim=0).expand(batch, -1, -1))
+    within = torch.ones(size, size, dtype=torch.bool, device=device).tril()
+    of_itself = (same[:, None, :, None] & within[None, :, None, :]).flatten(2).flatten(0, 1)
+    return torch.cat([*parts, of_itself.expand(batch, -1, -1)], dim=-1).unsqueeze(1)
 
 
 def _entries_before(entries: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:

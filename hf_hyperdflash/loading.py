@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +27,6 @@ from transformers import (
 )
 
 from .hub.formats import MARKS, load_foreign, pickles_of
-from .runtime.configuration_dspark import DeepseekV4DSparkConfig
 from .runtime.configuration_eagle3 import Eagle3Config
 from .runtime.configuration_hyperdflash import HyperDFlashConfig
 from .runtime.configuration_specblock import SpecBlockConfig
@@ -43,14 +42,15 @@ from .runtime.weights import check_finite, check_names, check_source, named_dtyp
 # The kinds of drafters: a field, model type or architecture that only their config.json has; their name; what loads
 # them.
 _DRAFTERS: dict[str, tuple[str, Any]] = {
-    HyperDFlashConfig.model_type: ("a drafter", HyperDFlashDrafter.from_pretrained),
+    HyperDFlashConfig.model_type: ("a HyperDFlash drafter", HyperDFlashDrafter.from_pretrained),
     SpecBlockConfig.model_type: ("a SpecBlock drafter", SpecBlockDrafter.from_pretrained),
     Eagle3Config.model_type: ("an EAGLE-3 drafter", Eagle3Drafter.from_pretrained),
     DeepseekV4MTPDrafter.__name__: ("an MTP drafter", DeepseekV4MTPDrafter.from_pretrained),
     DeepseekV4DSparkDrafter.__name__: ("a DSpark drafter", DeepseekV4DSparkDrafter.from_pretrained),
     **dict.fromkeys(MARKS, ("a drafter in another program's layout", load_foreign)),
 }
-_TRAINABLE = {kind.model_type for kind in (HyperDFlashConfig, DeepseekV4DSparkConfig, SpecBlockConfig, Eagle3Config)}
+TRAINED = (HyperDFlashDrafter, DeepseekV4DSparkDrafter, SpecBlockDrafter, Eagle3Drafter)  # by the trainer
+SAVED = (*TRAINED, DeepseekV4MTPDrafter)  # by this package
 # What DeepSeek-V4's checkpoints carry themselves.
 _OWN: dict[str, type[DeepseekV4Drafter]] = {
     kind.__name__: kind for kind in (DeepseekV4MTPDrafter, DeepseekV4DSparkDrafter)
@@ -154,8 +154,7 @@ def check_target(name: str) -> None:
 def check_drafter(
     name: str | Path,
     *,
-    is_ours: bool = False,
-    is_trainable: bool = False,
+    kinds: Collection[type[SavedDrafter]] = (),
     needs_weights: bool = True,
     **hub_kwargs: Any,
 ) -> Any:
@@ -163,8 +162,7 @@ def check_drafter(
 
     Args:
         name: Path or Hub id.
-        is_ours: Whether it must be a HyperDFlash or vanilla DFlash drafter saved by this package.
-        is_trainable: Whether it must be one saved by this package that the trainer trains.
+        kinds: Those of which it must be, saved by this package; any, in any layout, if empty.
         needs_weights: Whether its configuration is not enough.
         **hub_kwargs: For the Hub.
 
@@ -184,13 +182,10 @@ def check_drafter(
             f"`hf-hyperdflash train --target {name}`."
         )
     kind, load = found
-    if is_ours and fields.get("model_type") != HyperDFlashConfig.model_type:
-        raise ValueError(f"{name} is {kind}, expected a HyperDFlash or vanilla DFlash drafter saved by this package.")
-    if is_trainable and fields.get("model_type") not in _TRAINABLE:
-        raise ValueError(
-            f"{name} is {kind}, expected a HyperDFlash, DFlash, DSpark, SpecBlock or EAGLE-3 drafter saved "
-            "by this package."
-        )
+    if kinds and getattr(load, "__self__", None) not in kinds:
+        named = [told for told, one in _DRAFTERS.values() if getattr(one, "__self__", None) in kinds]
+        listed = ", ".join(named[:-1]) + " or " * (len(named) > 1) + named[-1]
+        raise ValueError(f"{name} is {kind}, expected {listed}, saved by this package.")
     if needs_weights:
         _check_weights(name, "*.safetensors", *(() if load is not load_foreign else pickles_of(fields, str(name))))
     return load

@@ -104,7 +104,7 @@ def test_what_is_no_drafter_is_refused(tmp_path):
         load_drafter(tmp_path / "target")
     with pytest.raises(ValueError, match=r"target has no `mtp\.\*` tensors"):  # before anything is loaded
         check_drafter(tmp_path / "target")
-    with pytest.raises(ValueError, match="is a drafter, expected the target that it drafts for"):
+    with pytest.raises(ValueError, match="is a HyperDFlash drafter, expected the target that it drafts for"):
         load_target(str(tmp_path / "drafter"))
     with pytest.raises(ValueError, match="is a drafter, expected a target: pass the DeepSeek-V4"):
         DeepseekV4MTPDrafter.from_target(tmp_path / "drafter")

@@ -23,10 +23,11 @@ from hf_hyperdflash import (
 PACKAGE = Path(hf_hyperdflash.__file__).parent
 # A module may import only modules to its left. The families of targets may build on each other.
 ORDER = [
+    "aslm",
     "runtime.version", "runtime.tree", "runtime.tree_rows", "runtime.stats", "runtime.verification",
     "runtime.reducers", "runtime.heads", "runtime.reach", "runtime.attention_masks", "runtime.hooks",
-    "runtime.held_tree", "runtime.cache_linear", "runtime.cache_deepseek_v4", "runtime.growth", "runtime.sampling",
-    "runtime.rank_head", "runtime.rank_growth",
+    "runtime.held_tree", "runtime.cache_linear", "runtime.cache_deepseek_v4", "runtime.growth", "runtime.schedule",
+    "runtime.sampling", "runtime.rank_head", "runtime.rank_growth",
     "runtime.stopping", "runtime.continuation", "runtime.row", "runtime.target_family", "runtime.target_*",
     "runtime.targets", "runtime.pair", "runtime.rounds", "runtime.shown",
     "runtime.request", "runtime.decoding", "runtime.candidates", "runtime.binding", "runtime.recipe",
@@ -34,7 +35,7 @@ ORDER = [
     "runtime.configuration_*", "runtime.block_path", "runtime.weights", "runtime.mask_token", "runtime.layers",
     "runtime.drafter", "runtime.reading_drafter", "runtime.block_drafter", "runtime.unrolled_drafter",
     "runtime.mtp_checkpoint", "runtime.drafter_deepseek_v4",
-    "runtime.modeling_*", "runtime.prompt_lookup", "hub.cards", "hub.publish",
+    "runtime.modeling_*", "runtime.prompt_lookup", "hub.descriptions", "hub.cards", "hub.publish",
     "hub.layout", "hub.layout_*", "hub.formats",
     "loading", "training.chunk_loss",
     "training.losses", "training.blocks", "training.places", "training.data", "training.teacher",

@@ -10,10 +10,12 @@ from typing import Any, cast
 import torch
 import transformers
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DeepseekV4Config, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..hub.descriptions import describe
 from ..runtime.binding import check_fit
 from ..runtime.configuration_hyperdflash import HyperDFlashConfig
+from ..runtime.drafter import SavedDrafter
 from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
 from ..runtime.stats import SpeculationStats
 from ..runtime.targets import family_of, is_drafter
@@ -78,7 +80,7 @@ class Diagnosis:
 
 def examine(
     target: PreTrainedModel,
-    drafter: HyperDFlashDrafter,
+    drafter: SavedDrafter,
     tokenizer: PreTrainedTokenizerBase,
     *,
     prompts: Sequence[str] = PROMPTS,
@@ -87,12 +89,13 @@ def examine(
 ) -> Diagnosis:
     """Check a pair: whether it fits, the tokenizer, memory, and what generation from a few prompts really gives.
 
-    What others' formats invite to misread is tried, every layer one lower and one higher and the other anchor
-    convention: a problem where more drafts are certain to be accepted then, a remark where the prompts cannot tell.
+    Of HyperDFlash and DFlash drafters, what others' formats invite to misread is tried, every layer one lower and one
+    higher and the other anchor convention: a problem where more drafts are certain to be accepted then, a remark where
+    the prompts cannot tell.
 
     Args:
         target: The target. It is bound for the time, and left as it was.
-        drafter: Its drafter.
+        drafter: Its drafter, of any kind that has weights.
         tokenizer: The target's tokenizer.
         prompts: Questions, asked as chat turns. With fewer than 8 other settings are not compared.
         max_new_tokens: Tokens generated from each.
@@ -104,13 +107,11 @@ def examine(
     if not prompts:
         raise ValueError("`prompts` is empty: expected at least one question.")
     for name, given, is_one, loaded_by in (
-        ("drafter", drafter, is_drafter(drafter), "HyperDFlashDrafter"),
-        ("tokenizer", tokenizer, isinstance(tokenizer, PreTrainedTokenizerBase), "AutoTokenizer"),
+        ("drafter", drafter, is_drafter(drafter) and hasattr(drafter, "get_memory_footprint"), "load_drafter"),
+        ("tokenizer", tokenizer, isinstance(tokenizer, PreTrainedTokenizerBase), "AutoTokenizer.from_pretrained"),
     ):
         if not is_one:
-            raise ValueError(
-                f"`{name}` is {given!r:.60}, expected a {name}: load it with `{loaded_by}.from_pretrained` first."
-            )
+            raise ValueError(f"`{name}` is {given!r:.60}, expected a {name}: load it with `{loaded_by}` first.")
     found = Diagnosis()
     found.facts["versions"] = f"torch {torch.__version__}, transformers {transformers.__version__}"
     try:
@@ -126,7 +127,8 @@ def examine(
         with bound(target):
             texts = _generate(found, target, drafter, ids, max_new_tokens, disable_tqdm)
         if found.tau is not None:
-            _try_other_settings(found, target, drafter, ids, texts, disable_tqdm)
+            if drafter.config.model_type == HyperDFlashConfig.model_type:
+                _try_other_settings(found, target, cast(HyperDFlashDrafter, drafter), ids, texts, disable_tqdm)
             if found.tau < _HARDLY and not found.problems:
                 found.problems.append(
                     f"Hardly any draft is accepted (tau {found.tau:.2f}): the drafter is untrained, or was trained "
@@ -135,15 +137,13 @@ def examine(
     return found
 
 
-def _look_at_memory(found: Diagnosis, target: PreTrainedModel, drafter: HyperDFlashDrafter) -> None:
-    config = drafter.config
-    visible = drafter.new_context().window or config.max_position_embeddings
-    keys = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    token = 2 * keys * drafter.norm.weight.element_size()
-    found.facts["drafter"] = (
-        f"{config.reducer} over layers {config.target_layer_ids}, {config.max_draft_tokens} drafts a round, "
-        f"{drafter.num_parameters():,} parameters"
-    )
+def _look_at_memory(found: Diagnosis, target: PreTrainedModel, drafter: SavedDrafter) -> None:
+    config, told = drafter.config, describe(drafter.config)
+    window = getattr(drafter.new_context(), "window", None) or getattr(config, "sliding_window", None)
+    visible = window or config.max_position_embeddings
+    each = 1 if isinstance(config, DeepseekV4Config) else 2  # whose values are its keys
+    token = each * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * drafter.dtype.itemsize
+    found.facts["drafter"] = f"{told.drafts}; {drafter.num_parameters():,} parameters. {' '.join(told.sentences)}"
     found.facts["memory"] = (
         f"target {_size(target.get_memory_footprint())}, drafter "
         f"{_size(drafter.get_memory_footprint(return_buffers=False))} and {_size(token)} for each token of its "
@@ -158,8 +158,8 @@ def _size(count: float) -> str:
     return f"{count:.3g} {units[0]}"
 
 
-def _compare_fingerprints(found: Diagnosis, target: PreTrainedModel, config: HyperDFlashConfig) -> None:
-    if not config.target_fingerprint:
+def _compare_fingerprints(found: Diagnosis, target: PreTrainedModel, config: Any) -> None:
+    if not getattr(config, "target_fingerprint", ""):
         found.remarks.append("The drafter does not say which weights it was trained for; that cannot be compared.")
         return
     changed = changed_parts(config.target_fingerprint, target)
@@ -184,7 +184,7 @@ def _compare_fingerprints(found: Diagnosis, target: PreTrainedModel, config: Hyp
 
 
 def _look_at_tokenizer(
-    found: Diagnosis, target: PreTrainedModel, config: HyperDFlashConfig, tokenizer: PreTrainedTokenizerBase
+    found: Diagnosis, target: PreTrainedModel, config: Any, tokenizer: PreTrainedTokenizerBase
 ) -> bool:
     """Whether there is enough to generate with."""
     vocabulary = family_of(target).config.vocab_size
@@ -194,14 +194,8 @@ def _look_at_tokenizer(
             "belongs to another model. Load the target's own."
         )
         return False
-    mask = tokenizer.convert_ids_to_tokens(config.mask_token_id)
-    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
-    if mask is not None and config.mask_token_id not in special:
-        found.remarks.append(
-            f"The drafter's mask token {config.mask_token_id} is {mask!r}, an ordinary token: it should be one that "
-            "never occurs in text."
-        )
-    found.facts["mask token"] = f"{config.mask_token_id}, {repr(mask) if mask else 'which the tokenizer does not use'}"
+    if hasattr(config, "mask_token_id"):
+        _look_at_mask_token(found, config.mask_token_id, tokenizer)
     ends = target.generation_config.eos_token_id if target.generation_config else None
     ends = ends if isinstance(ends, list) else [ends]
     if tokenizer.eos_token_id is not None and None not in ends and tokenizer.eos_token_id not in ends:
@@ -212,6 +206,17 @@ def _look_at_tokenizer(
     if not tokenizer.chat_template:
         found.problems.append("The tokenizer has no chat template, so chat cannot be asked as in training.")
     return bool(tokenizer.chat_template)
+
+
+def _look_at_mask_token(found: Diagnosis, token: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    mask = tokenizer.convert_ids_to_tokens(token)
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    if mask is not None and token not in special:
+        found.remarks.append(
+            f"The drafter's mask token {token} is {mask!r}, an ordinary token: it should be one that never occurs in "
+            "text."
+        )
+    found.facts["mask token"] = f"{token}, {repr(mask) if mask else 'which the tokenizer does not use'}"
 
 
 def _ask_the_target(found: Diagnosis, target: PreTrainedModel, prompts: list[torch.Tensor]) -> None:
@@ -230,7 +235,7 @@ def _ask_the_target(found: Diagnosis, target: PreTrainedModel, prompts: list[tor
 def _generate(
     found: Diagnosis,
     target: Any,
-    drafter: HyperDFlashDrafter,
+    drafter: SavedDrafter,
     prompts: list[torch.Tensor],
     max_new_tokens: int,
     disable_tqdm: bool | None,

@@ -44,8 +44,9 @@ class Method:
     Attributes:
         name: As the report shows it, for example `"HyperDFlash (6)"`.
         drafter: What to pass as `assistant_model`; `None` for the target alone.
-        num_draft_tokens: Tokens drafted one after the other per round; `None` for the drafter's own number.
-        tree_budget: The most nodes of a draft tree; `None` for chains.
+        num_draft_tokens: Tokens drafted one after the other per round, or `"auto"`; `None` for the drafter's own
+            number.
+        tree_budget: The most nodes of a draft tree, or `"auto"`; `None` for chains.
 
     Raises:
         ValueError: If the drafter cannot draft that many.
@@ -53,8 +54,8 @@ class Method:
 
     name: str
     drafter: Any = None
-    num_draft_tokens: int | None = None
-    tree_budget: int | None = None
+    num_draft_tokens: int | str | None = None
+    tree_budget: int | str | None = None
 
     def __post_init__(self) -> None:
         if self.num_draft_tokens is not None:

@@ -48,9 +48,9 @@ def card(
     is left out."""
     from ..benchmark.report import measured
     from ..hub.cards import drafter_card
-    from ..loading import check_drafter
+    from ..loading import SAVED, check_drafter
 
-    check_drafter(str(folder), is_ours=True, needs_weights=False)
+    check_drafter(str(folder), kinds=SAVED, needs_weights=False)
     output, picture = output or folder / "README.md", "acceptance.png"
     check_writable(output.parent)
     if results is not None and not (results / "results.jsonl").is_file():
@@ -101,7 +101,7 @@ def export(
     from ..loading import check_drafter, load_target
     from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
 
-    check_drafter(drafter, is_ours=True)
+    check_drafter(drafter, kinds=[HyperDFlashDrafter])
     loaded = HyperDFlashDrafter.from_pretrained(drafter, dtype="auto")
     check_expressible(loaded.config, format)
     if target is not None:
@@ -126,15 +126,14 @@ def push(
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    from ..loading import check_drafter
-    from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
+    from ..loading import SAVED, check_drafter
 
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
         raise ValueError(f"The repository is {repo_id!r}, expected a name on the Hub: org/name.") from error
-    check_drafter(str(folder), is_ours=True)
-    done = HyperDFlashDrafter.from_pretrained(folder, dtype="auto").push_to_hub(
+    load = check_drafter(str(folder), kinds=SAVED)
+    done = load(folder, dtype="auto").push_to_hub(
         repo_id,
         commit_message=commit_message,
         private=private or None,

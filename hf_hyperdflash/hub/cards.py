@@ -9,24 +9,17 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import safe_open
 
-from ..runtime.configuration_hyperdflash import HyperDFlashConfig
 from ..runtime.weights import weight_files
+from .descriptions import describe, read_config, shares_all
 
 TRAINING_RECORD, PICTURE = "training.json", "acceptance.png"
 # Only in the package: drafters that are pushed on by code from the Hub get no new card.
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
-_REDUCERS = {
-    "hc_gate": "Its reducer is HyperDFlash's gate, inherited from the target's `hc_head`, over {layers}.",
-    "fc": "Its reducer is `fc`, the dense projection of DFlash, over {layers}.",
-    "hybrid": "Its reducer is `hybrid`, an extension of HyperDFlash: the paper's gate, inherited from the target's "
-    "`hc_head`, on the last layer read, plus a normed dense projection of the others; it reads {layers}.",
-    "stream_mean": "Its reducer is the mean over the residual paths and a projection, over {layers}.",
-}
 _SETTINGS = {
     "drafter": "goes on from",
     "dataset": "data",
@@ -113,17 +106,19 @@ def drafter_card(
         OSError: If there is none.
     """
     folder = Path(folder)
-    config = cast(HyperDFlashConfig, HyperDFlashConfig.from_dict(json.loads((folder / "config.json").read_text())))
+    config = read_config(folder)
     record = folder / TRAINING_RECORD
     training = json.loads(record.read_text()) if record.is_file() else {}
     repo_id = repo_id or str(folder)
-    made_for = config.target_name_or_path
+    made_for = getattr(config, "target_name_or_path", "")
+    drafts_for = getattr(config, "target_model_type", "deepseek_v4")  # else it is that model's own
+    told = describe(config)
     data = ModelCardData(
         base_model=made_for if "/" in made_for else None,
         license=license,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["hyperdflash", "speculative-decoding", config.target_model_type, *(tags or ())],
+        tags=["hyperdflash", "speculative-decoding", drafts_for, *(tags or ())],
         datasets=_hub_names(training.get("settings", {}).get("dataset")) or None,
         model_name=Path(repo_id).name,
         eval_results=(measured.results if measured else None) or None,
@@ -137,10 +132,10 @@ def drafter_card(
         target_link=f"[{made_for}](https://huggingface.co/{made_for})"
         if "/" in made_for
         else made_for or "its target",
-        target_revision=config.target_revision,
-        num_drafts=config.max_draft_tokens,
-        reducer=_REDUCERS[config.reducer].format(layers=_layers(config)),
-        heads=_heads(config),
+        target_revision=getattr(config, "target_revision", ""),
+        drafts=told.drafts,
+        sentences=told.sentences,
+        shares_all=shares_all(config),
         parameters=_parameters(folder),
         dtype=dtype,
         recipe=_recipe(training.get("settings", {})),
@@ -152,28 +147,6 @@ def drafter_card(
         or "Works with that target only, and drafts best for text like what it was trained on; the text stays the "
         "target's own either way.",
     )
-
-
-def _layers(config: HyperDFlashConfig) -> str:
-    ids = config.target_layer_ids or []
-    before = [str(layer) for layer in ids if layer != -1]
-    named = " and ".join(filter(None, [", ".join(before[:-1]), *before[-1:]]))
-    parts = [f"the residual paths after layer{'s' if len(before) > 1 else ''} {named}"] if before else []
-    return " and ".join([*parts, *(["the pre-collapse residual"] if -1 in ids else [])])
-
-
-def _heads(config: HyperDFlashConfig) -> list[str]:
-    told = []
-    if config.sequential_head != "none":
-        of = f", which chooses among the block's {count} best tokens" if (count := config.head_candidates) else ""
-        told.append(
-            f"Each draft knows the one before it through a `{config.sequential_head}` head of width "
-            f"{config.head_rank}{of}."
-        )
-    if config.confidence_head:
-        calibrated = ", calibrated on held-out prompts" if config.confidence_temperatures else ""
-        told.append(f"It says how probable each draft's acceptance is{calibrated} (`DraftTree.confidence`).")
-    return told
 
 
 def _parameters(folder: Path) -> str | None:

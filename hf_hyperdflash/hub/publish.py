@@ -15,7 +15,6 @@ from huggingface_hub.errors import HTTPError
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from ..runtime.configuration_hyperdflash import HyperDFlashConfig
 from ..runtime.drafter import RECIPE_FILE, SavedDrafter
 from ..runtime.weights import weight_files
 from .cards import PICTURE, TRAINING_RECORD, drafter_card
@@ -67,7 +66,7 @@ def push_drafter(
             for name in set(_FROM_ITS_FOLDER) & set(drafter_files(source)):
                 shutil.copyfile(source / name, Path(folder) / name)
         has_card = (Path(folder) / "README.md").exists() or api.file_exists(repo_id, "README.md", revision=revision)
-        if isinstance(drafter.config, HyperDFlashConfig) and not has_card:  # of other kinds cards know nothing to say
+        if not has_card:
             drafter_card(folder, repo_id=repo_id, tags=tags).save(Path(folder) / "README.md")
         return api.upload_folder(
             repo_id=repo_id,

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTrainingArguments
+from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTrainingArguments, load_drafter
 from hf_hyperdflash.benchmark.doctor import PROMPTS, examine
 from hf_hyperdflash.training.data import encode_prompts
 from hf_hyperdflash.training.fingerprint import as_words, target_fingerprint
@@ -17,6 +17,7 @@ from hf_hyperdflash.training.fingerprint import as_words, target_fingerprint
 from ..conftest import MODELS, tiny_drafter, tiny_target
 from ..helpers.families import qwen3
 from ..helpers.tokenizers import characters
+from ..helpers.unrolled import unrolled
 
 TARGET, DRAFTER = MODELS / "tiny-deepseek-v4", MODELS / "tiny-deepseek-v4-hyperdflash"
 FEW = {"prompts": PROMPTS[:2], "max_new_tokens": 20}
@@ -55,6 +56,21 @@ def test_a_healthy_pair(target, drafter, tokenizer):
     assert f"{sum(p.numel() for p in drafter.parameters()):,} parameters" in found.facts["drafter"]
     assert "256" in found.facts["memory"] and "'<｜mask｜>'" in found.facts["mask token"]
     assert type(target) is own and drafter.config == config
+
+
+@pytest.mark.parametrize("kind", ["specblock", "eagle3", "mtp"])
+def test_drafters_of_other_kinds(target, tokenizer, kind):
+    if kind == "mtp":
+        drafter = load_drafter(TARGET, target=target)
+        told, memory, tau = "multi-token-prediction", "4.22 MB and 256 B", (2, 4)
+    else:
+        drafter, memory, tau = unrolled(kind, target), "512 B" if kind == "specblock" else "256 B", (1, 1.2)
+        told = "a SpecBlock drafter" if kind == "specblock" else "an EAGLE-3 drafter"
+    found = examine(target, drafter, tokenizer, **FEW)
+    assert told in found.facts["drafter"] and memory in found.facts["memory"], found
+    assert tau[0] <= found.tau <= tau[1] and found.differing == 0
+    assert found.facts.keys().isdisjoint({"mask token", "other settings"})
+    assert bool(found.problems) == (kind != "mtp")  # of which nothing is accepted, as it is untrained
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,15 @@ import yaml
 from huggingface_hub import ModelCard
 from typer.testing import CliRunner
 
-from hf_hyperdflash import HyperDFlashDrafter
+from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter, HyperDFlashDrafter, load_drafter
 from hf_hyperdflash.benchmark.report import measured
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.hub.cards import drafter_card
+from hf_hyperdflash.runtime.configuration_dspark import DeepseekV4DSparkConfig
 
-from ..conftest import MODELS, tiny_drafter
+from ..conftest import MODELS, tiny_config, tiny_drafter
+from ..helpers.deepseek_checkpoints import dspark_fields
+from ..helpers.unrolled import unrolled
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = "tiny-deepseek-v4-hyperdflash"
@@ -66,6 +69,45 @@ def test_heads_are_told(target, tmp_path):
         assert "\n\n\n" not in card.text
 
 
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (
+            lambda target: unrolled("specblock", target),
+            ["8 tokens in 2 passes of 4", "a SpecBlock", "and a rank head"],
+        ),
+        (
+            lambda target: unrolled("specblock", target, rank_head=False, shift=False, broadcast=False, max_blocks=3),
+            ["12 tokens in 3 passes of 4, the", "that know their path.\n"],
+        ),
+        (lambda target: unrolled("eagle3", target), ["up to 7 tokens, a pass for each", "10 nodes of each level"]),
+        (lambda target: DeepseekV4MTPDrafter(target.config), ["DeepSeek-V4's own multi-token-prediction block"]),
+        (
+            lambda target: DeepseekV4DSparkDrafter(DeepseekV4DSparkConfig.of_target(tiny_config(**dspark_fields()))),
+            ["5 tokens in one pass", "rank 6", "layers 0 and 1 and the pre-collapse residual", "acceptance is (`Dr"],
+        ),
+    ],
+    ids=["specblock", "bare specblock", "eagle3", "mtp", "dspark"],
+)
+def test_every_kind_of_drafter_has_a_card_whose_snippet_runs(target, tmp_path, made, told):
+    drafter = made(target)
+    drafter.save_pretrained(tmp_path)
+    card = drafter_card(tmp_path, target="TARGET")
+    assert all(part in card.text for part in told), card.text
+    assert "not stored here" in card.text and "\n\n\n" not in card.text and "None" not in card.text
+    snippet = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)[0]
+    line = next(line for line in snippet.splitlines() if line.startswith("drafter = "))
+    scope = {"load_drafter": load_drafter, "target": target}
+    exec(line, scope)
+    assert type(scope["drafter"]) is type(drafter)
+
+
+def test_a_vocabulary_of_its_own_is_told(target, tmp_path):
+    unrolled("eagle3", target, draft_vocab_size=32).save_pretrained(tmp_path)
+    card = drafter_card(tmp_path)
+    assert "parameters.\n" in card.text and "not stored here" not in card.text
+
+
 def test_the_training_record_fills_a_table(saved):
     settings = {"dataset": ["zhaode/EagleChat:part", "mine.jsonl"], "learning_rate": 8e-4, "max_steps": -1,
                 "num_train_epochs": 5, "kl_weight": None}  # fmt: skip
@@ -100,7 +142,7 @@ def test_a_benchmark_fills_tables_and_the_model_index(saved, tmp_path):
 def test_a_folder_without_a_drafter_is_refused(tmp_path):
     with pytest.raises(OSError):
         drafter_card(tmp_path)
-    with pytest.raises(ValueError, match="expected 'hyperdflash'"):
+    with pytest.raises(ValueError, match="expected that of a drafter: one of 'hyperdflash', 'specblock'"):
         drafter_card(MODELS / "tiny-deepseek-v4")
 
 

@@ -456,4 +456,4 @@ DeepseekV4MTPDrafter(tiny_config()).push_to_hub("org/mtp")
     run(hub, folder, tmp_path, code)
     files = set(hub.files("org/mtp"))
     assert {path.name for path in DeepseekV4MTPDrafter.code_files()} | {"custom_generate/generate.py"} <= files
-    assert {"config.json", "model.safetensors"} <= files
+    assert {"config.json", "model.safetensors", "README.md"} <= files

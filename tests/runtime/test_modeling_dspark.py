@@ -89,9 +89,9 @@ def drafted(drafter, target, context, sequence, stop, count=BLOCK, sampler=GREED
     logits = []
 
     class Listening(DraftSampler):
-        def draw(self, prefix, step):
+        def scored(self, prefixes, step):
             logits.append(step[0].float())
-            return super().draw(prefix, step)
+            return super().scored(prefixes, step)
 
     _, positions, ids = sequence
     listening = Listening(sampler.processors, sampler.do_sample)

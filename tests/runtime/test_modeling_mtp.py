@@ -114,10 +114,10 @@ def drafted(drafter, target, context, sequence, stop, count):
     logits = []
 
     class Listening(DraftSampler):
-        def draw(self, prefix, step):
+        def scored(self, prefixes, step):
             assert step.shape == (1, 64) and step.dtype == torch.float32
             logits.append(step[0])
-            return super().draw(prefix, step)
+            return super().scored(prefixes, step)
 
     _, positions, ids = sequence
     sampler = Listening(LogitsProcessorList(), False)

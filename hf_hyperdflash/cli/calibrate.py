@@ -74,7 +74,7 @@ def _prompts(
     from ..training.data import encode_prompts, load_rows
     from ..training.places import with_places
 
-    kind = loading.check_drafter(str(drafter), is_trainable=True).__self__  # whose `from_pretrained` it is
+    kind = loading.check_drafter(str(drafter), kinds=loading.TRAINED).__self__  # whose `from_pretrained` it is
     check_confidence(kind.config_class.from_pretrained(drafter))
     if output is not None:
         import_matplotlib()

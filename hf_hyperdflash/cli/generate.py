@@ -16,12 +16,8 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="What to ask, as one chat turn.")],
     max_new_tokens: options.NewTokens = 256,
     temperature: options.Temperature = 0.0,
-    num_draft_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Drafted tokens per round; all that the drafter can if unset.")
-    ] = None,
-    tree_budget: Annotated[
-        int | None, typer.Option(min=1, help="Most nodes of a draft tree; one chain of drafts if unset.")
-    ] = None,
+    num_draft_tokens: options.NumDraftTokens = None,
+    tree_budget: options.TreeBudget = None,
     seed: options.Seed = 0,
     dtype: options.Dtype = None,
     device_map: options.DeviceMap = None,

@@ -16,7 +16,7 @@ from .models import announce, check_writable, load
 if TYPE_CHECKING:
     from ..benchmark.runner import BenchmarkSettings
 
-Shape = tuple[int, int | None]  # how many tokens are drafted one after the other, and the nodes of a tree
+Shape = tuple[int | str, int | str | None]  # how many tokens are drafted one after the other, and the nodes of a tree
 Compared = tuple[str, Any, Sequence[Shape]]  # a drafter's name, the drafter, and what it drafts
 
 
@@ -36,12 +36,9 @@ def doctor(
     from ..benchmark.doctor import PROMPTS, examine
     from ..runtime.binding import unbind
 
-    assistant = loaded[drafter]
-    if not hasattr(assistant.config, "reducer"):
-        raise ValueError(f"{drafter} is a {type(assistant).__name__}, expected a HyperDFlash or DFlash drafter.")
     unbind(model)
     typer.echo(f"Generating from {len(PROMPTS)} prompts ...", err=True)
-    diagnosis = examine(model, assistant, tokenizer, max_new_tokens=max_new_tokens, disable_tqdm=False)
+    diagnosis = examine(model, loaded[drafter], tokenizer, max_new_tokens=max_new_tokens, disable_tqdm=False)
     typer.echo(str(diagnosis))
     if diagnosis.problems:
         raise typer.Exit(1)
@@ -120,7 +117,7 @@ def sweep(
     print_fastest(results)
 
 
-Named = tuple[str | None, int | None, int | None, str]
+Named = tuple[str | None, int | str | None, int | str | None, str]
 
 
 def _named(drafters: list[str] | None, others: Any) -> list[Named]:
@@ -130,13 +127,13 @@ def _named(drafters: list[str] | None, others: Any) -> list[Named]:
     named = []
     for given in drafters or ():
         head, _, path = given.rpartition("=")
-        matched = re.fullmatch(r"([^()]*?)\s*(?:\(([0-9]+)(?:, ([0-9]+) nodes)?\))?", head)
+        matched = re.fullmatch(r"([^()]*?)\s*(?:\((auto|[0-9]+)(?:, (auto|[0-9]+) nodes)?\))?", head)
         if not path or matched is None or ("=" in given and not matched[1]) or "0" in matched.groups():
             raise ValueError(
-                f'`--drafter` is {given!r}, expected PATH, NAME=PATH, "NAME (4)=PATH" or "NAME (4, 16 nodes)=PATH" '
-                "with at least 1 draft and 1 node."
+                f'`--drafter` is {given!r}, expected PATH, NAME=PATH, "NAME (4)=PATH", "NAME (auto)=PATH" or '
+                '"NAME (4, 16 nodes)=PATH" with at least 1 draft and 1 node.'
             )
-        count, nodes = (int(number) if number else None for number in matched.groups()[1:])
+        count, nodes = (int(told) if told and told != "auto" else told for told in matched.groups()[1:])
         named.append((matched[1] or None, count, nodes, path))
     return named
 
@@ -169,7 +166,7 @@ def _chains(counts: Sequence[int]) -> list[Shape]:
 
 def _bound(
     model: Any, named: list[Named], loaded: dict[str, Any]
-) -> Iterator[tuple[str, Any, int | None, int | None]]:
+) -> Iterator[tuple[str, Any, int | str | None, int | str | None]]:
     for name, count, nodes, path in named:
         drafter = loaded[path]
         drafter.bind(model)

@@ -22,14 +22,38 @@ def check_dtype(value: str | None) -> str | None:
     return value
 
 
+def _number_or_auto(value: str) -> Any:
+    if value != "auto" and not (value.isdecimal() and int(value)):
+        raise BadParameter(f"{value!r} is neither a number, 1 or above, nor auto.")
+    return value if value == "auto" else int(value)
+
+
+NumDraftTokens = Annotated[
+    Any,
+    Option(
+        parser=_number_or_auto,
+        metavar="NUMBER|auto",
+        help="Drafted tokens per round, or auto for as many as pay; all that the drafter can if unset.",
+    ),
+]
+TreeBudget = Annotated[
+    Any,
+    Option(
+        parser=_number_or_auto,
+        metavar="NUMBER|auto",
+        help="Most nodes of a draft tree, or auto for as many as pay; one chain of drafts if unset.",
+    ),
+]
+
+
 Target = Annotated[str, Option(help="Path or Hub id of the target.")]
 Drafter = Annotated[str, Option(help="Path or Hub id of the drafter.")]
 Drafters = Annotated[
     list[str] | None,
     Option(
         "--drafter",
-        help='Path or Hub id; NAME=PATH names it, "NAME (4)=PATH" lets it draft 4, '
-        '"NAME (4, 16 nodes)=PATH" trees. Repeatable.',
+        help='Path or Hub id; or NAME=PATH, "NAME (4)=PATH" (drafts), "NAME (auto)=PATH", '
+        '"NAME (4, 16 nodes)=PATH". Repeatable.',
     ),
 ]
 SavedDrafter = Annotated[Path, Argument(exists=True, file_okay=False, help="Folder of a saved drafter.")]

@@ -18,14 +18,18 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 from .candidates import DraftCandidateGenerator
 from .decoding import speculative_decoding
 from .hooks import Reading, ResidualTap
-from .request import check_request, check_stock_assistance, drafts_asked, tree_budget_asked
+from .request import AUTO, check_request, check_stock_assistance, drafts_asked, tree_budget_asked
+from .schedule import Experience
 from .target_family import TargetFamily
 from .targets import family_of, is_bound, is_drafter
 from .version import __version__, series
 
 # `bind` and `unbind` change a target as a whole, and each drafter is checked once for a target that is bound.
 _BINDING = threading.Lock()
+_MOST_DRAFTS = 8  # of a drafter that can draft any number, where as many as pay are asked for
 _fitting: WeakKeyDictionary[PreTrainedModel, WeakSet[Any]] = WeakKeyDictionary()
+# Of a bound target's drafters, greedy and sampling.
+_experiences: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[Any, dict[bool, Experience]]] = WeakKeyDictionary()
 
 if TYPE_CHECKING:
     _Mixed = PreTrainedModel  # what `bind` mixes `BoundTarget` into
@@ -144,6 +148,7 @@ class BoundTarget(_Mixed):
                 generation_config=generation_config,
                 streamer=streamer,
                 model_kwargs=model_kwargs,
+                experience=self._experience_with(assistant_model, generation_config),
             )
         check_stock_assistance(assistant_model, model_kwargs)
         return super()._assisted_decoding(  # type: ignore[misc]
@@ -173,10 +178,22 @@ class BoundTarget(_Mixed):
     def _prepare_drafting(self, drafter: Any, config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
         """Check the pair, make the cache ready, and tell how many tokens to draft a round."""
         check_fit(cast(PreTrainedModel, self), drafter)
-        asked = getattr(config, "_num_drafts_asked", None)
-        num_drafts = drafter.num_draft_tokens if asked is None else drafter.check_num_draft_tokens(asked)
+        asked = self._drafts_asked_of(drafter, config)
+        num_drafts = (drafter.max_draft_tokens or _MOST_DRAFTS) if asked == AUTO else cast(int, asked)
         self.hyperdflash_binding.family.make_rewindable(model_kwargs["past_key_values"], num_drafts)
         return num_drafts
+
+    @staticmethod
+    def _drafts_asked_of(drafter: Any, config: GenerationConfig) -> int | str:
+        asked = getattr(config, "_num_drafts_asked", None)
+        return drafter.num_draft_tokens if asked is None else drafter.check_num_draft_tokens(asked)
+
+    def _experience_with(self, drafter: Any, config: GenerationConfig) -> Experience | None:
+        """What is known of the drafter with this target, where what pays is asked for."""
+        if AUTO not in (self._drafts_asked_of(drafter, config), tree_budget_asked(config)):
+            return None
+        drafters = _experiences.setdefault(cast(PreTrainedModel, self), WeakKeyDictionary())
+        return drafters.setdefault(drafter, {}).setdefault(bool(config.do_sample), Experience())
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The bound class exists only in memory: copies and pickles are rebuilt from the class it was made of.
@@ -234,6 +251,7 @@ def unbind(target: PreTrainedModel) -> PreTrainedModel:
                 handle.remove()
             target.__class__ = own
             _fitting.pop(target, None)
+            _experiences.pop(target, None)
     return target
 
 

@@ -16,10 +16,11 @@ import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .continuation import context_of, leave_context, padding_of
-from .request import check_cache, tree_budget_asked
+from .request import AUTO, check_cache, tree_budget_asked
 from .rounds import ChainRound, round_over, verification_of
 from .row import Row
 from .sampling import DraftSampler
+from .schedule import Budgets, Experience, FixedSchedule, Schedule, TreeSchedule
 from .shown import Shown
 from .stats import SpeculationStats, clock
 from .stopping import Stopping
@@ -27,6 +28,8 @@ from .tree import DraftTree
 from .verification import Step, greedy_walk, sampled_walk
 
 logger = logging.getLogger(__name__)
+
+_LATER = 64  # tokens that a drafter takes in at once while it is not asked for drafts
 
 
 def speculative_decoding(
@@ -40,6 +43,7 @@ def speculative_decoding(
     generation_config: Any,
     streamer: Any,
     model_kwargs: dict[str, Any],
+    experience: Experience | None = None,
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
     """Generate as `target.generate` would without a drafter, several tokens per forward.
 
@@ -51,11 +55,14 @@ def speculative_decoding(
         input_ids: `[1, seq]`, the prompt, tokens that are already in the cache included.
         num_drafts: Most drafted tokens per round. The cache can take back one more.
         logits_processor: As prepared by `generate`, like the rest.
+        experience: Of this drafter with this target, to draft by as many tokens as pay for themselves; `None` for
+            `num_drafts`, or a tree of the size asked for, every round.
 
     Returns:
         What `generate` returns.
     """
     decoding = _Decoding(target, drafter, num_drafts, logits_processor, stopping_criteria, generation_config, streamer)
+    decoding.experience = experience
     row = decoding.start(input_ids, model_kwargs)
     stats = decoding.stats
     drafter.remember(stats)
@@ -63,10 +70,12 @@ def speculative_decoding(
     stats.tokens, stats.draft_seconds = 1, 0.0  # the prompt's do not count
     began = decoding.now()
     while not row.finished:
-        before, count = row.length, decoding.room(row)
-        round_ = decoding.round_over(row, decoding.draft(row, count))
+        before, room, start = row.length, decoding.room(row), decoding.now() + decoding.waited
+        round_ = decoding.round_over(row, decoding.draft(row, decoding.schedule.begin(before, room)))
         accepted = decoding.accept(row, round_, decoding.verify(row, round_))
-        stats.add_round(row.length - before, accepted, round_.tree if count else None)
+        stats.add_round(row.length - before, accepted, round_.tree if room else None)
+        seconds = decoding.now() + decoding.waited - start
+        decoding.schedule.end(len(round_.tree), accepted, seconds, row.finished)
     stats.loop_seconds = decoding.now() - began
     if streamer is not None:
         streamer.end()
@@ -93,6 +102,9 @@ class _Decoding:
         self.processor, self.stopping = logits_processor, Stopping(stopping_criteria)
         self.sampler = DraftSampler(logits_processor, generation_config.do_sample)
         self.tree_budget = tree_budget_asked(generation_config)
+        self.schedule = FixedSchedule()
+        self.experience: Experience | None = None
+        self.waited = 0.0  # less than nothing: seconds in the caller's streamer, which no draft can save
         self.shown = Shown(generation_config, self.binding.family)
         self.stats, self.now = SpeculationStats(), clock(target.device)
 
@@ -128,6 +140,7 @@ class _Decoding:
             if end < length and row.residuals:
                 self.extend(row, end)
         self._settle_on_trees()
+        self._settle_on_schedule()
         self.cache.activate_past_recording()  # after the prompt: there is nothing in it to take back
         leave_context(self.cache, self.drafter, row.context)  # which belongs to it whenever they end alike
         return outputs
@@ -137,13 +150,21 @@ class _Decoding:
         if self.tree_budget is None:
             return
         if verification_of(self.binding.family, self.cache) != "chain":
-            self.sampler.tree_budget = self.tree_budget
+            self.sampler.tree_budget = self.tree_budget if self.tree_budget != AUTO else Budgets.SIZES[-1]
         else:
             logger.warning(
-                "`tree_budget` is %d, but draft trees of a %s target are not verified: drafting chains.",
+                "`tree_budget` is %s, but draft trees of a %s target are not verified: drafting chains.",
                 self.tree_budget,
                 self.binding.family.config.model_type,
             )
+
+    def _settle_on_schedule(self) -> None:
+        """Let what pays be drafted, if that is asked for: of trees where they can be verified, else of chains."""
+        known, has_trees = self.experience, self.sampler.tree_budget is not None
+        if known is not None and has_trees and self.tree_budget == AUTO:
+            self.schedule = TreeSchedule(known.budgets, self.sampler)
+        elif known is not None and not has_trees:
+            self.schedule = self.sampler.schedule = Schedule(known)
 
     # Draft
 
@@ -159,6 +180,8 @@ class _Decoding:
         """Draft up to `count` tokens."""
         if not count:
             return self.nothing
+        if row.context.end < row.text.shape[1] - 1:
+            self.extend(row, row.text.shape[1] - 1)
         began, positions = self.now(), row.text_positions(0, row.text.shape[1])
         tree = self.drafter.propose(self.target, row.context, row.text, positions, count, self.sampler)
         self.stats.draft_seconds += self.now() - began
@@ -167,7 +190,7 @@ class _Decoding:
                 f"The drafter made {max(tree.depths)} drafts, one after the other, expected at most {count}, as it "
                 "was asked for."
             )
-        return tree
+        return self.schedule.cut(tree)
 
     # Verify
 
@@ -200,7 +223,9 @@ class _Decoding:
                 row.append(token)
                 path += [] if node is None else [node]
                 if self.streamer is not None:
+                    began = self.now()
                     self.streamer.put(torch.tensor([token]))
+                    self.waited -= self.now() - began
                 row.finished = self.stopping(token, row.ids, self.shown.seen["scores"])
                 if row.finished:
                     break
@@ -242,7 +267,8 @@ class _Decoding:
             )
         if row.residuals:
             row.residuals[-1] = round_.kept_residual(row.residuals[-1], rows)
-        self.extend(row, kept)
+        if row.finished or self.schedule.is_asked or kept - row.context.end >= _LATER:
+            self.extend(row, kept)
 
     def extend(self, row: Row, end: int) -> None:
         """Give the drafter the tokens before `end` that are new to it."""

@@ -18,6 +18,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from .binding import bind, check_fit, unbind
 from .recipe import RECIPE
+from .request import AUTO
 from .sampling import DraftSampler
 from .stats import SpeculationStats
 from .tree import DraftTree
@@ -110,12 +111,18 @@ class Drafter:
     def bind(self, target: PreTrainedModel) -> None:
         """Check that the drafter fits `target` and prepare that one instance for assisted generation.
 
-        Afterwards `target.generate(**inputs, assistant_model=drafter)` drafts with it, `num_assistant_tokens`
-        a round, or with `tree_budget` a draft tree of at most so many nodes, as deep as that. More nodes, more
-        tokens accepted a round, and a dearer round: each node costs a mixture of experts more experts, and a dense
-        target next to nothing while it waits for its weights. Only that instance
-        changes: its class, to a subclass, and hooks on its layers that are silent outside our forwards; [`unbind`]
-        restores it.
+        Afterwards `target.generate(**inputs, assistant_model=drafter)` drafts with it, `num_assistant_tokens` a round.
+        With `tree_budget` a round is a draft tree of at most so many nodes, as deep as that. More nodes, more tokens
+        accepted a round, and a dearer round: each node costs a mixture of experts more experts, and a dense target
+        next to nothing while it waits for its weights.
+
+        Either may be `"auto"`: as many drafts or nodes as pay for themselves, and none where none does. What rounds
+        take and bring is measured while it generates, on this machine and for these texts, and kept until the target
+        is unbound. What is drawn at random then depends on time, too: give numbers where a seed has to give the same
+        text again.
+
+        Only that instance changes: its class, to a subclass, and hooks on its layers that are silent outside our
+        forwards; [`unbind`] restores it.
 
         Raises:
             ValueError: If drafter and target do not fit, naming both values.
@@ -141,25 +148,26 @@ class Drafter:
     _supports_logits_to_keep = generate  # which transformers asks an assistant before that
 
     @property
-    def num_draft_tokens(self) -> int:
-        """Tokens drafted per round, where `generate` is not told (`num_assistant_tokens`)."""
+    def num_draft_tokens(self) -> int | str:
+        """Tokens drafted per round, where `generate` is not told (`num_assistant_tokens`); `"auto"` for as many as pay
+        for themselves."""
         return vars(self).get("_num_draft_tokens") or self.max_draft_tokens or 1
 
     @num_draft_tokens.setter
-    def num_draft_tokens(self, value: int) -> None:
+    def num_draft_tokens(self, value: int | str) -> None:
         vars(self)["_num_draft_tokens"] = self.check_num_draft_tokens(value)
 
-    def check_num_draft_tokens(self, value: int) -> int:
-        """Return `value` if this drafter can draft that many tokens per round.
+    def check_num_draft_tokens(self, value: int | str) -> int | str:
+        """Return `value` if this drafter can draft that many tokens per round, or if it is `"auto"`.
 
         Raises:
             ValueError: If not.
         """
-        if type(value) is int and 1 <= value <= (self.max_draft_tokens or value):
+        if value == AUTO or (type(value) is int and 1 <= value <= (self.max_draft_tokens or value)):
             return value
         expected = f"1 to {self.max_draft_tokens}" if self.max_draft_tokens else "a whole number of at least 1"
         raise ValueError(
-            f"This drafter cannot draft {value!r} tokens a round: expected {expected}{self._about_drafts}."
+            f"This drafter cannot draft {value!r} tokens a round: expected {expected}{self._about_drafts}, or 'auto'."
         )
 
     _about_drafts = ""  # why so many, and what to do for more

@@ -12,7 +12,10 @@ from .targets import family_of, is_bound
 _MEDIA = ("pixel_values", "mm_encoder_outputs", "input_features")  # prefixes of `generate`'s arguments
 
 
-def drafts_asked(config: GenerationConfig | None) -> int | None:
+AUTO = "auto"  # `num_assistant_tokens`, `tree_budget`: what pays for itself
+
+
+def drafts_asked(config: GenerationConfig | None) -> Any:
     """`num_assistant_tokens`, but not where transformers filled in its own default of 20 with all its others, as
     pipelines let it do: later, a 20 of the caller's looks the same."""
     if config is None:
@@ -23,17 +26,17 @@ def drafts_asked(config: GenerationConfig | None) -> int | None:
     return None if is_filled and asked == defaults.get("num_assistant_tokens") else asked
 
 
-def tree_budget_asked(config: GenerationConfig) -> int | None:
-    """`tree_budget`: the most nodes of a draft tree; `None` for chains.
+def tree_budget_asked(config: GenerationConfig) -> Any:
+    """`tree_budget`: the most nodes of a draft tree, or `"auto"`; `None` for chains.
 
     Raises:
         ValueError: If it is no number of nodes.
     """
     budget = getattr(config, "tree_budget", None)
-    if budget is not None and (type(budget) is not int or budget < 1):
+    if budget not in (None, AUTO) and (type(budget) is not int or budget < 1):
         raise ValueError(
-            f"`tree_budget` is {budget!r}, expected the most nodes of a draft tree, a whole number of at least 1, or "
-            "None for one chain of drafts."
+            f"`tree_budget` is {budget!r}, expected the most nodes of a draft tree, a whole number of at least 1, "
+            "'auto' for what pays, or None for one chain of drafts."
         )
     return budget
 

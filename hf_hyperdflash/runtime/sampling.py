@@ -14,6 +14,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from .growth import DraftStep, Steps, drawn, most_probable
+from .schedule import Schedule
 from .tree import DraftTree
 
 # What they return depends on the prefix and the scores that they are given, and on nothing that came before.
@@ -44,10 +45,18 @@ class DraftSampler:
         processors: The request's.
         do_sample: Whether it samples.
         tree_budget: The most nodes of a draft tree; `None` for chains.
+        schedule: Admits the drafts of a chain one by one; `None` for as many as are asked for.
     """
 
-    def __init__(self, processors: LogitsProcessorList, do_sample: bool, tree_budget: int | None = None) -> None:
-        self.processors, self.do_sample, self.tree_budget = without_state(processors), do_sample, tree_budget
+    def __init__(
+        self,
+        processors: LogitsProcessorList,
+        do_sample: bool,
+        tree_budget: int | None = None,
+        schedule: Schedule | None = None,
+    ) -> None:
+        self.processors, self.do_sample = without_state(processors), do_sample
+        self.tree_budget, self.schedule = tree_budget, schedule
 
     def scored(self, prefixes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """What drafts are drawn by after prefixes.
@@ -58,18 +67,16 @@ class DraftSampler:
         """
         return self.processors(cast(Any, prefixes), cast(Any, logits.to(prefixes.device, torch.float32)))
 
-    def draw(self, prefix: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A token after a prefix.
+    def draw(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A token.
 
         Args:
-            prefix: `[1, seq]`, the text and the drafts before.
-            logits: The drafter's, `[1, config.vocab_size]`.
+            scores: From [`scored`], `[1, config.vocab_size]`.
 
         Returns:
             The token, `[1]`, and the distribution `[config.vocab_size]` that it was drawn from; `None` if it is the
             most probable one.
         """
-        scores = self.scored(prefix, logits)
         if not self.do_sample:
             return scores.argmax(-1), None
         q = scores.softmax(-1)
@@ -82,7 +89,7 @@ class DraftSampler:
             ids: `[1, seq]`, the text.
             logits: The drafter's, `[1, drafts, config.vocab_size]`.
         """
-        if not self.do_sample and not len(self.processors) and self.tree_budget is None:
+        if not (self.do_sample or len(self.processors) or self.tree_budget or self.schedule):
             return DraftTree.chain(logits.argmax(-1)[0])
         return self.grow(ids, logits.shape[1], lambda k, tokens, _: DraftStep(logits[:, k].expand(len(tokens), -1)))
 
@@ -107,9 +114,21 @@ class DraftSampler:
         confidence: list[torch.Tensor] = []
         length, row = ids.shape[1], ids.new_zeros(1)
         for k in range(count):
+            if self.schedule is not None and not self.schedule.is_open():
+                break
             step = steps(k, ids[:, -1], row)
-            token, drawn_from = self.draw(ids, step.logits)
+            scores = self.scored(ids, step.logits)
+            # By what is known before the token is drawn: afterwards it would be chosen by what it is.
+            if self.schedule is not None and not self.schedule.admits(signal_of(scores)):
+                break
+            token, drawn_from = self.draw(scores)
             ids, q = torch.cat([ids, token[:, None]], dim=1), [*q, drawn_from]
             confidence += [] if step.confidence is None else [step.confidence]
         tree = DraftTree.chain(ids[0, length:], q if self.do_sample else None)
         return replace(tree, confidence=torch.cat(confidence)) if confidence else tree
+
+
+def signal_of(scores: torch.Tensor) -> float:
+    """What tells most of whether the target accepts what is drawn by `scores`, `[1, config.vocab_size]`: how probable
+    the best token is (`examples/compare_survival.py`; more than a confidence head, above all of greedy text)."""
+    return float(scores.softmax(-1).max())

@@ -58,6 +58,11 @@ class DraftTree:
         """Nodes."""
         return len(self.parents)
 
+    def first(self, count: int) -> DraftTree:
+        """The first nodes alone."""
+        q, confidence = self.q and self.q[:count], None if self.confidence is None else self.confidence[:count]
+        return DraftTree(self.tokens[:count], self.parents[:count], q, confidence, self.passes and self.passes[:count])
+
     @property
     def is_chain(self) -> bool:
         """Whether there is one path."""

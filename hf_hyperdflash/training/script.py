@@ -15,7 +15,7 @@ from transformers import HfArgumentParser, ProgressCallback
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..hub.cards import TRAINING_RECORD
-from ..loading import check_drafter, check_target, load_drafter, load_target, load_tokenizer
+from ..loading import TRAINED, check_drafter, check_target, load_drafter, load_target, load_tokenizer
 from ..runtime.block_drafter import BlockDrafter
 from ..runtime.drafter import SavedDrafter
 from ..runtime.modeling_eagle3 import Eagle3Drafter
@@ -331,7 +331,7 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
         to_resume(resume, folder)
     check_target(script.target)
     if script.drafter:
-        check_drafter(script.drafter, is_trainable=True)
+        check_drafter(script.drafter, kinds=TRAINED)
     earlier = earlier_drafter(script, args.seed) if script.drafter else None
     _say(args, f"Reading {', '.join(script.dataset or ())} ...")
     train, held_out = load_data(script, args.seed)

@@ -554,11 +554,9 @@ class HyperDFlashTrainer(Trainer):
     def create_model_card(  # type: ignore[override]
         self, license: str | None = None, tags: str | list[str] | None = None, **kwargs: Any
     ) -> None:
-        """Write `README.md` in `output_dir` from facts ([`~hub.cards.drafter_card`]); an adapter's is PEFT's, another
-        kind's transformers'."""
+        """Write `README.md` in `output_dir` from facts ([`~hub.cards.drafter_card`]); an adapter's is PEFT's."""
         folder = Path(str(self.args.output_dir))
-        is_ours = self.drafter_config.model_type == HyperDFlashConfig.model_type
-        if not is_ours or not (folder / "config.json").exists():
+        if not (folder / "config.json").exists():
             return super().create_model_card(license=license, tags=tags, **kwargs)
         if self.is_world_process_zero():
             tags = [tags] if isinstance(tags, str) else tags

@@ -18,11 +18,12 @@ from hf_hyperdflash.cli.app import run as entry_point
 from hf_hyperdflash.training.fingerprint import changed_parts
 from hf_hyperdflash.training.script import main as train_main
 
-from ..conftest import MODELS, tiny_drafter
+from ..conftest import MODELS, tiny_drafter, tiny_target
 from ..helpers.deepseek_checkpoints import dspark_fields, dspark_shapes, random_tensors
 from ..helpers.families import deepseek_v4_remote_code, glm5_next
 from ..helpers.headed_drafters import headless
 from ..helpers.tokenizers import characters
+from ..helpers.unrolled import unrolled
 
 COMMANDS = typer.main.get_command(app).commands
 TARGET, DRAFTER = str(MODELS / "tiny-deepseek-v4"), str(MODELS / "tiny-deepseek-v4-hyperdflash")
@@ -63,11 +64,13 @@ def test_benchmark_writes_results_and_report(data, tmp_path):
     printed = run(
         "benchmark", "--target", TARGET, "--drafter", DRAFTER, "--drafter", f"Mine (2)={DRAFTER}", "--mtp", 3,
         "--mtp", 1, "--prompt-lookup", 4, "--suite", "gsm8k", "--data", data, "--limit", 1,
-        "--max-new-tokens", 10, "--drafter", f"Tree (3, 9 nodes)={DRAFTER}", "--output", out,
+        "--max-new-tokens", 10, "--drafter", f"Tree (3, 9 nodes)={DRAFTER}", "--drafter", f"Mine (auto)={DRAFTER}",
+        "--drafter", f"Tree (auto, auto nodes)={DRAFTER}", "--output", out,
     )  # fmt: skip
     assert str(out / "report.md") in printed and "Non-think, temperature 0" in printed and "GSM8K" in printed
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
-    names = ["Target only", "MTP (3)", "MTP (1)", "Prompt lookup (4)", f"{NAME} (8)", "Mine (2)", "Tree (3, 9 nodes)"]
+    names = ["Target only", "MTP (3)", "MTP (1)", "Prompt lookup (4)", f"{NAME} (8)", "Mine (2)", "Tree (3, 9 nodes)",
+             "Mine (auto)", "Tree (auto, auto nodes)"]  # fmt: skip
     assert list(lines[0]["run"]["methods"]) == names and {line["method"] for line in lines[1:]} == set(names)
     assert {line["identical"] for line in lines[1:]} == {None, True}
     drafted = {line["method"]: line["draft_positions"] for line in lines[1:]}
@@ -199,6 +202,7 @@ def wrong(tmp_path_factory):
         "no-json": "{", "a-list": "[1]", "binary": b"\xff\xfe", "no-type": "{}", "unknown": '{"model_type": "gpt99"}',
         "configured": '{"model_type": "llama"}', "zlab": '{"dflash_config": {}}',
         "mtp": '{"model_type": "deepseek_v4", "architectures": ["DeepseekV4MTPDrafter"]}',
+        "wordy-mtp": '{"architectures": ["DeepseekV4MTPDrafter"], "num_attention_heads": "four"}',
     }.items():  # fmt: skip
         (folder / name).mkdir()
         (folder / name / "config.json").write_bytes(config.encode() if isinstance(config, str) else config)
@@ -222,6 +226,8 @@ def wrong(tmp_path_factory):
     blind.save_pretrained(folder / "blind")
     fields = json.loads((folder / "blind" / "config.json").read_text())
     copied(folder / "blind", folder / "confident", "config.json", json.dumps(fields | {"confidence_head": True}))
+    for kind in ("specblock", "eagle3"):
+        unrolled(kind, tiny_target()).save_pretrained(folder / kind)
     (folder / "data").mkdir()
     (folder / "data" / "gsm8k.jsonl").write_text('{"turns": ["What is 3 plus 4?"]}\n')
     return folder
@@ -243,7 +249,7 @@ NO_TARGET = {
     "no-type": "has `model_type` None, expected one that transformers",
     "unknown": "has `model_type` 'gpt99'",
     "configured": "The folder configured has no weights",
-    DRAFTER: "is a drafter, expected the target that it drafts for",
+    DRAFTER: "is a HyperDFlash drafter, expected the target that it drafts for",
     "mtp": "mtp is an MTP drafter, expected the target",
     "zlab": "zlab is a drafter in another program's layout, expected the target",
     "cut-target": "The weights of cut-target are damaged",
@@ -281,7 +287,7 @@ TRAIN = [
     "none",
 ]
 CALIBRATE = ["calibrate", "--target", TARGET, "--max-new-tokens", "200", "--drafter"]
-NAMED = 'expected PATH, NAME=PATH, "NAME (4)=PATH" or "NAME (4, 16 nodes)=PATH"'
+NAMED = 'expected PATH, NAME=PATH, "NAME (4)=PATH", "NAME (auto)=PATH" or "NAME (4, 16 nodes)=PATH"'
 MISTAKES: list[tuple[list[str], int, str]] = [
     *((["generate", "--target", name, "--drafter", DRAFTER, "hi"], 1, said) for name, said in NO_TARGET.items()),
     *((["generate", "--target", TARGET, "--drafter", name, "hi"], 1, said) for name, said in NO_DRAFTER.items()),
@@ -294,8 +300,8 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     ([*ASK, "--threads", "two"], 2, "Invalid value for '--threads'"),
     ([*ASK, "--device-map", "cuda:77"], 1, "`--device-map` is 'cuda:77', but this torch sees"),
     ([*ASK, "--device-map", "toaster"], 1, "`--device-map` is 'toaster', expected auto, balanced"),
-    ([*ASK, "--tree-budget", "0"], 2, "Invalid value for '--tree-budget'"),
-    ([*ASK, "--num-draft-tokens", "0"], 2, "Invalid value for '--num-draft-tokens'"),
+    *(([*ASK, option, wrong], 2, f"'{wrong}' is neither a number, 1 or above, nor auto")
+      for option in ("--num-draft-tokens", "--tree-budget") for wrong in ("0", "many", "-1", "2.5")),
     ([*ASK, "--num-draft-tokens", "9"], 1, "cannot draft 9 tokens"),
     ([*ASK, "--temperature", "-1"], 2, "-1.0 is no temperature"),
     ([*ASK, "--temperature", "nan"], 2, "nan is no temperature"),
@@ -316,9 +322,12 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     (["card", DRAFTER, "--notes", "notes.md", "--output", "out.md"], 1, "notes.md is no text in UTF-8"),
     (["card", DRAFTER, "--output", "file/card.md"], 1, "file is a file"),
     (["card", DRAFTER, "--dtype", "float7"], 2, "'float7' is not one of"),
-    *(([*command, name, *rest], 1, "expected a HyperDFlash or vanilla DFlash drafter saved by this package")
-      for name in ("mtp", "zlab", TARGET)
-      for command, rest in ((["card"], []), (["export"], ["out"]), (["push"], ["org/name"]))),
+    *(([command, name, *rest], 1, "an EAGLE-3 drafter, an MTP drafter or a DSpark drafter, saved")
+      for name in ("zlab", TARGET)
+      for command, *rest in (["card"], ["push", "org/name"])),
+    *((["export", name, "out"], 1, "expected a HyperDFlash drafter, saved by this package")
+      for name in ("mtp", "zlab", TARGET)),
+    (["card", "wordy-mtp", "--output", "out.md"], 1, "Validation error for field 'num_attention_heads'"),
     (["export", DRAFTER, "out"], 1, "cannot be written in the z-lab layout"),
     (["export", DRAFTER, "file"], 2, "'file' is a file"),
     (["export", DRAFTER, "file/out"], 1, "file is a file"),
@@ -330,7 +339,9 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     *(([*CALIBRATE, name, "--data", "rows.jsonl"], 1, NO_DRAFTER[name]) for name in ("empty", "no-json")),
     (["calibrate", "--target", "no/where/at", *CALIBRATE[3:], "blind", "--data", "rows.jsonl"], 1,
      "`confidence_head` of the drafter is False"),
-    ([*CALIBRATE, "mtp", "--data", "rows.jsonl"], 1, "expected a HyperDFlash, DFlash, DSpark, SpecBlock or"),
+    ([*CALIBRATE, "mtp", "--data", "rows.jsonl"], 1, "mtp is an MTP drafter, expected a HyperDFlash"),
+    *(([*CALIBRATE, name, "--data", "rows.jsonl"], 1, "`confidence_head` of the drafter is False")
+      for name in ("specblock", "eagle3")),
     ([*CALIBRATE, "confident", "--data", "nowhere.jsonl"], 1, "No dataset file at 'nowhere.jsonl'"),
     ([*CALIBRATE, "confident", "--data", "torn.jsonl"], 1, "torn.jsonl:2 is no JSON"),
     ([*CALIBRATE, "confident", "--data", "odd.jsonl"], 1, "odd.jsonl:2: A row with columns"),
@@ -368,7 +379,7 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     ([*SWEEP, "--drafter", f"X (99)={DRAFTER}"], 1, "cannot draft 99 tokens"),
     *(([*TRAIN, "--target", name], 1, NO_TARGET[name])
       for name in ("no/where/at", "mtp", "wordy", "wide", "wordless")),
-    *(([*TRAIN, "--target", TARGET, "--drafter", name], 1, "expected a HyperDFlash, DFlash, DSpark, SpecBlock or")
+    *(([*TRAIN, "--target", TARGET, "--drafter", name], 1, "an EAGLE-3 drafter or a DSpark drafter, saved by this")
       for name in ("zlab", TARGET)),
     ([*TRAIN, "--target", TARGET, "--drafter_type", "eagle3", "--block_size", "4"], 1,
      "`--block_size` is not for a drafter of type eagle3"),

@@ -128,7 +128,7 @@ def test_drafts_are_those_of_a_naive_loop(names, do_sample, drafts, dtype, seed)
         assert tree.q is None
     if drafts:
         torch.manual_seed(seed + 1)
-        token, drawn_from = sampler.draw(ids, logits[:, 0])
+        token, drawn_from = sampler.draw(sampler.scored(ids, logits[:, 0]))
         assert token.tolist() == text[0, 6:7].tolist()
         assert torch.equal(drawn_from, q[0]) if do_sample else drawn_from is None
 

@@ -156,7 +156,8 @@ def test_a_drafter_is_no_target(saved, command):
         *(["Hi"] if command == "generate" else []),
     ]
     result = CliRunner().invoke(app, arguments)
-    assert result.exit_code and re.search("is an?( MTP| DSpark)? drafter, expected the target", str(result.exception))
+    told = "is an?( HyperDFlash| MTP| DSpark) drafter, expected the target"
+    assert result.exit_code and re.search(told, str(result.exception))
 
 
 def test_an_adapters_folder_loads_its_drafter_too(tmp_path):

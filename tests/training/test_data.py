@@ -438,15 +438,19 @@ def script():
     return module
 
 
-@pytest.fixture(scope="module")
-def ending_target(tmp_path_factory):
-    """The shipped target, but most of its answers end within a few tokens, so that conversations go on."""
+ENDS = {"tiny-deepseek-v4": ["Ġof", "(", "Ġ"], "tiny-qwen3": ["Ġtotal"]}
+
+
+@pytest.fixture(scope="module", params=ENDS)
+def ending_target(request, tmp_path_factory):
+    """A shipped target, but most of its answers end within a few tokens, so that conversations go on. One takes no
+    padding, the other's prompts of several lengths share batches."""
     directory = tmp_path_factory.mktemp("target")
-    for file in TARGET.iterdir():
+    for file in (MODELS / request.param).iterdir():
         if file.name != "generation_config.json":
             (directory / file.name).symlink_to(file)
     vocabulary = AutoTokenizer.from_pretrained(TARGET).get_vocab()
-    ends = [vocabulary[token] for token in (EOS, "Ġof", "(", "Ġ")]
+    ends = [vocabulary[token] for token in (EOS, *ENDS[request.param])]
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "pad_token_id": 2}))
     return directory
 

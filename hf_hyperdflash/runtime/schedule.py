@@ -1,0 +1,350 @@
+"""How many tokens a round drafts, or how many nodes its tree has, where the request says "auto": what pays for itself.
+
+Drafts of a chain are worth drafting and verifying if the tokens that they add, their probabilities to be accepted, are
+more than this generation writes in the time that they take. The product of probabilities along a chain only falls: the
+first draft that is not worth it, whatever may follow, ends the chain (greedy admission with early stop).
+
+Whether a draft is verified never depends on the token drawn for it, only on what was known before: else text that is
+drawn at random would not be the target's. Greedy text is the target's whatever is verified.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from .tree import DraftTree
+
+_MEMORY = 1 / 32  # what a round counts in the mean of many
+_PRICED = 128.0  # rounds that what a number of drafts takes is the mean of
+_PRIOR_PRICE = 16.0  # rounds that the line through all numbers counts as much as
+_LEVEL = 1 / 8  # what a round's time counts in how fast the machine is now
+_HICCUP = 1.25  # times what was expected: what is beyond is no price
+_SEEN = 0.97  # what is left of a count with each further draft of the same signal
+_PRIOR = 4.0  # drafts that a signal's own word counts as much as
+_SETTLED = 4  # rounds with a number of drafts before their times tell of the machine
+_DOUBT = 0.5  # relative standard error of one round, about: how much worse drafting may look and not be
+_GAIN = 1.02  # what drafting has to bring where it did not pay before
+_PROBED = 2  # drafts of a look at a drafter that did not pay, at least
+_JUDGED = 1 / 64  # what a round counts in whether drafting pays
+_LOOKS = 8, 64  # rounds from one look at another way to the next: at first, and at most
+_LOOK = 1 / 8  # what a look counts in the mean of others
+_BLIND = 0.7  # the signal of a drafter that gives none
+
+
+class Survival:
+    """How probable it is that a draft is accepted once those before it are, by how probable the drafter's best token
+    is, which is known before the draft is drawn.
+
+    Drafts are counted by that signal, in steps of half a unit of its logit, and the counts decide, with the signal as
+    what is held of it at first: so it is calibrated to the target, the text and the request while they are served.
+    """
+
+    def __init__(self) -> None:
+        self._drafts: dict[int, float] = {}
+        self._accepted: dict[int, float] = {}
+
+    def __call__(self, signal: float) -> float:
+        """The probability for a signal in [0, 1]."""
+        step = _step(signal)
+        return (self._accepted.get(step, 0.0) + _PRIOR * signal) / (self._drafts.get(step, 0.0) + _PRIOR)
+
+    def observe(self, signal: float, accepted: bool) -> None:
+        """Hear what became of a draft whose predecessors were accepted."""
+        step = _step(signal)
+        self._drafts[step] = _SEEN * self._drafts.get(step, 0.0) + 1
+        self._accepted[step] = _SEEN * self._accepted.get(step, 0.0) + accepted
+
+
+def _step(signal: float) -> int:
+    signal = min(max(signal, 1e-4), 1 - 1e-4)
+    return round(2 * math.log(signal / (1 - signal)))
+
+
+class RoundCosts:
+    """Seconds of a round by its number of drafts, as measured: one target and one drafter, on their devices.
+
+    What a number takes is kept as a share of a level that all have in common, one for texts of about a length: a
+    machine that gets busy, or a text that grows, makes all numbers dearer, also those that were not tried since.
+
+    Several threads may observe at once: one's number may get lost, which changes nothing that matters. Dictionaries
+    are copied, which is one step for other threads where going through them is many, and what belongs to a key is
+    there before the key.
+    """
+
+    def __init__(self) -> None:
+        self._levels: dict[int, float] = {}  # by the binary logarithm of the text's length
+        # By number of drafts; `None` where the drafter was not asked.
+        self._shares: dict[int | None, float] = {}
+        self._times: dict[int | None, float] = {}
+        self._line = 0.0, 0.0
+
+    def observe(self, length: int, drafts: int | None, seconds: float) -> None:
+        """A round after so many tokens and with so many drafts took so long; `None`: the drafter was not asked."""
+        seconds = max(seconds, 1e-9)  # a clock may be coarse
+        if length.bit_length() in self._levels or drafts not in self._shares:
+            level = self._level(length) or seconds
+        else:
+            level = seconds / self._shares[drafts]
+        share = seconds / level
+        expected = self._shares.get(drafts, max(self._shares.copy().values(), default=share))
+        times = self._times[drafts] = min(self._times.get(drafts, 0) + 1, _PRICED)
+        share = min(share, (_HICCUP if times > 1 else 2) * expected)
+        if times > _SETTLED:
+            level *= 1 + _LEVEL * (share / expected - 1)
+        self._shares[drafts] = share if times == 1 else expected + (share - expected) / times
+        self._levels[length.bit_length()] = level
+        shares = self._shares.copy()
+        self._line = _line([(k, share, self._times[k]) for k, share in shares.items() if k is not None])
+
+    def _level(self, length: int) -> float:
+        nearest = min(self._levels.copy(), key=lambda other: abs(other - length.bit_length()), default=None)
+        return 0.0 if nearest is None else self._levels[nearest]
+
+    def plain(self, length: int) -> float:
+        """What a round takes in which the drafter is not asked; 0.0 if that is not known."""
+        return self._level(length) * self._shares.get(None, 0.0)
+
+    def further(self, length: int, most: int) -> list[float]:
+        """What rounds with 0, 1, .. `most` drafts take more than the one with none, drafting and verification: what
+        each number took where it was often seen, else by the line through all of them. None takes less than a smaller
+        one."""
+        start, slope = self._line
+        told, highest = [], 0.0
+        for drafts in range(most + 1):
+            seen = self._times.get(drafts, 0.0) / (self._times.get(drafts, 0.0) + _PRIOR_PRICE)
+            share = start + slope * drafts
+            highest = max(highest, share + seen * (self._shares.get(drafts, share) - share) - start)
+            told.append(self._level(length) * highest)
+        return told
+
+    def trial(self, room: int) -> tuple[bool, int | None]:
+        """Whether a number of drafts has to be tried before anything is known, and which."""
+        tried = [count for count in self._shares.copy() if count is not None]
+        if not tried:
+            return True, room
+        if None not in self._shares:
+            return True, None
+        return room > 1 and tried[1:] == [] and tried[0] > 1, 1
+
+
+def _line(points: list[tuple[int, float, float]]) -> tuple[float, float]:
+    """Start and slope, not below 0, of the line through weighted points."""
+    total = sum(weight for *_, weight in points)
+    if len(points) < 2:
+        return points[0][1] if points else 0.0, 0.0
+    x, y = (sum(point[i] * point[2] for point in points) / total for i in (0, 1))
+    spread = sum(weight * (k - x) ** 2 for k, _, weight in points)
+    slope = max(0.0, sum(weight * (k - x) * (share - y) for k, share, weight in points) / spread)
+    return y - slope * x, slope
+
+
+class Budgets:
+    """What trees are worth by their number of nodes: those that were fastest are made, and from time to time their
+    neighbours in size. Tried rather than foretold, whatever the drafter and however it grows them; without a look at
+    the text, so it may be drawn at random.
+    """
+
+    SIZES = 0, 1, 2, 4, 8, 16, 32, 64  # without nodes the drafter is not asked
+
+    def __init__(self) -> None:
+        self.best = 8
+        self._tokens: dict[int, float] = {}  # of a round, a running mean, and its seconds
+        self._seconds: dict[int, float] = {}
+        self._rounds = dict.fromkeys(self.SIZES, 0)
+        self._wait, self._waited, self._is_up = _LOOKS[0], 0, True
+
+    def choose(self) -> int:
+        """The nodes of the next round."""
+        if untried := [size for size in (8, 16, 4) if self._rounds[size] < 2]:
+            return untried[0]
+        self._waited += 1
+        if self._waited < self._wait:
+            return self.best
+        self._waited, self._wait, self._is_up = 0, min(2 * self._wait, _LOOKS[1]), not self._is_up
+        place, last = self.SIZES.index(self.best), len(self.SIZES) - 1
+        return self.SIZES[place + 1 if place == 0 or (self._is_up and place < last) else place - 1]
+
+    def observe(self, nodes: int, tokens: int, seconds: float) -> None:
+        """A round of so many nodes, at most, wrote so many tokens in so many seconds."""
+        self._rounds[nodes] += 1
+        share = max(_MEMORY if nodes == self.best else _LOOK, 1 / self._rounds[nodes])
+        mean = self._seconds.get(nodes, seconds)
+        self._seconds[nodes] = mean * (1 - share) + min(seconds, 2 * mean) * share
+        self._tokens[nodes] = self._tokens.get(nodes, 0.0) * (1 - share) + tokens * share
+        best = max(self._tokens.copy(), key=lambda size: self._tokens[size] / max(self._seconds[size], 1e-9))
+        if best != self.best and self._rounds[best] > 1:
+            self.best, self._wait = best, _LOOKS[0]
+
+
+@dataclass
+class Experience:
+    """What is known of a drafter with a target, kept from generation to generation for as long as that is bound.
+
+    Attributes:
+        survival: How probable acceptance is.
+        costs: What rounds take.
+        is_drafting: Whether it pays to ask the drafter.
+        tokens: That rounds write whose drafter is asked, a running mean.
+        seconds: That they take.
+        rounds: How many there were since that changed, and as many as what was known then counts.
+        wait: Rounds from one look at the other way to the next.
+        waited: How many of these are over.
+        budgets: What trees are worth.
+    """
+
+    survival: Survival = field(default_factory=Survival)
+    costs: RoundCosts = field(default_factory=RoundCosts)
+    is_drafting: bool = True
+    tokens: float = 0.0
+    seconds: float = 0.0
+    rounds: int = 0
+    wait: int = _LOOKS[1]
+    waited: int = 0
+    budgets: Budgets = field(default_factory=Budgets)
+
+    def asks(self) -> bool:
+        """Whether the drafter is asked in this round: where that pays, but for a look at rounds without it, or
+        else for a look at it."""
+        self.waited += 1
+        is_look = self.waited >= self.wait
+        if is_look:
+            self.waited = 0
+        return self.is_drafting != is_look
+
+    def judge(self, tokens: int, seconds: float, plain: float) -> None:
+        """Whether to ask the drafter, by a round in which it was, and what a round without it takes."""
+        self.rounds += 1
+        share = max(_JUDGED if self.is_drafting else _LOOK, 1 / self.rounds)
+        self.tokens += (tokens - self.tokens) * share
+        self.seconds += (seconds - self.seconds) * share
+        gain = self.tokens * plain / max(self.seconds, 1e-9)
+        if not plain:
+            return
+        is_known = self.rounds >= 2 * _LOOKS[0]
+        if self.is_drafting and is_known and gain < 1 - _DOUBT / math.sqrt(self.rounds):
+            self._change(False, _LOOKS[0])
+        elif not self.is_drafting and gain > _GAIN:
+            self._change(True, _LOOKS[1])
+        elif not self.is_drafting:
+            self.wait = min(2 * self.wait, _LOOKS[1])
+
+    def _change(self, is_drafting: bool, wait: int) -> None:
+        self.is_drafting, self.wait, self.waited, self.rounds = is_drafting, wait, 0, _LOOKS[0]
+
+
+class FixedSchedule:
+    """As many drafts as were asked for, every round."""
+
+    is_asked = True  # whether the drafter drafts in this round, and so is to know what was accepted
+
+    def begin(self, length: int, room: int) -> int:
+        """Begin a round after a text of that length, with room for so many drafts; how many may be made."""
+        return room
+
+    def end(self, drafts: int, accepted: int, seconds: float, is_last: bool) -> None:
+        """End it."""
+
+    def cut(self, tree: DraftTree) -> DraftTree:
+        """What of the drafts is verified."""
+        return tree
+
+
+class Schedule(FixedSchedule):
+    """As many as pay for themselves.
+
+    Args:
+        experience: Of the drafter with the target; changed.
+    """
+
+    def __init__(self, experience: Experience) -> None:
+        self.experience = experience
+        self._is_first = True  # of the generation, which takes longer than others
+        self._is_trial = False
+        self._sure = 0
+        self._signals: list[float] = []
+        self._prices: list[float] = []  # of each number of drafts, in tokens
+        self._reached, self._length = 1.0, 0
+
+    def begin(self, length: int, room: int) -> int:
+        known = self.experience
+        self._signals, self._reached, self._length = [], 1.0, length
+        self._is_trial, count = (False, None) if self._is_first else known.costs.trial(room)
+        plain = known.costs.plain(length)
+        rates = [known.tokens / known.seconds if known.seconds else 0.0, 1 / plain if plain else 0.0]
+        self._prices = [max(rates) * seconds for seconds in known.costs.further(length, room)]
+        self.is_asked = count is not None if self._is_trial else known.asks()
+        # A look makes some drafts in any case: by those that are not made nothing is learned.
+        self._sure = 0 if known.is_drafting else _PROBED
+        return (room if not self._is_trial or count is None else count) if self.is_asked else 0
+
+    def is_open(self) -> bool:
+        """Whether the drafter is to be asked for one more draft: not if even a certain one would not pay."""
+        return self._is_trial or len(self._signals) < self._sure or self._pays(1.0)
+
+    def admits(self, signal: float) -> bool:
+        """Whether the next draft is drawn and verified.
+
+        Args:
+            signal: What the drafter says of it before it is drawn, in [0, 1].
+        """
+        chance = self.experience.survival(signal)
+        if not self._is_trial and len(self._signals) >= self._sure and not self._pays(chance):
+            return False
+        self._reached *= chance
+        self._signals.append(signal)
+        return True
+
+    def _pays(self, chance: float) -> bool:
+        """Whether some number of further drafts brings more than it takes, if each is accepted as probably as the
+        next. One more may cost what several do: kernels have widths."""
+        here, reached, gained = len(self._signals), self._reached, 0.0
+        for price in self._prices[here + 1 :]:
+            reached *= chance
+            gained += reached
+            if gained >= price - self._prices[here]:
+                return True
+        return False
+
+    def cut(self, tree: DraftTree) -> DraftTree:
+        """Of drafts that were not admitted one by one, as of a drafter that does without a sampler, those that are."""
+        if self._signals or not len(tree) or not tree.is_chain:
+            return tree
+        count = next((k for k in range(len(tree)) if not self.admits(_BLIND)), len(tree))
+        return tree.first(count)
+
+    def end(self, drafts: int, accepted: int, seconds: float, is_last: bool) -> None:
+        known = self.experience
+        for place, signal in enumerate(self._signals[: accepted + (not is_last)]):
+            known.survival.observe(signal, place < accepted)
+        if not self._is_first:
+            known.costs.observe(self._length, drafts if self.is_asked else None, seconds)
+            if self.is_asked and not self._is_trial:
+                known.judge(1 + accepted, seconds, known.costs.plain(self._length))
+        self._is_first = False
+
+
+class TreeSchedule(FixedSchedule):
+    """Trees of as many nodes as pay for themselves.
+
+    Args:
+        budgets: Of the drafter with the target; changed.
+        sampler: Of the generation, whose `tree_budget` is set for every round.
+    """
+
+    def __init__(self, budgets: Budgets, sampler: Any) -> None:
+        self.budgets, self.sampler, self._nodes, self._is_first = budgets, sampler, budgets.best, True
+        sampler.tree_budget = max(Budgets.SIZES)  # there is room for the deepest
+
+    def begin(self, length: int, room: int) -> int:
+        self._nodes = self.budgets.best if self._is_first else self.budgets.choose()
+        self.is_asked = self._nodes > 0
+        self.sampler.tree_budget = self._nodes or max(Budgets.SIZES)
+        return min(room, self._nodes)
+
+    def end(self, drafts: int, accepted: int, seconds: float, is_last: bool) -> None:
+        if not self._is_first:
+            self.budgets.observe(self._nodes, 1 + accepted, seconds)
+        self._is_first = False
+        self.sampler.tree_budget = max(Budgets.SIZES)

@@ -1,0 +1,618 @@
+"""As many drafts as pay: what is admitted, what is measured, when drafting stops; the text stays the target's."""
+
+import copy
+import itertools
+import pickle
+from collections import defaultdict
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LogitsProcessorList
+
+from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter
+from hf_hyperdflash.runtime import binding, decoding
+from hf_hyperdflash.runtime.growth import DraftStep
+from hf_hyperdflash.runtime.sampling import DraftSampler
+from hf_hyperdflash.runtime.schedule import Budgets, Experience, FixedSchedule, RoundCosts, Schedule, Survival
+from hf_hyperdflash.runtime.tree import DraftTree
+from hf_hyperdflash.runtime.verification import sampled_walk
+
+from ..conftest import half_right, prompt, tiny_drafter, tiny_target
+from ..helpers.enumerated_draws import every_outcome
+from ..helpers.families import qwen3
+from ..helpers.headed_drafters import headed
+from ..helpers.unrolled import unrolled
+
+PLAIN, START, EACH = 0.020, 0.026, 0.002  # seconds of a round: without its drafter, with it, and of each draft
+
+
+def seconds(drafts: int | None) -> float:
+    return PLAIN if drafts is None else START + EACH * drafts
+
+
+def experienced(tokens: float = 3.0, span: float = 0.04) -> Experience:
+    """Of rounds that cost as above, and write `tokens` in `span` seconds."""
+    known = Experience(tokens=tokens, seconds=span, rounds=100)
+    for drafts in (8, None, 1, 4):
+        known.costs.observe(100, drafts, seconds(drafts))
+    return known
+
+
+def begun(known: Experience, room: int = 8) -> Schedule:
+    """In a round that is not its generation's first."""
+    schedule = Schedule(known)
+    schedule.begin(99, room)
+    schedule.end(0, 0, 0.03, False)
+    known.is_drafting, known.waited = True, 0
+    assert schedule.begin(100, room) == room
+    return schedule
+
+
+# What is admitted
+
+
+@given(st.lists(st.floats(0.01, 0.99), min_size=1, max_size=8), st.floats(1.0, 8.0), st.floats(0.02, 0.08))
+def test_admitted_are_as_many_as_gain_most(chances, tokens, span):
+    known = experienced(tokens, span)
+    schedule = begun(known, len(chances))
+    admitted = 0
+    while admitted < len(chances) and schedule.is_open() and schedule.admits(chances[admitted]):
+        admitted += 1
+    rate = max(tokens / span, 1 / PLAIN)
+    through = list(itertools.accumulate(chances, lambda a, b: a * b))
+    gains = [sum(through[:count]) - rate * EACH * count for count in range(len(chances) + 1)]
+    assert gains[admitted] == pytest.approx(max(gains), abs=1e-9)
+
+
+def test_nothing_is_asked_of_the_drafter_that_even_a_certain_draft_would_not_pay():
+    schedule = begun(experienced(5.0, 0.04))  # a draft has to be accepted in a quarter of all rounds
+    assert schedule.is_open() and schedule.admits(0.4) and schedule.is_open() and not schedule.admits(0.5)
+    assert schedule.admits(0.7) and schedule.is_open() and not schedule.admits(0.8)
+    schedule = begun(experienced(5.0, 0.009))  # more than any draft can bring
+    assert not schedule.is_open() and not schedule.admits(1.0)
+
+
+def test_a_tree_that_nobody_admitted_is_cut_without_a_look_at_it():
+    chain = DraftTree.chain(torch.arange(6), list(torch.eye(6)))
+    schedule = begun(experienced(5.0, 0.04))
+    cut = schedule.cut(chain)
+    assert cut.tokens.tolist() == [0, 1, 2] and len(cut.q) == 3  # 0.7 of each: 0.34 after three, 0.24 after four
+    assert schedule.cut(chain) is chain  # they have been admitted
+    assert FixedSchedule().cut(chain) is chain
+    tree = DraftTree(torch.arange(3), (-1, -1, 0))
+    assert begun(experienced(5.0, 0.04)).cut(tree) is tree
+
+
+def test_signals_are_calibrated_by_what_becomes_of_drafts():
+    survival = Survival()
+    assert survival(0.8) == pytest.approx(0.8) and survival(0.0) < 0.01 and survival(1.0) > 0.99
+    generator = torch.Generator().manual_seed(0)
+    for accepted in (torch.rand(400, generator=generator) < 0.3).tolist():
+        survival.observe(0.8, accepted)
+    # 33 drafts count, so it is within 0.3 of the truth but for once in thousands
+    assert survival(0.8) == pytest.approx(0.3, abs=0.27) and survival(0.2) == pytest.approx(0.2)
+    before = survival(0.8)
+    survival.observe(0.8, True)
+    assert survival(0.8) > before
+
+
+def test_only_drafts_whose_fate_is_known_are_counted():
+    for accepted, is_last, told in (
+        (2, False, [1, 1, 0]),
+        (2, True, [1, 1]),
+        (0, False, [0]),
+        (4, False, [1, 1, 1, 1]),
+    ):
+        known = experienced(3.0, 0.06)
+        schedule = begun(known)
+        heard = []
+        known.survival.observe = lambda signal, right, heard=heard: heard.append((signal, right))
+        signals = [0.9, 0.91, 0.92, 0.93]
+        assert all(map(schedule.admits, signals))
+        schedule.end(4, accepted, 0.03, is_last)
+        assert heard == list(zip(signals, map(bool, told)))
+
+
+# What is measured
+
+
+def test_costs_are_found_under_noise_and_when_the_machine_slows_down():
+    generator = torch.Generator().manual_seed(0)
+    costs = RoundCosts()
+    assert costs.plain(50) == 0.0 and costs.further(50, 2) == [0.0] * 3
+
+    def run(rounds: int, slower: float, choices: list[int | None]) -> None:
+        for i in range(rounds):
+            drafts = choices[i % len(choices)]
+            noise = 1 + 0.1 * float(torch.rand((), generator=generator) - 0.5)
+            hiccup = 20 if i % 37 == 5 else 1
+            costs.observe(100, drafts, slower * seconds(drafts) * noise * hiccup)
+
+    run(300, 1.0, [8, None, 1, 4, 8, 6, 2])
+    assert costs.plain(100) == pytest.approx(PLAIN, rel=0.15) and costs.further(100, 8)[8] == pytest.approx(
+        8 * EACH, rel=0.15
+    )
+    run(60, 2.0, [8])  # and nothing else is tried
+    assert costs.plain(100) == pytest.approx(2 * PLAIN, rel=0.25)
+    assert costs.further(100, 8)[8] == pytest.approx(16 * EACH, rel=0.3)
+    for _ in range(60):
+        costs.observe(5000, 8, 6 * seconds(8))  # a longer text
+    assert costs.plain(5000) == pytest.approx(6 * PLAIN, rel=0.3)
+    assert costs.plain(100) == pytest.approx(2 * PLAIN, rel=0.3)
+
+
+def test_drafts_that_cost_as_much_together_as_one_are_admitted_together():
+    """Kernels have widths: four drafts more take no longer than one."""
+    known, generator = Experience(), torch.Generator().manual_seed(0)
+    for _ in range(600):
+        drafts = int(torch.randint(0, 9, (), generator=generator))
+        known.costs.observe(100, drafts, START + (0.012 if drafts > 4 else 0.0))
+        known.costs.observe(100, None, PLAIN)
+    known.tokens, known.seconds, known.rounds = 3.0, 0.04, 100  # 0.9 tokens in 12 ms
+    prices = known.costs.further(100, 8)
+    assert prices[4] < 0.004 and prices[8] - prices[5] < 0.004 and prices[5] - prices[4] > 0.007
+    for chance, count in ((0.7, 4), (0.95, 8)):
+        schedule = begun(known)
+        admitted = 0
+        while admitted < 8 and schedule.is_open() and schedule.admits(chance):
+            admitted += 1
+        assert admitted == count
+
+
+def test_what_is_not_known_is_tried():
+    known, tried = Experience(), []
+    schedule = Schedule(known)
+    for _ in range(6):
+        count = schedule.begin(100, 8)
+        tried.append(count)
+        drafts = 0
+        while drafts < count and schedule.is_open() and schedule.admits(0.99):
+            drafts += 1
+        schedule.end(drafts, drafts, seconds(drafts if count else None), False)
+    assert tried == [8, 8, 0, 1, 8, 8]  # the first takes longer than others, and counts for nothing
+    assert known.costs.further(100, 8)[4] == pytest.approx(4 * EACH) and known.costs.plain(100) == PLAIN
+    schedule = Schedule(known)  # the next generation knows
+    assert [schedule.begin(100, 8), schedule.begin(100, 3)] == [8, 3]
+
+
+def test_a_drafter_of_one_token_is_not_tried_for_ever():
+    known = Experience()
+    schedule = Schedule(known)
+    for _ in range(8):
+        count = schedule.begin(100, 1)
+        admitted = count and schedule.admits(0.9)
+        schedule.end(int(admitted), int(admitted), seconds(int(admitted) if count else None), False)
+    assert known.rounds >= 4
+
+
+# When drafting stops
+
+
+def simulated(known: Experience, rounds: int, chance: float, generator: torch.Generator, confident: float = 0.5):
+    """Tokens and seconds of rounds of a drafter whose drafts are accepted by `chance`."""
+    schedule, tokens, spent = Schedule(known), 0, 0.0
+    for _ in range(rounds):
+        count, drafts = schedule.begin(100, 8), 0
+        while drafts < count and schedule.is_open() and schedule.admits(confident):
+            drafts += 1
+        accepted = next((k for k in range(drafts) if torch.rand((), generator=generator) >= chance), drafts)
+        took = seconds(drafts if count else None)
+        schedule.end(drafts, accepted, took, False)
+        tokens, spent = tokens + 1 + accepted, spent + took
+    return tokens, spent
+
+
+def test_a_hopeless_drafter_costs_next_to_nothing_and_a_good_one_is_found_again():
+    known, generator = Experience(), torch.Generator().manual_seed(0)
+    tokens, spent = simulated(known, 2000, 0.02, generator)
+    assert spent / tokens < 1.02 * PLAIN
+    assert not known.is_drafting
+    simulated(known, 700, 0.9, generator)
+    assert known.is_drafting
+    tokens, spent = simulated(known, 500, 0.9, generator)
+    best = max((1 - 0.9 ** (k + 1)) / 0.1 / seconds(k) for k in range(9))
+    assert tokens / spent > 0.93 * best
+
+
+def test_a_drafter_that_pays_a_little_is_not_given_up_by_bad_luck():
+    """Ten drafters whose rounds bring a tenth more than their price, through 400 rounds each."""
+    asked = 0
+    for seed in range(10):
+        known, generator = Experience(), torch.Generator().manual_seed(seed)
+        schedule = Schedule(known)
+        for _ in range(400):
+            count = schedule.begin(100, 8)
+            while schedule.is_open() and count and len(schedule._signals) < 2 and schedule.admits(0.9):
+                pass
+            accepted = sum((torch.rand(2, generator=generator) < 0.5).long().cumprod(0).tolist()) if count else 0
+            asked += bool(count)
+            schedule.end(2 if count else 0, min(accepted, len(schedule._signals)), 0.0318 if count else PLAIN, False)
+    assert asked > 0.85 * 4000
+
+
+@pytest.mark.parametrize("chance", [0.3, 0.5, 0.7, 0.9])
+def test_it_is_near_the_best_fixed_number(chance):
+    known, generator = Experience(), torch.Generator().manual_seed(1)
+    tokens, spent = simulated(known, 3000, chance, generator)
+    fixed = [(1 - chance ** (k + 1)) / (1 - chance) / seconds(k) for k in range(1, 9)]
+    assert tokens / spent > 0.96 * max(1 / PLAIN, *fixed)
+
+
+# The text
+
+
+def conditional(path: tuple[int, ...], kind: int) -> torch.Tensor:
+    """A distribution over four tokens after a path, the drafter's (0) or the target's (1)."""
+    generator = torch.Generator().manual_seed(hash((*path, kind, 7)) % 2**31)
+    return (
+        torch.rand(4, generator=generator).pow(2).softmax(-1)
+        if kind
+        else torch.rand(4, generator=generator).softmax(-1)
+    )
+
+
+def law_of(drafted) -> dict[tuple[int, ...], float]:
+    """Of three tokens of text, where `drafted` gives a round's tree."""
+
+    def text() -> tuple[int, ...]:
+        tree = drafted()
+        written: list[int] = []
+        walk = sampled_walk(tree, tree.tokens.tolist(), lambda node: conditional(tuple(written), 1))
+        for token, _ in walk:
+            written.append(token)
+        while len(written) < 3:
+            written.append(int(torch.multinomial(conditional(tuple(written), 1), 1)))
+        return tuple(written[:3])
+
+    law: dict[tuple[int, ...], float] = defaultdict(float)
+    for probability, outcome in every_outcome(text):
+        law[outcome] += probability
+    return law
+
+
+def drafted_by(schedule_of):
+    def drafted() -> DraftTree:
+        schedule = schedule_of()
+        sampler = DraftSampler(LogitsProcessorList(), True, schedule=schedule)
+        path: list[int] = []
+
+        def steps(k, tokens, rows) -> DraftStep:
+            path[:] = [*path[: max(k - 1, 0)], *([int(tokens[0])] if k else [])]
+            return DraftStep(conditional(tuple(path), 0).log()[None])
+
+        return sampler.grow(torch.zeros(1, 1, dtype=torch.long), 3, steps)
+
+    return drafted
+
+
+def target_law() -> dict[tuple[int, ...], float]:
+    law = {}
+    for text in itertools.product(range(4), repeat=3):
+        law[text] = 1.0
+        for place, token in enumerate(text):
+            law[text] *= float(conditional(text[:place], 1)[token])
+    return law
+
+
+def strict() -> Schedule:
+    """One that stops at some places of some paths and goes on at others."""
+    return begun(experienced(3.5, 0.05))
+
+
+def test_text_drawn_at_random_is_distributed_as_the_targets():
+    lengths = {len(outcome) for _, outcome in every_outcome(lambda: tuple(drafted_by(strict)().tokens.tolist()))}
+    assert len(lengths) > 1  # it depends on the path where drafting ends
+    law, expected = law_of(drafted_by(strict)), target_law()
+    assert all(law[text] == pytest.approx(expected[text], abs=1e-5) for text in expected)
+
+
+def test_a_schedule_that_looks_at_the_token_changes_the_distribution():
+    def drafted() -> DraftTree:
+        tree = drafted_by(lambda: None)()
+        likely = [float(q[token]) for q, token in zip(tree.q, tree.tokens)]
+        return tree.first(next((k for k, value in enumerate(likely) if value < 0.25), len(tree)))
+
+    law, expected = law_of(drafted), target_law()
+    assert max(abs(law[text] - expected[text]) for text in expected) > 0.01
+
+
+@pytest.mark.parametrize("kind", ["blind", "state", "confident", "mtp", "lookup", "specblock"])
+@pytest.mark.parametrize("make", [tiny_target, qwen3], ids=["v4", "qwen3"])
+def test_greedy_text_is_the_targets(make, kind):
+    target = make().eval()
+    if kind in ("mtp",) and make is qwen3:
+        pytest.skip("DeepSeek-V4's own")
+    ids = prompt(12)
+    drafter = {
+        "blind": lambda: (
+            half_right(target, ids, max_new_tokens=60) if make is tiny_target else tiny_drafter(target, reducer="fc")
+        ),
+        "state": lambda: headed(target, "state", reducer="fc"),
+        "confident": lambda: headed(target, "markov", reducer="fc", confidence_head=True),
+        "mtp": lambda: DeepseekV4MTPDrafter(target.config).eval(),
+        "lookup": lambda: PromptLookupDrafter(target),
+        "specblock": lambda: unrolled("specblock", target),
+    }[kind]()
+    plain = target.generate(ids, max_new_tokens=60, do_sample=False)
+    drafter.bind(target)
+    for _ in range(3):
+        out = target.generate(
+            ids, assistant_model=drafter, num_assistant_tokens="auto", max_new_tokens=60, do_sample=False
+        )
+        assert torch.equal(out, plain)
+        assert 0 <= drafter.last_stats.tokens - 1 - sum(drafter.last_stats.emitted) <= 1  # no room before the end
+        assert drafter.last_stats.tokens == out.shape[1] - 12
+    whole = target.generate(
+        ids, assistant_model=drafter, num_assistant_tokens="auto", max_new_tokens=20, do_sample=False,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    gone_on = target.generate(
+        whole.sequences, assistant_model=drafter, num_assistant_tokens="auto", max_new_tokens=40, do_sample=False,
+        past_key_values=whole.past_key_values,
+    )  # fmt: skip
+    assert torch.equal(gone_on, plain)
+
+
+@pytest.mark.parametrize("make", [tiny_target, qwen3], ids=["v4", "qwen3"])
+def test_what_a_sleeping_drafter_took_in_late_is_all_there(make, monkeypatch):
+    """It drafts what a drafter would that never slept."""
+    target = make().eval()
+    drafter, ids = tiny_drafter(target, reducer="fc"), prompt(12)
+    drafter.bind(target)
+    known = experienced(1.0, 0.06)
+    monkeypatch.setattr(binding, "Experience", lambda: known)
+    known.is_drafting, known.wait, taken, extend = False, 150, [], drafter.extend
+
+    def listened(target, context, residual, position_ids, next_ids):
+        taken.append(next_ids.shape[1])
+        extend(target, context, residual, position_ids, next_ids)
+
+    monkeypatch.setattr(drafter, "extend", listened)
+    slept = target.generate(
+        ids, assistant_model=drafter, num_assistant_tokens="auto", max_new_tokens=200, do_sample=False,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    assert drafter.last_stats.rounds > 150 and len(taken) < 70 and max(taken[1:]) == 64
+    assert sum(taken) == slept.sequences.shape[1] - 1
+    awake = target.generate(
+        ids, assistant_model=drafter, num_assistant_tokens=1, max_new_tokens=200, do_sample=False,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    assert torch.equal(slept.sequences, awake.sequences)
+    contexts = [decoding.context_of(out.past_key_values, drafter) for out in (slept, awake)]
+    assert contexts[0].end == contexts[1].end == slept.past_key_values.get_seq_length()
+    after, positions = slept.sequences, torch.arange(slept.sequences.shape[1])[None]
+    trees = [
+        drafter.propose(target, context, after, positions, 6, DraftSampler(LogitsProcessorList(), True))
+        for context in contexts
+        if torch.manual_seed(0)
+    ]
+    for mine, other in zip(trees[0].q, trees[1].q):
+        assert torch.allclose(mine, other, atol=1e-5)
+        break  # what follows depends on the draw
+
+
+def test_a_sleeping_drafter_has_its_text_where_the_text_ends(target, monkeypatch):
+    drafter, ids = tiny_drafter(target), prompt(12)
+    drafter.bind(target)
+    known = experienced(1.0, 0.06)
+    monkeypatch.setattr(binding, "Experience", lambda: known)
+    for length in (1, 2, 30, 64, 70):
+        known.is_drafting, known.wait = False, 400
+        out = target.generate(
+            ids, assistant_model=drafter, num_assistant_tokens="auto", max_new_tokens=length, do_sample=False,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        context = decoding.context_of(out.past_key_values, drafter)
+        assert context.end == out.past_key_values.get_seq_length() == 11 + length
+
+
+def test_what_is_known_is_kept_for_as_long_as_the_target_is_bound(target):
+    drafter, ids = tiny_drafter(target), prompt(12)
+    drafter.num_draft_tokens = "auto"
+    drafter.bind(target)
+    for do_sample in (False, True):
+        target.generate(ids, assistant_model=drafter, max_new_tokens=30, do_sample=do_sample)
+    known = binding._experiences[target][drafter]
+    assert known.keys() == {False, True} and known[False].costs.plain(30) > 0
+    before = known[False].costs
+    target.generate(ids, assistant_model=drafter, max_new_tokens=30, do_sample=False)
+    assert binding._experiences[target][drafter][False].costs is before
+    copies = copy.deepcopy(target), pickle.loads(pickle.dumps(target))
+    assert all(type(other) is type(target) and other not in binding._experiences for other in copies)
+    drafter.unbind(target)
+    assert target not in binding._experiences
+
+
+def test_the_callers_streamer_is_no_price_of_a_round(target, monkeypatch):
+    class Slow:
+        def put(self, value):
+            clock[0] += 1000
+
+        def end(self):
+            pass
+
+    clock, heard = [0.0], []
+
+    def now():
+        clock[0] += 1e-3
+        return clock[0]
+
+    monkeypatch.setattr(decoding, "clock", lambda device: now)
+    monkeypatch.setattr(RoundCosts, "observe", lambda self, length, drafts, took: heard.append(took))
+    drafter = tiny_drafter(target)
+    drafter.bind(target)
+    target.generate(
+        prompt(12), assistant_model=drafter, num_assistant_tokens="auto", max_new_tokens=20, do_sample=False,
+        streamer=Slow(),
+    )  # fmt: skip
+    assert len(heard) > 5 and 0 < max(heard) < 1
+
+
+def test_where_no_schedule_is(target):
+    drafter, ids = half_right(target, prompt(12), max_new_tokens=40), prompt(12)
+    plain = target.generate(ids, max_new_tokens=40, do_sample=False)
+    drafter.bind(target)
+    asked = {"assistant_model": drafter, "max_new_tokens": 40, "do_sample": False}
+    trees = target.generate(ids, **asked, num_assistant_tokens="auto", tree_budget=9)
+    assert torch.equal(trees, plain) and drafter.last_stats.nodes >= 8 * drafter.last_stats.rounds
+    cache = target.generate(ids, max_new_tokens=1, return_dict_in_generate=True).past_key_values
+    generator = target._get_candidate_generator(
+        generation_config=target._prepare_generation_config(None, num_assistant_tokens="auto", max_length=60)[0],
+        input_ids=ids, inputs_tensor=ids, logits_processor=None, assistant_model=drafter,
+        model_kwargs={"past_key_values": cache},
+    )  # fmt: skip
+    assert generator.num_drafts == 6
+
+
+@pytest.mark.parametrize("wrong", ["Auto", "", "6", 0, 7, 2.0, True])
+def test_what_is_neither_a_number_nor_auto_is_refused(target, wrong):
+    drafter = tiny_drafter(target)
+    drafter.bind(target)
+    with pytest.raises(ValueError, match=r"cannot draft .* expected 1 to 6.*, or 'auto'"):
+        drafter.num_draft_tokens = wrong
+    with pytest.raises(ValueError, match=r"cannot draft .* expected 1 to 6.*, or 'auto'"):
+        target.generate(prompt(12), assistant_model=drafter, num_assistant_tokens=wrong, max_new_tokens=5)
+
+
+def test_a_drafter_woken_by_another_generation_catches_up(target, monkeypatch):
+    drafter, known = tiny_drafter(target), experienced(1.0, 0.06)
+    drafter.bind(target)
+    monkeypatch.setattr(binding, "Experience", lambda: known)
+    known.is_drafting, known.wait, propose, behind = False, 10**6, drafter.propose, []
+
+    def listened(target, context, ids, *rest):
+        behind.append(ids.shape[1] - 1 - context.end)
+        return propose(target, context, ids, *rest)
+
+    class Waking:
+        count = 0
+
+        def put(self, value):
+            self.count += 1
+            if self.count == 9:
+                known.is_drafting, known.waited = True, 0
+
+        def end(self):
+            pass
+
+    monkeypatch.setattr(drafter, "propose", listened)
+    asked = {"max_new_tokens": 30, "do_sample": False}
+    plain = target.generate(prompt(12), **asked)
+    out = target.generate(
+        prompt(12), assistant_model=drafter, num_assistant_tokens="auto", streamer=Waking(), **asked
+    )  # fmt: skip
+    assert torch.equal(out, plain) and behind and set(behind) == {0}
+
+
+# Trees
+
+
+def worth(nodes: int, chance: float) -> tuple[float, float]:
+    """Tokens and seconds of a round with a tree: each of its nodes costs, and each further one brings less."""
+    gained = sum(chance ** (k + 1) for k in range(nodes))
+    return 1 + gained, PLAIN if not nodes else START + 0.0008 * nodes
+
+
+@pytest.mark.parametrize(("chance", "best"), [(0.0, 0), (0.2, 0), (0.6, 4), (0.8, 8), (0.97, 32), (0.999, 64)])
+def test_trees_become_as_large_as_pays(chance, best):
+    budgets, generator = Budgets(), torch.Generator().manual_seed(0)
+    rates = {size: worth(size, chance)[0] / worth(size, chance)[1] for size in Budgets.SIZES}
+    spent = tokens = 0.0
+    for _ in range(3000):
+        nodes = budgets.choose()
+        mean, took = worth(nodes, chance)
+        came = 1 + int(torch.poisson(torch.tensor(mean - 1.0), generator=generator))
+        took *= 0.95 + 0.1 * float(torch.rand((), generator=generator))
+        budgets.observe(nodes, came, took)
+        tokens, spent = tokens + mean, spent + took
+    assert tokens / spent > 0.95 * max(rates.values())
+    assert 0.95 * max(rates.values()) <= rates[budgets.best] and rates[best] == max(rates.values())
+
+
+def test_trees_are_tried_again_where_the_text_changes():
+    budgets = Budgets()
+    for _ in range(2000):
+        nodes = budgets.choose()
+        budgets.observe(nodes, *worth(nodes, 0.0))
+    assert budgets.best == 0
+    tried = []
+    for _ in range(3000):
+        tried.append(budgets.choose())
+        budgets.observe(tried[-1], *worth(tried[-1], 0.9))
+    assert budgets.best in (8, 16) and 0 < tried[:300].count(1)
+
+
+@pytest.mark.parametrize("kind", ["state", "mtp", "lookup", "specblock", "eagle3"])
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_text_of_trees_of_any_size(target, kind, do_sample):
+    ids = prompt(12)
+    drafter = {
+        "state": lambda: headed(target, "state"),
+        "mtp": lambda: DeepseekV4MTPDrafter(target.config).eval(),
+        "lookup": lambda: PromptLookupDrafter(target),
+        "specblock": lambda: unrolled("specblock", target),
+        "eagle3": lambda: unrolled("eagle3", target),
+    }[kind]()
+    plain = target.generate(ids, max_new_tokens=50, do_sample=False)
+    drafter.bind(target)
+    asked = {"assistant_model": drafter, "tree_budget": "auto", "max_new_tokens": 50, "do_sample": do_sample}
+    sizes = set()
+    for _ in range(3):
+        out = target.generate(ids, **asked)
+        assert torch.equal(out, plain) or do_sample
+        assert out.shape[1] <= 62
+        sizes |= {size for size, rounds in known_of(target, drafter, do_sample).budgets._rounds.items() if rounds}
+    assert len(sizes) >= 3
+
+
+def known_of(target, drafter, do_sample: bool) -> Experience:
+    return binding._experiences[target][drafter][do_sample]
+
+
+def test_trees_that_cannot_be_verified_are_chains_that_pay(monkeypatch, caplog):
+    target = qwen3().eval()
+    drafter, ids = tiny_drafter(target, reducer="fc"), prompt(12)
+    drafter.bind(target)
+    monkeypatch.setattr(decoding, "verification_of", lambda family, cache: "chain")
+    plain = target.generate(ids, max_new_tokens=30, do_sample=False)
+    out = target.generate(ids, assistant_model=drafter, tree_budget="auto", max_new_tokens=30, do_sample=False)
+    assert torch.equal(out, plain) and "`tree_budget` is auto" in caplog.text
+    assert known_of(target, drafter, False).costs.plain(30) > 0
+
+
+class Shared(dict):
+    """Another thread adds a key while this one goes through the dictionary, but not while it is copied."""
+
+    def __iter__(self):
+        for key in super().__iter__():
+            self[100 + len(self)] = 1.0
+            yield key
+
+    def keys(self):
+        return iter(self)
+
+    def values(self):
+        return (self[key] for key in self)
+
+    def items(self):
+        return ((key, self[key]) for key in self)
+
+    def copy(self):
+        return dict(super().items())
+
+
+def test_threads_may_learn_at_once():
+    known = Experience()
+    known.costs._shares, known.costs._times, known.costs._levels = Shared(), Shared(), Shared()
+    known.budgets._tokens, known.budgets._seconds = Shared(), Shared()
+    known.survival._drafts, known.survival._accepted = Shared(), Shared()
+    for i in range(20):
+        known.costs.observe(2**i, i % 9, 0.03)
+        known.costs.further(2**i, 8), known.costs.trial(8), known.costs.plain(i)
+        known.budgets.observe(Budgets.SIZES[i % 8], 2, 0.03)
+        known.survival.observe(0.1 * (i % 10), True), known.survival(0.5)
+    with pytest.raises(RuntimeError, match="changed size"):
+        tuple(known.costs._shares)

@@ -2,9 +2,10 @@
 
     python examples/regenerate_answers.py --target tiny-v4 --data openai/gsm8k:main --output answers.jsonl
 
-Every user turn of a conversation is answered in sequence; the answers of the dataset are not read. Prompts of equal
-length share a batch, so nothing is padded (DeepSeek-V4's compressors see padding). A killed run started again with the
-same arguments goes on where it stopped and ends in the same text: batches and random seeds follow from the prompts.
+Every user turn of a conversation is answered in sequence; the answers of the dataset are not read. Prompts of about
+one length share a batch, padded on the left; of exactly one length where the target's text would depend on padding, as
+DeepSeek-V4's does. A killed run started again with the same arguments goes on where it stopped and ends in the same
+text: batches and random seeds follow from the prompts.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from itertools import groupby, takewhile
 from pathlib import Path
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_target
+from hf_hyperdflash.runtime.targets import family_of
 from hf_hyperdflash.training.data import Message, load_rows, to_messages
 from hf_hyperdflash.training.places import at_row, with_places
 
@@ -86,12 +89,22 @@ def read_conversations(tokenizer, args: argparse.Namespace) -> list[Conversation
     return list(found.values())
 
 
-def chunks(conversations: list[Conversation], args: argparse.Namespace) -> list[list[Conversation]]:
-    """Conversations that share batches: single turns of one length; longer ones with neighbours in length."""
+def alike(conversations: list[Conversation], target) -> list[list[Conversation]]:
+    """Those that may share batches, shortest first: all of them, or those of each length."""
     ordered = sorted(conversations, key=lambda c: len(c.ids))
-    several, size = [c for c in ordered if c.several], CHUNK * args.batch_size
-    result = [list(group) for _, group in groupby((c for c in ordered if not c.several), key=lambda c: len(c.ids))]
-    result += [several[first : first + size] for first in range(0, len(several), size)]
+    by_length = family_of(target).skips_padding
+    return [list(group) for _, group in groupby(ordered, key=lambda c: len(c.ids) if by_length else 0)]
+
+
+def pieces(conversations: list[Conversation], size: int) -> list[list[Conversation]]:
+    return [conversations[first : first + size] for first in range(0, len(conversations), size)]
+
+
+def chunks(conversations: list[Conversation], target, args: argparse.Namespace) -> list[list[Conversation]]:
+    """Conversations that share batches: single turns; longer ones with neighbours in length."""
+    single, size = [c for c in conversations if not c.several], CHUNK * args.batch_size
+    result = [piece for group in alike(single, target) for piece in pieces(group, args.batch_size)]
+    result += pieces(sorted((c for c in conversations if c.several), key=lambda c: len(c.ids)), size)
     random.Random(args.seed).shuffle(result)  # a run that is stopped early has seen prompts of all kinds
     return result
 
@@ -101,9 +114,8 @@ def regenerate(target, tokenizer, chunk, done: dict[str, list[Answer]], args) ->
     read."""
     while chunk:
         following = []
-        for _, group in groupby(sorted(chunk, key=lambda c: len(c.ids)), key=lambda c: len(c.ids)):
-            members = list(group)
-            for batch in (members[i : i + args.batch_size] for i in range(0, len(members), args.batch_size)):
+        for group in alike(chunk, target):
+            for batch in pieces(group, args.batch_size):
                 if all(len(c.messages) < len(done.get(c.name, ())) for c in batch):
                     answers = [done[c.name][len(c.messages)] for c in batch]
                 else:
@@ -117,12 +129,14 @@ def regenerate(target, tokenizer, chunk, done: dict[str, list[Answer]], args) ->
 
 
 def generate(target, tokenizer, batch: list[Conversation], args: argparse.Namespace) -> list[Answer]:
-    ids = torch.tensor([c.ids for c in batch], device=target.get_input_embeddings().weight.device)
+    prompts = [torch.tensor(c.ids, device=target.get_input_embeddings().weight.device) for c in batch]
+    masks = [torch.ones_like(prompt) for prompt in prompts]
+    ids, mask = (pad_sequence(rows, batch_first=True, padding_side="left") for rows in (prompts, masks))
     torch.manual_seed(args.seed + int(batch[0].name[:8], 16) + len(batch[0].messages))
     options: dict = {"do_sample": False}
     if args.temperature:
         options = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
-    out = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=args.max_new_tokens, **options)
+    out = target.generate(ids, attention_mask=mask, max_new_tokens=args.max_new_tokens, **options)
     ends = target.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     return [answer_of(tokenizer, row, ends, args.thinking) for row in out[:, ids.shape[1] :].tolist()]
@@ -201,7 +215,7 @@ def main() -> None:
     todo = {c.name for c in conversations} - done.keys()
     bar = {"total": len(conversations), "initial": len(conversations) - len(todo), "smoothing": 0}  # ETA by the mean
     with Path(args.output).open("a") as file, tqdm(**bar, desc="regenerating", unit="prompt") as progress:
-        for chunk in chunks(conversations, args):
+        for chunk in chunks(conversations, target, args):
             for over in regenerate(target, tokenizer, chunk, done, args):
                 new = [c for c in over if c.name in todo]
                 for c in new:

@@ -372,3 +372,41 @@ def test_from_text_to_a_working_pair(tmp_path):
     expected = target.generate(ids, do_sample=False, max_new_tokens=20)
     drafter.bind(target)
     assert torch.equal(target.generate(ids, do_sample=False, max_new_tokens=20, assistant_model=drafter), expected)
+
+
+def test_survival_is_predicted_on_rounds_held_out(tmp_path):
+    suites = tmp_path / "suites"
+    suites.mkdir()
+    asked = [
+        "What is 3 plus 4?",
+        "Write a Python function that adds two numbers.",
+        "List three fruits.",
+        "What is 5 + 6?",
+    ]
+    (suites / "gsm8k.jsonl").write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in asked))
+    names = [
+        "--target",
+        EXAMPLES / "models" / "tiny-deepseek-v4",
+        "--drafter",
+        DRAFTER,
+        "--suites",
+        suites,
+        "--output",
+        tmp_path / "out",
+    ]
+    printed = run("compare_survival.py", *names, "--limit", 4, "--max-new-tokens", 40)
+    assert printed.strip() == (tmp_path / "out" / "report.md").read_text().strip()
+    figures = json.loads((tmp_path / "out" / "figures.json").read_text())
+    assert all(learned > 5 and judged > 5 for learned, judged in figures["rounds"].values())
+    for by_predictor in figures["figures"].values():
+        assert len(by_predictor) == 9
+        for told in by_predictor.values():
+            assert 0 <= told["calibration error"] <= 1 and 0 <= told["Brier score"] <= 1
+            assert told["error of the expected length"] >= abs(told["bias of the expected length"]) - 1e-9
+
+
+def test_errors_of_the_augmented_space_linear_model_are_compared(tmp_path):
+    printed = run("compare_aslm.py", "--seeds", 1, "--train", 80, "--output", tmp_path)
+    report = (tmp_path / "report.md").read_text()
+    assert "Mackey-Glass" in report and "kernel ridge" in report and printed
+    assert (tmp_path / "errors.png").stat().st_size > 5000 and json.loads((tmp_path / "results.json").read_text())

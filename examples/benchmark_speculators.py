@@ -31,7 +31,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTrainingArguments
 from hf_hyperdflash.training.losses import position_weights
-from hf_hyperdflash.training.trainer import collate
+from hf_hyperdflash.training.objective import collate
 
 DECAY = 4.0
 WEIGHTS = {"ce": 0.1, "tv": 0.9}
@@ -154,7 +154,7 @@ def check_same_loss(
     """Both packages' total variation of the same blocks; theirs is divided by the number of positions, ours by their
     weights."""
     batch = {name: value.to(args.device) for name, value in collate([row]).items()}
-    trainer._lay_blocks(batch)
+    trainer.objective.lay(batch, 0)
     whole = (batch["labels"][0] != -100).all(-1)
     batch["anchors"], batch["labels"] = batch["anchors"][:, whole], batch["labels"][:, whole]
     anchors = batch["anchors"][0]

@@ -30,7 +30,6 @@ _MODULE_OF = {
     "measure_acceptance": "training.acceptance",
     "HyperDFlashTrainingArguments": "training.arguments",
     "HyperDFlashTrainer": "training.trainer",
-    "UnrolledTrainer": "training.unrolled",
 }
 
 __all__ = ["__version__", *_MODULE_OF]

@@ -21,7 +21,6 @@ from ..runtime.drafter import SavedDrafter
 from ..runtime.modeling_eagle3 import Eagle3Drafter
 from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
 from ..runtime.modeling_specblock import SpecBlockDrafter
-from ..runtime.unrolled_drafter import UnrolledDrafter
 from .acceptance import AcceptanceCallback
 from .arguments import HyperDFlashTrainingArguments
 from .checkpoints import last_whole, share_modes, to_resume
@@ -30,7 +29,6 @@ from .fingerprint import as_words, target_fingerprint
 from .flags import STAGES, ScriptArguments
 from .places import with_places
 from .trainer import HyperDFlashTrainer
-from .unrolled import UnrolledTrainer
 
 REPORTED = (
     "learning_rate", "lr_scheduler_type", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size",
@@ -269,13 +267,13 @@ def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
 
 def settings(script: ScriptArguments, args: HyperDFlashTrainingArguments, trainer: Any) -> dict[str, Any]:
     """What a model card needs to know of the run as it happened, without this machine's folders."""
-    told = {**vars(script), **{name: getattr(args, name) for name in REPORTED}, **trainer.loss_weights}
+    told = {**vars(script), **{name: getattr(args, name) for name in REPORTED}, **trainer.objective.loss_weights}
     del told["eval_rows"]  # what would have been split off
     for name in ("target", "drafter", "eval_dataset", "chat_template"):
         told[name] = told[name] and _public_name(told[name])
     state, rows = trainer.state, trainer.train_dataset
     return told | {
-        "kl_positions": trainer.kl_positions or None,
+        "kl_positions": trainer.objective.kl_positions or None,
         "num_draft_tokens": trainer.drafter_config.max_draft_tokens,
         "dataset": [_public_name(source) for source in script.dataset or ()],
         "steps": state.global_step,
@@ -346,8 +344,9 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     torch.manual_seed(args.seed)
     drafter = earlier or new_drafter(script, target, tokenizer)
     drafter.config.target_fingerprint = as_words(target_fingerprint(target))
-    kind = UnrolledTrainer if isinstance(drafter, UnrolledDrafter) else HyperDFlashTrainer
-    trainer = kind(drafter, target, args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer)
+    trainer = HyperDFlashTrainer(
+        drafter, target, args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer
+    )
     if script.eval_prompts:
         prompts = encode_prompts(tokenizer, held_out.select(range(min(script.eval_prompts, len(held_out)))))
         trainer.add_callback(AcceptanceCallback(trainer, prompts, max_new_tokens=script.eval_max_new_tokens))

@@ -22,107 +22,33 @@ from transformers.utils.hub import PushInProgress
 from ..hub.cards import drafter_card
 from ..hub.publish import drafter_files, reaching_hub
 from ..runtime.configuration_hyperdflash import HyperDFlashConfig
+from ..runtime.configuration_unrolled import UnrolledConfig
 from ..runtime.drafter import SavedDrafter
-from ..runtime.heads import HEADS, HeadOutput
-from ..runtime.layers import block_inputs
+from ..runtime.heads import HeadOutput
 from ..runtime.stats import SpeculationStats
-from ..runtime.targets import family_of
 from ..runtime.weights import not_finite
-from .arguments import LOSS_WEIGHTS, HyperDFlashTrainingArguments
+from .arguments import HyperDFlashTrainingArguments
 from .blocks import (
-    anchor_candidates,
-    anchor_seeds,
-    block_labels,
-    block_masks,
     expected_rounds,
-    previous_tokens,
     sample_anchors,
     walk_rounds,
 )
 from .checkpoints import CHECKPOINT, last_whole, share_modes, to_resume
 from .data import prepare_dataset
 from .features import residual_of
-from .losses import IGNORE_INDEX, DrafterLoss, drafter_loss, loss_counts, position_weights
+from .losses import IGNORE_INDEX
+from .objective import Batch, BlockObjective, collate, read_layers
 from .store import FeatureCache
-from .teacher import check_teacher, teacher_states
+from .unrolled import UnrolledObjective
 
 logger = logging.getLogger(__name__)
 
-Batch = dict[str, torch.Tensor]
 TERMS = ("cross_entropy", "kl", "tv", "confidence", "blind", "rank")
 
 
-def collate(rows: list[dict[str, Any]]) -> Batch:
-    """Pad rows on the right; positions go on counting, so that padding belongs to the last document, which it follows.
-
-    Args:
-        rows: `input_ids`, `loss_mask`, `position_ids` of `[seq]` each and, from a feature cache, `residual`
-            `[seq, config.hc_mult, config.hidden_size]`.
-
-    Returns:
-        The same names, `[batch, seq]` and `[batch, seq, config.hc_mult, config.hidden_size]`.
-    """
-    names = [name for name in ("input_ids", "loss_mask", "position_ids", "residual") if name in rows[0]]
-    columns = {name: [torch.as_tensor(row[name]) for row in rows] for name in names}
-    batch: Batch = {name: nn.utils.rnn.pad_sequence(values, batch_first=True) for name, values in columns.items()}
-    for row, positions in zip(batch["position_ids"], columns["position_ids"]):
-        row[len(positions) :] = positions[-1] + torch.arange(1, len(row) - len(positions) + 1)
-    batch["loss_mask"] = batch["loss_mask"].bool()
-    return batch
-
-
-def read_layers(config: HyperDFlashConfig) -> list[int]:
-    """Layers that training reads: the drafter's and, for the teacher, the last."""
-    ids = list(config.target_layer_ids or ())
-    return ids if ids[-1] == -1 else [*ids, -1]
-
-
-def draft_states(
-    drafter: nn.Module,
-    config: HyperDFlashConfig,
-    target: PreTrainedModel,
-    batch: Batch,
-    anchors: torch.Tensor,
-    residual: torch.Tensor,
-) -> HeadOutput:
-    """Run the blocks of `anchors` as generation runs one, each draft after the text's token before it.
-
-    Generation draws that token itself: it is the text's as long as all drafts before were right, and what comes after
-    a wrong one never counts. So predictions are those of greedy drafting wherever they matter.
-
-    Args:
-        drafter: The drafter, wrapped for distributed training or not.
-        config: Its configuration, which a wrapper may hide.
-        target: Its target.
-        batch: `input_ids` and `position_ids`, `[batch, seq]`.
-        anchors: Indices into the rows, `[batch, anchors]`, -1 for missing ones.
-        residual: `[batch, seq, paths, config.target_hidden_size]` of the same rows, paths of [`read_layers`].
-
-    Returns:
-        What the target's LM head reads, `[batch, anchors, config.max_draft_tokens, config.target_hidden_size]`, and
-        what the heads say beside.
-    """
-    first, size = anchors.clamp(min=0), config.block_size
-    anchor_ids, anchor_positions = (batch[name].gather(1, first) for name in ("input_ids", "position_ids"))
-    tokens, positions = block_inputs(anchor_ids, anchor_positions, size, config.mask_token_id)
-    previous = previous_tokens(batch["input_ids"], anchors, config.max_draft_tokens)
-    head = HEADS.get(config.sequential_head)
-    with torch.no_grad():
-        embeds = family_of(target).embed(tokens)
-        read = None if head is None or not head.reads_embeds else family_of(target).embed(previous)
-    return drafter(
-        embeds,
-        positions,
-        attention_mask=block_masks(config, anchors, batch["position_ids"]),
-        residual=residual[:, :, : config.num_paths],
-        residual_position_ids=batch["position_ids"],
-        previous_ids=previous,
-        previous_embeds=read,
-    )
-
-
 class HyperDFlashTrainer(Trainer):
-    """Train a [`HyperDFlashDrafter`] for a target.
+    """Train a [`HyperDFlashDrafter`] for a target, or a [`SpecBlockDrafter`] or [`Eagle3Drafter`], as their papers do
+    ([`~unrolled.UnrolledObjective`]).
 
     The target is frozen and only read: just the drafter is optimized, saved and synchronized. The target may be spread
     with `device_map` or quantized; its LM head must not be sharded by FSDP or ZeRO-3, because processes call it a
@@ -173,21 +99,12 @@ class HyperDFlashTrainer(Trainer):
             )
         check_trainable(target)
         config = self.drafter_config = cast(HyperDFlashConfig, model.config)
-        check_teacher(target, args.kl_teacher)
         _check_trainable(config, args, processing_class, drafter=model, target=target)
+        kind = UnrolledObjective if isinstance(config, UnrolledConfig) else BlockObjective
+        self.objective: BlockObjective = kind(config, target, args)
         self.target = target.eval().requires_grad_(False)
         if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
             cast(nn.Module, target).to(args.device)
-        self._weights = self._position_weights(args.loss_decay)
-        self._kl_weights: torch.Tensor | None = None
-        self.loss_weights: dict[str, float] = {name: getattr(args, name) for name in LOSS_WEIGHTS}
-        if not config.confidence_head:
-            self.loss_weights["confidence_weight"] = 0.0
-        self._chooses = config.sequential_head in HEADS and bool(config.head_candidates)
-        if not self._chooses:
-            self.loss_weights["blind_weight"] = 0.0
-        self.kl_positions = (args.kl_positions or config.max_draft_tokens) if args.kl_weight else 0
-        self._trains_acceptance = bool(args.tv_weight) or config.confidence_head
         self._terms = torch.zeros(len(TERMS) + 1)  # and steps since the last log
         kwargs = {"data_collator": collate, **kwargs}
         kwargs["compute_metrics"] = kwargs.get("compute_metrics") or self._teacher_forced_metrics
@@ -232,43 +149,12 @@ class HyperDFlashTrainer(Trainer):
         """The micro-batches of one optimizer step with anchors and labels, and what their loss is divided by."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         for batch in batches:
-            self._lay_blocks(batch)
+            self.objective.lay(batch, self.state.global_step)
         self._terms[-1] += 1
         return batches, self._count(batches, device) if batches else None
 
-    def _lay_blocks(self, batch: Batch) -> None:
-        ids, mask = batch["input_ids"], batch["loss_mask"]
-        seeds = anchor_seeds(ids, mask, self.args.seed, self.state.global_step)
-        batch["anchors"] = sample_anchors(self._candidates(batch), self.args.num_anchors, seeds)
-        batch["steps"] = self._steps(is_training=True)
-        batch["labels"] = self._labels(batch, batch["anchors"], batch["steps"])
-
-    def _candidates(self, batch: Batch) -> torch.Tensor:
-        """Where drafting can start, `[batch, seq]`."""
-        return anchor_candidates(batch["loss_mask"], batch["position_ids"])
-
-    def _steps(self, is_training: bool) -> torch.Tensor:
-        """How many tokens after the anchor the token before each draft position stands, `[drafts]`."""
-        return torch.arange(self.drafter_config.max_draft_tokens)
-
-    def _labels(self, batch: Batch, anchors: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-        farthest = int(steps.max()) + 1
-        labels = block_labels(batch["input_ids"], batch["loss_mask"], batch["position_ids"], anchors, farthest)
-        return labels[:, :, steps.to(labels.device)].contiguous()
-
-    def _position_weights(self, decay: float | None) -> torch.Tensor | None:
-        return position_weights(self.drafter_config.max_draft_tokens, decay)
-
-    def _drafted(
-        self, model: nn.Module, batch: Batch, anchors: torch.Tensor, residual: torch.Tensor, steps: torch.Tensor
-    ) -> HeadOutput:
-        """What the drafter says after anchors of a batch, see [`draft_states`]."""
-        return draft_states(model, self.drafter_config, self.target, batch, anchors, residual)
-
     def _count(self, batches: list[Batch], device: torch.device) -> torch.Tensor:
-        labels = [batch["labels"].flatten(0, 1) for batch in batches]
-        counts = sum(loss_counts(each, self.kl_positions, self._weights) for each in labels)
-        return self.accelerator.reduce(torch.as_tensor(counts).to(device), "sum")
+        return self.accelerator.reduce(self.objective.counts(batches).to(device), "sum")
 
     def compute_loss(
         self,
@@ -280,14 +166,14 @@ class HyperDFlashTrainer(Trainer):
         """The loss of one micro-batch, divided by the counts of the whole step, so that micro-batches and processes
         sum to one big batch's loss."""
         if "labels" not in inputs:
-            self._lay_blocks(inputs)
+            self.objective.lay(inputs, self.state.global_step)
         if num_items_in_batch is None:
             num_items_in_batch = self._count([inputs], self.args.device)
         residual = self.residual(inputs)
         anchors, steps = inputs["anchors"], inputs["steps"]
-        drafted = self._drafted(model, inputs, anchors, residual, steps)
-        counts = torch.as_tensor(num_items_in_batch)
-        terms = self._loss(model, drafted, anchors, inputs["labels"], residual, steps, counts)
+        drafted = self.objective.drafted(model, inputs, anchors, residual, steps)
+        counts, table = torch.as_tensor(num_items_in_batch), self._head_table(model)
+        terms = self.objective.loss(drafted, anchors, inputs["labels"], residual, steps, table, counts)
         if not torch.isfinite(terms.loss):
             raise self._not_finite(terms.loss.item(), residual)
         self._terms[:-1] += torch.stack([getattr(terms, name) for name in TERMS]).cpu()
@@ -301,60 +187,11 @@ class HyperDFlashTrainer(Trainer):
         layers = read_layers(self.drafter_config)
         return residual_of(self.target, batch["input_ids"], batch["position_ids"], layers)
 
-    def _loss(
-        self,
-        model: nn.Module,
-        drafted: HeadOutput,
-        anchors: torch.Tensor,
-        labels: torch.Tensor,
-        residual: torch.Tensor,
-        steps: torch.Tensor,
-        counts: torch.Tensor | None = None,
-        needs_acceptance: bool = False,
-    ) -> DrafterLoss:
-        everywhere = self._trains_acceptance or needs_acceptance
-        taught = self.drafter_config.max_draft_tokens if everywhere else self.kl_positions
-        states, vectors, confidence, blind, _ = (None if part is None else part.flatten(0, 1) for part in drafted)
-        return drafter_loss(
-            cast(torch.Tensor, states),
-            labels.flatten(0, 1),
-            self._teacher(anchors, residual, steps[:taught]) if taught else None,
-            kl_temperature=self.args.kl_temperature,
-            kl_positions=self.kl_positions,
-            kl_weights=self._kl_weights,
-            weights=self._weights,
-            counts=counts,
-            vectors=vectors,
-            table=self._head_table(model),
-            confidence=confidence,
-            blind=blind,
-            candidates=self.drafter_config.head_candidates or 0,
-            head=self._head,
-            chunk_size=self.args.loss_chunk_size,
-            **self.loss_weights,
-        )
-
-    def _head(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's LM head."""
-        return family_of(self.target).logits(states).to(states.device)
-
     def _head_table(self, model: nn.Module) -> torch.Tensor | None:
         """The table of the drafter's sequential head, whole on every process. Each of them knows its own loss's
         gradient, and FSDP2 expects the mean."""
         table = cast(Any, self.accelerator.unwrap_model(model, keep_torch_compile=False)).head_table
         return table.full_tensor(grad_placements=[Partial("avg")]) if isinstance(table, DTensor) else table
-
-    @torch.no_grad()
-    def _teacher(self, anchors: torch.Tensor, residual: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-        """A draft position learns from the target's state at the token before it (section 2.3), `steps` after the
-        anchor: `[blocks, positions, hidden_size]`. Where blocks overlap, a state is computed once."""
-        batch, length = residual.shape[:2]
-        at = (anchors.clamp(min=0).unsqueeze(-1) + steps.to(anchors.device)).clamp(max=length - 1)
-        rows = length * torch.arange(batch, device=at.device)
-        places, of_place = (at + rows[:, None, None]).unique(return_inverse=True)
-        final = residual.flatten(0, 1)[places, -self.drafter_config.target_hc_mult :]
-        states = teacher_states(self.target, final.unsqueeze(0), self.args.kl_teacher).to(residual.device)
-        return states[0, of_place].flatten(0, 1)
 
     def _not_finite(self, loss: float, residual: torch.Tensor) -> ValueError:
         if torch.isfinite(residual).all():
@@ -375,9 +212,9 @@ class HyperDFlashTrainer(Trainer):
         if "loss" in logs and self._terms[-1]:
             means = self.accelerator.reduce(self._terms[:-1].to(self.args.device), "sum") / self._terms[-1].item()
             in_use = {
-                "tv": self._trains_acceptance,
+                "tv": self.objective.trains_acceptance,
                 "confidence": self.drafter_config.confidence_head,
-                "blind": self._chooses,
+                "blind": self.objective.chooses,
                 "rank": getattr(self.drafter_config, "rank_head", False),
             }
             logs |= {name: mean for name, mean in zip(TERMS, means.tolist()) if in_use.get(name, True)}
@@ -402,23 +239,20 @@ class HyperDFlashTrainer(Trainer):
         batch = self._prepare_inputs(inputs)
         with torch.no_grad():
             residual = self.residual(batch)
-            anchors = sample_anchors(self._candidates(batch))
+            anchors = sample_anchors(self.objective.candidates(batch))
             # Where processes hold the drafter in parts, all call it equally often.
             anchors = self.accelerator.pad_across_processes(anchors, dim=1, pad_index=-1)
-            steps = self._steps(is_training=False)
+            steps = self.objective.steps()
             parts = [
-                self._drafted(model, batch, part, residual, steps)
+                self.objective.drafted(model, batch, part, residual, steps)
                 for part in anchors.split(self.args.num_anchors, dim=1)
             ]
             whole = [None if part[0] is None else torch.cat(part, dim=1) for part in zip(*parts)]
-            drafted = HeadOutput(cast(torch.Tensor, whole[0]), *whole[1:])
-            drafts = self.drafter_config.max_draft_tokens
-            following = block_labels(
-                batch["input_ids"], batch["loss_mask"], batch["position_ids"], anchors, drafts + 1
-            )
+            drafted, table = HeadOutput(cast(torch.Tensor, whole[0]), *whole[1:]), self._head_table(model)
+            following = self.objective.following(batch, anchors, self.drafter_config.max_draft_tokens + 1)
             labels = following[:, :, :-1].contiguous()
-            terms = self._loss(
-                model, drafted, anchors, labels, residual, steps, needs_acceptance=not prediction_loss_only
+            terms = self.objective.loss(
+                drafted, anchors, labels, residual, steps, table, needs_acceptance=not prediction_loss_only
             )
         if prediction_loss_only:
             return terms.loss, None, None

@@ -12,101 +12,84 @@ from transformers import PreTrainedModel
 from ..runtime.heads import HeadOutput
 from ..runtime.rank_head import rank_classes
 from ..runtime.targets import family_of
-from .arguments import HyperDFlashTrainingArguments
 from .losses import IGNORE_INDEX, DrafterLoss, loss_counts, position_weights, rank_loss
-from .trainer import Batch, HyperDFlashTrainer
+from .objective import Batch, BlockObjective
 
 
-class UnrolledTrainer(HyperDFlashTrainer):
-    """Train an [`Eagle3Drafter`] or a [`SpecBlockDrafter`]: every entry of the text makes its first block, and at
-    anchors later blocks go on from it, `config.max_blocks` in all, each with the text's own token. In training each
-    goes on from a slot of the block before that is drawn anew for every step, in `evaluate` from the last, as a chain
-    does. Everything else is [`HyperDFlashTrainer`]'s.
-
-    Args:
-        model: The drafter, plain or wrapped by PEFT.
-        target: The target it drafts for.
-        args: The arguments.
-        **kwargs: As there.
-
-    Raises:
-        ValueError: As there.
+class UnrolledObjective(BlockObjective):
+    """Of an [`Eagle3Drafter`] or a [`SpecBlockDrafter`]: every entry of the text makes its first block, and at anchors
+    later blocks go on from it, `config.max_blocks` in all, each with the text's own token. In training each goes on
+    from a slot of the block before that is drawn anew for every step, else from the last, as a chain does.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        target: PreTrainedModel,
-        args: HyperDFlashTrainingArguments | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(model, target, args, **kwargs)
-        self._kl_weights = self._weights
+    def __init__(self, config: Any, target: PreTrainedModel, args: Any) -> None:
+        super().__init__(config, target, args)
+        self.kl_weights = self.weights
 
-    def _candidates(self, batch: Batch) -> torch.Tensor:
-        return super()._candidates(batch) & (batch["position_ids"] > 0)  # an entry comes before the anchor
+    def candidates(self, batch: Batch) -> torch.Tensor:
+        return super().candidates(batch) & (batch["position_ids"] > 0)  # an entry comes before the anchor
 
     def _position_weights(self, decay: float | None) -> torch.Tensor | None:
-        of_block = position_weights(self.drafter_config.block_size, decay)
-        if of_block is None or self.drafter_config.block_size == 1:
+        of_block = position_weights(self.config.block_size, decay)
+        if of_block is None or self.config.block_size == 1:
             return super()._position_weights(decay)  # of a token at a time, each is a step further
-        return of_block.repeat(self.drafter_config.max_blocks)
+        return of_block.repeat(self.config.max_blocks)
 
-    def _steps(self, is_training: bool) -> torch.Tensor:
-        size, later = self.drafter_config.block_size, self.drafter_config.max_blocks - 1
-        chance = random.Random(f"{self.args.seed},{self.state.global_step}")
-        slots = [chance.randrange(size) if is_training else size - 1 for _ in range(later)]
+    def steps(self, step: int | None = None) -> torch.Tensor:
+        size, later = self.config.block_size, self.config.max_blocks - 1
+        chance = random.Random(f"{self.args.seed},{step}")
+        slots = [size - 1 if step is None else chance.randrange(size) for _ in range(later)]
         first = torch.tensor([0, *(slot + 1 for slot in slots)]).cumsum(0)
         return (first[:, None] + torch.arange(size)).flatten()
 
-    def _drafted(
-        self, model: nn.Module, batch: Batch, anchors: torch.Tensor, residual: torch.Tensor, steps: torch.Tensor
+    def drafted(
+        self, drafter: nn.Module, batch: Batch, anchors: torch.Tensor, residual: torch.Tensor, steps: torch.Tensor
     ) -> HeadOutput:
         ids = batch["input_ids"]
         following = torch.cat([ids[:, 1:], ids[:, -1:]], dim=1)
-        first = steps[:: self.drafter_config.block_size].to(ids.device)  # of each block, after the anchor
+        first = steps[:: self.config.block_size].to(ids.device)  # of each block, after the anchor
         at = (anchors.clamp(min=0).unsqueeze(-1) + first[1:]).clamp(max=ids.shape[1] - 1)
         with torch.no_grad():
             next_embeds = family_of(self.target).embed(following)
             later = ids.gather(1, at.flatten(1)).view_as(at)
             later_embeds = family_of(self.target).embed(later)
-        return model(
-            residual[:, :, : self.drafter_config.num_paths],
+        return drafter(
+            residual[:, :, : self.config.num_paths],
             batch["position_ids"],
             next_embeds,
             (anchors - 1).clamp(min=0),
             later_embeds,
             (first.diff() - 1).tolist(),
-            head=self._head,
+            head=self.head,
         )
 
-    def _loss(
+    def loss(
         self,
-        model: nn.Module,
         drafted: HeadOutput,
         anchors: torch.Tensor,
         labels: torch.Tensor,
         residual: torch.Tensor,
         steps: torch.Tensor,
+        table: torch.Tensor | None = None,
         counts: torch.Tensor | None = None,
         needs_acceptance: bool = False,
     ) -> DrafterLoss:
-        size, ranks, kept = self.drafter_config.block_size, drafted.ranks, labels
+        size, ranks, kept = self.config.block_size, drafted.ranks, labels
         is_masked = self.args.valid_prefix and torch.is_grad_enabled()
         if ranks is None and not is_masked:
-            return super()._loss(model, drafted, anchors, labels, residual, steps, counts, needs_acceptance)
+            return super().loss(drafted, anchors, labels, residual, steps, table, counts, needs_acceptance)
         right, classes = self._judged(drafted.states, labels)
         if is_masked:
             before = right.unflatten(-1, (-1, size)).long().cumprod(-1)[..., :-1]
             valid = nn.functional.pad(before, (1, 0), value=1).bool().flatten(-2)
             kept = labels.masked_fill(~valid, IGNORE_INDEX)
             counts = None if counts is None else counts * self._share(kept, labels)
-        terms = super()._loss(model, drafted, anchors, kept, residual, steps, counts, needs_acceptance)
+        terms = super().loss(drafted, anchors, kept, residual, steps, table, counts, needs_acceptance)
         if ranks is None:
             return terms
         of_ranks = rank_loss(ranks.flatten(0, 1).view(-1, size, ranks.shape[-1]), classes.view(-1, size))
         if counts is not None:  # a part of a step
-            of_ranks = of_ranks * loss_counts(kept.flatten(0, 1), 0, self._weights).to(counts)[0] / counts[0]
+            of_ranks = of_ranks * loss_counts(kept.flatten(0, 1), 0, self.weights).to(counts)[0] / counts[0]
         of_ranks = of_ranks.to(terms.loss)
         return terms._replace(loss=terms.loss + (self.args.rank_weight or 0) * of_ranks, rank=of_ranks.detach())
 
@@ -116,7 +99,7 @@ class UnrolledTrainer(HyperDFlashTrainer):
         right, classes = torch.zeros_like(labels, dtype=torch.bool), torch.full_like(labels, IGNORE_INDEX)
         for at in (labels != IGNORE_INDEX).nonzero().split(self.args.loss_chunk_size):
             place = at.unbind(1)
-            logits, tokens = self._head(states[place]), labels[place]
+            logits, tokens = self.head(states[place]), labels[place]
             right[place] = logits.argmax(-1) == tokens
             classes[place] = rank_classes(logits, tokens)
         return right, classes
@@ -124,7 +107,7 @@ class UnrolledTrainer(HyperDFlashTrainer):
     def _share(self, kept: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """What part of each count is kept here: of the whole step it is known only afterwards."""
         left, all_ = (
-            loss_counts(each.flatten(0, 1), self.kl_positions, self._weights).to(labels.device)
+            loss_counts(each.flatten(0, 1), self.kl_positions, self.weights).to(labels.device)
             for each in (kept, labels)
         )
         return torch.where(all_ > 0, left / all_.clamp(min=1e-9), 0.0)

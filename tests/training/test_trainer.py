@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,8 +29,8 @@ from hf_hyperdflash.runtime.heads import HEADS
 from hf_hyperdflash.training.arguments import RECIPES
 from hf_hyperdflash.training.checkpoints import last_whole
 from hf_hyperdflash.training.data import encode_prompts
+from hf_hyperdflash.training.objective import BlockObjective, collate, read_layers
 from hf_hyperdflash.training.store import FeatureCache
-from hf_hyperdflash.training.trainer import collate, draft_states, read_layers
 
 from ..conftest import MODELS, prompt, tiny_target
 from ..helpers.headed_drafters import headless
@@ -74,7 +75,9 @@ def test_training_reproduces_the_draft_logits_of_every_round(target, fields):
     with torch.no_grad(), capture_residual(target, read_layers(drafter.config)) as captured:
         target(text, use_cache=False)
         anchors = torch.tensor([[anchor for anchor, _ in rounds]])
-        logits = target.lm_head(draft_states(drafter, drafter.config, target, batch, anchors, captured[0]).states)
+        args = SimpleNamespace(**RECIPES["hyperdflash"], kl_teacher="hc_head")
+        objective = BlockObjective(drafter.config, target, args)
+        logits = target.lm_head(objective.drafted(drafter, batch, anchors, captured[0], objective.steps()).states)
     torch.testing.assert_close(logits[0], torch.cat([drafted for _, drafted in rounds]), atol=1e-5, rtol=1e-5)
 
 
@@ -332,7 +335,7 @@ def test_a_recipe_s_terms_are_logged_where_they_are_in_use(tmp_path, target, rec
         assert ("confidence" in line) == confidence_head and ("blind" in line) == (kind == "state")
         expected += sum(weight[f"{name}_weight"] * line.get(name, 0) for name in ("tv", "confidence", "blind"))
         assert line["loss"] == pytest.approx(expected, rel=1e-4)
-        assert trainer.loss_weights["confidence_weight"] == float(confidence_head)
+        assert trainer.objective.loss_weights["confidence_weight"] == float(confidence_head)
 
 
 def test_a_recipe_sets_what_the_user_did_not(tmp_path):
@@ -364,9 +367,9 @@ def test_what_a_recipe_distills(tmp_path, target):
         ({}, 2), ({"recipe": "ours"}, 3), ({"recipe": "ours", "kl_positions": 1}, 1), ({"recipe": "dspark"}, 0),
     ):  # fmt: skip
         trainer = trainer_for(tmp_path, target, drafter, data, **settings)
-        assert trainer.kl_positions == positions
+        assert trainer.objective.kl_positions == positions
         batch = collate([trainer.train_dataset[i] for i in range(2)])
-        trainer._lay_blocks(batch)
+        trainer.objective.lay(batch, 0)
         assert len(trainer._count([batch], torch.device("cpu"))) == 1 + positions
 
 

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
-from hf_hyperdflash import HyperDFlashTrainingArguments, UnrolledTrainer, capture_residual
+from hf_hyperdflash import HyperDFlashTrainer, HyperDFlashTrainingArguments, capture_residual
 from hf_hyperdflash.runtime.rank_head import rank_classes, rank_features
 from hf_hyperdflash.runtime.targets import family_of
 from hf_hyperdflash.training.losses import IGNORE_INDEX, rank_loss
-from hf_hyperdflash.training.trainer import collate, read_layers
+from hf_hyperdflash.training.objective import collate, read_layers
 
 from ..conftest import CSA, SLIDING, prompt, tiny_target
 from ..helpers import oracle_eagle3, oracle_specblock
@@ -36,7 +36,7 @@ def trainer_for(folder, target, drafter, recipe, train=None, held_out=None, **op
     settings = {"num_anchors": 5, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
                 "logging_steps": 1, "max_length": 64, "per_device_train_batch_size": 3, **options}  # fmt: skip
     args = HyperDFlashTrainingArguments(str(folder), recipe=recipe, **settings)
-    return UnrolledTrainer(drafter, target, args, train_dataset=train, eval_dataset=held_out)
+    return HyperDFlashTrainer(drafter, target, args, train_dataset=train, eval_dataset=held_out)
 
 
 @torch.no_grad()
@@ -49,7 +49,7 @@ def what_is_read(drafter, target, ids):
 
 def prepared(trainer, batch):
     """A batch with what training lays over it, and the residual."""
-    trainer._lay_blocks(batch)
+    trainer.objective.lay(batch, trainer.state.global_step)
     return trainer.residual(batch)
 
 
@@ -68,7 +68,7 @@ def test_specblock_is_trained_as_the_loops_say(tmp_path, target, fields):
     batch = collate(trainer.train_dataset.to_list())
     residual = prepared(trainer, batch)
     anchors, steps, size = batch["anchors"], batch["steps"], drafter.config.block_size
-    found = trainer._drafted(drafter, batch, anchors, residual, steps)
+    found = trainer.objective.drafted(drafter, batch, anchors, residual, steps)
     tensors, shape = specblock_oracle(drafter, target)
     off = frozenset(name for name in ("shift", "broadcast") if not fields.get(name, True))
     first, compared = steps[::size].tolist(), 0
@@ -142,7 +142,7 @@ def test_specblocks_loss_counts_valid_prefixes_and_ranks(tmp_path, target):
     labels = batch["labels"]
     # Where the drafter is right must not always be nowhere: half of the labels are what it drafts.
     with torch.no_grad():
-        drafted = trainer._drafted(drafter, batch, batch["anchors"], residual, batch["steps"])
+        drafted = trainer.objective.drafted(drafter, batch, batch["anchors"], residual, batch["steps"])
         logits = target.get_output_embeddings()(drafted.states)
         chance = torch.Generator().manual_seed(0)
         copied = torch.rand(labels.shape, generator=chance) < 0.6
@@ -154,7 +154,7 @@ def test_specblocks_loss_counts_valid_prefixes_and_ranks(tmp_path, target):
     assert 0 < valid.sum() < (blocks != IGNORE_INDEX).sum()
     kept = blocks.masked_fill(~valid, IGNORE_INDEX).view_as(labels.flatten(0, 1))
     with torch.no_grad():
-        teacher = target.get_output_embeddings()(trainer._teacher(batch["anchors"], residual, batch["steps"]))
+        teacher = target.get_output_embeddings()(trainer.objective.teacher(batch["anchors"], residual, batch["steps"]))
     taught = teacher.log_softmax(-1)
     kl = (taught.exp() * (taught - logits.flatten(0, 1).log_softmax(-1))).sum(-1)
     has = kept != IGNORE_INDEX
@@ -277,12 +277,11 @@ def test_blocks_go_on_from_any_slot_and_the_same_ones_again(tmp_path, target):
     trainer = trainer_for(tmp_path, target, drafter, "specblock", train=rows(3))
     seen = set()
     for step in range(60):
-        trainer.state.global_step = step
-        steps = trainer._steps(is_training=True)
-        assert torch.equal(steps, trainer._steps(is_training=True))
+        steps = trainer.objective.steps(step)
+        assert torch.equal(steps, trainer.objective.steps(step))
         seen.add(tuple((steps[::3].diff() - 1).tolist()))
     assert seen == {(a, b) for a in range(3) for b in range(3)}
-    assert trainer._steps(is_training=False).tolist() == list(range(9))
+    assert trainer.objective.steps().tolist() == list(range(9))
 
 
 def test_no_anchor_without_an_entry(tmp_path, target):
@@ -290,7 +289,7 @@ def test_no_anchor_without_an_entry(tmp_path, target):
     row = {"input_ids": list(range(2, 12)), "loss_mask": [1] * 10}
     trainer = trainer_for(tmp_path, target, drafter, "eagle3", train=[row], num_anchors=99)
     batch = collate(trainer.train_dataset.to_list())
-    trainer._lay_blocks(batch)
+    trainer.objective.lay(batch, trainer.state.global_step)
     assert batch["anchors"].tolist() == [list(range(1, 9))]
     assert read_layers(drafter.config)[-1] == -1
 

@@ -79,7 +79,10 @@ def speculative_decoding(
     stats.loop_seconds = decoding.now() - began
     if streamer is not None:
         streamer.end()
-    return decoding.result(row)
+    result = decoding.result(row)
+    if decoding.lesson is not None:
+        decoding.learner.end(decoding.lesson, stats)
+    return result
 
 
 class _Decoding:
@@ -97,7 +100,10 @@ class _Decoding:
     ) -> None:
         self.target, self.drafter, self.num_drafts = target, drafter, num_drafts
         self.binding, self.config, self.streamer = target.hyperdflash_binding, generation_config, streamer
-        self.layer_ids = drafter.target_layer_ids
+        self.learner = drafter.learner
+        self.lesson = None if self.learner is None else self.learner.begin(target)
+        self.layer_ids = drafter.target_layer_ids if self.lesson is None else self.lesson.layer_ids
+        self.own_paths = len(drafter.target_layer_ids) * self.binding.family.paths  # the drafter's, which come first
         self.reading = self.binding.residual.reader(self.layer_ids)
         self.processor, self.stopping = logits_processor, Stopping(stopping_criteria)
         self.sampler = DraftSampler(logits_processor, generation_config.do_sample)
@@ -286,6 +292,9 @@ class _Decoding:
             positions, following = positions[:, real], following[:, real]
             residual = None if residual is None else residual[:, real.to(residual.device)]
         if following.shape[1]:
+            if self.lesson is not None and residual is not None:
+                self.lesson.add(residual, positions, following, start >= row.prompt_length)
+                residual = residual[:, :, : self.own_paths]
             began = self.now()
             self.drafter.extend(self.target, row.context, residual, positions, following)
             self.stats.draft_seconds += self.now() - began

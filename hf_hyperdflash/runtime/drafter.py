@@ -40,11 +40,13 @@ class Drafter:
         config: Of its own, or the target's: `generate` compares vocabularies.
         target_layer_ids: Whose residual paths it reads, as in [`~binding.capture_residual`]; empty for none.
         max_draft_tokens: The most tokens that one round can draft; `None` for any number.
+        learner: Hears what is generated with it, while it learns ([`adapt`]).
     """
 
     config: Any
     target_layer_ids: Sequence[int] = ()
     max_draft_tokens: int | None = None
+    learner: Any = None
 
     # What a drafter does
 
@@ -144,6 +146,29 @@ class Drafter:
             "A HyperDFlash drafter works only through a target that is bound to it. Call `drafter.bind(target)` "
             "once, then `target.generate(**inputs, assistant_model=drafter)`."
         )
+
+    def adapt(self, target: PreTrainedModel, **options: Any) -> Any:
+        """Learn while serving: from now on, or inside a `with`, between generations with `target`.
+
+        Every verification tells what the target would have written, for free. Where the text changes, or the target
+        was fine-tuned, the drafter follows. Text stays the target's own. Off unless it is asked for: an update takes
+        time of the request that has just ended, and three times the drafter's parameters in float32 are kept beside
+        it. See [`~training.adaptation.AdaptationConfig`].
+
+        Args:
+            target: The target that it serves.
+            **options: Fields of [`~training.adaptation.AdaptationConfig`].
+
+        Returns:
+            An [`~training.adaptation.Adaptation`]: `stop()`, `reset()` to the weights that the drafter came with, and
+            `log`, what was decided after each request. [`save_pretrained`] saves the drafter as it is then.
+
+        Raises:
+            ValueError: If the drafter cannot learn, or an option is none.
+        """
+        if find_spec("hf_hyperdflash") is None:
+            raise ValueError("Learning while serving needs the package: `pip install hf-hyperdflash`.")
+        return import_module("hf_hyperdflash.training.adaptation").adapt(self, target, **options)
 
     _supports_logits_to_keep = generate  # which transformers asks an assistant before that
 

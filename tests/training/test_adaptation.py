@@ -1,0 +1,392 @@
+"""Learning while serving: the text stays the target's, what is learned from is what was served, and it pays."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import TemperatureLogitsWarper
+
+from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, capture_residual, load_drafter, unbind
+from hf_hyperdflash.training import adaptation
+from hf_hyperdflash.training.adaptation import AdaptationConfig
+from hf_hyperdflash.training.bandit import Bandit
+from hf_hyperdflash.training.lessons import Lesson, Memory
+
+from ..conftest import prompt, tiny_drafter, tiny_target
+from ..helpers.families import qwen3
+from ..helpers.headed_drafters import headed
+from ..helpers.unrolled import unrolled
+
+EAGER = {"policy": "always", "every": 1, "steps": 2, "rows": 4, "num_anchors": 16, "learning_rate": 1e-2}
+
+
+def answer(target, drafter, ids, **kwargs):
+    return target.generate(ids, assistant_model=drafter, **{"do_sample": False, "max_new_tokens": 30, **kwargs})
+
+
+def weights_of(drafter):
+    return {name: value.clone() for name, value in drafter.state_dict().items()}
+
+
+def same(one, other):
+    return all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+KINDS = {
+    "blind": lambda target: tiny_drafter(target, num_draft_tokens=4),
+    "state head and confidence": lambda target: headed(target, "state", confidence_head=True, num_draft_tokens=4),
+    "selector": lambda target: headed(target, "selector", head_candidates=4, num_draft_tokens=4),
+    "specblock": lambda target: unrolled("specblock", target),
+    "eagle3": lambda target: unrolled("eagle3", target),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drafter_learns_what_it_serves_and_the_text_stays_the_targets(target, kind):
+    drafter = KINDS[kind](target)
+    drafter.bind(target)
+    ids = [prompt(9, seed) for seed in range(3)]
+    plain = [target.generate(each, do_sample=False, max_new_tokens=30) for each in ids]
+    first = [answer(target, drafter, each) is not None and drafter.last_stats.tau for each in ids]
+    before = weights_of(drafter)
+    with drafter.adapt(target, **EAGER) as learning:
+        for turn in range(24):
+            assert torch.equal(answer(target, drafter, ids[turn % 3]), plain[turn % 3])
+    assert drafter.learner is None and not same(before, weights_of(drafter))
+    last = [answer(target, drafter, each) is not None and drafter.last_stats.tau for each in ids]
+    assert sum(last) > 1.5 * sum(first)
+    updates = [decision for decision in learning.log if decision.arm]
+    assert len(learning.log) == 24 and len(updates) == 22  # one to learn from, one to judge by
+    assert all(update.cost > 0 and update.arm == "all" for update in updates)
+    assert [decision.request for decision in learning.log] == list(range(1, 25))
+    learning.reset()
+    assert same(before, weights_of(drafter))
+    assert [answer(target, drafter, each) is not None and drafter.last_stats.tau for each in ids] == first
+
+
+@pytest.mark.parametrize("model", ["v4", "qwen3"])
+def test_a_lesson_is_what_the_target_computed(model):
+    """Of the whole text: the residual of every layer that training reads, also where drafting does not read the last;
+    in chunks of the prompt, with padding, and on from a filled cache."""
+    target = tiny_target() if model == "v4" else qwen3().eval()
+    drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[0, 1])
+    drafter.bind(target)
+    learning = drafter.adapt(target, policy="never")
+    for count, options in enumerate([{}, {"prefill_chunk_size": 4}, {"do_sample": True}], start=1):
+        text = answer(target, drafter, prompt(11), **options)
+        row = learning.memory.newest(1)[0]
+        assert learning.layer_ids == [0, 1, -1] and len(learning.memory) == count
+        length = text.shape[1] - 1  # nothing was computed of the last token
+        with torch.no_grad(), capture_residual(target, [0, 1, -1]) as captured:
+            target(text[:, :length], use_cache=False)
+        torch.testing.assert_close(row["residual"], captured[0][0], atol=1e-4, rtol=1e-4)
+        assert row["input_ids"][1:].tolist() == text[0, 1:length].tolist()
+        assert row["position_ids"].tolist() == list(range(length))
+        assert row["loss_mask"].tolist() == [place >= 11 for place in range(length)]
+
+
+def test_padding_is_no_lesson():
+    target = qwen3().eval()
+    drafter = tiny_drafter(target, reducer="fc")
+    drafter.bind(target)
+    learning = drafter.adapt(target, policy="never")
+    ids = prompt(11)
+    padded, mask = torch.cat([torch.zeros_like(ids[:, :3]), ids], dim=1), torch.ones(1, 14, dtype=torch.long)
+    mask[:, :3] = 0
+    answer(target, drafter, ids), answer(target, drafter, padded, attention_mask=mask)
+    one, other = learning.memory.newest(2)
+    for name in ("input_ids", "position_ids", "loss_mask"):
+        assert torch.equal(one[name][1:], other[name][1:])
+    torch.testing.assert_close(one["residual"], other["residual"], atol=1e-4, rtol=1e-4)
+
+
+def test_a_turn_on_a_filled_cache_is_a_lesson_of_its_own(target, drafter):
+    drafter.bind(target)
+    learning = drafter.adapt(target, policy="never")
+    first = target.generate(
+        prompt(9), assistant_model=drafter, do_sample=False, max_new_tokens=12, return_dict_in_generate=True
+    )
+    ids = torch.cat([first.sequences, prompt(5, 1)], dim=1)
+    text = answer(target, drafter, ids, past_key_values=first.past_key_values)
+    row, start = learning.memory.newest(1)[0], first.sequences.shape[1] - 1
+    assert row["position_ids"].tolist() == list(range(start, text.shape[1] - 1))
+    assert row["input_ids"][1:].tolist() == text[0, start + 1 : -1].tolist()
+    assert row["loss_mask"].tolist() == [place >= ids.shape[1] for place in range(start, text.shape[1] - 1)]
+
+
+def test_what_does_not_help_is_taken_back(target, drafter, monkeypatch):
+    drafter.bind(target)
+    before = weights_of(drafter)
+    learning, told = drafter.adapt(target, **EAGER), iter(range(100, 0, -1))
+    monkeypatch.setattr(learning, "_expected", lambda rows: float(next(told)))
+    for seed in range(5):
+        answer(target, drafter, prompt(9, seed))
+    assert same(before, weights_of(drafter)) and same(before, weights_of(learning._pupil))
+    assert all(decision.gain < 0 for decision in learning.log if decision.arm)
+    assert sum(decision.arm is not None for decision in learning.log) == 3
+
+
+def test_only_heads_learn_where_that_is_asked(target):
+    drafter = headed(target, "markov", confidence_head=True)
+    drafter.bind(target)
+    before = weights_of(drafter)
+    with drafter.adapt(target, arms=["heads"], **EAGER):
+        for seed in range(6):
+            answer(target, drafter, prompt(9, seed))
+    changed = {
+        name.partition(".")[0] for name, value in weights_of(drafter).items() if not torch.equal(value, before[name])
+    }
+    assert changed == {"markov_head", "confidence_head"}
+
+
+def test_served_in_bfloat16_learned_in_float32():
+    target = tiny_target().bfloat16()
+    drafter = tiny_drafter(target, dtype="bfloat16")
+    drafter.bind(target)
+    plain = [answer(target, drafter, prompt(9, seed)) for seed in range(2)]
+    before = weights_of(drafter)
+    with torch.inference_mode(), drafter.adapt(target, **EAGER) as learning:
+        for turn in range(6):
+            assert torch.equal(answer(target, drafter, prompt(9, turn % 2)), plain[turn % 2])
+    assert {value.dtype for value in weights_of(drafter).values()} == {value.dtype for value in before.values()}
+    assert not same(before, weights_of(drafter)) and learning._pupil.dtype == torch.float32
+    assert all(not parameter.requires_grad for parameter in learning._pupil.parameters())
+
+
+def test_text_drawn_at_random_takes_no_random_numbers_for_learning(target, drafter):
+    drafter.bind(target)
+    options = {"do_sample": True, "max_new_tokens": 30}
+
+    def drawn():
+        torch.manual_seed(5)
+        return [answer(target, drafter, prompt(9), **options) for _ in range(4)]
+
+    plain = drawn()
+    with drafter.adapt(target, **EAGER, arms=["all"]) as learning:
+        learning._update = lambda *_: 0.0
+        assert all(torch.equal(*pair) for pair in zip(plain, drawn()))
+
+
+def test_drawn_text_keeps_its_distribution_while_the_drafter_learns():
+    """Pairs of tokens after one prompt against the target's own law; chi-square, wrong once in 10,000 runs."""
+    target = tiny_target(vocab_size=6, initializer_range=0.4)
+    drafter = tiny_drafter(target, num_draft_tokens=3)
+    drafter.bind(target)
+    ids, draws, counts, temperature = prompt(7, vocab_size=6), 900, torch.zeros(6, 6), 0.8
+    with drafter.adapt(target, **{**EAGER, "every": 5, "steps": 1, "learning_rate": 3e-3}) as learning:
+        for _ in range(draws):
+            text = answer(target, drafter, ids, do_sample=True, temperature=temperature, top_k=0, max_new_tokens=4)
+            counts[text[0, 8], text[0, 9]] += 1
+    assert sum(decision.arm is not None for decision in learning.log) > 100
+    law, warp = torch.zeros(6, 6), TemperatureLogitsWarper(temperature)
+    with torch.no_grad():
+        for first in range(6):
+            one = warp(None, target(ids).logits[:, -1]).softmax(-1)[0, first]
+            ids_2 = torch.cat([ids, torch.tensor([[first]])], dim=1)
+            for second in range(6):
+                two = one * warp(None, target(ids_2).logits[:, -1]).softmax(-1)[0, second]
+                ids_3 = torch.cat([ids_2, torch.tensor([[second]])], dim=1)
+                law[second] += two * warp(None, target(ids_3).logits[:, -1]).softmax(-1)[0]
+    expected = law * draws
+    chi = ((counts - expected) ** 2 / expected)[expected > 5].sum()
+    freedom = int((expected > 5).sum()) - 1
+    # Wilson and Hilferty: the cube root is normal; 3.72 standard deviations are 1 in 10,000.
+    bound = freedom * (1 - 2 / (9 * freedom) + 3.72 * (2 / (9 * freedom)) ** 0.5) ** 3
+    assert chi < bound, (float(chi), bound)
+
+
+def test_two_threads_serve_while_one_of_them_learns(target, drafter):
+    drafter.bind(target)
+    plain = {seed: target.generate(prompt(9, seed), do_sample=False, max_new_tokens=30) for seed in range(4)}
+    meet = threading.Barrier(2)
+
+    def serve(start: int) -> list[bool]:
+        meet.wait()
+        return [
+            torch.equal(answer(target, drafter, prompt(9, (start + i) % 4)), plain[(start + i) % 4]) for i in range(12)
+        ]
+
+    with drafter.adapt(target, **EAGER) as learning, ThreadPoolExecutor(2) as pool:
+        assert all(all(right) for right in pool.map(serve, range(2)))
+    assert sorted(decision.request for decision in learning.log) == list(range(1, 25))
+    assert sum(decision.arm is not None for decision in learning.log) > 5
+
+
+def test_another_targets_text_is_not_learned(target, drafter):
+    other = tiny_target(seed=3)
+    drafter.bind(target), drafter.bind(other)
+    with drafter.adapt(target, **EAGER) as learning:
+        answer(other, drafter, prompt(9))
+        assert not learning.log
+        answer(target, drafter, prompt(9))
+        assert len(learning.log) == 1
+
+
+def test_a_failure_loses_no_text_and_ends_the_learning(target, drafter, monkeypatch, caplog):
+    drafter.bind(target)
+    plain = answer(target, drafter, prompt(9))
+    learning = drafter.adapt(target, **EAGER)
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(learning.objective, "loss", fail)
+    for _ in range(4):
+        assert torch.equal(answer(target, drafter, prompt(9)), plain)
+    assert drafter.learner is None and "Learning while serving stops: out of memory" in caplog.text
+    assert all(not parameter.requires_grad for parameter in learning._pupil.parameters())
+
+
+def test_an_adapted_drafter_is_saved_as_it_is(target, drafter, tmp_path):
+    drafter.bind(target)
+    with drafter.adapt(target, **EAGER):
+        for seed in range(6):
+            answer(target, drafter, prompt(9, seed))
+    drafter.save_pretrained(tmp_path / "adapted")
+    assert same(weights_of(drafter), load_drafter(tmp_path / "adapted").state_dict())
+    unbind(target)
+
+
+def test_who_cannot_learn_is_told(target, drafter):
+    for other, words in (
+        (DeepseekV4MTPDrafter(target.config), "A DeepseekV4MTPDrafter cannot learn while it serves"),
+        (PromptLookupDrafter(target), "A PromptLookupDrafter cannot learn while it serves"),
+        (tiny_drafter(tiny_target(hidden_size=48)), "hidden_size"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            other.adapt(target)
+    with pytest.raises(ValueError, match="the drafter has no heads"):
+        drafter.adapt(target, arms=["heads"])
+    drafter.adapt(target)
+    with pytest.raises(ValueError, match="learns already"):
+        drafter.adapt(target)
+    drafter.learner.stop()
+    drafter.adapt(target).stop()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("policy", "sometimes"), ("recipe", "none"), ("arms", ()), ("arms", ("tail",)), ("every", 0), ("steps", 1.5),
+        ("rows", -1), ("num_anchors", True), ("horizon", 0), ("most_bytes", 0), ("seed", "1"), ("learning_rate", 0),
+        ("learning_rate", float("inf")), ("arm", "all"),
+    ],
+)  # fmt: skip
+def test_wrong_options_end_in_one_line(target, drafter, name, value):
+    with pytest.raises(ValueError, match=f"`{name}` is"):
+        drafter.adapt(target, **{name: value})
+    assert drafter.learner is None
+
+
+# Memory
+
+
+def lesson_row(length: int, mark: int = 0):
+    lesson = Lesson([-1], 10**9)
+    ids = torch.full((1, length), mark)
+    lesson.add(torch.zeros(1, length, 2, 4), torch.arange(length)[None], ids, True)
+    return lesson.row()
+
+
+@given(st.lists(st.integers(2, 40), min_size=1, max_size=30), st.integers(100, 20000))
+def test_memory_is_bounded_and_keeps_the_newest(lengths, most):
+    memory = Memory(most)
+    for mark, length in enumerate(lengths):
+        memory.add(lesson_row(length, mark))
+        held = memory.newest(len(memory))
+        size = sum(values.nbytes for row in held for values in row.values())
+        assert memory.nbytes == size and (size <= most or len(memory) == 1)
+        assert [int(row["input_ids"][0]) for row in held] == list(range(mark + 1 - len(held), mark + 1))
+        older = lesson_row(lengths[mark - len(held)]) if mark + 1 > len(held) else None
+        assert older is None or size + sum(values.nbytes for values in older.values()) > most
+
+
+@given(st.integers(3, 30), st.integers(1, 30), st.integers(1, 4), st.integers(1, 12), st.integers(0, 99))
+def test_what_is_judged_by_is_not_learned_from(total, new, held_out, count, seed):
+    held_out = min(held_out, total - 1)
+    memory = Memory(10**9, seed)
+    for mark in range(total):
+        memory.add(lesson_row(3, mark))
+    batch = memory.earlier(count, new, held_out)
+    marks = batch["input_ids"][:, 0].tolist()
+    assert len(set(marks)) == len(marks) == min(count, total - held_out) or len(marks) < count
+    assert all(mark < total - held_out for mark in marks)
+    fresh = [mark for mark in marks if mark >= total - held_out - new]
+    assert len(fresh) >= min((count + 1) // 2, new, total - held_out)
+
+
+def test_a_long_prompt_is_kept_by_its_end():
+    lesson = Lesson([-1], most_bytes=10 * 8 * 4)
+    for start, length, is_written in ((0, 25, False), (25, 6, False), (31, 3, True), (34, 2, True)):
+        positions = torch.arange(start, start + length)[None]
+        lesson.add(torch.zeros(1, length, 2, 4) + start, positions, positions + 1, is_written)
+    row = lesson.row()
+    assert (
+        row["position_ids"].tolist() == list(range(25, 36)) and row["loss_mask"].tolist() == [False] * 6 + [True] * 5
+    )
+    assert row["input_ids"].tolist()[1:] == list(range(26, 36))
+
+
+def test_a_short_answer_is_no_lesson():
+    lesson = Lesson([-1], 10**9)
+    lesson.add(torch.zeros(1, 9, 2, 4), torch.arange(9)[None], torch.arange(9)[None], False)
+    assert lesson.row() is None
+    lesson.add(torch.zeros(1, 1, 2, 4), torch.arange(9, 10)[None], torch.arange(1)[None], True)
+    assert lesson.row() is None
+
+
+# The bandit
+
+
+def served(bandit: Bandit, requests: int, gains: dict[str, float], costs: dict[str, float], taus=None) -> list:
+    chosen = []
+    for request in range(requests):
+        bandit.serve(3.0 if taus is None else taus(request), 1.0)
+        chosen.append(arm := bandit.choose())
+        if arm is not None:
+            bandit.update(arm, costs[arm], gains[arm])
+    return chosen
+
+
+def test_where_nothing_can_be_gained_looks_cost_little():
+    costs = {"heads": 0.4, "all": 1.0}
+    for gains in ({"heads": 0.0, "all": 0.0}, {"heads": -0.1, "all": 0.001}):
+        chosen = served(Bandit(["heads", "all"], 200), 2000, gains, costs)
+        spent = sum(costs[arm] for arm in chosen if arm)
+        assert 2 <= sum(arm is not None for arm in chosen) and spent <= 0.005 * 2000 + 1.5
+        assert {"heads", "all"} <= set(chosen)
+
+
+@pytest.mark.parametrize(
+    ("gains", "costs", "best"),
+    [
+        ({"heads": 0.01, "all": 0.02}, {"heads": 0.1, "all": 0.5}, "all"),
+        ({"heads": 0.01, "all": 0.011}, {"heads": 0.1, "all": 0.5}, "heads"),
+        ({"heads": -0.01, "all": 0.011}, {"heads": 0.1, "all": 0.5}, "all"),
+    ],
+)
+def test_the_arm_that_brings_more_than_it_costs(gains, costs, best):
+    chosen = served(Bandit(["heads", "all"], 200), 400, gains, costs)
+    assert chosen.count(best) > 0.8 * 400 and chosen.count(None) < 20
+
+
+def test_an_update_that_saves_less_than_it_takes_is_none():
+    """200 requests of a second: 1 % saves two seconds."""
+    assert served(Bandit(["all"], 200), 500, {"all": 0.01}, {"all": 2.2}).count("all") < 4
+    assert served(Bandit(["all"], 200), 500, {"all": 0.01}, {"all": 1.8}).count("all") > 490
+
+
+def test_a_fall_of_acceptance_lets_it_look_again():
+    bandit = Bandit(["all"], 200)
+    assert served(bandit, 150, {"all": 0.0}, {"all": 5.0}).count("all") == 1
+    chosen = served(bandit, 30, {"all": 0.1}, {"all": 5.0}, taus=lambda request: 2.0)
+    assert chosen.index("all") < 8 and chosen.count("all") > 20
+
+
+def test_config_is_what_training_reads():
+    config = AdaptationConfig(recipe="specblock", arms=["all"])
+    assert config.valid_prefix is True and config.arms == ("all",) and config.kl_weight == 1.0
+    assert adaptation.POLICIES == ("bandit", "always", "never")

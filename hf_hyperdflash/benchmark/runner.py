@@ -12,6 +12,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from itertools import product
@@ -47,15 +48,17 @@ class Method:
         num_draft_tokens: Tokens drafted one after the other per round, or `"auto"`; `None` for the drafter's own
             number.
         tree_budget: The most nodes of a draft tree, or `"auto"`; `None` for chains.
+        is_adaptive: Whether the drafter learns while it serves. It is then this method's alone.
 
     Raises:
-        ValueError: If the drafter cannot draft that many.
+        ValueError: If the drafter cannot draft that many, or is to learn and cannot.
     """
 
     name: str
     drafter: Any = None
     num_draft_tokens: int | str | None = None
     tree_budget: int | str | None = None
+    is_adaptive: bool = False
 
     def __post_init__(self) -> None:
         if self.num_draft_tokens is not None:
@@ -120,7 +123,8 @@ def run_benchmark(
 
     Methods take turns prompt by prompt, so that the machine's drift touches all alike; which comes first changes with
     the prompt. The target alone is always among them. Greedy output is compared with the target's own. A run that was
-    killed goes on where it stopped when called again with the same weights, prompts, settings, versions and machine.
+    killed goes on where it stopped when called again with the same weights, prompts, settings, versions and machine;
+    a drafter that learns begins anew then.
     `report.write_report` makes tables of the file.
 
     Args:
@@ -150,13 +154,15 @@ def run_benchmark(
     path.parent.mkdir(parents=True, exist_ok=True)
     turns_of_all = sum(len(turns) for prompts in suites.values() for turns in prompts)
     total = len(settings.modes) * len(settings.temperatures) * turns_of_all * len(methods)
-    with only_writer(path):
+    with only_writer(path), ExitStack() as learning:
         done = _open_results(path, _run_facts(target, tokenizer, methods, settings, suites))
         if len(done) < total:
             first = {"role": "user", "content": next(iter(suites.values()))[0][0]}
             ids = encode_prompts(tokenizer, [{"messages": [first]}])[0].to(target.device)
             for method in methods:
                 _generate(target, method, ids, 0.0, _WARM_UP_TOKENS)
+                if method.is_adaptive:
+                    learning.enter_context(method.drafter.adapt(target))
         with path.open("a") as file, tqdm(total=total, initial=len(done), unit="text", desc="benchmark") as progress:
             if done:
                 progress.write(f"{len(done)} of {total} generations are there already, in {path}.", file=sys.stderr)
@@ -350,6 +356,8 @@ def _describe(method: Method) -> str:
         facts.append(f"{drafter.config.reducer} over layers {drafter.config.target_layer_ids}")
     if hasattr(drafter, "num_parameters"):
         facts.append(f"{drafter.num_parameters():,} parameters")  # rivals of unequal size are easily overlooked
+    if method.is_adaptive:
+        facts.append("learns while it serves")
     return ", ".join(facts)
 
 

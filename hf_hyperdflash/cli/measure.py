@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,8 @@ from .models import announce, check_writable, load
 if TYPE_CHECKING:
     from ..benchmark.runner import BenchmarkSettings
 
-Shape = tuple[int | str, int | str | None]  # how many tokens are drafted one after the other, and the nodes of a tree
+# How many tokens are drafted one after the other, the nodes of a tree, and whether the drafter learns meanwhile.
+Shape = tuple[int | str, int | str | None, bool]
 Compared = tuple[str, Any, Sequence[Shape]]  # a drafter's name, the drafter, and what it drafts
 
 
@@ -76,8 +78,8 @@ def benchmark(
 
     compared = _own(loaded[target], mtp) if mtp else []
     compared.append(("Prompt lookup", PromptLookupDrafter(model), _chains(prompt_lookup or ())))
-    for name, assistant, count, nodes in _bound(model, named, loaded):
-        compared.append((name, assistant, [(count or assistant.num_draft_tokens, nodes)]))
+    for name, assistant, count, nodes, learns in _bound(model, named, loaded):
+        compared.append((name, assistant, [(count or assistant.num_draft_tokens, nodes, learns)]))
     _run(model, tokenizer, compared, settings, output)
 
 
@@ -108,33 +110,36 @@ def sweep(
     paths = [path for *_, path in named] + [target] * bool(mtp)
     model, tokenizer, loaded = load(target, paths, dtype, device_map, threads, trust_remote_code)
     compared = _own(loaded[target], tokens) if mtp else []
-    for name, assistant, _, nodes in _bound(model, named, loaded):
+    for name, assistant, _, nodes, learns in _bound(model, named, loaded):
+        if learns:
+            raise ValueError(f"`--drafter` has {name} (adaptive), but what learns cannot be swept: leave it out.")
         most = assistant.max_draft_tokens or 6
-        compared.append((name, assistant, [(count, nodes) for count in tokens or range(1, most + 1)]))
+        compared.append((name, assistant, [(count, nodes, False) for count in tokens or range(1, most + 1)]))
     results = _run(model, tokenizer, compared, settings, output)
     from ..benchmark.report import print_fastest
 
     print_fastest(results)
 
 
-Named = tuple[str | None, int | str | None, int | str | None, str]
+Named = tuple[str | None, int | str | None, int | str | None, bool, str]
+_NUMBERS = r"([^()]*?)\s*(?:\((auto|[0-9]+)(?:, (auto|[0-9]+) nodes)?(, adaptive)?\))?"
 
 
 def _named(drafters: list[str] | None, others: Any) -> list[Named]:
-    """Of each `NAME (COUNT, NODES nodes)=PATH` its name and numbers, where there are any, and its path."""
+    """Of each `NAME (COUNT, NODES nodes, adaptive)=PATH` its name, what of the rest there is, and its path."""
     if not drafters and not others:
         raise ValueError("No method is given: expected --drafter, or another one that --help lists, to compare with.")
     named = []
     for given in drafters or ():
         head, _, path = given.rpartition("=")
-        matched = re.fullmatch(r"([^()]*?)\s*(?:\((auto|[0-9]+)(?:, (auto|[0-9]+) nodes)?\))?", head)
+        matched = re.fullmatch(_NUMBERS, head)
         if not path or matched is None or ("=" in given and not matched[1]) or "0" in matched.groups():
             raise ValueError(
-                f'`--drafter` is {given!r}, expected PATH, NAME=PATH, "NAME (4)=PATH", "NAME (auto)=PATH" or '
-                '"NAME (4, 16 nodes)=PATH" with at least 1 draft and 1 node.'
+                f'`--drafter` is {given!r}, expected PATH, NAME=PATH, "NAME (4)=PATH", "NAME (auto)=PATH", '
+                '"NAME (4, 16 nodes)=PATH" or "NAME (4, adaptive)=PATH" with at least 1 draft and 1 node.'
             )
-        count, nodes = (int(told) if told and told != "auto" else told for told in matched.groups()[1:])
-        named.append((matched[1] or None, count, nodes, path))
+        count, nodes = (int(told) if told and told != "auto" else told for told in matched.groups()[1:3])
+        named.append((matched[1] or None, count, nodes, bool(matched[4]), path))
     return named
 
 
@@ -161,16 +166,16 @@ def _own(drafter: Any, counts: Sequence[int] | None) -> list[Compared]:
 
 
 def _chains(counts: Sequence[int]) -> list[Shape]:
-    return [(count, None) for count in counts]
+    return [(count, None, False) for count in counts]
 
 
 def _bound(
     model: Any, named: list[Named], loaded: dict[str, Any]
-) -> Iterator[tuple[str, Any, int | str | None, int | str | None]]:
-    for name, count, nodes, path in named:
-        drafter = loaded[path]
+) -> Iterator[tuple[str, Any, int | str | None, int | str | None, bool]]:
+    for name, count, nodes, learns, path in named:
+        drafter = copy.deepcopy(loaded[path]) if learns else loaded[path]
         drafter.bind(model)
-        yield name or _title(drafter.config), drafter, count and drafter.check_num_draft_tokens(count), nodes
+        yield name or _title(drafter.config), drafter, count and drafter.check_num_draft_tokens(count), nodes, learns
 
 
 def _title(config: Any) -> str:
@@ -187,14 +192,17 @@ def _title(config: Any) -> str:
     return f"HyperDFlash{read}{head}"
 
 
+def _named_by(name: str, count: int | str, nodes: int | str | None, learns: bool) -> str:
+    told = [str(count), f"{nodes} nodes" if nodes else "", "adaptive" if learns else ""]
+    return f"{name} ({', '.join(filter(None, told))})"
+
+
 def _run(model: Any, tokenizer: Any, compared: list[Compared], settings: BenchmarkSettings, output: Path) -> Path:
     from ..benchmark.report import print_results, write_report
     from ..benchmark.runner import Method, run_benchmark
 
     methods = [
-        Method(f"{name} ({count}, {nodes} nodes)" if nodes else f"{name} ({count})", drafter, count, nodes)
-        for name, drafter, shapes in compared
-        for count, nodes in shapes
+        Method(_named_by(name, *shape), drafter, *shape) for name, drafter, shapes in compared for shape in shapes
     ]
     results = run_benchmark(model, tokenizer, methods, settings, output / "results.jsonl")
     write_report(results, output)

@@ -53,7 +53,7 @@ Drafters = Annotated[
     Option(
         "--drafter",
         help='Path or Hub id; or NAME=PATH, "NAME (4)=PATH" (drafts), "NAME (auto)=PATH", '
-        '"NAME (4, 16 nodes)=PATH". Repeatable.',
+        '"NAME (4, 16 nodes)=PATH", "NAME (4, adaptive)=PATH" (learns while it serves). Repeatable.',
     ),
 ]
 SavedDrafter = Annotated[Path, Argument(exists=True, file_okay=False, help="Folder of a saved drafter.")]

@@ -51,6 +51,11 @@ def test_a_healthy_pair(target, drafter, tokenizer):
     own, config = type(target), copy.deepcopy(drafter.config)
     found = examine(target, drafter, tokenizer, **ENOUGH)
     assert not found.problems and found.differing == 0 and found.tau > 1.5
+    for temperature in (0, 1):
+        assert re.match(
+            r"`num_assistant_tokens=.*` [0-9.]+x the target alone|no drafter",
+            found.facts[f"recommended, temperature {temperature}"],
+        )
     assert all("Cannot tell" in remark for remark in found.remarks)  # of layers that it hardly reads, beside its gate
     assert "8 of 8 greedy texts" in str(found) and str(found).endswith("No problem found.")
     assert f"{sum(p.numel() for p in drafter.parameters()):,} parameters" in found.facts["drafter"]

@@ -287,7 +287,10 @@ TRAIN = [
     "none",
 ]
 CALIBRATE = ["calibrate", "--target", TARGET, "--max-new-tokens", "200", "--drafter"]
-NAMED = 'expected PATH, NAME=PATH, "NAME (4)=PATH", "NAME (auto)=PATH" or "NAME (4, 16 nodes)=PATH"'
+NAMED = (
+    'expected PATH, NAME=PATH, "NAME (4)=PATH", "NAME (auto)=PATH", "NAME (4, 16 nodes)=PATH" or '
+    '"NAME (4, adaptive)=PATH"'
+)
 MISTAKES: list[tuple[list[str], int, str]] = [
     *((["generate", "--target", name, "--drafter", DRAFTER, "hi"], 1, said) for name, said in NO_TARGET.items()),
     *((["generate", "--target", TARGET, "--drafter", name, "hi"], 1, said) for name, said in NO_DRAFTER.items()),

@@ -68,6 +68,21 @@ def test_a_method_with_a_budget_grows_trees(pair, data, tmp_path):
     assert drafter.last_stats.nodes > 5 * drafter.last_stats.rounds and drafter.last_stats.draft_positions == 3
 
 
+def test_an_adaptive_method_learns_from_its_own_texts(pair, data, tmp_path):
+    target, tokenizer, drafter = pair
+    own, heard = copy.deepcopy(drafter), []
+    adapt = own.adapt
+    own.adapt = lambda target: heard.append(adapt(target, every=2, policy="always", steps=1)) or heard[0]
+    chosen = settings(data)
+    learns = [Method("Fixed (3)", drafter, 3), Method("Learns (3, adaptive)", own, 3, is_adaptive=True)]
+    runs, records = read(run_benchmark(target, tokenizer, learns, chosen, tmp_path / "r.jsonl"))
+    texts = [record for record in records if record["method"] == "Learns (3, adaptive)"]
+    assert len(heard) == 1 and len(heard[0].log) == len(texts) and any(decision.arm for decision in heard[0].log)
+    assert {record["identical"] for record in records} == {None, True}
+    assert runs[0]["methods"]["Learns (3, adaptive)"].endswith("parameters, learns while it serves")
+    assert own.learner is None and drafter.learner is None
+
+
 def test_every_method_runs_every_turn_and_writes_the_targets_text(pair, data, tmp_path):
     target, tokenizer, drafter = pair
     path = run_benchmark(target, tokenizer, methods(target, drafter), settings(data), tmp_path / "out" / "r.jsonl")

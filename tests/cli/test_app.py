@@ -65,12 +65,13 @@ def test_benchmark_writes_results_and_report(data, tmp_path):
         "benchmark", "--target", TARGET, "--drafter", DRAFTER, "--drafter", f"Mine (2)={DRAFTER}", "--mtp", 3,
         "--mtp", 1, "--prompt-lookup", 4, "--suite", "gsm8k", "--data", data, "--limit", 1,
         "--max-new-tokens", 10, "--drafter", f"Tree (3, 9 nodes)={DRAFTER}", "--drafter", f"Mine (auto)={DRAFTER}",
-        "--drafter", f"Tree (auto, auto nodes)={DRAFTER}", "--output", out,
+        "--drafter", f"Tree (auto, auto nodes)={DRAFTER}", "--drafter", f"Learns (2, adaptive)={DRAFTER}",
+        "--output", out,
     )  # fmt: skip
     assert str(out / "report.md") in printed and "Non-think, temperature 0" in printed and "GSM8K" in printed
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     names = ["Target only", "MTP (3)", "MTP (1)", "Prompt lookup (4)", f"{NAME} (8)", "Mine (2)", "Tree (3, 9 nodes)",
-             "Mine (auto)", "Tree (auto, auto nodes)"]  # fmt: skip
+             "Mine (auto)", "Tree (auto, auto nodes)", "Learns (2, adaptive)"]  # fmt: skip
     assert list(lines[0]["run"]["methods"]) == names and {line["method"] for line in lines[1:]} == set(names)
     assert {line["identical"] for line in lines[1:]} == {None, True}
     drafted = {line["method"]: line["draft_positions"] for line in lines[1:]}

@@ -101,7 +101,7 @@ class _Decoding:
         self.target, self.drafter, self.num_drafts = target, drafter, num_drafts
         self.binding, self.config, self.streamer = target.hyperdflash_binding, generation_config, streamer
         self.learner = drafter.learner
-        self.lesson = None if self.learner is None else self.learner.begin(target)
+        self.lesson = None if self.learner is None else self.learner.begin(target, generation_config.do_sample)
         self.layer_ids = drafter.target_layer_ids if self.lesson is None else self.lesson.layer_ids
         self.own_paths = len(drafter.target_layer_ids) * self.binding.family.paths  # the drafter's, which come first
         self.reading = self.binding.residual.reader(self.layer_ids)

@@ -26,8 +26,9 @@ from ..runtime.stats import SpeculationStats
 from ..runtime.unrolled_drafter import UnrolledDrafter
 from .arguments import RECIPES
 from .bandit import Bandit
+from .chunk_loss import student_logits
 from .lessons import Lesson, Memory
-from .losses import DrafterLoss
+from .losses import IGNORE_INDEX, DrafterLoss
 from .objective import Batch, BlockObjective, collate, read_layers
 from .unrolled import UnrolledObjective
 
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 POLICIES = ("bandit", "always", "never")
 _HEADS = (*(head.key for head in HEADS.values()), "confidence_head", "rank_head")
 _WARMUP = 4  # steps until the learning rate is reached
+_SURE = 0.25  # temperature at which a distribution is nearly its most probable token
 
 
 @dataclass
@@ -196,9 +198,11 @@ class Adaptation:
 
     # What the loop calls
 
-    def begin(self, target: PreTrainedModel) -> Lesson | None:
-        """A lesson of the generation that begins; `None` if it is another target's."""
-        return Lesson(self.layer_ids, max(1, self.config.most_bytes // 4)) if target is self.target else None
+    def begin(self, target: PreTrainedModel, is_drawn: bool) -> Lesson | None:
+        """A lesson of the generation that begins, drawn at random or greedy; `None` if it is another target's."""
+        if target is not self.target:
+            return None
+        return Lesson(self.layer_ids, max(1, self.config.most_bytes // 4), is_drawn)
 
     def end(self, lesson: Lesson, stats: SpeculationStats) -> None:
         """The generation is over: learn from it, or not. What fails here ends the adaptation, not the request."""
@@ -297,12 +301,30 @@ class Adaptation:
 
     @torch.no_grad()
     def _expected(self, rows: list[Batch]) -> float:
-        """Tokens that a round at some anchors of rows is expected to bring: at temperature 1, also where the text is
-        greedy, because that shows small steps long before the most probable token changes."""
-        batch = collate(rows)
-        self.objective.lay(batch, 0)
-        terms = self._loss(self._drafted(batch), batch, needs_acceptance=True)
-        return 1.0 + float(terms.acceptance.float().cumprod(-1).sum(-1).mean())
+        """Tokens that a round at some anchors of rows is expected to bring, drawn or greedy as their text was."""
+        rates = []
+        for is_drawn in sorted({bool(row["is_drawn"]) for row in rows}):
+            batch = collate([row for row in rows if bool(row["is_drawn"]) is is_drawn])
+            self.objective.lay(batch, 0)
+            drafted = self._drafted(batch)
+            if is_drawn:
+                rates.append(self._loss(drafted, batch, needs_acceptance=True).acceptance.float())
+            else:
+                rates.append(self._greedy_rates(drafted, batch["labels"].flatten(0, 1)))
+        return 1.0 + float(torch.cat(rates).cumprod(-1).sum(-1).mean())
+
+    def _greedy_rates(self, drafted: HeadOutput, labels: torch.Tensor) -> torch.Tensor:
+        """How surely each draft is the text's token: nearly 0 or 1, but without a step, so that a small update shows.
+        `[blocks, drafts]`."""
+        states, vectors = (None if part is None else part.flatten(0, 1) for part in drafted[:2])
+        rates = torch.zeros_like(labels, dtype=torch.float32)
+        for at in (labels != IGNORE_INDEX).nonzero().split(self.config.loss_chunk_size):
+            place = at.unbind(1)
+            of_head = None if vectors is None else vectors[place]
+            logits = student_logits(self.objective.head, cast(torch.Tensor, states)[place], of_head, self._table())
+            likely = (logits.float() / _SURE).log_softmax(-1)
+            rates[place] = likely.gather(1, labels[place].unsqueeze(1).to(likely.device)).squeeze(1).exp().to(rates)
+        return rates
 
 
 def adapt(drafter: Any, target: PreTrainedModel, **options: Any) -> Adaptation:

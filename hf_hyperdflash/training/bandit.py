@@ -63,6 +63,8 @@ class Bandit:
         self._slow += (tau - self._slow) * max(_SLOW, 1 / self._requests)
         if self._fast < _FELL * self._slow:
             self._tries, self._slow = _TRIES, self._fast
+            for arm in self.arms.values():
+                arm.gain = None  # what was measured was of another text
 
     def worth(self, name: str) -> float:
         """The seconds that an update is expected to save, less its own."""

@@ -17,10 +17,11 @@ class Lesson:
     Args:
         layer_ids: Whose residual paths are wanted.
         most_bytes: Of residual.
+        is_drawn: Whether the text is drawn at random; else it is greedy.
     """
 
-    def __init__(self, layer_ids: Sequence[int], most_bytes: int) -> None:
-        self.layer_ids, self.most_bytes = list(layer_ids), most_bytes
+    def __init__(self, layer_ids: Sequence[int], most_bytes: int, is_drawn: bool = False) -> None:
+        self.layer_ids, self.most_bytes, self.is_drawn = list(layer_ids), most_bytes, is_drawn
         self._parts: deque[tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]] = deque()
 
     def add(self, residual: torch.Tensor, positions: torch.Tensor, following: torch.Tensor, is_written: bool) -> None:
@@ -40,7 +41,7 @@ class Lesson:
             left -= len(self._parts.popleft()[1])
 
     def row(self) -> Batch | None:
-        """As [`~objective.collate`] takes it; `None` if the target wrote too little to learn from."""
+        """As [`~objective.collate`] takes it, and `is_drawn`; `None` if the target wrote too little to learn from."""
         if sum(len(positions) for _, positions, _, is_written in self._parts if is_written) < 2:
             return None
         residual, positions, following = (torch.cat(parts) for parts in list(zip(*self._parts))[:3])
@@ -50,6 +51,7 @@ class Lesson:
         row["input_ids"] = torch.cat([following[:1], following[:-1]]).to(residual.device)
         row["loss_mask"] = torch.cat(written).to(residual.device)
         row["loss_mask"][0] = False
+        row["is_drawn"] = torch.tensor(self.is_drawn)
         return row
 
 

@@ -14,6 +14,7 @@ from hf_hyperdflash.training import adaptation
 from hf_hyperdflash.training.adaptation import AdaptationConfig
 from hf_hyperdflash.training.bandit import Bandit
 from hf_hyperdflash.training.lessons import Lesson, Memory
+from hf_hyperdflash.training.objective import collate
 
 from ..conftest import prompt, tiny_drafter, tiny_target
 from ..helpers.families import qwen3
@@ -86,6 +87,7 @@ def test_a_lesson_is_what_the_target_computed(model):
         assert row["input_ids"][1:].tolist() == text[0, 1:length].tolist()
         assert row["position_ids"].tolist() == list(range(length))
         assert row["loss_mask"].tolist() == [place >= 11 for place in range(length)]
+        assert bool(row["is_drawn"]) == options.get("do_sample", False)
 
 
 def test_padding_is_no_lesson():
@@ -115,6 +117,43 @@ def test_a_turn_on_a_filled_cache_is_a_lesson_of_its_own(target, drafter):
     assert row["position_ids"].tolist() == list(range(start, text.shape[1] - 1))
     assert row["input_ids"][1:].tolist() == text[0, start + 1 : -1].tolist()
     assert row["loss_mask"].tolist() == [place >= ids.shape[1] for place in range(start, text.shape[1] - 1)]
+
+
+@pytest.mark.parametrize("head", ["none", "markov"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_what_is_expected_of_a_round(target, head, do_sample):
+    """At every anchor the sum over drafts of the product of their chances: of greedy text that of its token among
+    probabilities to the fourth power, of drawn text what the two distributions have in common."""
+    drafter = headed(target, head, num_draft_tokens=3) if head != "none" else tiny_drafter(target, num_draft_tokens=3)
+    drafter.bind(target)
+    learning = drafter.adapt(target, policy="never", num_anchors=99)
+    text = answer(target, drafter, prompt(9), do_sample=do_sample, max_new_tokens=12)
+    row = learning.memory.newest(1)[0]
+    batch = collate([row])
+    anchors = torch.arange(9, 19)[None]
+    length = len(row["input_ids"])
+    assert length == text.shape[1] - 1 == 20
+    with torch.no_grad():
+        drafted = learning.objective.drafted(drafter, batch, anchors, row["residual"][None], torch.arange(3))
+        logits = target.lm_head(drafted.states)
+        if head != "none":
+            logits = logits + drafted.vectors @ drafter.head_table.T
+        laws = target(text).logits[0].softmax(-1)
+    total = 0.0
+    for place, anchor in enumerate(anchors[0].tolist()):
+        chance, tokens = 1.0, 1.0
+        for k in range(3):
+            if anchor + k + 1 >= length:
+                break
+            drawn = logits[0, place, k].softmax(-1)
+            if do_sample:
+                chance *= float(torch.minimum(drawn, laws[anchor + k]).sum())
+            else:
+                sure = drawn**4
+                chance *= float(sure[text[0, anchor + k + 1]] / sure.sum())
+            tokens += chance
+        total += tokens
+    assert learning._expected([row]) == pytest.approx(total / anchors.shape[1], abs=1e-4)
 
 
 def test_what_does_not_help_is_taken_back(target, drafter, monkeypatch):
@@ -330,6 +369,10 @@ def test_a_long_prompt_is_kept_by_its_end():
     assert row["input_ids"].tolist()[1:] == list(range(26, 36))
 
 
+def test_the_first_token_is_not_known_and_so_not_learned():
+    assert lesson_row(5)["loss_mask"].tolist() == [False, True, True, True, True]
+
+
 def test_a_short_answer_is_no_lesson():
     lesson = Lesson([-1], 10**9)
     lesson.add(torch.zeros(1, 9, 2, 4), torch.arange(9)[None], torch.arange(9)[None], False)
@@ -384,6 +427,11 @@ def test_a_fall_of_acceptance_lets_it_look_again():
     assert served(bandit, 150, {"all": 0.0}, {"all": 5.0}).count("all") == 1
     chosen = served(bandit, 30, {"all": 0.1}, {"all": 5.0}, taus=lambda request: 2.0)
     assert chosen.index("all") < 8 and chosen.count("all") > 20
+    # What was known of the text before is not what is known of this one.
+    bandit = Bandit(["heads", "all"], 200)
+    served(bandit, 150, {"heads": -0.9, "all": -0.9}, {"heads": 5.0, "all": 5.0})
+    chosen = served(bandit, 30, {"heads": 0.04, "all": 0.04}, {"heads": 5.0, "all": 5.0}, taus=lambda request: 2.0)
+    assert chosen.count("all") + chosen.count("heads") > 20
 
 
 def test_config_is_what_training_reads():

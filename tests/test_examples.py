@@ -410,3 +410,31 @@ def test_errors_of_the_augmented_space_linear_model_are_compared(tmp_path):
     report = (tmp_path / "report.md").read_text()
     assert "Mackey-Glass" in report and "kernel ridge" in report and printed
     assert (tmp_path / "errors.png").stat().st_size > 5000 and json.loads((tmp_path / "results.json").read_text())
+
+
+def test_a_stream_with_a_tuned_target_is_served_by_each_policy(tmp_path):
+    rows = [
+        {"question": f"What is {i} plus {i}?", "answer": f"{i} + {i} = <<{i}+{i}={2 * i}>>{2 * i}\n#### {2 * i}"}
+        for i in range(8)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    target = EXAMPLES / "models" / "tiny-deepseek-v4"
+    tuned = ["--output", tmp_path / "tuned", "--steps", 2, "--batch-size", 2]
+    printed = run("finetune_target.py", "--target", target, "--dataset", tmp_path / "rows.jsonl", *tuned)
+    assert f"Saved to {tmp_path / 'tuned'}: loss" in printed
+    suites = tmp_path / "suites"
+    suites.mkdir()
+    for suite in ("gsm8k", "mbpp"):
+        lines = [json.dumps({"turns": [f"What is {i} times 3?"]}) + "\n" for i in range(14)]
+        (suites / f"{suite}.jsonl").write_text("".join(lines))
+    output = tmp_path / "out"
+    stream = ["mbpp:2", "gsm8k:6", "tuned:gsm8k:8"]
+    served = ["--target", target, "--tuned", tmp_path / "tuned", "--drafter", DRAFTER, "--suites", suites]
+    printed = run("adapt_while_serving.py", *served, "--max-new-tokens", 16, "--stream", *stream, "--output", output)
+    assert printed.strip() == (output / "report.md").read_text().strip()
+    found = json.loads((output / "results.json").read_text())["served"]
+    assert found.keys() == {"never", "always", "bandit"} and all(len(lines) == 16 for lines in found.values())
+    updates = {policy: sum(line["arm"] is not None for line in lines) for policy, lines in found.items()}
+    assert updates["never"] == 0 and updates["always"] == 2 and updates["bandit"] >= 1
+    assert [line["part"] for line in found["never"]] == ["mbpp"] * 2 + ["gsm8k"] * 6 + ["tuned:gsm8k"] * 8
+    assert (output / "stream.png").stat().st_size > 5000

@@ -47,7 +47,7 @@ ORDER = [
     "benchmark.intervals", "benchmark.other_settings", "benchmark.recommended",
     "benchmark.doctor", "benchmark.suites", "benchmark.results",
     "benchmark.runner", "benchmark.reliability", "benchmark.calibration",
-    "benchmark.figures", "benchmark.report", "cli.options", "cli.models", "cli.generate",
+    "benchmark.figures", "benchmark.report", "cli.options", "cli.models", "cli.who_wrote", "cli.generate",
     "cli.train", "cli.calibrate", "cli.measure", "cli.share", "cli.app",
 ]  # fmt: skip
 MODULES = {

@@ -18,6 +18,7 @@ def generate(
     temperature: options.Temperature = 0.0,
     num_draft_tokens: options.NumDraftTokens = None,
     tree_budget: options.TreeBudget = None,
+    show: Annotated[bool, typer.Option("--show", help="Colour each token by who wrote it.")] = False,
     seed: options.Seed = 0,
     dtype: options.Dtype = None,
     device_map: options.DeviceMap = None,
@@ -30,9 +31,11 @@ def generate(
     announce("target", target)
     model, tokenizer, loaded = load(target, [drafter], dtype, device_map, threads, trust_remote_code)
     import torch
+    from rich.console import Console
     from transformers import TextStreamer
 
     from ..training.data import encode_prompts
+    from .who_wrote import WhoWrote
 
     assistant = loaded[drafter]
     assistant.bind(model)
@@ -41,12 +44,13 @@ def generate(
     torch.manual_seed(seed)
     ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": prompt}]}])[0].to(model.device)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    plain = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     model.generate(
         ids,
         assistant_model=assistant,
         max_new_tokens=max_new_tokens,
         tree_budget=tree_budget,
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        streamer=WhoWrote(tokenizer, assistant, Console(highlight=False)) if show else plain,
         **sampling,
     )
     stats = assistant.last_stats

@@ -228,6 +228,7 @@ class _Decoding:
             for token, node in self.walk(row, round_, logits, outputs):
                 row.append(token)
                 path += [] if node is None else [node]
+                self.stats.written.append(0 if node is None else round_.tree.depths[node])
                 if self.streamer is not None:
                     began = self.now()
                     self.streamer.put(torch.tensor([token]))

@@ -51,6 +51,7 @@ class SpeculationStats:
         draft_positions: Most drafts, one after the other, that a round verified.
         emitted: Tokens that each round emitted, accepted drafts and the target's own token.
         accepted: Accepted drafts of each round.
+        written: Of each new token the draft position that wrote it, from 1; 0 where the target did.
         draft_seconds: Wall-clock seconds in the drafter: drafting and taking in what was accepted, prompt excluded. On
             an accelerator launches count, not their completion, except under [`exact_timing`].
         verify_seconds: Wall-clock seconds in the target's forwards, prefill excluded.
@@ -63,6 +64,7 @@ class SpeculationStats:
     draft_positions: int = 0
     emitted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     loop_seconds: float = 0.0
@@ -71,7 +73,8 @@ class SpeculationStats:
         """Add another call's."""
         self.draft_positions = max(self.draft_positions, other.draft_positions)
         for name in (
-            "rounds", "tokens", "nodes", "emitted", "accepted", "draft_seconds", "verify_seconds", "loop_seconds",
+            "rounds", "tokens", "nodes", "emitted", "accepted", "written", "draft_seconds", "verify_seconds",
+            "loop_seconds",
         ):  # fmt: skip
             setattr(self, name, getattr(self, name) + getattr(other, name))
         return self

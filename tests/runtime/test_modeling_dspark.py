@@ -542,3 +542,16 @@ def test_it_learns_to_draft_what_its_target_writes(tmp_path):
     drafter.bind(target)
     drafted = target.generate(prompt(6), assistant_model=drafter.eval(), do_sample=False, max_new_tokens=18)
     assert drafted[0].tolist() == texts[0] and drafter.last_stats.tau > 1.1
+
+
+def test_it_learns_while_it_serves(target, drafter):
+    drafter.bind(target)
+    plain = target.generate(prompt(9), do_sample=False, max_new_tokens=20)
+    before = {name: value.clone() for name, value in drafter.state_dict().items()}
+    with drafter.adapt(target, policy="always", every=1, steps=1, rows=2, learning_rate=3e-3) as learning:
+        for _ in range(6):
+            text = target.generate(prompt(9), assistant_model=drafter, do_sample=False, max_new_tokens=20)
+            assert torch.equal(text, plain)
+    gains = [decision.gain for decision in learning.log if decision.arm]
+    assert len(gains) == 4 and max(gains) > 0
+    assert any(not torch.equal(value, before[name]) for name, value in drafter.state_dict().items())

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 POLICIES = ("bandit", "always", "never")
 _HEADS = (*(head.key for head in HEADS.values()), "confidence_head", "rank_head")
 _WARMUP = 4  # steps until the learning rate is reached
+_JUDGED = 2  # anchors of a row to judge by, for each one to learn from
 _SURE = 0.25  # temperature at which a distribution is nearly its most probable token
 
 
@@ -61,7 +62,7 @@ class AdaptationConfig:
         rows (`int`, *optional*, defaults to 4):
             Requests that a step learns from, half of them new ones.
         num_anchors (`int`, *optional*, defaults to 12):
-            Most blocks per row.
+            Most blocks per row to learn from, and half of those to judge by.
         horizon (`int`, *optional*, defaults to 256):
             Requests that are expected to profit from an update.
         most_bytes (`int`, *optional*, defaults to 256 MiB):
@@ -301,17 +302,18 @@ class Adaptation:
 
     @torch.no_grad()
     def _expected(self, rows: list[Batch]) -> float:
-        """Tokens that a round at some anchors of rows is expected to bring, drawn or greedy as their text was."""
-        rates = []
+        """Tokens that a round at some anchors of rows is expected to bring by speculative sampling; of greedy text half
+        of that and half of what greedy drafts are: few anchors tell little of these alone."""
+        tokens = []
         for is_drawn in sorted({bool(row["is_drawn"]) for row in rows}):
             batch = collate([row for row in rows if bool(row["is_drawn"]) is is_drawn])
-            self.objective.lay(batch, 0)
+            self.objective.lay(batch, 0, _JUDGED * self.config.num_anchors)
             drafted = self._drafted(batch)
-            if is_drawn:
-                rates.append(self._loss(drafted, batch, needs_acceptance=True).acceptance.float())
-            else:
+            rates = [self._loss(drafted, batch, needs_acceptance=True).acceptance.float()]
+            if not is_drawn:
                 rates.append(self._greedy_rates(drafted, batch["labels"].flatten(0, 1)))
-        return 1.0 + float(torch.cat(rates).cumprod(-1).sum(-1).mean())
+            tokens.append(1.0 + torch.stack(rates).cumprod(-1).sum(-1).mean(0))
+        return float(torch.cat(tokens).mean())
 
     def _greedy_rates(self, drafted: HeadOutput, labels: torch.Tensor) -> torch.Tensor:
         """How surely each draft is the text's token: nearly 0 or 1, but without a step, so that a small update shows.

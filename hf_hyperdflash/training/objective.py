@@ -84,10 +84,11 @@ class BlockObjective:
     def _position_weights(self, decay: float | None) -> torch.Tensor | None:
         return position_weights(self.config.max_draft_tokens, decay)
 
-    def lay(self, batch: Batch, step: int) -> None:
-        """Add to a batch of [`collate`] `anchors`, `steps` and `labels`, as they are drawn for an optimizer step."""
+    def lay(self, batch: Batch, step: int, num_anchors: int | None = None) -> None:
+        """Add to a batch of [`collate`] `anchors`, `steps` and `labels`, as they are drawn for an optimizer step: at
+        most so many anchors in a row, or as the arguments say."""
         seeds = anchor_seeds(batch["input_ids"], batch["loss_mask"], self.args.seed, step)
-        batch["anchors"] = sample_anchors(self.candidates(batch), self.args.num_anchors, seeds)
+        batch["anchors"] = sample_anchors(self.candidates(batch), num_anchors or self.args.num_anchors, seeds)
         batch["steps"] = self.steps(step)
         labels = self.following(batch, batch["anchors"], int(batch["steps"].max()) + 1)
         batch["labels"] = labels[:, :, batch["steps"].to(labels.device)].contiguous()

@@ -122,8 +122,8 @@ def test_a_turn_on_a_filled_cache_is_a_lesson_of_its_own(target, drafter):
 @pytest.mark.parametrize("head", ["none", "markov"])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_what_is_expected_of_a_round(target, head, do_sample):
-    """At every anchor the sum over drafts of the product of their chances: of greedy text that of its token among
-    probabilities to the fourth power, of drawn text what the two distributions have in common."""
+    """At every anchor the sum over drafts of the product of their chances, what the two distributions have in common;
+    of greedy text the mean of that and of its tokens' chances among probabilities to the fourth power."""
     drafter = headed(target, head, num_draft_tokens=3) if head != "none" else tiny_drafter(target, num_draft_tokens=3)
     drafter.bind(target)
     learning = drafter.adapt(target, policy="never", num_anchors=99)
@@ -139,21 +139,21 @@ def test_what_is_expected_of_a_round(target, head, do_sample):
         if head != "none":
             logits = logits + drafted.vectors @ drafter.head_table.T
         laws = target(text).logits[0].softmax(-1)
-    total = 0.0
+    tokens = {"drawn": [], "greedy": []}
     for place, anchor in enumerate(anchors[0].tolist()):
-        chance, tokens = 1.0, 1.0
-        for k in range(3):
-            if anchor + k + 1 >= length:
-                break
-            drawn = logits[0, place, k].softmax(-1)
-            if do_sample:
-                chance *= float(torch.minimum(drawn, laws[anchor + k]).sum())
-            else:
-                sure = drawn**4
-                chance *= float(sure[text[0, anchor + k + 1]] / sure.sum())
-            tokens += chance
-        total += tokens
-    assert learning._expected([row]) == pytest.approx(total / anchors.shape[1], abs=1e-4)
+        for kind, of_anchors in tokens.items():
+            chance, expected = 1.0, 1.0
+            for k in range(3):
+                if anchor + k + 1 >= length:
+                    break
+                drafts = logits[0, place, k].softmax(-1)
+                sure = drafts**4
+                greedy = float(sure[text[0, anchor + k + 1]] / sure.sum())
+                chance *= greedy if kind == "greedy" else float(torch.minimum(drafts, laws[anchor + k]).sum())
+                expected += chance
+            of_anchors.append(expected)
+    drawn, greedy = (sum(of_anchors) / len(of_anchors) for of_anchors in tokens.values())
+    assert learning._expected([row]) == pytest.approx(drawn if do_sample else (drawn + greedy) / 2, abs=1e-4)
 
 
 def test_what_does_not_help_is_taken_back(target, drafter, monkeypatch):

@@ -302,8 +302,8 @@ class Adaptation:
 
     @torch.no_grad()
     def _expected(self, rows: list[Batch]) -> float:
-        """Tokens that a round at some anchors of rows is expected to bring by speculative sampling; of greedy text half
-        of that and half of what greedy drafts are: few anchors tell little of these alone."""
+        """Tokens that a round at some anchors of rows is expected to bring by speculative sampling; of greedy text the
+        mean of that and of what greedy drafts bring, of which few anchors tell little."""
         tokens = []
         for is_drawn in sorted({bool(row["is_drawn"]) for row in rows}):
             batch = collate([row for row in rows if bool(row["is_drawn"]) is is_drawn])

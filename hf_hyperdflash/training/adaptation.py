@@ -224,9 +224,10 @@ class Adaptation:
             self.log.append(decision)
             if row is None:
                 return
+            if self.bandit.serve(stats.tau, stats.loop_seconds):  # what was served before is another kind of text
+                self.memory, self._new = Memory(self.config.most_bytes, self.config.seed), 0
             self.memory.add(row)
             self._new += 1
-            self.bandit.serve(stats.tau, stats.loop_seconds)
             is_due = self._new >= self.config.every and len(self.memory) > 2
         if is_due and self.config.policy != "never" and self._updating.acquire(blocking=False):
             try:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 _LOOKS = 1 / 200  # of the serving time: what looks may take
 _FELL = 0.85  # of the mean acceptance: a new kind of text
-_TRIES = 2  # looks at a new kind of text, the second one if the first was promising
+_AT_FIRST = 2  # looks at what is served, the second one if the first was promising
+_AFTER_A_FALL = 3  # looks at a new kind of text, of which the first updates tell little
 _FAST, _SLOW = 1 / 8, 1 / 64  # what a request counts in the two means of tau
 _BELIEF = 1 / 3  # what a measured gain counts
 _STALE = 8  # updates after which an arm is looked at again while another one pays
@@ -52,19 +53,23 @@ class Bandit:
     def __post_init__(self) -> None:
         self.arms = {name: Arm() for name in reversed(self.names)}
         self._served = self._looked = self._seconds = 0.0
-        self._requests, self._fast, self._slow, self._tries = 0, 0.0, 0.0, _TRIES
+        self._requests, self._fast, self._slow, self._tries = 0, 0.0, 0.0, _AT_FIRST
+        self._has_fallen = False
 
-    def serve(self, tau: float, seconds: float) -> None:
-        """A request took so many seconds and brought so many tokens a round."""
+    def serve(self, tau: float, seconds: float) -> bool:
+        """A request took so many seconds and brought so many tokens a round; whether that is the last sign of a new
+        kind of text."""
         self._requests += 1
         self._served += seconds
         self._seconds += (seconds - self._seconds) * max(_SLOW, 1 / self._requests)
         self._fast += (tau - self._fast) * max(_FAST, 1 / self._requests)
         self._slow += (tau - self._slow) * max(_SLOW, 1 / self._requests)
-        if self._fast < _FELL * self._slow:
-            self._tries, self._slow = _TRIES, self._fast
-            for arm in self.arms.values():
-                arm.gain = None  # what was measured was of another text
+        if self._fast >= _FELL * self._slow:
+            return False
+        self._tries, self._slow, self._has_fallen = _AFTER_A_FALL, self._fast, True
+        for arm in self.arms.values():
+            arm.gain = None  # what was measured was of another text
+        return True
 
     def worth(self, name: str) -> float:
         """The seconds that an update is expected to save, less its own."""
@@ -91,7 +96,7 @@ class Bandit:
         arm = self.arms[name]
         if not self.pays(name):
             self._looked += seconds
-            self._tries = self._tries - 1 if gain > 0 else 0
+            self._tries = self._tries - 1 if self._has_fallen or gain > 0 else 0
         arm.cost = seconds if not arm.cost else arm.cost + (seconds - arm.cost) * _BELIEF
         arm.gain = gain if arm.gain is None else arm.gain + (gain - arm.gain) * _BELIEF
         for other in self.arms.values():

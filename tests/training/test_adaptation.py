@@ -427,11 +427,24 @@ def test_a_fall_of_acceptance_lets_it_look_again():
     assert served(bandit, 150, {"all": 0.0}, {"all": 5.0}).count("all") == 1
     chosen = served(bandit, 30, {"all": 0.1}, {"all": 5.0}, taus=lambda request: 2.0)
     assert chosen.index("all") < 8 and chosen.count("all") > 20
+    # Not the first updates to a new text are those that bring something.
+    bandit = Bandit(["all"], 200)
+    served(bandit, 150, {"all": 0.0}, {"all": 5.0})
+    assert served(bandit, 40, {"all": -0.01}, {"all": 5.0}, taus=lambda request: 2.0).count("all") == 3
     # What was known of the text before is not what is known of this one.
     bandit = Bandit(["heads", "all"], 200)
     served(bandit, 150, {"heads": -0.9, "all": -0.9}, {"heads": 5.0, "all": 5.0})
     chosen = served(bandit, 30, {"heads": 0.04, "all": 0.04}, {"heads": 5.0, "all": 5.0}, taus=lambda request: 2.0)
     assert chosen.count("all") + chosen.count("heads") > 20
+
+
+def test_another_kind_of_text_replaces_what_was_kept(target, drafter):
+    drafter.bind(target)
+    learning = drafter.adapt(target, policy="never")
+    answer(target, drafter, prompt(9)), answer(target, drafter, prompt(9, 1))
+    learning.bandit.serve = lambda tau, seconds: True
+    answer(target, drafter, prompt(9, 2))
+    assert len(learning.memory) == 1 and learning.memory.newest(1)[0]["input_ids"][1] == prompt(9, 2)[0, 1]
 
 
 def test_config_is_what_training_reads():

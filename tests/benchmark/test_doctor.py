@@ -10,7 +10,9 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTrainingArguments, load_drafter
+from hf_hyperdflash.benchmark import doctor
 from hf_hyperdflash.benchmark.doctor import PROMPTS, examine
+from hf_hyperdflash.benchmark.recommended import Timed
 from hf_hyperdflash.training.data import encode_prompts
 from hf_hyperdflash.training.fingerprint import as_words, target_fingerprint
 
@@ -39,6 +41,13 @@ def drafter(target):
     drafter = HyperDFlashDrafter.from_pretrained(DRAFTER, dtype=torch.float32).eval()
     drafter.config.target_fingerprint = as_words(target_fingerprint(target))
     return drafter
+
+
+@pytest.fixture(autouse=True)
+def _settings_are_timed_once(request, monkeypatch):
+    """They take longer than the rest: with the healthy pair they are."""
+    if "healthy" not in request.node.name:
+        monkeypatch.setattr(doctor, "time_settings", lambda *_, **__: [Timed({"num_assistant_tokens": "auto"}, 2.0)])
 
 
 def problem(diagnosis) -> str:

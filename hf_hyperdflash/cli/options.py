@@ -52,8 +52,7 @@ Drafters = Annotated[
     list[str] | None,
     Option(
         "--drafter",
-        help='PATH or Hub id; NAME=PATH, "NAME (4)=PATH", "NAME (auto)=PATH", "NAME (4, 16 nodes)=PATH" or '
-        '"NAME (4, adaptive)=PATH".',
+        help='Path or Hub id; NAME=PATH, "NAME (auto)=PATH", "NAME (4, 16 nodes)=PATH", "NAME (4, adaptive)=PATH".',
     ),
 ]
 SavedDrafter = Annotated[Path, Argument(exists=True, file_okay=False, help="Folder of a saved drafter.")]

@@ -29,8 +29,8 @@ from .bandit import Bandit
 from .chunk_loss import student_logits
 from .lessons import Lesson, Memory
 from .losses import IGNORE_INDEX, DrafterLoss
-from .objective import Batch, BlockObjective, collate, read_layers
-from .unrolled import UnrolledObjective
+from .objective import Batch, collate, read_layers
+from .unrolled import objective_of
 
 logger = logging.getLogger(__name__)
 
@@ -157,8 +157,7 @@ class Adaptation:
         if drafter.learner is not None:
             raise ValueError("The drafter learns already: `stop()` its adaptation first.")
         self.drafter, self.target, self.config, self.log = drafter, target, config, list[Decision]()
-        kind = UnrolledObjective if isinstance(drafter, UnrolledDrafter) else BlockObjective
-        self.objective: BlockObjective = kind(drafter.config, target, config)
+        self.objective = objective_of(drafter.config, target, config)
         self.layer_ids = read_layers(drafter.config)
         self.memory = Memory(config.most_bytes, config.seed)
         self._original = {name: value.detach().clone() for name, value in drafter.state_dict().items()}

@@ -22,7 +22,6 @@ from transformers.utils.hub import PushInProgress
 from ..hub.cards import drafter_card
 from ..hub.publish import drafter_files, reaching_hub
 from ..runtime.configuration_hyperdflash import HyperDFlashConfig
-from ..runtime.configuration_unrolled import UnrolledConfig
 from ..runtime.drafter import SavedDrafter
 from ..runtime.heads import HeadOutput
 from ..runtime.stats import SpeculationStats
@@ -39,7 +38,7 @@ from .features import residual_of
 from .losses import IGNORE_INDEX
 from .objective import Batch, BlockObjective, collate, read_layers
 from .store import FeatureCache
-from .unrolled import UnrolledObjective
+from .unrolled import objective_of
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +99,7 @@ class HyperDFlashTrainer(Trainer):
         check_trainable(target)
         config = self.drafter_config = cast(HyperDFlashConfig, model.config)
         _check_trainable(config, args, processing_class, drafter=model, target=target)
-        kind = UnrolledObjective if isinstance(config, UnrolledConfig) else BlockObjective
-        self.objective: BlockObjective = kind(config, target, args)
+        self.objective: BlockObjective = objective_of(config, target, args)
         self.target = target.eval().requires_grad_(False)
         if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
             cast(nn.Module, target).to(args.device)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..runtime.configuration_unrolled import UnrolledConfig
 from ..runtime.heads import HeadOutput
 from ..runtime.rank_head import rank_classes
 from ..runtime.targets import family_of
@@ -111,3 +112,9 @@ class UnrolledObjective(BlockObjective):
             for each in (kept, labels)
         )
         return torch.where(all_ > 0, left / all_.clamp(min=1e-9), 0.0)
+
+
+def objective_of(config: Any, target: PreTrainedModel, args: Any) -> BlockObjective:
+    """What a drafter of this configuration learns, see [`BlockObjective`]."""
+    kind = UnrolledObjective if isinstance(config, UnrolledConfig) else BlockObjective
+    return kind(config, target, args)

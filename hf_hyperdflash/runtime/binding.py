@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,8 +16,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
+from .batch_request import BEGINS_ONLY, batch_asked
 from .candidates import DraftCandidateGenerator
-from .decoding import speculative_decoding
+from .decoding import Decoding, speculative_decoding
 from .hooks import Reading, ResidualTap
 from .request import AUTO, check_request, check_stock_assistance, drafts_asked, tree_budget_asked
 from .schedule import Experience
@@ -79,6 +81,14 @@ class BoundTarget(_Mixed):
     bound_by = __version__
     hyperdflash_binding: Binding
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any model, and with a drafter for a batch, too: [`~batch_request`]."""
+        generate = super().generate  # type: ignore[misc]
+        request = batch_asked(self, inspect.signature(generate).bind(*args, **kwargs).arguments)
+        if request is None:
+            return generate(*args, **kwargs)
+        return request.written(generate(**row, **{BEGINS_ONLY: True}) for row in request.rows)
+
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
@@ -87,7 +97,7 @@ class BoundTarget(_Mixed):
             drafts_asked(generation_config),
             drafts_asked(self.generation_config),
         ]
-        budget = {name: kwargs.pop(name) for name in ("tree_budget",) if name in kwargs}
+        budget = {name: kwargs.pop(name) for name in ("tree_budget", BEGINS_ONLY) if name in kwargs}
         config, model_kwargs = super()._prepare_generation_config(  # type: ignore[misc]
             generation_config, *args, **kwargs
         )
@@ -138,18 +148,23 @@ class BoundTarget(_Mixed):
             check_request(input_ids, generation_config, synced_gpus, model_kwargs)
             tree_budget_asked(generation_config)
             num_drafts = self._prepare_drafting(assistant_model, generation_config, model_kwargs)
-            return speculative_decoding(
+            is_row = vars(generation_config).pop(BEGINS_ONLY, False)
+            experience = self._experience_with(assistant_model, generation_config)
+            if is_row and self.hyperdflash_binding.family.joins_rows:
+                experience = None  # what a forward costs that rows share is none of a row's own
+            decoding = Decoding(
                 self,
                 assistant_model,
-                input_ids,
                 num_drafts,
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
                 generation_config=generation_config,
                 streamer=streamer,
-                model_kwargs=model_kwargs,
-                experience=self._experience_with(assistant_model, generation_config),
+                experience=experience,
+                skips_padding=is_row,
             )
+            decoding.begin(input_ids, model_kwargs)
+            return decoding if is_row else speculative_decoding(decoding)
         check_stock_assistance(assistant_model, model_kwargs)
         return super()._assisted_decoding(  # type: ignore[misc]
             input_ids,

@@ -32,71 +32,56 @@ logger = logging.getLogger(__name__)
 _LATER = 64  # tokens that a drafter takes in at once while it is not asked for drafts
 
 
-def speculative_decoding(
-    target: Any,
-    drafter: Any,
-    input_ids: torch.LongTensor,
-    num_drafts: int,
-    *,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
-    streamer: Any,
-    model_kwargs: dict[str, Any],
-    experience: Experience | None = None,
-) -> GenerateDecoderOnlyOutput | torch.Tensor:
+def speculative_decoding(decoding: Decoding) -> GenerateDecoderOnlyOutput | torch.Tensor:
     """Generate as `target.generate` would without a drafter, several tokens per forward.
 
     Greedy text is the target's own; sampled text has the target's distribution (Leviathan et al., algorithm 1).
 
     Args:
-        target: A bound target.
-        drafter: A [`~drafter.Drafter`], on any device.
-        input_ids: `[1, seq]`, the prompt, tokens that are already in the cache included.
-        num_drafts: Most drafted tokens per round. The cache can take back one more.
-        logits_processor: As prepared by `generate`, like the rest.
-        experience: Of this drafter with this target, to draft by as many tokens as pay for themselves; `None` for
-            `num_drafts`, or a tree of the size asked for, every round.
+        decoding: That has begun.
 
     Returns:
         What `generate` returns.
     """
-    decoding = _Decoding(target, drafter, num_drafts, logits_processor, stopping_criteria, generation_config, streamer)
-    decoding.experience = experience
-    row = decoding.start(input_ids, model_kwargs)
-    stats = decoding.stats
-    drafter.remember(stats)
-    decoding.accept(row, decoding.round_over(row, decoding.nothing), decoding.prefill(row))
-    stats.tokens, stats.draft_seconds = 1, 0.0  # the prompt's do not count
-    began = decoding.now()
-    while not row.finished:
-        before, room, start = row.length, decoding.room(row), decoding.now() + decoding.waited
-        round_ = decoding.round_over(row, decoding.draft(row, decoding.schedule.begin(before, room)))
-        accepted = decoding.accept(row, round_, decoding.verify(row, round_))
-        stats.add_round(row.length - before, accepted, round_.tree if room else None)
-        seconds = decoding.now() + decoding.waited - start
-        decoding.schedule.end(len(round_.tree), accepted, seconds, row.finished)
-    stats.loop_seconds = decoding.now() - began
-    if streamer is not None:
-        streamer.end()
-    result = decoding.result(row)
-    if decoding.lesson is not None:
-        decoding.learner.end(decoding.lesson, stats)
-    return result
+    while not decoding.row.finished:
+        round_ = decoding.next_round()
+        decoding.end_round(round_, decoding.verify(round_))
+    decoding.stats.loop_seconds = decoding.now() - decoding.began
+    return decoding.end()
 
 
-class _Decoding:
-    """A request's models, settings and cache; what changes from round to round is in its rows."""
+class Decoding:
+    """One sequence of a request: its models, settings and cache; what changes from round to round is in its row.
+
+    Args:
+        target: A bound target.
+        drafter: A [`~drafter.Drafter`], on any device.
+        num_drafts: Most drafted tokens per round. The cache can take back one more.
+        logits_processor: As prepared by `generate`, like the rest.
+        experience: Of this drafter with this target, to draft by as many tokens as pay for themselves; `None` for
+            `num_drafts`, or a tree of the size asked for, every round; there is no tree where its size is not settled.
+        skips_padding: Whether the target sees none of the prompt's padding.
+
+    Attributes:
+        row: The sequence, once [`begin`] has been called.
+        began: When its rounds did, by `now()`.
+    """
+
+    row: Row
+    began: float
 
     def __init__(
         self,
         target: Any,
         drafter: Any,
         num_drafts: int,
+        *,
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
-        streamer: Any,
+        streamer: Any = None,
+        experience: Experience | None = None,
+        skips_padding: bool = False,
     ) -> None:
         self.target, self.drafter, self.num_drafts = target, drafter, num_drafts
         self.binding, self.config, self.streamer = target.hyperdflash_binding, generation_config, streamer
@@ -107,48 +92,87 @@ class _Decoding:
         self.reading = self.binding.residual.reader(self.layer_ids)
         self.processor, self.stopping = logits_processor, Stopping(stopping_criteria)
         self.sampler = DraftSampler(logits_processor, generation_config.do_sample)
-        self.tree_budget = tree_budget_asked(generation_config)
+        budget = tree_budget_asked(generation_config)
+        self.tree_budget = None if budget == AUTO and experience is None else budget
         self.schedule = FixedSchedule()
-        self.experience: Experience | None = None
+        self.experience = experience
+        self.skips_padding = skips_padding or self.binding.family.skips_padding
         self.waited = 0.0  # less than nothing: seconds in the caller's streamer, which no draft can save
         self.shown = Shown(generation_config, self.binding.family)
         self.stats, self.now = SpeculationStats(), clock(target.device)
 
-    def start(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Row:
+    # From the prompt to the end of the text
+
+    def begin(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+        """Run the prompt and write the first token.
+
+        Args:
+            input_ids: `[1, seq]`, the prompt, tokens that are already in the cache included.
+            model_kwargs: As prepared by `generate`.
+        """
+        self.start(input_ids, model_kwargs)
+        self.drafter.remember(self.stats)
+        self.accept(self.round_over(self.nothing), self.prefill())
+        self.stats.tokens, self.stats.draft_seconds = 1, 0.0  # the prompt's do not count
+        self.began = self.now()
+
+    def next_round(self) -> ChainRound:
+        """Draft."""
+        self._round_began = self.now() + self.waited
+        self._room = self.room()
+        return self.round_over(self.draft(self.schedule.begin(self.row.length, self._room)))
+
+    def end_round(self, round_: ChainRound, outputs: Any) -> None:
+        """Accept what the target agrees with, by its forward over the round."""
+        before = self.row.length
+        accepted = self.accept(round_, outputs)
+        self.stats.add_round(self.row.length - before, accepted, round_.tree if self._room else None)
+        seconds = self.now() + self.waited - self._round_began
+        self.schedule.end(len(round_.tree), accepted, seconds, self.row.finished)
+
+    def end(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        """What `generate` returns."""
+        if self.streamer is not None:
+            self.streamer.end()
+        result = self.result()
+        if self.lesson is not None:
+            self.learner.end(self.lesson, self.stats)
+        return result
+
+    def start(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
         self.kwargs, self.cache = dict(model_kwargs), model_kwargs["past_key_values"]
         self.nothing = DraftTree.chain(input_ids.new_empty(0))
         mask, positions = self.kwargs.pop("attention_mask", None), self.kwargs.pop("position_ids", None)
-        padding = padding_of(self.cache, mask) if self.binding.family.skips_padding else 0
+        padding = padding_of(self.cache, mask) if self.skips_padding else 0
         mask = None if mask is None or bool(mask[:, padding:].all()) else mask[:, padding:]
         positions = None if positions is None else positions[..., -(input_ids.shape[1] - padding) :]
-        row = Row(input_ids, padding, mask, positions)
-        row.context = context_of(self.cache, self.drafter)
-        return row
+        self.row = Row(input_ids, padding, mask, positions)
+        self.row.context = context_of(self.cache, self.drafter)
 
-    def prefill(self, row: Row) -> Any:
+    def prefill(self) -> Any:
         """Run the part of the prompt that is not in the cache yet. In chunks, where the caller asks for them, of which
         each reaches the drafter before the next is run, so that a long prompt's residual is never held whole."""
-        cached, length = self.cache.get_seq_length(), row.prompt_length
+        cached, length = self.cache.get_seq_length(), self.row.prompt_length
         chunk = self.config.prefill_chunk_size or length
         for end in [*range(cached + chunk, length, chunk), length]:
             config = copy.copy(self.config)
             # Not transformers' own chunks, which before 5.20 or so feed what is in the cache again.
             config.prefill_chunk_size, config._mask_length = None, end
             start = self.cache.get_seq_length()
-            inputs = {**self.kwargs, **row.inputs(start, end)}
+            inputs = {**self.kwargs, **self.row.inputs(start, end)}
             if start:  # which earlier transformers tell by the mask
-                inputs.setdefault("attention_mask", torch.ones_like(row.text[:, :end]))
+                inputs.setdefault("attention_mask", torch.ones_like(self.row.text[:, :end]))
             with self.binding.own_forward(self.reading):
-                outputs = self.target._prefill(row.text[:, :end], config, inputs)
-            row.residuals += self.reading.taken()
+                outputs = self.target._prefill(self.row.text[:, :end], config, inputs)
+            self.row.residuals += self.reading.taken()
             if outputs.past_key_values is not self.cache:  # remote code may make a cache of its own
                 self.cache = self.kwargs["past_key_values"] = check_cache(outputs.past_key_values)
-            if end < length and row.residuals:
-                self.extend(row, end)
+            if end < length and self.row.residuals:
+                self.extend(end)
         self._settle_on_trees()
         self._settle_on_schedule()
         self.cache.activate_past_recording()  # after the prompt: there is nothing in it to take back
-        leave_context(self.cache, self.drafter, row.context)  # which belongs to it whenever they end alike
+        leave_context(self.cache, self.drafter, self.row.context)  # which belongs to it whenever they end alike
         return outputs
 
     def _settle_on_trees(self) -> None:
@@ -174,22 +198,22 @@ class _Decoding:
 
     # Draft
 
-    def room(self, row: Row) -> int:
+    def room(self) -> int:
         """How many tokens to draft one after the other: what was asked for, or what fits.
 
         The target adds one of its own, and a tree is no deeper than it has nodes.
         """
         most = min(self.num_drafts, self.sampler.tree_budget or self.num_drafts)
-        return max(0, min(most, self.config.max_length - row.length - 1))
+        return max(0, min(most, self.config.max_length - self.row.length - 1))
 
-    def draft(self, row: Row, count: int) -> DraftTree:
+    def draft(self, count: int) -> DraftTree:
         """Draft up to `count` tokens."""
         if not count:
             return self.nothing
-        if row.context.end < row.text.shape[1] - 1:
-            self.extend(row, row.text.shape[1] - 1)
-        began, positions = self.now(), row.text_positions(0, row.text.shape[1])
-        tree = self.drafter.propose(self.target, row.context, row.text, positions, count, self.sampler)
+        if self.row.context.end < self.row.text.shape[1] - 1:
+            self.extend(self.row.text.shape[1] - 1)
+        began, positions = self.now(), self.row.text_positions(0, self.row.text.shape[1])
+        tree = self.drafter.propose(self.target, self.row.context, self.row.text, positions, count, self.sampler)
         self.stats.draft_seconds += self.now() - began
         if max(tree.depths, default=0) > count:
             raise ValueError(
@@ -200,55 +224,55 @@ class _Decoding:
 
     # Verify
 
-    def round_over(self, row: Row, tree: DraftTree) -> ChainRound:
+    def round_over(self, tree: DraftTree) -> ChainRound:
         """The round that verifies a tree."""
-        return round_over(self.binding.family, self.cache, tree, row.text.shape[1] - 1)
+        return round_over(self.binding.family, self.cache, tree, self.row.text.shape[1] - 1)
 
-    def verify(self, row: Row, round_: ChainRound) -> Any:
+    def verify(self, round_: ChainRound) -> Any:
         """One forward of the target over the anchor and the drafts."""
-        inputs, began = round_.inputs(row, self.kwargs), self.now()
+        inputs, began = round_.inputs(self.row, self.kwargs), self.now()
         with self.binding.own_forward(self.reading, is_round=True):
             outputs = self.target(**inputs, return_dict=True)
-        row.residuals += self.reading.taken()
+        self.row.residuals += self.reading.taken()
         self.stats.verify_seconds += self.now() - began
         return outputs
 
     # Accept
 
-    def accept(self, row: Row, round_: ChainRound, outputs: Any) -> int:
+    def accept(self, round_: ChainRound, outputs: Any) -> int:
         """Accept what the target agrees with and leave the rest behind, also where a streamer or a criterion raises: a
         caller who goes on with this cache and the tokens so far gets the same text.
 
         Returns:
             The number of accepted drafts.
         """
-        logits = round_.logits(outputs).to(dtype=torch.float32, device=row.ids.device)
+        logits = round_.logits(outputs).to(dtype=torch.float32, device=self.row.ids.device)
         path: list[int] = []
         try:
-            for token, node in self.walk(row, round_, logits, outputs):
-                row.append(token)
+            for token, node in self.walk(round_, logits, outputs):
+                self.row.append(token)
                 path += [] if node is None else [node]
                 self.stats.written.append(0 if node is None else round_.tree.depths[node])
                 if self.streamer is not None:
                     began = self.now()
                     self.streamer.put(torch.tensor([token]))
                     self.waited -= self.now() - began
-                row.finished = self.stopping(token, row.ids, self.shown.seen["scores"])
-                if row.finished:
+                self.row.finished = self.stopping(token, self.row.ids, self.shown.seen["scores"])
+                if self.row.finished:
                     break
         finally:
-            self.keep(row, round_, path)
-        self.drafter.observe(row.context, round_.tree, logits[0], path)
+            self.keep(round_, path)
+        self.drafter.observe(self.row.context, round_.tree, logits[0], path)
         return len(path)
 
-    def walk(self, row: Row, round_: ChainRound, logits: torch.Tensor, outputs: Any) -> Iterator[Step]:
+    def walk(self, round_: ChainRound, logits: torch.Tensor, outputs: Any) -> Iterator[Step]:
         """What the target writes after the anchor. Processors see every accepted prefix once and in order, as in plain
         decoding."""
         tree = round_.tree
 
         def scores_after(node: int) -> torch.Tensor:
             raw = logits[:, node + 1]
-            scores = self.processor(row.ids, raw.clone())
+            scores = self.processor(self.row.ids, raw.clone())
             self.shown.add(outputs, round_, node + 1, scores, raw, self.cache)
             return scores[0]
 
@@ -260,10 +284,10 @@ class _Decoding:
         told = torch.cat([tree.tokens.to(choices.device), choices]).cpu().tolist()  # the one wait for the device
         return greedy_walk(tree, told, lambda node: told[len(tree.parents) + 1 + node])
 
-    def keep(self, row: Row, round_: ChainRound, path: list[int]) -> None:
+    def keep(self, round_: ChainRound, path: list[int]) -> None:
         """Rewind the target's cache to all but the last token, and give the drafter what stays."""
-        kept = row.text.shape[1] - 1
-        if kept < row.prompt_length:
+        kept = self.row.text.shape[1] - 1
+        if kept < self.row.prompt_length:
             return  # interrupted before the first token: the cache holds the prompt
         rows = [0, *(node + 1 for node in path)][: kept - round_.start]
         round_.keep(self.cache, rows)
@@ -272,38 +296,38 @@ class _Decoding:
                 f"The cache, a {type(self.cache).__name__}, holds {self.cache.get_seq_length()} tokens after it was "
                 f"cropped, expected {kept}: its `crop(-n)` must take back the last n tokens."
             )
-        if row.residuals:
-            row.residuals[-1] = round_.kept_residual(row.residuals[-1], rows)
-        if row.finished or self.schedule.is_asked or kept - row.context.end >= _LATER:
-            self.extend(row, kept)
+        if self.row.residuals:
+            self.row.residuals[-1] = round_.kept_residual(self.row.residuals[-1], rows)
+        if self.row.finished or self.schedule.is_asked or kept - self.row.context.end >= _LATER:
+            self.extend(kept)
 
-    def extend(self, row: Row, end: int) -> None:
+    def extend(self, end: int) -> None:
         """Give the drafter the tokens before `end` that are new to it."""
-        residual, new = None, end - row.context.end
+        residual, new = None, end - self.row.context.end
         if self.layer_ids:
-            residual = row.residuals[0] if len(row.residuals) == 1 else torch.cat(row.residuals, dim=1)
-            row.residuals.clear()
+            residual = self.row.residuals[0] if len(self.row.residuals) == 1 else torch.cat(self.row.residuals, dim=1)
+            self.row.residuals.clear()
             new = residual.shape[1]  # less than what is new to the drafter after another's turn on the same cache
         start = end - new
-        positions, following = row.text_positions(start, end), row.text[:, start + 1 : end + 1]
+        positions, following = self.row.text_positions(start, end), self.row.text[:, start + 1 : end + 1]
         # Padding is no context. After the prompt there is none, and to look for it would be to wait for the device.
-        mask = row.mask(end) if start < row.prompt_length else None
+        mask = self.row.mask(end) if start < self.row.prompt_length else None
         if mask is not None:
             real = mask[0, start:].bool()
             positions, following = positions[:, real], following[:, real]
             residual = None if residual is None else residual[:, real.to(residual.device)]
         if following.shape[1]:
             if self.lesson is not None and residual is not None:
-                self.lesson.add(residual, positions, following, start >= row.prompt_length)
+                self.lesson.add(residual, positions, following, start >= self.row.prompt_length)
                 residual = residual[:, :, : self.own_paths]
             began = self.now()
-            self.drafter.extend(self.target, row.context, residual, positions, following)
+            self.drafter.extend(self.target, self.row.context, residual, positions, following)
             self.stats.draft_seconds += self.now() - began
-        row.context.end = end
+        self.row.context.end = end
 
-    def result(self, row: Row) -> GenerateDecoderOnlyOutput | torch.Tensor:
+    def result(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """What `generate` returns."""
-        ids = row.ids.clone()
+        ids = self.row.ids.clone()
         if not self.config.return_dict_in_generate:
             return ids
         shown = self.shown.all()

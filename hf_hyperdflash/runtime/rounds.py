@@ -1,5 +1,5 @@
-"""One forward of the target over a draft tree, and what stays of it in the cache: a chain, a masked tree, or a row per
-path.
+"""One forward of the target over a draft tree, and what stays of it in the cache: a chain, a masked tree, a row per
+path, or one row of a batch.
 
 A round's rows are the anchor and the tree's nodes in their order, whatever the forward looks like.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .attention_masks import attention_mask_for
+from .cache_ragged import CachedRow
 from .row import Row
 from .target_family import TargetFamily, TreeVerification
 from .tree import DraftTree
@@ -104,6 +105,32 @@ class MaskedRound(ChainRound):
         self.family.keep(cache, self.rows, kept)
 
 
+class RowRound(MaskedRound):
+    """A row's tree in a forward over several rows ([`~batch_decoding`]).
+
+    Args:
+        family: The target.
+        tree: The drafts.
+        start: Tokens of the row's text before the anchor.
+        batch_place: Of the row in the batch.
+    """
+
+    def __init__(self, family: TargetFamily, tree: DraftTree, start: int, batch_place: int) -> None:
+        super().__init__(family, tree, start)
+        self.batch_place = batch_place
+
+    def positions(self, row: Row) -> torch.Tensor:
+        """True positions of the rows, `[rows]`."""
+        anchor = row.text_positions(self.start, self.start + 1)[0]
+        return anchor + self.rows.depths.to(anchor.device)
+
+    def logits(self, outputs: Any) -> torch.Tensor:
+        return outputs.logits[self.batch_place : self.batch_place + 1, : self.count]
+
+    def keep(self, cache: Any, kept: list[int]) -> None:
+        cache.keep(kept)
+
+
 class ForkedRound(ChainRound):
     """A tree as a batch: a sequence per path, each with the whole of what comes before. Right wherever a batch is, and
     slower than a mask, as what paths share is computed for each."""
@@ -172,6 +199,8 @@ def round_over(family: TargetFamily, cache: Any, tree: DraftTree, start: int) ->
     Raises:
         ValueError: If it has several paths, and the target verifies none but chains.
     """
+    if isinstance(cache, CachedRow):
+        return RowRound(family, tree, start, cache.place)
     if tree.is_chain:
         return ChainRound(family, tree, start)
     how = verification_of(family, cache)

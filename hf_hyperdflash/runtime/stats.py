@@ -56,6 +56,7 @@ class SpeculationStats:
             an accelerator launches count, not their completion, except under [`exact_timing`].
         verify_seconds: Wall-clock seconds in the target's forwards, prefill excluded.
         loop_seconds: Wall-clock seconds of everything after the prefill; what is not in the other two is our overhead.
+        rows: Of a batch, each row's own. Seconds that several rows share count in equal parts.
     """
 
     rounds: int = 0
@@ -68,13 +69,14 @@ class SpeculationStats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     loop_seconds: float = 0.0
+    rows: list[SpeculationStats] = field(default_factory=list)
 
     def __iadd__(self, other: SpeculationStats) -> SpeculationStats:
         """Add another call's."""
         self.draft_positions = max(self.draft_positions, other.draft_positions)
         for name in (
             "rounds", "tokens", "nodes", "emitted", "accepted", "written", "draft_seconds", "verify_seconds",
-            "loop_seconds",
+            "loop_seconds", "rows",
         ):  # fmt: skip
             setattr(self, name, getattr(self, name) + getattr(other, name))
         return self

@@ -104,6 +104,10 @@ class DeepseekV4(HyperConnected):
         is_stock = self.config.model_type == "deepseek_v4" and self.config._attn_implementation == "eager"
         return "mask" if is_stock else "fork"
 
+    @property
+    def joins_rows(self) -> bool:
+        return False  # a cache layer counts the windows of one text
+
     def can_mask(self, cache: Any) -> bool:
         return all(getattr(layer, "can_hold_trees", False) for layer in cache.layers)
 

@@ -197,6 +197,12 @@ class TargetFamily:
         """Whether a masked forward can go on from this cache; else paths are forked."""
         return True
 
+    @property
+    def joins_rows(self) -> bool:
+        """Whether one forward serves the rows of a batch, whose texts differ in length: where a mask hides all that a
+        row is not to see. Else they are written one after the other."""
+        return self.tree_verification == "mask"
+
     def hold(self, cache: Cache, rows: TreeRows) -> None:
         """Prepare a cache for a masked forward over a draft tree."""
 

@@ -63,3 +63,13 @@ class RandomTrees(Drafter):
 def is_wide(tree: DraftTree) -> bool:
     """Whether a tree has several paths."""
     return len(tree.paths) > 1
+
+
+class RandomChains(RandomTrees):
+    """Drafts one path of such a tree."""
+
+    def propose(self, *args: Any) -> DraftTree:
+        tree = super().propose(*args)
+        chain = DraftTree.chain(tree.tokens[tree.paths[-1]] if len(tree) else tree.tokens)
+        self.trees[-1] = chain
+        return chain

@@ -1,0 +1,176 @@
+"""Several texts at once: each row drafts and accepts as if it were alone, and one forward of the target verifies all
+of their drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from .attention_masks import attention_mask_for
+from .cache_ragged import CachedRow, RaggedCache
+from .decoding import Decoding, speculative_decoding
+from .rounds import RowRound
+from .shown import Shown
+from .stats import SpeculationStats
+
+
+class WrittenRow(NamedTuple):
+    """A row when it has ended.
+
+    Attributes:
+        ids: The text, `[1, seq]`.
+        shown: What the caller asked to see of it.
+        stats: Of the row alone.
+        config: The request's generation configuration.
+    """
+
+    ids: torch.Tensor
+    shown: Shown
+    stats: SpeculationStats
+    config: Any
+
+    @classmethod
+    def of(cls, decoding: Decoding) -> WrittenRow:
+        """What is left of a decoding that has ended."""
+        return cls(decoding.row.ids.clone(), decoding.shown, decoding.stats, decoding.config)
+
+
+@torch.no_grad()
+def decode_rows(decodings: Iterable[Decoding], is_joint: bool) -> list[WrittenRow]:
+    """Write the texts of several rows.
+
+    Args:
+        decodings: One per row, each begun when it is asked for.
+        is_joint: Whether one forward serves all rows; else they are written one after the other.
+    """
+    if not is_joint:
+        return [_written_alone(decoding) for decoding in decodings]
+    rows = list(decodings)
+    decode_together(rows)
+    for row in rows:
+        row.end()
+    return [WrittenRow.of(row) for row in rows]
+
+
+def _written_alone(decoding: Decoding) -> WrittenRow:
+    speculative_decoding(decoding)
+    return WrittenRow.of(decoding)
+
+
+def decode_together(decodings: Sequence[Decoding]) -> None:
+    """Write the texts of several rows whose prompts have run; those that end leave the batch."""
+    active = list(decodings)
+    cache = RaggedCache([row.cache for row in active])
+    for place, row in enumerate(active):
+        row.cache = CachedRow(place, row.cache.get_seq_length())
+    while active := _still_active(active, cache):
+        began = active[0].now()
+        rounds: list[Any] = [row.next_round() for row in active]
+        outputs = _verify(active, rounds, cache)
+        for row, round_ in zip(active, rounds):
+            row.end_round(round_, outputs)
+        cache.keep([row.cache.kept for row in active])
+        seconds = (active[0].now() - began) / len(active)
+        for row in active:
+            row.stats.loop_seconds += seconds
+
+
+def _still_active(rows: list[Decoding], cache: RaggedCache) -> list[Decoding]:
+    left = [row for row in rows if not row.row.finished]
+    if left and len(left) < len(rows):
+        cache.batch_select_indices(torch.tensor([row.cache.place for row in left]))
+        for place, row in enumerate(left):
+            row.cache.place = place
+    return left
+
+
+def _verify(rows: list[Decoding], rounds: list[RowRound], cache: RaggedCache) -> Any:
+    """One forward of the target over the anchors and drafts of all rows, shorter ones filled up."""
+    first, width = rows[0], max(round_.count for round_ in rounds)
+    reading = next((row.reading for row in rows if row.lesson is not None), first.reading)
+    ids, positions = torch.zeros(2, len(rows), width, dtype=torch.long, device=first.row.ids.device)
+    for place, (row, round_) in enumerate(zip(rows, rounds)):
+        ids[place, : round_.count] = row.row.with_drafts(round_.tree.tokens)[0, round_.start :]
+        positions[place, : round_.count] = round_.positions(row.row)
+    began = first.now()
+    inputs = first.target.prepare_inputs_for_generation(
+        ids, next_sequence_length=width, is_first_iteration=False, **{**_shared(rows), "past_key_values": cache}
+    )
+    inputs |= {"position_ids": positions, "attention_mask": _masks(rows, rounds, cache, width)}
+    with first.binding.own_forward(reading, is_round=True):
+        outputs = first.target(**inputs, logits_to_keep=width, return_dict=True)
+    seconds = (first.now() - began) / len(rows)
+    captured = reading.taken()
+    for place, row in enumerate(rows):
+        row.row.residuals += [residual[place : place + 1] for residual in captured]
+        row.stats.verify_seconds += seconds
+    return outputs
+
+
+def _shared(rows: list[Decoding]) -> dict[str, Any]:
+    """The rows' other arguments of the target as one's: tensors of one row each are put together."""
+    shared = dict(rows[0].kwargs)
+    for name, value in shared.items():
+        if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == 1:
+            shared[name] = torch.cat([row.kwargs[name] for row in rows])
+    shared.pop("logits_to_keep", None)
+    return shared
+
+
+def _masks(rows: list[Decoding], rounds: list[RowRound], cache: RaggedCache, width: int) -> Any:
+    """One mask, or one for each kind of layer if they differ."""
+    family = rows[0].binding.family
+    masks: dict[str, Any] = {}
+    for layer in cache.layers:
+        kind = "full_attention" if layer.sliding_window is None else "sliding_attention"
+        if kind in masks:
+            continue
+        columns = layer.get_seq_length()
+        mask = torch.zeros(len(rows), 1, width, columns + width, dtype=torch.bool)
+        mask[..., columns:] = torch.eye(width, dtype=torch.bool)  # what is filled up sees itself, so that it is finite
+        for place, (row, round_) in enumerate(zip(rows, rounds)):
+            past, count = layer.held[place], round_.count
+            of_row, real = round_.rows.mask(past, layer.sliding_window), row.row.mask(round_.start)
+            if real is not None and past:
+                of_row[:, :past] &= real[0, -past:].bool().to(of_row.device)
+            mask[place, 0, :count, :past] = of_row[:, :past]
+            mask[place, 0, :count, columns : columns + count] = of_row[:, past:]
+        device = rows[0].row.ids.device
+        masks[kind] = attention_mask_for(family.config._attn_implementation, mask.to(device), family.dtype)
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def stats_of(rows: Sequence[WrittenRow]) -> SpeculationStats:
+    """What the rows did together."""
+    stats = SpeculationStats()
+    for row in rows:
+        stats += row.stats
+    stats.rows = [row.stats for row in rows]
+    return stats
+
+
+def written_batch(rows: Sequence[WrittenRow]) -> GenerateDecoderOnlyOutput | torch.Tensor:
+    """What `generate` returns: texts that end early padded on the right, and no cache to go on with, as each row's has
+    another length."""
+    config = rows[0].config
+    pad = getattr(config, "_pad_token_tensor", None)
+    texts = [row.ids[0] for row in rows]
+    # Without a token to pad with, none is known that ends a text.
+    sequences: Any = pad_sequence(texts, batch_first=True, padding_value=0 if pad is None else int(pad))
+    if not config.return_dict_in_generate:
+        return sequences
+    return GenerateDecoderOnlyOutput(sequences, scores=_steps(rows, "scores"), logits=_steps(rows, "logits"))
+
+
+def _steps(rows: Sequence[WrittenRow], name: str) -> Any:
+    """What the caller asked to see, step by step, `[batch, config.vocab_size]`; zeros where a row has ended."""
+    values = [row.shown.seen[name] for row in rows]
+    if not values[0]:
+        return None
+    nothing = torch.zeros_like(values[0][0])
+    steps = range(max(map(len, values)))
+    return tuple(torch.cat([row[step] if step < len(row) else nothing for row in values]) for step in steps)

@@ -1,0 +1,423 @@
+"""Several texts in one `generate`: each as if it were alone, whatever the others are."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, pipeline
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation.streamers import BaseStreamer
+
+from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, bind
+from hf_hyperdflash.runtime.binding import capture_residual
+from hf_hyperdflash.runtime.cache_ragged import RaggedCache, RaggedLayer
+from hf_hyperdflash.runtime.targets import family_of
+
+from ..conftest import prompt, tiny_target
+from ..helpers import families
+from ..helpers.tree_drafters import RandomChains, RandomTrees, is_wide
+from .test_decoding import assert_drawn_from
+
+NEW = 24
+LENGTHS = (9, 3, 14, 1)
+
+
+@pytest.fixture
+def qwen3():
+    torch.manual_seed(0)
+    return bind(families.qwen3().eval())
+
+
+def padded(lengths=LENGTHS, vocab_size=64):
+    """Prompts of several lengths, padded on the left with token 0."""
+    longest = max(lengths)
+    rows = [prompt(length, seed=10 + row, vocab_size=vocab_size)[0] for row, length in enumerate(lengths)]
+    ids = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0)) for row in rows])
+    mask = torch.stack([(torch.arange(longest) >= longest - len(row)).long() for row in rows])
+    return ids, mask, rows
+
+
+def alone(target, rows, **options):
+    """Each prompt's text by plain decoding, without padding."""
+    return [target.generate(row[None], **{"do_sample": False, "max_new_tokens": NEW, **options})[0] for row in rows]
+
+
+def assert_rows(out, rows, texts, pad=0):
+    """`out` is the prompts with their padding, what was written, and padding."""
+    start = max(map(len, rows))
+    assert len(out) == len(rows) and out.shape[1] == max(start + len(t) - len(r) for r, t in zip(rows, texts))
+    for row, text, of_batch in zip(rows, texts, out):
+        written = text[len(row) :]
+        assert of_batch[start - len(row) : start].tolist() == row.tolist()
+        assert of_batch[start : start + len(written)].tolist() == written.tolist()
+        assert set(of_batch[start + len(written) :].tolist()) <= {pad}
+
+
+@pytest.mark.parametrize("kind", [RandomTrees, RandomChains])
+@pytest.mark.parametrize("family", families.FAMILIES + families.ALSO_MASKED, ids=lambda family: family.__name__)
+def test_every_row_is_its_text_alone(family, kind):
+    torch.manual_seed(0)
+    target = bind(family().eval())
+    if kind is RandomTrees and target.config.model_type == "remote_v4":
+        kind = RandomChains  # its cache cannot be forked
+    ids, mask, rows = padded()
+    texts = alone(target, rows)
+    drafter = kind(target, texts, seed=1)
+    out = target.generate(
+        ids, attention_mask=mask, assistant_model=drafter, do_sample=False, max_new_tokens=NEW, pad_token_id=0
+    )
+    assert_rows(out, rows, texts)
+    stats = drafter.last_stats
+    assert [row.tokens for row in stats.rows] == [len(text) - len(row) for row, text in zip(rows, texts)]
+    assert all(row.tau > 1.2 for row in stats.rows) and (kind is RandomChains or any(map(is_wide, drafter.trees)))
+    assert stats.tokens == sum(row.tokens for row in stats.rows)
+    assert stats.rounds == sum(row.rounds for row in stats.rows)
+    for seconds in ("draft_seconds", "verify_seconds", "loop_seconds"):
+        of_rows = [getattr(row, seconds) for row in stats.rows]
+        assert min(of_rows) > 0 and math.isclose(getattr(stats, seconds), sum(of_rows))
+    assert stats.draft_seconds + stats.verify_seconds < stats.loop_seconds
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", [families.llama, families.gemma3], ids=lambda family: family.__name__)
+def test_in_every_implementation_of_attention_that_takes_masks(family, implementation):
+    torch.manual_seed(0)
+    target = bind(family().eval())
+    target.set_attn_implementation(implementation)
+    ids, mask, rows = padded((5, 12))
+    texts = alone(target, rows, max_new_tokens=8)
+    options = dict(attention_mask=mask, do_sample=False, max_new_tokens=8)
+    assert_rows(target.generate(ids, assistant_model=RandomTrees(target, texts), **options), rows, texts)
+
+
+def test_rows_share_a_forward_where_a_mask_can_tell_them_apart(qwen3, monkeypatch):
+    ids, mask, rows = padded()
+    texts = alone(qwen3, rows)
+    shapes, forward = [], type(qwen3).forward
+
+    def counted(self, input_ids=None, **kwargs):
+        shapes.append(tuple(input_ids.shape))
+        return forward(self, input_ids=input_ids, **kwargs)
+
+    monkeypatch.setattr(type(qwen3), "forward", counted)
+    drafter = RandomChains(qwen3, texts)
+    qwen3.generate(ids, attention_mask=mask, assistant_model=drafter, do_sample=False, max_new_tokens=NEW)
+    prompts, rounds = shapes[:4], shapes[4:]
+    assert prompts == [(1, length) for length in LENGTHS]  # without padding
+    most = max(row.rounds for row in drafter.last_stats.rows)
+    assert len(rounds) == most + 1 or len(rounds) == most  # the last token may come without a draft
+    batches = [batch for batch, _ in rounds]
+    assert batches[0] == 4 and batches == sorted(batches, reverse=True) and batches[-1] < 4  # who ends leaves
+
+
+def test_a_target_that_takes_no_masks_writes_row_after_row(qwen3, monkeypatch):
+    monkeypatch.setattr(type(family_of(qwen3)), "tree_verification", "fork")
+    ids, mask, rows = padded()
+    texts = alone(qwen3, rows)
+    drafter = RandomChains(qwen3, texts)
+    out = qwen3.generate(ids, attention_mask=mask, assistant_model=drafter, do_sample=False, max_new_tokens=NEW)
+    assert_rows(out, rows, texts)
+
+
+@pytest.mark.parametrize("family", [families.qwen3, families.mistral, families.deepseek_v4])
+def test_the_drafter_takes_in_each_rows_own_residual(family):
+    """What it is given of each row, put together, is the residual of the whole text."""
+
+    class Listener(RandomTrees):
+        def new_context(self):
+            context = super().new_context()
+            context.seen = []
+            contexts.append(context)
+            return context
+
+        def extend(self, target, context, residual, position_ids, next_ids):
+            context.seen.append((residual, position_ids, next_ids))
+
+    torch.manual_seed(0)
+    target, contexts = bind(family().eval()), []
+    ids, mask, rows = padded()
+    texts = alone(target, rows)
+    drafter = Listener(target, texts)
+    target.generate(ids, attention_mask=mask, assistant_model=drafter, do_sample=False, max_new_tokens=NEW)
+    assert len(contexts) == len(rows)
+    for context, text in zip(contexts, texts):
+        residual, positions, following = (torch.cat(parts, dim=1) for parts in zip(*context.seen))
+        with torch.no_grad(), capture_residual(target) as captured:
+            target(text[None])
+        assert positions[0].tolist() == list(range(len(text) - 1))
+        assert following[0].tolist() == text[1:].tolist()
+        torch.testing.assert_close(residual, captured[0][:, :-1], atol=1e-4, rtol=1e-4)
+
+
+# What `generate` offers
+
+
+def test_texts_that_end_early_are_padded(qwen3):
+    ids, mask, rows = padded()
+    ends = alone(qwen3, rows)[1][len(rows[1]) + 4].item()
+    options = dict(eos_token_id=ends, pad_token_id=7)
+    texts = alone(qwen3, rows, **options)
+    assert len({len(text) - len(row) for row, text in zip(rows, texts)}) > 1
+    drafter = RandomTrees(qwen3, texts)
+    out = qwen3.generate(
+        ids, attention_mask=mask, assistant_model=drafter, do_sample=False, max_new_tokens=NEW, **options
+    )
+    assert_rows(out, rows, texts, pad=7)
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2])
+def test_short_texts(qwen3, new_tokens):
+    ids, mask, rows = padded()
+    texts = alone(qwen3, rows, max_new_tokens=new_tokens)
+    options = dict(attention_mask=mask, do_sample=False, max_new_tokens=new_tokens)
+    assert_rows(qwen3.generate(ids, assistant_model=RandomChains(qwen3, texts), **options), rows, texts)
+
+
+def test_scores_and_logits_step_by_step(qwen3):
+    ids = torch.cat([prompt(8, seed=seed) for seed in range(3)])
+    ends = qwen3.generate(ids[:1], do_sample=False, max_new_tokens=NEW)[0, 13].item()
+    options = dict(
+        do_sample=False, max_new_tokens=NEW, return_dict_in_generate=True, output_scores=True, output_logits=True,
+        repetition_penalty=1.2, eos_token_id=ends, pad_token_id=0,
+    )  # fmt: skip
+    plain = [qwen3.generate(row[None], **options) for row in ids]
+    drafter = RandomTrees(qwen3, [result.sequences[0] for result in plain])
+    out = qwen3.generate(ids, assistant_model=drafter, **options)
+    lengths = [len(result.scores) for result in plain]
+    assert out.past_key_values is None and len(out.scores) == len(out.logits) == max(lengths) > min(lengths)
+    for name in ("scores", "logits"):
+        for step, of_batch in enumerate(getattr(out, name)):
+            assert of_batch.shape == (3, 64)
+            for row, result in enumerate(plain):
+                own = getattr(result, name)
+                expected = own[step][0] if step < len(own) else torch.zeros(64)
+                torch.testing.assert_close(of_batch[row], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_processors_and_criteria_see_one_row_at_a_time(qwen3):
+    class EachPrefixOnce(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            seen.append(tuple(input_ids[0].tolist()))
+            return scores + 3 * torch.nn.functional.one_hot((input_ids.sum(-1) + len(input_ids[0])) % 60, 64)
+
+    class NoLongerThan(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.tensor([int(input_ids[0, -1]) in (5, 9)])
+
+    ids = torch.cat([prompt(8, seed=seed) for seed in range(3)])
+    options = dict(
+        do_sample=False, max_new_tokens=NEW, pad_token_id=0, logits_processor=LogitsProcessorList([EachPrefixOnce()]),
+        stopping_criteria=StoppingCriteriaList([NoLongerThan()]),
+    )  # fmt: skip
+    seen: list[tuple[int, ...]] = []
+    texts = [qwen3.generate(row[None], **options)[0] for row in ids]
+    alone_seen, seen[:] = sorted(seen), []
+    out = qwen3.generate(ids, assistant_model=RandomTrees(qwen3, texts), **options)
+    assert_rows(out, list(ids), texts)
+    assert sorted(seen) == alone_seen
+
+
+def test_allowed_tokens_know_which_prompt_they_are_for(qwen3):
+    ids = prompt(8).repeat(2, 1)
+    options = dict(do_sample=False, max_new_tokens=6, pad_token_id=0)
+    out = qwen3.generate(
+        ids, assistant_model=PromptLookupDrafter(qwen3), **options,
+        prefix_allowed_tokens_fn=lambda row, text: [[20, 21], [30, 31]][row],
+    )  # fmt: skip
+    assert set(out[0, 8:].tolist()) <= {20, 21} and set(out[1, 8:].tolist()) <= {30, 31}
+
+
+def test_drawn_texts_have_the_targets_distribution_in_every_row():
+    """Two prompts, several texts of each, drafted well for the one and badly for the other."""
+    torch.manual_seed(0)
+    target = families.qwen3(layers=1).eval()
+    target.resize_token_embeddings(8)
+    target.config.vocab_size = 8
+    drafter = HyperDFlashDrafter.from_target(target, num_hidden_layers=1).eval()
+    drafter.bind(target)
+    ids, mask, rows = padded((5, 2), vocab_size=8)
+    expected = []
+    for row in rows:
+        with torch.no_grad():
+            first = target(row[None]).logits[0, -1].softmax(-1)
+            joint = [
+                first[a] * target(torch.cat([row, torch.tensor([a])])[None]).logits[0, -1].softmax(-1)
+                for a in range(8)
+            ]
+        expected.append(torch.stack(joint).flatten())
+    observed = Counter(), Counter()
+    for _ in range(12):
+        out = target.generate(
+            ids, attention_mask=mask, assistant_model=drafter, do_sample=True, num_return_sequences=50, top_k=0,
+            max_new_tokens=3,
+        )  # fmt: skip
+        assert out.shape == (100, 8)
+        for row, text in enumerate(out[:, 5:7].tolist()):
+            observed[row // 50][text[0] * 8 + text[1]] += 1
+    assert 0 < sum(drafter.last_stats.accepted) < drafter.last_stats.nodes
+    for probabilities, counted in zip(expected, observed):
+        assert_drawn_from(probabilities, counted)
+
+
+def test_every_row_teaches_a_drafter_that_learns():
+    target = families.qwen3().eval()
+    drafter = HyperDFlashDrafter.from_target(target, num_hidden_layers=1).eval()
+    drafter.bind(target)
+    ids, mask, _ = padded()
+    with drafter.adapt(target, policy="never") as adaptation:
+        target.generate(ids, attention_mask=mask, assistant_model=drafter, do_sample=False, max_new_tokens=NEW)
+    assert [decision.new_tokens for decision in adaptation.log] == [row.tokens for row in drafter.last_stats.rows]
+    assert len(adaptation.memory) == 4
+
+
+def test_threads_may_write_batches_at_once(qwen3):
+    ids, mask, rows = padded()
+    texts = alone(qwen3, rows)
+    outputs = {}
+
+    def work(seed):
+        drafter = RandomTrees(qwen3, texts, seed=seed)
+        outputs[seed] = qwen3.generate(
+            ids, attention_mask=mask, assistant_model=drafter, do_sample=False, max_new_tokens=NEW
+        )
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed in range(3):
+        assert_rows(outputs[seed], rows, texts)
+
+
+def test_auto_is_no_reason_to_fail(qwen3):
+    ids, mask, rows = padded()
+    texts = alone(qwen3, rows)
+    drafter = HyperDFlashDrafter.from_target(qwen3).eval()
+    options = dict(attention_mask=mask, do_sample=False, max_new_tokens=NEW)
+    for asked in (dict(num_assistant_tokens="auto"), dict(tree_budget="auto"), dict(tree_budget=9)):
+        out = qwen3.generate(ids, assistant_model=drafter, **options, **asked)
+        assert_rows(out, rows, texts)
+        assert drafter.last_stats.nodes <= 9 * drafter.last_stats.rounds
+
+
+def test_a_pipeline_batches(qwen3):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer(models.WordLevel({chr(65 + i): i for i in range(64)}, unk_token="A"))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="A", padding_side="left")
+    drafter = HyperDFlashDrafter.from_target(qwen3).eval()
+    pipe = pipeline("text-generation", model=qwen3, tokenizer=tokenizer)
+    texts = ["CDEFG", "HIJ", "KLMNOPQ"]
+    options = dict(do_sample=False, max_new_tokens=12)
+    expected = [pipe(text, **options) for text in texts]
+    assert pipe(texts, batch_size=3, assistant_model=drafter, **options) == expected
+    assert len(drafter.last_stats.rows) == 3
+
+
+@pytest.mark.parametrize(
+    "asked, expected",
+    [
+        (dict(num_return_sequences=2, do_sample=False), "`num_return_sequences` is 2 and `do_sample` False"),
+        (dict(past_key_values=DynamicCache()), "`past_key_values` was passed for 4 texts"),
+        (dict(streamer=BaseStreamer()), "`streamer` was passed for 4 texts"),
+        (dict(output_hidden_states=True), "`output_hidden_states` was asked for of 4 texts"),
+        (dict(output_attentions=True), "`output_attentions` was asked for of 4 texts"),
+        (dict(attention_mask=torch.tensor([[1] * 14] * 2 + [[1] * 12 + [0] * 2] * 2)), "ends in padding in row 2"),
+    ],
+)
+def test_what_cannot_be_done_for_several_texts_is_refused_before_any_work(qwen3, monkeypatch, asked, expected):
+    monkeypatch.setattr(type(qwen3), "forward", lambda *a, **k: pytest.fail("the target ran"))
+    ids, mask, _ = padded()
+    drafter = RandomChains(qwen3, [])
+    with pytest.raises(ValueError, match=expected):
+        qwen3.generate(ids, **{"attention_mask": mask, "max_new_tokens": 3, **asked}, assistant_model=drafter)
+
+
+def test_plain_generation_of_a_bound_target_is_transformers_own(qwen3):
+    ids, mask, _ = padded()
+    options = dict(attention_mask=mask, do_sample=False, max_new_tokens=6)
+    bound = qwen3.generate(ids, **options)
+    torch.manual_seed(0)
+    assert torch.equal(bound, families.qwen3().eval().generate(ids, **options))
+
+
+# The cache
+
+
+def own_caches(lengths, windows=(None, 3)):
+    """Caches whose keys tell row, token and layer."""
+    caches = []
+    for row, length in enumerate(lengths):
+        cache = DynamicCache()
+        for layer, window in enumerate(windows):
+            kept = length if window is None else min(length, window)
+            cache.update(
+                keys_of(row, range(length - kept, length)), -keys_of(row, range(length - kept, length)), layer
+            )
+        caches.append(cache)
+    return caches
+
+
+def keys_of(row, tokens):
+    """`[1, 2, tokens, 4]`."""
+    return torch.tensor([100.0 * row + token for token in tokens]).view(1, 1, -1, 1).expand(1, 2, -1, 4).clone()
+
+
+@given(st.data())
+def test_a_ragged_cache_holds_what_each_rows_own_would(data):
+    lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    cache, windows = RaggedCache(own_caches(lengths)), (None, 3)
+    # By row and layer, the tokens that should be there.
+    held = [
+        [list(range(length - (length if w is None else min(length, w)), length)) for w in windows]
+        for length in lengths
+    ]
+    names, fresh = list(range(len(lengths))), 20
+    for _ in range(data.draw(st.integers(1, 5))):
+        width = data.draw(st.integers(1, 4))
+        new = [list(range(fresh, fresh + width)) for _ in names]
+        fresh += width
+        states = torch.cat([keys_of(row, tokens) for row, tokens in zip(names, new)])
+        for index, layer in enumerate(cache.layers):
+            keys, values = cache.update(states, -states, index)
+            assert torch.equal(keys, -values) and keys.shape[2] == layer.get_seq_length() + width
+            for place, row in enumerate(names):
+                columns = keys[place, 0, : layer.held[place], 0].tolist()
+                assert columns == [100.0 * row + token for token in held[place][index]]
+            assert torch.equal(keys[:, :, -width:], states)
+        paths = st.lists(st.integers(1, width - 1), unique=True).map(sorted) if width > 1 else st.just([])
+        kept = [[0, *data.draw(paths)] for _ in names]
+        cache.keep(kept)
+        for place, positions in enumerate(kept):
+            for of_layer in held[place]:
+                of_layer += [new[place][position] for position in positions]
+        left = data.draw(st.lists(st.sampled_from(range(len(names))), min_size=1, unique=True).map(sorted))
+        cache.batch_select_indices(torch.tensor(left))
+        names, held = [names[place] for place in left], [held[place] for place in left]
+
+
+def test_a_layer_of_ours_is_not_what_transformers_makes_caches_of():
+    assert Cache(layers=[RaggedLayer(list(layers)) for layers in zip(own_caches([2])[0].layers)]).get_seq_length() == 2
+    target = families.llama().eval()
+    cache = target.generate(prompt(4), do_sample=False, max_new_tokens=2, return_dict_in_generate=True).past_key_values
+    assert not any(isinstance(layer, RaggedLayer) for layer in cache.layers)
+
+
+def test_deepseek_v4_writes_row_after_row_with_its_gate():
+    target = tiny_target(hidden_size=64)
+    ids, mask, rows = padded()
+    texts = alone(target, rows)
+    drafter = HyperDFlashDrafter.from_target(target).eval()
+    drafter.bind(target)
+    out = target.generate(ids, attention_mask=mask, assistant_model=drafter, do_sample=False, max_new_tokens=NEW)
+    assert_rows(out, rows, texts)
+    assert not family_of(target).joins_rows

@@ -45,16 +45,15 @@ def check_request(
     input_ids: torch.Tensor, generation_config: GenerationConfig, synced_gpus: bool, model_kwargs: dict[str, Any]
 ) -> None:
     """Raise a `ValueError` if our loop cannot do what is asked."""
-    if input_ids.shape[0] > 1:
-        raise ValueError(
-            f"Assisted generation works on one sequence at a time, got a batch of {input_ids.shape[0]}. Call "
-            "`generate` once per prompt."
-        )
     if model_kwargs.get("past_key_values") is None:
         raise ValueError("Assisted generation needs a cache: leave `use_cache` at True.")
     check_cache(model_kwargs["past_key_values"])
     if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("HyperDFlash drafts from token ids: pass `input_ids`, not `inputs_embeds`.")
+    if input_ids.shape[0] > 1:
+        raise ValueError(
+            f"Our loop was given {input_ids.shape[0]} texts, expected one: `target.generate` makes rows of a batch."
+        )
     media = [
         name
         for name, value in model_kwargs.items()

@@ -245,8 +245,8 @@ def test_other_assisted_modes_work_once_bound(wide):
 def test_requests_that_cannot_work_are_refused_before_any_work(pair, monkeypatch):
     target, drafter = pair
     monkeypatch.setattr(type(target), "forward", lambda *a, **k: pytest.fail("the target ran"))
-    with pytest.raises(ValueError, match="batch of 2"):
-        target.generate(prompt(5).repeat(2, 1), assistant_model=drafter, max_new_tokens=3)
+    with pytest.raises(ValueError, match="pass `input_ids`, not `inputs_embeds`"):
+        target.generate(inputs_embeds=torch.zeros(2, 5, 32), assistant_model=drafter, max_new_tokens=3)
     with pytest.raises(ValueError, match="cache"):
         target.generate(prompt(5), assistant_model=drafter, max_new_tokens=3, use_cache=False)
     for asked in (7, "3", 2.5):

@@ -69,7 +69,7 @@ def decode_together(decodings: Sequence[Decoding]) -> None:
         row.cache = CachedRow(place, row.cache.get_seq_length())
     while active := _still_active(active, cache):
         began = active[0].now()
-        rounds: list[Any] = [row.next_round() for row in active]
+        rounds = _draft(active)
         outputs = _verify(active, rounds, cache)
         for row, round_ in zip(active, rounds):
             row.end_round(round_, outputs)
@@ -86,6 +86,17 @@ def _still_active(rows: list[Decoding], cache: RaggedCache) -> list[Decoding]:
         for place, row in enumerate(left):
             row.cache.place = place
     return left
+
+
+def _draft(rows: list[Decoding]) -> list[Any]:
+    wanted = [row.begin_round() for row in rows]
+    asked = [each for each in wanted if each is not None]
+    began = rows[0].now()
+    trees = iter(rows[0].drafter.propose_rows(rows[0].target, asked) if asked else ())
+    seconds = (rows[0].now() - began) / max(len(asked), 1)
+    for row, each in zip(rows, wanted):
+        row.stats.draft_seconds += seconds if each else 0.0
+    return [row.drafted(row.nothing if each is None else next(trees)) for row, each in zip(rows, wanted)]
 
 
 def _verify(rows: list[Decoding], rounds: list[RowRound], cache: RaggedCache) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 from .attention_masks import attention_mask_for
 from .block_path import BlockPath
 from .heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, SequentialHead, SilentLinear, along_text
+from .joint_context import JointContext
 from .layers import ContextCache, Rotary, block_inputs
 from .reading_drafter import ReadingDrafter
-from .sampling import DraftSampler
+from .sampling import DraftSampler, DraftsWanted, chains_in_step
 from .targets import family_of
 from .tree import DraftTree
 
@@ -66,7 +67,7 @@ class BlockDrafter(ReadingDrafter):
         self,
         block_embeds: torch.Tensor,
         position_ids: torch.Tensor,
-        context: ContextCache | None = None,
+        context: ContextCache | JointContext | None = None,
         attention_mask: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
         residual: torch.Tensor | None = None,
         residual_position_ids: torch.Tensor | None = None,
@@ -124,7 +125,7 @@ class BlockDrafter(ReadingDrafter):
         self,
         given: torch.Tensor | Mapping[str, torch.Tensor] | None,
         hidden: torch.Tensor,
-        context: ContextCache | None,
+        context: Any,
         new: int,
     ) -> dict[str, Any]:
         """For each kind of layer what its attention takes as a mask."""
@@ -222,6 +223,30 @@ class BlockDrafter(ReadingDrafter):
         if self.head is None and self.confidence_head is None:
             return sampler.blind(ids, self.of_vocabulary(self.logits(target, states)))
         return sampler.grow(ids, count, BlockPath(self, target, states))
+
+    @torch.no_grad()
+    def propose_rows(self, target: PreTrainedModel, wanted: Sequence[DraftsWanted]) -> list[DraftTree]:
+        """Draft for several texts in one pass."""
+        config, device = self.config, self.device
+        context = JointContext([each.context for each in wanted])
+        anchors, last = (torch.cat([part[:, -1:] for part in parts]) for parts in list(zip(*wanted))[1:3])
+        block, positions = block_inputs(anchors, last, config.block_size, config.mask_token_id)
+        reaches = {kind: config.reach(kind) for kind in dict.fromkeys(config.kinds)}
+        masks = context.masks(config.kinds, reaches, config.block_size, device)
+        embeds = family_of(target).embed(block).to(device)
+        hidden = self(embeds, positions.to(device), context, masks, *context.pending())
+        states = hidden[:, config.first_slot : config.first_slot + max(each.drafts for each in wanted)]
+        has_heads = self.head is not None or self.confidence_head is not None
+        if has_heads and all(each.sampler.tree_budget is None for each in wanted):
+            return chains_in_step(wanted, BlockPath(self, target, states))
+        rows = [states[row : row + 1, : each.drafts] for row, each in enumerate(wanted)]
+        if has_heads:
+            return [
+                each.sampler.grow(each.ids, each.drafts, BlockPath(self, target, own))
+                for each, own in zip(wanted, rows)
+            ]
+        logits = self.of_vocabulary(self.logits(target, states))
+        return [each.sampler.blind(each.ids, logits[row : row + 1, : each.drafts]) for row, each in enumerate(wanted)]
 
     def logits(
         self, target: PreTrainedModel, hidden: torch.Tensor, vectors: torch.Tensor | None = None

@@ -19,7 +19,7 @@ from .continuation import context_of, leave_context, padding_of
 from .request import AUTO, check_cache, tree_budget_asked
 from .rounds import ChainRound, round_over, verification_of
 from .row import Row
-from .sampling import DraftSampler
+from .sampling import DraftSampler, DraftsWanted
 from .schedule import Budgets, Experience, FixedSchedule, Schedule, TreeSchedule
 from .shown import Shown
 from .stats import SpeculationStats, clock
@@ -118,9 +118,32 @@ class Decoding:
 
     def next_round(self) -> ChainRound:
         """Draft."""
+        wanted, began = self.begin_round(), self.now()
+        tree = self.nothing if wanted is None else self.drafter.propose(self.target, *wanted)
+        self.stats.draft_seconds += self.now() - began if len(tree) else 0.0
+        return self.drafted(tree)
+
+    def begin_round(self) -> DraftsWanted | None:
+        """What the drafter is asked for in the next round; `None` for no drafts."""
         self._round_began = self.now() + self.waited
         self._room = self.room()
-        return self.round_over(self.draft(self.schedule.begin(self.row.length, self._room)))
+        count = self.schedule.begin(self.row.length, self._room)
+        end = self.row.text.shape[1]
+        if count and self.row.context.end < end - 1:
+            self.extend(end - 1)
+        self._wanted = count
+        if not count:
+            return None
+        return DraftsWanted(self.row.context, self.row.text, self.row.text_positions(0, end), count, self.sampler)
+
+    def drafted(self, tree: DraftTree) -> ChainRound:
+        """The round that verifies what was drafted."""
+        if max(tree.depths, default=0) > self._wanted:
+            raise ValueError(
+                f"The drafter made {max(tree.depths)} drafts, one after the other, expected at most {self._wanted}, "
+                "as it was asked for."
+            )
+        return self.round_over(self.schedule.cut(tree))
 
     def end_round(self, round_: ChainRound, outputs: Any) -> None:
         """Accept what the target agrees with, by its forward over the round."""
@@ -205,22 +228,6 @@ class Decoding:
         """
         most = min(self.num_drafts, self.sampler.tree_budget or self.num_drafts)
         return max(0, min(most, self.config.max_length - self.row.length - 1))
-
-    def draft(self, count: int) -> DraftTree:
-        """Draft up to `count` tokens."""
-        if not count:
-            return self.nothing
-        if self.row.context.end < self.row.text.shape[1] - 1:
-            self.extend(self.row.text.shape[1] - 1)
-        began, positions = self.now(), self.row.text_positions(0, self.row.text.shape[1])
-        tree = self.drafter.propose(self.target, self.row.context, self.row.text, positions, count, self.sampler)
-        self.stats.draft_seconds += self.now() - began
-        if max(tree.depths, default=0) > count:
-            raise ValueError(
-                f"The drafter made {max(tree.depths)} drafts, one after the other, expected at most {count}, as it "
-                "was asked for."
-            )
-        return self.schedule.cut(tree)
 
     # Verify
 

@@ -19,7 +19,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from .binding import bind, check_fit, unbind
 from .recipe import RECIPE
 from .request import AUTO
-from .sampling import DraftSampler
+from .sampling import DraftSampler, DraftsWanted
 from .stats import SpeculationStats
 from .tree import DraftTree
 from .version import __version__
@@ -97,6 +97,11 @@ class Drafter:
             sampler: Draws tokens as the request asks for, a chain of them or a tree.
         """
         raise NotImplementedError(f"A {type(self).__name__} has no `propose`.")
+
+    def propose_rows(self, target: PreTrainedModel, wanted: Sequence[DraftsWanted]) -> list[DraftTree]:
+        """As [`propose`], for several texts that share their rounds: one after the other, where a drafter knows no way
+        to draft them in one pass."""
+        return [self.propose(target, *each) for each in wanted]
 
     def observe(self, context: Any, tree: DraftTree, logits: torch.Tensor, accepted: list[int]) -> None:
         """Hear what the target said about a round: for drafters that learn while they serve.

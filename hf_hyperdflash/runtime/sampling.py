@@ -6,8 +6,9 @@ not see it. Drafting without one costs acceptance, never correctness: what is dr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import LogitsProcessorList
@@ -126,6 +127,55 @@ class DraftSampler:
             confidence += [] if step.confidence is None else [step.confidence]
         tree = DraftTree.chain(ids[0, length:], q if self.do_sample else None)
         return replace(tree, confidence=torch.cat(confidence)) if confidence else tree
+
+
+class DraftsWanted(NamedTuple):
+    """What a drafter's [`~drafter.Drafter.propose`] is called with for one text, beside the target."""
+
+    context: Any
+    ids: torch.Tensor
+    position_ids: torch.Tensor
+    drafts: int
+    sampler: DraftSampler
+
+
+def chains_in_step(wanted: Sequence[DraftsWanted], steps: Steps) -> list[DraftTree]:
+    """Chains of several texts from logits that know the drafts before, one draft of all at a time.
+
+    Args:
+        wanted: One per text, for chains without a schedule.
+        steps: The drafter, with the texts as paths.
+    """
+    texts = [each.ids for each in wanted]
+    tokens, rows = torch.cat([ids[:, -1] for ids in texts]), torch.arange(len(texts), device=texts[0].device)
+    is_plain = all(not each.sampler.do_sample and not len(each.sampler.processors) for each in wanted)
+    drawn_from: list[list[torch.Tensor | None]] = [[] for _ in wanted]
+    drafts: list[torch.Tensor] = []
+    confidence: list[torch.Tensor] = []
+    for k in range(max(each.drafts for each in wanted)):
+        step = steps(k, tokens, rows)
+        if is_plain:
+            tokens = step.logits.argmax(-1).to(tokens.device)
+        else:
+            draws = [
+                each.sampler.draw(each.sampler.scored(ids, step.logits[row : row + 1]))
+                for row, (each, ids) in enumerate(zip(wanted, texts))
+            ]
+            tokens = torch.cat([token for token, _ in draws])
+            texts = [torch.cat([ids, token[:, None]], dim=1) for ids, (token, _) in zip(texts, draws)]
+            for row, (_, q) in enumerate(draws):
+                drawn_from[row].append(q)
+        drafts.append(tokens)
+        confidence += [] if step.confidence is None else [step.confidence]
+    of_rows = torch.stack(drafts, dim=1)
+    trees = []
+    for row, each in enumerate(wanted):
+        tree = DraftTree.chain(
+            of_rows[row, : each.drafts], drawn_from[row][: each.drafts] if each.sampler.do_sample else None
+        )
+        sure = torch.stack([of_step[row] for of_step in confidence[: each.drafts]]) if confidence else None
+        trees.append(replace(tree, confidence=sure))
+    return trees
 
 
 def signal_of(scores: torch.Tensor) -> float:

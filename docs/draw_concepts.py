@@ -20,7 +20,8 @@ from hf_hyperdflash.training.data import encode_prompts
 ROOT = Path(__file__).parent.parent
 PICTURES, MODELS = ROOT / "docs" / "pictures", ROOT / "examples" / "models"
 PROMPT = "A baker sells 24 loaves of bread each day for $3 each. How much money does she make in a week?"
-DRAFTS, ACCEPTED, FROM = 6, 3, 8  # the first round of so many drafts that accepts so many, with so many tokens before it
+# The first round of so many drafts that accepts so many, with at least so many tokens before it.
+DRAFTS, ACCEPTED, FROM = 6, 3, 8
 
 GREY, BLUE, ORANGE, RED, GREEN = "#e8eaed", "#bcd7f7", "#ffd08a", "#f6c7c3", "#cfe8cf"
 # A background of its own: GitHub and the site have a dark one, too.
@@ -96,9 +97,10 @@ def a_round() -> str:
     for k, (x, token) in enumerate(zip(places, added)):
         parts += [box(x, 222, wide, shown(token), ORANGE if k == accepted else GREEN)]
         parts += [arrow((x + wide / 2, 188 if k else 128), (x + wide / 2, 221))]
-    told = f"{accepted} drafts (blue) are what the target would have written, and it adds a token of its own (orange)"
-    parts += [say(20, 290, f"{told}: {accepted + 1} tokens.")]
-    parts += [say(20, 310, "The other drafts (red) are dropped, the caches rewound. The last token is the next anchor.")]
+    told = f"{accepted} drafts (blue) are what the target would have written, and it adds a token of its own (orange):"
+    parts += [say(20, 290, f"{told} {accepted + 1} tokens.")]
+    told = "The other drafts (red) are dropped, the caches rewound. The last token is the next anchor."
+    parts += [say(20, 310, told)]
     return "\n".join([*parts, "</svg>", ""])
 
 

@@ -1,7 +1,7 @@
 """Links of the pages, which are written for GitHub, on the site.
 
-What a page links to outside docs/, and is a page or a picture, comes along, and what that links to in turn. Of anything
-else (a program, a folder) the site has the link's text alone.
+What a page links to outside docs/, and is a page or a picture, comes along, and what that links to in turn. Of
+anything else (a program, a folder) the site has the link's text alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ _FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[([^\[\]]*)\]\((?!https?:)([^)#\s]+)(#[^)\s]*)?\)")
 _REFERENCE = re.compile(r"\[<code>~?([\w.]+)</code>\]")  # in a docstring, as transformers has them
 _COMES_ALONG = (".md", ".png", ".svg")
+_README = "overview.md"  # as a README.md it would be a second index.md
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -65,14 +66,16 @@ def _prose(page: Path) -> list[str]:
 
 def _source(uri: str) -> Path:
     """The file of a page: of docs/, or of the repository."""
+    if uri == _README:
+        return DOCS.parent / "README.md"
     return DOCS / uri if (DOCS / uri).exists() else DOCS.parent / uri
 
 
 def _uri(page: str, link: str) -> str:
     """What a page's link leads to, as the site has it: paths of the repository, docs/ without its name."""
     path = (_source(page).parent / link).resolve()
-    if path == DOCS.parent / "README.md":  # GitHub's front page
-        return "index.md"
+    if path == _source(_README):
+        return _README
     root = DOCS if path.is_relative_to(DOCS) else DOCS.parent
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else link
 

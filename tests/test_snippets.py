@@ -4,9 +4,7 @@ What a page has on the Hub lies in folders of the same names beside it, small an
 `helpers/hub_server.py`.
 """
 
-import ast
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -18,7 +16,6 @@ import pytest
 import torch
 import typer
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
 from hf_hyperdflash import Drafter, HyperDFlashDrafter, SpecBlockDrafter, load_drafter, load_target
 from hf_hyperdflash.cli.app import app
@@ -42,6 +39,15 @@ torch.set_num_threads(1)
 from hf_hyperdflash import load_drafter, load_target
 answered = [{"role": "user", "content": "What is 3 + 4?"}, {"role": "assistant", "content": "The answer is 7."}]
 chats, held_out = Dataset.from_list([{"messages": answered}] * 2), Dataset.from_list([{"messages": answered}])
+"""
+TRAIN_FLAGS = set(re.findall(r"^  (--\w+)", help_text("train"), re.MULTILINE))
+OF_OTHERS = {"--config_file"}  # accelerate's
+ONE_AFTER_THE_OTHER = """
+import os, sys
+for name in sys.argv[1:]:  # a traceback names the page
+    os.chdir(name)
+    exec(compile(open(f"{name}.py").read(), f"{name}.py", "exec"), {"__name__": "__main__"})
+    os.chdir("..")
 """
 
 
@@ -82,21 +88,24 @@ def quantized(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=lambda page: page.stem)
-def test_snippets_run(page, names, tmp_path):
-    for path in names.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    given = GIVEN + ("" if page == PAGES[0] else snippets(PAGES[0])[0])
-    script = tmp_path / "page.py"
-    script.write_text("\n".join([given, *map(dedent, snippets(page))]))
+def test_snippets_run(names, tmp_path):
+    pages = [page for page in PAGES if snippets(page)]
+    assert pages[0].name == "README.md" and len(pages) > 8
+    first = snippets(pages[0])[0]
+    for page in pages:
+        folder = tmp_path / page.stem
+        folder.mkdir()
+        for path in names.iterdir():
+            (folder / path.name).symlink_to(path)
+        given = [GIVEN] if page == pages[0] else [GIVEN, first, "requests = [inputs] * 2"]
+        (folder / f"{page.stem}.py").write_text("\n".join([*given, *map(dedent, snippets(page))]))
     with HubServer({"hf_writer": {"name": "alice", "write": True, "orgs": ["org"]}}) as hub:
         environment = {**hub.environment(tmp_path / "home", "hf_writer"), "PYTHONPATH": str(ROOT)}
         environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        ran = subprocess.run(
-            [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
+        command = [sys.executable, "-c", ONE_AFTER_THE_OTHER, *(page.stem for page in pages)]
+        ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert ran.returncode == 0, ran.stderr[-3000:]
-        assert not any("push_to_hub" in snippet for snippet in snippets(page)) or hub.files("org/my-drafter")
+        assert hub.files("org/my-drafter")["model.safetensors"]  # the README pushes it
 
 
 def test_contributings_excerpt_drafts():
@@ -104,9 +113,37 @@ def test_contributings_excerpt_drafts():
     (excerpt,) = snippets(ROOT / "CONTRIBUTING.md")
     target, made = tiny_target(), {}
     given = {"DraftStep": DraftStep, "logits": torch.randn(1, target.config.vocab_size)}
-    exec(f"def propose(self, target, context, ids, position_ids, count, sampler):\n{indent(excerpt, '    ')}", given, made)
+    exec(
+        f"def propose(self, target, context, ids, position_ids, count, sampler):\n{indent(excerpt, '    ')}",
+        given,
+        made,
+    )
     drafter = type("Excerpt", (Drafter,), {"propose": made["propose"], "config": target.config})()
     plain = target.generate(prompt(9), do_sample=False, max_new_tokens=8)
     drafter.bind(target)
     assert torch.equal(target.generate(prompt(9), do_sample=False, max_new_tokens=8, assistant_model=drafter), plain)
     assert drafter.last_stats.nodes
+
+
+def commands(page: Path) -> list[list[str]]:
+    lines = "\n".join(snippets(page, "bash")).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if "hf-hyperdflash" in line or "examples/" in line]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
+def test_commands_have_their_flags(page):
+    ours = typer.main.get_command(app).commands
+    for command in commands(page):
+        words = [word for word in command if not word.startswith("-")]
+        program = next(i for i, word in enumerate(words) if word.endswith(("hf-hyperdflash", ".py")))
+        if words[program].endswith(".py"):
+            assert (ROOT / words[program]).is_file(), words[program]
+            code = (ROOT / words[program]).read_text()
+            known = set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', code))
+            known |= set(TRAIN_FLAGS) if "train_drafter" in words[program] else set()
+        elif words[program + 1] == "train":
+            known = TRAIN_FLAGS
+        else:
+            known = {name for option in ours[words[program + 1]].params for name in option.opts}
+        given = {word.partition("=")[0] for word in command if word.startswith("--")}
+        assert given - {"--"} <= known | OF_OTHERS, (given - known, command)

@@ -16,6 +16,7 @@ from mkdocs.structure.files import File
 DOCS = Path(__file__).parent.parent
 _FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[([^\[\]]*)\]\((?!https?:)([^)#\s]+)(#[^)\s]*)?\)")
+_PLACE = re.compile(r'id="(hf_hyperdflash\.[\w.]+)"')
 _REFERENCE = re.compile(r"\[<code>~?([\w.]+)</code>\]")  # in a docstring, as transformers has them
 _COMES_ALONG = (".md", ".png", ".svg")
 _README = "overview.md"  # as a README.md it would be a second index.md
@@ -51,11 +52,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
     """What docstrings refer to: a link if it is on the page, its name alone if not."""
+    places = [(match.start(), match[1]) for match in _PLACE.finditer(html)]
 
     def mended(match: re.Match[str]) -> str:
         name = match[1].rpartition(".")[2]
-        place = re.search(rf'id="(hf_hyperdflash\.[\w.]+\.{name})"', html)
-        return f'<a href="#{place[1]}"><code>{name}</code></a>' if place else f"<code>{name}</code>"
+        here = max((place for place in places if place[0] < match.start()), default=(0, ""))[1]
+        named = [place for _, place in places if place.rpartition(".")[2] == name]
+        # Of several the one nearest to where it is said: a method of the same class before a function.
+        nearest = max(named, key=lambda place: len(posixpath.commonprefix([here, place])), default=None)
+        return f'<a href="#{nearest}"><code>{name}</code></a>' if nearest else f"<code>{name}</code>"
 
     return _REFERENCE.sub(mended, html)
 

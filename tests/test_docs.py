@@ -144,6 +144,9 @@ def test_the_site(tmp_path):
     assert {f"{page.stem}.html" for page in DOCS.glob("*.md")} <= made
     assert {"overview.html", "CHANGELOG.html", "examples/results/tiny-deepseek-v4/trees/draft_trees.png"} <= made
     assert not any(name.endswith(".py") for name in made)
+    contributing = (tmp_path / "site" / "CONTRIBUTING.html").read_text()
+    items = re.findall(r"^ *(?:\d+\.|-) ", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert contributing[contributing.index("<article") :].count("<li>") == len(items) > 30
     reference = (tmp_path / "site" / "reference.html").read_text()
     assert "[<code>" not in reference and "[`" not in reference
     for place in ("binding", "drafter.Drafter"):  # the same name twice: what is nearer is meant

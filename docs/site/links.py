@@ -1,4 +1,4 @@
-"""Links of the pages, which are written for GitHub, on the site.
+"""Links and lists of the pages, which are written for GitHub, on the site.
 
 What a page links to outside docs/, and is a page or a picture, comes along, and what that links to in turn. Of
 anything else (a program, a folder) the site has the link's text alone.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,22 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
     parts = _FENCE.split(markdown)
     parts[::2] = [_LINK.sub(mended, part) for part in parts[::2]]
-    return "".join(parts)
+    return "\n".join(_indented("".join(parts).split("\n")))
+
+
+def _indented(lines: list[str]) -> Iterator[str]:
+    """What belongs to an item of a numbered list four spaces in, where GitHub takes three, and items apart."""
+    in_list, in_code, more = False, False, 0
+    for line in lines:
+        spaces = len(line) - len(line.lstrip())
+        if line and not spaces and not in_code:
+            is_item = bool(re.match(r"\d+\. ", line))
+            yield from [""] * (in_list and is_item)
+            in_list = is_item
+        if not in_code:
+            more = spaces // 3 if in_list else 0
+        in_code ^= line.lstrip().startswith("```")
+        yield " " * more + line if line else line
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:

@@ -89,8 +89,8 @@ def quantized(folder: Path) -> None:
 
 
 def test_snippets_run(names, tmp_path):
-    pages = [page for page in PAGES if snippets(page)]
-    assert pages[0].name == "README.md" and len(pages) > 8
+    pages = [page for page in PAGES if page.parent.name != "model_cards" and snippets(page)]  # cards: test_cards.py
+    assert pages[0].name == "README.md" and len(pages) > 7
     first = snippets(pages[0])[0]
     for page in pages:
         folder = tmp_path / page.stem

@@ -396,3 +396,19 @@ def test_no_sentence_is_left(page):
     for one, text, values in SENTENCES:
         left = left.replace(text.format(*values), "") if one == page else left
     assert not MEASURED.findall(left), [left[m.start() - 60 : m.end() + 20] for m in MEASURED.finditer(left)]
+
+
+def test_dates_are_the_reports():
+    """Date, torch and transformers that a paragraph names are in the reports that it links."""
+    told = 0
+    for page, text in PAGES.items():
+        folder = ROOT if page == "README" else ROOT / "docs"
+        for paragraph in text.split("\n\n"):
+            links = re.findall(r"\]\(([^)\s]*examples/results/[^)\s#]+\.md)", paragraph)
+            said = re.findall(r"2026-\d\d-\d\d|(?:torch|transformers)\s\d\.\d+\.\d+", paragraph)
+            if links and said:
+                reports = "".join((folder / link).read_text() for link in links).replace(":", "")
+                missing = [fact for fact in said if " ".join(fact.split()) not in reports]
+                assert not missing, (page, links, missing)
+                told += 1
+    assert told > 5

@@ -1,14 +1,20 @@
-"""The README and the pages of docs/: short enough, no link that leads nowhere, and the first snippet runs."""
+"""The README and the pages of docs/: short enough, no link that leads nowhere, and what they quote is said."""
 
 import ast
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 
+import hf_hyperdflash
+
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS, PACKAGE = ROOT / "docs", ROOT / "hf_hyperdflash"
+LINKED = [*sorted((ROOT / "model_cards").glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md")), *LINKED]
 
 
 def anchors(page: Path) -> set[str]:
@@ -21,28 +27,27 @@ def snippets(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def links(page: Path) -> list[str]:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith("http")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page):
-    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
-    for link in links:
-        if link.startswith("http"):
-            continue
+    for link in links(page):
         path, _, anchor = link.partition("#")
         other = (page.parent / path).resolve() if path else page
         assert other.exists(), link
         assert not anchor or anchor in anchors(other), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_snippets_are_python(page):
-    for snippet in snippets(page):
-        ast.parse(dedent(snippet))
-
-
 def test_every_page_is_reached_from_the_readme():
-    text = PAGES[0].read_text()
-    assert all(f"docs/{page.name}" in text for page in PAGES[3:])
-    assert len(PAGES) > 8
+    reached = waiting = {PAGES[0]}
+    while waiting:
+        found = {(page.parent / link.partition("#")[0]).resolve() for page in waiting for link in links(page)}
+        waiting = {path for path in found if path.suffix == ".md"} - reached
+        reached = reached | waiting
+    assert reached > set(DOCS.glob("*.md"))
 
 
 def test_the_readme_is_short():
@@ -51,6 +56,107 @@ def test_the_readme_is_short():
 
 def test_the_readmes_first_snippet(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    exec(snippets(PAGES[0])[0], {})
+    exec(re.findall(r"```python\n(.*?)```", PAGES[0].read_text(), re.DOTALL)[0], {})
     text, _, tau = capsys.readouterr().out.strip().rpartition(" ")
     assert "The total number of marbles" in text and float(tau) > 2
+
+
+def test_the_first_text_is_as_the_page_shows_it():
+    page = (DOCS / "index.md").read_text()
+    (asked,) = re.findall(r'--show "(.*)"', page)
+    (shown,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    models = ROOT / "examples" / "models"
+    pair = ["--target", models / "tiny-deepseek-v4", "--drafter", models / "tiny-deepseek-v4-hyperdflash"]
+    command = [
+        sys.executable,
+        "-c",
+        "from hf_hyperdflash.cli.app import run; run()",
+        "generate",
+        *pair,
+        "--show",
+        asked,
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    without_speed = [re.sub(r"[\d.]+ tokens/s", "", text) for text in (ran.stdout + ran.stderr, shown)]
+    said, lines = (
+        " ".join(without_speed[0].split()),
+        [" ".join(line.split()) for line in without_speed[1].splitlines()],
+    )
+    assert [line for line in lines if line not in said] == []
+
+
+def texts(source: Path) -> Iterator[str]:
+    """Every string of a module, with a gap for each value that is put in."""
+    tree = ast.parse(source.read_text())
+    inside = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in inside:
+            yield re.sub(r"%[sd]", "…", node.value)
+
+
+def test_quoted_messages_are_the_programs():
+    page = (DOCS / "troubleshooting.md").read_text()
+    quoted = [
+        quote for line in page.splitlines() if line.startswith("|") for quote in re.findall(r'"([^"]{16,})"', line)
+    ]
+    assert len(quoted) > 30
+    ours = [text for path in PACKAGE.rglob("*.py") for text in texts(path)]
+    stateful = "assisted generation is not supported with stateful models, such as DeepseekV4ForCausalLM"
+    for quote in quoted:
+        pattern = re.compile(".*?".join(map(re.escape, re.split("…", quote))), re.DOTALL)
+        assert quote == stateful or any(pattern.search(text) for text in ours), quote
+
+
+def test_the_reference_has_the_public_names():
+    page = (DOCS / "reference.md").read_text()
+    shown = re.findall(r"^::: (\S+)$", page, re.MULTILINE)
+    public = {f"hf_hyperdflash.{module}.{name}" for name, module in hf_hyperdflash._MODULE_OF.items()}
+    assert public <= set(shown) and len(shown) == len(set(shown))
+
+
+def test_docstrings_refer_to_what_there_is():
+    """As [`name`] or [`~module.name`]."""
+    names, references = {"Trainer", "TrainingArguments"}, []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                references += re.findall(r"\[`~?([\w.]+)`\]", ast.get_docstring(node) or "")
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+        names.add(path.stem)
+    assert len(references) > 50
+    assert [reference for reference in references if reference.rpartition(".")[2] not in names] == []
+
+
+def test_the_drawings_are_what_the_shipped_pair_does():
+    script = DOCS / "draw_concepts.py"
+    assert subprocess.run([sys.executable, script, "--check"], check=False).returncode == 0, f"run {script.name}"
+
+
+def test_the_site(tmp_path):
+    """As `mkdocs build --strict` makes it, with every page of docs/ and what they link to."""
+    pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
+    config = DOCS / "site" / "mkdocs.yml"
+    command = [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "-f", config, "-d", tmp_path / "site"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    made = {path.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("*")}
+    assert {f"{page.stem}.html" for page in DOCS.glob("*.md")} <= made
+    assert {"overview.html", "CHANGELOG.html", "examples/results/tiny-deepseek-v4/trees/draft_trees.png"} <= made
+    assert not any(name.endswith(".py") for name in made)
+    contributing = (tmp_path / "site" / "CONTRIBUTING.html").read_text()
+    items = re.findall(r"^ *(?:\d+\.|-) ", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    lists = re.findall(r"^ *1\. |(?<=\n)\n- ", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    article = contributing[contributing.index("<article") :]
+    assert article.count("<li>") == len(items) > 30
+    assert article.count("<ol>") + article.count("<ul>") == len(lists)
+    reference = (tmp_path / "site" / "reference.html").read_text()
+    assert "[<code>" not in reference and "[`" not in reference
+    for place in ("binding", "drafter.Drafter"):  # the same name twice: what is nearer is meant
+        start = reference.index(f'id="hf_hyperdflash.runtime.{place}.bind"')
+        linked = re.search(r'href="#([\w.]+)"><code>unbind</code>', reference[start:])
+        assert linked[1] == f"hf_hyperdflash.runtime.{place}.unbind"

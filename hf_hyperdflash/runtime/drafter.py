@@ -165,8 +165,8 @@ class Drafter:
             **options: Fields of [`~training.adaptation.AdaptationConfig`].
 
         Returns:
-            An [`~training.adaptation.Adaptation`]: `stop()`, `reset()` to the weights that the drafter came with, and
-            `log`, what was decided after each request. [`save_pretrained`] saves the drafter as it is then.
+            An [`~training.adaptation.Adaptation`], with `stop()`, `reset()` to the weights that the drafter came with,
+            and `log`, what was decided after each request. [`save_pretrained`] saves the drafter as it is then.
 
         Raises:
             ValueError: If the drafter cannot learn, or an option is none.

@@ -26,7 +26,7 @@ class PromptLookupDrafter(Drafter):
         max_matching_ngram_size: Longest run of last tokens to look for.
 
     Raises:
-        ValueError: If it is no target (see [`~targets.collapse_of`]), or either number is less than 1.
+        ValueError: If it is no target (see [`~targets.family_of`]), or either number is less than 1.
     """
 
     def __init__(self, target: PreTrainedModel, num_draft_tokens: int = 10, max_matching_ngram_size: int = 2) -> None:

@@ -46,29 +46,18 @@ class AdaptationConfig:
     """How a drafter learns while it serves.
 
     Args:
-        policy (`str`, *optional*, defaults to `"bandit"`):
-            `"bandit"` updates where that is expected to save more time than it takes, `"always"` whenever there is
+        policy: `"bandit"` updates where that is expected to save more time than it takes, `"always"` whenever there is
             something new, `"never"` only keeps the log.
-        arms (`tuple[str, ...]`, *optional*, defaults to `("heads", "all")`):
-            What an update may change: the drafter's sequential, confidence and rank heads, or all of it.
-        recipe (`str`, *optional*, defaults to `"ours"`):
-            What the loss is made of, one of training's.
-        learning_rate (`float`, *optional*, defaults to 5e-4):
-            Of AdamW, reached in 4 steps.
-        every (`int`, *optional*, defaults to 8):
-            Requests from one decision to the next.
-        steps (`int`, *optional*, defaults to 8):
-            Optimizer steps of an update.
-        rows (`int`, *optional*, defaults to 4):
-            Requests that a step learns from, half of them new ones.
-        num_anchors (`int`, *optional*, defaults to 12):
-            Most blocks per row to learn from, and half of those to judge by.
-        horizon (`int`, *optional*, defaults to 256):
-            Requests that are expected to profit from an update.
-        most_bytes (`int`, *optional*, defaults to 256 MiB):
-            Most memory for text to learn from, residual included.
-        seed (`int`, *optional*, defaults to 0):
-            Of what is drawn: rows and anchors.
+        arms: What an update may change: the drafter's sequential, confidence and rank heads, or all of it.
+        recipe: What the loss is made of, one of training's.
+        learning_rate: Of AdamW, reached in 4 steps.
+        every: Requests from one decision to the next.
+        steps: Optimizer steps of an update.
+        rows: Requests that a step learns from, half of them new ones.
+        num_anchors: Most blocks per row to learn from, and half of those to judge by.
+        horizon: Requests that are expected to profit from an update.
+        most_bytes: Most memory for text to learn from, residual included.
+        seed: Of what is drawn: rows and anchors.
 
     Raises:
         ValueError: If a field is out of range.

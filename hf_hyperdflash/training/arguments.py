@@ -51,56 +51,39 @@ class HyperDFlashTrainingArguments(TrainingArguments):
     r"""Arguments of [`HyperDFlashTrainer`]: all of [`~transformers.TrainingArguments`] and the following.
 
     Args:
-        recipe (`str`, *optional*, defaults to `"hyperdflash"`):
-            Which set of [`RECIPES`] the loss is, where nothing else is said: `"hyperdflash"`, the paper's,
+        recipe: Which set of [`RECIPES`] the loss is, where nothing else is said: `"hyperdflash"`, the paper's,
             cross-entropy and KL; `"dspark"`, theirs, total variation with a little cross-entropy; `"ours"`, what
             measured best; `"eagle3"` and `"specblock"`, these papers'. The fields up to `valid_prefix` that are left
             out are the recipe's, and say so afterwards.
-        ce_weight (`float`, *optional*):
-            Weight of the cross-entropy, 0 or more.
-        kl_weight (`float`, *optional*):
-            Weight alpha of the distillation term (Eq. 3), 0 or more (the paper: 0.1 to 0.2).
-        kl_positions (`int`, *optional*):
-            The first P draft positions are distilled (Eq. 2); `None` afterwards if the recipe distills all.
-        tv_weight (`float`, *optional*):
-            Weight of the total variation between draft and target at every draft position, 0 or more: of the
+        ce_weight: Weight of the cross-entropy, 0 or more.
+        kl_weight: Weight alpha of the distillation term (Eq. 3), 0 or more (the paper: 0.1 to 0.2).
+        kl_positions: The first P draft positions are distilled (Eq. 2); `None` afterwards if the recipe distills all.
+        tv_weight: Weight of the total variation between draft and target at every draft position, 0 or more: of the
             probability that speculative sampling at temperature 1 rejects a draft. That is half the L1 distance.
-        confidence_weight (`float`, *optional*):
-            Weight of the confidence head's binary cross-entropy, 0 or more. It trains nothing else, and a recipe's
-            counts only where the drafter has such a head.
-        blind_weight (`float`, *optional*):
-            Weight of the cross-entropy of the block's own logits, 0 or more: by them a head's candidates are chosen
-            (`head_candidates`), and nothing else trains them. It counts only where there is such a head.
-        loss_decay (`float`, *optional*):
-            All but the KL weight draft position k with exp(-(k - 1) / loss_decay). `math.inf` weights all alike, and
-            is `None` afterwards.
-            The drafters of `"eagle3"` and `"specblock"` weight the KL so, too, and each block by itself.
-        rank_weight (`float`, *optional*):
-            Weight of a rank head's loss, 0 or more. It trains nothing else.
-        valid_prefix (`bool`, *optional*):
-            Whether a draft counts only where those before it in its block are the text's (SpecBlock): the others
-            follow what drafting would not have come to.
-        kl_temperature (`float`, *optional*, defaults to `1.0`):
-            Temperature of teacher and student (Eq. 2).
-        kl_teacher (`str`, *optional*, defaults to `"hc_head"`):
-            How the teacher collapses the residual paths: `"hc_head"`, the target's own gated collapse and so its exact
-            next-token distribution, or `"mean_pool"`, the mean of the paths as in the paper (section 2.3).
-        num_anchors (`int`, *optional*, defaults to `512`):
-            Most blocks per row and step, drawn anew for every step.
-        loss_chunk_size (`int`, *optional*, defaults to `256`):
-            Draft positions whose logits are in memory at once.
-        feature_source (`str`, *optional*, defaults to `"online"`):
-            `"online"` runs the target in every step; `"cached"` runs it once and reads `feature_cache_dir` afterwards.
-        feature_cache_dir (`str`, *optional*):
-            Where `"cached"` keeps the residuals, a folder that all processes see; `<output_dir>/_features` by default.
-            A finished cache of the same data and target is used as it is.
-        feature_dtype (`str`, *optional*, defaults to `"bfloat16"`):
-            How `"cached"` stores them: `"bfloat16"`, `"float32"`, or `"float8"` with a scale per token and path.
-        max_length (`int`, *optional*, defaults to `4096`):
-            Longest row in tokens. Longer conversations are cut such that assistant text stays.
-        packing (`bool`, *optional*, defaults to `False`):
-            Whether to lay several conversations in one row. The target still runs each on its own, and blocks see only
-            their own conversation.
+        confidence_weight: Weight of the confidence head's binary cross-entropy, 0 or more. It trains nothing else, and
+            a recipe's counts only where the drafter has such a head.
+        blind_weight: Weight of the cross-entropy of the block's own logits, 0 or more: by them a head's candidates are
+            chosen (`head_candidates`), and nothing else trains them. It counts only where there is such a head.
+        loss_decay: All but the KL weight draft position k with exp(-(k - 1) / loss_decay). `math.inf` weights all
+            alike, and is `None` afterwards. The drafters of `"eagle3"` and `"specblock"` weight the KL so, too, and
+            each block by itself.
+        rank_weight: Weight of a rank head's loss, 0 or more. It trains nothing else.
+        valid_prefix: Whether a draft counts only where those before it in its block are the text's (SpecBlock): the
+            others follow what drafting would not have come to.
+        kl_temperature: Temperature of teacher and student (Eq. 2).
+        kl_teacher: How the teacher collapses the residual paths: `"hc_head"`, the target's own gated collapse and so
+            its exact next-token distribution, or `"mean_pool"`, the mean of the paths as in the paper (section 2.3).
+        num_anchors: Most blocks per row and step, drawn anew for every step.
+        loss_chunk_size: Draft positions whose logits are in memory at once.
+        feature_source: `"online"` runs the target in every step; `"cached"` runs it once and reads `feature_cache_dir`
+            afterwards.
+        feature_cache_dir: Where `"cached"` keeps the residuals, a folder that all processes see;
+            `<output_dir>/_features` by default. A finished cache of the same data and target is used as it is.
+        feature_dtype: How `"cached"` stores them: `"bfloat16"`, `"float32"`, or `"float8"` with a scale per token and
+            path.
+        max_length: Longest row in tokens. Longer conversations are cut such that assistant text stays.
+        packing: Whether to lay several conversations in one row. The target still runs each on its own, and blocks see
+            only their own conversation.
 
     Defaults that differ from transformers': `learning_rate` is 8e-4 (the paper's stage 1); `remove_unused_columns`,
     `ddp_find_unused_parameters` and accelerate's `dispatch_batches` are off.

@@ -1,0 +1,49 @@
+"""What goes with a release beside the wheel: the citation, the workflow, the issue forms, the changelog."""
+
+import os
+import re
+from pathlib import Path
+
+import yaml
+
+import hf_hyperdflash
+
+ROOT = Path(__file__).parent.parent
+VERSION = re.match(r"\d+\.\d+\.\d+", hf_hyperdflash.__version__)[0]
+
+
+def test_the_citation_names_this_version_and_the_paper():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == VERSION and citation["license"] == "Apache-2.0"
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    assert citation["references"][0]["title"] in (ROOT / "README.md").read_text()
+
+
+def test_the_changelog_begins_with_this_version():
+    first = re.search(r"^## (\S+)(.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert first[1] == VERSION and ("dev" in hf_hyperdflash.__version__) == ("unreleased" in first[2])
+
+
+def test_the_workflow_runs_what_ci_is():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert ".ci/run" in commands
+    for script in ("run", "wheel", "lowest"):
+        assert os.access(ROOT / ".ci" / script, os.X_OK), script
+    run = (ROOT / ".ci" / "run").read_text()
+    for step in (".ci/wheel", "mkdocs build", "ruff check", "ruff format --check", "mypy", "pytest"):
+        assert step in run, step
+    ignored = re.findall(r"--ignore=(\S+)", run)
+    assert ignored and all((ROOT / path).exists() for path in ignored)
+
+
+def test_the_forms_ask_for_what_tells_most():
+    forms = {
+        path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")
+    }
+    asked = " ".join(part["attributes"].get("label", "") for part in forms["bug"]["body"])
+    assert "hf-hyperdflash doctor --target TARGET --drafter DRAFTER" in asked and "transformers env" in asked
+    for name in ("bug", "feature"):
+        assert {"name", "description", "body"} <= forms[name].keys()
+        ids = [part["id"] for part in forms[name]["body"] if part["type"] != "markdown"]
+        assert len(ids) == len(set(ids)) > 2

@@ -1,0 +1,149 @@
+"""Every Python snippet of the pages runs, one after the other, and every command has the flags that a page gives it.
+
+What a page has on the Hub lies in folders of the same names beside it, small and real; what it pushes goes to
+`helpers/hub_server.py`.
+"""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent, indent
+
+import pytest
+import torch
+import typer
+from safetensors.torch import load_file, save_file
+
+from hf_hyperdflash import Drafter, HyperDFlashDrafter, SpecBlockDrafter, load_drafter, load_target
+from hf_hyperdflash.cli.app import app
+from hf_hyperdflash.hub.formats import export_dflash
+from hf_hyperdflash.runtime.growth import DraftStep
+from hf_hyperdflash.training.flags import help_text
+
+from .conftest import MODELS, prompt, tiny_target
+from .helpers.hub_server import HubServer
+
+ROOT = MODELS.parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "model_cards").glob("*.md"))]
+TARGET, DRAFTER = MODELS / "tiny-deepseek-v4", MODELS / "tiny-deepseek-v4-hyperdflash"
+
+# What pages say that they take as given, beside the README's first snippet.
+GIVEN = """
+import torch
+from datasets import Dataset
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+torch.set_num_threads(1)
+from hf_hyperdflash import load_drafter, load_target
+answered = [{"role": "user", "content": "What is 3 + 4?"}, {"role": "assistant", "content": "The answer is 7."}]
+chats, held_out = Dataset.from_list([{"messages": answered}] * 2), Dataset.from_list([{"messages": answered}])
+"""
+TRAIN_FLAGS = set(re.findall(r"^  (--\w+)", help_text("train"), re.MULTILINE))
+OF_OTHERS = {"--config_file"}  # accelerate's
+ONE_AFTER_THE_OTHER = """
+import os, sys
+for name in sys.argv[1:]:  # a traceback names the page
+    os.chdir(name)
+    exec(compile(open(f"{name}.py").read(), f"{name}.py", "exec"), {"__name__": "__main__"})
+    os.chdir("..")
+"""
+
+
+def snippets(page: Path, language: str = "python") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory) -> Path:
+    """A folder in which what the pages name on the Hub are folders."""
+    root = tmp_path_factory.mktemp("names")
+    for owner in ("Qwen", "z-lab", "weijiezz", "deepseek-ai", "org"):
+        (root / owner).mkdir()
+    (root / "examples").symlink_to(ROOT / "examples")
+    (root / "Qwen" / "Qwen3-8B").symlink_to(MODELS / "tiny-qwen3")
+    qwen = load_target(str(MODELS / "tiny-qwen3"), dtype="float32")
+    conventional = HyperDFlashDrafter.from_target(qwen, reducer="fc", target_layer_ids=[1, 3, 5], num_hidden_layers=1)
+    export_dflash(conventional, root / "z-lab" / "Qwen3-8B-DFlash-b16")
+    SpecBlockDrafter.from_target(qwen).save_pretrained(root / "weijiezz" / "SpecBlock-Qwen3-8B")
+    quantized(root / "deepseek-ai" / "DeepSeek-V4-Flash-0731")
+    v4 = load_target(str(TARGET), dtype="float32")
+    load_drafter(str(DRAFTER), target=v4).save_pretrained(root / "org" / "my-drafter")
+    return root
+
+
+def quantized(folder: Path) -> None:
+    """The shipped target with one weight in FP8, as DeepSeek ships them."""
+    folder.mkdir()
+    for path in TARGET.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    tensors, name = load_file(folder / "model.safetensors"), "model.layers.0.attn.wq_a.weight"
+    scale = tensors[name].abs().max().float() / 448
+    tensors |= {name: (tensors[name] / scale).to(torch.float8_e4m3fn)}
+    tensors[name.removesuffix("weight") + "scale"] = torch.full((1, 2), scale)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_snippets_run(names, tmp_path):
+    pages = [page for page in PAGES if page.parent.name != "model_cards" and snippets(page)]  # cards: test_cards.py
+    assert pages[0].name == "README.md" and len(pages) > 7
+    first = snippets(pages[0])[0]
+    for page in pages:
+        folder = tmp_path / page.stem
+        folder.mkdir()
+        for path in names.iterdir():
+            (folder / path.name).symlink_to(path)
+        given = [GIVEN] if page == pages[0] else [GIVEN, first, "requests = [inputs] * 2"]
+        (folder / f"{page.stem}.py").write_text("\n".join([*given, *map(dedent, snippets(page))]))
+    with HubServer({"hf_writer": {"name": "alice", "write": True, "orgs": ["org"]}}) as hub:
+        environment = {**hub.environment(tmp_path / "home", "hf_writer"), "PYTHONPATH": str(ROOT)}
+        environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        command = [sys.executable, "-c", ONE_AFTER_THE_OTHER, *(page.stem for page in pages)]
+        ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stderr[-3000:]
+        assert hub.files("org/my-drafter")["model.safetensors"]  # the README pushes it
+
+
+def test_contributings_excerpt_drafts():
+    """It is the end of a `propose`."""
+    (excerpt,) = snippets(ROOT / "CONTRIBUTING.md")
+    target, made = tiny_target(), {}
+    given = {"DraftStep": DraftStep, "logits": torch.randn(1, target.config.vocab_size)}
+    exec(
+        f"def propose(self, target, context, ids, position_ids, count, sampler):\n{indent(excerpt, '    ')}",
+        given,
+        made,
+    )
+    drafter = type("Excerpt", (Drafter,), {"propose": made["propose"], "config": target.config})()
+    plain = target.generate(prompt(9), do_sample=False, max_new_tokens=8)
+    drafter.bind(target)
+    assert torch.equal(target.generate(prompt(9), do_sample=False, max_new_tokens=8, assistant_model=drafter), plain)
+    assert drafter.last_stats.nodes
+
+
+def commands(page: Path) -> list[list[str]]:
+    lines = "\n".join(snippets(page, "bash")).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if "hf-hyperdflash" in line or "examples/" in line]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
+def test_commands_have_their_flags(page):
+    ours = typer.main.get_command(app).commands
+    for command in commands(page):
+        words = [word for word in command if not word.startswith("-")]
+        program = next(i for i, word in enumerate(words) if word.endswith(("hf-hyperdflash", ".py")))
+        if words[program].endswith(".py"):
+            assert (ROOT / words[program]).is_file(), words[program]
+            code = (ROOT / words[program]).read_text()
+            known = set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', code))
+            known |= set(TRAIN_FLAGS) if "train_drafter" in words[program] else set()
+        elif words[program + 1] == "train":
+            known = TRAIN_FLAGS
+        else:
+            known = {name for option in ours[words[program + 1]].params for name in option.opts}
+        given = {word.partition("=")[0] for word in command if word.startswith("--")}
+        assert given - {"--"} <= known | OF_OTHERS, (given - known, command)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,8 +13,6 @@ from ..runtime.heads import HEADS, ConfidenceHead, SequentialHead
 from ..runtime.reducers import REDUCERS
 from .ordered_drafts import ordered_logits
 from .served_config import check_served_pair
-
-logger = logging.getLogger(__name__)
 
 
 def embedding_scale(target: Any) -> float:
@@ -51,13 +48,11 @@ class ServedDrafter(DFlashQwen3ForCausalLM):
             scale=1 / getattr(text, "logits_scaling", 1.0),
             soft_cap=getattr(text, "final_logit_softcapping", None),
         )
-        self.reducer = REDUCERS[config.reducer]
+        self.reducer, kind = REDUCERS[config.reducer], HEADS.get(config.sequential_head)
+        self.own = self.reducer.modules(config) | ({} if kind is None else {kind.key: kind(config)})
         del self.model.fc
-        for name, module in self.reducer.modules(config).items():
+        for name, module in self.own.items():
             self.model.add_module(name, module)
-        kind = HEADS.get(config.sequential_head)
-        if kind is not None:
-            self.model.add_module(kind.key, kind(config))
         self.head: SequentialHead | None = None if kind is None else getattr(self.model, kind.key)
         self._block_ids: torch.Tensor | None = None
 
@@ -130,14 +125,22 @@ class ServedDrafter(DFlashQwen3ForCausalLM):
     # Weights
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """As a drafter's folder has them. A confidence head is left out: vLLM verifies every draft."""
-        super().load_weights(self._in_vllms_words(weights))
+        """As a drafter's folder has them. A confidence head is left out: vLLM verifies every draft.
 
-    def _in_vllms_words(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+        Raises:
+            RuntimeError: If the reducer's or the head's are not all there, or others.
+        """
+        # Not by vLLM's loader, which takes any `up_proj` for a part of its MLP.
+        ours: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.own}
+        theirs = []
         for name, weight in weights:
-            if name.startswith(f"{ConfidenceHead.key}."):
-                logger.info("The drafter's %s is left out.", name)
-                continue
-            if name == "draft_ids":  # vLLM's are offsets
-                name, weight = "d2t", weight - torch.arange(len(weight))
-            yield name, weight
+            module, _, rest = name.partition(".")
+            if module in ours:
+                ours[module][rest] = weight
+            elif module == "draft_ids":  # vLLM's are offsets
+                theirs.append(("d2t", weight - torch.arange(len(weight))))
+            elif module != ConfidenceHead.key:
+                theirs.append((name, weight))
+        for name, state in ours.items():
+            getattr(self.model, name).load_state_dict(state)
+        super().load_weights(theirs)

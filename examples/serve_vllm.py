@@ -17,18 +17,18 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, suppress
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
-from hf_hyperdflash.benchmark.endpoint import DraftCounters, EndpointSettings, measure, read_counters
+from hf_hyperdflash.benchmark.endpoint import DraftCounters, EndpointSettings, fetch, measure, read_counters
 from hf_hyperdflash.benchmark.runner import commit, hardware
 from hf_hyperdflash.benchmark.suites import load_suite
 from hf_hyperdflash.runtime.stats import SpeculationStats
@@ -57,11 +57,9 @@ class Server(AbstractContextManager["Server"]):
             self.command, stdout=self.log, stderr=subprocess.STDOUT, env={**own, **os.environ}, start_new_session=True
         )
         while True:
-            try:
-                if httpx.get(f"{self.root}/health", timeout=5).is_success:
-                    return self
-            except httpx.HTTPError:
-                pass
+            with suppress(ValueError):  # not yet
+                fetch(f"{self.root}/health")
+                return self
             if self.process.poll() is not None:
                 sys.exit(f"The server ended with status {self.process.returncode}: see {self.log.name}.")
             time.sleep(1)
@@ -78,8 +76,7 @@ class Server(AbstractContextManager["Server"]):
     def complete(self, ids: list[int], count: int) -> list[int]:
         """Its greedy tokens after `ids`."""
         body = {"model": NAME, "prompt": ids, "max_tokens": count, "temperature": 0, "return_token_ids": True}
-        told = httpx.post(f"{self.root}/v1/completions", json=body, timeout=None).raise_for_status().json()
-        return told["choices"][0]["token_ids"]
+        return json.loads(fetch(f"{self.root}/v1/completions", body))["choices"][0]["token_ids"]
 
     def counted(self, settings: EndpointSettings, prompts: list[list[int]], count: int) -> tuple[Any, DraftCounters]:
         """Its tokens after each prompt, one prompt after the other, and what it counted meanwhile."""
@@ -89,7 +86,7 @@ class Server(AbstractContextManager["Server"]):
 
     def running(self) -> float:
         """How many requests it is at."""
-        page = httpx.get(f"{self.root}/metrics").text
+        page = fetch(f"{self.root}/metrics")
         lines = [line for line in page.splitlines() if line.startswith("vllm:num_requests_running{")]
         return sum(float(line.split()[-1]) for line in lines)
 
@@ -182,6 +179,11 @@ def picture(rows: dict[str, list[dict[str, Any]]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def row(title: str, cells: Iterable[Any]) -> str:
+    """Of a table."""
+    return f"| {' | '.join([title, *map(str, cells)])} |"
+
+
 def report(run: dict[str, Any], claims: list[tuple[str, bool, str]], acceptance: Any, rows: Any) -> str:
     """The whole of it in Markdown."""
     told = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
@@ -195,12 +197,12 @@ def report(run: dict[str, Any], claims: list[tuple[str, bool, str]], acceptance:
         "|---|---|---|",
         *[f"| {claim} | {'pass' if holds else 'FAIL'} | {detail} |" for claim, holds, detail in claims],
         "",
-        "| acceptance, % of rounds, at draft position | " + " | ".join(map(str, range(1, 1 + len(acceptance[0])))) + " |",
+        row("acceptance, % of rounds, at draft position", range(1, 1 + len(acceptance[0]))),
         "|---|" + "---:|" * len(acceptance[0]),
-        "| `generate` in transformers | " + " | ".join(f"{100 * p:.1f}" for p in acceptance[0]) + " |",
-        "| vLLM's own counters | " + " | ".join(f"{100 * p:.1f}" for p in acceptance[1]) + " |",
+        row("`generate` in transformers", (f"{100 * p:.1f}" for p in acceptance[0])),
+        row("vLLM's own counters", (f"{100 * p:.1f}" for p in acceptance[1])),
         "",
-        "| requests at a time | target alone, tokens/s | with the drafter, tokens/s | ratio | first piece, s, alone | with |",
+        "| requests at a time | target alone, tokens/s | with the drafter | ratio | first piece, s, alone | with |",
         "|---:|---:|---:|---:|---:|---:|",
     ]
     for alone, ours in zip(*rows.values()):
@@ -230,7 +232,8 @@ def main() -> None:
     prompts = [turns[:1] for name in suites for turns in load_suite(name, args.data, args.limit)]
     chats = [[{"role": "user", "content": turn}] for (turn,) in prompts]
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    ids = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"] for chat in chats]
+    asked = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True) for chat in chats]
+    ids = [inputs["input_ids"] for inputs in asked]
     settings = EndpointSettings(
         f"http://127.0.0.1:{args.port}", NAME, suites, args.data, max_new_tokens=args.max_new_tokens
     )
@@ -250,14 +253,14 @@ def main() -> None:
     with Server(args, args.drafter) as server:
         drafted, counted = server.counted(settings, ids, args.max_new_tokens)
         claim("with the drafter it writes the same", *same(drafted, alone))
-        claim("acceptance per draft position is that of `generate`, within three standard errors", *close(counted, stats))
+        claim("acceptance per draft position is `generate`'s, within three standard errors", *close(counted, stats))
         answers = asyncio.run(many_clients(server.root, chats, args.max_new_tokens, leave=False))
         claim(f"{CLIENTS} streaming OpenAI clients at a time get the same text", *same(answers, spoken))
         answers = asyncio.run(many_clients(server.root, chats, args.max_new_tokens, leave=True))
         stayed = [(a, b) for a, b in zip(answers, spoken) if a is not None]
         left = len(chats) - len(stayed)
         holds, detail = same([a for a, _ in stayed], [b for _, b in stayed])
-        claim("clients that leave in the middle change nothing for others", holds and left > 0, f"{detail}, {left} left")
+        claim("clients that leave midway change nothing for others", holds and left > 0, f"{detail}, {left} left")
         deadline = time.monotonic() + 30
         while server.running() and time.monotonic() < deadline:
             time.sleep(0.5)

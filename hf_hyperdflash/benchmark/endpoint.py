@@ -1,11 +1,10 @@
 """The prompt suites against a server that speaks OpenAI's protocol, and what it tells of its own drafts.
 
-By httpx, which `huggingface_hub` brings: one streamed POST a turn needs no client of OpenAI's.
+By the standard library: one streamed POST a turn needs no client of OpenAI's, and a thread each is enough to wait in.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import platform
 import re
@@ -13,14 +12,17 @@ import shlex
 import sys
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import date
+from http.client import HTTPException
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
-
-import httpx
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from .runner import hardware
 from .suites import load_suite, title_of
@@ -112,7 +114,7 @@ class EndpointSettings:
 
 def check_server(settings: EndpointSettings) -> None:
     """Raise a `ValueError` if no server answers, or it does not serve the target."""
-    names = [model["id"] for model in json.loads(_get(f"{settings.root}/v1/models"))["data"]]
+    names = [model["id"] for model in json.loads(fetch(f"{settings.root}/v1/models"))["data"]]
     if settings.model not in names:
         raise ValueError(
             f"`--target` is {settings.model!r}, but {settings.endpoint} serves {', '.join(names)}: give one of these."
@@ -122,7 +124,7 @@ def check_server(settings: EndpointSettings) -> None:
 def read_counters(settings: EndpointSettings) -> DraftCounters | None:
     """What the server tells of its drafts at `/metrics`, as vLLM does; `None` if it tells nothing."""
     try:
-        page = _get(f"{settings.root}/metrics")
+        page = fetch(f"{settings.root}/metrics")
     except ValueError:  # no such page
         return None
     rounds, accepted = 0.0, defaultdict[int, float](float)
@@ -136,68 +138,68 @@ def read_counters(settings: EndpointSettings) -> DraftCounters | None:
     return DraftCounters(rounds, [accepted[k] for k in sorted(accepted)]) if accepted else None
 
 
-def _get(url: str) -> str:
+def fetch(url: str, body: Any = None) -> str:
+    """The page at an address, or the answer to a JSON body.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    with _opened(url, body) as response:
+        return response.read().decode()
+
+
+@contextmanager
+def _opened(url: str, body: Any) -> Iterator[Any]:
+    data = None if body is None else json.dumps(body).encode()
     try:
-        return httpx.get(url, timeout=30).raise_for_status().text
-    except httpx.HTTPError as error:
-        raise ValueError(f"{url} does not answer ({error or type(error).__name__}): start the server first.") from error
+        with urlopen(Request(url, data, {"Content-Type": "application/json"})) as response:
+            yield response
+    except HTTPError as error:
+        told = error.read().decode(errors="replace")[:300]
+        raise ValueError(f"{url} answers {error.code} ({told}): ask for what the server has.") from error
+    except (OSError, HTTPException) as error:
+        raise ValueError(f"{url} does not answer ({error}): start the server, or look at its log.") from error
 
 
-async def ask(client: httpx.AsyncClient, settings: EndpointSettings, messages: Any, temperature: float) -> Answer:
+def ask(settings: EndpointSettings, messages: Any, temperature: float) -> Answer:
     """The server's next turn of a conversation, as it streams it.
 
     Raises:
-        ValueError: If it refuses.
+        ValueError: If it refuses, or breaks off.
     """
     body = {
         "model": settings.model, "messages": messages, "max_tokens": settings.max_new_tokens, "top_p": 1.0,
         "temperature": temperature, "seed": settings.seed, "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     began, first, tokens, pieces = time.perf_counter(), None, 0, []
-    async for event in _events(client, f"{settings.root}/v1/chat/completions", body):
-        tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-        delta = event["choices"][0]["delta"] if event.get("choices") else {}
-        said = delta.get("content") or ""
-        if first is None and (said or delta.get("reasoning_content") or delta.get("reasoning")):
-            first = time.perf_counter()
-        pieces.append(said)
+    with _opened(f"{settings.root}/v1/chat/completions", body) as lines:
+        for event in _events(lines):
+            tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+            delta = event["choices"][0]["delta"] if event.get("choices") else {}
+            said = delta.get("content") or ""
+            if first is None and (said or delta.get("reasoning_content") or delta.get("reasoning")):
+                first = time.perf_counter()
+            pieces.append(said)
     ended = time.perf_counter()
     return Answer("".join(pieces), tokens, ended - began, (first or ended) - began)
 
 
-async def _events(client: httpx.AsyncClient, url: str, body: Any) -> AsyncIterator[dict[str, Any]]:
-    try:
-        async with client.stream("POST", url, json=body) as response:
-            if response.is_error:
-                told = (await response.aread()).decode(errors="replace")
-                raise ValueError(f"{url} answers {response.status_code}: {told[:300]}")
-            async for line in response.aiter_lines():
-                data = line.removeprefix("data:").strip()
-                if line.startswith("data:") and data != "[DONE]":
-                    yield json.loads(data)
-    except httpx.HTTPError as error:
-        raise ValueError(f"{url} broke off ({error or type(error).__name__}): look at the server's log.") from error
+def _events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        data = line.removeprefix(b"data:").strip()
+        if line.startswith(b"data:") and data != b"[DONE]":
+            yield json.loads(data)
 
 
-async def ask_all(
-    settings: EndpointSettings, prompts: Sequence[Sequence[str]], temperature: float, concurrency: int
-) -> list[Answer]:
-    """Every turn of every prompt, so many prompts at a time; each goes on from the server's own answers."""
-    gate = asyncio.Semaphore(concurrency)
-
-    async def converse(client: httpx.AsyncClient, turns: Sequence[str]) -> list[Answer]:
-        messages: list[dict[str, str]] = []
-        answers = []
-        async with gate:
-            for turn in turns:
-                messages.append({"role": "user", "content": turn})
-                answers.append(await ask(client, settings, messages, temperature))
-                messages.append({"role": "assistant", "content": answers[-1].text})
-        return answers
-
-    limits = httpx.Limits(max_connections=concurrency)
-    async with httpx.AsyncClient(timeout=httpx.Timeout(None, connect=30), limits=limits) as client:
-        return sum(await asyncio.gather(*[converse(client, turns) for turns in prompts]), [])
+def converse(settings: EndpointSettings, turns: Sequence[str], temperature: float) -> list[Answer]:
+    """Every turn of a prompt; each goes on from the server's own answers."""
+    messages: list[dict[str, str]] = []
+    answers: list[Answer] = []
+    for turn in turns:
+        messages.append({"role": "user", "content": turn})
+        answers.append(ask(settings, messages, temperature))
+        messages.append({"role": "assistant", "content": answers[-1].text})
+    return answers
 
 
 def measure(
@@ -205,9 +207,11 @@ def measure(
 ) -> dict[str, Any]:
     """Figures of one run over some prompts."""
     before, began = read_counters(settings), time.perf_counter()
-    answers = asyncio.run(ask_all(settings, prompts, temperature, concurrency))
+    with ThreadPoolExecutor(concurrency) as pool:
+        conversations = list(pool.map(lambda turns: converse(settings, turns, temperature), prompts))
     seconds, after = time.perf_counter() - began, read_counters(settings)
     counted = None if after is None else after.since(before or DraftCounters(0, []))
+    answers = [answer for answers in conversations for answer in answers]
     tokens = sum(answer.new_tokens for answer in answers)
     return {
         "temperature": temperature,
@@ -228,7 +232,7 @@ def run_endpoint(settings: EndpointSettings, output: Path) -> list[dict[str, Any
     """Ask every suite at every temperature and concurrency; write `endpoint.json` and `endpoint.md` into `output`.
 
     Raises:
-        ValueError: If suites cannot be loaded, or the server does not answer, does not serve the target, or breaks off.
+        ValueError: If suites cannot be loaded, or the server does not answer, serve the target, or end what it began.
     """
     suites = {name: load_suite(name, settings.data, settings.limit) for name in settings.suites}
     check_server(settings)
@@ -270,5 +274,5 @@ def markdown(run: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
             f"{row['tokens_per_second']:.1f} | {row['median_seconds']:.2f} | {row['median_first_seconds']:.2f} | "
             f"{tau} | {accepted} |"
         )
-    lines += ["", "τ (tokens a verification round) and acceptance per draft position are the server's own counters.", ""]
-    return "\n".join(lines)
+    told = "τ (tokens a verification round) and acceptance per draft position are the server's own counters."
+    return "\n".join([*lines, "", told, ""])

@@ -59,7 +59,7 @@ def benchmark(
     ] = None,
     endpoint: Annotated[
         str | None,
-        Option(help="Ask this server of OpenAI's protocol instead; --target is the name that it serves, and nothing is loaded."),
+        Option(help="Ask a server of OpenAI's protocol at this address; --target is what it calls the target."),
     ] = None,
     concurrency: Annotated[
         list[int] | None, Option(min=1, help="With --endpoint: prompts asked at a time, 1 if unset; repeatable.")

@@ -127,8 +127,8 @@ def refusing(model_type: str) -> type[PreTrainedConfig]:
 
     def from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         raise ValueError(
-            f"The drafter is a {model_type!r}, which {OTHERS[model_type]}: expected a 'hyperdflash' drafter. Train one "
-            "with `hf-hyperdflash train`, or draft with this one in transformers' `generate`."
+            f"The drafter is a {model_type!r}, which {OTHERS[model_type]}: expected a 'hyperdflash' drafter. Train "
+            "one with `hf-hyperdflash train`, or draft with this one in transformers' `generate`."
         )
 
     return type("RefusedConfig", (PreTrainedConfig,), {"model_type": model_type, "from_dict": classmethod(from_dict)})

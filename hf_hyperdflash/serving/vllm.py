@@ -1,7 +1,7 @@
 """vLLM's plugin: `vllm serve TARGET --speculative-config '{"method": "dflash", "model": "my-drafter"}'`.
 
-vLLM calls [`register`] in each of its processes, as an entry point of the group `vllm.general_plugins`. It adds names that
-are this package's own and changes nothing else.
+vLLM calls [`register`] in each of its processes, as an entry point of the group `vllm.general_plugins`. It adds names
+that are this package's own and changes nothing else.
 """
 
 from __future__ import annotations

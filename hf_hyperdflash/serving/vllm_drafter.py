@@ -98,9 +98,7 @@ class ServedDrafter(DFlashQwen3ForCausalLM):
         anchors = self._block_ids[: blocks * (self.drafts + 1) : self.drafts + 1].long()
         states = hidden_states.unflatten(0, (blocks, self.drafts))
         count = self.config.head_candidates or 0
-        logits = ordered_logits(
-            self.head, states, anchors, self._drafted, self.embed_input_ids, self._token_of, count
-        )
+        logits = ordered_logits(self.head, states, anchors, self._drafted, self.embed_input_ids, self._token_of, count)
         return self._of_vocabulary(logits.flatten(0, 1))
 
     def get_top_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:

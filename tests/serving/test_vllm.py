@@ -1,0 +1,250 @@
+"""Our drafters in vLLM's own engine: what they draft, round by round, is what they draft in `generate`.
+
+`.ci/vllm` makes an environment with vLLM and runs these; elsewhere they are skipped.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from hf_hyperdflash import HyperDFlashDrafter, load_drafter, load_target
+from hf_hyperdflash.runtime.heads import HEADS
+
+from ..conftest import MODELS, prompt, tiny_drafter
+from ..helpers.headed_drafters import learned
+
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed: .ci/vllm makes an environment that has it")
+
+COMMON = dict(
+    vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=32, max_position_embeddings=512, initializer_range=0.2, bos_token_id=None,
+    eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
+)  # fmt: skip
+SETTINGS = dict(
+    dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=4, skip_tokenizer_init=True, seed=0,
+    enable_prefix_caching=False,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
+
+
+@contextmanager
+def engine(target: str | Path, drafter: str | Path | None, **settings: Any) -> Iterator[Any]:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    speculative = None if drafter is None else {"method": "dflash", "model": str(drafter)}
+    speculative = speculative and {**speculative, **settings.pop("speculative", {})}
+    made = vllm.LLM(str(target), speculative_config=speculative, **{**SETTINGS, **settings})
+    try:
+        yield made
+    finally:
+        del made
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def written(made: Any, prompts: list[torch.Tensor], count: int, **sampling: Any) -> list[list[int]]:
+    params = vllm.SamplingParams(
+        **{"temperature": 0, "max_tokens": count, "ignore_eos": True, "detokenize": False, **sampling}
+    )
+    outputs = made.generate([{"prompt_token_ids": ids[0].tolist()} for ids in prompts], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture
+def their_drafts(monkeypatch) -> list[list[int]]:
+    """What vLLM's proposer drafts, a row a call and request."""
+    from vllm.v1.spec_decode.dflash import DFlashProposer
+
+    rows: list[list[int]] = []
+    own = DFlashProposer.propose
+
+    def propose(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        drafts = own(self, *args, **kwargs)
+        rows.extend(drafts.tolist())
+        return drafts
+
+    monkeypatch.setattr(DFlashProposer, "propose", propose)
+    return rows
+
+
+def our_drafts(target: Any, drafter: Any, ids: torch.Tensor, count: int) -> tuple[list[int], list[list[int]]]:
+    """The text of `generate`, and what was drafted round by round."""
+    rows: list[list[int]] = []
+    own = drafter.propose
+
+    def propose(*args: Any) -> Any:
+        tree = own(*args)
+        rows.append(tree.tokens.tolist())
+        return tree
+
+    drafter.propose = propose
+    drafter.bind(target)
+    given = {"attention_mask": torch.ones_like(ids), "assistant_model": drafter, "do_sample": False}
+    text = target.generate(ids, max_new_tokens=count, **given)[0, ids.shape[1] :].tolist()
+    drafter.unbind(target)
+    del drafter.propose
+    return text, rows
+
+
+def drafts_the_same(target: Any, drafter: Any, folder: Path, their_drafts: list[list[int]], **settings: Any) -> None:
+    """Text and drafts of prompts, one of them longer than any window."""
+    target.save_pretrained(folder / "target")
+    drafter.save_pretrained(folder / "drafter")
+    with engine(folder / "target", folder / "drafter", **settings) as made:
+        for ids in (prompt(9, 1, 96), prompt(70, 2, 96)):
+            text, ours = our_drafts(target, drafter, ids, 24)
+            their_drafts.clear()
+            assert written(made, [ids], 24) == [text]
+            # In the last rounds ours has no room for all; vLLM drafts once more after the last token.
+            theirs = [row[: len(own)] for row, own in zip(their_drafts, ours)]
+            assert theirs == ours and len(ours) >= 4
+            assert len({tuple(row) for row in ours}) > 2  # not the same whatever comes before
+
+
+def gate_over_layers(target: Any, **fields: Any) -> HyperDFlashDrafter:
+    """With gates of its own: the target has none to inherit."""
+    config = tiny_drafter(target, reducer="fc", target_layer_ids=[0, 2, -1], **fields).config
+    config.reducer = fields.get("reducer", "hc_gate")
+    return HyperDFlashDrafter(config).eval()
+
+
+@torch.no_grad()
+def stirred(drafter: HyperDFlashDrafter) -> HyperDFlashDrafter:
+    """With weights that say something: fresh ones of some parts are zeros and ones."""
+    for name, parameter in drafter.named_parameters():
+        if "norm" in name:
+            parameter.uniform_(0.5, 1.5)
+        else:
+            parameter.normal_(std=0.3)
+    return learned(drafter)
+
+
+def qwen3(**fields: Any) -> Any:
+    return Qwen3ForCausalLM(Qwen3Config(**{**COMMON, **fields})).eval()
+
+
+def llama() -> Any:
+    return LlamaForCausalLM(LlamaConfig(**COMMON)).eval()
+
+
+def granite() -> Any:
+    scales = dict(embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.5, attention_multiplier=0.2)
+    shape = {name: value for name, value in COMMON.items() if name != "head_dim"}
+    return GraniteForCausalLM(GraniteConfig(**{**shape, **scales})).eval()
+
+
+def gemma3() -> Any:
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(**COMMON, sliding_window=32, layer_types=["sliding_attention", "full_attention"] * 2)
+    ).eval()
+
+
+DRAFTERS = {
+    "fc": {"reducer": "fc", "target_layer_ids": [1, -1]},
+    "stream mean": {"reducer": "stream_mean", "target_layer_ids": [0, 2]},
+    "last layer alone": {"reducer": "fc", "target_layer_ids": [-1]},
+    "draft vocabulary": {"reducer": "fc", "draft_vocab_size": 40},
+    "biases": {"reducer": "fc", "attention_bias": True},
+    "causal": {"reducer": "fc", "causal_layers": "all"},
+    "window of the longest text": {"reducer": "fc", "sliding_window": 256},
+    "confidence": {"reducer": "fc", "sequential_head": "state", "head_rank": 5, "confidence_head": True},
+    **{f"{kind} head": {"reducer": "fc", "sequential_head": kind, "head_rank": 5} for kind in HEADS},
+    "few candidates": {"reducer": "fc", "sequential_head": "state", "head_rank": 5, "head_candidates": 7},
+    "head of a draft vocabulary": {
+        "reducer": "fc", "sequential_head": "markov", "head_rank": 5, "draft_vocab_size": 40, "head_candidates": 0
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", DRAFTERS.values(), ids=DRAFTERS.keys())
+def test_every_part_drafts_the_same(tmp_path, their_drafts, fields):
+    target = qwen3()
+    drafter = stirred(tiny_drafter(target, head_dim=32, **fields))
+    drafts_the_same(target, drafter, tmp_path, their_drafts)
+
+
+@pytest.mark.parametrize("reducer", ["hc_gate", "hybrid"])
+def test_a_gate_over_several_layers_drafts_the_same(tmp_path, their_drafts, reducer):
+    target = qwen3()
+    drafts_the_same(target, stirred(gate_over_layers(target, head_dim=32, reducer=reducer)), tmp_path, their_drafts)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"), [(llama, {}), (granite, {}), (gemma3, {"model_impl": "transformers"})]
+)
+def test_other_targets_draft_the_same(tmp_path, their_drafts, family, settings):
+    target = family()
+    drafter = stirred(tiny_drafter(target, head_dim=32, reducer="fc", sequential_head="state", head_rank=5))
+    drafts_the_same(target, drafter, tmp_path, their_drafts, **settings)
+
+
+def test_the_shipped_pair_drafts_the_same(their_drafts):
+    """With drafts that are accepted: whole rounds of them enter the context."""
+    target = load_target(MODELS / "tiny-qwen3", dtype=torch.float32)
+    drafter = load_drafter(MODELS / "tiny-qwen3-hyperdflash", target=target, dtype=torch.float32)
+    with engine(MODELS / "tiny-qwen3", MODELS / "tiny-qwen3-hyperdflash") as made:
+        for seed in range(3):
+            ids = prompt(30, seed, 2048)
+            text, ours = our_drafts(target, drafter, ids, 80)
+            their_drafts.clear()
+            assert written(made, [ids], 80) == [text]
+            theirs = [row[: len(own)] for row, own in zip(their_drafts, ours)]
+            assert theirs == ours and len(ours) < 60  # rounds, fewer than tokens
+        # A batch of texts of different lengths: blocks of one must not read another's.
+        prompts = [prompt(length, length, 2048) for length in (5, 17, 40, 90)]
+        texts = [our_drafts(target, drafter, ids, 40)[0] for ids in prompts]
+        assert written(made, prompts, 40) == texts
+
+
+def test_what_does_not_fit_ends_in_one_line(tmp_path):
+    with pytest.raises(Exception, match="`num_speculative_tokens` is 3, but the drafter's block has 6"):
+        with engine(
+            MODELS / "tiny-qwen3", MODELS / "tiny-qwen3-hyperdflash", speculative={"num_speculative_tokens": 3}
+        ):
+            pass
+
+
+def test_registering_changes_nothing_for_others():
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from vllm import ModelRegistry
+
+    from hf_hyperdflash.serving.vllm import ARCHITECTURES, register
+
+    def known() -> tuple[dict[str, Any], set[str]]:
+        return {name: value for name, value in ModelRegistry.models.items()}, set(CONFIG_MAPPING._extra_content)
+
+    register()
+    models, configs = known()
+    for architecture in ARCHITECTURES:
+        del ModelRegistry.models[architecture]
+    before = dict(ModelRegistry.models)
+    register()
+    after, _ = known()
+    assert set(after) == set(models) and {name: after[name] for name in before} == before
+    assert type(AutoConfig.for_model("qwen3")).__module__.startswith("transformers.")
+    assert configs >= {"hyperdflash", "specblock"} and os.environ.get("VLLM_PLUGINS") is None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
+from vllm.platforms import current_platform
 
 from ..runtime.heads import HEADS, ConfidenceHead, SequentialHead
 from ..runtime.reducers import REDUCERS
@@ -55,6 +56,9 @@ class ServedDrafter(DFlashQwen3ForCausalLM):
             self.model.add_module(name, module)
         self.head: SequentialHead | None = None if kind is None else getattr(self.model, kind.key)
         self._block_ids: torch.Tensor | None = None
+        if current_platform.is_cpu():
+            # There vLLM 0.32's kernel for all layers' keys at once takes the first layer's weights for every layer.
+            self.model._normalize_context_k = self._keys_layer_by_layer
 
     # What the blocks are conditioned on
 
@@ -70,6 +74,10 @@ class ServedDrafter(DFlashQwen3ForCausalLM):
                 "the drafter's own target, with the layers that the drafter's config.json names."
             )
         return self.reducer.reduce(self.model, residual, self.model.norm.weight.dtype).squeeze(0)
+
+    def _keys_layer_by_layer(self, keys: torch.Tensor) -> torch.Tensor:
+        """The context's keys `[layers, tokens, config.num_key_value_heads, config.head_dim]`, normed."""
+        return torch.stack([layer.self_attn.k_norm(own) for layer, own in zip(self.model.layers, keys)])
 
     # Blocks
 

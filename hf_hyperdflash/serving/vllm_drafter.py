@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.model_loader.utils import get_model_architecture
+from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 from vllm.platforms import current_platform
 
@@ -17,7 +19,7 @@ from .served_config import check_served_pair
 
 
 def embedding_scale(target: Any) -> float:
-    """What a target multiplies its embeddings with, which vLLM's own copy of them for drafters does not.
+    """What a target of vLLM's own multiplies its embeddings with, after the table that it shares with drafters.
 
     Args:
         target: The configuration of the target's text model.
@@ -38,6 +40,12 @@ class ServedDrafter(DFlashQwen3ForCausalLM):
         speculative, target = vllm_config.speculative_config, vllm_config.model_config
         config, text = speculative.draft_model_config.hf_config, target.hf_text_config
         check_served_pair(config, text, speculative.num_speculative_tokens, target.max_model_len)
+        kind, _ = get_model_architecture(target)
+        if not supports_eagle3(kind):
+            raise ValueError(
+                f"vLLM's {kind.__name__} does not hand out its layers' states, which drafters read: start it with "
+                "`--model-impl transformers`, whose models do, or serve without a drafter."
+            )
         config.draft_vocab_size = config.draft_vocab_size or config.vocab_size
         # vLLM has RoPE ready for this many positions, and the drafter's are the target's.
         config.max_position_embeddings = max(config.max_position_embeddings, target.max_model_len)
@@ -49,12 +57,12 @@ class ServedDrafter(DFlashQwen3ForCausalLM):
             scale=1 / getattr(text, "logits_scaling", 1.0),
             soft_cap=getattr(text, "final_logit_softcapping", None),
         )
-        self.reducer, kind = REDUCERS[config.reducer], HEADS.get(config.sequential_head)
-        self.own = self.reducer.modules(config) | ({} if kind is None else {kind.key: kind(config)})
+        self.reducer, head = REDUCERS[config.reducer], HEADS.get(config.sequential_head)
+        self.own = self.reducer.modules(config) | ({} if head is None else {head.key: head(config)})
         del self.model.fc
         for name, module in self.own.items():
             self.model.add_module(name, module)
-        self.head: SequentialHead | None = None if kind is None else getattr(self.model, kind.key)
+        self.head: SequentialHead | None = None if head is None else getattr(self.model, head.key)
         self._block_ids: torch.Tensor | None = None
         if current_platform.is_cpu():
             # There vLLM 0.32's kernel for all layers' keys at once takes the first layer's weights for every layer.
@@ -83,8 +91,8 @@ class ServedDrafter(DFlashQwen3ForCausalLM):
 
     def embed_input_ids(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """The target's embeddings of tokens, as its first layer reads them."""
-        embeds = self.model.embed_input_ids(input_ids)
-        return embeds if self.embedding_scale == 1 else embeds * self.embedding_scale
+        embeds, is_scaled = self.model.embed_input_ids(input_ids), hasattr(self.model.embed_tokens, "embed_scale")
+        return embeds if self.embedding_scale == 1 or is_scaled else embeds * self.embedding_scale
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, inputs_embeds: torch.Tensor | None = None

@@ -145,9 +145,15 @@ def close(counted: DraftCounters, stats: SpeculationStats) -> tuple[bool, str]:
 
 
 def throughput(args: argparse.Namespace, settings: EndpointSettings, prompts: list[list[str]]) -> list[dict[str, Any]]:
-    """Tokens per second at each concurrency, after a warm-up."""
+    """Figures at each concurrency, after a warm-up: of several runs that with the median throughput."""
     measure(settings, prompts[:CLIENTS], 0.0, CLIENTS)
-    return [measure(settings, prompts, 0.0, concurrency) for concurrency in args.concurrency]
+    found = []
+    for concurrency in args.concurrency:
+        runs = [measure(settings, prompts, 0.0, concurrency) for _ in range(args.repeats)]
+        runs.sort(key=lambda run: run["tokens_per_second"])
+        lowest, highest = runs[0]["tokens_per_second"], runs[-1]["tokens_per_second"]
+        found.append({**runs[len(runs) // 2], "lowest": lowest, "highest": highest})
+    return found
 
 
 def versions() -> dict[str, str]:
@@ -202,13 +208,16 @@ def report(run: dict[str, Any], claims: list[tuple[str, bool, str]], acceptance:
         row("`generate` in transformers", (f"{100 * p:.1f}" for p in acceptance[0])),
         row("vLLM's own counters", (f"{100 * p:.1f}" for p in acceptance[1])),
         "",
+        "Throughput: the median of several runs, and the lowest and highest; the time to the first piece is its median.",
+        "",
         "| requests at a time | target alone, tokens/s | with the drafter | ratio | first piece, s, alone | with |",
         "|---:|---:|---:|---:|---:|---:|",
     ]
     for alone, ours in zip(*rows.values()):
         a, b = alone["tokens_per_second"], ours["tokens_per_second"]
+        spread = [f"({of['lowest']:.0f} to {of['highest']:.0f})" for of in (alone, ours)]
         first = f"{alone['median_first_seconds']:.2f} | {ours['median_first_seconds']:.2f}"
-        lines.append(f"| {ours['concurrency']} | {a:.1f} | {b:.1f} | {b / a:.2f} | {first} |")
+        lines.append(f"| {ours['concurrency']} | {a:.0f} {spread[0]} | {b:.0f} {spread[1]} | {b / a:.2f} | {first} |")
     return "\n".join([*lines, "", "![Throughput against requests at a time](throughput.png)", ""])
 
 
@@ -222,6 +231,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--repeats", type=int, default=3, help="of each throughput")
     parser.add_argument("--port", type=int, default=8100)
     parser.add_argument("--server-options", default="", help="more of vLLM's, in one string")
     parser.add_argument("--output", required=True, help="folder")

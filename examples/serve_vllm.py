@@ -208,7 +208,7 @@ def report(run: dict[str, Any], claims: list[tuple[str, bool, str]], acceptance:
         row("`generate` in transformers", (f"{100 * p:.1f}" for p in acceptance[0])),
         row("vLLM's own counters", (f"{100 * p:.1f}" for p in acceptance[1])),
         "",
-        "Throughput: the median of several runs, and the lowest and highest; the time to the first piece is its median.",
+        "Throughput: median of several runs, lowest and highest; first piece: median over answers.",
         "",
         "| requests at a time | target alone, tokens/s | with the drafter | ratio | first piece, s, alone | with |",
         "|---:|---:|---:|---:|---:|---:|",

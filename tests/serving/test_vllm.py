@@ -232,7 +232,7 @@ def test_a_target_that_hands_out_no_states_is_refused(tmp_path):
     target = gemma3()
     target.save_pretrained(tmp_path / "target")
     tiny_drafter(target, head_dim=32, reducer="fc").save_pretrained(tmp_path / "drafter")
-    with pytest.raises(ValueError, match="vLLM's Gemma3ForCausalLM does not hand out .* `--model-impl transformers`"):
+    with pytest.raises(ValueError, match=r"vLLM's Gemma3ForCausalLM does not hand out .* `--model-impl transformers`"):
         with engine(tmp_path / "target", tmp_path / "drafter"):
             pass
 

@@ -37,7 +37,7 @@ ORDER = [
     "runtime.mtp_checkpoint", "runtime.drafter_deepseek_v4",
     "runtime.modeling_*", "runtime.prompt_lookup", "hub.descriptions", "hub.cards", "hub.publish",
     "hub.layout", "hub.layout_*", "hub.formats",
-    "serving.ordered_drafts", "serving.served_config", "serving.vllm_*", "serving.vllm",
+    "serving.ordered_drafts", "serving.served_config", "serving.vllm", "serving.vllm_*",
     "loading", "training.chunk_loss",
     "training.losses", "training.blocks", "training.places", "training.data", "training.teacher",
     "training.locking", "training.fingerprint", "training.features", "training.store", "training.arguments",

@@ -66,12 +66,20 @@ class ServedConfig(HyperDFlashConfig):
             (-1 in (self.target_layer_ids or ()) and not self.target_num_layers, "target_num_layers",
              "drafters that read the target's last layer and say which that is",
              "write the target's `num_hidden_layers` into the drafter's config.json"),
+            (reads_paths(self) and self.target_layer_ids != [-1], "target_layer_ids",
+             "the residual paths of the last layer alone, [-1]",
+             f"{train} `target_layer_ids=[-1]`, or with `reducer='stream_mean'`"),
             (self.causal_layers == "sliding" and SLIDING not in self.kinds, "causal_layers", "'none' or 'all'",
              "write 'none', as no layer is a sliding one"),
             (self.window_from == "anchor" and FULL in self.kinds and SLIDING in self.kinds, "layer_types",
              "layers of one kind where a window counts from the anchor", f"{train} `layer_types=None`"),
         ]  # fmt: skip
         return [(name, getattr(self, name), expected, fix) for is_beyond, name, expected, fix in found if is_beyond]
+
+
+def reads_paths(config: Any) -> bool:
+    """Whether a drafter, by its configuration, reads more residual paths than one of a layer, each by itself."""
+    return getattr(config, "target_hc_mult", 1) > 1 and config.reducer != "stream_mean"
 
 
 def check_served_pair(config: Any, target: Any, drafts: int, longest: int) -> None:
@@ -118,7 +126,9 @@ def check_served_pair(config: Any, target: Any, drafts: int, longest: int) -> No
     if window is not None and config.window_from == "anchor" and longest > window:
         raise ValueError(
             f"The drafter's `sliding_window` of {window} counts from the anchor, vLLM's from each slot, and "
-            f"`--max-model-len` is {longest}: serve at most {window}, or train a drafter with `--sliding_window none`."
+            f"`--max-model-len` is {longest}: serve at most {window}, train with `--sliding_window none`, or "
+            f'write `"window_from": "slot", "sliding_window": {window + 1}` into its config.json, which hides the '
+            f"farthest {config.block_size - 1} of {window} tokens from later slots."
         )
 
 

@@ -15,7 +15,8 @@ from vllm.platforms import current_platform
 from ..runtime.heads import HEADS, ConfidenceHead, SequentialHead
 from ..runtime.reducers import REDUCERS
 from .ordered_drafts import ordered_logits
-from .served_config import check_served_pair
+from .served_config import check_served_pair, reads_paths
+from .vllm import PATHS
 
 
 def embedding_scale(target: Any) -> float:
@@ -46,6 +47,11 @@ class ServedDrafter(DFlashQwen3ForCausalLM):
                 f"vLLM's {kind.__name__} does not hand out its layers' states, which drafters read: start it with "
                 "`--model-impl transformers`, whose models do, or serve without a drafter."
             )
+        if reads_paths(config) and not hasattr(kind, "hands_out_paths"):
+            raise ValueError(
+                f"vLLM's {kind.__name__} hands out the mean of its residual paths, but the drafter reads each: start "
+                f"vLLM with the environment variable {PATHS}=1."
+            )
         config.draft_vocab_size = config.draft_vocab_size or config.vocab_size
         # vLLM has RoPE ready for this many positions, and the drafter's are the target's.
         config.max_position_embeddings = max(config.max_position_embeddings, target.max_model_len)
@@ -75,6 +81,8 @@ class ServedDrafter(DFlashQwen3ForCausalLM):
         config.target_hidden_size]`, to the conditioning feature `[tokens, config.hidden_size]`, before its norm."""
         config = self.config
         residual = hidden_states.unflatten(-1, (-1, config.target_hidden_size)).unsqueeze(0)
+        if config.reducer == "stream_mean":  # which is what vLLM hands out: a mean of equal paths is each of them
+            residual = residual.repeat_interleave(config.target_hc_mult, dim=2)
         expected = len(config.target_layer_ids) * config.target_hc_mult
         if residual.shape[2] != expected:
             raise ValueError(

@@ -65,6 +65,7 @@ def test_a_saved_drafter_is_read_as_it_was_saved(tmp_path):
         ({"hidden_act": "gelu"}, "`hidden_act` is 'gelu', but vLLM serves 'silu'"),
         ({"reducer": "fc", "target_hidden_size": 32}, "`hidden_size` is 64, but vLLM serves the target's, 32"),
         ({"target_num_layers": 0}, "`target_num_layers` is 0, but vLLM serves drafters that .* say which that is"),
+        ({"target_hc_mult": 4}, r"`target_layer_ids` is \[1, 3, -1\], but vLLM serves the residual paths of the last"),
         ({"causal_layers": "sliding"}, "`causal_layers` is 'sliding', but vLLM serves 'none' or 'all'"),
         (
             {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]},
@@ -85,12 +86,22 @@ def test_what_no_target_makes_good_is_refused_as_it_is_read(fields, told):
         ({}, {"hidden_size": 65}, {}, "`hidden_size` 64, but this target's is 65"),
         ({}, {"num_hidden_layers": 7}, {}, "`num_hidden_layers` 6, but this target's is 7"),
         ({"target_num_layers": 0, "target_layer_ids": [6]}, {}, {}, r"layers \[6\], but this target's are 0 to 5"),
-        ({"target_hc_mult": 4}, {}, {}, "reads 4 residual paths of each layer, but this target has 1"),
+        (
+            {"target_hc_mult": 4, "target_layer_ids": [-1]},
+            {},
+            {},
+            "reads 4 residual paths of each layer, but this target has 1",
+        ),
         ({}, {"hc_mult": 4}, {}, "reads 1 residual paths of each layer, but this target has 4"),
         ({}, {}, {"drafts": 3}, "`num_speculative_tokens` is 3, but the drafter's block has 4 .*: give 4, or"),
         ({}, {}, {"drafts": 5}, "`num_speculative_tokens` is 5"),
         ({"causal_layers": "all"}, {}, {"drafts": 5}, "`num_speculative_tokens` is 5"),
-        ({"sliding_window": 99}, {}, {}, "window` of 99 counts from the anchor, .*-len` is 100: serve at most 99"),
+        (
+            {"sliding_window": 99},
+            {},
+            {},
+            "window` of 99 counts from the anchor, .*-len` is 100: serve at most 99, .* farthest 4 of 99",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(drafter, target, started, told):
@@ -101,17 +112,21 @@ def test_what_does_not_fit_is_refused(drafter, target, started, told):
 
 
 @pytest.mark.parametrize(
-    ("drafter", "started"),
+    ("drafter", "other"),
     [
         ({}, {}),
         ({"causal_layers": "all"}, {"drafts": 3}),  # slots after the last draft change nothing
         ({"sliding_window": 100}, {}),  # takes in the longest text
         ({"sliding_window": 9, "window_from": "slot"}, {}),
         ({"target_num_layers": 0, "target_layer_ids": [5]}, {}),
+        ({"target_hc_mult": 4, "target_layer_ids": [-1]}, {"hc_mult": 4}),
+        ({"target_hc_mult": 4, "reducer": "stream_mean"}, {"hc_mult": 4}),
     ],
 )
-def test_what_fits_is_served(drafter, started):
-    check_served_pair(served(**drafter), SimpleNamespace(**TARGET), **{"drafts": 4, "longest": 100, **started})
+def test_what_fits_is_served(drafter, other):
+    given = {"drafts": 4, "longest": 100} | {name: value for name, value in other.items() if name != "hc_mult"}
+    target = {**TARGET, "hc_mult": other.get("hc_mult", 1)}
+    check_served_pair(served(**drafter), SimpleNamespace(**target), **given)
 
 
 @pytest.mark.parametrize("model_type", OTHERS)

@@ -18,6 +18,10 @@ OTHERS = {
 }
 
 
+# Those that vLLM computes as transformers does, by test.
+_ROPE = ("default", "linear", "yarn", "llama3")
+
+
 class ServedConfig(HyperDFlashConfig):
     """A [`HyperDFlashConfig`] that says in vLLM's words, too, what vLLM's DFlash drafting reads: `dflash_config`, and
     `n_predict`, from which it takes the number of drafts where a user names none.
@@ -74,6 +78,9 @@ class ServedConfig(HyperDFlashConfig):
             (self.window_from == "anchor" and FULL in self.kinds and SLIDING in self.kinds, "layer_types",
              "layers of one kind where a window counts from the anchor", f"{train} `layer_types=None`"),
         ]  # fmt: skip
+        kind = (self.rope_parameters or {}).get("rope_type")
+        served = "a `rope_type` of " + ", ".join(_ROPE)
+        found.append((kind not in _ROPE, "rope_parameters", served, f"{train} the default one"))
         return [(name, getattr(self, name), expected, fix) for is_beyond, name, expected, fix in found if is_beyond]
 
 

@@ -1,6 +1,10 @@
 """What vLLM is told of a drafter, and what is refused: as far as it can be known without vLLM."""
 
 import json
+import re
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -62,6 +66,10 @@ def test_a_saved_drafter_is_read_as_it_was_saved(tmp_path):
     [
         ({"sample_from_anchor": True}, "`sample_from_anchor` is True, but vLLM serves False: train a drafter with"),
         ({"conv_kernel_size": 2}, "`conv_kernel_size` is 2, but vLLM serves 0"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "`rope_parameters` is .*'dynamic'.*, but vLLM serves a `rope_type` of default, linear, yarn, llama3",
+        ),
         ({"hidden_act": "gelu"}, "`hidden_act` is 'gelu', but vLLM serves 'silu'"),
         ({"reducer": "fc", "target_hidden_size": 32}, "`hidden_size` is 64, but vLLM serves the target's, 32"),
         ({"target_num_layers": 0}, "`target_num_layers` is 0, but vLLM serves drafters that .* say which that is"),
@@ -144,3 +152,11 @@ def test_other_drafters_say_why_not(tmp_path, model_type):
 def test_the_shipped_drafter_is_served():
     config = ServedConfig.from_pretrained(MODELS / "tiny-qwen3-hyperdflash")
     check_served_pair(config, AutoConfig.from_pretrained(MODELS / "tiny-qwen3"), 6, 2048)
+
+
+def test_vllm_finds_the_plugin_and_pays_nothing_for_it():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    (entry,) = re.findall(r'^\[project\.entry-points\."vllm\.general_plugins"\]\nhyperdflash = "(.*)"$', text, re.M)
+    module, _, name = entry.partition(":")
+    code = f"import sys, {module} as plugin; assert callable(plugin.{name}) and 'vllm' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

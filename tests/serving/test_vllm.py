@@ -174,6 +174,15 @@ DRAFTERS = {
         "reducer": "fc", "sliding_window": 20, "window_from": "slot", "causal_layers": "all"
     },
     "window of the longest text": {"reducer": "fc", "sliding_window": 256},
+    **{
+        f"RoPE {rope['rope_type']}": {"reducer": "fc", "rope_parameters": {"rope_theta": 500.0, **rope}}
+        for rope in (
+            {"rope_type": "linear", "factor": 4.0},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+             "original_max_position_embeddings": 64},
+        )
+    },
     "confidence": {"reducer": "fc", "sequential_head": "state", "head_rank": 5, "confidence_head": True},
     **{f"{kind} head": {"reducer": "fc", "sequential_head": kind, "head_rank": 5} for kind in HEADS},
     "few candidates": {"reducer": "fc", "sequential_head": "state", "head_rank": 5, "head_candidates": 7},
@@ -226,6 +235,55 @@ def test_the_shipped_pair_drafts_the_same(their_drafts):
         prompts = [prompt(length, length, 2048) for length in (5, 17, 40, 90)]
         texts = [our_drafts(target, drafter, ids, 40)[0] for ids in prompts]
         assert written(made, prompts, 40, **until_end) == texts
+
+
+def test_a_prompt_that_is_read_in_parts(tmp_path, their_drafts):
+    target = qwen3()
+    drafter = stirred(tiny_drafter(target, head_dim=32, reducer="fc", sequential_head="state", head_rank=5))
+    target.save_pretrained(tmp_path / "target")
+    drafter.save_pretrained(tmp_path / "drafter")
+    ids = prompt(70, 2, 96)
+    text, ours = our_drafts(target, drafter, ids, 24)
+    with engine(tmp_path / "target", tmp_path / "drafter", max_num_batched_tokens=32) as made:
+        assert written(made, [ids], 24) == [text]
+    # vLLM drafts after each part, and once more at the end.
+    found = [[row[: len(own)] for row, own in zip(their_drafts[part:], ours)] for part in range(len(their_drafts))]
+    assert found.index(ours) > 0 and len(ours) >= 4
+
+
+@torch.no_grad()
+def joint_of_two(target: Any, ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """The probability of each second and third token after `ids`, `[vocabulary, vocabulary]`."""
+    first = target(ids).logits[0, -1].softmax(-1)
+    pairs = torch.cartesian_prod(torch.arange(vocabulary), torch.arange(vocabulary))
+    logits = target(torch.cat([ids.expand(len(pairs), -1), pairs], dim=1)).logits.softmax(-1)
+    second = logits[:, -2].gather(-1, pairs[:, 1:])[:, 0]  # given the first
+    return torch.einsum(
+        "a,ab,abc->bc", first, second.view(vocabulary, -1), logits[:, -1].view(vocabulary, vocabulary, -1)
+    )
+
+
+@pytest.mark.parametrize("drawn", ["greedy", "probabilistic"])
+def test_drawn_text_is_distributed_as_the_targets(tmp_path, drawn):
+    """The second and third token are drafted: a draft that were judged by another distribution than it was drawn from
+    would show in how often each pair is written."""
+    vocabulary, count = 8, 6000
+    target = qwen3(vocab_size=vocabulary, initializer_range=0.1)
+    fields = {"reducer": "fc", "sequential_head": "state", "head_rank": 5, "head_candidates": 5, "mask_token_id": 7}
+    drafter = stirred(tiny_drafter(target, head_dim=32, **fields))
+    target.save_pretrained(tmp_path / "target")
+    drafter.save_pretrained(tmp_path / "drafter")
+    ids = prompt(9, 1, vocabulary)
+    expected = joint_of_two(target, ids, vocabulary)
+    settings = {"max_num_seqs": 64, "speculative": {"draft_sample_method": drawn}}
+    with engine(tmp_path / "target", tmp_path / "drafter", **settings) as made:
+        texts = torch.tensor(written(made, [ids] * count, 3, temperature=1.0))
+    found = torch.zeros_like(expected)
+    found.index_put_((texts[:, 1], texts[:, 2]), torch.ones(count), accumulate=True)
+    chi_squared = ((found - count * expected).square() / (count * expected)).sum().item()
+    freedom = vocabulary**2 - 1
+    assert chi_squared < freedom + 5 * (2 * freedom) ** 0.5
+    assert expected.max() < 0.2  # many pairs are likely
 
 
 def test_a_target_that_hands_out_no_states_is_refused(tmp_path):

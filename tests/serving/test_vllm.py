@@ -211,10 +211,11 @@ def test_a_gate_over_several_layers_drafts_the_same(tmp_path, their_drafts, redu
     drafts_the_same(target, stirred(gate_over_layers(target, head_dim=32, reducer=reducer)), tmp_path, their_drafts)
 
 
-@pytest.mark.parametrize("family", [llama, granite])
-def test_other_targets_draft_the_same(tmp_path, their_drafts, family):
+# Granite scales embeddings, which a state head reads too, and logits, to which a Markov head adds.
+@pytest.mark.parametrize(("family", "head"), [(llama, "state"), (granite, "state"), (granite, "markov")])
+def test_other_targets_draft_the_same(tmp_path, their_drafts, family, head):
     target = family()
-    drafter = stirred(tiny_drafter(target, head_dim=32, reducer="fc", sequential_head="state", head_rank=5))
+    drafter = stirred(tiny_drafter(target, head_dim=32, reducer="fc", sequential_head=head, head_rank=5))
     drafts_the_same(target, drafter, tmp_path, their_drafts)
 
 

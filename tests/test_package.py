@@ -38,6 +38,7 @@ ORDER = [
     "runtime.mtp_checkpoint", "runtime.drafter_deepseek_v4",
     "runtime.modeling_*", "runtime.prompt_lookup", "hub.descriptions", "hub.cards", "hub.publish",
     "hub.layout", "hub.layout_*", "hub.formats",
+    "serving.ordered_drafts", "serving.served_config", "serving.vllm", "serving.vllm_*",
     "loading", "training.chunk_loss",
     "training.losses", "training.blocks", "training.places", "training.data", "training.teacher",
     "training.locking", "training.fingerprint", "training.features", "training.store", "training.arguments",
@@ -47,7 +48,7 @@ ORDER = [
     "training.script",
     "benchmark.intervals", "benchmark.other_settings", "benchmark.recommended",
     "benchmark.doctor", "benchmark.suites", "benchmark.results",
-    "benchmark.runner", "benchmark.reliability", "benchmark.calibration",
+    "benchmark.runner", "benchmark.endpoint", "benchmark.reliability", "benchmark.calibration",
     "benchmark.figures", "benchmark.report", "cli.options", "cli.models", "cli.who_wrote", "cli.generate",
     "cli.train", "cli.calibrate", "cli.measure", "cli.share", "cli.app",
 ]  # fmt: skip
@@ -86,6 +87,15 @@ def test_imports_run_one_way():
     assert not wrong
     # What `evaluate` loads from a path is copied elsewhere first.
     assert not any("from ." in path.read_text() for path in (PACKAGE / "metrics").glob("*.py"))
+
+
+def test_what_serves_imports_reducers_heads_and_configuration_alone():
+    """An engine runs them in its own loop: nothing of ours that needs transformers' models."""
+    served = {module for module in MODULES if module.startswith("serving.")}
+    allowed = {"runtime.reducers", "runtime.heads", "runtime.reach", "runtime.configuration_hyperdflash"} | served
+    assert served and not {b for module in served for b in imports_of(module)} - allowed
+    importing = {module for module in MODULES if imports_of(module) & served}
+    assert importing <= served  # nobody needs it
 
 
 DRAFTERS = [HyperDFlashDrafter, DeepseekV4MTPDrafter, DeepseekV4DSparkDrafter, SpecBlockDrafter, Eagle3Drafter]

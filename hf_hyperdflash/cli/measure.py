@@ -57,6 +57,13 @@ def benchmark(
     prompt_lookup: Annotated[
         list[int] | None, Option(min=1, help="Compare with prompt lookup, this many drafts; repeatable.")
     ] = None,
+    endpoint: Annotated[
+        str | None,
+        Option(help="Ask a server of OpenAI's protocol at this address; --target is what it calls the target."),
+    ] = None,
+    concurrency: Annotated[
+        list[int] | None, Option(min=1, help="With --endpoint: prompts asked at a time, 1 if unset; repeatable.")
+    ] = None,
     suite: options.Suites = None,
     data: options.Data = None,
     mode: options.Modes = None,
@@ -70,6 +77,12 @@ def benchmark(
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Compare drafters with the target alone and with each other, prompt by prompt (the paper's Tables 2 and 3)."""
+    if endpoint is not None:
+        ours = {"--drafter": drafter, "--mtp": mtp, "--prompt-lookup": prompt_lookup, "--mode": mode}
+        _ask(endpoint, target, output, ours, suite, data, temperature, concurrency, limit, max_new_tokens, seed)
+        return
+    if concurrency:
+        raise ValueError(f"`--concurrency` is {concurrency}, but only servers are asked so: add `--endpoint`.")
     named = _named(drafter, mtp or prompt_lookup)
     settings = _announced(target, output, suite, data, mode, temperature, limit, max_new_tokens, seed)
     paths = [path for *_, path in named] + [target] * bool(mtp)
@@ -150,13 +163,37 @@ def _announced(
     check_writable(output)
     announce("target", target)
     from ..benchmark.runner import BenchmarkSettings
-    from ..benchmark.suites import SUITES, suites_in
 
-    suites = suite or (list(SUITES) if data is None else suites_in(data))
     folder = None if data is None else str(data)
-    settings = BenchmarkSettings(suites, folder, mode or ["non-think"], temperature or [0.0], *rest)
+    settings = BenchmarkSettings(_suites(suite, data), folder, mode or ["non-think"], temperature or [0.0], *rest)
     settings.prompts()
     return settings
+
+
+def _suites(suite: list[str] | None, data: Path | None) -> list[str]:
+    from ..benchmark.suites import SUITES, suites_in
+
+    return suite or (list(SUITES) if data is None else suites_in(data))
+
+
+def _ask(
+    endpoint: str, target: str, output: Path, ours: dict[str, Any], suite: Any, data: Path | None, temperature: Any,
+    concurrency: Any, limit: int | None, max_new_tokens: int, seed: int,
+) -> None:  # fmt: skip
+    """The suites against a server, whose drafter is its own."""
+    for option, value in ours.items():
+        if value:
+            raise ValueError(f"`{option}` is {value}, but a server at `--endpoint` has its own: leave one out.")
+    check_writable(output)
+    from ..benchmark.endpoint import EndpointSettings, run_endpoint
+
+    folder = None if data is None else str(data)
+    settings = EndpointSettings(
+        endpoint, target, _suites(suite, data), folder, temperature or [0.0], concurrency or [1], limit,
+        max_new_tokens, seed,
+    )  # fmt: skip
+    run_endpoint(settings, output)
+    typer.echo((output / "endpoint.md").read_text(encoding="utf-8"))
 
 
 def _own(drafter: Any, counts: Sequence[int] | None) -> list[Compared]:

@@ -1,0 +1,162 @@
+"""What vLLM is told of a drafter, and what is refused: as far as it can be known without vLLM."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
+from hf_hyperdflash.serving.served_config import OTHERS, ServedConfig, check_served_pair, refusing
+
+from ..conftest import MODELS
+from ..helpers import families
+
+SMALL = dict(
+    vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    intermediate_size=32, target_hc_mult=1, target_num_layers=6, target_layer_ids=[1, 3, -1], mask_token_id=7,
+    block_size=5, max_position_embeddings=256,
+)  # fmt: skip
+TARGET = dict(vocab_size=64, hidden_size=64, num_hidden_layers=6, model_type="qwen3")
+
+
+def served(**fields):
+    return ServedConfig.from_dict(HyperDFlashConfig(**{**SMALL, **fields}).to_dict())
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, {"causal": False}),
+        ({"causal_layers": "all"}, {"causal": True}),
+        ({"sliding_window": 30}, {"causal": False}),  # from the anchor: served where it takes in the longest text
+        ({"sliding_window": 30, "window_from": "slot"}, {"causal": False, "swa_window_size": 30, "use_swa": True}),
+        (
+            {"sliding_window": 30, "window_from": "slot", "causal_layers": "sliding",
+             "layer_types": ["full_attention", "sliding_attention"]},
+            {"swa_window_size": 30, "use_swa": False},
+        ),
+    ],
+)  # fmt: skip
+def test_a_drafter_in_vllms_words(fields, words):
+    config = served(**fields)
+    assert config.dflash_config == {"mask_token_id": 7, "target_layer_ids": [1, 3, 5], **words}
+    assert config.n_predict == 4
+    # vLLM reads it from `to_dict`, and makes one without arguments on its way.
+    assert config.to_dict()["dflash_config"] == config.dflash_config and type(config)().model_type == "hyperdflash"
+    for name, value in HyperDFlashConfig(**{**SMALL, **fields}).to_dict().items():
+        assert getattr(config, name) == value, name
+
+
+def test_a_saved_drafter_is_read_as_it_was_saved(tmp_path):
+    target = families.qwen3()
+    HyperDFlashDrafter.from_target(target, mask_token_id=1, target_layer_ids=[0, -1]).save_pretrained(tmp_path)
+    config = ServedConfig.from_pretrained(tmp_path)
+    assert config.dflash_config["target_layer_ids"] == [0, target.config.num_hidden_layers - 1]
+    assert config.architectures == ["HyperDFlashDrafter"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"sample_from_anchor": True}, "`sample_from_anchor` is True, but vLLM serves False: train a drafter with"),
+        ({"conv_kernel_size": 2}, "`conv_kernel_size` is 2, but vLLM serves 0"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "`rope_parameters` is .*'dynamic'.*, but vLLM serves a `rope_type` of default, linear, yarn, llama3",
+        ),
+        ({"hidden_act": "gelu"}, "`hidden_act` is 'gelu', but vLLM serves 'silu'"),
+        ({"reducer": "fc", "target_hidden_size": 32}, "`hidden_size` is 64, but vLLM serves the target's, 32"),
+        ({"target_num_layers": 0}, "`target_num_layers` is 0, but vLLM serves drafters that .* say which that is"),
+        ({"target_hc_mult": 4}, r"`target_layer_ids` is \[1, 3, -1\], but vLLM serves the residual paths of the last"),
+        ({"causal_layers": "sliding"}, "`causal_layers` is 'sliding', but vLLM serves 'none' or 'all'"),
+        (
+            {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]},
+            "`layer_types` is .*, but vLLM serves layers of one kind where a window counts from the anchor",
+        ),
+    ],
+)
+def test_what_no_target_makes_good_is_refused_as_it_is_read(fields, told):
+    with pytest.raises(ValueError, match=told) as caught:
+        served(**fields)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "target", "started", "told"),
+    [
+        ({}, {"vocab_size": 65}, {}, "target with `vocab_size` 64, but this target's is 65: serve the drafter's own"),
+        ({}, {"hidden_size": 65}, {}, "`hidden_size` 64, but this target's is 65"),
+        ({}, {"num_hidden_layers": 7}, {}, "`num_hidden_layers` 6, but this target's is 7"),
+        ({"target_num_layers": 0, "target_layer_ids": [6]}, {}, {}, r"layers \[6\], but this target's are 0 to 5"),
+        (
+            {"target_hc_mult": 4, "target_layer_ids": [-1]},
+            {},
+            {},
+            "reads 4 residual paths of each layer, but this target has 1",
+        ),
+        ({}, {"hc_mult": 4}, {}, "reads 1 residual paths of each layer, but this target has 4"),
+        ({}, {}, {"drafts": 3}, "`num_speculative_tokens` is 3, but the drafter's block has 4 .*: give 4, or"),
+        ({}, {}, {"drafts": 5}, "`num_speculative_tokens` is 5"),
+        ({"causal_layers": "all"}, {}, {"drafts": 5}, "`num_speculative_tokens` is 5"),
+        (
+            {"sliding_window": 99},
+            {},
+            {},
+            "window` of 99 counts from the anchor, .*-len` is 100: serve at most 99, .* farthest 4 of 99",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(drafter, target, started, told):
+    given = {"drafts": 4, "longest": 100, **started}
+    with pytest.raises(ValueError, match=told) as caught:
+        check_served_pair(served(**drafter), SimpleNamespace(**{**TARGET, **target}), **given)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "other"),
+    [
+        ({}, {}),
+        ({"causal_layers": "all"}, {"drafts": 3}),  # slots after the last draft change nothing
+        ({"sliding_window": 100}, {}),  # takes in the longest text
+        ({"sliding_window": 9, "window_from": "slot"}, {}),
+        ({"target_num_layers": 0, "target_layer_ids": [5]}, {}),
+        ({"target_hc_mult": 4, "target_layer_ids": [-1]}, {"hc_mult": 4}),
+        ({"target_hc_mult": 4, "reducer": "stream_mean"}, {"hc_mult": 4}),
+    ],
+)
+def test_what_fits_is_served(drafter, other):
+    given = {"drafts": 4, "longest": 100} | {name: value for name, value in other.items() if name != "hc_mult"}
+    target = {**TARGET, "hc_mult": other.get("hc_mult", 1)}
+    check_served_pair(served(**drafter), SimpleNamespace(**target), **given)
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_other_drafters_say_why_not(tmp_path, model_type):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    assert model_type not in CONFIG_MAPPING  # of transformers: nobody else's model is refused
+    AutoConfig.register(model_type, refusing(model_type))
+    try:
+        with pytest.raises(ValueError, match=f"The drafter is a '{model_type}', which .*: expected a 'hyperdflash'"):
+            AutoConfig.from_pretrained(tmp_path)
+    finally:
+        CONFIG_MAPPING._extra_content.pop(model_type)
+
+
+def test_the_shipped_drafter_is_served():
+    config = ServedConfig.from_pretrained(MODELS / "tiny-qwen3-hyperdflash")
+    check_served_pair(config, AutoConfig.from_pretrained(MODELS / "tiny-qwen3"), 6, 2048)
+
+
+def test_vllm_finds_the_plugin_and_pays_nothing_for_it():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    (entry,) = re.findall(r'^\[project\.entry-points\."vllm\.general_plugins"\]\nhyperdflash = "(.*)"$', text, re.M)
+    module, _, name = entry.partition(":")
+    code = f"import sys, {module} as plugin; assert callable(plugin.{name}) and 'vllm' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

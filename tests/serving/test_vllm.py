@@ -1,0 +1,342 @@
+"""Our drafters in vLLM's own engine: what they draft, round by round, is what they draft in `generate`.
+
+`.ci/vllm` makes an environment with vLLM and runs these; elsewhere they are skipped.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from hf_hyperdflash import HyperDFlashDrafter, load_drafter, load_target
+from hf_hyperdflash.runtime.heads import HEADS
+
+from ..conftest import MODELS, prompt, tiny_drafter
+from ..helpers.headed_drafters import learned
+
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed: .ci/vllm makes an environment that has it")
+
+COMMON = dict(
+    vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=32, max_position_embeddings=512, initializer_range=0.2, bos_token_id=None,
+    eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
+)  # fmt: skip
+SETTINGS = dict(
+    dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=4, skip_tokenizer_init=True, seed=0,
+    enable_prefix_caching=False,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
+
+
+@contextmanager
+def engine(target: str | Path, drafter: str | Path | None, **settings: Any) -> Iterator[Any]:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    speculative = None if drafter is None else {"method": "dflash", "model": str(drafter)}
+    speculative = speculative and {**speculative, **settings.pop("speculative", {})}
+    try:
+        yield vllm.LLM(str(target), speculative_config=speculative, **{**SETTINGS, **settings})
+    finally:
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def written(made: Any, prompts: list[torch.Tensor], count: int, **sampling: Any) -> list[list[int]]:
+    params = vllm.SamplingParams(
+        **{"temperature": 0, "max_tokens": count, "ignore_eos": True, "detokenize": False, **sampling}
+    )
+    outputs = made.generate([{"prompt_token_ids": ids[0].tolist()} for ids in prompts], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture
+def their_drafts(monkeypatch) -> list[list[int]]:
+    """What vLLM's proposer drafts, a row a call and request."""
+    from vllm.v1.spec_decode.dflash import DFlashProposer
+
+    rows: list[list[int]] = []
+    own = DFlashProposer.propose
+
+    def propose(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        drafts = own(self, *args, **kwargs)
+        rows.extend(drafts.tolist())
+        return drafts
+
+    monkeypatch.setattr(DFlashProposer, "propose", propose)
+    return rows
+
+
+def our_drafts(target: Any, drafter: Any, ids: torch.Tensor, count: int) -> tuple[list[int], list[list[int]]]:
+    """The text of `generate`, and what was drafted round by round."""
+    rows: list[list[int]] = []
+    own = drafter.propose
+
+    def propose(*args: Any) -> Any:
+        tree = own(*args)
+        rows.append(tree.tokens.tolist())
+        return tree
+
+    drafter.propose = propose
+    drafter.bind(target)
+    given = {"attention_mask": torch.ones_like(ids), "assistant_model": drafter, "do_sample": False}
+    text = target.generate(ids, max_new_tokens=count, **given)[0, ids.shape[1] :].tolist()
+    drafter.unbind(target)
+    del drafter.propose
+    return text, rows
+
+
+def drafts_the_same(target: Any, drafter: Any, folder: Path, their_drafts: list[list[int]], **settings: Any) -> None:
+    """Text and drafts of a short prompt and of a long one."""
+    target.save_pretrained(folder / "target")
+    drafter.save_pretrained(folder / "drafter")
+    prompts = [prompt(9, 1, 96), prompt(70, 2, 96)]
+    expected = [our_drafts(target, drafter, ids, 24) for ids in prompts]
+    with engine(folder / "target", folder / "drafter", **settings) as made:
+        for ids, (text, ours) in zip(prompts, expected):
+            their_drafts.clear()
+            assert written(made, [ids], 24) == [text]
+            # In the last rounds ours has no room for all; vLLM drafts once more after the last token.
+            theirs = [row[: len(own)] for row, own in zip(their_drafts, ours)]
+            assert theirs == [own[: len(row)] for row, own in zip(their_drafts, ours)] and len(ours) >= 4
+            assert len({tuple(row) for row in ours}) > 2  # not the same whatever comes before
+
+
+def gate_over_layers(target: Any, **fields: Any) -> HyperDFlashDrafter:
+    """With gates of its own: the target has none to inherit."""
+    config = tiny_drafter(target, **{**fields, "reducer": "fc", "target_layer_ids": [0, 2, -1]}).config
+    config.reducer = fields["reducer"]
+    return HyperDFlashDrafter(config).eval()
+
+
+@torch.no_grad()
+def stirred(drafter: HyperDFlashDrafter) -> HyperDFlashDrafter:
+    """With weights that say something: fresh ones of some parts are zeros and ones."""
+    for name, parameter in drafter.named_parameters():
+        if "norm" in name:
+            parameter.uniform_(0.5, 1.5)
+        else:
+            parameter.normal_(std=0.3)
+    return learned(drafter)
+
+
+def qwen3(**fields: Any) -> Any:
+    return Qwen3ForCausalLM(Qwen3Config(**{**COMMON, **fields})).eval()
+
+
+def llama() -> Any:
+    return LlamaForCausalLM(LlamaConfig(**COMMON)).eval()
+
+
+def granite() -> Any:
+    scales = dict(embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.5, attention_multiplier=0.2)
+    shape = {name: value for name, value in COMMON.items() if name != "head_dim"}
+    return GraniteForCausalLM(GraniteConfig(**{**shape, **scales})).eval()
+
+
+def gemma3() -> Any:
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(**COMMON, sliding_window=32, layer_types=["sliding_attention", "full_attention"] * 2)
+    ).eval()
+
+
+DRAFTERS = {
+    "fc": {"reducer": "fc", "target_layer_ids": [1, -1]},
+    "stream mean": {"reducer": "stream_mean", "target_layer_ids": [0, 2]},
+    "last layer alone": {"reducer": "fc", "target_layer_ids": [-1]},
+    "draft vocabulary": {"reducer": "fc", "draft_vocab_size": 40},
+    "biases": {"reducer": "fc", "attention_bias": True},
+    "causal": {"reducer": "fc", "causal_layers": "all"},
+    "window from each slot": {"reducer": "fc", "sliding_window": 20, "window_from": "slot"},
+    "causal window from each slot": {
+        "reducer": "fc", "sliding_window": 20, "window_from": "slot", "causal_layers": "all"
+    },
+    "window of the longest text": {"reducer": "fc", "sliding_window": 256},
+    **{
+        f"RoPE {rope['rope_type']}": {"reducer": "fc", "rope_parameters": {"rope_theta": 500.0, **rope}}
+        for rope in (
+            {"rope_type": "linear", "factor": 4.0},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+             "original_max_position_embeddings": 64},
+        )
+    },
+    "confidence": {"reducer": "fc", "sequential_head": "state", "head_rank": 5, "confidence_head": True},
+    **{f"{kind} head": {"reducer": "fc", "sequential_head": kind, "head_rank": 5} for kind in HEADS},
+    "few candidates": {"reducer": "fc", "sequential_head": "state", "head_rank": 5, "head_candidates": 7},
+    "head of a draft vocabulary": {
+        "reducer": "fc", "sequential_head": "markov", "head_rank": 5, "draft_vocab_size": 40, "head_candidates": 0
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", DRAFTERS.values(), ids=DRAFTERS.keys())
+def test_every_part_drafts_the_same(tmp_path, their_drafts, fields):
+    target = qwen3()
+    drafter = stirred(tiny_drafter(target, head_dim=32, **fields))
+    drafts_the_same(target, drafter, tmp_path, their_drafts)
+
+
+def test_fewer_drafts_of_a_causal_block(tmp_path, their_drafts):
+    target = qwen3()
+    drafter = stirred(tiny_drafter(target, head_dim=32, reducer="fc", causal_layers="all"))
+    drafts_the_same(target, drafter, tmp_path, their_drafts, speculative={"num_speculative_tokens": 2})
+
+
+@pytest.mark.parametrize("reducer", ["hc_gate", "hybrid"])
+def test_a_gate_over_several_layers_drafts_the_same(tmp_path, their_drafts, reducer):
+    target = qwen3()
+    drafts_the_same(target, stirred(gate_over_layers(target, head_dim=32, reducer=reducer)), tmp_path, their_drafts)
+
+
+# Granite scales embeddings, which a state head reads too, and logits, to which a Markov head adds.
+@pytest.mark.parametrize(("family", "head"), [(llama, "state"), (granite, "state"), (granite, "markov")])
+def test_other_targets_draft_the_same(tmp_path, their_drafts, family, head):
+    target = family()
+    drafter = stirred(tiny_drafter(target, head_dim=32, reducer="fc", sequential_head=head, head_rank=5))
+    drafts_the_same(target, drafter, tmp_path, their_drafts)
+
+
+def test_the_shipped_pair_drafts_the_same(their_drafts):
+    """With drafts that are accepted: whole rounds of them enter the context."""
+    target = load_target(MODELS / "tiny-qwen3", dtype=torch.float32)
+    drafter = load_drafter(MODELS / "tiny-qwen3-hyperdflash", target=target, dtype=torch.float32)
+    until_end = {"ignore_eos": False, "stop_token_ids": [target.config.eos_token_id]}
+    with engine(MODELS / "tiny-qwen3", MODELS / "tiny-qwen3-hyperdflash") as made:
+        for seed in range(3):
+            ids = prompt(30, seed, 2048)
+            text, ours = our_drafts(target, drafter, ids, 80)
+            their_drafts.clear()
+            assert written(made, [ids], 80, **until_end) == [text]
+            theirs = [row[: len(own)] for row, own in zip(their_drafts, ours)]
+            assert theirs == ours and len(ours) < 60  # rounds, fewer than tokens
+        # A batch of texts of different lengths: blocks of one must not read another's.
+        prompts = [prompt(length, length, 2048) for length in (5, 17, 40, 90)]
+        texts = [our_drafts(target, drafter, ids, 40)[0] for ids in prompts]
+        assert written(made, prompts, 40, **until_end) == texts
+
+
+def test_a_prompt_that_is_read_in_parts(tmp_path, their_drafts):
+    target = qwen3()
+    drafter = stirred(tiny_drafter(target, head_dim=32, reducer="fc", sequential_head="state", head_rank=5))
+    target.save_pretrained(tmp_path / "target")
+    drafter.save_pretrained(tmp_path / "drafter")
+    ids = prompt(70, 2, 96)
+    text, ours = our_drafts(target, drafter, ids, 24)
+    with engine(tmp_path / "target", tmp_path / "drafter", max_num_batched_tokens=32) as made:
+        assert written(made, [ids], 24) == [text]
+    # vLLM drafts after each part, and once more at the end.
+    found = [[row[: len(own)] for row, own in zip(their_drafts[part:], ours)] for part in range(len(their_drafts))]
+    assert found.index(ours) > 0 and len(ours) >= 4
+
+
+@torch.no_grad()
+def joint_of_two(target: Any, ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """The probability of each second and third token after `ids`, `[vocabulary, vocabulary]`."""
+    first = target(ids).logits[0, -1].softmax(-1)
+    pairs = torch.cartesian_prod(torch.arange(vocabulary), torch.arange(vocabulary))
+    logits = target(torch.cat([ids.expand(len(pairs), -1), pairs], dim=1)).logits.softmax(-1)
+    second = logits[:, -2].gather(-1, pairs[:, 1:])[:, 0]  # given the first
+    return torch.einsum(
+        "a,ab,abc->bc", first, second.view(vocabulary, -1), logits[:, -1].view(vocabulary, vocabulary, -1)
+    )
+
+
+@pytest.mark.parametrize("drawn", ["greedy", "probabilistic"])
+def test_drawn_text_is_distributed_as_the_targets(tmp_path, monkeypatch, drawn):
+    """The second and third token are drafted: a draft that were judged by another distribution than it was drawn from
+    would show in how often each pair is written."""
+    from vllm.v1.sample import rejection_sampler
+
+    def expanded(
+        x: torch.Tensor, ends: torch.Tensor, _: int, replace_from: Any = 0, replace_to: Any = 0
+    ) -> torch.Tensor:
+        return torch.where(x == replace_from, replace_to, x).repeat_interleave(ends.diff(prepend=ends.new_zeros(1)))
+
+    # On the CPU vLLM 0.32's own leaves the temperatures of drafts unset, its prompt lookup's as well as ours.
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", expanded)
+    vocabulary, count = 8, 6000
+    target = qwen3(vocab_size=vocabulary, initializer_range=0.1)
+    fields = {"reducer": "fc", "sequential_head": "state", "head_rank": 5, "head_candidates": 5, "mask_token_id": 7}
+    drafter = stirred(tiny_drafter(target, head_dim=32, **fields))
+    target.save_pretrained(tmp_path / "target")
+    drafter.save_pretrained(tmp_path / "drafter")
+    ids = prompt(9, 1, vocabulary)
+    expected = joint_of_two(target, ids, vocabulary)
+    settings = {"max_num_seqs": 64, "speculative": {"draft_sample_method": drawn}}
+    with engine(tmp_path / "target", tmp_path / "drafter", **settings) as made:
+        texts = torch.tensor(written(made, [ids] * count, 3, temperature=1.0))
+    found = torch.zeros_like(expected)
+    found.index_put_((texts[:, 1], texts[:, 2]), torch.ones(count), accumulate=True)
+    chi_squared = ((found - count * expected).square() / (count * expected)).sum().item()
+    freedom = vocabulary**2 - 1
+    assert chi_squared < freedom + 5 * (2 * freedom) ** 0.5
+    assert expected.max() < 0.2  # many pairs are likely
+
+
+def test_a_target_that_hands_out_no_states_is_refused(tmp_path):
+    target = gemma3()
+    target.save_pretrained(tmp_path / "target")
+    tiny_drafter(target, head_dim=32, reducer="fc").save_pretrained(tmp_path / "drafter")
+    with pytest.raises(ValueError, match=r"vLLM's Gemma3ForCausalLM does not hand out .* `--model-impl transformers`"):
+        with engine(tmp_path / "target", tmp_path / "drafter"):
+            pass
+
+
+def test_what_does_not_fit_ends_in_one_line():
+    with pytest.raises(ValueError, match="`num_speculative_tokens` is 3, but the drafter's block has 6"):
+        with engine(
+            MODELS / "tiny-qwen3", MODELS / "tiny-qwen3-hyperdflash", speculative={"num_speculative_tokens": 3}
+        ):
+            pass
+
+
+def test_registering_changes_nothing_for_others():
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from vllm import ModelRegistry
+
+    from hf_hyperdflash.serving.vllm import ARCHITECTURES, register
+
+    def known() -> tuple[dict[str, Any], set[str]]:
+        return {name: value for name, value in ModelRegistry.models.items()}, set(CONFIG_MAPPING._extra_content)
+
+    register()
+    models, configs = known()
+    for architecture in ARCHITECTURES:
+        del ModelRegistry.models[architecture]
+    before = dict(ModelRegistry.models)
+    register()
+    after, _ = known()
+    assert set(after) == set(models) and {name: after[name] for name in before} == before
+    assert type(AutoConfig.for_model("qwen3")).__module__.startswith("transformers.")
+    assert configs >= {"hyperdflash", "specblock"} and os.environ.get("VLLM_PLUGINS") is None
+
+
+def test_gemma_in_transformers_own_code_drafts_the_same(tmp_path, their_drafts):
+    """The last: the class that vLLM runs itself cannot be made or run outside of it afterwards."""
+    target = gemma3()
+    drafter = stirred(tiny_drafter(target, head_dim=32, reducer="fc", sequential_head="state", head_rank=5))
+    drafts_the_same(target, drafter, tmp_path, their_drafts, model_impl="transformers")

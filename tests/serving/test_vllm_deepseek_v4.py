@@ -1,0 +1,105 @@
+"""DeepSeek-V4 as vLLM's target: what it hands to a drafter, and what the drafter makes of it, on tensors."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_hyperdflash.serving.served_config import reads_paths
+
+from ..conftest import tiny_drafter, tiny_target
+from ..helpers.headed_drafters import learned
+
+pytest.importorskip("vllm", reason="vLLM is not installed: .ci/vllm makes an environment that has it")
+
+PATHS, WIDTH = 4, 32
+
+
+class Trunk(nn.Module):
+    """Gives and keeps what vLLM's trunk of DeepSeek-V4 does: the collapsed states, the mean over the paths of a layer
+    and in a larger buffer its paths."""
+
+    def __init__(self, streams: torch.Tensor, is_last: bool = True) -> None:
+        super().__init__()
+        self.streams, self.is_last = streams, is_last
+        self._mtp_hidden_buffer = torch.full((64, PATHS * WIDTH), torch.nan)
+
+    def forward(self, input_ids: torch.Tensor, *_: Any) -> Any:
+        if not self.is_last:
+            return {"hidden_states": self.streams}
+        self._mtp_hidden_buffer[: len(self.streams)] = self.streams.flatten(1)
+        return self.streams.sum(1), [self.streams.mean(1)]
+
+
+def target_with(trunk: Trunk, config: Any) -> Any:
+    from hf_hyperdflash.serving.vllm_deepseek_v4 import DeepseekV4WithPaths
+
+    made = DeepseekV4WithPaths.__new__(DeepseekV4WithPaths)
+    nn.Module.__init__(made)
+    made.model, made.hands_out_paths = trunk, config is not None and reads_paths(config)
+    return made
+
+
+def combined(config: Any, modules: dict[str, nn.Module], states: torch.Tensor) -> torch.Tensor:
+    """By the served drafter's own method, with a drafter's modules."""
+    from hf_hyperdflash.runtime.reducers import REDUCERS
+    from hf_hyperdflash.serving.vllm_drafter import ServedDrafter
+
+    made = ServedDrafter.__new__(ServedDrafter)
+    nn.Module.__init__(made)
+    made.config, made.reducer, made.model = config, REDUCERS[config.reducer], nn.Module()
+    made.model.config, made.model.norm = config, nn.RMSNorm(WIDTH)
+    for name, module in modules.items():
+        made.model.add_module(name, module)
+    return made.combine_hidden_states(states)
+
+
+@pytest.mark.parametrize("reducer", ["hc_gate", "hybrid", "fc", "stream_mean"])
+@torch.no_grad()
+def test_the_feature_is_what_the_drafter_makes_of_the_residual(reducer):
+    drafter = learned(tiny_drafter(tiny_target(), reducer=reducer))
+    streams = torch.randn(9, PATHS, WIDTH)
+    hidden, states = target_with(Trunk(streams), drafter.config)(torch.zeros(9), torch.arange(9))
+    assert torch.equal(hidden, streams.sum(1))
+    modules = {name: getattr(drafter, name) for name in drafter.reducer.modules(drafter.config)}
+    feature = combined(drafter.config, modules, torch.cat(states, dim=-1))
+    torch.testing.assert_close(drafter.hidden_norm(feature)[None], drafter.reduce(streams[None]))
+    assert [state.shape[-1] for state in states] == [WIDTH if reducer == "stream_mean" else PATHS * WIDTH]
+
+
+def test_other_drafters_and_other_stages_get_what_vllm_gives():
+    streams = torch.randn(5, PATHS, WIDTH)
+    for config in (None, SimpleNamespace(), SimpleNamespace(target_hc_mult=1, reducer="fc")):
+        _, (mean,) = target_with(Trunk(streams), config)(torch.zeros(5), torch.arange(5))
+        assert torch.equal(mean, streams.mean(1))
+    reading = SimpleNamespace(target_hc_mult=4, reducer="hc_gate")
+    assert target_with(Trunk(streams, is_last=False), reading)(torch.zeros(5), torch.arange(5)) == {
+        "hidden_states": streams
+    }
+
+
+def test_the_states_of_another_target_are_refused():
+    drafter = tiny_drafter(tiny_target(), reducer="fc")
+    with pytest.raises(ValueError, match="reads 4 residual paths, but the target hands out 3"):
+        combined(drafter.config, {"fc": drafter.fc}, torch.randn(2, 3 * WIDTH))
+
+
+def test_it_takes_vllms_place_only_where_asked(monkeypatch):
+    from vllm import ModelRegistry
+
+    from hf_hyperdflash.serving.vllm import DEEPSEEK_V4, PATHS, register
+
+    own = {name: ModelRegistry.models[name] for name in DEEPSEEK_V4}
+    try:
+        for value, taken in ((None, False), ("0", False), ("1", True)):
+            monkeypatch.delenv(PATHS, raising=False) if value is None else monkeypatch.setenv(PATHS, value)
+            register()
+            assert all((ModelRegistry.models[name] != model) == taken for name, model in own.items())
+        loaded = ModelRegistry.models["DeepseekV4ForCausalLM"].load_model_cls()
+        assert loaded.__name__ == "DeepseekV4WithPaths" and hasattr(loaded, "hands_out_paths")
+    finally:
+        ModelRegistry.models.update(own)

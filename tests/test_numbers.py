@@ -201,8 +201,24 @@ def test_tables_of_benchmarks_are_the_reports(report):
     assert table == rows[start : start + len(table)] and not rows[start + len(table)].startswith("|")
 
 
+# Tables whose rows stand in a report as they are.
+ROW_BY_ROW = [
+    ("serving", "| requests at a time |", "tiny-qwen3/vllm/report.md"),
+    ("benchmarks", "| batch | transformers, V4 |", f"{V4}/batches/report.md"),
+    ("benchmarks", "| batch | transformers, Qwen3 |", "tiny-qwen3/batches/report.md"),
+]
+
+
+@pytest.mark.parametrize(("page", "begins", "report"), ROW_BY_ROW)
+def test_rows_are_the_reports(page, begins, report):
+    (table,) = [table for table in tables(page) if table[0].startswith(begins)]
+    rows = (RESULTS / report).read_text().splitlines()
+    start = rows.index(table[2])
+    assert len(table) > 5 and table[2:] == rows[start : start + len(table) - 2]
+
+
 def test_no_table_is_left():
-    known = [(page, begins) for page, begins, _ in TRACED] + NOT_KEPT + [("benchmarks", "| Method |")]
+    known = [(page, begins) for page, begins, _ in TRACED + ROW_BY_ROW] + NOT_KEPT + [("benchmarks", "| Method |")]
     for page in PAGES.keys() - {"targets"}:  # whose decimals are versions of transformers
         for table in tables(page):
             if any(re.search(r"\d\.\d\d|\d×", cell) for row in table[2:] for cell in cells(row)):

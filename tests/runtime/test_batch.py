@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections import Counter
@@ -10,17 +11,28 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, pipeline
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    SuppressTokensLogitsProcessor,
+    pipeline,
+)
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, bind
 from hf_hyperdflash.runtime.binding import capture_residual
+from hf_hyperdflash.runtime.block_path import BlockPath
 from hf_hyperdflash.runtime.cache_ragged import RaggedCache, RaggedLayer
+from hf_hyperdflash.runtime.heads import HEADS
+from hf_hyperdflash.runtime.sampling import DraftSampler, DraftsWanted
 from hf_hyperdflash.runtime.targets import family_of
 
-from ..conftest import prompt, tiny_target
+from ..conftest import prompt, tiny_drafter, tiny_target
 from ..helpers import families
+from ..helpers.headed_drafters import learned
 from ..helpers.tree_drafters import RandomChains, RandomTrees, is_wide
 from .test_decoding import assert_drawn_from
 
@@ -263,6 +275,92 @@ def test_drawn_texts_have_the_targets_distribution_in_every_row():
     assert 0 < sum(drafter.last_stats.accepted) < drafter.last_stats.nodes
     for probabilities, counted in zip(expected, observed):
         assert_drawn_from(probabilities, counted)
+
+
+DRAFTERS = [
+    dict(),
+    dict(confidence_head=True),
+    dict(sliding_window=6),
+    dict(sliding_window=6, window_from="slot", causal_layers="all"),
+    dict(sliding_window=5, window_from="slot", layer_types=["full_attention", "sliding_attention"]),
+    dict(conv_kernel_size=2, conv_group_size=16),
+    dict(sample_from_anchor=True),
+    dict(draft_vocab_size=20),
+    *(dict(sequential_head=kind, confidence_head=True, head_rank=8) for kind in HEADS),
+    dict(sequential_head="state", head_rank=8, head_candidates=5),
+]
+
+
+@pytest.mark.parametrize("fields", DRAFTERS, ids=lambda fields: " ".join(f"{k}={v}" for k, v in fields.items()) or "-")
+@torch.no_grad()
+def test_one_pass_drafts_for_each_text_what_a_pass_of_its_own_would(qwen3, fields):
+    """Round by round, whatever was new to each context; also where processors or trees are asked for."""
+    drafter = learned(tiny_drafter(qwen3, **fields))
+    chance, paths = torch.Generator().manual_seed(2), drafter.config.num_paths
+    texts = [prompt(length, seed=length) for length in (4, 17, 9)]
+    contexts = [drafter.new_context() for _ in texts]
+    banned = LogitsProcessorList([SuppressTokensLogitsProcessor([3, 4, 5, 6])])
+    samplers = [
+        DraftSampler(LogitsProcessorList(), False),
+        DraftSampler(banned, False),
+        DraftSampler(LogitsProcessorList(), False, tree_budget=9),
+    ]
+    most = drafter.max_draft_tokens
+    for kind in (0, 1, 0, 2, 0):
+        wanted = []
+        for row, (text, context) in enumerate(zip(texts, contexts)):
+            end = text.shape[1] - 1
+            residual = torch.randn(1, end - context.end, paths, 64, generator=chance)
+            positions = torch.arange(context.end, end)[None]
+            if end > context.end:
+                drafter.extend(qwen3, context, residual, positions, text[:, context.end + 1 :])
+                context.end = end
+            count = most - row if kind == 0 else most
+            everywhere = torch.arange(end + 1)[None]
+            wanted.append(DraftsWanted(context, text, everywhere, count, samplers[kind]))
+        alone = [drafter.propose(qwen3, *each._replace(context=copy.deepcopy(each.context))) for each in wanted]
+        trees = drafter.propose_rows(qwen3, wanted)
+        for each, own in zip(trees, alone):
+            assert each.tokens.tolist() == own.tokens.tolist() and each.parents == own.parents
+            assert (each.confidence is None) == (own.confidence is None)
+            if own.confidence is not None:
+                torch.testing.assert_close(each.confidence, own.confidence, atol=1e-5, rtol=1e-4)
+        for row, tree in enumerate(trees):  # as if so many drafts were accepted
+            accepted = tree.tokens[tree.path(len(tree) - 1)][: 1 + (3 * row + kind) % most]
+            texts[row] = torch.cat([texts[row], accepted[None], torch.tensor([[7 + row]])], dim=1)
+    assert all(context.pending is None for context in contexts)
+
+
+@torch.no_grad()
+def test_a_draft_is_drawn_from_what_its_tree_says(qwen3):
+    drafter = learned(tiny_drafter(qwen3, sequential_head="state", head_rank=8))
+    ids = torch.cat([prompt(6), prompt(6, seed=1)])
+    contexts = [drafter.new_context() for _ in ids]
+    sampler = DraftSampler(LogitsProcessorList(), True)
+    for context in contexts:
+        drafter.extend(qwen3, context, torch.zeros(1, 5, 1, 64), torch.arange(5)[None], ids[:1, 1:])
+    wanted = [
+        DraftsWanted(context, row[None], torch.arange(6)[None], 3, sampler) for context, row in zip(contexts, ids)
+    ]
+    observed, trees = Counter(), []
+    for _ in range(600):
+        trees = drafter.propose_rows(qwen3, wanted)
+        observed[int(trees[1].tokens[0])] += 1
+        assert all(len(tree.q) == 3 for tree in trees)
+    assert_drawn_from(trees[1].q[0], observed)
+    # What follows knows what was drawn: the step's own distribution after that token.
+    for each, tree in zip(wanted, trees):
+        hidden = drafter(
+            qwen3.get_input_embeddings()(torch.tensor([[int(each.ids[0, -1])] + [drafter.config.mask_token_id] * 6])),
+            torch.arange(5, 12)[None],
+            copy.deepcopy(each.context),
+        )[:, drafter.config.first_slot :]
+        path = BlockPath(drafter, qwen3, hidden)
+        token = each.ids[:, -1]
+        for k in range(3):
+            q = path(k, token, torch.zeros(1, dtype=torch.long)).logits.float().softmax(-1)[0]
+            torch.testing.assert_close(q, tree.q[k], atol=1e-5, rtol=1e-4)
+            token = tree.tokens[k : k + 1]
 
 
 def test_every_row_teaches_a_drafter_that_learns():

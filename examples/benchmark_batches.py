@@ -4,8 +4,8 @@
         --drafter examples/models/tiny-deepseek-v4-hyperdflash --data suites --output batches
 
 Prompts of different length and suite share a batch, padded on the left; plain and assisted take turns, so that the
-machine's drift hits them alike. Every text of the assisted batch is compared with the one that transformers wrote, and
-`--output` gets the table and all figures.
+machine's drift hits them alike. Every text, transformers' too, is compared with the one that transformers writes for
+its prompt alone, and `--output` gets the table and all figures.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.benchmark.runner import hardware
-from hf_hyperdflash.benchmark.suites import SUITES, load_suite
+from hf_hyperdflash.benchmark.suites import load_suite
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -33,7 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--target", required=True, help="path or Hub id")
     parser.add_argument("--drafter", required=True, help="path or Hub id")
     parser.add_argument("--data", help="a folder of prompt suites; unset for the Hub")
-    parser.add_argument("--suites", nargs="+", default=["gsm8k", "mbpp", "mt-bench"], choices=list(SUITES))
+    parser.add_argument("--suites", nargs="+", default=["gsm8k", "mbpp", "mt-bench"])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--drafts", nargs="+", type=int, default=[2, 4, 6], help="a round; each is measured")
     parser.add_argument("--max-new-tokens", type=int, default=96)
@@ -60,68 +60,56 @@ def timed(target: Any, inputs: dict[str, torch.Tensor], **options: Any) -> tuple
     return time.perf_counter() - began, out
 
 
-def differing(plain: torch.Tensor, assisted: torch.Tensor) -> int:
-    """Texts that are not the same."""
-    width = min(plain.shape[1], assisted.shape[1])
-    return int((plain[:, :width] != assisted[:, :width]).any(-1).sum())
+def written(texts: torch.Tensor, start: int, pad: int | None) -> list[list[int]]:
+    """The new tokens of each row, without padding."""
+    rows = [row[start:].tolist() for row in texts]
+    return [row[: row.index(pad)] if pad in row else row for row in rows]
 
 
-def measure(target: Any, drafter: Any, inputs: dict[str, torch.Tensor], arguments: argparse.Namespace) -> dict:
-    """Seconds of each way, in random order in every run, and what the drafter did."""
+def measure(target: Any, drafter: Any, inputs: Any, alone: list[list[int]], arguments: argparse.Namespace) -> dict:
+    """Tokens per second of each way, in random order in every run, and what the drafter did."""
     options = {"max_new_tokens": arguments.max_new_tokens}
     ways: dict[int, dict] = {0: options}
     ways |= {n: {**options, "assistant_model": drafter, "num_assistant_tokens": n} for n in arguments.drafts}
     seconds: dict[int, list[float]] = {way: [] for way in ways}
-    texts, found = {}, {}
+    found: dict[int, dict] = {}
     for run in range(arguments.runs + 1):
         for way in random.Random(run).sample(list(ways), len(ways)):
-            spent, texts[way] = timed(target, inputs, **ways[way])
+            spent, texts = timed(target, inputs, **ways[way])
             seconds[way] += [spent] if run else []
-            if way:
-                stats = drafter.last_stats
-                found[way] = {"tau": stats.tau, "draft_share": stats.draft_seconds / max(stats.loop_seconds, 1e-9)}
-    start = inputs["input_ids"].shape[1]
-    pad = target.generation_config.pad_token_id
-    tokens = int((texts[0][:, start:] != (-1 if pad is None else pad)).sum())
-    plain = statistics.median(seconds[0])
-    return {
-        "batch": len(inputs["input_ids"]),
-        "tokens": tokens,
-        "plain_tokens_per_second": tokens / plain,
-        "drafts": {
-            n: {
-                **found[n],
-                "speedup": plain / statistics.median(seconds[n]),
-                "tokens_per_second": tokens / statistics.median(seconds[n]),
-                "differ": differing(texts[0], texts[n]),
+            own = written(texts, inputs["input_ids"].shape[1], target.generation_config.pad_token_id)
+            found[way] = {
+                "tokens": sum(map(len, own)),
+                "differ": sum(one != other for one, other in zip(own, alone)),
+                "tau": drafter.last_stats.tau if way else None,
             }
-            for n in arguments.drafts
-        },
-    }
+    for way, spent in seconds.items():
+        found[way]["tokens_per_second"] = found[way]["tokens"] / statistics.median(spent)
+    return {"batch": len(alone), "drafts": found}
 
 
-def table(results: list[dict], arguments: argparse.Namespace) -> str:
+def table(results: list[dict], arguments: argparse.Namespace, model: str) -> str:
     counts = arguments.drafts
     lines = [
-        "| batch | plain, tokens/s | " + " | ".join(f"{n} drafts, tokens/s" for n in counts) + " |",
+        f"| batch | transformers, {model} | " + " | ".join(f"{n} drafts" for n in counts) + " |",
         "|---:|---:|" + "---:|" * len(counts),
     ]
     for size in arguments.batch_sizes:
-        of_size = [result for result in results if result["batch"] == size]
-
-        def per_second(name: str, of_size: list[dict] = of_size, n: int | None = None) -> float:
-            rates = [(r if n is None else r["drafts"][n])[name] for r in of_size]
-            return sum(r["tokens"] for r in of_size) / sum(r["tokens"] / rate for r, rate in zip(of_size, rates))
-
-        plain, cells = per_second("plain_tokens_per_second"), []
-        for n in counts:
-            rate = per_second("tokens_per_second", n=n)
-            tau = statistics.fmean(r["drafts"][n]["tau"] for r in of_size)
-            cells.append(f"{rate:.0f} ({rate / plain:.2f}×, tau {tau:.2f})")
-        lines.append(f"| {size} | {plain:.0f} | " + " | ".join(cells) + " |")
-    texts = sum(r["batch"] for r in results) * len(counts)
-    differ = sum(of["differ"] for r in results for of in r["drafts"].values())
-    return "\n".join([*lines, "", f"{texts} texts compared with transformers' own, {differ} differ."])
+        ways = {n: [result["drafts"][n] for result in results if result["batch"] == size] for n in (0, *counts)}
+        rates = {
+            n: sum(each["tokens"] for each in of) / sum(each["tokens"] / each["tokens_per_second"] for each in of)
+            for n, of in ways.items()
+        }
+        taus = {n: statistics.fmean(each["tau"] for each in ways[n]) for n in counts}
+        drafted = [f"{rates[n]:.0f} ({rates[n] / rates[0]:.2f}×, tau {taus[n]:.2f})" for n in counts]
+        lines.append(f"| {size} | {rates[0]:.0f} | " + " | ".join(drafted) + " |")
+    differ = {n: sum(result["drafts"][n]["differ"] for result in results) for n in (0, *counts)}
+    texts = sum(result["batch"] for result in results)
+    told = (
+        f"Tokens per second. Of {texts * len(counts)} texts with a drafter {sum(differ.values()) - differ[0]} differ "
+        f"from that of the prompt alone, of {texts} of transformers' own batches {differ[0]}."
+    )
+    return "\n".join([*lines, "", told])
 
 
 def main() -> None:
@@ -134,11 +122,15 @@ def main() -> None:
     most = max(arguments.batch_sizes)
     suites = [load_suite(name, arguments.data, most) for name in arguments.suites]
     prompts = [suite[index][0] for index in range(most) for suite in suites]  # the suites in turn
-    results = []
+    prompts, alone, results = prompts[:most], [], []
+    for prompt in prompts:
+        inputs = batch_of([prompt], tokenizer, target.device)
+        text = timed(target, inputs, max_new_tokens=arguments.max_new_tokens)[1]
+        alone += written(text, inputs["input_ids"].shape[1], target.generation_config.pad_token_id)
     for size in arguments.batch_sizes:
         for start in range(0, most, size):
             inputs = batch_of(prompts[start : start + size], tokenizer, target.device)
-            results.append(measure(target, drafter, inputs, arguments))
+            results.append(measure(target, drafter, inputs, alone[start : start + size], arguments))
             print(json.dumps(results[-1]), flush=True)
     head = (
         f"{datetime.date.today()}, {hardware(target.device)}, {arguments.threads} thread(s), torch "
@@ -146,13 +138,15 @@ def main() -> None:
         f"{', '.join(arguments.suites)} in turn, "
         f"{arguments.max_new_tokens} new tokens, greedy, median of {arguments.runs} runs"
     )
-    report = f"# Batches\n\n{head}\n\n{table(results, arguments)}\n"
+    report = f"# Batches\n\n{head}\n\n{table(results, arguments, target.config.model_type)}\n"
     print(report)
     if arguments.output:
         folder = Path(arguments.output)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.md").write_text(report)
-        (folder / "results.json").write_text(json.dumps({"settings": vars(arguments), "results": results}, indent=1))
+        settings = {**vars(arguments), "data": arguments.data and Path(arguments.data).name}
+        del settings["output"]
+        (folder / "results.json").write_text(json.dumps({"settings": settings, "results": results}, indent=1))
 
 
 if __name__ == "__main__":

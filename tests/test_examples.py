@@ -51,6 +51,23 @@ def test_trees_are_drawn_as_they_were(tmp_path):
     assert told == written[: len(told)] and len(told) > 2
 
 
+def test_batches_are_measured_beside_transformers_own(tmp_path):
+    (tmp_path / "sums.jsonl").write_text(
+        "".join(f'{{"turns": ["What is {i} plus {i * i}?"]}}\n' for i in (3, 14, 250))
+    )
+    name = EXAMPLES / "models" / "tiny-qwen3"
+    said = run(
+        "benchmark_batches.py", "--target", name, "--drafter", f"{name}-hyperdflash", "--data", tmp_path, "--suites",
+        "sums", "--batch-sizes", 1, 3, "--drafts", 2, "--max-new-tokens", 6, "--runs", 1, "--output", tmp_path / "out",
+    )  # fmt: skip
+    assert "Of 6 texts with a drafter 0 differ from that of the prompt alone, of 6 of transformers' own" in said
+    assert (tmp_path / "out" / "report.md").read_text().strip() in said
+    told = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [result["batch"] for result in told["results"]] == [1, 1, 1, 3] and str(tmp_path) not in told["settings"][
+        "data"
+    ]
+
+
 def test_a_dense_target_reads_as_much_for_any_tree_and_experts_more_for_every_node():
     said = run("model_trees.py", "--results", EXAMPLES / "results" / "tiny-deepseek-v4" / "trees")
     rows = [

@@ -34,6 +34,7 @@ ORDER = [
     "runtime.binding", "runtime.recipe",
     "runtime.configuration_drafter", "runtime.configuration_unrolled",
     "runtime.configuration_*", "runtime.block_path", "runtime.weights", "runtime.mask_token", "runtime.layers",
+    "runtime.joint_context",
     "runtime.drafter", "runtime.reading_drafter", "runtime.block_drafter", "runtime.unrolled_drafter",
     "runtime.mtp_checkpoint", "runtime.drafter_deepseek_v4",
     "runtime.modeling_*", "runtime.prompt_lookup", "hub.descriptions", "hub.cards", "hub.publish",

@@ -127,7 +127,11 @@ def test_contributings_excerpt_drafts():
 
 def commands(page: Path) -> list[list[str]]:
     lines = "\n".join(snippets(page, "bash")).replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True) for line in lines if "hf-hyperdflash" in line or "examples/" in line]
+    return [
+        shlex.split(line, comments=True)
+        for line in lines
+        if re.search(r"(^|[ /])hf-hyperdflash |examples/\S+\.py", line)
+    ]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)

@@ -15,10 +15,10 @@ from ..runtime.configuration_mtp import DeepseekV4MTPConfig
 from ..runtime.configuration_specblock import SpecBlockConfig
 
 _REDUCERS = {
-    "hc_gate": "Its reducer is HyperDFlash's gate, inherited from the target's `hc_head`, over {layers}.",
+    "hc_gate": "Its reducer is HyperDFlash's gate, {origin}, over {layers}.",
     "fc": "Its reducer is `fc`, the dense projection of DFlash, over {layers}.",
-    "hybrid": "Its reducer is `hybrid`, an extension of HyperDFlash: the paper's gate, inherited from the target's "
-    "`hc_head`, on the last layer read, plus a normed dense projection of the others; it reads {layers}.",
+    "hybrid": "Its reducer is `hybrid`, an extension of HyperDFlash: the paper's gate, {origin}, "
+    "on the last layer read, plus a normed dense projection of the others; it reads {layers}.",
     "stream_mean": "Its reducer is the mean over the residual paths and a projection, over {layers}.",
 }
 
@@ -110,7 +110,9 @@ def _dspark(config: DeepseekV4DSparkConfig) -> Description:
 
 
 def _reducer(config: Any) -> str:
-    return _REDUCERS[config.reducer].format(layers=_layers(config))
+    has_gate = config.target_hc_mult > 1
+    origin = "inherited from the target's `hc_head`" if has_gate else "learned from nothing, as the target has none"
+    return _REDUCERS[config.reducer].format(layers=_layers(config), origin=origin)
 
 
 def _layers(config: Any) -> str:

@@ -26,7 +26,6 @@ from ..helpers.deepseek_checkpoints import dspark_fields
 from ..helpers.unrolled import unrolled
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = "tiny-deepseek-v4-hyperdflash"
 RESULTS = ROOT / "examples" / "results" / "tiny-deepseek-v4" / "heads"
 METHOD = "State head (8)"
 
@@ -146,33 +145,44 @@ def test_a_folder_without_a_drafter_is_refused(tmp_path):
         drafter_card(MODELS / "tiny-deepseek-v4")
 
 
-def shipped_card(output: Path) -> str:
+def shipped_card(target: str, results: Path, method: str, figure: str, output: Path) -> str:
     """The committed card's command (CONTRIBUTING.md)."""
-    name = f"examples/models/{SHIPPED}"
+    drafter = f"{target}-hyperdflash"
+    name, parts = f"examples/models/{drafter}", ROOT / "model_cards" / "parts"
     arguments = [
-        "card", str(ROOT / name), "--results", str(RESULTS), "--method", METHOD, "--repo-id", name, "--target",
-        "examples/models/tiny-deepseek-v4", "--license", "apache-2.0", "--dtype", "float32", "--figure",
-        "../examples/results/tiny-deepseek-v4/heads/acceptance.png", "--notes",
-        str(ROOT / f"model_cards/parts/{SHIPPED}-training.md"),
-        "--limits", str(ROOT / f"model_cards/parts/{SHIPPED}-limits.md"), "--output", str(output),
+        "card", str(ROOT / name), "--results", str(results), "--method", method, "--repo-id", name, "--target",
+        f"examples/models/{target}", "--license", "apache-2.0", "--dtype", "float32", "--figure",
+        f"../examples/results/{target}/{figure}/acceptance.png", "--notes", str(parts / f"{drafter}-training.md"),
+        "--limits", str(parts / f"{drafter}-limits.md"), "--output", str(output),
     ]  # fmt: skip
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     return output.read_text()
 
 
-def test_the_shipped_card_is_what_the_command_writes(tmp_path):
-    assert shipped_card(tmp_path / "card.md") == (ROOT / "model_cards" / f"{SHIPPED}.md").read_text()
+CARDS = [
+    ("tiny-deepseek-v4", RESULTS, METHOD, "heads"),
+    ("tiny-qwen3", ROOT / "examples" / "results" / "tiny-qwen3" / "drafter", "HyperDFlash (6)", "drafter"),
+]
 
 
-def test_the_shipped_cards_snippets_run(tmp_path):
-    text = (ROOT / "model_cards" / f"{SHIPPED}.md").read_text()
+@pytest.mark.parametrize(("target", "results", "method", "figure"), CARDS)
+def test_a_shipped_card_is_what_the_command_writes(tmp_path, target, results, method, figure):
+    written = shipped_card(target, results, method, figure, tmp_path / "card.md")
+    assert written == (ROOT / "model_cards" / f"{target}-hyperdflash.md").read_text()
+    assert ("inherited from the target's `hc_head`" in written) == (target == "tiny-deepseek-v4")
+
+
+@pytest.mark.parametrize("target", [target for target, *_ in CARDS])
+def test_a_shipped_cards_snippets_run(tmp_path, target):
+    drafter = f"{target}-hyperdflash"
+    text = (ROOT / "model_cards" / f"{drafter}.md").read_text()
     with_package, without = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     models = tmp_path / "examples" / "models"
     models.mkdir(parents=True)
-    (models / "tiny-deepseek-v4").symlink_to(MODELS / "tiny-deepseek-v4")
+    (models / target).symlink_to(MODELS / target)
     # As it would be pushed: the repository keeps no copy of the code.
-    HyperDFlashDrafter.from_pretrained(MODELS / SHIPPED, dtype="auto").save_pretrained(models / SHIPPED)
+    HyperDFlashDrafter.from_pretrained(MODELS / drafter, dtype="auto").save_pretrained(models / drafter)
     code = f"{with_package}drafter.unbind(target)\nfirst = out\nout = {without}assert (out == first).all()\n"
     run = subprocess.run(
         [sys.executable, "-c", code.replace("max_new_tokens=100", "max_new_tokens=20")],

@@ -122,6 +122,11 @@ def of_one_size(label):
     return values
 
 
+def of_ablation(label):
+    found = averages("tiny-qwen3/specblock/ablation")
+    return [found[f"{label} ({shape})", at]["tau"] for shape in ("8", "8, 60 nodes") for at in (0, 1)]
+
+
 def of_auto(label):
     return [v for at in (0, 1) for v in figures(f"auto/temperature-{at}", AUTO[label], at, "tau", "speedup")]
 
@@ -150,6 +155,7 @@ def of_reducers(*label):
 TRACED = [
     ("trees", "| | tau, T = 0 | speedup", of_trees),
     ("drafters", "| | V4, T = 0 | T = 1 | ms", of_one_size),
+    ("drafters", "| | chain of 8, T = 0", of_ablation),
     ("choosing-drafts", "| | tau / speedup, T = 0", of_auto),
     ("choosing-drafts", "| | Brier score, T = 0", of_what_tells),
     ("choosing-drafts", "| | tau / tokens per second, math", of_the_stream),

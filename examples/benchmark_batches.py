@@ -35,13 +35,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data", help="a folder of prompt suites; unset for the Hub")
     parser.add_argument("--suites", nargs="+", default=["gsm8k", "mbpp", "mt-bench"])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 2, 4, 8])
-    parser.add_argument("--drafts", nargs="+", type=int, default=[2, 4, 6], help="a round; each is measured")
+    drafts = {"type": count_or_auto, "default": [2, 4, 6, "auto"], "help": "a round; each is measured"}
+    parser.add_argument("--drafts", nargs="+", **drafts)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--runs", type=int, default=3, help="of each batch, after one that is not counted")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", help="a folder for results.json and report.md")
     return parser.parse_args()
+
+
+def count_or_auto(value: str) -> int | str:
+    return value if value == "auto" else int(value)
 
 
 def batch_of(prompts: list[str], tokenizer: Any, device: torch.device) -> dict[str, torch.Tensor]:
@@ -69,10 +74,10 @@ def written(texts: torch.Tensor, start: int, pad: int | None) -> list[list[int]]
 def measure(target: Any, drafter: Any, inputs: Any, alone: list[list[int]], arguments: argparse.Namespace) -> dict:
     """Tokens per second of each way, in random order in every run, and what the drafter did."""
     options = {"max_new_tokens": arguments.max_new_tokens}
-    ways: dict[int, dict] = {0: options}
+    ways: dict[int | str, dict] = {0: options}
     ways |= {n: {**options, "assistant_model": drafter, "num_assistant_tokens": n} for n in arguments.drafts}
-    seconds: dict[int, list[float]] = {way: [] for way in ways}
-    found: dict[int, dict] = {}
+    seconds: dict[int | str, list[float]] = {way: [] for way in ways}
+    found: dict[int | str, dict] = {}
     for run in range(arguments.runs + 1):
         for way in random.Random(run).sample(list(ways), len(ways)):
             spent, texts = timed(target, inputs, **ways[way])
@@ -90,8 +95,9 @@ def measure(target: Any, drafter: Any, inputs: Any, alone: list[list[int]], argu
 
 def table(results: list[dict], arguments: argparse.Namespace, model: str) -> str:
     counts = arguments.drafts
+    names = ['`"auto"`' if count == "auto" else f"{count} drafts" for count in counts]
     lines = [
-        f"| batch | transformers, {model} | " + " | ".join(f"{n} drafts" for n in counts) + " |",
+        f"| batch | transformers, {model} | {' | '.join(names)} |",
         "|---:|---:|" + "---:|" * len(counts),
     ]
     for size in arguments.batch_sizes:

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .attention_masks import attention_mask_for
+from .batch_schedule import BatchSchedule
 from .cache_ragged import CachedRow, RaggedCache
 from .decoding import Decoding, speculative_decoding
 from .rounds import RowRound
@@ -67,16 +68,21 @@ def decode_together(decodings: Sequence[Decoding]) -> None:
     cache = RaggedCache([row.cache for row in active])
     for place, row in enumerate(active):
         row.cache = CachedRow(place, row.cache.get_seq_length())
+    experience = active[0].experience
+    schedule = None if experience is None else BatchSchedule(experience, active)
     while active := _still_active(active, cache):
         began = active[0].now()
+        if schedule is not None:
+            schedule.begin(active)
         rounds = _draft(active)
         outputs = _verify(active, rounds, cache)
-        for row, round_ in zip(active, rounds):
-            row.end_round(round_, outputs)
+        accepted = [row.end_round(round_, outputs) for row, round_ in zip(active, rounds)]
         cache.keep([row.cache.kept for row in active])
-        seconds = (active[0].now() - began) / len(active)
+        seconds = active[0].now() - began
+        if schedule is not None:
+            schedule.end(active, [len(round_.tree) for round_ in rounds], accepted, seconds)
         for row in active:
-            row.stats.loop_seconds += seconds
+            row.stats.loop_seconds += seconds / len(active)
 
 
 def _still_active(rows: list[Decoding], cache: RaggedCache) -> list[Decoding]:

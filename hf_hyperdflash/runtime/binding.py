@@ -149,9 +149,6 @@ class BoundTarget(_Mixed):
             tree_budget_asked(generation_config)
             num_drafts = self._prepare_drafting(assistant_model, generation_config, model_kwargs)
             is_row = vars(generation_config).pop(BEGINS_ONLY, False)
-            experience = self._experience_with(assistant_model, generation_config)
-            if is_row and self.hyperdflash_binding.family.joins_rows:
-                experience = None  # what a forward costs that rows share is none of a row's own
             decoding = Decoding(
                 self,
                 assistant_model,
@@ -160,8 +157,8 @@ class BoundTarget(_Mixed):
                 stopping_criteria=stopping_criteria,
                 generation_config=generation_config,
                 streamer=streamer,
-                experience=experience,
-                skips_padding=is_row,
+                experience=self._experience_with(assistant_model, generation_config),
+                is_row=is_row,
             )
             decoding.begin(input_ids, model_kwargs)
             return decoding if is_row else speculative_decoding(decoding)

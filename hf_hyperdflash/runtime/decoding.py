@@ -60,7 +60,7 @@ class Decoding:
         logits_processor: As prepared by `generate`, like the rest.
         experience: Of this drafter with this target, to draft by as many tokens as pay for themselves; `None` for
             `num_drafts`, or a tree of the size asked for, every round; there is no tree where its size is not settled.
-        skips_padding: Whether the target sees none of the prompt's padding.
+        is_row: Whether it is one of a batch. Its target sees none of the prompt's padding.
 
     Attributes:
         row: The sequence, once [`begin`] has been called.
@@ -81,7 +81,7 @@ class Decoding:
         generation_config: Any,
         streamer: Any = None,
         experience: Experience | None = None,
-        skips_padding: bool = False,
+        is_row: bool = False,
     ) -> None:
         self.target, self.drafter, self.num_drafts = target, drafter, num_drafts
         self.binding, self.config, self.streamer = target.hyperdflash_binding, generation_config, streamer
@@ -93,10 +93,11 @@ class Decoding:
         self.processor, self.stopping = logits_processor, Stopping(stopping_criteria)
         self.sampler = DraftSampler(logits_processor, generation_config.do_sample)
         budget = tree_budget_asked(generation_config)
-        self.tree_budget = None if budget == AUTO and experience is None else budget
+        self.is_joint = is_row and self.binding.family.joins_rows  # with others in one forward
+        self.tree_budget = None if budget == AUTO and (experience is None or self.is_joint) else budget
         self.schedule = FixedSchedule()
         self.experience = experience
-        self.skips_padding = skips_padding or self.binding.family.skips_padding
+        self.skips_padding = is_row or self.binding.family.skips_padding
         self.waited = 0.0  # less than nothing: seconds in the caller's streamer, which no draft can save
         self.shown = Shown(generation_config, self.binding.family)
         self.stats, self.now = SpeculationStats(), clock(target.device)
@@ -145,13 +146,18 @@ class Decoding:
             )
         return self.round_over(self.schedule.cut(tree))
 
-    def end_round(self, round_: ChainRound, outputs: Any) -> None:
-        """Accept what the target agrees with, by its forward over the round."""
+    def end_round(self, round_: ChainRound, outputs: Any) -> int:
+        """Accept what the target agrees with, by its forward over the round.
+
+        Returns:
+            The number of accepted drafts.
+        """
         before = self.row.length
         accepted = self.accept(round_, outputs)
         self.stats.add_round(self.row.length - before, accepted, round_.tree if self._room else None)
         seconds = self.now() + self.waited - self._round_began
         self.schedule.end(len(round_.tree), accepted, seconds, self.row.finished)
+        return accepted
 
     def end(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """What `generate` returns."""
@@ -213,7 +219,7 @@ class Decoding:
 
     def _settle_on_schedule(self) -> None:
         """Let what pays be drafted, if that is asked for: of trees where they can be verified, else of chains."""
-        known, has_trees = self.experience, self.sampler.tree_budget is not None
+        known, has_trees = None if self.is_joint else self.experience, self.sampler.tree_budget is not None
         if known is not None and has_trees and self.tree_budget == AUTO:
             self.schedule = TreeSchedule(known.budgets, self.sampler)
         elif known is not None and not has_trees:

@@ -24,7 +24,6 @@ _HICCUP = 1.25  # times what was expected: what is beyond is no price
 _SEEN = 0.97  # what is left of a count with each further draft of the same signal
 _PRIOR = 4.0  # drafts that a signal's own word counts as much as
 _SETTLED = 4  # rounds with a number of drafts before their times tell of the machine
-_DOUBT = 0.5  # relative standard error of one round, about: how much worse drafting may look and not be
 _GAIN = 1.02  # what drafting has to bring where it did not pay before
 _PROBED = 2  # drafts of a look at a drafter that did not pay, at least
 _JUDGED = 1 / 64  # what a round counts in whether drafting pays
@@ -191,10 +190,12 @@ class Experience:
         rounds: How many there were since that changed, and as many as what was known then counts.
         wait: Rounds from one look at the other way to the next.
         waited: How many of these are over.
+        doubt: Relative standard error of one round, about: how much worse drafting may look and not be.
         budgets: What trees are worth.
+        batches: The same of batches, by the binary logarithm of their size.
     """
 
-    survival: Survival = field(default_factory=Survival)
+    survival: Any = field(default_factory=Survival)
     costs: RoundCosts = field(default_factory=RoundCosts)
     is_drafting: bool = True
     tokens: float = 0.0
@@ -202,7 +203,9 @@ class Experience:
     rounds: int = 0
     wait: int = _LOOKS[1]
     waited: int = 0
+    doubt: float = 0.5
     budgets: Budgets = field(default_factory=Budgets)
+    batches: dict[int, Experience] = field(default_factory=dict)
 
     def asks(self) -> bool:
         """Whether the drafter is asked in this round: where that pays, but for a look at rounds without it, or
@@ -213,7 +216,7 @@ class Experience:
             self.waited = 0
         return self.is_drafting != is_look
 
-    def judge(self, tokens: int, seconds: float, plain: float) -> None:
+    def judge(self, tokens: float, seconds: float, plain: float) -> None:
         """Whether to ask the drafter, by a round in which it was, and what a round without it takes."""
         self.rounds += 1
         share = max(_JUDGED if self.is_drafting else _LOOK, 1 / self.rounds)
@@ -223,7 +226,7 @@ class Experience:
         if not plain:
             return
         is_known = self.rounds >= 2 * _LOOKS[0]
-        if self.is_drafting and is_known and gain < 1 - _DOUBT / math.sqrt(self.rounds):
+        if self.is_drafting and is_known and gain < 1 - self.doubt / math.sqrt(self.rounds):
             self._change(False, _LOOKS[0])
         elif not self.is_drafting and gain > _GAIN:
             self._change(True, _LOOKS[1])
@@ -315,9 +318,17 @@ class Schedule(FixedSchedule):
         return tree.first(count)
 
     def end(self, drafts: int, accepted: int, seconds: float, is_last: bool) -> None:
-        known = self.experience
+        self.count(accepted, is_last)
+        self.weigh(drafts, accepted, seconds)
+
+    def count(self, accepted: int, is_last: bool) -> None:
+        """Learn of the drafts whose fate is known: the accepted ones, and the next if the text has not ended."""
         for place, signal in enumerate(self._signals[: accepted + (not is_last)]):
-            known.survival.observe(signal, place < accepted)
+            self.experience.survival.observe(signal, place < accepted)
+
+    def weigh(self, drafts: int, accepted: float, seconds: float) -> None:
+        """Learn what the round took and brought."""
+        known = self.experience
         if not self._is_first:
             known.costs.observe(self._length, drafts if self.is_asked else None, seconds)
             if self.is_asked and not self._is_trial:

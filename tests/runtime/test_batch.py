@@ -245,7 +245,8 @@ def test_allowed_tokens_know_which_prompt_they_are_for(qwen3):
     assert set(out[0, 8:].tolist()) <= {20, 21} and set(out[1, 8:].tolist()) <= {30, 31}
 
 
-def test_drawn_texts_have_the_targets_distribution_in_every_row():
+@pytest.mark.parametrize("drafts", [None, "auto"])
+def test_drawn_texts_have_the_targets_distribution_in_every_row(drafts):
     """Two prompts, several texts of each, drafted well for the one and badly for the other."""
     torch.manual_seed(0)
     target = families.qwen3(layers=1).eval()
@@ -267,7 +268,7 @@ def test_drawn_texts_have_the_targets_distribution_in_every_row():
     for _ in range(12):
         out = target.generate(
             ids, attention_mask=mask, assistant_model=drafter, do_sample=True, num_return_sequences=50, top_k=0,
-            max_new_tokens=3,
+            max_new_tokens=3, num_assistant_tokens=drafts,
         )  # fmt: skip
         assert out.shape == (100, 8)
         for row, text in enumerate(out[:, 5:7].tolist()):

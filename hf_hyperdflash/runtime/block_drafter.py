@@ -100,15 +100,16 @@ class BlockDrafter(ReadingDrafter):
         """
         if context is None and residual is None:
             raise ValueError("Expected `context`, or `residual` with `residual_position_ids`, not neither.")
+        config, kinds = self.config, self.config.kinds
         hidden, feature, new = self._begin(block_embeds.to(self.dtype)), None, 0
         if residual is not None:
             feature, new = self.reduce(residual), residual.shape[1]
             position_ids = torch.cat([cast(torch.Tensor, residual_position_ids), position_ids], dim=1)
         rotary = self._rotary(hidden, position_ids)
         if context is not None:
-            context.make_room(position_ids.shape[1], hidden, self.config)
-        masks = self._masks(attention_mask, hidden, context, new)
-        for index, (layer, kind) in enumerate(zip(self.layers, self.config.kinds)):
+            context.make_room(position_ids.shape[1], hidden, config)
+        masks = self._masks(kinds, attention_mask, hidden, context, new)
+        for index, (layer, kind) in enumerate(zip(self.layers, kinds)):
             known = None if context is None else context.layer(index, new)
             hidden = layer(hidden, feature, rotary, known, masks[kind])
         if context is not None:
@@ -116,20 +117,21 @@ class BlockDrafter(ReadingDrafter):
         hidden = self._end(hidden)
         if previous_ids is None:
             return hidden
-        drafts = hidden.unflatten(1, (-1, self.config.block_size))[:, :, self.config.first_slot :]
+        drafts = hidden.unflatten(1, (-1, config.block_size))[:, :, config.first_slot :]
         output = along_text(drafts, previous_ids, previous_embeds, self.head, self.confidence_head)
-        chooses = self.head is not None and self.config.head_candidates
+        chooses = self.head is not None and config.head_candidates
         return output._replace(states=self.readable(output.states), blind=self.readable(drafts) if chooses else None)
 
     def _masks(
         self,
+        kinds: Sequence[str],
         given: torch.Tensor | Mapping[str, torch.Tensor] | None,
         hidden: torch.Tensor,
         context: Any,
         new: int,
     ) -> dict[str, Any]:
         """For each kind of layer what its attention takes as a mask."""
-        kinds, masks = self.config.kinds, {}
+        masks = {}
         for kind in dict.fromkeys(kinds):
             if given is None:
                 seen = new if context is None else context.visible(kinds.index(kind), new)

@@ -129,7 +129,7 @@ class Decoding:
         self._round_began = self.now() + self.waited
         self._room = self.room()
         count = self.schedule.begin(self.row.length, self._room)
-        end = self.row.text.shape[1]
+        end = self.row.end
         if count and self.row.context.end < end - 1:
             self.extend(end - 1)
         self._wanted = count
@@ -239,7 +239,7 @@ class Decoding:
 
     def round_over(self, tree: DraftTree) -> ChainRound:
         """The round that verifies a tree."""
-        return round_over(self.binding.family, self.cache, tree, self.row.text.shape[1] - 1)
+        return round_over(self.binding.family, self.cache, tree, self.row.end - 1)
 
     def verify(self, round_: ChainRound) -> Any:
         """One forward of the target over the anchor and the drafts."""
@@ -299,7 +299,7 @@ class Decoding:
 
     def keep(self, round_: ChainRound, path: list[int]) -> None:
         """Rewind the target's cache to all but the last token, and give the drafter what stays."""
-        kept = self.row.text.shape[1] - 1
+        kept = self.row.end - 1
         if kept < self.row.prompt_length:
             return  # interrupted before the first token: the cache holds the prompt
         rows = [0, *(node + 1 for node in path)][: kept - round_.start]

@@ -57,8 +57,8 @@ class Reading:
         self._passed: dict[int, torch.Tensor] = {}
 
     def take(self, layer: int, residual: torch.Tensor) -> None:
-        """A layer's output, if it is wanted."""
-        if layer not in self.wanted or len(self.captured) >= self.most:
+        """The output of a layer that is wanted."""
+        if len(self.captured) >= self.most:
             return
         self._passed[layer] = residual
         if layer == max(self.wanted):
@@ -105,5 +105,6 @@ def _leaving(readings: PerThread[Reading], layer: int, paths: int, module: nn.Mo
 @torch.compiler.disable  # a compiled layer leaves its graph here
 def _hand_out(readings: PerThread[Reading], layer: int, paths: int, output: Any) -> None:
     for reading in readings.get(get_ident(), ()):
-        residual = output[0] if isinstance(output, tuple) else output
-        reading.take(layer, residual.unflatten(2, (paths, -1)) if residual.ndim == 3 else residual)
+        if layer in reading.wanted:
+            residual = output[0] if isinstance(output, tuple) else output
+            reading.take(layer, residual.unflatten(2, (paths, -1)) if residual.ndim == 3 else residual)

@@ -45,8 +45,7 @@ def block_inputs(
     return torch.cat([tokens.unsqueeze(-1), masks], dim=-1).flatten(1), (positions.unsqueeze(-1) + steps).flatten(1)
 
 
-def _rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    cos, sin = rotary[0].unsqueeze(1), rotary[1].unsqueeze(1)
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return x * cos + rotate_half(x) * sin
 
 
@@ -80,7 +79,7 @@ class HyperDFlashAttention(nn.Module):
         """Keys and values `[batch, config.num_key_value_heads, seq, config.head_dim]` of context or block states."""
         keys = self.k_norm(self._heads(self.k_proj(hidden))).transpose(1, 2)
         values = self._heads(self.v_proj(hidden)).transpose(1, 2)
-        return _rotate(keys, rotary), values
+        return _rotate(keys, *rotary), values
 
     def forward(
         self,
@@ -95,18 +94,25 @@ class HyperDFlashAttention(nn.Module):
         if context is not None:
             keys, values = context(keys, values)
         queries = self.q_norm(self._heads(self.q_proj(hidden))).transpose(1, 2)
-        queries = _rotate(queries, (cos[:, -length:], sin[:, -length:]))
+        queries = _rotate(queries, cos[..., -length:, :], sin[..., -length:, :])
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         out, _ = attend(self, queries, keys, values, attention_mask, scaling=self.scaling, is_causal=False)
         return self.o_proj(out.flatten(2))
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))
+        return x.view(*x.shape[:-1], -1, self.head_dim)
 
 
 class HyperDFlashRotaryEmbedding(Qwen3RotaryEmbedding):
     """RoPE whose frequencies stay float32 in a drafter of another dtype: rounded to bfloat16, they turn the queries
-    and keys of position 1,000 by up to a radian too far."""
+    and keys of position 1,000 by up to a radian too far.
+
+    Its cosines and sines are of all heads, `[batch, 1, seq, config.head_dim]`, once for all layers.
+    """
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Rotary:
+        cos, sin = super().forward(x, position_ids)
+        return cos.unsqueeze(1), sin.unsqueeze(1)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         return super()._apply(lambda tensor: fn(tensor) if tensor.is_meta else tensor.to(fn(tensor).device), recurse)
@@ -220,6 +226,7 @@ class ContextCache:
         self.end = 0
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self._buffer: torch.Tensor | None = None  # [layers, 2, batch, kv_heads, capacity, head_dim]
+        self._of_layer: list[KeysValues] = []  # views of it
         self._start = self._stop = 0  # the filled part of it
 
     def make_room(self, count: int, like: torch.Tensor, config: Any) -> None:
@@ -230,6 +237,7 @@ class ContextCache:
             self._buffer = like.new_empty(*shape, 2 * (kept + count) + 64, config.head_dim)
             if old is not None:
                 self._buffer[..., :kept, :] = old[..., self._start : self._stop, :]
+            self._of_layer = [(keys, values) for keys, values in self._buffer]
             self._start, self._stop = 0, kept
 
     def layer(self, index: int, new: int) -> ContextLayer:
@@ -238,7 +246,7 @@ class ContextCache:
 
         def update(keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
             stop, start = self._stop + keys.shape[2], self._first_visible(self._stop + new, self._windows[index])
-            own_keys, own_values = self._buffer[index]  # type: ignore[index]
+            own_keys, own_values = self._of_layer[index]
             own_keys[:, :, self._stop : stop] = keys
             own_values[:, :, self._stop : stop] = values
             return own_keys[:, :, start:stop], own_values[:, :, start:stop]

@@ -20,8 +20,6 @@ class Row:
         position_ids: The caller's, of the last tokens of the prompt, `[1, tokens]` or `[axes, 1, tokens]`.
 
     Attributes:
-        ids: The text, `[1, seq]`.
-        text: The text as the target sees it, without padding, `[1, seq]`.
         length: Tokens of the text, padding included.
         prompt_length: Tokens of the prompt, padding left out.
         context: The drafter's.
@@ -37,7 +35,6 @@ class Row:
         self.context: Any = None
         self.residuals: list[torch.Tensor] = []
         self.finished = False
-        self.ids, self.text = ids, ids[:, padding:]
         self._buffer, self._mask = ids, mask
         self._positions = self._prompt_positions(mask, position_ids)
 
@@ -69,8 +66,21 @@ class Row:
         self._grow(1)
         self._buffer[0, self.length] = token
         self.length += 1
-        self.ids = self._buffer[:, : self.length]
-        self.text = self.ids[:, self.padding :]
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """The text, `[1, seq]`."""
+        return self._buffer[:, : self.length]
+
+    @property
+    def text(self) -> torch.Tensor:
+        """The text as the target sees it, without padding, `[1, seq]`."""
+        return self._buffer[:, self.padding : self.length]
+
+    @property
+    def end(self) -> int:
+        """Tokens of `text`."""
+        return self.length - self.padding
 
     def mask(self, end: int) -> torch.Tensor | None:
         """Which of the first `end` tokens of `text` are none of padding, `[1, end]`; `None` if all are."""

@@ -63,7 +63,7 @@ class DraftTree:
         q, confidence = self.q and self.q[:count], None if self.confidence is None else self.confidence[:count]
         return DraftTree(self.tokens[:count], self.parents[:count], q, confidence, self.passes and self.passes[:count])
 
-    @property
+    @cached_property
     def is_chain(self) -> bool:
         """Whether there is one path."""
         return self.parents == tuple(range(ANCHOR, len(self.parents) - 1))
@@ -71,6 +71,8 @@ class DraftTree:
     @cached_property
     def children(self) -> dict[int, list[int]]:
         """Nodes by what they follow, in their order; nothing for a leaf."""
+        if self.is_chain:
+            return {parent: [parent + 1] for parent in self.parents}
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(self.parents):
             children.setdefault(parent, []).append(node)
@@ -79,6 +81,8 @@ class DraftTree:
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """Of each node, how many tokens after the anchor it stands: 1 for the anchor's children."""
+        if self.is_chain:
+            return tuple(range(1, len(self) + 1))
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent == ANCHOR else depths[parent] + 1)

@@ -440,6 +440,27 @@ def test_what_cannot_be_done_for_several_texts_is_refused_before_any_work(qwen3,
         qwen3.generate(ids, **{"attention_mask": mask, "max_new_tokens": 3, **asked}, assistant_model=drafter)
 
 
+@pytest.mark.parametrize("returned", [1, 2])
+def test_beams_are_searched_without_the_drafter(qwen3, returned):
+    """As of one text: transformers has no beams with drafts, and warns."""
+    ids, mask, _ = padded()
+    options = dict(attention_mask=mask, num_beams=2, num_return_sequences=returned, do_sample=False, max_new_tokens=4)
+    drafter = RandomChains(qwen3, [])
+    out = qwen3.generate(ids, assistant_model=drafter, **options)
+    assert torch.equal(out, qwen3.generate(ids, **options)) and len(out) == returned * len(ids)
+    assert drafter.last_stats is None
+
+
+def test_a_default_drafts_for_batches(qwen3):
+    ids, mask, rows = padded()
+    texts = alone(qwen3, rows)
+    drafter = RandomChains(qwen3, texts)
+    drafter.bind(qwen3, as_default=True)
+    options = dict(attention_mask=mask, do_sample=False, max_new_tokens=NEW)
+    assert_rows(qwen3.generate(input_ids=ids, **options), rows, texts)
+    assert len(drafter.last_stats.rows) == len(rows) and drafter.last_stats.tau > 1.2
+
+
 def test_plain_generation_of_a_bound_target_is_transformers_own(qwen3):
     ids, mask, _ = padded()
     options = dict(attention_mask=mask, do_sample=False, max_new_tokens=6)

@@ -235,6 +235,19 @@ def test_processors_and_criteria_see_one_row_at_a_time(qwen3):
     assert sorted(seen) == alone_seen
 
 
+def test_a_criterion_made_for_the_batch_is_told_apart(qwen3):
+    """As lm-eval's is, which asks of every row at once."""
+
+    class AllRows(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return all(int(input_ids[row, -1]) == 5 for row in reversed(range(len(LENGTHS))))
+
+    ids, mask, _ = padded()
+    options = dict(attention_mask=mask, max_new_tokens=4, stopping_criteria=StoppingCriteriaList([AllRows()]))
+    with pytest.raises(ValueError, match=r"\(AllRows\) looks at rows that are not there.*`stop_strings`"):
+        qwen3.generate(ids, assistant_model=RandomChains(qwen3, []), **options)
+
+
 def test_allowed_tokens_know_which_prompt_they_are_for(qwen3):
     ids = prompt(8).repeat(2, 1)
     options = dict(do_sample=False, max_new_tokens=6, pad_token_id=0)

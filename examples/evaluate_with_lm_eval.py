@@ -197,8 +197,8 @@ def main() -> None:
         f"{datetime.date.today()}, {hardware(target.device)}, {arguments.threads} thread(s), {versions}, "
         f"{arguments.dtype}, the last {len(questions)} questions of {Path(arguments.data).name}, at most "
         f"{arguments.max_new_tokens} new tokens, greedy, {drafter.num_draft_tokens} drafts a round, seconds "
-        f"{'of the processor ' if target.device.type == 'cpu' else ''}in `generate`, median of {arguments.runs} runs, {Path(arguments.target).name} with "
-        f"{Path(arguments.drafter).name}"
+        f"{'of the processor ' if target.device.type == 'cpu' else ''}in `generate`, median of {arguments.runs} runs, "
+        f"{Path(arguments.target).name} with {Path(arguments.drafter).name}"
     )
     report = f"# lm-eval\n\n{head}\n\n{table(results)}\n"
     print(report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +102,12 @@ def _row(asked: dict[str, Any], size: int, row: int) -> dict[str, Any]:
         else value
         for name, value in asked.items()
     }
-    own["num_return_sequences"] = 1
+    if asked.get("generation_config") is None:
+        own["num_return_sequences"] = 1
+    else:  # transformers does not want both
+        own.pop("num_return_sequences", None)
+        own["generation_config"] = copy.copy(asked["generation_config"])
+        own["generation_config"].num_return_sequences = 1
     if asked.get("prefix_allowed_tokens_fn") is not None:
         own["prefix_allowed_tokens_fn"] = _of_row(asked["prefix_allowed_tokens_fn"], row)
     return own

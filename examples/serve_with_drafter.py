@@ -4,9 +4,9 @@
         --drafter examples/models/tiny-deepseek-v4-hyperdflash
     transformers chat examples/models/tiny-deepseek-v4 http://localhost:8000 max_new_tokens=96
 
-The server is transformers' own class, which loads the target; then the drafter becomes that target's default. Requests
-that come before are answered without it. Needs `transformers[serving]`. Not for `--continuous-batching`, which does not
-call `generate`.
+The server is transformers' own class, which loads the target; then the drafter becomes that target's default.
+Requests that come before are answered without it. Needs `transformers[serving]`. Nothing for
+`--continuous-batching`, which calls no `generate`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import threading
 from collections import Counter
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
@@ -20,6 +22,7 @@ from transformers import (
     pipeline,
 )
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import utils
 from transformers.generation.streamers import BaseStreamer
 
 from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, bind
@@ -432,6 +435,14 @@ def test_a_pipeline_batches(qwen3):
     expected = [pipe(text, **options) for text in texts]
     assert pipe(texts, batch_size=3, assistant_model=drafter, **options) == expected
     assert len(drafter.last_stats.rows) == 3
+    drawn = pipe(
+        texts, batch_size=3, assistant_model=drafter, do_sample=True, num_return_sequences=2, max_new_tokens=5
+    )
+    assert [len(of) for of in drawn] == [2, 2, 2] and len(drafter.last_stats.rows) == 6
+    assert all(one["generated_text"].startswith(text) for text, of in zip(texts, drawn) for one in of)
+    drafter.bind(qwen3, as_default=True)
+    drafter.remember(None)
+    assert pipe(texts, batch_size=3, **options) == expected and len(drafter.last_stats.rows) == 3
 
 
 @pytest.mark.parametrize(
@@ -451,6 +462,25 @@ def test_what_cannot_be_done_for_several_texts_is_refused_before_any_work(qwen3,
     drafter = RandomChains(qwen3, [])
     with pytest.raises(ValueError, match=expected):
         qwen3.generate(ids, **{"attention_mask": mask, "max_new_tokens": 3, **asked}, assistant_model=drafter)
+
+
+def test_a_configuration_is_not_doubled_by_arguments(qwen3):
+    """Which transformers warns of, and means to refuse."""
+    ids, mask, _ = padded()
+    config = GenerationConfig(do_sample=True, num_return_sequences=2, max_new_tokens=3)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    utils.logger.addHandler(handler)
+    type(utils.logger).warning_once.cache_clear()
+    try:
+        out = qwen3.generate(
+            ids, attention_mask=mask, assistant_model=RandomChains(qwen3, []), generation_config=config
+        )
+    finally:
+        utils.logger.removeHandler(handler)
+    assert len(out) == 2 * len(ids) and config.num_return_sequences == 2
+    assert [text for text in said if "num_return_sequences" in text] == []
 
 
 @pytest.mark.parametrize("returned", [1, 2])

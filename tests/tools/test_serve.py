@@ -80,10 +80,11 @@ def test_the_server_answers_the_same(tmp_path):
         assert texts_of(url) == expected
         assert asked_of(url, QUESTIONS[0], temperature=1).choices[0].message.content
         environment = {**os.environ, "HF_HUB_OFFLINE": "0"}  # with 1 its client asks nobody, not even this machine
+        assert expected[1][1] == 40  # at the limit `chat` asks whether to go on: n
         command = [sys.executable, *PLAIN[:2], "chat", NAME, url, "max_new_tokens=40", "do_sample=False"]
         chat = subprocess.run(
-            command, input=f"{QUESTIONS[1]}\n!exit\n", env=environment, cwd=tmp_path, capture_output=True, text=True,
-            check=False,
+            command, input=f"{QUESTIONS[1]}\nn\n!exit\n", env=environment, cwd=tmp_path, capture_output=True,
+            text=True, check=False,
         )  # fmt: skip
         assert chat.returncode == 0, chat.stderr[-2000:]
         assert f"{expected[1][1]} tokens in " in chat.stdout

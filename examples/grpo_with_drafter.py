@@ -97,6 +97,7 @@ def train(way: str, rollouts: int, arguments: argparse.Namespace) -> dict[str, A
             per_device_train_batch_size=rollouts, max_completion_length=arguments.max_new_tokens, bf16=False,
             gradient_checkpointing=False, use_cpu=not torch.cuda.is_available(), report_to="none", save_strategy="no",
             logging_steps=arguments.steps, disable_tqdm=True,
+            router_aux_loss_coef=0.0,  # which TRL 1.16 cannot compute for DeepSeek-V4
         )  # fmt: skip
         trainer = TimedTrainer(
             target, boxed_and_short, config, Dataset.from_dict({"prompt": prompts}), processing_class=tokenizer,

@@ -214,7 +214,8 @@ ROW_BY_ROW = [
     ("benchmarks", "| batch | transformers, qwen3 |", "tiny-qwen3/batches/report.md"),
     ("tools", "| V4, batches of |", f"{V4}/lm-eval/report.md"),
     ("tools", "| Qwen3, batches of |", "tiny-qwen3/lm-eval/report.md"),
-    ("tools", "| rollouts a step |", "tiny-qwen3/grpo/report.md"),
+    ("tools", "| Qwen3, rollouts a step |", "tiny-qwen3/grpo/report.md"),
+    ("tools", "| V4, rollouts a step |", f"{V4}/grpo/report.md"),
 ]
 
 

@@ -84,11 +84,13 @@ def test_lm_evals_own_model_takes_one_prompt_at_a_time():
     target, tokenizer = load_target(NAME, dtype="float32"), AutoTokenizer.from_pretrained(NAME)
     drafter = load_drafter(f"{NAME}-hyperdflash", target=target)
     asked = ["What is 2 + 3?", "Name a prime number.", "Write a function that adds."]
-    options = {"until": ["\n"], "max_gen_toks": 16}
-    requests = [Instance("generate_until", {}, (text, options), i) for i, text in enumerate(asked)]
+    chats = [[{"role": "user", "content": text}] for text in asked]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    options = {"until": ["."], "max_gen_toks": 24}
+    requests = [Instance("generate_until", {}, (text, options), i) for i, text in enumerate(texts)]
     expected = HFLM(pretrained=target, tokenizer=tokenizer, batch_size=1).generate_until(requests)
     drafter.bind(target, as_default=True)
     assert HFLM(pretrained=target, tokenizer=tokenizer, batch_size=1).generate_until(requests) == expected
-    assert drafter.last_stats.rounds and any(expected)
+    assert drafter.last_stats.rounds and all(expected)
     with pytest.raises(ValueError, match=r"\(MultiTokenEOSCriteria\) looks at rows that are not there"):
         HFLM(pretrained=target, tokenizer=tokenizer, batch_size=3).generate_until(requests)

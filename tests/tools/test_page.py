@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer
@@ -45,7 +47,10 @@ def test_lm_eval(given, tmp_path):
 
 
 def test_trl(given, tmp_path, monkeypatch):
-    pytest.importorskip("trl", reason="TRL is not installed: .ci/tools makes an environment that has it")
+    trl = pytest.importorskip("trl", reason="TRL is not installed: .ci/tools makes an environment that has it")
+    monkeypatch.setattr(
+        trl, "GRPOConfig", functools.partial(trl.GRPOConfig, use_cpu=True, bf16=False, report_to="none")
+    )
     monkeypatch.chdir(tmp_path)
     prompts = Dataset.from_dict({"prompt": [[{"role": "user", "content": "What is 2 + 3?"}]]})
     reward = lambda completions, **_: [-float(len(each[0]["content"])) for each in completions]  # noqa: E731

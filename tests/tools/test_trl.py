@@ -29,6 +29,7 @@ def config(folder, **fields):
     given = dict(
         max_steps=2, per_device_train_batch_size=3, num_generations=3, max_completion_length=12, bf16=False,
         use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, learning_rate=1e-3,
+        router_aux_loss_coef=0.0,
     )  # fmt: skip
     return trl.GRPOConfig(str(folder), **{**given, **fields})
 

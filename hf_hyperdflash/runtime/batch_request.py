@@ -96,7 +96,7 @@ def _check(target: Any, asked: dict[str, Any], size: int, count: int) -> None:
 
 def _row(asked: dict[str, Any], size: int, row: int) -> dict[str, Any]:
     """Of the arguments what belongs to one row of the prompts; settings stay as they are."""
-    own = {
+    own: dict[str, Any] = {
         name: value[row : row + 1]
         if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == size and not _is_setting(name)
         else value

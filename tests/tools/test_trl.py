@@ -83,6 +83,22 @@ def test_what_it_asks_for_reaches_the_drafter(tmp_path):
     assert drafter.last_stats.draft_positions == 2
 
 
+def test_lora_rollouts_are_drafted(tmp_path):
+    """PEFT's wrapper hands `generate` on to the target that is bound."""
+    from peft import LoraConfig
+
+    name = str(MODELS / "tiny-qwen3")
+    target, tokenizer = load_target(name, dtype="float32"), AutoTokenizer.from_pretrained(name)
+    drafter = load_drafter(f"{name}-hyperdflash", target=target)
+    drafter.bind(target, as_default=True)
+    trainer = trl.GRPOTrainer(
+        target, shorter, config(tmp_path), Dataset.from_dict({"prompt": PROMPTS}), processing_class=tokenizer,
+        peft_config=LoraConfig(target_modules=["q_proj", "v_proj"]),
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.model is not target and len(drafter.last_stats.rows) == 3 and drafter.last_stats.rounds
+
+
 def test_the_example(tmp_path):
     name = MODELS / "tiny-qwen3"
     data = tmp_path / "questions.jsonl"

@@ -42,6 +42,7 @@ chats, held_out = Dataset.from_list([{"messages": answered}] * 2), Dataset.from_
 """
 TRAIN_FLAGS = set(re.findall(r"^  (--\w+)", help_text("train"), re.MULTILINE))
 OF_OTHERS = {"--config_file"}  # accelerate's
+OF_TOOLS = re.compile(r"^from (lm_eval|trl|transformers\.cli)\b", re.MULTILINE)  # run in tests/tools/
 ONE_AFTER_THE_OTHER = """
 import os, sys
 for name in sys.argv[1:]:  # a traceback names the page
@@ -98,7 +99,8 @@ def test_snippets_run(names, tmp_path):
         for path in names.iterdir():
             (folder / path.name).symlink_to(path)
         given = [GIVEN] if page == pages[0] else [GIVEN, first, "requests = [inputs] * 2"]
-        (folder / f"{page.stem}.py").write_text("\n".join([*given, *map(dedent, snippets(page))]))
+        own = [dedent(snippet) for snippet in snippets(page) if not OF_TOOLS.search(snippet)]
+        (folder / f"{page.stem}.py").write_text("\n".join([*given, *own]))
     with HubServer({"hf_writer": {"name": "alice", "write": True, "orgs": ["org"]}}) as hub:
         environment = {**hub.environment(tmp_path / "home", "hf_writer"), "PYTHONPATH": str(ROOT)}
         environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

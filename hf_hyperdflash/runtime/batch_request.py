@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 
 from .batch_decoding import decode_rows, stats_of, written_batch
 from .decoding import Decoding
+from .request import by_name, setting, way_asked
 from .targets import family_of, is_drafter
 
 BEGINS_ONLY = "_hyperdflash_begins_only"
@@ -54,30 +56,22 @@ def batch_asked(target: Any, asked: dict[str, Any]) -> BatchRequest | None:
     Raises:
         ValueError: If it cannot be done for several rows.
     """
-    asked = {**asked, **asked.get("kwargs", {})}
-    asked.pop("kwargs", None)
+    asked = by_name(asked)
     drafter, ids = asked.get("assistant_model"), asked.get("inputs")
     ids = asked.get("input_ids") if ids is None else ids
     if not is_drafter(drafter) or not isinstance(ids, torch.Tensor) or ids.ndim != 2:
         return None
-    count = _setting(target, asked, "num_return_sequences") or 1
-    if ids.shape[0] * count == 1:
+    count = setting(target, asked, "num_return_sequences") or 1
+    if ids.shape[0] * count == 1 or way_asked(target, asked) in ("num_beams", "custom_generate"):
         return None
     _check(target, asked, ids.shape[0], count)
     rows = [_row(asked, ids.shape[0], row) for row in range(ids.shape[0]) for _ in range(count)]
     return BatchRequest(target, drafter, rows)
 
 
-def _setting(target: Any, asked: dict[str, Any], name: str) -> Any:
-    """What an argument or else a generation configuration says."""
-    configs = [config for config in (asked.get("generation_config"), target.generation_config) if config is not None]
-    said = [asked.get(name), *(getattr(config, name, None) for config in configs)]
-    return next((value for value in said if value is not None), None)
-
-
 def _check(target: Any, asked: dict[str, Any], size: int, count: int) -> None:
     rows = f"{size * count} texts"
-    if count > 1 and not _setting(target, asked, "do_sample"):
+    if count > 1 and not setting(target, asked, "do_sample"):
         raise ValueError(
             f"`num_return_sequences` is {count} and `do_sample` False: greedy texts of one prompt are all the same. "
             "Set `do_sample=True`, or leave `num_return_sequences` out."
@@ -89,7 +83,7 @@ def _check(target: Any, asked: dict[str, Any], size: int, count: int) -> None:
         )
     if asked.get("streamer") is not None:
         raise ValueError(f"`streamer` was passed for {rows}, and it streams one: leave it out, or pass one prompt.")
-    if shown := [name for name in _SHOWN if _setting(target, asked, name)]:
+    if shown := [name for name in _SHOWN if setting(target, asked, name)]:
         raise ValueError(f"`{shown[0]}` was asked for of {rows}, each in rounds of its own: pass one prompt for it.")
     mask = asked.get("attention_mask")
     if mask is not None and not bool(mask[:, -1].all()):
@@ -102,13 +96,18 @@ def _check(target: Any, asked: dict[str, Any], size: int, count: int) -> None:
 
 def _row(asked: dict[str, Any], size: int, row: int) -> dict[str, Any]:
     """Of the arguments what belongs to one row of the prompts; settings stay as they are."""
-    own = {
+    own: dict[str, Any] = {
         name: value[row : row + 1]
         if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == size and not _is_setting(name)
         else value
         for name, value in asked.items()
     }
-    own["num_return_sequences"] = 1
+    if asked.get("generation_config") is None:
+        own["num_return_sequences"] = 1
+    else:  # transformers does not want both
+        own.pop("num_return_sequences", None)
+        own["generation_config"] = copy.copy(asked["generation_config"])
+        own["generation_config"].num_return_sequences = 1
     if asked.get("prefix_allowed_tokens_fn") is not None:
         own["prefix_allowed_tokens_fn"] = _of_row(asked["prefix_allowed_tokens_fn"], row)
     return own

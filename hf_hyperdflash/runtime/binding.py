@@ -20,7 +20,7 @@ from .batch_request import BEGINS_ONLY, batch_asked
 from .candidates import DraftCandidateGenerator
 from .decoding import Decoding, speculative_decoding
 from .hooks import Reading, ResidualTap
-from .request import AUTO, check_request, check_stock_assistance, drafts_asked, tree_budget_asked
+from .request import AUTO, check_request, check_stock_assistance, drafts_asked, tree_budget_asked, way_asked
 from .schedule import Experience
 from .target_family import TargetFamily
 from .targets import family_of, is_bound, is_drafter
@@ -44,7 +44,12 @@ class Binding:
 
     Args:
         family: The target, as one of its family.
+
+    Attributes:
+        default: The drafter of calls that name none ([`~drafter.Drafter.bind`]).
     """
+
+    default: Any = None
 
     def __init__(self, family: TargetFamily) -> None:
         self.family = family
@@ -84,7 +89,11 @@ class BoundTarget(_Mixed):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As of any model, and with a drafter for a batch, too: [`~batch_request`]."""
         generate = super().generate  # type: ignore[misc]
-        request = batch_asked(self, inspect.signature(generate).bind(*args, **kwargs).arguments)
+        asked = inspect.signature(generate).bind(*args, **kwargs).arguments
+        default = self.hyperdflash_binding.default
+        if default is not None and "assistant_model" not in asked and way_asked(self, asked) is None:
+            kwargs["assistant_model"] = asked["assistant_model"] = default
+        request = batch_asked(self, asked)
         if request is None:
             return generate(*args, **kwargs)
         return request.written(generate(**row, **{BEGINS_ONLY: True}) for row in request.rows)

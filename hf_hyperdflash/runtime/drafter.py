@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from .binding import bind, check_fit, unbind
+from .binding import BoundTarget, bind, check_fit, unbind
 from .recipe import RECIPE
 from .request import AUTO
 from .sampling import DraftSampler, DraftsWanted
@@ -115,7 +115,7 @@ class Drafter:
 
     # Use with a target
 
-    def bind(self, target: PreTrainedModel) -> None:
+    def bind(self, target: PreTrainedModel, as_default: bool = False) -> None:
         """Check that the drafter fits `target` and prepare that one instance for assisted generation.
 
         Afterwards `target.generate(**inputs, assistant_model=drafter)` drafts with it, `num_assistant_tokens` a round.
@@ -131,11 +131,20 @@ class Drafter:
         Only that instance changes: its class, to a subclass, and hooks on its layers that are silent outside our
         forwards; [`unbind`] restores it.
 
+        Args:
+            target: The target.
+            as_default: Whether `target.generate` drafts with it where no `assistant_model` is passed, until the target
+                is unbound or gets another default: for tools that call `generate` themselves. `assistant_model=None`
+                is plain generation then, and a call that asks for another way (beams, prompt lookup,
+                `custom_generate`) gets that.
+
         Raises:
             ValueError: If drafter and target do not fit, naming both values.
         """
         check_fit(target, self)
         bind(target)
+        if as_default:
+            cast(BoundTarget, target).hyperdflash_binding.default = self
 
     def unbind(self, target: PreTrainedModel) -> None:
         """Give `target` its own class back."""

@@ -205,10 +205,10 @@ class HyperDFlashDrafter(BlockDrafter):
 
     # Use with a target
 
-    def bind(self, target: PreTrainedModel) -> None:
+    def bind(self, target: PreTrainedModel, as_default: bool = False) -> None:
         """As of any drafter; its configuration takes the target's special tokens, which transformers' pipelines
         compare."""
-        super().bind(target)
+        super().bind(target, as_default)
         own = target.config.get_text_config(decoder=True)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(self.config, name, getattr(own, name, None))

@@ -9,6 +9,8 @@ from transformers.generation.configuration_utils import GenerationConfig
 
 from .targets import family_of, is_bound
 
+# Ways to write that are not ours, by the argument that asks for each.
+_WAYS = ("num_beams", "custom_generate", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "is_assistant")
 _MEDIA = ("pixel_values", "mm_encoder_outputs", "input_features")  # prefixes of `generate`'s arguments
 
 
@@ -24,6 +26,30 @@ def drafts_asked(config: GenerationConfig | None) -> Any:
     is_filled = all(getattr(config, name, None) is not None for name in defaults)
     asked = config.num_assistant_tokens
     return None if is_filled and asked == defaults.get("num_assistant_tokens") else asked
+
+
+def by_name(asked: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `generate` by name, as `inspect.signature` binds them, without the `kwargs` around some."""
+    return {**{name: value for name, value in asked.items() if name != "kwargs"}, **asked.get("kwargs", {})}
+
+
+def setting(target: Any, asked: dict[str, Any], name: str) -> Any:
+    """What an argument or else a generation configuration says."""
+    configs = [config for config in (asked.get("generation_config"), target.generation_config) if config is not None]
+    said = [asked.get(name), *(getattr(config, name, None) for config in configs)]
+    return next((value for value in said if value is not None), None)
+
+
+def way_asked(target: Any, asked: dict[str, Any]) -> str | None:
+    """The argument of `generate` that asks for another way to write than one token after the other, if one does.
+
+    Args:
+        target: A bound target.
+        asked: The arguments, by name.
+    """
+    said = {name: setting(target, by_name(asked), name) for name in _WAYS}
+    said["num_beams"] = (said["num_beams"] or 1) > 1
+    return next((name for name, value in said.items() if value), None)
 
 
 def tree_budget_asked(config: GenerationConfig) -> Any:
@@ -60,7 +86,7 @@ def check_request(
         if name.startswith(_MEDIA) and (isinstance(value, torch.Tensor) or value)
     ]
     if media:
-        raise ValueError(f"HyperDFlash drafts text only: leave {media} out, or generate without `assistant_model`.")
+        raise ValueError(f"HyperDFlash drafts text only: leave {media} out, or pass `assistant_model=None`.")
     _check_continuation(input_ids.shape[1], generation_config, model_kwargs)
     if synced_gpus:
         raise ValueError(

@@ -35,6 +35,17 @@ class Stopping:
         return False
 
     def __call__(self, token: int, ids: torch.Tensor, scores: Sequence[torch.Tensor]) -> bool:
-        """Whether the text `ids` `[1, seq]`, which ends in `token`, is finished."""
-        is_over = bool(self._others(ids, tuple(scores) or None).all()) if self._others else False
+        """Whether the text `ids` `[1, seq]`, which ends in `token`, is finished.
+
+        Raises:
+            ValueError: If a criterion looks for other rows of a batch.
+        """
+        try:
+            is_over = bool(self._others(ids, tuple(scores) or None).all()) if self._others else False
+        except IndexError as error:
+            given = ", ".join(sorted({type(criterion).__name__ for criterion in self._others}))
+            raise ValueError(
+                f"A stopping criterion ({given}) looks at rows that are not there: with a drafter each row of a batch "
+                f"is asked about alone, `[1, {ids.shape[1]}]`. Pass one prompt, or `stop_strings` with `tokenizer`."
+            ) from error
         return is_over or token in self._ends or ids.shape[1] >= self._most

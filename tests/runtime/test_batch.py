@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import threading
 from collections import Counter
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
@@ -20,6 +22,7 @@ from transformers import (
     pipeline,
 )
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import utils
 from transformers.generation.streamers import BaseStreamer
 
 from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, bind
@@ -235,6 +238,19 @@ def test_processors_and_criteria_see_one_row_at_a_time(qwen3):
     assert sorted(seen) == alone_seen
 
 
+def test_a_criterion_made_for_the_batch_is_told_apart(qwen3):
+    """As lm-eval's is, which asks of every row at once."""
+
+    class AllRows(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return all(int(input_ids[row, -1]) == 5 for row in reversed(range(len(LENGTHS))))
+
+    ids, mask, _ = padded()
+    options = dict(attention_mask=mask, max_new_tokens=4, stopping_criteria=StoppingCriteriaList([AllRows()]))
+    with pytest.raises(ValueError, match=r"\(AllRows\) looks at rows that are not there.*`stop_strings`"):
+        qwen3.generate(ids, assistant_model=RandomChains(qwen3, []), **options)
+
+
 def test_allowed_tokens_know_which_prompt_they_are_for(qwen3):
     ids = prompt(8).repeat(2, 1)
     options = dict(do_sample=False, max_new_tokens=6, pad_token_id=0)
@@ -420,6 +436,14 @@ def test_a_pipeline_batches(qwen3):
     expected = [pipe(text, **options) for text in texts]
     assert pipe(texts, batch_size=3, assistant_model=drafter, **options) == expected
     assert len(drafter.last_stats.rows) == 3
+    drawn = pipe(
+        texts, batch_size=3, assistant_model=drafter, do_sample=True, num_return_sequences=2, max_new_tokens=5
+    )
+    assert [len(of) for of in drawn] == [2, 2, 2] and len(drafter.last_stats.rows) == 6
+    assert all(one["generated_text"].startswith(text) for text, of in zip(texts, drawn) for one in of)
+    drafter.bind(qwen3, as_default=True)
+    drafter.remember(None)
+    assert pipe(texts, batch_size=3, **options) == expected and len(drafter.last_stats.rows) == 3
 
 
 @pytest.mark.parametrize(
@@ -439,6 +463,46 @@ def test_what_cannot_be_done_for_several_texts_is_refused_before_any_work(qwen3,
     drafter = RandomChains(qwen3, [])
     with pytest.raises(ValueError, match=expected):
         qwen3.generate(ids, **{"attention_mask": mask, "max_new_tokens": 3, **asked}, assistant_model=drafter)
+
+
+def test_a_configuration_is_not_doubled_by_arguments(qwen3):
+    """Which transformers warns of, and means to refuse."""
+    ids, mask, _ = padded()
+    config = GenerationConfig(do_sample=True, num_return_sequences=2, max_new_tokens=3)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    utils.logger.addHandler(handler)
+    type(utils.logger).warning_once.cache_clear()
+    try:
+        out = qwen3.generate(
+            ids, attention_mask=mask, assistant_model=RandomChains(qwen3, []), generation_config=config
+        )
+    finally:
+        utils.logger.removeHandler(handler)
+    assert len(out) == 2 * len(ids) and config.num_return_sequences == 2
+    assert [text for text in said if "num_return_sequences" in text] == []
+
+
+@pytest.mark.parametrize("returned", [1, 2])
+def test_beams_are_searched_without_the_drafter(qwen3, returned):
+    """As of one text: transformers has no beams with drafts, and warns."""
+    ids, mask, _ = padded()
+    options = dict(attention_mask=mask, num_beams=2, num_return_sequences=returned, do_sample=False, max_new_tokens=4)
+    drafter = RandomChains(qwen3, [])
+    out = qwen3.generate(ids, assistant_model=drafter, **options)
+    assert torch.equal(out, qwen3.generate(ids, **options)) and len(out) == returned * len(ids)
+    assert drafter.last_stats is None
+
+
+def test_a_default_drafts_for_batches(qwen3):
+    ids, mask, rows = padded()
+    texts = alone(qwen3, rows)
+    drafter = RandomChains(qwen3, texts)
+    drafter.bind(qwen3, as_default=True)
+    options = dict(attention_mask=mask, do_sample=False, max_new_tokens=NEW)
+    assert_rows(qwen3.generate(input_ids=ids, **options), rows, texts)
+    assert len(drafter.last_stats.rows) == len(rows) and drafter.last_stats.tau > 1.2
 
 
 def test_plain_generation_of_a_bound_target_is_transformers_own(qwen3):

@@ -1,16 +1,18 @@
 """What all drafters have in common, on drafters of a few lines."""
 
+import copy
 import threading
 
 import pytest
 import torch
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
-from hf_hyperdflash import Drafter, PromptLookupDrafter
+from hf_hyperdflash import Drafter, PromptLookupDrafter, bind
 from hf_hyperdflash.runtime.drafter import SavedDrafter
 from hf_hyperdflash.runtime.tree import DraftTree
 
 from ..conftest import half_right, perfect, prompt, tiny_drafter, tiny_target
+from ..helpers.families import qwen3
 
 
 class Repeating(Drafter):
@@ -122,3 +124,92 @@ def test_drafters_take_turns_on_one_target():
     ):
         drafter.bind(target)
         assert torch.equal(target.generate(ids, assistant_model=drafter, **options), expected)
+
+
+def test_a_default_drafts_for_who_names_none():
+    target, ids = tiny_target(hidden_size=64), prompt(9)
+    options = dict(do_sample=False, max_new_tokens=12)
+    expected = target.generate(ids, **options)
+    drafter, other = half_right(target, ids, max_new_tokens=12), Repeating(target)
+    drafter.bind(target)
+    target.generate(ids, **options)
+    assert drafter.last_stats is None  # bound, and no default
+    drafter.bind(target, as_default=True)
+    other.bind(target)  # which changes no default
+    for given in ({"inputs": ids}, {"input_ids": ids, "generation_config": GenerationConfig(**options)}):
+        drafter.remember(None)
+        assert torch.equal(target.generate(**given, **options), expected)
+        assert drafter.last_stats.tokens == 12 and drafter.last_stats.rounds < 11
+    drafter.remember(None)
+    assert torch.equal(target.generate(ids, assistant_model=None, **options), expected)
+    assert torch.equal(target.generate(ids, assistant_model=other, **options), expected)
+    assert drafter.last_stats is None and other.last_stats.tokens == 12
+    other.bind(target, as_default=True)
+    other.remember(None)
+    assert torch.equal(target.generate(ids, **options), expected)
+    assert drafter.last_stats is None and other.last_stats.tokens == 12
+    other.unbind(target)
+    drafter.bind(target)  # of which nothing is left
+    other.remember(None)
+    assert torch.equal(target.generate(ids, **options), expected)
+    assert drafter.last_stats is None and other.last_stats is None
+
+
+def test_a_default_that_does_not_fit_is_none():
+    target, ids = tiny_target(), prompt(9)
+    drafter = tiny_drafter(tiny_target(hidden_size=64))
+    bind(target)
+    with pytest.raises(ValueError, match="`hidden_size` 64"):
+        drafter.bind(target, as_default=True)
+    target.generate(ids, max_new_tokens=2)
+    assert drafter.last_stats is None
+
+
+def test_a_default_goes_with_a_copy():
+    target, ids = tiny_target(hidden_size=64), prompt(9)
+    drafter = half_right(target, ids, max_new_tokens=12)
+    drafter.bind(target, as_default=True)
+    again = copy.deepcopy(target)
+    expected = target.generate(ids, do_sample=False, max_new_tokens=12)
+    drafter.remember(None)
+    assert torch.equal(again.generate(ids, do_sample=False, max_new_tokens=12), expected)
+    assert drafter.last_stats is None  # a drafter of its own
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        dict(num_beams=2),
+        dict(num_beams=2, num_return_sequences=2),
+        dict(generation_config=GenerationConfig(num_beams=2)),
+        dict(prompt_lookup_num_tokens=2),
+        dict(custom_generate=lambda model, input_ids, **rest: input_ids),
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_a_default_leaves_other_ways_alone(asked, count):
+    target, ids = qwen3().eval(), torch.cat([prompt(9)] * count)
+    options = dict(do_sample=False, max_new_tokens=6, attention_mask=torch.ones_like(ids))
+    if "prompt_lookup_num_tokens" in asked and count > 1:
+        pytest.skip("transformers looks up prompts for one text")
+    expected = target.generate(ids, **options, **asked)
+    drafter = tiny_drafter(target, reducer="fc")
+    drafter.bind(target, as_default=True)
+    assert torch.equal(target.generate(ids, **options, **asked), expected)
+    assert drafter.last_stats is None
+    target.generate(ids, **options)
+    assert drafter.last_stats is not None
+
+
+def test_a_target_with_a_default_may_assist():
+    """transformers' assisted loop crops the cache that the assistant's `generate` left."""
+    target, ids = qwen3().eval(), prompt(9)
+    options = dict(do_sample=False, max_new_tokens=8)
+    expected = target.generate(ids, **options)
+    bind(target)
+    assistant = qwen3().eval()
+    drafter = tiny_drafter(assistant, reducer="fc")
+    drafter.bind(assistant, as_default=True)
+    assert torch.equal(target.generate(ids, assistant_model=assistant, **options), expected)
+    assert drafter.last_stats is None

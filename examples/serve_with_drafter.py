@@ -1,0 +1,46 @@
+"""`transformers serve`, drafting: the same server, endpoints and text, fewer forwards of the target a token.
+
+    python examples/serve_with_drafter.py --target examples/models/tiny-deepseek-v4 \
+        --drafter examples/models/tiny-deepseek-v4-hyperdflash
+    transformers chat examples/models/tiny-deepseek-v4 http://localhost:8000 max_new_tokens=96
+
+The server is transformers' own class, which loads the target; then the drafter becomes that target's default.
+Requests that come before are answered without it. Needs `transformers[serving]`. Nothing for
+`--continuous-batching`, which calls no `generate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from transformers.cli.serve import Serve
+
+from hf_hyperdflash import load_drafter
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="path or Hub id")
+    parser.add_argument("--drafter", required=True, help="path or Hub id")
+    parser.add_argument("--host", default="localhost")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto", help="of the target")
+    arguments = parser.parse_args()
+    server = Serve(
+        arguments.target, host=arguments.host, port=arguments.port, device=arguments.device, dtype=arguments.dtype,
+        non_blocking=True,
+    )  # fmt: skip
+    try:
+        target, _ = server._model_manager.load_model_and_processor(f"{arguments.target}@main")
+        load_drafter(arguments.drafter, target=target).bind(target, as_default=True)
+    except Exception as error:
+        server.kill_server()
+        raise SystemExit(f"{error}") from None
+    print(
+        f"{arguments.target} drafts with {arguments.drafter} on http://{arguments.host}:{arguments.port}", flush=True
+    )
+
+
+if __name__ == "__main__":
+    main()

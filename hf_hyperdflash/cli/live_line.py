@@ -8,8 +8,8 @@ from rich.segment import Segment, Segments
 
 # The row beneath is found from where the text ends, so that the text breaks and scrolls as the terminal has it, and a
 # window may change its size. rich's own live displays rewrite whole rows, and text that streams ends within one.
-_ROOM = "\x1bD\x1bM"  # down and up again: at the bottom the screen scrolls
-_BENEATH, _BACK = "\x1b7\x1b[B\r\x1b[K", "\x1b8"
+# Down and up again first: where the text ends in the last row, as after a window has shrunk, the screen scrolls.
+_BENEATH, _BACK = "\x1bD\x1bM\x1b7\x1b[B\r\x1b[K", "\x1b8"
 
 
 class LiveLine:
@@ -32,7 +32,7 @@ class LiveLine:
         # A full row ends only with the next character, which some terminals forget when the cursor moves.
         self._is_told = self.is_live and self._column < width
         if self._is_told:
-            shown += f"{_ROOM}{_BENEATH}{self._rendered(told[: width - 1], 'dim')}{_BACK}"
+            shown += f"{_BENEATH}{self._rendered(told[: width - 1], 'dim')}{_BACK}"
         self.console.file.write(shown)
         self.console.file.flush()
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
-from hf_hyperdflash.cli.live_line import column_after
+from hf_hyperdflash.cli.live_line import LiveLine, column_after
 from hf_hyperdflash.cli.who_wrote import COLOURS, TARGET, WhoWrote, style_of
 
 from ..conftest import MODELS, half_right, prompt, tiny_target
@@ -111,8 +111,8 @@ def test_a_text_that_ends_within_a_character_is_printed_to_its_end():
 
 
 class Terminal:
-    """What a terminal of such a size shows of what is written to it. As in xterm, a row that is full forgets so when the
-    cursor moves; as in all but pyte, a wide character has both cells in one row."""
+    """What a terminal of such a size shows of what is written to it. As in xterm, a row that is full forgets so when
+    the cursor moves; as in all but pyte, a wide character has both cells in one row."""
 
     def __init__(self, width, height):
         pyte = pytest.importorskip("pyte", reason="the extra `test` is not installed")
@@ -163,6 +163,14 @@ def rows_of(text, width):
 LONG = "The answer of 12 + 12 is 24, " * 9 + "\n\n" + "é世界" * 30 + "\nend."
 
 
+@pytest.mark.parametrize(
+    ("text", "column", "after"),
+    [("\tx", 0, 9), ("ab\tx", 0, 9), ("\t", 9, 11), ("世", 11, 2), ("世", 10, 12), ("abcd", 8, 12), ("abcde", 8, 1)],
+)
+def test_where_a_terminal_of_12_columns_has_its_cursor(text, column, after):
+    assert column_after(text, column, 12) == after
+
+
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (29, 5), (12, 3), (7, 2), (2, 4)])
 def test_a_line_beneath_destroys_no_text(width, height):
     """Rows that are exactly full, wide characters that do not fit, a screen that scrolls."""
@@ -179,6 +187,17 @@ def test_a_line_beneath_destroys_no_text(width, height):
     assert all(f"{row} ".startswith("2 tokens, "[: width - 1]) for row in told)
     assert width < 40 or {row[-10:] for row in told} == {", tau 2.00"}
     assert terminal.rows() == rows_of(f"$\n{LONG}\n\ntarget  draft 1", width)
+
+
+def test_a_window_that_loses_its_last_row_loses_no_text():
+    """And the line beneath with it: then the text ends on the last."""
+    terminal = Terminal(20, 3)
+    line = LiveLine(Console(file=terminal, force_terminal=True, width=20))
+    line.write("a\nb", "", "told")
+    assert terminal.rows() == ["a", "b", "told"]
+    terminal.screen.lines = 2
+    line.write("c", "", "told")
+    assert terminal.rows() == ["a", "bc", "told"]
 
 
 @pytest.mark.parametrize("variable", ["NO_COLOR", "TERM"])

@@ -52,7 +52,7 @@ def train(weight: float, args: argparse.Namespace) -> Path:
         *args.train_args,
     ]  # fmt: skip
     print(folder.name, flush=True)
-    with folder.with_suffix(".log").open("w") as log:
+    with (Path(args.work_dir) / f"{folder.name}.log").open("w") as log:
         done = subprocess.run([sys.executable, TRAIN, *map(str, flags)], stdout=log, stderr=log, check=False)
     if done.returncode:
         raise SystemExit(f"{folder.name} failed: see {log.name}.")

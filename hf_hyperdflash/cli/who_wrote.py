@@ -72,7 +72,7 @@ class WhoWrote(BaseStreamer):
 
     def _so_far(self) -> str:
         stats = self.drafter.last_stats
-        told, seconds = f"{len(stats.written)} tokens", time.perf_counter() - self._began
+        told, seconds = f"{len(stats.written)} tokens", max(time.perf_counter() - self._began, 1e-9)
         if not stats.rounds:
             return told
         return f"{told}, {len(stats.written) / seconds:.1f} tokens/s, tau {stats.tau:.2f}"

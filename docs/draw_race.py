@@ -4,7 +4,7 @@ python docs/draw_race.py                  # writes docs/pictures/race.svg from t
 python docs/draw_race.py --record FILE    # runs the pair anew, writes FILE and draws that
 python docs/draw_race.py --check          # exit status 1 if the picture is not what this draws
 
-The prompt is that of the README's first snippet. Both ways are run five times in turn after a warm-up, so that drift
+The prompt is that of the README's first snippet. Both ways are run 15 times in turn after a warm-up, so that drift
 of the machine cancels; the pair whose ratio of times is the middle one is the record. Every number of the picture is
 the record's.
 """
@@ -32,7 +32,7 @@ from hf_hyperdflash.training.data import encode_prompts
 RECORD, PICTURE = ROOT / "examples" / "results" / "tiny-deepseek-v4" / "race" / "race.json", PICTURES / "race.svg"
 TARGET, DRAFTER = "tiny-deepseek-v4", "tiny-deepseek-v4-hyperdflash"
 PROMPT = "Tom has 12 marbles and gives 5 to his sister. How many are left?"
-MAX_NEW_TOKENS, PAIRS = 96, 5
+MAX_NEW_TOKENS, PAIRS = 96, 15
 
 # The picture, in pixels, and in seconds the slower text and how long its end is shown.
 WIDTH, TOP, PANES, CHARACTER, ROW, COLUMNS = 800, 162, (24, 412), 7.8, 26, 47

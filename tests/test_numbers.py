@@ -191,7 +191,8 @@ TRACED = [
     ("training", "| features | tokens/s", of_throughput),
 ]
 COPIED = {"heads": 0, ".": 1}  # of benchmarks.md, the tables of these reports
-# Their commands are beside them, with date and machine; what the commands printed was not kept in a file.
+# Their commands are beside them, with date and machine; what the commands printed was not kept in a file. To run them
+# again takes more than half an hour each; 349 steps of four rows, tried with the second, cannot tell its rows apart.
 NOT_KEPT = [
     ("benchmarks", "| head | loss | the paper's gate"),  # examples/compare_heads.py
     ("training", "| training | tau | teacher-forced |"),  # examples/ablate_training.py

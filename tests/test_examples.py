@@ -349,11 +349,12 @@ def test_from_text_to_a_working_pair(tmp_path):
     assert rows[0] == ["candidates", "weight 0", "9"] and [row[0].split()[0] for row in rows[2:]] == ["all", "9", "1"]
     with (tmp_path / "choosing" / "candidates.csv").open() as file:
         taus = {
-            (row["candidates"], float(row["blind_weight"])): f"{float(row['teacher_forced_tau']):.2f} / "
-            f"{float(row['expected_tau']):.2f}"
+            (row["candidates"], float(row["blind_weight"])): (row["teacher_forced_tau"], row["expected_tau"])
             for row in csv.DictReader(file)
         }
-    assert [cell for row in rows[2:] for cell in row[1:]] == [taus[n, w] for n in ("0", "9", "1") for w in (0, 9)]
+    told = [taus[count, weight] for count in ("0", "9", "1") for weight in (0, 9)]
+    assert [cell for row in rows[2:] for cell in row[1:]] == [f"{float(a):.2f} / {float(b):.2f}" for a, b in told]
+    assert len({taus[count, 0] for count in ("0", "9", "1")}) == 3
     saved = [json.loads((tmp_path / "choosing" / name / "config.json").read_text()) for name in ("start", "weight-9")]
     assert [config["head_candidates"] for config in saved] == [9, 9]
     one, other = (load_file(tmp_path / "choosing" / f"weight-{w}" / "model.safetensors") for w in (0, 9))

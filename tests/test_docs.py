@@ -1,6 +1,7 @@
 """The README and the pages of docs/: short enough, no link that leads nowhere, and what they quote is said."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -8,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 import hf_hyperdflash
+from hf_hyperdflash import load_drafter, load_target
 
 ROOT = Path(__file__).parent.parent
 DOCS, PACKAGE = ROOT / "docs", ROOT / "hf_hyperdflash"
@@ -135,6 +138,40 @@ def test_docstrings_refer_to_what_there_is():
 def test_the_drawings_are_what_the_shipped_pair_does():
     script = DOCS / "draw_concepts.py"
     assert subprocess.run([sys.executable, script, "--check"], check=False).returncode == 0, f"run {script.name}"
+
+
+def test_the_race_is_its_record():
+    script = DOCS / "draw_race.py"
+    assert subprocess.run([sys.executable, script, "--check"], check=False).returncode == 0, f"run {script.name}"
+    assert (DOCS / "pictures" / "race.svg").stat().st_size < 150_000
+
+
+def test_the_races_record_is_what_the_target_writes():
+    """Of the README's first prompt, alone and with the drafter, whose rounds the record has."""
+    record = json.loads((ROOT / "examples" / "results" / "tiny-deepseek-v4" / "race" / "race.json").read_text())
+    plain, drafted, run = record["plain"], record["drafted"], record["run"]
+    assert f'"content": "{run["prompt"]}"' in snippets(PAGES[0])[0]
+    models = ROOT / "examples" / "models"
+    target, tokenizer = (
+        load_target(models / run["target"], dtype=run["dtype"]),
+        AutoTokenizer.from_pretrained(models / run["target"]),
+    )
+    drafter = load_drafter(models / run["drafter"], target=target)
+    drafter.bind(target)
+    chat = [{"role": "user", "content": run["prompt"]}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    for assistant in (None, drafter):
+        text = target.generate(
+            **inputs, assistant_model=assistant, do_sample=False, max_new_tokens=run["max_new_tokens"]
+        )
+        new = text[0, inputs["input_ids"].shape[1] :].tolist()
+        assert new == plain["tokens"] == drafted["tokens"]
+    assert "".join(record["pieces"]) == tokenizer.decode(new)
+    stats = drafter.last_stats
+    assert (drafted["written"], drafted["emitted"]) == (stats.written, stats.emitted)
+    assert 1 + sum(stats.emitted) == len(new)  # the last counter is of all tokens
+    for one in (plain, drafted):
+        assert len(one["seconds"]) == len(new) and one["seconds"] == sorted(one["seconds"])
 
 
 def test_the_site(tmp_path):

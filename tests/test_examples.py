@@ -340,6 +340,26 @@ def test_from_text_to_a_working_pair(tmp_path):
     taus = metrics["eval_teacher_forced_tau"], sampled["sampled_expected_tau"]
     assert headed[5:] == [f"{tau:.2f}" for tau in taus]
 
+    choosing = ["--target", target_dir, "--drafter", tmp_path / "heads" / "hc_gate_state_ours_seed0", "--answers"]
+    choosing += [answers, "--eval-answers", held_out, "--eval-sampled", held_out, "--max-length", 64]
+    choosing += ["--work-dir", tmp_path / "choosing", "--weights", 0, 9, "--candidates", 9, 1]
+    shared = ["--recipe", "ours", "--max_steps", 2, "--learning_rate", 0.1, "--num_anchors", 4, "--use_cpu"]
+    printed = run("compare_candidates.py", *choosing, "--", *shared)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines()[-5:]]
+    assert rows[0] == ["candidates", "weight 0", "9"] and [row[0].split()[0] for row in rows[2:]] == ["all", "9", "1"]
+    with (tmp_path / "choosing" / "candidates.csv").open() as file:
+        taus = {
+            (row["candidates"], float(row["blind_weight"])): (row["teacher_forced_tau"], row["expected_tau"])
+            for row in csv.DictReader(file)
+        }
+    told = [taus[count, weight] for count in ("0", "9", "1") for weight in (0, 9)]
+    assert [cell for row in rows[2:] for cell in row[1:]] == [f"{float(a):.2f} / {float(b):.2f}" for a, b in told]
+    assert len({taus[count, 0] for count in ("0", "9", "1")}) == 3
+    saved = [json.loads((tmp_path / "choosing" / name / "config.json").read_text()) for name in ("start", "weight-9")]
+    assert [config["head_candidates"] for config in saved] == [9, 9]
+    one, other = (load_file(tmp_path / "choosing" / f"weight-{w}" / "model.safetensors") for w in (0, 9))
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+
     dense = tmp_path / "dense"
     tiny = ["--tokenizer", target_dir, "--hidden-size", 64, "--steps", 3, "--batch-size", 2, "--seq-length", 48]
     run("train_tiny_qwen3.py", "--data", data, "--output", dense, *tiny)

@@ -152,6 +152,32 @@ def of_reducers(*label):
     return [best[name] for name in ("hc_gate", "fc", "hybrid", "stream_mean")]
 
 
+def of_candidates(label):
+    count = 0 if label.startswith("all") else int(label)
+    with (RESULTS / V4 / "candidates" / "candidates.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if int(row["candidates"]) == count]
+    return [float(row[name]) for row in rows for name in ("teacher_forced_tau", "expected_tau")]
+
+
+def of_loss(label):
+    """Peak memory and CPU seconds, each with its ratio."""
+    names = {
+        "all logits at once": "unchunked",
+        "chunks of 256 draft positions (the default)": "chunks 256",
+        "the same with total variation at every position": "chunks 256 + TV",
+        "and a head's table": "chunks 256 + TV, table",
+    }
+    report = (RESULTS / "loss" / "report.md").read_text().splitlines()
+    (row,) = (cells(line) for line in report if line.startswith(f"| {names[label]} |"))
+    return [float(row[column]) for column in (1, 2, 6, 7)]
+
+
+def of_throughput(label):
+    report = (RESULTS / V4 / "training" / "report.md").read_text().splitlines()
+    (row,) = (line for line in report if line.startswith(f"| {label} |"))
+    return [float(number.replace(",", "")) for number in NUMBER.findall(" ".join(cells(row)[1:]))]
+
+
 TRACED = [
     ("trees", "| | tau, T = 0 | speedup", of_trees),
     ("drafters", "| | V4, T = 0 | T = 1 | ms", of_one_size),
@@ -160,15 +186,16 @@ TRACED = [
     ("choosing-drafts", "| | Brier score, T = 0", of_what_tells),
     ("choosing-drafts", "| | tau / tokens per second, math", of_the_stream),
     ("benchmarks", "| layers read | KL weight", of_reducers),
+    ("drafters", "| candidates | weight 0", of_candidates),
+    ("training", "| loss | peak memory, MiB", of_loss),
+    ("training", "| features | tokens/s", of_throughput),
 ]
 COPIED = {"heads": 0, ".": 1}  # of benchmarks.md, the tables of these reports
-# Their commands are beside them, with date and machine; what the commands printed was not kept in a file.
+# Their commands are beside them, with date and machine; what the commands printed was not kept in a file. To run them
+# again takes more than half an hour each; 349 steps of four rows, tried with the second, cannot tell its rows apart.
 NOT_KEPT = [
-    ("drafters", "| candidates | weight 0"),  # evaluate, after four trainings
     ("benchmarks", "| head | loss | the paper's gate"),  # examples/compare_heads.py
     ("training", "| training | tau | teacher-forced |"),  # examples/ablate_training.py
-    ("training", "| loss | peak memory, MiB"),  # examples/benchmark_loss.py
-    ("training", "| features | tokens/s"),  # examples/benchmark_training.py
 ]
 
 

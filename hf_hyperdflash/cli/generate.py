@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 import typer
@@ -18,7 +19,10 @@ def generate(
     temperature: options.Temperature = 0.0,
     num_draft_tokens: options.NumDraftTokens = None,
     tree_budget: options.TreeBudget = None,
-    show: Annotated[bool, typer.Option("--show", help="Colour each token by who wrote it.")] = False,
+    show: Annotated[
+        bool,
+        typer.Option("--show", help="Colour each token by who wrote it; in a terminal, speed and tau as it goes."),
+    ] = False,
     seed: options.Seed = 0,
     dtype: options.Dtype = None,
     device_map: options.DeviceMap = None,
@@ -44,15 +48,16 @@ def generate(
     torch.manual_seed(seed)
     ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": prompt}]}])[0].to(model.device)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    plain = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    model.generate(
-        ids,
-        assistant_model=assistant,
-        max_new_tokens=max_new_tokens,
-        tree_budget=tree_budget,
-        streamer=WhoWrote(tokenizer, assistant, Console(highlight=False)) if show else plain,
-        **sampling,
-    )
+    plain = nullcontext(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
+    with WhoWrote(tokenizer, assistant, Console(highlight=False)) if show else plain as streamer:
+        model.generate(
+            ids,
+            assistant_model=assistant,
+            max_new_tokens=max_new_tokens,
+            tree_budget=tree_budget,
+            streamer=streamer,
+            **sampling,
+        )
     stats = assistant.last_stats
     rates = ", ".join(f"{100 * rate:.0f}" for rate in stats.acceptance)
     typer.echo(

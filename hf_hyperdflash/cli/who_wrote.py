@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
+
+from .live_line import LiveLine
 
 # Of draft positions 1, 2, ..; the last one of all that are further.
 COLOURS = ("green3", "spring_green2", "cyan3", "deep_sky_blue1", "dodger_blue1", "slate_blue1", "medium_purple1")
@@ -14,7 +17,8 @@ TARGET = "bold yellow"
 
 
 class WhoWrote(BaseStreamer):
-    """Prints tokens as they are accepted.
+    """Prints tokens as they are accepted and, in a terminal, how fast they come and how many a round. Used in a
+    `with`, so that this line goes whatever ends the text.
 
     Args:
         tokenizer: The target's.
@@ -24,32 +28,54 @@ class WhoWrote(BaseStreamer):
 
     def __init__(self, tokenizer: Any, drafter: Any, console: Console) -> None:
         self.tokenizer, self.drafter, self.console = tokenizer, drafter, console
+        self.line = LiveLine(console)
         self._ids: list[int] | None = None  # of this line, after the prompt
-        self._printed = 0
+        self._printed, self._began = 0, 0.0
+
+    def __enter__(self) -> WhoWrote:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.line.clear()
 
     def put(self, value: Any) -> None:
         """Take a token, or the prompt, which is not shown."""
         if self._ids is None:
             self._ids = []
             return
+        self._began = self._began or time.perf_counter()
         self._ids += value.tolist()
         text = self.tokenizer.decode(self._ids, skip_special_tokens=True)
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return  # a character of several tokens
-        position = self.drafter.last_stats.written[-1]
-        self.console.print(Text(text[self._printed :], style_of(position)), end="", soft_wrap=True)
-        self._printed = len(text)
-        if text.endswith("\n"):  # so that a long text does not get slower
-            self._ids, self._printed = [], 0
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character of several tokens
+            self._print(text)
 
     def end(self) -> None:
-        """End the line, and say which colour is whose."""
-        self._ids, self._printed = None, 0
+        """End the text, in the midst of a character if need be, and say which colour is whose."""
+        self._print(self.tokenizer.decode(self._ids or [], skip_special_tokens=True))
+        self.line.clear()
+        self._ids, self._began = None, 0.0
         most = max(self.drafter.last_stats.written, default=0)
         legend = Text("\n\ntarget", TARGET)
         for position in range(1, most + 1):
             legend.append(f"  draft {position}", style_of(position))
+        head = getattr(self.drafter.config, "sequential_head", "none")
+        if most and head != "none":  # no draft is the block's alone, not the first either, which follows the anchor
+            legend.append(f"  (drafts: block and {head} head)", "not bold default")
         self.console.print(legend, soft_wrap=True)
+
+    def _print(self, text: str) -> None:
+        position = self.drafter.last_stats.written[-1]
+        self.line.write(text[self._printed :], style_of(position), self._so_far())
+        self._printed = len(text)
+        if text.endswith("\n"):  # so that a long text does not get slower
+            self._ids, self._printed = [], 0
+
+    def _so_far(self) -> str:
+        stats = self.drafter.last_stats
+        told, seconds = f"{len(stats.written)} tokens", max(time.perf_counter() - self._began, 1e-9)
+        if not stats.rounds:
+            return told
+        return f"{told}, {len(stats.written) / seconds:.1f} tokens/s, tau {stats.tau:.2f}"
 
 
 def style_of(position: int) -> str:

@@ -1,13 +1,24 @@
 """Tokens in the colours of who wrote them."""
 
+import codecs
+import contextlib
+import fcntl
 import io
+import os
+import re
+import struct
+import subprocess
+import sys
+import termios
 
 import pytest
 import torch
+from rich.cells import cell_len
 from rich.console import Console
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
+from hf_hyperdflash.cli.live_line import LiveLine, column_after
 from hf_hyperdflash.cli.who_wrote import COLOURS, TARGET, WhoWrote, style_of
 
 from ..conftest import MODELS, half_right, prompt, tiny_target
@@ -49,7 +60,8 @@ def test_what_is_printed_is_the_text_in_colours():
     told, _, legend = plain.getvalue().rpartition("\n\n")
     assert told == answer
     most = max(drafter.last_stats.written)
-    assert legend.strip() == "  ".join(["target", *(f"draft {position}" for position in range(1, most + 1))])
+    names = ["target", *(f"draft {position}" for position in range(1, most + 1)), "(drafts: block and state head)"]
+    assert legend.strip() == "  ".join(names)
     pieces = shown.getvalue()
     for position in range(most + 1):
         probe = Console(file=io.StringIO(), force_terminal=True, color_system="256")
@@ -57,21 +69,189 @@ def test_what_is_printed_is_the_text_in_colours():
         assert (colour in pieces.rpartition("\n\n")[0]) == (position in drafter.last_stats.written)
 
 
-def test_characters_of_several_tokens_are_printed_once():
-    class Bytes:
-        def decode(self, ids, **kwargs):
-            return bytes(ids).decode(errors="replace")
+class Bytes:
+    """A tokenizer of bytes."""
 
-    class Told:
-        class last_stats:
-            written = [2]
+    def decode(self, ids, **kwargs):
+        return bytes(ids).decode(errors="replace")
 
+
+class Drafter:
+    """A text that goes on for ever: one draft accepted a round."""
+
+    class config:
+        sequential_head = "none"
+
+    class last_stats:
+        written, rounds, tau = [0, 1], 1, 2.0
+
+
+def stream(text, console, tokens=None):
+    """Of one byte each."""
+    with WhoWrote(Bytes(), Drafter, console) as streamer:
+        streamer.put(torch.tensor([[1, 2, 3]]))
+        for byte in text.encode() if tokens is None else tokens:
+            streamer.put(torch.tensor([byte]))
+            yield
+        streamer.end()
+
+
+@pytest.mark.parametrize("text", ["a世\nb", "\tif x:\n\t\ty\n\n"])
+def test_what_is_piped_is_the_text_and_nothing_else(text):
+    """Characters of several tokens once, tabs as they are, and no line beneath."""
     file = io.StringIO()
-    streamer = WhoWrote(Bytes(), Told, Console(file=file, highlight=False))
-    streamer.put(torch.tensor([[1, 2, 3]]))
-    for byte in "a世\nb".encode():
-        streamer.put(torch.tensor([byte]))
-    assert file.getvalue() == "a世\nb"
+    list(stream(text, Console(file=file, highlight=False)))
+    assert file.getvalue() == f"{text}\n\ntarget  draft 1\n"
+
+
+def test_a_text_that_ends_within_a_character_is_printed_to_its_end():
+    file = io.StringIO()
+    list(stream(None, Console(file=file), tokens="a世".encode()[:-1]))
+    assert file.getvalue().startswith("a\N{REPLACEMENT CHARACTER}\n\n")
+
+
+class Terminal:
+    """What a terminal of such a size shows of what is written to it. As in xterm, a row that is full forgets so when
+    the cursor moves; as in all but pyte, a wide character has both cells in one row."""
+
+    def __init__(self, width, height):
+        pyte = pytest.importorskip("pyte", reason="the extra `test` is not installed")
+
+        class Screen(pyte.HistoryScreen):
+            def draw(self, data):
+                for character in data:
+                    if cell_len(character) > self.columns - self.cursor.x == 1:
+                        self.carriage_return()
+                        self.linefeed()
+                    super().draw(character)
+
+            def index(self):
+                self.cursor.x = min(self.cursor.x, self.columns - 1)
+                super().index()
+
+        self.screen = Screen(width, height, history=10_000, ratio=1)
+        self.told = pyte.Stream(self.screen)
+
+    def write(self, text):
+        self.told.feed(text.replace("\n", "\r\n"))  # as a terminal's driver has it
+
+    def flush(self):
+        pass
+
+    def rows(self):
+        """All that was ever shown, what has scrolled away included."""
+        above = ["".join(row[x].data for x in range(self.screen.columns)) for row in self.screen.history.top]
+        rows = [row.rstrip() for row in [*above, *self.screen.display]]
+        return rows[: max((k + 1 for k, row in enumerate(rows) if row), default=0)]
+
+
+def rows_of(text, width):
+    """How a terminal breaks a text: a wide character takes two cells, both in one row."""
+    rows = []
+    for line in text.split("\n"):
+        row, cells = "", 0
+        for character in line:
+            cells += cell_len(character)
+            if cells > width:
+                rows.append(row)
+                row, cells = "", cell_len(character)
+            row += character
+        rows.append(row)
+    return [row.rstrip() for row in rows]
+
+
+LONG = "The answer of 12 + 12 is 24, " * 9 + "\n\n" + "é世界" * 30 + "\nend."
+
+
+@pytest.mark.parametrize(
+    ("text", "column", "after"),
+    [("\tx", 0, 9), ("ab\tx", 0, 9), ("\t", 9, 11), ("世", 11, 2), ("世", 10, 12), ("abcd", 8, 12), ("abcde", 8, 1)],
+)
+def test_where_a_terminal_of_12_columns_has_its_cursor(text, column, after):
+    assert column_after(text, column, 12) == after
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (29, 5), (12, 3), (7, 2), (2, 4)])
+def test_a_line_beneath_destroys_no_text(width, height):
+    """Rows that are exactly full, wide characters that do not fit, a screen that scrolls."""
+    terminal = Terminal(width, height)
+    console = Console(file=terminal, force_terminal=True, width=width, color_system="256", legacy_windows=False)
+    terminal.write("$\n")
+    told = []
+    for length, _ in enumerate(stream(LONG, console), start=1):
+        text, rows = LONG.encode()[:length].decode(errors="ignore"), terminal.rows()
+        if column_after(text.rpartition("\n")[2], 0, width) < width:
+            told.append(rows.pop())
+        assert "\n".join(rows).rstrip() == "\n".join(rows_of(f"$\n{text}", width)).rstrip()
+    assert len(told) > len(LONG) / 3 and all(cell_len(row) < width for row in told)
+    assert all(f"{row} ".startswith("2 tokens, "[: width - 1]) for row in told)
+    assert width < 40 or {row[-10:] for row in told} == {", tau 2.00"}
+    assert terminal.rows() == rows_of(f"$\n{LONG}\n\ntarget  draft 1", width)
+
+
+def test_a_window_that_loses_its_last_row_loses_no_text():
+    """And the line beneath with it: then the text ends on the last."""
+    terminal = Terminal(20, 3)
+    line = LiveLine(Console(file=terminal, force_terminal=True, width=20))
+    line.write("a\nb", "", "told")
+    assert terminal.rows() == ["a", "b", "told"]
+    terminal.screen.lines = 2
+    line.write("c", "", "told")
+    assert terminal.rows() == ["a", "bc", "told"]
+
+
+@pytest.mark.parametrize("variable", ["NO_COLOR", "TERM"])
+def test_terminals_that_want_less_get_less(monkeypatch, variable):
+    monkeypatch.setenv(variable, "dumb")
+    file = io.StringIO()
+    list(stream("a\nb", Console(file=file, force_terminal=True, width=60, color_system="auto")))
+    if variable == "TERM":
+        assert file.getvalue() == "a\nb\n\ntarget  draft 1\n"
+    else:
+        assert "tau 2.00" in file.getvalue() and not re.search(r"\x1b\[[\d;]*3\d", file.getvalue())
+
+
+def test_the_line_goes_where_a_text_is_stopped():
+    terminal = Terminal(60, 10)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        WhoWrote(Bytes(), Drafter, Console(file=terminal, force_terminal=True, width=60)) as streamer,
+    ):
+        streamer.put(torch.tensor([[1]]))
+        streamer.put(torch.tensor([65]))
+        assert any("tau 2.00" in row for row in terminal.rows())
+        raise KeyboardInterrupt
+    assert [row for row in terminal.rows() if row] == ["A"]
+
+
+def test_in_a_terminal(tmp_path):
+    """The command itself, in one of 40 columns and 8 rows: the text scrolls, and speed and tau stand beneath it."""
+    terminal, said = Terminal(40, 8), []
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 8, 40, 0, 0))
+    asked = "Tom has 12 marbles and gives 5 to his sister. How many are left?"
+    command = [
+        sys.executable, "-c", "from hf_hyperdflash.cli.app import run; run()", "generate", "--show",
+        "--target", MODELS / "tiny-deepseek-v4", "--drafter", MODELS / "tiny-deepseek-v4-hyperdflash", asked,
+    ]  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    environment |= {"TERM": "xterm-256color"}
+    with (
+        (tmp_path / "errors").open("w") as errors,
+        subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=errors, env=environment) as process,
+    ):
+        os.close(theirs)
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        with contextlib.suppress(OSError):  # a terminal that nobody writes to any more
+            while piece := os.read(ours, 4096):
+                terminal.told.feed(decoder.decode(piece))
+                said += terminal.rows()
+    os.close(ours)
+    assert process.returncode == 0, (tmp_path / "errors").read_text()
+    assert any(re.fullmatch(r"\d+ tokens, [\d.]+ tokens/s, tau \d\.\d\d", row) for row in said), said
+    shown = " ".join("".join(row.ljust(40) for row in terminal.rows()).split())
+    told = r"The total number of marbles is 12 + 12 = 24 marbles. The number of marbles is 12 + 24 = 24 marbles."
+    assert shown.startswith(told + r" The answer is \boxed{24}. target draft 1 draft 2") and "tokens/s" not in shown
 
 
 def test_far_positions_share_the_last_colour():

@@ -1,0 +1,228 @@
+"""Draw the README's picture: the shipped target writes a text alone and with its drafter, each token when it came.
+
+python docs/draw_race.py                  # writes docs/pictures/race.svg from the committed record
+python docs/draw_race.py --record FILE    # runs the pair anew, writes FILE and draws that
+python docs/draw_race.py --check          # exit status 1 if the picture is not what this draws
+
+The prompt is that of the README's first snippet. Both ways are run 15 times in turn after a warm-up, so that drift
+of the machine cancels; the pair whose ratio of times is the middle one is the record. Every number of the picture is
+the record's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from html import escape
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from draw_concepts import MODELS, PICTURES, ROOT, shown
+from transformers import AutoTokenizer
+from transformers.generation.streamers import BaseStreamer
+
+from hf_hyperdflash import load_drafter, load_target
+from hf_hyperdflash.benchmark.runner import environment
+from hf_hyperdflash.training.data import encode_prompts
+
+RECORD, PICTURE = ROOT / "examples" / "results" / "tiny-deepseek-v4" / "race" / "race.json", PICTURES / "race.svg"
+TARGET, DRAFTER = "tiny-deepseek-v4", "tiny-deepseek-v4-hyperdflash"
+PROMPT = "Tom has 12 marbles and gives 5 to his sister. How many are left?"
+MAX_NEW_TOKENS, PAIRS = 96, 15
+
+# The picture, in pixels, and in seconds the slower text and how long its end is shown.
+WIDTH, TOP, PANES, CHARACTER, ROW, COLUMNS = 800, 162, (24, 412), 7.8, 26, 47
+SLOWER, END = 10, 5
+STYLE = (
+    "text{fill:#202124}.card{fill:#fff;stroke:#d0d7de}.quiet{fill:#5f6368}.draft{fill:#bcd7f7}.target{fill:#ffd08a}"
+    ".token{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}.big{font-size:28px;font-weight:600}"
+    ".name,.asked{font-weight:600}.asked{font-size:17px}.small{font-size:12.5px}.live{visibility:hidden}"
+    "@media(prefers-color-scheme:dark){text{fill:#f0f3f6}.card{fill:#0d1117;stroke:#3d444d}.quiet{fill:#a8b1bb}"
+    ".draft{fill:#1f4f86}.target{fill:#7d4e00}}"
+    "@media(prefers-reduced-motion:reduce){*{animation:none!important}}"
+)
+
+
+# The run
+
+
+class Times(BaseStreamer):
+    """When each token came, in seconds from when `generate` was called."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.seconds: list[float] = []
+        self.began = time.perf_counter()
+
+    def put(self, value: torch.Tensor) -> None:
+        if value.dim() == 1:  # not the prompt
+            self.tokens += value.tolist()
+            self.seconds.append(round(time.perf_counter() - self.began, 5))
+
+    def end(self) -> None:
+        pass
+
+
+def pieces(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """What each token adds to the text; one in the midst of a character adds nothing."""
+    texts = [""]
+    for end in range(1, len(tokens) + 1):
+        text = tokenizer.decode(tokens[:end])
+        texts.append(texts[-1] if text.endswith("\N{REPLACEMENT CHARACTER}") else text)
+    return [after[len(before) :] for before, after in pairwise(texts)]
+
+
+def record() -> dict[str, Any]:
+    """A run of the shipped pair."""
+    torch.set_num_threads(1)
+    target = load_target(str(MODELS / TARGET), dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / TARGET)
+    drafter = load_drafter(str(MODELS / DRAFTER), target=target)
+    drafter.bind(target)
+    prompt = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": PROMPT}]}])[0]
+
+    def generate(assistant: Any) -> dict[str, Any]:
+        times = Times()
+        target.generate(
+            prompt, assistant_model=assistant, do_sample=False, max_new_tokens=MAX_NEW_TOKENS, streamer=times
+        )
+        stats = drafter.last_stats if assistant else None
+        rounds = {} if stats is None else {"written": stats.written, "emitted": stats.emitted}
+        return {"tokens": times.tokens, "seconds": times.seconds, **rounds}
+
+    pairs = [(generate(None), generate(drafter)) for _ in range(PAIRS + 1)][1:]
+    pairs.sort(key=lambda pair: pair[0]["seconds"][-1] / pair[1]["seconds"][-1])
+    plain, drafted = pairs[PAIRS // 2]
+    return {
+        "run": {**environment(target), "drafter": DRAFTER, "prompt": PROMPT, "max_new_tokens": MAX_NEW_TOKENS},
+        "seconds_of_each_pair": [[one["seconds"][-1] for one in pair] for pair in pairs],
+        "pieces": pieces(tokenizer, plain["tokens"]),
+        "plain": plain,
+        "drafted": drafted,
+    }
+
+
+# The picture
+
+
+class Clock:
+    """The moments of a picture that repeats itself: a class each, of what is seen from then on."""
+
+    def __init__(self, run_seconds: float) -> None:
+        self.slowed = max(1, round(SLOWER / run_seconds))
+        self.period = round(run_seconds * self.slowed + END, 1)
+        self.names: dict[str, str] = {}  # by keyframes
+
+    def seen(self, begin: float, end: float | None = None) -> str:
+        """The classes of what is seen from one second of the run on, up to another or to the end."""
+        frames = f"0%{{visibility:hidden}}{self._share(begin)}{{visibility:visible}}"
+        frames += "" if end is None else f"{self._share(end)}{{visibility:hidden}}"
+        return f"a {self.names.setdefault(frames, f'm{len(self.names)}')}"
+
+    def _share(self, seconds: float) -> str:
+        return f"{100 * seconds * self.slowed / self.period:.2f}%"
+
+    def style(self) -> str:
+        rules = (
+            f"@keyframes {name}{{{frames}}}.{name}{{animation-name:{name}}}" for frames, name in self.names.items()
+        )
+        return f".a{{animation:{self.period}s step-end infinite}}{''.join(rules)}"
+
+
+def say(x: float, y: float, text: str, classes: str = "", more: str = "") -> str:
+    kind = f' class="{classes}"' if classes else ""
+    return f'<text x="{x:g}" y="{y:g}"{kind}{more}>{escape(text)}</text>'
+
+
+def places(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """The row and column at which each token begins: a new row after a line's end, and where there is no room."""
+    row = column = 0
+    for text in texts:
+        if column + len(text) > COLUMNS:
+            row, column = row + 1, 0
+        yield row, column
+        row, column = (row + 1, 0) if text.endswith("⏎") else (row, column + len(text))
+
+
+def tokens(x: float, run: dict[str, Any], texts: Sequence[str], clock: Clock) -> Iterator[str]:
+    """The text of a pane, a box for each token in the colour of who wrote it."""
+    written = run.get("written") or [0] * len(texts)
+    for text, by, seconds, (row, column) in zip(texts, written, run["seconds"], places(texts)):
+        left, top, word = x + CHARACTER * column, TOP + ROW * row, text.lstrip(" ")
+        box = f'<rect x="{left:g}" y="{top}" width="{CHARACTER * len(text) - 1:g}" height="{ROW - 4}" rx="3" '
+        inside = left + CHARACTER * (len(text) - len(word))
+        width = f' textLength="{CHARACTER * len(word) - 1:g}" lengthAdjust="spacingAndGlyphs"'
+        yield f'<g class="{clock.seen(seconds)}">{box}class="{"draft" if by else "target"}"/>'
+        yield say(inside, top + 15.5, word, "token", width) + "</g>"
+
+
+def counters(x: float, run: dict[str, Any], clock: Clock) -> Iterator[str]:
+    """Tokens per second and tokens a round as they were after each round, alone after each token."""
+    emitted, seconds = run.get("emitted"), run["seconds"]
+    rounds = [1] * (len(seconds) - 1) if emitted is None else emitted
+    ends = [one - 1 for one in accumulate(rounds, initial=1)]  # the first token is the prompt's forward's
+    for k, (end, following) in enumerate(zip(ends, [*ends[1:], None])):
+        until = None if following is None else seconds[following]
+        seen = clock.seen(seconds[end], until) + (" live" if following else "")
+        tau = say(x + 130, 122, f"{sum(rounds[:k]) / k:.2f}", "big") if emitted and k else ""
+        yield f'<g class="{seen}">' + say(x, 122, f"{(end + 1) / seconds[end]:.0f}", "big") + tau + "</g>"
+    yield "" if emitted else say(x + 130, 122, "1", "big")
+    yield say(x, 142, "tokens per second", "quiet small")
+    yield say(x + 130, 142, "tokens a round" if emitted else "token a forward", "quiet small")
+
+
+def draw(told: dict[str, Any]) -> str:
+    """The picture of a record."""
+    run, plain, drafted = told["run"], told["plain"], told["drafted"]
+    texts = ["end" if piece.startswith("<｜") else shown(piece).replace("␣", " ") for piece in told["pieces"]]
+    took = [one["seconds"][-1] for one in (plain, drafted)]
+    clock, count = Clock(max(took)), len(texts)
+    bottom = TOP + ROW * (1 + max(row for row, _ in places(texts)))
+    parts = [say(PANES[0], 40, f"“{run['prompt']}”", "asked")]
+    for x, name, one in zip(PANES, ("The target alone", "The same target with its drafter"), (plain, drafted)):
+        parts += [say(x, 82, name, "name"), *counters(x, one, clock), *tokens(x, one, texts, clock)]
+        faster = f": {took[0] / took[1]:.1f} times as fast" if one is drafted else ""
+        end = one["seconds"][-1]
+        parts += [say(x, bottom + 22, f"{count} tokens in {end:.2f} s{faster}", clock.seen(end))]
+    y = bottom + 54
+    for x, kind, what in zip(
+        PANES, ("draft", "target"), ("a draft that the target accepted", "the target's own token")
+    ):
+        parts += [f'<rect x="{x}" y="{y - 12}" width="16" height="16" rx="3" class="{kind}"/>', say(x + 24, y, what)]
+    versions = ", ".join(f"{name} {run['versions'][name].partition('+')[0]}" for name in ("torch", "transformers"))
+    how = f"{run['target']}, temperature 0, {run['dtype']}, {run['hardware']}, {run['threads']} thread, {versions}"
+    why = "The target is too small to be right: what counts is that the text is the same."
+    parts += [say(24, y + 30, f"A real run, slowed {clock.slowed} times. {why}", "small")]
+    parts += [say(24, y + 50, f"{how}, {run['date']}", "quiet small")]
+    height = y + 68
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+        'role="img" font-family="ui-sans-serif, system-ui, sans-serif" font-size="15">\n'
+        f"<title>One text, by the target alone and with its drafter, {took[0] / took[1]:.1f} times as fast</title>\n"
+        f"<style>{STYLE}{clock.style()}</style>\n"
+        f'<rect x=".5" y=".5" width="{WIDTH - 1}" height="{height - 1}" rx="8" class="card"/>'
+    )
+    return "\n".join([head, *parts, "</svg>", ""])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", type=Path, metavar="FILE", help="run the pair anew, write this file and draw it")
+    parser.add_argument("--check", action="store_true", help="exit status 1 if the picture is not what this draws")
+    args = parser.parse_args()
+    if args.record:
+        args.record.parent.mkdir(parents=True, exist_ok=True)
+        args.record.write_text(json.dumps(record(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    svg = draw(json.loads((args.record or RECORD).read_text(encoding="utf-8")))
+    if args.check:
+        return int(not PICTURE.exists() or PICTURE.read_text(encoding="utf-8") != svg)
+    PICTURE.write_text(svg, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

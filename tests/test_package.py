@@ -50,7 +50,8 @@ ORDER = [
     "benchmark.intervals", "benchmark.other_settings", "benchmark.recommended",
     "benchmark.doctor", "benchmark.suites", "benchmark.results",
     "benchmark.runner", "benchmark.endpoint", "benchmark.reliability", "benchmark.calibration",
-    "benchmark.figures", "benchmark.report", "cli.options", "cli.models", "cli.who_wrote", "cli.generate",
+    "benchmark.figures", "benchmark.report", "display.text", "display.tree",
+    "cli.options", "cli.models", "cli.who_wrote", "cli.generate",
     "cli.train", "cli.calibrate", "cli.measure", "cli.share", "cli.app",
 ]  # fmt: skip
 MODULES = {

@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
 
+from ..display.text import Pieces, name_of
+
 # Of draft positions 1, 2, ..; the last one of all that are further.
 COLOURS = ("green3", "spring_green2", "cyan3", "deep_sky_blue1", "dodger_blue1", "slate_blue1", "medium_purple1")
 TARGET = "bold yellow"
@@ -24,31 +26,24 @@ class WhoWrote(BaseStreamer):
 
     def __init__(self, tokenizer: Any, drafter: Any, console: Console) -> None:
         self.tokenizer, self.drafter, self.console = tokenizer, drafter, console
-        self._ids: list[int] | None = None  # of this line, after the prompt
-        self._printed = 0
+        self._pieces: Pieces | None = None  # after the prompt
 
     def put(self, value: Any) -> None:
         """Take a token, or the prompt, which is not shown."""
-        if self._ids is None:
-            self._ids = []
+        if self._pieces is None:
+            self._pieces = Pieces(self.tokenizer)
             return
-        self._ids += value.tolist()
-        text = self.tokenizer.decode(self._ids, skip_special_tokens=True)
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return  # a character of several tokens
-        position = self.drafter.last_stats.written[-1]
-        self.console.print(Text(text[self._printed :], style_of(position)), end="", soft_wrap=True)
-        self._printed = len(text)
-        if text.endswith("\n"):  # so that a long text does not get slower
-            self._ids, self._printed = [], 0
+        piece = self._pieces.add(int(value), self.drafter.last_stats.written[-1])
+        if piece is not None:
+            self.console.print(Text(piece.text, style_of(piece.position)), end="", soft_wrap=True)
 
     def end(self) -> None:
-        """End the line, and say which colour is whose."""
-        self._ids, self._printed = None, 0
+        """End the text, and say which colour is whose."""
+        self._pieces = None
         most = max(self.drafter.last_stats.written, default=0)
-        legend = Text("\n\ntarget", TARGET)
+        legend = Text("\n\n").append(name_of(0), TARGET)
         for position in range(1, most + 1):
-            legend.append(f"  draft {position}", style_of(position))
+            legend.append(f"  {name_of(position)}", style_of(position))
         self.console.print(legend, soft_wrap=True)
 
 

@@ -83,7 +83,8 @@ def name_of(position: int) -> str:
 
 
 def text_html(pieces: Iterable[Piece]) -> str:
-    """A text in the colours of who wrote it, and which colour is whose. `data-token` says which token a piece is."""
+    """A text in the colours of who wrote it, and below which colour is whose. `data-token` says which token a piece
+    is."""
     pieces = list(pieces)
     most = max((piece.position for piece in pieces), default=0)
     text = "".join(

@@ -33,7 +33,7 @@ SHIPPED = {"tiny DeepSeek-V4": "tiny-deepseek-v4", "tiny Qwen3": "tiny-qwen3"}
 PROMPTS = [
     "Tom has 12 marbles and gives 5 to his sister. How many are left?",
     "Write a Python function that adds two numbers.",
-    "What is 15 percent of 80?",
+    "A train travels 60 miles an hour for 3 hours. How far does it go?",
 ]
 MOST_NODES = 512  # more take minutes on a CPU
 ALONE, ASSISTED = "Target alone", "With the drafter"
@@ -44,6 +44,7 @@ forwards. One after the other, so that neither slows the other down."""
 TINY = " The tiny models are seldom right; what counts is how their text comes about."
 HINT = "Click a token of the assisted text to see the draft tree of the round that wrote it."
 FIRST = "No round wrote this token: the first comes with the prompt, and where one alone is left nothing is drafted."
+KEY = "The first row is what the text got; hollow is what was drafted in vain."
 CSS = """
 .plain {white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.6}
 [data-token] {cursor: pointer}
@@ -140,7 +141,7 @@ def numbers_of(side: Side, plain: Side | None = None, is_greedy: bool = True) ->
     """What stands above a text; above the assisted one, how it compares with the plain one."""
     told = [f"**{side.rate:.1f} tokens/s**", f"{side.tokens} tokens"] if side.seconds else ["waits for its turn"]
     if plain is not None and side.seconds:
-        tau = f"accepted length **{side.stats.tau:.2f}**"
+        tau = f"accepted length (tau) **{side.stats.tau:.2f}**"
         told[1:] = [f"**{side.rate / plain.rate:.2f}×**", tau, f"{side.stats.rounds} rounds"]
     if plain is not None and side.is_over:
         same = "the same text" if side.text == plain.text else "not the same text: two tokens nearly tied"
@@ -205,7 +206,7 @@ def tree_of(looked_at: tuple[Any, list[VerifiedTree]] | None, event: gr.SelectDa
     tokenizer, trees = looked_at or (None, [])
     for number, kept in enumerate(trees, start=1):
         if event.index in kept.tokens:
-            return f"<p>Round {number} of {len(trees)}: {tree_text(kept)}.</p>{tree_html(kept, tokenizer)}"
+            return f"<p>Round {number} of {len(trees)}: {tree_text(kept)}. {KEY}</p>{tree_html(kept, tokenizer)}"
     return FIRST if trees else HINT
 
 

@@ -185,7 +185,7 @@ def test_both_texts_are_the_librarys_in_the_colours_of_who_wrote_them(page):
     left, right = re.findall(r"([\d.]+) tokens/s", page_text)
     (speedup,) = re.findall(r"([\d.]+)×", page_text)
     assert float(speedup) == pytest.approx(float(right) / float(left), rel=0.01, abs=0.01)
-    tau, rounds = re.search(r"accepted length ([\d.]+) · (\d+) rounds", page_text).groups()
+    tau, rounds = re.search(r"\(tau\) ([\d.]+) · (\d+) rounds", page_text).groups()
     assert (tau, int(rounds)) == (f"{expected.stats.tau:.2f}", expected.stats.rounds)
 
     # A click on a token, the last one of the round with the most rejected drafts.
@@ -201,7 +201,11 @@ def test_both_texts_are_the_librarys_in_the_colours_of_who_wrote_them(page):
     kinds = [kind for kind, _ in drawn]
     assert kinds[0] == "anchor" and kinds[-1] == "own"
     assert [node for node, kind in enumerate(kinds[1:-1]) if kind == "accepted"] == picked.accepted
+    page.locator(f"[data-token='{picked.tokens[0]}']").click()  # the same round's
+    assert page.locator(".picked").count() == 1
+    page.get_by_text(f"Round {number} of {rounds}: ").wait_for()
     if os.environ.get("PICTURE"):
+        page.mouse.move(0, 0)
         page.screenshot(path=os.environ["PICTURE"], full_page=True)
     page.locator("[data-token='0']").click()
     page.get_by_text("No round wrote this token").wait_for()
@@ -213,15 +217,15 @@ def rgb(colour: str) -> str:
 
 
 def test_the_other_pair_and_no_tree(page):
-    expected = Expected("tiny-qwen3", "What is 15 percent of 80?", 64, num_assistant_tokens=2)
+    expected = Expected("tiny-qwen3", "Write a Python function that adds two numbers.", 64, num_assistant_tokens=2)
     page.get_by_label("Target and its drafter").click()
     page.get_by_role("option", name="tiny Qwen3").click()
-    page.get_by_role("button", name="What is 15 percent of 80?").click()
+    page.get_by_role("button", name="Write a Python function that adds two numbers.").click()
     choose(page, "Drafts a round", "2")
     page.get_by_role("spinbutton", name="New tokens").fill("64")
     write(page)
     assert texts(page) == (expected.text, expected.text)
-    assert f"accepted length {expected.stats.tau:.2f}" in page.locator("body").inner_text()
+    assert f"(tau) {expected.stats.tau:.2f}" in page.locator("body").inner_text()
     page.locator(f"[data-token='{expected.pieces[1].token}']").click()
     page.get_by_text("2 drafts one after the other").wait_for()
 
@@ -246,7 +250,7 @@ def test_at_random_two_texts_are_drawn(page):
 def test_what_a_visitor_gets_wrong_is_one_line(page, label, value, said):
     page.get_by_label(label).fill(value) if label == "Prompt" else choose(page, label, value)
     button(page, "Write").click()
-    toast = page.locator(".toast-text")
+    toast = page.get_by_test_id("toast-text")
     toast.wait_for()
     line = toast.inner_text().strip()
     assert said in line and "\n" not in line

@@ -127,6 +127,7 @@ class Side(BaseStreamer):
             thread.join()
         if self.error is not None:
             raise self.error
+        yield  # the whole text: it may have ended while somebody looked at it
 
     @property
     def rate(self) -> float:

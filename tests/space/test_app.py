@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import signal
 import socket
@@ -228,6 +229,16 @@ def test_the_other_pair_and_no_tree(page):
     assert f"(tau) {expected.stats.tau:.2f}" in page.locator("body").inner_text()
     page.locator(f"[data-token='{expected.pieces[1].token}']").click()
     page.get_by_text("2 drafts one after the other").wait_for()
+
+
+def test_who_looks_seldom_sees_the_end():
+    app = runpy.run_path(str(SPACE / "app.py"))
+    pair = app["pair_of"](str(MODELS / "tiny-qwen3"), str(MODELS / "tiny-qwen3-hyperdflash"))
+    side, seen = app["Side"](pair, pair.drafter), []
+    for _ in side.write(app["ids_of"](pair, PROMPT), {"max_new_tokens": 64, "do_sample": False}):
+        seen.append(side.is_over)
+        time.sleep(3)  # the text is over before it looks again
+    assert seen[-1] and side.text == Expected("tiny-qwen3", PROMPT, 64).text
 
 
 def test_at_random_two_texts_are_drawn(page):

@@ -183,3 +183,17 @@ def test_a_thread_keeps_its_own_trees_alone():
     with keep_trees():
         elsewhere(generate)
     assert seen == [[]]
+
+
+def test_a_tree_in_which_the_text_ends_has_no_token_of_the_targets_own():
+    target = tiny_target()
+    drafter = half_right(target, prompt(9), max_new_tokens=30)
+    drafter.bind(target)
+    options = {"assistant_model": drafter, "do_sample": False, "max_new_tokens": 30, "num_assistant_tokens": 4}
+    new, written = target.generate(prompt(9), **options)[0, 9:].tolist(), drafter.last_stats.written
+    last = max(token for token in range(30) if written[token] and new.index(new[token]) == token)
+    with keep_trees():
+        target.generate(prompt(9), eos_token_id=new[last], **options)
+    stats = drafter.last_stats
+    assert stats.trees[-1].own is None and stats.trees[-1].tokens[-1] == last
+    assert rounds_of(stats, new) == dict(enumerate(new[1 : last + 1], start=1))

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
+from hf_hyperdflash.runtime.stats import keep_trees
 from hf_hyperdflash.training.data import encode_prompts
 
 ROOT = Path(__file__).parent.parent
@@ -61,19 +62,17 @@ def rounds() -> Iterator[tuple[list[str], list[str], int, list[str]]]:
     target, tokenizer = load_target(str(name), dtype="float32"), AutoTokenizer.from_pretrained(name)
     drafter = load_drafter(str(MODELS / "tiny-deepseek-v4-hyperdflash"), target=target)
     drafter.bind(target)
-    drafted: list[torch.Tensor] = []
-    # Of the prompt's forward it hears, too: no drafts.
-    drafter.observe = lambda context, tree, logits, accepted: drafted.extend([tree.tokens] * bool(len(tree)))
     prompt = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": PROMPT}]}])[0]
-    ids = target.generate(prompt, assistant_model=drafter, num_assistant_tokens=DRAFTS, max_new_tokens=96)
-    new, end = ids[0, prompt.shape[1] :], 1  # the first token is the prompt's forward's
+    with keep_trees():
+        ids = target.generate(prompt, assistant_model=drafter, num_assistant_tokens=DRAFTS, max_new_tokens=96)
+    new = ids[0, prompt.shape[1] :]
 
     def words(tokens: Sequence[int] | torch.Tensor) -> list[str]:
         return [tokenizer.decode([int(token)]) for token in tokens]
 
-    for drafts, accepted, emitted in zip(drafted, drafter.last_stats.accepted, drafter.last_stats.emitted):
-        yield words(new[:end]), words(drafts), accepted, words(new[end : end + emitted])
-        end += emitted
+    for kept in drafter.last_stats.trees:
+        first, end = kept.tokens.start, kept.tokens.stop
+        yield words(new[:first]), words(kept.drafts.tokens), len(kept.accepted), words(new[first:end])
 
 
 def a_round() -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE, PAGE = ROOT / "hf_hyperdflash", ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- rooms: docs/draw_rooms.py -->", "<!-- end of rooms -->"
-ORDER = ("aslm", "runtime", "hub", "serving", "loading", "training", "benchmark", "cli", "metrics")
+ORDER = ("aslm", "runtime", "hub", "serving", "loading", "training", "benchmark", "display", "cli", "metrics")
 
 
 def modules() -> dict[str, Path]:

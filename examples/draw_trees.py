@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hyperdflash import load_drafter
+from hf_hyperdflash.runtime.stats import VerifiedTree, keep_trees
 from hf_hyperdflash.runtime.tree import ANCHOR, DraftTree
 from hf_hyperdflash.training.data import encode_prompts
 
@@ -31,7 +32,6 @@ OF_PASSES = (
     "#D9EDF7",
     "#E5E5E5",
 )  # first, second, ...
-Round = tuple[DraftTree, list[int], int]  # the tree, the accepted nodes, and the target's own token
 
 
 def parse_args() -> argparse.Namespace:
@@ -55,26 +55,22 @@ def parse_args() -> argparse.Namespace:
     return arguments
 
 
-def rounds_of(arguments: argparse.Namespace, target: Any, tokenizer: Any, drafter: Any) -> list[Round]:
+def rounds_of(arguments: argparse.Namespace, target: Any, tokenizer: Any, drafter: Any) -> list[VerifiedTree]:
     """Generate, and keep what was drafted and accepted."""
-    heard: list[tuple[int, DraftTree, list[int]]] = []
     ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": arguments.prompt}]}])[0]
-    # What the target says about a round reaches every drafter, for those that learn while they serve.
-    drafter.observe = lambda context, tree, logits, accepted: heard.append((context.end, tree, accepted))
     torch.manual_seed(arguments.seed)
     sampling = (
         {"do_sample": True, "temperature": arguments.temperature} if arguments.temperature else {"do_sample": False}
     )
-    text = target.generate(
-        ids,
-        assistant_model=drafter,
-        tree_budget=arguments.tree_budget,
-        max_new_tokens=(drafter.num_draft_tokens + 1) * arguments.rounds + 1,
-        **sampling,
-    )[0].tolist()
-    # After a round the drafter has taken in all but the target's own token.
-    drafted = [(tree, accepted, text[end]) for end, tree, accepted in heard if len(tree)]
-    return drafted[: arguments.rounds]
+    with keep_trees():
+        target.generate(
+            ids,
+            assistant_model=drafter,
+            tree_budget=arguments.tree_budget,
+            max_new_tokens=(drafter.num_draft_tokens + 1) * arguments.rounds + 1,
+            **sampling,
+        )
+    return [kept for kept in drafter.last_stats.trees if len(kept.drafts)][: arguments.rounds]
 
 
 def places_of(tree: DraftTree) -> dict[int, float]:
@@ -94,12 +90,13 @@ def places_of(tree: DraftTree) -> dict[int, float]:
     return heights
 
 
-def draw(figure: Figure, rounds: list[Round], tokenizer: Any) -> None:
+def draw(figure: Figure, rounds: list[VerifiedTree], tokenizer: Any) -> None:
     """A panel per round."""
-    heights = [max(len(tree.paths), 2) for tree, _, _ in rounds]
-    for axes, (number, (tree, accepted, own)) in zip(
+    heights = [max(len(kept.drafts.paths), 2) for kept in rounds]
+    for axes, (number, kept) in zip(
         figure.subplots(len(rounds), height_ratios=heights, squeeze=False)[:, 0], enumerate(rounds, start=1)
     ):
+        tree, accepted = kept.drafts, kept.accepted
         places, depths = places_of(tree), (*tree.depths, 0)  # the anchor's is the last
         for node, parent in enumerate(tree.parents):
             colour = ACCEPTED if node in accepted else REJECTED
@@ -111,7 +108,7 @@ def draw(figure: Figure, rounds: list[Round], tokenizer: Any) -> None:
         label(axes, 0, places[ANCHOR], "anchor", "black")
         last = accepted[-1] if accepted else ANCHOR
         axes.annotate(
-            f"+ {shown(tokenizer.decode([own]))}",
+            "" if kept.own is None else f"+ {shown(tokenizer.decode([kept.own]))}",
             (depths[last], places[last]),
             (0, 7),
             textcoords="offset points",
@@ -152,12 +149,12 @@ def main() -> None:
     if not rounds:
         raise SystemExit("The text was over before a tree was drafted: try another prompt.")
     figure = Figure(
-        figsize=(9, 0.5 + sum(0.5 + 0.27 * len(tree.paths) for tree, _, _ in rounds)), layout="constrained"
+        figsize=(9, 0.5 + sum(0.5 + 0.27 * len(kept.drafts.paths) for kept in rounds)), layout="constrained"
     )
     draw(figure, rounds, tokenizer)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(arguments.output, dpi=130)
-    print(f"{arguments.output}: {len(rounds)} rounds, {sum(len(accepted) + 1 for _, accepted, _ in rounds)} tokens.")
+    print(f"{arguments.output}: {len(rounds)} rounds, {sum(len(kept.tokens) for kept in rounds)} tokens.")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def test_trees_are_drawn_as_they_were(tmp_path):
     rounds = drawing["rounds_of"](arguments, target, tokenizer, drafter)
     ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": text[1]}]}])[0]
     written = target.generate(ids, do_sample=False, max_new_tokens=20)[0, ids.shape[1] + 1 :].tolist()
-    told = [token for tree, accepted, own in rounds for token in [*tree.tokens[accepted].tolist(), own]]
+    told = [token for kept in rounds for token in [*kept.drafts.tokens[kept.accepted].tolist(), kept.own]]
     assert told == written[: len(told)] and len(told) > 2
 
 

@@ -51,8 +51,9 @@ ORDER = [
     "benchmark.intervals", "benchmark.other_settings", "benchmark.recommended",
     "benchmark.doctor", "benchmark.suites", "benchmark.results",
     "benchmark.runner", "benchmark.endpoint", "benchmark.reliability", "benchmark.calibration",
-    "benchmark.figures", "benchmark.report", "cli.options", "cli.models", "cli.live_line", "cli.who_wrote",
-    "cli.generate", "cli.train", "cli.calibrate", "cli.measure", "cli.share", "cli.app",
+    "benchmark.figures", "benchmark.report", "display.text", "display.tree",
+    "cli.options", "cli.models", "cli.live_line", "cli.who_wrote", "cli.generate",
+    "cli.train", "cli.calibrate", "cli.measure", "cli.share", "cli.app",
 ]  # fmt: skip
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path

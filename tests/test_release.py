@@ -27,8 +27,8 @@ def test_the_changelog_begins_with_this_version():
 def test_the_workflow_runs_what_ci_is():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
-    assert ".ci/run" in commands
-    for script in ("run", "wheel", "lowest"):
+    assert {".ci/run", ".ci/space"} <= set(commands)
+    for script in ("run", "wheel", "lowest", "space"):
         assert os.access(ROOT / ".ci" / script, os.X_OK), script
     run = (ROOT / ".ci" / "run").read_text()
     for step in (".ci/wheel", "mkdocs build", "ruff check", "ruff format --check", "mypy", "pytest"):
@@ -47,3 +47,16 @@ def test_the_forms_ask_for_what_tells_most():
         assert {"name", "description", "body"} <= forms[name].keys()
         ids = [part["id"] for part in forms[name]["body"] if part["type"] != "markdown"]
         assert len(ids) == len(set(ids)) > 2
+
+
+def test_the_space_needs_what_the_package_needs():
+    """Its folder lies beside the app: nothing else installs what it imports."""
+    lines = (ROOT / "examples" / "space" / "requirements.txt").read_text().splitlines()
+    needed = {line for line in lines if not line.startswith("#")}
+    project = (ROOT / "pyproject.toml").read_text()
+    declared = re.findall(r'^  "(.*)",$', re.search(r"^dependencies = \[\n(.*?)^\]", project, re.M | re.S)[1], re.M)
+    assert (
+        len(declared) > 5
+        and needed >= set(declared)
+        and needed - set(declared) == {line for line in lines if line.startswith("gradio")}
+    )

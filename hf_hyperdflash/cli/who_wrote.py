@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
 
+from ..display.text import Piece, Pieces, name_of
 from .live_line import LiveLine
 
 # Of draft positions 1, 2, ..; the last one of all that are further.
@@ -29,8 +30,8 @@ class WhoWrote(BaseStreamer):
     def __init__(self, tokenizer: Any, drafter: Any, console: Console) -> None:
         self.tokenizer, self.drafter, self.console = tokenizer, drafter, console
         self.line = LiveLine(console)
-        self._ids: list[int] | None = None  # of this line, after the prompt
-        self._printed, self._began = 0, 0.0
+        self._pieces: Pieces | None = None  # after the prompt
+        self._began = 0.0
 
     def __enter__(self) -> WhoWrote:
         return self
@@ -40,35 +41,30 @@ class WhoWrote(BaseStreamer):
 
     def put(self, value: Any) -> None:
         """Take a token, or the prompt, which is not shown."""
-        if self._ids is None:
-            self._ids = []
+        if self._pieces is None:
+            self._pieces = Pieces(self.tokenizer)
             return
         self._began = self._began or time.perf_counter()
-        self._ids += value.tolist()
-        text = self.tokenizer.decode(self._ids, skip_special_tokens=True)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character of several tokens
-            self._print(text)
+        self._print(self._pieces.add(int(value), self.drafter.last_stats.written[-1]))
 
     def end(self) -> None:
         """End the text, in the midst of a character if need be, and say which colour is whose."""
-        self._print(self.tokenizer.decode(self._ids or [], skip_special_tokens=True))
+        written = self.drafter.last_stats.written
+        self._print(self._pieces.rest(written[-1]) if self._pieces and written else None)
         self.line.clear()
-        self._ids, self._began = None, 0.0
-        most = max(self.drafter.last_stats.written, default=0)
-        legend = Text("\n\ntarget", TARGET)
+        self._pieces, self._began = None, 0.0
+        most = max(written, default=0)
+        legend = Text("\n\n").append(name_of(0), TARGET)
         for position in range(1, most + 1):
-            legend.append(f"  draft {position}", style_of(position))
+            legend.append(f"  {name_of(position)}", style_of(position))
         head = getattr(self.drafter.config, "sequential_head", "none")
         if most and head != "none":  # no draft is the block's alone, not the first either, which follows the anchor
             legend.append(f"  (drafts: block and {head} head)", "not bold default")
         self.console.print(legend, soft_wrap=True)
 
-    def _print(self, text: str) -> None:
-        position = self.drafter.last_stats.written[-1]
-        self.line.write(text[self._printed :], style_of(position), self._so_far())
-        self._printed = len(text)
-        if text.endswith("\n"):  # so that a long text does not get slower
-            self._ids, self._printed = [], 0
+    def _print(self, piece: Piece | None) -> None:
+        if piece is not None:
+            self.line.write(piece.text, style_of(piece.position), self._so_far())
 
     def _so_far(self) -> str:
         stats = self.drafter.last_stats

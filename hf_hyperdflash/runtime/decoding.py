@@ -154,10 +154,12 @@ class Decoding:
         """
         before = self.row.length
         accepted = self.accept(round_, outputs)
-        self.stats.add_round(self.row.length - before, accepted, round_.tree if self._room else None)
+        if self._room:
+            self.stats.keep_tree(round_.tree, accepted, self.row.ids[0, before - 1 :])
+        self.stats.add_round(self.row.length - before, len(accepted), round_.tree if self._room else None)
         seconds = self.now() + self.waited - self._round_began
-        self.schedule.end(len(round_.tree), accepted, seconds, self.row.finished)
-        return accepted
+        self.schedule.end(len(round_.tree), len(accepted), seconds, self.row.finished)
+        return len(accepted)
 
     def end(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """What `generate` returns."""
@@ -252,12 +254,12 @@ class Decoding:
 
     # Accept
 
-    def accept(self, round_: ChainRound, outputs: Any) -> int:
+    def accept(self, round_: ChainRound, outputs: Any) -> list[int]:
         """Accept what the target agrees with and leave the rest behind, also where a streamer or a criterion raises: a
         caller who goes on with this cache and the tokens so far gets the same text.
 
         Returns:
-            The number of accepted drafts.
+            The accepted nodes.
         """
         logits = round_.logits(outputs).to(dtype=torch.float32, device=self.row.ids.device)
         path: list[int] = []
@@ -276,7 +278,7 @@ class Decoding:
         finally:
             self.keep(round_, path)
         self.drafter.observe(self.row.context, round_.tree, logits[0], path)
-        return len(path)
+        return path
 
     def walk(self, round_: ChainRound, logits: torch.Tensor, outputs: Any) -> Iterator[Step]:
         """What the target writes after the anchor. Processors see every accepted prefix once and in order, as in plain

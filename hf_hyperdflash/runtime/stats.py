@@ -14,6 +14,7 @@ import torch
 from .tree import DraftTree
 
 _is_exact: ContextVar[bool] = ContextVar("hf_hyperdflash_exact_timing", default=False)
+_keeps_trees: ContextVar[bool] = ContextVar("hf_hyperdflash_keep_trees", default=False)
 
 
 @contextmanager
@@ -39,6 +40,41 @@ def clock(device: torch.device) -> Callable[[], float]:
     return waiting
 
 
+@contextmanager
+def keep_trees() -> Iterator[None]:
+    """Let the generations of this thread keep what they drafted, round by round, in `trees` of their statistics. Each
+    round then waits for the accelerator once more."""
+    token = _keeps_trees.set(True)
+    try:
+        yield
+    finally:
+        _keeps_trees.reset(token)
+
+
+@dataclass(frozen=True)
+class VerifiedTree:
+    """What a verification round drafted, and what came of it.
+
+    Attributes:
+        anchor: The token that it follows.
+        drafts: The draft tree, on the CPU, without what it was drawn from; a chain of drafts is a tree with one path.
+        accepted: Those of its nodes that the target accepted, from the anchor on.
+        own: The target's own token, which follows them; `None` where the text ended with a draft.
+        first: Which of the new tokens this round's first is, from 0; it wrote `len(accepted)`, and `own`.
+    """
+
+    anchor: int
+    drafts: DraftTree
+    accepted: list[int]
+    own: int | None
+    first: int
+
+    @property
+    def tokens(self) -> range:
+        """Which of the new tokens the round wrote, from 0."""
+        return range(self.first, self.first + len(self.accepted) + (self.own is not None))
+
+
 @dataclass
 class SpeculationStats:
     """What one `generate` call with a drafter did.
@@ -52,6 +88,7 @@ class SpeculationStats:
         emitted: Tokens that each round emitted, accepted drafts and the target's own token.
         accepted: Accepted drafts of each round.
         written: Of each new token the draft position that wrote it, from 1; 0 where the target did.
+        trees: Of each round what was drafted and accepted, if it was generated under [`keep_trees`]; else none.
         draft_seconds: Wall-clock seconds in the drafter: drafting and taking in what was accepted, prompt excluded. On
             an accelerator launches count, not their completion, except under [`exact_timing`].
         verify_seconds: Wall-clock seconds in the target's forwards, prefill excluded.
@@ -66,6 +103,7 @@ class SpeculationStats:
     emitted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
+    trees: list[VerifiedTree] = field(default_factory=list)
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     loop_seconds: float = 0.0
@@ -75,7 +113,7 @@ class SpeculationStats:
         """Add another call's."""
         self.draft_positions = max(self.draft_positions, other.draft_positions)
         for name in (
-            "rounds", "tokens", "nodes", "emitted", "accepted", "written", "draft_seconds", "verify_seconds",
+            "rounds", "tokens", "nodes", "emitted", "accepted", "written", "trees", "draft_seconds", "verify_seconds",
             "loop_seconds", "rows",
         ):  # fmt: skip
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -90,6 +128,20 @@ class SpeculationStats:
             self.draft_positions = max([self.draft_positions, *tree.depths])
             self.emitted.append(emitted)
             self.accepted.append(accepted)
+
+    def keep_tree(self, tree: DraftTree, accepted: list[int], text: torch.Tensor) -> None:
+        """Keep a round's draft tree, if that is asked for.
+
+        Args:
+            tree: Of the round that is to be counted next.
+            accepted: Its nodes that the target accepted.
+            text: The anchor and the tokens that the round wrote, `[new + 1]`.
+        """
+        if _keeps_trees.get():
+            anchor, *written = text.tolist()
+            drafts = DraftTree(tree.tokens.cpu(), tree.parents, passes=tree.passes)
+            own = written[-1] if len(written) > len(accepted) else None
+            self.trees.append(VerifiedTree(anchor, drafts, accepted, own, self.tokens))
 
     @property
     def tau(self) -> float:

@@ -8,8 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hyperdflash.runtime.stats import SpeculationStats, clock, exact_timing
+from hf_hyperdflash.runtime.stats import SpeculationStats, clock, exact_timing, keep_trees
 from hf_hyperdflash.runtime.tree import DraftTree
+
+from ..conftest import half_right, prompt, tiny_target
 
 # Of each target forward after the prefill: its drafts (`None` without room for any), and how many were accepted.
 FORWARDS = st.lists(
@@ -127,3 +129,71 @@ def test_exact_times_elsewhere_or_in_vain_change_nothing_here(waits):
         raise KeyError
     now(GPU)
     assert len(waits) == 1
+
+
+def rounds_of(stats, new):
+    """What the kept trees say was written, by token."""
+    told = {}
+    for kept in stats.trees:
+        assert kept.drafts.path(kept.accepted[-1]) == kept.accepted if kept.accepted else True
+        assert kept.anchor == new[kept.first - 1] and kept.drafts.q is None
+        tokens = kept.drafts.tokens[kept.accepted].tolist() + ([] if kept.own is None else [kept.own])
+        told |= dict(zip(kept.tokens, tokens, strict=True))
+        positions = [kept.drafts.depths[node] for node in kept.accepted] + [0] * (kept.own is not None)
+        assert [stats.written[token] for token in kept.tokens] == positions
+    return told
+
+
+@pytest.mark.parametrize("options", [{}, {"tree_budget": 9}, {"do_sample": True, "tree_budget": 9}])
+def test_trees_are_kept_where_that_is_asked_for(options):
+    target = tiny_target()
+    drafter = half_right(target, prompt(9), max_new_tokens=30)
+    drafter.bind(target)
+    options = {
+        "assistant_model": drafter,
+        "do_sample": False,
+        "max_new_tokens": 30,
+        "num_assistant_tokens": 4,
+    } | options
+    target.generate(prompt(9), **options)
+    assert drafter.last_stats.trees == []
+    with keep_trees():
+        new = target.generate(prompt(9), **options)[0, 9:].tolist()
+    stats = drafter.last_stats
+    assert len(stats.trees) == stats.rounds and sum(len(kept.drafts) for kept in stats.trees) == stats.nodes
+    assert [len(kept.accepted) for kept in stats.trees] == stats.accepted and sum(stats.accepted)
+    told = rounds_of(stats, new)
+    assert [told[token] for token in sorted(told)] == new[1 : 1 + len(told)] and len(told) == sum(stats.emitted)
+    with keep_trees(), keep_trees():
+        pass
+    target.generate(prompt(9), **options)
+    assert drafter.last_stats.trees == []
+
+
+def test_a_thread_keeps_its_own_trees_alone():
+    target = tiny_target()
+    drafter = half_right(target, prompt(9), max_new_tokens=20)
+    drafter.bind(target)
+    seen = []
+
+    def generate():
+        target.generate(prompt(9), assistant_model=drafter, do_sample=False, max_new_tokens=20)
+        seen.append(drafter.last_stats.trees)
+
+    with keep_trees():
+        elsewhere(generate)
+    assert seen == [[]]
+
+
+def test_a_tree_in_which_the_text_ends_has_no_token_of_the_targets_own():
+    target = tiny_target()
+    drafter = half_right(target, prompt(9), max_new_tokens=30)
+    drafter.bind(target)
+    options = {"assistant_model": drafter, "do_sample": False, "max_new_tokens": 30, "num_assistant_tokens": 4}
+    new, written = target.generate(prompt(9), **options)[0, 9:].tolist(), drafter.last_stats.written
+    last = max(token for token in range(30) if written[token] and new.index(new[token]) == token)
+    with keep_trees():
+        target.generate(prompt(9), eos_token_id=new[last], **options)
+    stats = drafter.last_stats
+    assert stats.trees[-1].own is None and stats.trees[-1].tokens[-1] == last
+    assert rounds_of(stats, new) == dict(enumerate(new[1 : last + 1], start=1))

@@ -31,6 +31,7 @@ from hf_hyperdflash.runtime.block_path import BlockPath
 from hf_hyperdflash.runtime.cache_ragged import RaggedCache, RaggedLayer
 from hf_hyperdflash.runtime.heads import HEADS
 from hf_hyperdflash.runtime.sampling import DraftSampler, DraftsWanted
+from hf_hyperdflash.runtime.stats import keep_trees
 from hf_hyperdflash.runtime.targets import family_of
 
 from ..conftest import prompt, tiny_drafter, tiny_target
@@ -171,6 +172,25 @@ def test_the_drafter_takes_in_each_rows_own_residual(family):
 
 
 # What `generate` offers
+
+
+@pytest.mark.parametrize("family", [families.qwen3, families.deepseek_v4])
+def test_each_row_keeps_its_own_trees(family):
+    torch.manual_seed(0)
+    target = bind(family().eval())
+    ids, mask, rows = padded()
+    texts = alone(target, rows)
+    drafter = RandomTrees(target, texts)
+    with keep_trees():
+        target.generate(ids, attention_mask=mask, assistant_model=drafter, do_sample=False, max_new_tokens=NEW)
+    for stats, row, text in zip(drafter.last_stats.rows, rows, texts):
+        assert len(stats.trees) == stats.rounds
+        for tree in stats.trees:
+            own = [] if tree.own is None else [tree.own]
+            written = [tree.drafts.tokens[node].item() for node in tree.accepted] + own
+            start = len(row) + tree.first
+            assert text[start - 1 : start + len(written)].tolist() == [tree.anchor, *written]
+    assert len(drafter.last_stats.trees) == sum(len(stats.trees) for stats in drafter.last_stats.rows)
 
 
 def test_texts_that_end_early_are_padded(qwen3):

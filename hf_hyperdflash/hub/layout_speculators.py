@@ -137,4 +137,9 @@ def served(config: HyperDFlashConfig, folder: Path) -> str:
     if config.sequential_head in ("gated_markov", "recurrent"):
         return f"No engine is known to serve a {config.sequential_head!r} head: vLLM knows 'markov' alone."
     speculative = {"method": algorithm, "model": str(folder), "num_speculative_tokens": config.max_draft_tokens}
-    return f"vLLM: --speculative-config '{json.dumps(speculative)}'"
+    told = f"vLLM: --speculative-config '{json.dumps(speculative)}'"
+    if config.sliding_window is None:
+        return told
+    return (
+        f"{told}\nvLLM counts the window of {config.sliding_window} from each slot, not the anchor: drafts may differ."
+    )

@@ -325,6 +325,14 @@ def test_the_command(target, tmp_path):
     assert load_foreign(tmp_path / "out").config.target_layer_ids == [0, 2]
 
 
+def test_what_vllm_does_otherwise_is_said(target, tmp_path):
+    fields = dict(reducer="fc", target_layer_ids=[0, 2])
+    whole, windowed = (tiny_drafter(target, **fields, sliding_window=window) for window in (None, 8))
+    assert "window" not in export_dflash(whole, tmp_path / "whole", "speculators")
+    told = export_dflash(windowed, tmp_path / "windowed", "speculators")
+    assert "window of 8 from each slot, not the anchor" in told
+
+
 def test_drafts_are_those_of_transformers_own_dflash_path(target, monkeypatch):
     """The same weights in transformers' reference drafter: the same drafts in every round, the same text."""
     fields = dict(num_hidden_layers=2, intermediate_size=48, head_dim=8, num_attention_heads=4, num_key_value_heads=2)

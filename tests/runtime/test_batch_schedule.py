@@ -75,6 +75,13 @@ def test_what_pays_in_a_small_batch_need_not_in_a_large_one():
     assert known.rounds == 0  # of single texts nothing was learned
 
 
+def test_a_round_of_many_rows_tells_more_than_one_of_few():
+    known = Experience()
+    for size in (2, 15):
+        simulated(known, size, 1, 0.5, each=0.001)
+        assert known.batches[size.bit_length()].doubt == pytest.approx(known.doubt / size**0.5)
+
+
 def test_rows_are_counted_by_the_drafts_that_they_made():
     """A row with less room, or a drafter that makes fewer drafts than it is asked for, rejects none of the others."""
     known, rows = Experience(), fake_rows(3)
@@ -82,11 +89,11 @@ def test_rows_are_counted_by_the_drafts_that_they_made():
     survival = PositionSurvival()
     known.batches[2] = Experience(survival=survival)
     schedule.begin(rows)
-    assert [row.schedule.begin(100, room) for row, room in zip(rows, (8, 2, 0))] == [8, 2, 0]
-    rows[2].row.finished = True
-    schedule.end(rows, [8, 2, 0], [3, 2, 0], 0.03)
-    assert {k: round(v) for k, v in survival._drafts.items()} == {0: 2, 1: 2, 2: 1, 3: 1}
-    assert {k: round(v) for k, v in survival._accepted.items()} == {0: 2, 1: 2, 2: 1, 3: 0}
+    assert [row.schedule.begin(100, room) for row, room in zip(rows, (8, 2, 6))] == [8, 2, 6]
+    rows[2].row.finished = True  # by a stop: what follows was not rejected
+    schedule.end(rows, [8, 2, 6], [3, 2, 1], 0.03)
+    assert {k: round(v) for k, v in survival._drafts.items()} == {0: 3, 1: 2, 2: 1, 3: 1}
+    assert {k: round(v) for k, v in survival._accepted.items()} == {0: 3, 1: 2, 2: 1, 3: 0}
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=60))

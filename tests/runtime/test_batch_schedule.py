@@ -8,11 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_hyperdflash import PromptLookupDrafter, bind
+from hf_hyperdflash import bind
 from hf_hyperdflash.runtime import batch_decoding
 from hf_hyperdflash.runtime.batch_schedule import BatchSchedule, PositionSurvival
 from hf_hyperdflash.runtime.binding import capture_residual
 from hf_hyperdflash.runtime.schedule import Experience
+from hf_hyperdflash.runtime.stats import keep_trees
 
 from ..conftest import prompt, tiny_drafter
 from ..helpers import families
@@ -183,6 +184,9 @@ def test_a_tree_of_any_size_is_a_chain_that_pays():
     target = bind(families.qwen3().eval())
     ids = torch.cat([prompt(8, seed=seed) for seed in range(2)])
     plain = target.generate(ids, do_sample=False, max_new_tokens=20)
-    drafter = PromptLookupDrafter(target)
-    out = target.generate(ids, assistant_model=drafter, tree_budget="auto", do_sample=False, max_new_tokens=20)
+    drafter = tiny_drafter(target)
+    with keep_trees():
+        out = target.generate(ids, assistant_model=drafter, tree_budget="auto", do_sample=False, max_new_tokens=20)
     assert out.tolist() == plain.tolist()
+    drafted = [tree.drafts for row in drafter.last_stats.rows for tree in row.trees]
+    assert all(tree.is_chain for tree in drafted) and max(map(len, drafted)) > 1

@@ -13,7 +13,9 @@ from ..display.text import Piece, Pieces, name_of
 from .live_line import LiveLine
 
 # Of draft positions 1, 2, ..; the last one of all that are further.
-COLOURS = ("green3", "spring_green2", "cyan3", "deep_sky_blue1", "dodger_blue1", "slate_blue1", "medium_purple1")
+COLOURS = (
+    "green3", "spring_green2", "cyan3", "deep_sky_blue1", "dodger_blue1", "slate_blue1", "medium_purple1", "orchid",
+)  # fmt: skip
 TARGET = "bold yellow"
 
 

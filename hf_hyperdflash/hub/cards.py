@@ -6,6 +6,7 @@ What is not known is left out. It knows nothing of how benchmarks are read ([`~b
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,7 +115,7 @@ def drafter_card(
     drafts_for = getattr(config, "target_model_type", "deepseek_v4")  # else it is that model's own
     told = describe(config)
     data = ModelCardData(
-        base_model=made_for if "/" in made_for else None,
+        base_model=made_for if _is_hub_name(made_for) else None,
         license=license,
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -130,8 +131,8 @@ def drafter_card(
         repo_id=repo_id,
         target=target or made_for or "TARGET",
         target_link=f"[{made_for}](https://huggingface.co/{made_for})"
-        if "/" in made_for
-        else made_for or "its target",
+        if _is_hub_name(made_for)
+        else Path(made_for).name or "its target",
         target_revision=getattr(config, "target_revision", ""),
         drafts=told.drafts,
         sentences=told.sentences,
@@ -162,7 +163,12 @@ def _parameters(folder: Path) -> str | None:
 
 
 def _hub_names(sources: Sequence[str] | None) -> list[str]:
-    return [source.partition(":")[0] for source in sources or () if "/" in source]
+    return [name for source in sources or () if _is_hub_name(name := source.partition(":")[0])]
+
+
+def _is_hub_name(name: str) -> bool:
+    """Whether it is `org/name` and no file or folder of the machine that the drafter was trained on."""
+    return bool(re.fullmatch(r"\w[\w.-]*/[\w.-]+", name)) and not Path(name).exists()
 
 
 def _recipe(settings: dict[str, Any]) -> list[tuple[str, str]]:

@@ -164,6 +164,8 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False  # a step uses every parameter of a drafter
+        if self.device.type == "cpu":
+            self.dataloader_pin_memory = False  # for nothing, and PyTorch would say so at every epoch
         self._take_the_recipe()
         accelerator: Any = self.accelerator_config  # an AcceleratorConfig by now
         if accelerator.dispatch_batches is None:

@@ -89,6 +89,7 @@ def make_parser(argv: list[str] | None, prog: str | None = None) -> HfArgumentPa
     parser._option_string_actions["--output_dir"].required = True  # transformers would choose a folder
     stage = _Parser((), add_help=False, allow_abbrev=False)
     stage.add_argument("--stage", type=int, default=1)
+    parser.set_defaults(disable_tqdm=False)  # which the command's quiet transformers would turn off
     parser.set_defaults(**STAGES.get(stage.parse_known_args(argv)[0].stage, {}))
     return parser
 

@@ -49,6 +49,20 @@ def test_what_is_not_known_is_left_out(saved):
     assert card.data.base_model is None and "revision" not in card.text
 
 
+@pytest.mark.parametrize(
+    "folder", ["/home/me/tiny-target", "./models/tiny-target", "../tiny-target", "models/tiny-target"]
+)
+def test_a_folder_is_no_name_on_the_hub(target, tmp_path, monkeypatch, folder):
+    """Its address leads nowhere, and it is no `base_model`; of data, too."""
+    (tmp_path / "models" / "tiny-target").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    tiny_drafter(target, target_name_or_path=folder).save_pretrained("saved")
+    Path("saved", "training.json").write_text(json.dumps({"settings": {"dataset": [folder, "org/chats:main"]}}))
+    card = drafter_card("saved")
+    assert card.data.base_model is None and card.data.datasets == ["org/chats"]
+    assert "A drafter for tiny-target: it drafts" in card.text and "huggingface.co" not in card.text
+
+
 def test_heads_are_told(target, tmp_path):
     plain = tiny_drafter(target)
     for fields, temperatures, told, untold in (

@@ -180,6 +180,16 @@ def test_a_chat_template_that_is_none_is_refused_before_any_work(tmp_path, writt
         main(flags(tmp_path, "nowhere.jsonl", chat_template=tmp_path / "bad.jinja"))
 
 
+def test_the_command_shows_how_far_it_is_and_no_warning_of_pinned_memory(tmp_path):
+    """In a process of its own: the command sets how much transformers says when that is first imported."""
+    command = [sys.executable, "-c", "from hf_hyperdflash.cli.app import run; run()", "train"]
+    given = flags(tmp_path, write(tmp_path / "chats.jsonl", chats(6)))
+    done = subprocess.run([*command, *given], capture_output=True, text=True, check=True)
+    assert "2/2 [" in done.stderr and "pin_memory" not in done.stderr
+    done = subprocess.run([*command, *given, "--disable_tqdm", "True"], capture_output=True, text=True, check=True)
+    assert "2/2 [" not in done.stderr
+
+
 def test_a_run_that_diverges_ends_the_line_of_its_bar(tmp_path, capfd):
     data = write(tmp_path / "rows.jsonl", chats(6))
     worse = dict(learning_rate=1e18, max_grad_norm=0, optim="sgd", kl_weight=0, max_steps=40, warmup_steps=0)

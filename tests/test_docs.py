@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -79,7 +80,8 @@ def test_the_first_text_is_as_the_page_shows_it():
         "--show",
         asked,
     ]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    terminal = {**os.environ, "FORCE_COLOR": "1", "TERM": "dumb"}  # one without colours
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=terminal)
     without_speed = [re.sub(r"[\d.]+ tokens/s", "", text) for text in (ran.stdout + ran.stderr, shown)]
     said, lines = (
         " ".join(without_speed[0].split()),

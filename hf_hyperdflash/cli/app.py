@@ -29,6 +29,9 @@ _AFTERWARDS = {
 }
 
 
+_EXTRAS = {"datasets": "train", "peft": "train", "evaluate": "train"}  # where what is missing is told by its name
+
+
 def run() -> None:
     """The command. What the user can mend ends in one line, not in a traceback."""
     for library in ("TRANSFORMERS", "HF_HUB"):  # they report and try again at length before the error that counts
@@ -43,6 +46,9 @@ def run() -> None:
     except OSError as error:
         # Of the system's own errors, which file it is and what is wrong with it.
         status = _say(f"{error.filename}: {error.strerror}." if error.filename and error.strerror else str(error))
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get(error.name or "")
+        status = _say(f'{error}: pip install "hf-hyperdflash[{extra}]".' if extra else str(error))
     except (ValueError, ImportError) as error:
         status = _say(str(error))
     if status == _STOPPED:

@@ -55,6 +55,9 @@ class WhoWrote(BaseStreamer):
         self._print(self._pieces.rest(written[-1]) if self._pieces and written else None)
         self.line.clear()
         self._pieces, self._began = None, 0.0
+        if not self.console.is_terminal:  # where there are no colours
+            self.console.print()
+            return
         most = max(written, default=0)
         legend = Text("\n\n").append(name_of(0), TARGET)
         for position in range(1, most + 1):

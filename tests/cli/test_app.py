@@ -430,6 +430,30 @@ def test_the_system_is_quoted_without_its_numbers(monkeypatch, capsys, tmp_path)
     assert code == 1 and lines == [f"Error: {tmp_path / 'drafter' / 'README.md'}: Is a directory."]
 
 
+def test_a_missing_library_is_told_with_its_extra(tmp_path):
+    """In a process that cannot import `datasets`."""
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    arguments = [
+        "train",
+        "--target",
+        TARGET,
+        "--dataset",
+        str(tmp_path / "chats.jsonl"),
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
+    code = f"""
+import sys
+sys.modules["datasets"] = None
+from hf_hyperdflash.cli.app import run
+sys.argv = ["hf-hyperdflash", *{arguments!r}]
+run()
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert 'pip install "hf-hyperdflash[train]".' in result.stderr.splitlines()[-1], result.stderr
+
+
 def test_what_is_loaded_is_said_before_anything_heavy_is_imported():
     code = """
 import sys

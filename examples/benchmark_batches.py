@@ -16,11 +16,11 @@ import json
 import random
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from kept_results import keep
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
@@ -146,13 +146,7 @@ def main() -> None:
     )
     report = f"# Batches\n\n{head}\n\n{table(results, arguments, target.config.model_type)}\n"
     print(report)
-    if arguments.output:
-        folder = Path(arguments.output)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.md").write_text(report)
-        settings = {**vars(arguments), "data": arguments.data and Path(arguments.data).name}
-        del settings["output"]
-        (folder / "results.json").write_text(json.dumps({"settings": settings, "results": results}, indent=1))
+    keep(report, arguments, results=results)
 
 
 if __name__ == "__main__":

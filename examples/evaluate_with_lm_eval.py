@@ -26,6 +26,7 @@ from typing import Any
 
 import datasets
 import torch
+from kept_results import keep
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoTokenizer
@@ -202,13 +203,7 @@ def main() -> None:
     )
     report = f"# lm-eval\n\n{head}\n\n{table(results)}\n"
     print(report)
-    if arguments.output:
-        folder = Path(arguments.output)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.md").write_text(report, encoding="utf-8")
-        settings = {**vars(arguments), "data": Path(arguments.data).name}
-        del settings["output"]
-        (folder / "results.json").write_text(json.dumps({"settings": settings, "results": results}, indent=1))
+    keep(report, arguments, results=results)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from kept_results import keep
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
@@ -177,13 +178,7 @@ def main() -> None:
     )
     report = f"# GRPO\n\n{head}\n\n{table(runs)}\n"
     print(report)
-    if arguments.output:
-        folder = Path(arguments.output)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.md").write_text(report, encoding="utf-8")
-        settings = {**vars(arguments), "data": Path(arguments.data).name}
-        del settings["output"]
-        (folder / "results.json").write_text(json.dumps({"settings": settings, "runs": runs}, indent=1))
+    keep(report, arguments, runs=runs)
 
 
 if __name__ == "__main__":

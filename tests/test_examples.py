@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -63,9 +64,21 @@ def test_batches_are_measured_beside_transformers_own(tmp_path):
     assert "Of 6 texts with a drafter 0 differ from that of the prompt alone, of 6 of transformers' own" in said
     assert (tmp_path / "out" / "report.md").read_text().strip() in said
     told = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert [result["batch"] for result in told["results"]] == [1, 1, 1, 3] and str(tmp_path) not in told["settings"][
-        "data"
+    assert [result["batch"] for result in told["results"]] == [1, 1, 1, 3]
+    kept = {name: told["settings"][name] for name in ("target", "drafter", "data")}
+    assert kept == {"target": name.name, "drafter": f"{name.name}-hyperdflash", "data": tmp_path.name}
+    assert str(tmp_path) not in str(told) and "output" not in told["settings"]
+
+
+def test_what_is_kept_names_no_folder_of_a_machine():
+    """Of any result that is committed."""
+    kept = [path for path in (EXAMPLES / "results").rglob("*") if path.suffix in (".json", ".jsonl", ".md", ".csv")]
+    found = [
+        (path.name, place)
+        for path in kept
+        for place in re.findall(r"""["' =](/(?:\w[\w.-]*/)+)""", path.read_text(encoding="utf-8"))
     ]
+    assert len(kept) > 20 and found == []
 
 
 def test_a_dense_target_reads_as_much_for_any_tree_and_experts_more_for_every_node():

@@ -73,3 +73,24 @@ class RandomChains(RandomTrees):
         chain = DraftTree.chain(tree.tokens[tree.paths[-1]] if len(tree) else tree.tokens)
         self.trees[-1] = chain
         return chain
+
+
+class KeepsByContext(RandomTrees):
+    """Keeps what each context takes in with that context, in `seen`.
+
+    Attributes:
+        contexts: In the order of their making.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.contexts: list[Any] = []
+
+    def new_context(self) -> Any:
+        context = super().new_context()
+        context.seen = []
+        self.contexts.append(context)
+        return context
+
+    def extend(self, target: Any, context: Any, residual: Any, position_ids: Any, next_ids: Any) -> None:
+        context.seen.append((residual, position_ids, next_ids))

@@ -37,7 +37,7 @@ from hf_hyperdflash.runtime.targets import family_of
 from ..conftest import prompt, tiny_drafter, tiny_target
 from ..helpers import families
 from ..helpers.headed_drafters import learned
-from ..helpers.tree_drafters import RandomChains, RandomTrees, is_wide
+from ..helpers.tree_drafters import KeepsByContext, RandomChains, RandomTrees, is_wide
 from .test_decoding import assert_drawn_from
 
 NEW = 24
@@ -145,24 +145,14 @@ def test_a_target_that_takes_no_masks_writes_row_after_row(qwen3, monkeypatch):
 def test_the_drafter_takes_in_each_rows_own_residual(family):
     """What it is given of each row, put together, is the residual of the whole text."""
 
-    class Listener(RandomTrees):
-        def new_context(self):
-            context = super().new_context()
-            context.seen = []
-            contexts.append(context)
-            return context
-
-        def extend(self, target, context, residual, position_ids, next_ids):
-            context.seen.append((residual, position_ids, next_ids))
-
     torch.manual_seed(0)
-    target, contexts = bind(family().eval()), []
+    target = bind(family().eval())
     ids, mask, rows = padded()
     texts = alone(target, rows)
-    drafter = Listener(target, texts)
+    drafter = KeepsByContext(target, texts)
     target.generate(ids, attention_mask=mask, assistant_model=drafter, do_sample=False, max_new_tokens=NEW)
-    assert len(contexts) == len(rows)
-    for context, text in zip(contexts, texts):
+    assert len(drafter.contexts) == len(rows)
+    for context, text in zip(drafter.contexts, texts):
         residual, positions, following = (torch.cat(parts, dim=1) for parts in zip(*context.seen))
         with torch.no_grad(), capture_residual(target) as captured:
             target(text[None])

@@ -17,7 +17,7 @@ from hf_hyperdflash.runtime.stats import keep_trees
 
 from ..conftest import prompt, tiny_drafter
 from ..helpers import families
-from ..helpers.tree_drafters import RandomChains
+from ..helpers.tree_drafters import KeepsByContext, RandomChains
 
 PLAIN, START = 0.020, 0.024  # seconds of a round: without the drafter and with it, but for its drafts
 
@@ -130,25 +130,16 @@ chance = random.Random(0)
 def test_greedy_text_is_the_targets_whatever_is_drafted(family, monkeypatch):
     """Also that of a drafter which sleeps and wakes: it has the whole of each row's residual then."""
 
-    class Listener(RandomChains):
-        def new_context(self):
-            context = super().new_context()
-            context.seen = []
-            contexts.append(context)
-            return context
-
-        def extend(self, target, context, residual, position_ids, next_ids):
-            context.seen.append((residual, next_ids))
-
+    class Listener(KeepsByContext, RandomChains):
         def propose_rows(self, target, wanted):
             for each in wanted:
-                told = torch.cat([following for _, following in each.context.seen], dim=1)
+                told = torch.cat([following for *_, following in each.context.seen], dim=1)
                 assert told[0].tolist() == each.ids[0, 1:].tolist()
             return super().propose_rows(target, wanted)
 
     monkeypatch.setattr(batch_decoding, "BatchSchedule", RandomSchedule)
     torch.manual_seed(0)
-    target, contexts = bind(family().eval()), []
+    target = bind(family().eval())
     rows = [prompt(length, seed=length)[0] for length in (9, 9, 9)]
     texts = [target.generate(row[None], do_sample=False, max_new_tokens=40)[0] for row in rows]
     drafter = Listener(target, texts)
@@ -157,8 +148,8 @@ def test_greedy_text_is_the_targets_whatever_is_drafted(family, monkeypatch):
     )
     assert out.tolist() == [text.tolist() for text in texts]
     assert 1.0 < drafter.last_stats.tau
-    for context, text in zip(contexts, texts):
-        residual = torch.cat([part for part, _ in context.seen], dim=1)
+    for context, text in zip(drafter.contexts, texts):
+        residual = torch.cat([part for part, *_ in context.seen], dim=1)
         with torch.no_grad(), capture_residual(target) as captured:
             target(text[None])
         torch.testing.assert_close(residual, captured[0][:, :-1], atol=1e-4, rtol=1e-4)

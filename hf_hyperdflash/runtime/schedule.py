@@ -17,17 +17,19 @@ from typing import Any
 from .tree import DraftTree
 
 _MEMORY = 1 / 32  # what a round counts in the mean of many
-_PRICED = 128.0  # rounds that what a number of drafts takes is the mean of
-_PRIOR_PRICE = 16.0  # rounds that the line through all numbers counts as much as
+_PRICED = 512.0  # rounds that what a number of drafts takes is the mean of
+_PRIOR_PRICE = 32.0  # rounds that the line through all numbers counts as much as
+_TRIALS = 9  # rounds before anything is known
 _LEVEL = 1 / 8  # what a round's time counts in how fast the machine is now
 _HICCUP = 1.25  # times what was expected: what is beyond is no price
-_SEEN = 0.97  # what is left of a count with each further draft of the same signal
+_SEEN = 0.99  # what is left of a count with each further draft of the same signal
 _PRIOR = 4.0  # drafts that a signal's own word counts as much as
 _SETTLED = 4  # rounds with a number of drafts before their times tell of the machine
 _GAIN = 1.02  # what drafting has to bring where it did not pay before
 _PROBED = 2  # drafts of a look at a drafter that did not pay, at least
 _JUDGED = 1 / 64  # what a round counts in whether drafting pays
 _LOOKS = 8, 64  # rounds from one look at another way to the next: at first, and at most
+_RARE_LOOKS = 256  # at most, where drafting pays
 _LOOK = 1 / 8  # what a look counts in the mean of others
 _BLIND = 0.7  # the signal of a drafter that gives none
 
@@ -43,6 +45,7 @@ class Survival:
     def __init__(self) -> None:
         self._drafts: dict[int, float] = {}
         self._accepted: dict[int, float] = {}
+        self.usual = _BLIND
 
     def __call__(self, signal: float) -> float:
         """The probability for a signal in [0, 1]."""
@@ -54,6 +57,7 @@ class Survival:
         step = _step(signal)
         self._drafts[step] = _SEEN * self._drafts.get(step, 0.0) + 1
         self._accepted[step] = _SEEN * self._accepted.get(step, 0.0) + accepted
+        self.usual += (accepted - self.usual) * _MEMORY
 
 
 def _step(signal: float) -> int:
@@ -62,10 +66,12 @@ def _step(signal: float) -> int:
 
 
 class RoundCosts:
-    """Seconds of a round by its number of drafts, as measured: one target and one drafter, on their devices.
+    """What a round takes by its number of drafts, as measured: one target and one drafter, on their devices.
 
-    What a number takes is kept as a share of a level that all have in common, one for texts of about a length: a
-    machine that gets busy, or a text that grows, makes all numbers dearer, also those that were not tried since.
+    As a share of a level of seconds that all numbers have in common, one for texts of about a length: a machine that
+    gets busy, or a text that grows, makes all numbers dearer, also those that were not tried since. What pays depends
+    on shares alone. (Were it to depend on the level, which noise moves, more would be drafted just where the level is
+    too low, and would look too dear.)
 
     Several threads may observe at once: one's number may get lost, which changes nothing that matters. Dictionaries
     are copied, which is one step for other threads where going through them is many, and what belongs to a key is
@@ -79,8 +85,12 @@ class RoundCosts:
         self._times: dict[int | None, float] = {}
         self._line = 0.0, 0.0
 
-    def observe(self, length: int, drafts: int | None, seconds: float) -> None:
-        """A round after so many tokens and with so many drafts took so long; `None`: the drafter was not asked."""
+    def observe(self, length: int, drafts: int | None, seconds: float) -> float:
+        """A round after so many tokens and with so many drafts took so long; `None`: the drafter was not asked.
+
+        Returns:
+            The share of such rounds, by all that is known.
+        """
         seconds = max(seconds, 1e-9)  # a clock may be coarse
         if length.bit_length() in self._levels or drafts not in self._shares:
             level = self._level(length) or seconds
@@ -96,36 +106,40 @@ class RoundCosts:
         self._levels[length.bit_length()] = level
         shares = self._shares.copy()
         self._line = _line([(k, share, self._times[k]) for k, share in shares.items() if k is not None])
+        return self._shares[drafts]
 
     def _level(self, length: int) -> float:
         nearest = min(self._levels.copy(), key=lambda other: abs(other - length.bit_length()), default=None)
         return 0.0 if nearest is None else self._levels[nearest]
 
-    def plain(self, length: int) -> float:
-        """What a round takes in which the drafter is not asked; 0.0 if that is not known."""
-        return self._level(length) * self._shares.get(None, 0.0)
+    @property
+    def plain(self) -> float:
+        """The share of a round in which the drafter is not asked; 0.0 if that is not known."""
+        return self._shares.get(None, 0.0)
 
-    def further(self, length: int, most: int) -> list[float]:
+    def further(self, most: int) -> list[float]:
         """What rounds with 0, 1, .. `most` drafts take more than the one with none, drafting and verification: what
         each number took where it was often seen, else by the line through all of them. None takes less than a smaller
-        one."""
+        one: where it seems so, both take their mean."""
         start, slope = self._line
-        told, highest = [], 0.0
+        told: list[tuple[float, float, int]] = []  # mean share, rounds it is the mean of, how many numbers have it
         for drafts in range(most + 1):
-            seen = self._times.get(drafts, 0.0) / (self._times.get(drafts, 0.0) + _PRIOR_PRICE)
-            share = start + slope * drafts
-            highest = max(highest, share + seen * (self._shares.get(drafts, share) - share) - start)
-            told.append(self._level(length) * highest)
-        return told
+            times, line = self._times.get(drafts, 0.0), start + slope * drafts
+            rounds = times + _PRIOR_PRICE
+            share, count = (self._shares.get(drafts, line) * times + line * _PRIOR_PRICE) / rounds, 1
+            while told and told[-1][0] > share:
+                other, others, width = told.pop()
+                share, rounds = (share * rounds + other * others) / (rounds + others), rounds + others
+                count += width
+            told.append((share, rounds, count))
+        shares = [share for share, _, count in told for _ in range(count)]
+        return [share - shares[0] for share in shares]
 
     def trial(self, room: int) -> tuple[bool, int | None]:
-        """Whether a number of drafts has to be tried before anything is known, and which."""
-        tried = [count for count in self._shares.copy() if count is not None]
-        if not tried:
-            return True, room
-        if None not in self._shares:
-            return True, None
-        return room > 1 and tried[1:] == [] and tried[0] > 1, 1
+        """Whether a number of drafts has to be tried before anything is known, and which: as many as there is room
+        for, none, and one, in turn."""
+        rounds = int(sum(self._times.copy().values()))
+        return rounds < _TRIALS, (room, None, 1)[rounds % 3]
 
 
 def _line(points: list[tuple[int, float, float]]) -> tuple[float, float]:
@@ -186,7 +200,7 @@ class Experience:
         costs: What rounds take.
         is_drafting: Whether it pays to ask the drafter.
         tokens: That rounds write whose drafter is asked, a running mean.
-        seconds: That they take.
+        share: That they take, in the measure of `costs`.
         rounds: How many there were since that changed, and as many as what was known then counts.
         wait: Rounds from one look at the other way to the next.
         waited: How many of these are over.
@@ -199,7 +213,7 @@ class Experience:
     costs: RoundCosts = field(default_factory=RoundCosts)
     is_drafting: bool = True
     tokens: float = 0.0
-    seconds: float = 0.0
+    share: float = 0.0
     rounds: int = 0
     wait: int = _LOOKS[1]
     waited: int = 0
@@ -214,15 +228,22 @@ class Experience:
         is_look = self.waited >= self.wait
         if is_look:
             self.waited = 0
+            self.wait = min(2 * self.wait, _RARE_LOOKS) if self.is_drafting else self.wait
         return self.is_drafting != is_look
 
-    def judge(self, tokens: float, seconds: float, plain: float) -> None:
-        """Whether to ask the drafter, by a round in which it was, and what a round without it takes."""
+    def drafts_all(self) -> bool:
+        """Whether this round drafts as much as there is room for, halfway between looks at rounds without drafts: what
+        seemed too dear by chance would never be seen again."""
+        return self.is_drafting and self.waited % _LOOKS[1] == _LOOKS[1] // 2
+
+    def judge(self, tokens: float, share: float) -> None:
+        """Whether to ask the drafter, by the tokens of a round in which it was, and the share of such rounds."""
         self.rounds += 1
-        share = max(_JUDGED if self.is_drafting else _LOOK, 1 / self.rounds)
-        self.tokens += (tokens - self.tokens) * share
-        self.seconds += (seconds - self.seconds) * share
-        gain = self.tokens * plain / max(self.seconds, 1e-9)
+        weight = max(_JUDGED if self.is_drafting else _LOOK, 1 / self.rounds)
+        self.tokens += (tokens - self.tokens) * weight
+        self.share += (share - self.share) * weight
+        plain = self.costs.plain
+        gain = self.tokens * plain / max(self.share, 1e-9)
         if not plain:
             return
         is_known = self.rounds >= 2 * _LOOKS[0]
@@ -274,10 +295,11 @@ class Schedule(FixedSchedule):
         known = self.experience
         self._signals, self._reached, self._length = [], 1.0, length
         self._is_trial, count = (False, None) if self._is_first else known.costs.trial(room)
-        plain = known.costs.plain(length)
-        rates = [known.tokens / known.seconds if known.seconds else 0.0, 1 / plain if plain else 0.0]
-        self._prices = [max(rates) * seconds for seconds in known.costs.further(length, room)]
+        plain = known.costs.plain
+        rates = [known.tokens / known.share if known.share else 0.0, 1 / plain if plain else 0.0]
+        self._prices = [max(rates) * share for share in known.costs.further(room)]
         self.is_asked = count is not None if self._is_trial else known.asks()
+        self._is_trial |= known.drafts_all()
         # A look makes some drafts in any case: by those that are not made nothing is learned.
         self._sure = 0 if known.is_drafting else _PROBED
         return (room if not self._is_trial or count is None else count) if self.is_asked else 0
@@ -302,10 +324,11 @@ class Schedule(FixedSchedule):
     def _pays(self, chance: float) -> bool:
         """Whether some number of further drafts brings more than it takes, if each is accepted as probably as the
         next. One more may cost what several do: kernels have widths."""
-        here, reached, gained = len(self._signals), self._reached, 0.0
+        here, reached, gained = len(self._signals), self._reached * chance, 0.0
+        following = max(chance, self.experience.survival.usual)
         for price in self._prices[here + 1 :]:
-            reached *= chance
             gained += reached
+            reached *= following
             if gained >= price - self._prices[here]:
                 return True
         return False
@@ -330,9 +353,9 @@ class Schedule(FixedSchedule):
         """Learn what the round took and brought."""
         known = self.experience
         if not self._is_first:
-            known.costs.observe(self._length, drafts if self.is_asked else None, seconds)
+            share = known.costs.observe(self._length, drafts if self.is_asked else None, seconds)
             if self.is_asked and not self._is_trial:
-                known.judge(1 + accepted, seconds, known.costs.plain(self._length))
+                known.judge(1 + accepted, share)
         self._is_first = False
 
 

@@ -1,40 +1,43 @@
-"""A drafter's configuration as vLLM reads it, and what of drafters vLLM cannot run: said before weights are loaded."""
+"""A drafter's configuration as a serving engine reads it, and what of drafters no engine can run: said before weights
+are loaded."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
 from ..runtime.configuration_hyperdflash import HyperDFlashConfig
 from ..runtime.reach import FULL, SLIDING
 
-# Other drafters of this package, by their model type, and why vLLM's block drafting is not for them.
+# Other drafters of this package, by their model type, and why engines' block drafting is not for them.
 OTHERS = {
-    "specblock": "drafts trees, and vLLM verifies chains",
-    "eagle3": "is in this package's own EAGLE-3 layout, which vLLM has another for",
-    "deepseek_v4_mtp": "is read from its target's checkpoint, which vLLM drafts with by itself",
-    "deepseek_v4_dspark": "is read from its target's checkpoint, which vLLM drafts with by itself",
+    "specblock": "drafts trees, and {engine} verifies chains",
+    "eagle3": "is in this package's own EAGLE-3 layout, which {engine} has another for",
+    "deepseek_v4_mtp": "is read from its target's checkpoint, which {engine} drafts with by itself",
+    "deepseek_v4_dspark": "is read from its target's checkpoint, which {engine} drafts with by itself",
 }
-
-
-# Those that vLLM computes as transformers does, by test.
+# Those that engines compute as transformers does, by test.
 _ROPE = ("default", "linear", "yarn", "llama3")
+TRAIN = "train a drafter with"
 
 
 class ServedConfig(HyperDFlashConfig):
-    """A [`HyperDFlashConfig`] that says in vLLM's words, too, what vLLM's DFlash drafting reads: `dflash_config`, and
-    `n_predict`, from which it takes the number of drafts where a user names none.
+    """A [`HyperDFlashConfig`] that says in an engine's words, too, what its DFlash drafting reads.
+
+    Attributes:
+        engine: Its name.
 
     Raises:
-        ValueError: If it is of a drafter that vLLM cannot run.
+        ValueError: If it is of a drafter that the engine cannot run.
     """
+
+    engine = ""
 
     def _complete(self) -> None:
         super()._complete()
         if self.target_layer_ids is not None and isinstance(self.target_layer_ids, list):
-            self.dflash_config = self._in_vllms_words()
-            self.n_predict = self.block_size - 1
+            self._say_in_engines_words()
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -43,60 +46,49 @@ class ServedConfig(HyperDFlashConfig):
         return loaded
 
     def check_served(self) -> None:
-        """Raise a `ValueError` if vLLM cannot run such a drafter with any target."""
-        for name, value, expected, fix in self._beyond_vllm():
-            raise ValueError(f"The drafter's `{name}` is {value!r}, but vLLM serves {expected}: {fix}.")
+        """Raise a `ValueError` if the engine cannot run such a drafter with any target."""
+        for is_beyond, name, expected, fix in self._beyond_any() + self._beyond_engine():
+            if is_beyond:
+                raise ValueError(
+                    f"The drafter's `{name}` is {getattr(self, name)!r}, but {self.engine} serves {expected}: {fix}."
+                )
 
-    def _in_vllms_words(self) -> dict[str, Any]:
-        # Our -1 is the last layer before the norm, which vLLM counts like the others.
-        layers = [self.target_num_layers - 1 if i == -1 else i for i in self.target_layer_ids or ()]
-        words: dict[str, Any] = {"mask_token_id": self.mask_token_id, "target_layer_ids": layers}
-        if self.causal_layers != "sliding":
-            words["causal"] = self.causal_layers == "all"
-        if self.window_from == "slot" and SLIDING in self.kinds:
-            words["swa_window_size"] = self.sliding_window
-            words["use_swa"] = FULL not in self.kinds
-        return words
+    def _say_in_engines_words(self) -> None:
+        raise NotImplementedError(f"A {type(self).__name__} has no `_say_in_engines_words`.")
 
-    def _beyond_vllm(self) -> list[tuple[str, Any, str, str]]:
-        """What cannot be served: the field, its value, what can be, and what to do."""
-        train = "train a drafter with"
-        found: list[tuple[bool, str, str, str]] = [
-            (self.sample_from_anchor, "sample_from_anchor", "False", f"{train} `sample_from_anchor=False`"),
-            (self.conv_kernel_size > 0, "conv_kernel_size", "0", f"{train} `conv_kernel_size=0`"),
-            (self.hidden_act != "silu", "hidden_act", "'silu'", f"{train} `hidden_act='silu'`"),
+    def _beyond_engine(self) -> list[tuple[bool, str, str, str]]:
+        """What this engine cannot serve: whether it is so, the field, what can be served, and what to do."""
+        raise NotImplementedError(f"A {type(self).__name__} has no `_beyond_engine`.")
+
+    def _beyond_any(self) -> list[tuple[bool, str, str, str]]:
+        kind = (self.rope_parameters or {}).get("rope_type")
+        return [
+            (self.sample_from_anchor, "sample_from_anchor", "False", f"{TRAIN} `sample_from_anchor=False`"),
+            (self.hidden_act != "silu", "hidden_act", "'silu'", f"{TRAIN} `hidden_act='silu'`"),
             (self.hidden_size != self.target_hidden_size, "hidden_size",
-             f"the target's, {self.target_hidden_size}", f"{train} `hidden_size={self.target_hidden_size}`"),
+             f"the target's, {self.target_hidden_size}", f"{TRAIN} `hidden_size={self.target_hidden_size}`"),
             (-1 in (self.target_layer_ids or ()) and not self.target_num_layers, "target_num_layers",
              "drafters that read the target's last layer and say which that is",
              "write the target's `num_hidden_layers` into the drafter's config.json"),
-            (reads_paths(self) and self.target_layer_ids != [-1], "target_layer_ids",
-             "the residual paths of the last layer alone, [-1]",
-             f"{train} `target_layer_ids=[-1]`, or with `reducer='stream_mean'`"),
             (self.causal_layers == "sliding" and SLIDING not in self.kinds, "causal_layers", "'none' or 'all'",
              "write 'none', as no layer is a sliding one"),
             (self.window_from == "anchor" and FULL in self.kinds and SLIDING in self.kinds, "layer_types",
-             "layers of one kind where a window counts from the anchor", f"{train} `layer_types=None`"),
+             "layers of one kind where a window counts from the anchor", f"{TRAIN} `layer_types=None`"),
+            (kind not in _ROPE, "rope_parameters", "a `rope_type` of " + ", ".join(_ROPE), f"{TRAIN} the default one"),
         ]  # fmt: skip
-        kind = (self.rope_parameters or {}).get("rope_type")
-        served = "a `rope_type` of " + ", ".join(_ROPE)
-        found.append((kind not in _ROPE, "rope_parameters", served, f"{train} the default one"))
-        return [(name, getattr(self, name), expected, fix) for is_beyond, name, expected, fix in found if is_beyond]
 
 
-def reads_paths(config: Any) -> bool:
-    """Whether a drafter, by its configuration, reads more residual paths than one of a layer, each by itself."""
-    return getattr(config, "target_hc_mult", 1) > 1 and config.reducer != "stream_mean"
+def layers_read(config: Any) -> list[int]:
+    """Layers as engines count them: our -1 is the last one, before the norm."""
+    return [config.target_num_layers - 1 if i == -1 else i for i in config.target_layer_ids or ()]
 
 
-def check_served_pair(config: Any, target: Any, drafts: int, longest: int) -> None:
-    """Check that vLLM can run a drafter with a target as it was started.
+def check_same_target(config: Any, target: Any) -> None:
+    """Check that a drafter was made for a target like this.
 
     Args:
         config: The drafter's [`ServedConfig`], or one with its fields.
         target: The configuration of the target's text model.
-        drafts: `num_speculative_tokens`.
-        longest: `--max-model-len`.
 
     Raises:
         ValueError: If not: what it is, what was expected, and what to do.
@@ -111,8 +103,7 @@ def check_served_pair(config: Any, target: Any, drafts: int, longest: int) -> No
                 f"The drafter was made for a target with `{name}` {drafters}, but this target's is {targets}: serve "
                 f"the drafter's own target, {config.target_name_or_path or 'whose name it does not say'}."
             )
-    deepest = max(config.dflash_config["target_layer_ids"])
-    if deepest >= target.num_hidden_layers:
+    if max(layers_read(config)) >= target.num_hidden_layers:
         raise ValueError(
             f"The drafter reads layers {config.target_layer_ids}, but this target's are 0 to "
             f"{target.num_hidden_layers - 1}: serve the drafter's own target."
@@ -123,29 +114,63 @@ def check_served_pair(config: Any, target: Any, drafts: int, longest: int) -> No
             f"The drafter reads {config.target_hc_mult} residual paths of each layer, but this target has {paths}: "
             "serve the drafter's own target."
         )
-    trained = config.block_size - 1
-    if drafts > trained or (drafts < trained and config.causal_layers != "all"):
+
+
+class Started(NamedTuple):
+    """How an engine was started, in a user's words.
+
+    Attributes:
+        engine: Its name.
+        drafts: How many tokens are drafted a round.
+        longest: How long texts can be.
+        drafts_option: The option that sets the first.
+        longest_option: The option that sets the second.
+        counts_anchor: Whether the first option counts the anchor, too.
+    """
+
+    engine: str
+    drafts: int
+    longest: int
+    drafts_option: str
+    longest_option: str
+    counts_anchor: bool = False
+
+
+def check_started(config: Any, started: Started) -> None:
+    """Check that an engine was started with the block and the window that a drafter was trained with.
+
+    Args:
+        config: The drafter's [`ServedConfig`], or one with its fields.
+        started: How the engine was started.
+
+    Raises:
+        ValueError: If not: what it is, what was expected, and what to do.
+    """
+    trained, more = config.block_size - 1, int(started.counts_anchor)
+    if started.drafts > trained or (started.drafts < trained and config.causal_layers != "all"):
         raise ValueError(
-            f"`num_speculative_tokens` is {drafts}, but the drafter's block has {trained} draft positions that see "
-            f"each other, and vLLM would run another block than was trained: give {trained}, or leave it out."
+            f"`{started.drafts_option}` is {started.drafts + more}, but the drafter's block has {trained} draft "
+            f"positions that see each other, and {started.engine} would run another block than was trained: give "
+            f"{trained + more}, or leave it out."
         )
     window = config.sliding_window
-    if window is not None and config.window_from == "anchor" and longest > window:
+    if window is not None and config.window_from == "anchor" and started.longest > window:
         raise ValueError(
-            f"The drafter's `sliding_window` of {window} counts from the anchor, vLLM's from each slot, and "
-            f"`--max-model-len` is {longest}: serve at most {window}, train with `--sliding_window none`, or "
-            f'write `"window_from": "slot", "sliding_window": {window + 1}` into its config.json, which hides the '
-            f"farthest {config.block_size - 1} of {window} tokens from later slots."
+            f"The drafter's `sliding_window` of {window} counts from the anchor, {started.engine}'s from each slot, "
+            f"and `{started.longest_option}` is {started.longest}: serve at most {window}, train with "
+            f'`--sliding_window none`, or write `"window_from": "slot", "sliding_window": {window + 1}` into its '
+            f"config.json, which hides the farthest {trained} of {window} tokens from later slots."
         )
 
 
-def refusing(model_type: str) -> type[PreTrainedConfig]:
-    """A configuration that says why vLLM does not run drafters of a type."""
+def refusing(model_type: str, engine: str) -> type[PreTrainedConfig]:
+    """A configuration that says why an engine does not run drafters of a type."""
 
     def from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         raise ValueError(
-            f"The drafter is a {model_type!r}, which {OTHERS[model_type]}: expected a 'hyperdflash' drafter. Train "
-            "one with `hf-hyperdflash train`, or draft with this one in transformers' `generate`."
+            f"The drafter is a {model_type!r}, which {OTHERS[model_type].format(engine=engine)}: expected a "
+            "'hyperdflash' drafter. Train one with `hf-hyperdflash train`, or draft with this one in transformers' "
+            "`generate`."
         )
 
     return type("RefusedConfig", (PreTrainedConfig,), {"model_type": model_type, "from_dict": classmethod(from_dict)})

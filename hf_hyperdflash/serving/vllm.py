@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 
-from .served_config import OTHERS, ServedConfig, refusing
+from .served_config import OTHERS, refusing
+from .vllm_config import VLLMConfig
 
 # As in a drafter's config.json, and with what vLLM's method "dflash" puts before it.
 ARCHITECTURES = ("HyperDFlashDrafter", "DFlashHyperDFlashDrafter")
@@ -25,9 +26,9 @@ def register() -> None:
     from transformers import AutoConfig
     from vllm import ModelRegistry
 
-    AutoConfig.register(ServedConfig.model_type, ServedConfig, exist_ok=True)
+    AutoConfig.register(VLLMConfig.model_type, VLLMConfig, exist_ok=True)
     for model_type in OTHERS:
-        AutoConfig.register(model_type, refusing(model_type), exist_ok=True)
+        AutoConfig.register(model_type, refusing(model_type, VLLMConfig.engine), exist_ok=True)
     models = dict.fromkeys(ARCHITECTURES, SERVED_DRAFTER) | (DEEPSEEK_V4 if os.environ.get(PATHS) == "1" else {})
     for architecture, model in models.items():
         ModelRegistry.register_model(architecture, model)

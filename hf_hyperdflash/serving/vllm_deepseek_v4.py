@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.models.deepseek_v4 import DeepseekV4ForCausalLM
 
-from .served_config import reads_paths
+from .vllm_config import reads_paths
 
 
 class DeepseekV4WithPaths(DeepseekV4ForCausalLM):

@@ -15,8 +15,8 @@ from vllm.platforms import current_platform
 from ..runtime.heads import HEADS, ConfidenceHead, SequentialHead
 from ..runtime.reducers import REDUCERS
 from .ordered_drafts import ordered_logits
-from .served_config import check_served_pair, reads_paths
 from .vllm import PATHS
+from .vllm_config import check_served_pair, reads_paths
 
 
 def embedding_scale(target: Any) -> float:

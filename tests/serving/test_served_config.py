@@ -1,4 +1,4 @@
-"""What vLLM is told of a drafter, and what is refused: as far as it can be known without vLLM."""
+"""What engines are told of a drafter, and what is refused: as far as it can be known without them."""
 
 import json
 import re
@@ -12,7 +12,10 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
-from hf_hyperdflash.serving.served_config import OTHERS, ServedConfig, check_served_pair, refusing
+from hf_hyperdflash.serving import sglang_config, vllm_config
+from hf_hyperdflash.serving.served_config import OTHERS, refusing
+from hf_hyperdflash.serving.sglang_config import SGLangConfig
+from hf_hyperdflash.serving.vllm_config import VLLMConfig
 
 from ..conftest import MODELS
 from ..helpers import families
@@ -25,8 +28,14 @@ SMALL = dict(
 TARGET = dict(vocab_size=64, hidden_size=64, num_hidden_layers=6, model_type="qwen3")
 
 
-def served(**fields):
-    return ServedConfig.from_dict(HyperDFlashConfig(**{**SMALL, **fields}).to_dict())
+ENGINES = {
+    "vllm": (VLLMConfig, vllm_config.check_served_pair),
+    "sglang": (SGLangConfig, sglang_config.check_served_pair),
+}
+
+
+def served(kind=VLLMConfig, **fields):
+    return kind.from_dict(HyperDFlashConfig(**{**SMALL, **fields}).to_dict())
 
 
 @pytest.mark.parametrize(
@@ -53,38 +62,92 @@ def test_a_drafter_in_vllms_words(fields, words):
         assert getattr(config, name) == value, name
 
 
+@pytest.mark.parametrize(
+    ("fields", "words", "is_causal", "kinds"),
+    [
+        ({}, {}, False, ["full_attention"] * 2),
+        ({"causal_layers": "all"}, {}, True, ["full_attention"] * 2),
+        ({"sliding_window": 30}, {}, False, ["full_attention"] * 2),  # from the anchor
+        ({"sliding_window": 30, "causal_layers": "all"}, {}, True, ["full_attention"] * 2),
+        ({"sliding_window": 30, "causal_layers": "sliding"}, {}, None, ["sliding_attention"] * 2),
+        ({"sliding_window": 30, "window_from": "slot"}, {}, False, ["sliding_attention"] * 2),
+        (
+            {"sliding_window": 30, "window_from": "slot", "causal_layers": "sliding",
+             "layer_types": ["full_attention", "sliding_attention"]},
+            {}, None, ["full_attention", "sliding_attention"],
+        ),
+        ({"conv_kernel_size": 2}, {"conv_kernel_size": 2, "conv_group_size": 16}, False, ["full_attention"] * 2),
+    ],
+)  # fmt: skip
+def test_a_drafter_in_sglangs_words(fields, words, is_causal, kinds):
+    config = served(SGLangConfig, **fields)
+    assert config.dflash_config == {"block_size": 5, "mask_token_id": 7, "target_layer_ids": [1, 3, 5], **words}
+    assert getattr(config, "is_causal", None) is is_causal and config.layer_types == kinds
+    assert type(config)().model_type == "hyperdflash" and config.to_dict()["dflash_config"] == config.dflash_config
+    again = SGLangConfig.from_dict(config.to_dict())
+    assert again.to_dict() == config.to_dict()
+    for name, value in HyperDFlashConfig(**{**SMALL, **fields}).to_dict().items():
+        assert name == "layer_types" or getattr(config, name) == value, name
+
+
 def test_a_saved_drafter_is_read_as_it_was_saved(tmp_path):
     target = families.qwen3()
     HyperDFlashDrafter.from_target(target, mask_token_id=1, target_layer_ids=[0, -1]).save_pretrained(tmp_path)
-    config = ServedConfig.from_pretrained(tmp_path)
+    config = VLLMConfig.from_pretrained(tmp_path)
     assert config.dflash_config["target_layer_ids"] == [0, target.config.num_hidden_layers - 1]
     assert config.architectures == ["HyperDFlashDrafter"]
 
 
+# Which engines refuse it: both, or one.
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("engines", "fields", "told"),
     [
-        ({"sample_from_anchor": True}, "`sample_from_anchor` is True, but vLLM serves False: train a drafter with"),
-        ({"conv_kernel_size": 2}, "`conv_kernel_size` is 2, but vLLM serves 0"),
+        ("vllm sglang", {"sample_from_anchor": True}, "`sample_from_anchor` is True, but {} serves False: train a"),
+        ("vllm", {"conv_kernel_size": 2}, "`conv_kernel_size` is 2, but {} serves 0"),
         (
+            "vllm sglang",
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "`rope_parameters` is .*'dynamic'.*, but vLLM serves a `rope_type` of default, linear, yarn, llama3",
+            "`rope_parameters` is .*'dynamic'.*, but {} serves a `rope_type` of default, linear, yarn, llama3",
         ),
-        ({"hidden_act": "gelu"}, "`hidden_act` is 'gelu', but vLLM serves 'silu'"),
-        ({"reducer": "fc", "target_hidden_size": 32}, "`hidden_size` is 64, but vLLM serves the target's, 32"),
-        ({"target_num_layers": 0}, "`target_num_layers` is 0, but vLLM serves drafters that .* say which that is"),
-        ({"target_hc_mult": 4}, r"`target_layer_ids` is \[1, 3, -1\], but vLLM serves the residual paths of the last"),
-        ({"causal_layers": "sliding"}, "`causal_layers` is 'sliding', but vLLM serves 'none' or 'all'"),
+        ("vllm sglang", {"hidden_act": "gelu"}, "`hidden_act` is 'gelu', but {} serves 'silu'"),
         (
+            "vllm sglang",
+            {"reducer": "fc", "target_hidden_size": 32},
+            "`hidden_size` is 64, but {} serves the target's, 32",
+        ),
+        (
+            "vllm sglang",
+            {"target_num_layers": 0},
+            "`target_num_layers` is 0, but {} serves drafters that .* say which that is",
+        ),
+        (
+            "vllm",
+            {"target_hc_mult": 4},
+            r"`target_layer_ids` is \[1, 3, -1\], but {} serves the residual paths of the last",
+        ),
+        (
+            "sglang",
+            {"target_hc_mult": 4, "reducer": "stream_mean"},
+            "`target_hc_mult` is 4, but {} serves targets with one",
+        ),
+        ("vllm sglang", {"causal_layers": "sliding"}, "`causal_layers` is 'sliding', but {} serves 'none' or 'all'"),
+        (
+            "vllm sglang",
             {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]},
-            "`layer_types` is .*, but vLLM serves layers of one kind where a window counts from the anchor",
+            "`layer_types` is .*, but {} serves layers of one kind where a window counts from the anchor",
+        ),
+        (
+            "sglang",
+            {"sliding_window": 4, "window_from": "slot"},
+            "`sliding_window` is 4, but {} serves windows of the block's 5",
         ),
     ],
 )
-def test_what_no_target_makes_good_is_refused_as_it_is_read(fields, told):
-    with pytest.raises(ValueError, match=told) as caught:
-        served(**fields)
-    assert "\n" not in str(caught.value)
+def test_what_no_target_makes_good_is_refused_as_it_is_read(engines, fields, told):
+    for kind, _ in (ENGINES[name] for name in engines.split()):
+        with pytest.raises(ValueError, match=told.format(kind.engine)) as caught:
+            served(kind, **fields)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -108,14 +171,26 @@ def test_what_no_target_makes_good_is_refused_as_it_is_read(fields, told):
             {"sliding_window": 99},
             {},
             {},
-            "window` of 99 counts from the anchor, .*-len` is 100: serve at most 99, .* farthest 4 of 99",
+            "window` of 99 counts from the anchor, .*-len(gth)?` is 100: serve at most 99, .* farthest 4 of 99",
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(drafter, target, started, told):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_does_not_fit_is_refused(engine, drafter, target, started, told):
+    kind, check_served_pair = ENGINES[engine]
+    if engine == "sglang":
+        if "target_hc_mult" in drafter:
+            pytest.skip("refused as it is read")
+        # Its option counts the anchor.
+        told = re.sub(
+            "`num_speculative_tokens` is ([0-9])",
+            lambda m: f"`--speculative-num-draft-tokens` is {int(m[1]) + 1}",
+            told,
+        )
+        told = told.replace("give 4", "give 5")
     given = {"drafts": 4, "longest": 100, **started}
     with pytest.raises(ValueError, match=told) as caught:
-        check_served_pair(served(**drafter), SimpleNamespace(**{**TARGET, **target}), **given)
+        check_served_pair(served(kind, **drafter), SimpleNamespace(**{**TARGET, **target}), **given)
     assert "\n" not in str(caught.value)
 
 
@@ -131,32 +206,40 @@ def test_what_does_not_fit_is_refused(drafter, target, started, told):
         ({"target_hc_mult": 4, "reducer": "stream_mean"}, {"hc_mult": 4}),
     ],
 )
-def test_what_fits_is_served(drafter, other):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_fits_is_served(engine, drafter, other):
+    kind, check_served_pair = ENGINES[engine]
+    if engine == "sglang" and "target_hc_mult" in drafter:
+        pytest.skip("refused as it is read")
     given = {"drafts": 4, "longest": 100} | {name: value for name, value in other.items() if name != "hc_mult"}
     target = {**TARGET, "hc_mult": other.get("hc_mult", 1)}
-    check_served_pair(served(**drafter), SimpleNamespace(**target), **given)
+    check_served_pair(served(kind, **drafter), SimpleNamespace(**target), **given)
 
 
+@pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
 @pytest.mark.parametrize("model_type", OTHERS)
-def test_other_drafters_say_why_not(tmp_path, model_type):
+def test_other_drafters_say_why_not(tmp_path, model_type, engine):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     assert model_type not in CONFIG_MAPPING  # of transformers: nobody else's model is refused
-    AutoConfig.register(model_type, refusing(model_type))
+    AutoConfig.register(model_type, refusing(model_type, engine))
     try:
-        with pytest.raises(ValueError, match=f"The drafter is a '{model_type}', which .*: expected a 'hyperdflash'"):
+        with pytest.raises(ValueError, match=f"is a '{model_type}', which .*{engine}.*: expected a 'hyperdflash'"):
             AutoConfig.from_pretrained(tmp_path)
     finally:
         CONFIG_MAPPING._extra_content.pop(model_type)
 
 
-def test_the_shipped_drafter_is_served():
-    config = ServedConfig.from_pretrained(MODELS / "tiny-qwen3-hyperdflash")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_shipped_drafter_is_served(engine):
+    kind, check_served_pair = ENGINES[engine]
+    config = kind.from_pretrained(MODELS / "tiny-qwen3-hyperdflash")
     check_served_pair(config, AutoConfig.from_pretrained(MODELS / "tiny-qwen3"), 6, 2048)
 
 
-def test_vllm_finds_the_plugin_and_pays_nothing_for_it():
+@pytest.mark.parametrize(("group", "engine"), [("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")])
+def test_an_engine_finds_its_plugin_and_pays_nothing_for_it(group, engine):
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    (entry,) = re.findall(r'^\[project\.entry-points\."vllm\.general_plugins"\]\nhyperdflash = "(.*)"$', text, re.M)
+    (entry,) = re.findall(rf'^\[project\.entry-points\."{re.escape(group)}"\]\nhyperdflash = "(.*)"$', text, re.M)
     module, _, name = entry.partition(":")
-    code = f"import sys, {module} as plugin; assert callable(plugin.{name}) and 'vllm' not in sys.modules"
+    code = f"import sys, {module} as plugin; assert callable(plugin.{name}) and '{engine}' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

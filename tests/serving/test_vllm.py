@@ -28,26 +28,17 @@ from transformers import (
     Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
-from hf_hyperdflash import HyperDFlashDrafter, load_drafter, load_target
+from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.hub.formats import export_dflash
-from hf_hyperdflash.runtime.heads import HEADS, along_text
+from hf_hyperdflash.runtime.heads import along_text
 
 from ..conftest import MODELS, prompt, tiny_drafter
-from ..helpers.headed_drafters import learned
+from ..helpers.served_drafters import COMMON, DRAFTERS, gate_over_layers, llama, our_drafts, qwen3, stirred
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: .ci/vllm makes an environment that has it")
 
-COMMON = dict(
-    vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2,
-    num_key_value_heads=1, head_dim=32, max_position_embeddings=512, initializer_range=0.2, bos_token_id=None,
-    eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
-)  # fmt: skip
 SETTINGS = dict(
     dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=4, skip_tokenizer_init=True, seed=0,
     enable_prefix_caching=False,
@@ -99,25 +90,6 @@ def their_drafts(monkeypatch) -> list[list[int]]:
     return rows
 
 
-def our_drafts(target: Any, drafter: Any, ids: torch.Tensor, count: int) -> tuple[list[int], list[list[int]]]:
-    """The text of `generate`, and what was drafted round by round."""
-    rows: list[list[int]] = []
-    own = drafter.propose
-
-    def propose(*args: Any) -> Any:
-        tree = own(*args)
-        rows.append(tree.tokens.tolist())
-        return tree
-
-    drafter.propose = propose
-    drafter.bind(target)
-    given = {"attention_mask": torch.ones_like(ids), "assistant_model": drafter, "do_sample": False}
-    text = target.generate(ids, max_new_tokens=count, **given)[0, ids.shape[1] :].tolist()
-    drafter.unbind(target)
-    del drafter.propose
-    return text, rows
-
-
 def drafts_the_same(target: Any, drafter: Any, folder: Path, their_drafts: list[list[int]], **settings: Any) -> None:
     """Text and drafts of a short prompt and of a long one."""
     target.save_pretrained(folder / "target")
@@ -135,32 +107,6 @@ def drafts_the_same(target: Any, drafter: Any, folder: Path, their_drafts: list[
             assert len({tuple(row) for row in ours}) > 2  # not the same whatever comes before
 
 
-def gate_over_layers(target: Any, **fields: Any) -> HyperDFlashDrafter:
-    """With gates of its own: the target has none to inherit."""
-    config = tiny_drafter(target, **{**fields, "reducer": "fc", "target_layer_ids": [0, 2, -1]}).config
-    config.reducer = fields["reducer"]
-    return HyperDFlashDrafter(config).eval()
-
-
-@torch.no_grad()
-def stirred(drafter: HyperDFlashDrafter) -> HyperDFlashDrafter:
-    """With weights that say something: fresh ones of some parts are zeros and ones."""
-    for name, parameter in drafter.named_parameters():
-        if "norm" in name:
-            parameter.uniform_(0.5, 1.5)
-        else:
-            parameter.normal_(std=0.3)
-    return learned(drafter)
-
-
-def qwen3(**fields: Any) -> Any:
-    return Qwen3ForCausalLM(Qwen3Config(**{**COMMON, **fields})).eval()
-
-
-def llama() -> Any:
-    return LlamaForCausalLM(LlamaConfig(**COMMON)).eval()
-
-
 def granite() -> Any:
     scales = dict(embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.5, attention_multiplier=0.2)
     shape = {name: value for name, value in COMMON.items() if name != "head_dim"}
@@ -171,36 +117,6 @@ def gemma3() -> Any:
     return Gemma3ForCausalLM(
         Gemma3TextConfig(**COMMON, sliding_window=32, layer_types=["sliding_attention", "full_attention"] * 2)
     ).eval()
-
-
-DRAFTERS = {
-    "fc": {"reducer": "fc", "target_layer_ids": [1, -1]},
-    "stream mean": {"reducer": "stream_mean", "target_layer_ids": [0, 2]},
-    "last layer alone": {"reducer": "fc", "target_layer_ids": [-1]},
-    "draft vocabulary": {"reducer": "fc", "draft_vocab_size": 40},
-    "biases": {"reducer": "fc", "attention_bias": True},
-    "causal": {"reducer": "fc", "causal_layers": "all"},
-    "window from each slot": {"reducer": "fc", "sliding_window": 20, "window_from": "slot"},
-    "causal window from each slot": {
-        "reducer": "fc", "sliding_window": 20, "window_from": "slot", "causal_layers": "all"
-    },
-    "window of the longest text": {"reducer": "fc", "sliding_window": 256},
-    **{
-        f"RoPE {rope['rope_type']}": {"reducer": "fc", "rope_parameters": {"rope_theta": 500.0, **rope}}
-        for rope in (
-            {"rope_type": "linear", "factor": 4.0},
-            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-            {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-             "original_max_position_embeddings": 64},
-        )
-    },
-    "confidence": {"reducer": "fc", "sequential_head": "state", "head_rank": 5, "confidence_head": True},
-    **{f"{kind} head": {"reducer": "fc", "sequential_head": kind, "head_rank": 5} for kind in HEADS},
-    "few candidates": {"reducer": "fc", "sequential_head": "state", "head_rank": 5, "head_candidates": 7},
-    "head of a draft vocabulary": {
-        "reducer": "fc", "sequential_head": "markov", "head_rank": 5, "draft_vocab_size": 40, "head_candidates": 0
-    },
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("fields", DRAFTERS.values(), ids=DRAFTERS.keys())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_hyperdflash.serving.served_config import reads_paths
+from hf_hyperdflash.serving.vllm_config import reads_paths
 
 from ..conftest import tiny_drafter, tiny_target
 from ..helpers.headed_drafters import learned

@@ -1,0 +1,178 @@
+"""Our drafters in SGLang's own engine: what they draft, round by round, is what they draft in `generate`.
+
+On a CPU, with `tests/helpers/sglang_on_cpu.py`, which says what stands there for a GPU. `.ci/sglang` makes an
+environment with SGLang and runs these; elsewhere they are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_hyperdflash import load_drafter, load_target
+
+from ..conftest import MODELS, prompt, tiny_drafter
+from ..helpers.served_drafters import DRAFTERS, gate_over_layers, llama, our_drafts, qwen3, stirred
+from ..helpers.sglang_on_cpu import environment, served
+
+if find_spec("sglang") is None:
+    pytest.skip("SGLang is not installed: .ci/sglang makes an environment that has it", allow_module_level=True)
+
+CONVOLUTIONS = {"reducer": "fc", "conv_kernel_size": 2, "conv_group_size": 16}
+
+
+@torch.no_grad()
+def exact(target: Any) -> Any:
+    """With embeddings that bfloat16 can say: SGLang hands a drafter its block's in that type."""
+    table = target.get_input_embeddings().weight
+    table.copy_(table.bfloat16().float())
+    return target
+
+
+def begins_with(theirs: list[list[int]], ours: list[list[int]]) -> bool:
+    """In the last rounds ours has no room for all; SGLang drafts whole blocks, and one for the last token, too."""
+    return len(theirs) - len(ours) in (0, 1) and [row[: len(own)] for row, own in zip(theirs, ours)] == ours
+
+
+def drafts_the_same(target: Any, drafter: Any, folder: Path, **engine: Any) -> None:
+    """Text and drafts of a short prompt and of a long one."""
+    exact(target).save_pretrained(folder / "target")
+    drafter.save_pretrained(folder / "drafter")
+    prompts = [prompt(9, 1, 96), prompt(70, 2, 96)]
+    expected = [our_drafts(target, drafter, ids, 24) for ids in prompts]
+    asked = [ids[0].tolist() for ids in prompts]
+    texts, theirs = served(folder / "engine", folder / "target", folder / "drafter", asked, 24, **engine)
+    assert texts == [text for text, _ in expected]
+    for (_, ours), rows in zip(expected, theirs, strict=True):
+        assert begins_with(rows, ours) and len(ours) >= 4
+        assert len({tuple(row) for row in ours}) > 2  # not the same whatever comes before
+
+
+@pytest.mark.parametrize("fields", [*DRAFTERS.values(), CONVOLUTIONS], ids=[*DRAFTERS.keys(), "convolutions"])
+def test_every_part_drafts_the_same(tmp_path, fields):
+    target = exact(qwen3())
+    drafts_the_same(target, stirred(tiny_drafter(target, head_dim=32, **fields)), tmp_path)
+
+
+def test_fewer_drafts_of_a_causal_block(tmp_path):
+    target = exact(qwen3())
+    drafter = stirred(tiny_drafter(target, head_dim=32, reducer="fc", causal_layers="all"))
+    target.save_pretrained(tmp_path / "target")
+    drafter.save_pretrained(tmp_path / "drafter")
+    ids = prompt(9, 1, 96)
+    text, ours = our_drafts(target, drafter, ids, 24)
+    texts, theirs = served(
+        tmp_path / "engine", tmp_path / "target", tmp_path / "drafter", [ids[0].tolist()], 24,
+        speculative_num_draft_tokens=3,
+    )  # fmt: skip
+    (rows,) = theirs
+    assert texts == [text] and rows[0] == ours[0][:2] and {len(row) for row in rows} == {2}
+
+
+@pytest.mark.parametrize("reducer", ["hc_gate", "hybrid"])
+def test_a_gate_over_several_layers_drafts_the_same(tmp_path, reducer):
+    target = exact(qwen3())
+    drafts_the_same(target, stirred(gate_over_layers(target, head_dim=32, reducer=reducer)), tmp_path)
+
+
+def test_another_target_drafts_the_same(tmp_path):
+    target = exact(llama())
+    fields = {"reducer": "fc", "sequential_head": "state", "head_rank": 5, "target_layer_ids": [0, -1]}
+    drafts_the_same(target, stirred(tiny_drafter(target, head_dim=32, **fields)), tmp_path)
+
+
+def test_a_prompt_that_is_read_in_parts(tmp_path):
+    target = exact(qwen3())
+    fields = {"reducer": "fc", "sequential_head": "recurrent", "head_rank": 5}
+    drafter = stirred(tiny_drafter(target, head_dim=32, **fields))
+    drafts_the_same(target, drafter, tmp_path, chunked_prefill_size=32)
+
+
+def test_the_shipped_pair_drafts_the_same(tmp_path):
+    """With drafts that are accepted, in a batch of texts of different lengths, and with prompts that begin alike."""
+    paths = MODELS / "tiny-qwen3", MODELS / "tiny-qwen3-hyperdflash"
+    target = load_target(paths[0], dtype=torch.float32)
+    drafter = load_drafter(paths[1], target=target, dtype=torch.float32)
+    target.generation_config.eos_token_id = None
+    prompts = [prompt(length, length, 2048) for length in (5, 17, 40, 90)]
+    prompts += [torch.cat([prompts[-1], prompt(6, 3, 2048)], dim=1)]
+    expected = [our_drafts(target, drafter, ids, 60) for ids in prompts]
+    asked = [ids[0].tolist() for ids in prompts]
+    texts, theirs = served(tmp_path / "one", *paths, asked, 60)
+    assert texts == [text for text, _ in expected]
+    for (_, ours), rows in zip(expected, theirs, strict=True):
+        assert begins_with(rows, ours) and len(ours) < 45  # rounds, fewer than tokens
+    texts, _ = served(tmp_path / "batch", *paths, asked, 60, batch=True, disable_overlap_schedule=False)
+    assert texts == [text for text, _ in expected]
+
+
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        ({"speculative_num_draft_tokens": 4}, "`--speculative-num-draft-tokens` is 4, but the drafter's block has 6"),
+        ({"model_path": "target"}, "made for a target with `vocab_size` 2048, but this target's is 96"),
+    ],
+)
+def test_what_does_not_fit_ends_in_one_line(tmp_path, engine, told):
+    qwen3(num_hidden_layers=8).save_pretrained(tmp_path / "target")
+    engine = {name: str(tmp_path / value) if name == "model_path" else value for name, value in engine.items()}
+    with pytest.raises(RuntimeError) as caught:
+        served(tmp_path / "engine", MODELS / "tiny-qwen3", MODELS / "tiny-qwen3-hyperdflash", [[5, 6]], 4, **engine)
+    (line,) = {line for line in str(caught.value).splitlines() if line.startswith("ValueError: ")}
+    assert told in line
+
+
+def test_weights_that_are_not_there_are_named(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    target = exact(qwen3())
+    target.save_pretrained(tmp_path / "target")
+    tiny_drafter(target, head_dim=32, reducer="fc").save_pretrained(tmp_path / "drafter")
+    weights = load_file(tmp_path / "drafter" / "model.safetensors")
+    del weights["layers.1.mlp.up_proj.weight"], weights["hidden_norm.weight"]
+    save_file(weights, tmp_path / "drafter" / "model.safetensors")
+    with pytest.raises(
+        RuntimeError, match=r"no numbers for layers\.1\.mlp\.gate_up_proj\.weight, hidden_norm\.weight"
+    ):
+        served(tmp_path / "engine", tmp_path / "target", tmp_path / "drafter", [[5, 6]], 4)
+
+
+UNTOUCHED = """
+import json, sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from transformers import AutoConfig
+from sglang.srt.model_loader.utils import get_model_architecture
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from types import SimpleNamespace
+def of(name):
+    return SimpleNamespace(
+        hf_config=SimpleNamespace(architectures=[name]), quantization=None, model_impl="auto", is_embedding_gemma=False
+    )
+known = "sglang.srt.models.registry" in sys.modules
+theirs = get_model_architecture(of("Qwen3ForCausalLM"))[0]
+from sglang.srt.models.registry import ModelRegistry
+before = set(ModelRegistry.models)
+ours = get_model_architecture(of("HyperDFlashDrafter"))[0]
+print(json.dumps([known, theirs.__module__, ours.__module__, sorted(set(ModelRegistry.models) - before),
+                  type(AutoConfig.for_model("qwen3")).__module__]))
+"""
+
+
+def test_installing_it_changes_nothing_for_others(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, "-c", UNTOUCHED], env=environment(tmp_path / "there"), capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    *_, line = ran.stdout.splitlines()
+    known, theirs, ours, added, config = json.loads(line)
+    assert not known  # a process that loads no model pays for none
+    assert theirs == "sglang.srt.models.qwen3" and ours == "hf_hyperdflash.serving.sglang_drafter"
+    assert added == ["HyperDFlashDrafter"] and config.startswith("transformers.")

@@ -290,6 +290,31 @@ def test_a_restless_machine_is_no_reason_to_stop_drafting():
     assert tokens / spent > 0.93 * best and asked > 0.75 * 4 * 30
 
 
+def test_what_seemed_too_dear_is_seen_again():
+    """More than four drafts took twice as long when they were first made, and nothing would make them again."""
+    known, generator = Experience(), torch.Generator().manual_seed(0)
+    for drafts in (4, 8, None, 1, 2, 3, 4, 5, 6, 7, 8) * 4:
+        slow = 2 if drafts is not None and drafts > 4 else 1
+        known.costs.observe(100, drafts, slow * seconds(drafts))
+    simulated(known, 6000, 0.95, generator)
+    tokens, spent = simulated(known, 1000, 0.95, generator)
+    best = (1 - 0.95**9) / 0.05 / seconds(8)
+    assert tokens / spent > 0.95 * best
+
+
+def test_where_drafting_pays_rounds_without_it_are_rare():
+    known, generator = Experience(), torch.Generator().manual_seed(0)
+    schedule, plain = Schedule(known), 0
+    for _ in range(4000):
+        count, drafts = schedule.begin(100, 8), 0
+        plain += not count
+        while drafts < count and schedule.is_open() and schedule.admits(0.5):
+            drafts += 1
+        accepted = sum((torch.rand(drafts, generator=generator) < 0.9).long().cumprod(0).tolist())
+        schedule.end(drafts, accepted, seconds(drafts if count else None), False)
+    assert 10 < plain < 4000 / 128
+
+
 # The text
 
 

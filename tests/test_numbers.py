@@ -1,4 +1,4 @@
-"""Measured numbers of the pages are those of the committed results, or of a command whose output is not kept.
+"""Measured numbers of the pages are those of the committed results.
 
 A table is traced row by row: every number of a row, in its order, as the results have it at as many decimals. A
 sentence is written here with gaps, which the results fill; the page must have it so. What looks measured and is
@@ -20,7 +20,9 @@ RESULTS = ROOT / "examples" / "results"
 V4 = "tiny-deepseek-v4"
 PAGES = {page.stem: page.read_text() for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
 NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?!\w)")
-MEASURED = re.compile(r"\d\.\d\d×|\d\.\d\d? times|\d\.\d\d tokens")  # what a sentence has to be traced for
+MEASURED = re.compile(  # what a sentence has to be traced for
+    r"\d\.\d\d×|\d\.\d\d? times|\d\.\d\d tokens|\d %(?! interval)|\d (?:ms|µs)\b|\btau (?:of |was )?\d"
+)
 
 
 @cache
@@ -178,6 +180,30 @@ def of_throughput(label):
     return [float(number.replace(",", "")) for number in NUMBER.findall(" ".join(cells(row)[1:]))]
 
 
+CHOICES = {
+    "exact KL teacher, equal position weights, the target's own answers, bfloat16 cache": "exact KL teacher",
+    "no KL (`--kl_weight 0`)": "no KL",
+    "mean-pooled KL teacher, the paper's (`--kl_teacher mean_pool`)": "mean-pooled KL teacher",
+    "decayed position weights (`--loss_decay 4`)": "decayed position weights",
+    "the dataset's original answers": "original answers",
+    "float8 cache (`--feature_dtype float8`)": "float8 cache",
+    "online features": "online features",
+}
+
+
+def of_choices(label):
+    report = (RESULTS / V4 / "choices" / "report.md").read_text().splitlines()
+    (row,) = (cells(line) for line in report if line.startswith(f"| {CHOICES[label]}"))
+    return [float(value) for value in row[1:3]]
+
+
+def of_heads(head, loss):
+    with (RESULTS / V4 / "heads-and-losses" / "heads.csv").open() as file:
+        found = {(row["reducer"], row["head"], row["loss"]): row for row in csv.DictReader(file)}
+    rows = [found[reducer, head.strip("`"), loss.strip("`")] for reducer in ("hc_gate", "hybrid")]
+    return [float(row[name]) for row in rows for name in ("teacher_forced_tau", "expected_tau")]
+
+
 TRACED = [
     ("trees", "| | tau, T = 0 | speedup", of_trees),
     ("drafters", "| | V4, T = 0 | T = 1 | ms", of_one_size),
@@ -189,14 +215,10 @@ TRACED = [
     ("drafters", "| candidates | weight 0", of_candidates),
     ("training", "| loss | peak memory, MiB", of_loss),
     ("training", "| features | tokens/s", of_throughput),
+    ("training", "| training | tau | teacher-forced |", of_choices),
+    ("benchmarks", "| head | loss | the paper's gate", of_heads),
 ]
 COPIED = {"heads": 0, ".": 1}  # of benchmarks.md, the tables of these reports
-# Their commands are beside them, with date and machine; what the commands printed was not kept in a file. To run them
-# again takes more than half an hour each; 349 steps of four rows, tried with the second, cannot tell its rows apart.
-NOT_KEPT = [
-    ("benchmarks", "| head | loss | the paper's gate"),  # examples/compare_heads.py
-    ("training", "| training | tau | teacher-forced |"),  # examples/ablate_training.py
-]
 
 
 def tables(page: str) -> list[list[str]]:
@@ -255,7 +277,7 @@ def test_rows_are_the_reports(page, begins, report):
 
 
 def test_no_table_is_left():
-    known = [(page, begins) for page, begins, _ in TRACED + ROW_BY_ROW] + NOT_KEPT + [("benchmarks", "| Method |")]
+    known = [(page, begins) for page, begins, _ in TRACED + ROW_BY_ROW] + [("benchmarks", "| Method |")]
     for page in PAGES.keys() - {"targets"}:  # whose decimals are versions of transformers
         for table in tables(page):
             if any(re.search(r"\d\.\d\d|\d×", cell) for row in table[2:] for cell in cells(row)):
@@ -295,7 +317,136 @@ def cheaper():
     return [min(shares), max(shares)]
 
 
+def own_time():
+    """Neither the target's nor the drafter's, in % of a round: the least and the most."""
+    with (RESULTS / V4 / "summary.csv").open() as file:
+        shares = [100 * float(row["overhead"]) for row in csv.DictReader(file)]
+    return [min(shares), max(shares)]
+
+
+def a_node(name):
+    """Milliseconds of each node of a tree of 64 beyond the first 8: the least and the most of both temperatures."""
+    trees = [f"State head (8, {nodes} nodes)" for nodes in (8, 64)]
+    few, many = ([figures("trees", tree, at, name)[0] for at in (0, 1)] for tree in trees)
+    each = [(last - first) / 56 for first, last in zip(few, many)]
+    return [min(each), max(each)]
+
+
+def one_look():
+    """What a stream on which nothing can be gained spends on learning: seconds, their share in %, all seconds."""
+    path = RESULTS / V4 / "adaptation" / "temperature-0" / "results.json"
+    requests = [r for r in json.loads(path.read_text())["served"]["bandit"] if not r["part"].startswith("tuned")]
+    spent, all_ = (sum(r[name] for r in requests) for name in ("cost", "seconds"))
+    return [spent, len(requests), 100 * spent / all_, all_]
+
+
+def calibrated():
+    """That all drafts up to one are accepted, over all of them: error before and after in %, AUC after."""
+    report = (RESULTS / V4 / "calibration" / "calibration.md").read_text()
+    row = next(cells(line) for line in report.splitlines() if line.startswith("| all |"))
+    return [float(row[6].split()[0]), float(row[7].split()[0]), float(row[9])]
+
+
+def told(path, pattern):
+    """What a report says in words."""
+    found = re.findall(pattern, (RESULTS / path).read_text())
+    assert len(found) == 1, (path, pattern, found)
+    return [float(value) for value in ([found[0]] if isinstance(found[0], str) else found[0])]
+
+
+TABLES = ["markov", "gated_markov", "recurrent", "selector"]
+
+
+def head_shares(part, heads, candidates):
+    """Of a round, in %: bytes that heads read, or time."""
+    report = (RESULTS / "head-cost" / "report.md").read_text()
+    (section,) = re.findall(rf"^## {part}.*?(?=^## |\Z)", report, re.MULTILINE | re.DOTALL)
+    rows = [cells(line) for line in section.splitlines() if line.startswith("| ")]
+    column = next(i for i, name in enumerate(rows[0]) if name in ("of its bytes", "of a round"))
+    return [float(row[column].rstrip("%")) for head in heads for row in rows if row[:2] == [head, candidates]]
+
+
+def of_cache():
+    """What a step with the rewindable cache takes more, without recording, with it, and the stock one again, in %;
+    what these hold, in KiB."""
+    report = (RESULTS / V4 / "cache" / "report.md").read_text().splitlines()
+    stock, again, still, recording = [cells(line) for line in report if line.startswith("| ")][1:]
+    shares = [float(row[2]) for row in (still, recording, again)]
+    return [*shares[:2], abs(shares[2]), *(f"{int(row[3]):,}" for row in (still, recording, stock))]
+
+
 SENTENCES = [
+    (
+        "using",
+        "a step takes {:.1f} % longer without recording and {:.1f} % with it, where the stock cache measured twice "
+        "differs by {:.1f} %",
+        of_cache()[:3],
+    ),
+    ("using", "It holds {} KiB and {} KiB, the stock cache {}.", of_cache()[3:]),
+    (
+        "benchmarks",
+        "A round drafts {:.1f} ms where the blind one drafts {:.1f}: eight steps of the head on a CPU, where the "
+        "target's step takes {:.0f} ms.",
+        [
+            *(figures("heads", name, 0, "draft_ms")[0] for name in (HEAD, BLIND)),
+            told(f"{V4}/heads/report.md", r"(?s)\A.*?target-only: [\d.]+ tokens/s, ([\d.]+) ms a step")[0],
+        ],
+    ),
+    (
+        "benchmarks",
+        "Our own time, outside the target's and the drafter's forwards, is {:.0f} to {:.0f} % of a round.",
+        own_time(),
+    ),
+    (
+        "trees",
+        "on a CPU every node costs, {:.1f} to {:.1f} ms to verify and {:.1f} to {:.1f} to draft.",
+        [*a_node("verify_ms"), *a_node("draft_ms")],
+    ),
+    (
+        "choosing-drafts",
+        "its error lies between the two in {:.0f} of 24 conditions and gains {:.0f} % of what kernel ridge gains",
+        told("aslm/report.md", r"ASLM k=8\*\*: between them in (\d+) of 24 .* gains (\d+)% \(median\)"),
+    ),
+    (
+        "choosing-drafts",
+        "it takes one look, {:.1f} seconds, in {} requests: {:.1f} % of these {:.0f} seconds",
+        one_look(),
+    ),
+    ("choosing-drafts", "whenever tokens per round fall by 15 %", []),  # a setting of the bandit's
+    (
+        "drafters",
+        "expected calibration error falls from {:.1f} to {:.1f} %; an accepted draft has the higher confidence of two "
+        "with a probability of {:.2f}",
+        calibrated(),
+    ),
+    (
+        "drafters",
+        "heads with a table take {:.1f} to {:.1f} % of a round of six drafts at V4-Flash's size with the whole "
+        "vocabulary and at most {:.1f} % with 256 candidates; the state head takes {:.1f} % with its 1,024 "
+        "candidates, and {:.0f} % without them",
+        [
+            *(choose(head_shares("Counted", TABLES, "all")) for choose in (min, max)),
+            max(head_shares("Counted", TABLES, "256")), *head_shares("Counted", ["state"], "1024"),
+            *head_shares("Counted", ["state"], "all"),
+        ],
+    ),
+    (
+        "drafters",
+        "{:.1f} to {:.1f} % for tables and {:.1f} % for the state head",
+        [
+            *(
+                choose(head_shares("Timed", TABLES[:-1], "all") + head_shares("Timed", ["selector"], "16"))
+                for choose in (min, max)
+            ),
+            *head_shares("Timed", ["state"], "all"),
+        ],
+    ),
+    ("drafters", "(44 to 52 % there)", []),  # of the paper
+    (
+        "serving",
+        "(tau {:.2f} here, {:.2f} there: vLLM counts",
+        told("tiny-qwen3/vllm/report.md", r"tau ([\d.]+) in \d+ rounds, ours ([\d.]+) in"),
+    ),
     (
         "README",
         "**{:.2f}×** the target's speed at temperature 0, {:.2f} tokens a round; **{:.2f}×** and {:.2f} at "

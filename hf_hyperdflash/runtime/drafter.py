@@ -91,7 +91,8 @@ class Drafter:
         Args:
             target: The target, for its embedding and LM head.
             context: Of the sequence; holds all of `ids` but the anchor.
-            ids: `[1, seq]`, the accepted tokens, the anchor last.
+            ids: `[1, seq]`, the accepted tokens, the anchor last. Padding on the left is there where the target was
+                given it: not of DeepSeek-V4, and not in a batch.
             position_ids: `[1, seq]`, their true positions.
             count: How many, one after the other.
             sampler: Draws tokens as the request asks for, a chain of them or a tree.

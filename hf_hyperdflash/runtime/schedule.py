@@ -83,7 +83,7 @@ class RoundCosts:
         # By number of drafts; `None` where the drafter was not asked.
         self._shares: dict[int | None, float] = {}
         self._times: dict[int | None, float] = {}
-        self._line = 0.0, 0.0
+        self._rounds, self._line = 0, (0.0, 0.0)
 
     def observe(self, length: int, drafts: int | None, seconds: float) -> float:
         """A round after so many tokens and with so many drafts took so long; `None`: the drafter was not asked.
@@ -98,11 +98,17 @@ class RoundCosts:
             level = seconds / self._shares[drafts]
         share = seconds / level
         expected = self._shares.get(drafts, max(self._shares.copy().values(), default=share))
-        times = self._times[drafts] = min(self._times.get(drafts, 0) + 1, _PRICED)
-        share = min(share, (_HICCUP if times > 1 else 2) * expected)
+        self._rounds += 1
+        is_first, is_trial = drafts not in self._times, self._rounds <= _TRIALS and drafts is not None
+        times = 1 if is_trial else min(self._times.get(drafts, 0) + 1, _PRICED)
+        self._times[drafts] = times
+        share = min(share, (2 if is_first else _HICCUP) * expected)
         if times > _SETTLED:
             level *= 1 + _LEVEL * (share / expected - 1)
-        self._shares[drafts] = share if times == 1 else expected + (share - expected) / times
+        if times == 1:  # a drafter's first rounds are slow: the best of few tells most, and as much as one
+            self._shares[drafts] = share if is_first else min(share, expected)
+        else:
+            self._shares[drafts] = expected + (share - expected) / times
         self._levels[length.bit_length()] = level
         shares = self._shares.copy()
         self._line = _line([(k, share, self._times[k]) for k, share in shares.items() if k is not None])
@@ -138,8 +144,7 @@ class RoundCosts:
     def trial(self, room: int) -> tuple[bool, int | None]:
         """Whether a number of drafts has to be tried before anything is known, and which: as many as there is room
         for, none, and one, in turn."""
-        rounds = int(sum(self._times.copy().values()))
-        return rounds < _TRIALS, (room, None, 1)[rounds % 3]
+        return self._rounds < _TRIALS, (room, None, 1)[self._rounds % 3]
 
 
 def _line(points: list[tuple[int, float, float]]) -> tuple[float, float]:

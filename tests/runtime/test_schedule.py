@@ -196,6 +196,23 @@ def test_a_number_that_was_seldom_seen_does_not_make_larger_ones_dear():
     assert told == sorted(told) and share == pytest.approx(4 / 7, rel=0.2)
 
 
+def test_slow_first_rounds_do_not_make_many_drafts_dear():
+    """A drafter's first round with a number of drafts takes twice as long, and what is tried first comes first."""
+    known = Experience()
+    schedule, seen, made = Schedule(known), set(), []
+    for _ in range(60):
+        count, drafts = schedule.begin(100, 8), 0
+        while drafts < count and schedule.is_open() and schedule.admits(0.9):
+            drafts += 1
+        key = drafts if count else None
+        took = seconds(key) * (1 if key in seen or key is None else 2)
+        seen.add(key)
+        made.append(drafts)
+        schedule.end(drafts, drafts, took, False)
+    assert made[-20:] == [8] * 20
+    assert known.costs.further(8)[8] / known.costs.plain == pytest.approx(8 * EACH / PLAIN, rel=0.1)
+
+
 def test_what_is_not_known_is_tried():
     known, tried = Experience(), []
     schedule = Schedule(known)
@@ -277,7 +294,7 @@ def test_it_is_near_the_best_fixed_number(chance):
 
 
 def test_a_restless_machine_is_no_reason_to_stop_drafting():
-    """Rounds that take half or twice as long as others by chance: drafting pays by an eighth and looks no dearer."""
+    """Rounds that take half or twice as long as others by chance: drafting pays by a third and looks no dearer."""
     tokens, spent, asked = 0, 0.0, 0
     for seed in range(4):
         known, generator = Experience(), torch.Generator().manual_seed(seed)
@@ -287,7 +304,7 @@ def test_a_restless_machine_is_no_reason_to_stop_drafting():
             tokens, spent, asked = tokens + made[0], spent + made[1], asked + known.is_drafting
     mean = math.exp(0.5**2 / 2)  # of times whose logarithms are so far apart
     best = max((1 - 0.6 ** (k + 1)) / 0.4 / seconds(k) for k in range(1, 9)) / mean
-    assert tokens / spent > 0.93 * best and asked > 0.75 * 4 * 30
+    assert tokens / spent > 0.9 * best and asked > 0.75 * 4 * 30
 
 
 def test_what_seemed_too_dear_is_seen_again():

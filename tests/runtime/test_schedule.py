@@ -196,6 +196,24 @@ def test_a_number_that_was_seldom_seen_does_not_make_larger_ones_dear():
     assert told == sorted(told) and share == pytest.approx(4 / 7, rel=0.2)
 
 
+def test_a_machine_that_gets_slower_changes_nothing_of_what_pays():
+    """All numbers of drafts get dearer alike, and less is written in a second: were it not so, noise would decide."""
+    known = experienced()
+    for drafts in (4, None, 8, 1) * 100:
+        known.costs.observe(100, drafts, seconds(drafts))
+
+    def admitted() -> int:
+        schedule, count = begun(known), 0
+        while count < 8 and schedule.is_open() and schedule.admits(0.7):
+            count += 1
+        return count
+
+    before = admitted()
+    for drafts in (4, None, 8, 1) * 10:
+        known.costs.observe(100, drafts, 1.6 * seconds(drafts))
+    assert 2 < before < 8 and admitted() == before
+
+
 def test_slow_first_rounds_do_not_make_many_drafts_dear():
     """A drafter's first round with a number of drafts takes twice as long, and what is tried first comes first."""
     known = Experience()

@@ -141,10 +141,14 @@ class RoundCosts:
         shares = [share for share, _, count in told for _ in range(count)]
         return [share - shares[0] for share in shares]
 
-    def trial(self, room: int) -> tuple[bool, int | None]:
-        """Whether a number of drafts has to be tried before anything is known, and which: as many as there is room
-        for, none, and one, in turn."""
-        return self._rounds < _TRIALS, (room, None, 1)[self._rounds % 3]
+    @property
+    def is_tried(self) -> bool:
+        """Whether enough was tried for something to be known."""
+        return self._rounds >= _TRIALS
+
+    def trial(self, room: int) -> int | None:
+        """The number of drafts to try next, before anything is known: as many as there is room for, none, and one."""
+        return (room, None, min(room, 1))[self._rounds % 3]
 
 
 def _line(points: list[tuple[int, float, float]]) -> tuple[float, float]:
@@ -237,8 +241,8 @@ class Experience:
         return self.is_drafting != is_look
 
     def drafts_all(self) -> bool:
-        """Whether this round drafts as much as there is room for, halfway between looks at rounds without drafts: what
-        seemed too dear by chance would never be seen again."""
+        """Whether this round drafts as much as there is room for, once in as many rounds as there are between looks at
+        first: what seemed too dear by chance would never be seen again."""
         return self.is_drafting and self.waited % _LOOKS[1] == _LOOKS[1] // 2
 
     def judge(self, tokens: float, share: float) -> None:
@@ -299,15 +303,16 @@ class Schedule(FixedSchedule):
     def begin(self, length: int, room: int) -> int:
         known = self.experience
         self._signals, self._reached, self._length = [], 1.0, length
-        self._is_trial, count = (False, None) if self._is_first else known.costs.trial(room)
+        tries = not self._is_first and not known.costs.is_tried
+        count = known.costs.trial(room) if tries else room
         plain = known.costs.plain
         rates = [known.tokens / known.share if known.share else 0.0, 1 / plain if plain else 0.0]
         self._prices = [max(rates) * share for share in known.costs.further(room)]
-        self.is_asked = count is not None if self._is_trial else known.asks()
-        self._is_trial |= known.drafts_all()
+        self.is_asked = count is not None if tries else known.asks()
+        self._is_trial = tries or known.drafts_all()
         # A look makes some drafts in any case: by those that are not made nothing is learned.
         self._sure = 0 if known.is_drafting else _PROBED
-        return (room if not self._is_trial or count is None else count) if self.is_asked else 0
+        return count or 0 if self.is_asked else 0
 
     def is_open(self) -> bool:
         """Whether the drafter is to be asked for one more draft: not if even a certain one would not pay."""
@@ -327,8 +332,8 @@ class Schedule(FixedSchedule):
         return True
 
     def _pays(self, chance: float) -> bool:
-        """Whether some number of further drafts brings more than it takes, if each is accepted as probably as the
-        next. One more may cost what several do: kernels have widths."""
+        """Whether some number of further drafts brings more than it takes, if those after the next are accepted as
+        probably as is usual, or as it is. One more may cost what several do: kernels have widths."""
         here, reached, gained = len(self._signals), self._reached * chance, 0.0
         following = max(chance, self.experience.survival.usual)
         for price in self._prices[here + 1 :]:

@@ -132,8 +132,8 @@ def examine(
                 _try_other_settings(found, target, cast(HyperDFlashDrafter, drafter), ids, texts, disable_tqdm)
             if found.tau < _HARDLY and not found.problems:
                 found.problems.append(
-                    f"Hardly any draft is accepted (tau {found.tau:.2f}): the drafter is untrained, or was trained "
-                    "for another target, chat template or tokenizer."
+                    f"Hardly any draft is accepted (tau {found.tau:.2f}): the drafter is hardly trained, or "
+                    "was trained for another target, chat template or tokenizer."
                 )
             if not found.problems and len(ids) >= LEAST_PROMPTS:
                 _recommend(found, target, drafter, ids, max_new_tokens, disable_tqdm)

@@ -203,7 +203,7 @@ def _main_table(rows: Sequence[Row]) -> str:
 
 
 def _bold(values: Sequence[float | None], unit: str = "") -> list[str]:
-    best = max((value for value in values if value is not None), default=None)
+    best = max((value for value in values if value is not None), default=None) if len(values) > 1 else None
     texts = [_number(value, unit=unit) for value in values]
     return [f"**{text}**" if best is not None and text == _number(best, unit=unit) else text for text in texts]
 

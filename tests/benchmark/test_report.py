@@ -63,6 +63,12 @@ def test_main_table_is_the_papers(tmp_path):
     assert "MATH: GSM8K (3), MATH-500 (3), AIME25 (3); CODE: HumanEval (3)" in text and "Other: new-suite (3)" in text
 
 
+def test_of_one_method_nothing_is_best(tmp_path):
+    results = load(written(tmp_path / "r", [one for one in random_lines(0) if one["method"] in (PLAIN, METHODS[0])]))
+    table = tables(markdown(results, summarize(results), pool(results)))[0]
+    assert table[2][0] == METHODS[0] and not any("**" in cell for row in table for cell in row)
+
+
 def test_leads_follow_the_main_table(tmp_path):
     lines = [line(name, prompt) for prompt in range(3) for name in (PLAIN, "A|B", "MTP (3)", "Lookup")]
     for one in lines:

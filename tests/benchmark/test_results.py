@@ -143,7 +143,7 @@ def test_a_generation_without_rounds(tmp_path):
         None
     }
     write_report(tmp_path / "r", tmp_path / "out")
-    assert "**1.00×** / –" in (tmp_path / "out" / "report.md").read_text()
+    assert "1.00× / –" in (tmp_path / "out" / "report.md").read_text()
     lines[1] = line("MTP (3)", 0)  # beside one with rounds it adds tokens and time, no rounds
     (row,) = summarize(load(written(tmp_path / "r", lines)))
     assert (row.rounds, row.tau, row.new_tokens) == (3, 3.0, 20)

@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from .hub.formats import MARKS, load_foreign, pickles_of
+from .hub.formats import MARKS, foreign_without_weights, load_foreign, pickles_of
 from .runtime.configuration_eagle3 import Eagle3Config
 from .runtime.configuration_hyperdflash import HyperDFlashConfig
 from .runtime.configuration_specblock import SpecBlockConfig
@@ -72,15 +72,19 @@ def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) ->
     check_target(name)
     with _readable(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        kind: Any = AutoModelForCausalLM
-        if type(config) in AutoModelForImageTextToText._model_mapping and type(config) not in kind._model_mapping:
-            kind = AutoModelForImageTextToText
-        target, info = kind.from_pretrained(
+        target, info = _class_of(config).from_pretrained(
             name, trust_remote_code=trust_remote_code, output_loading_info=True, **kwargs
         )
     check_names(name, missing=info["missing_keys"])
     check_finite(target.state_dict(), name)
     return cast(PreTrainedModel, target.eval())
+
+
+def _class_of(config: PreTrainedConfig) -> Any:
+    kind: Any = AutoModelForCausalLM
+    if type(config) in AutoModelForImageTextToText._model_mapping and type(config) not in kind._model_mapping:
+        return AutoModelForImageTextToText
+    return kind
 
 
 def load_drafter(
@@ -189,6 +193,28 @@ def check_drafter(
     if needs_weights:
         _check_weights(name, "*.safetensors", *(() if load is not load_foreign else pickles_of(fields, str(name))))
     return load
+
+
+def check_made_for(target: str, drafter: str) -> None:
+    """Raise the `ValueError` of binding if a drafter is not for a target, by their configurations, before weights are
+    loaded. Both have passed `check_target` and `check_drafter`.
+
+    Left for later: targets with code of their own, which may not be built without weights, and the drafter of another
+    DeepSeek-V4's checkpoint.
+    """
+    load = check_drafter(drafter)
+    if load is load_own_drafter or "auto_map" in _configuration(target, "target"):
+        return
+    with _readable(target):
+        config = AutoConfig.from_pretrained(target)
+    config._name_or_path = ""  # only a name that differs is warned of once it is loaded
+    with torch.device("meta"), _readable(drafter):
+        if load is load_foreign:
+            unloaded = foreign_without_weights(_configuration(drafter, "drafter"), drafter)
+        else:
+            kind = load.__self__
+            unloaded = kind(kind.config_class.from_pretrained(drafter))
+        unloaded.check_target(_class_of(config).from_config(config))
 
 
 def _kind_of_drafter(fields: dict[str, Any]) -> tuple[str, Any] | None:

@@ -80,9 +80,11 @@ def test_the_first_text_is_as_the_page_shows_it():
         "--show",
         asked,
     ]
-    terminal = {**os.environ, "FORCE_COLOR": "1", "TERM": "dumb"}  # one without colours
+    terminal = {**os.environ, "FORCE_COLOR": "1", "TERM": "xterm"}
     ran = subprocess.run(command, capture_output=True, text=True, check=True, env=terminal)
-    without_speed = [re.sub(r"[\d.]+ tokens/s", "", text) for text in (ran.stdout + ran.stderr, shown)]
+    beneath, colours = r"\x1bD.*?\x1b8", r"\x1b\[[\d;]*m"
+    printed = re.sub(f"{beneath}|{colours}", "", ran.stdout, flags=re.DOTALL)
+    without_speed = [re.sub(r"[\d.]+ tokens/s", "", text) for text in (printed + ran.stderr, shown)]
     said, lines = (
         " ".join(without_speed[0].split()),
         [" ".join(line.split()) for line in without_speed[1].splitlines()],

@@ -1,5 +1,7 @@
 """Any drafter by its name: which kind it is, and what it is loaded as."""
 
+import copy
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,13 +14,15 @@ from hf_hyperdflash import (
     load_target,
 )
 from hf_hyperdflash.hub.formats import export_dflash
-from hf_hyperdflash.loading import check_drafter, load_own_drafter
+from hf_hyperdflash.loading import check_drafter, check_made_for, load_own_drafter
 
 from .conftest import tiny_config, tiny_drafter, tiny_target
 from .helpers.deepseek_checkpoints import dspark_fields, dspark_shapes, mtp_shapes, random_tensors, write, write_shards
 from .helpers.families import qwen3
+from .helpers.unrolled import unrolled
 
 KINDS = ("HyperDFlash", "MTP", "DSpark", "z-lab", "speculators")
+UNROLLED = {"SpecBlock": "specblock", "EAGLE-3": "eagle3"}
 CLASSES = {"MTP": DeepseekV4MTPDrafter, "DSpark": DeepseekV4DSparkDrafter}
 
 
@@ -27,6 +31,10 @@ def written(kind: str, folder):
     if kind in CLASSES:
         target, kind_of = tiny_target(**dspark_fields()), CLASSES[kind]
         drafter = kind_of(kind_of.config_class.of_target(target.config)).eval()
+        drafter.save_pretrained(folder)
+    elif kind in UNROLLED:
+        target = tiny_target()
+        drafter = unrolled(UNROLLED[kind], target)
         drafter.save_pretrained(folder)
     elif kind == "HyperDFlash":
         target = tiny_target()
@@ -95,6 +103,22 @@ def test_copies_are_compared_with_the_target(tmp_path):
     load_drafter(tmp_path)
     with pytest.raises(ValueError, match=r"`lm_head\.weight` of .* is not a copy of the target's"):
         load_drafter(tmp_path, target=target)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "SpecBlock", "EAGLE-3"])
+def test_a_drafter_of_another_target_is_refused_before_weights_are_read(tmp_path, kind, caplog):
+    target, _ = written(kind, tmp_path / "drafter")
+    target.config.save_pretrained(tmp_path / "target")
+    for name in ("drafter", "target"):
+        (tmp_path / name / "model.safetensors").write_bytes(b"no weights")
+    check_made_for(str(tmp_path / "target"), str(tmp_path / "drafter"))
+    for field in ("vocab_size", "hidden_size"):
+        other = copy.deepcopy(target.config)
+        setattr(other, field, 2 * getattr(other, field))
+        other.save_pretrained(tmp_path / "target")
+        with pytest.raises(ValueError, match=f"`{field}` {getattr(target.config, field)}, but this target's is"):
+            check_made_for(str(tmp_path / "target"), str(tmp_path / "drafter"))
+    assert "fewer drafts may be accepted" not in caplog.text  # which binding says, once
 
 
 def test_what_is_no_drafter_is_refused(tmp_path):

@@ -49,6 +49,7 @@ ORDER = [
     "training.objective", "training.unrolled",
     "training.lessons", "training.bandit", "training.adaptation",
     "training.acceptance", "training.checkpoints", "training.trainer", "training.flags",
+    "training.progress",
     "training.script",
     "benchmark.intervals", "benchmark.other_settings", "benchmark.recommended",
     "benchmark.doctor", "benchmark.suites", "benchmark.results",

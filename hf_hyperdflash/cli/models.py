@@ -34,7 +34,8 @@ def load(
     threads: int | None,
     trust_remote_code: bool,
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """The target, bound, its tokenizer, and its drafters by their names, all looked at before one is loaded."""
+    """The target, bound, its tokenizer, and its drafters by their names. All, and whether they are for each other, is
+    looked at before one is loaded."""
     import torch
 
     from .. import loading
@@ -43,6 +44,7 @@ def load(
     loading.check_target(target)
     for drafter in drafters:
         loading.check_drafter(drafter)
+        loading.check_made_for(target, drafter)
     if threads:
         torch.set_num_threads(threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"

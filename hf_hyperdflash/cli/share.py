@@ -47,7 +47,8 @@ def card(
     """Write a drafter's model card from its configuration, training record and benchmark. What is not known
     is left out."""
     from ..benchmark.report import measured
-    from ..hub.cards import drafter_card
+    from ..hub.cards import drafter_card, is_hub_name
+    from ..hub.descriptions import read_config
     from ..loading import SAVED, check_drafter
 
     check_drafter(str(folder), kinds=SAVED, needs_weights=False)
@@ -74,6 +75,12 @@ def card(
         shutil.copyfile(results / picture, output.parent / picture)
     written.save(output)
     typer.echo(f"{output} is written.")
+    made_for = getattr(read_config(folder), "target_name_or_path", "") or "TARGET"
+    for option, name in {"--repo-id": repo_id or str(folder), "--target": target or made_for}.items():
+        if not is_hub_name(name):
+            typer.echo(
+                f"Its snippet loads {name!r}, which is on no Hub: `{option} org/name` says where it is.", err=True
+            )
 
 
 def _text_of(path: Path | None) -> str | None:

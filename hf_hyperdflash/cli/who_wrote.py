@@ -16,6 +16,10 @@ from .live_line import LiveLine
 COLOURS = (
     "green3", "spring_green2", "cyan3", "deep_sky_blue1", "dodger_blue1", "slate_blue1", "medium_purple1", "orchid",
 )  # fmt: skip
+# Where a terminal has 16 colours, several of those would be one.
+FEW_COLOURS = (
+    "green", "cyan", "blue", "magenta", "bright_green", "bright_cyan", "bright_blue", "bright_magenta",
+)  # fmt: skip
 TARGET = "bold yellow"
 
 
@@ -55,13 +59,13 @@ class WhoWrote(BaseStreamer):
         self._print(self._pieces.rest(written[-1]) if self._pieces and written else None)
         self.line.clear()
         self._pieces, self._began = None, 0.0
-        if not self.console.is_terminal:  # where there are no colours
+        if not self.console.is_terminal or not self.console.color_system:  # no colours
             self.console.print()
             return
         most = max(written, default=0)
         legend = Text("\n\n").append(name_of(0), TARGET)
         for position in range(1, most + 1):
-            legend.append(f"  {name_of(position)}", style_of(position))
+            legend.append(f"  {name_of(position)}", self._style_of(position))
         head = getattr(self.drafter.config, "sequential_head", "none")
         if most and head != "none":  # no draft is the block's alone, not the first either, which follows the anchor
             legend.append(f"  (drafts: block and {head} head)", "not bold default")
@@ -69,7 +73,7 @@ class WhoWrote(BaseStreamer):
 
     def _print(self, piece: Piece | None) -> None:
         if piece is not None:
-            self.line.write(piece.text, style_of(piece.position), self._so_far())
+            self.line.write(piece.text, self._style_of(piece.position), self._so_far())
 
     def _so_far(self) -> str:
         stats = self.drafter.last_stats
@@ -78,7 +82,11 @@ class WhoWrote(BaseStreamer):
             return told
         return f"{told}, {len(stats.written) / seconds:.1f} tokens/s, tau {stats.tau:.2f}"
 
+    def _style_of(self, position: int) -> str:
+        return style_of(position, self.console.color_system)
 
-def style_of(position: int) -> str:
-    """The colour of a draft position; 0 is the target's."""
-    return COLOURS[min(position, len(COLOURS)) - 1] if position else TARGET
+
+def style_of(position: int, color_system: str | None = None) -> str:
+    """The colour of a draft position; 0 is the target's. `color_system` is the console's."""
+    colours = FEW_COLOURS if color_system in ("standard", "windows") else COLOURS
+    return colours[min(position, len(colours)) - 1] if position else TARGET

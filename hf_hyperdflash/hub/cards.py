@@ -115,7 +115,7 @@ def drafter_card(
     drafts_for = getattr(config, "target_model_type", "deepseek_v4")  # else it is that model's own
     told = describe(config)
     data = ModelCardData(
-        base_model=made_for if _is_hub_name(made_for) else None,
+        base_model=made_for if is_hub_name(made_for) else None,
         license=license,
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -131,7 +131,7 @@ def drafter_card(
         repo_id=repo_id,
         target=target or made_for or "TARGET",
         target_link=f"[{made_for}](https://huggingface.co/{made_for})"
-        if _is_hub_name(made_for)
+        if is_hub_name(made_for)
         else Path(made_for).name or "its target",
         target_revision=getattr(config, "target_revision", ""),
         drafts=told.drafts,
@@ -163,10 +163,10 @@ def _parameters(folder: Path) -> str | None:
 
 
 def _hub_names(sources: Sequence[str] | None) -> list[str]:
-    return [name for source in sources or () if _is_hub_name(name := source.partition(":")[0])]
+    return [name for source in sources or () if is_hub_name(name := source.partition(":")[0])]
 
 
-def _is_hub_name(name: str) -> bool:
+def is_hub_name(name: str) -> bool:
     """Whether it is `org/name` and no file or folder of the machine that the drafter was trained on."""
     return bool(re.fullmatch(r"\w[\w.-]*/[\w.-]+", name)) and not Path(name).exists()
 

@@ -110,6 +110,16 @@ def load_foreign(
     return cast(SavedDrafter, drafter.to(dtype or tensors["norm.weight"].dtype).eval())
 
 
+def foreign_without_weights(fields: dict[str, Any], name: str) -> SavedDrafter:
+    """The drafter of which `fields` are the config.json, made as on the device that is set, with no weights read.
+
+    Raises:
+        ValueError: If it is in no such layout, or has parts that cannot be reproduced here, naming them.
+    """
+    layout = _layout_of(fields, name)
+    return cast(SavedDrafter, getattr(layout, "drafter_class", HyperDFlashDrafter)(layout.read(fields, name)))
+
+
 def _layout_of(fields: dict[str, Any], name: str) -> Any:
     if fields.get("speculators_model_type") == _EAGLE3:
         return layout_eagle3

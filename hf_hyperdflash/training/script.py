@@ -11,11 +11,11 @@ from typing import Any, NoReturn, cast
 
 import torch
 from jinja2 import TemplateSyntaxError
-from transformers import HfArgumentParser, ProgressCallback
+from transformers import HfArgumentParser, PrinterCallback, ProgressCallback
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..hub.cards import TRAINING_RECORD
-from ..loading import TRAINED, check_drafter, check_target, load_drafter, load_target, load_tokenizer
+from ..loading import TRAINED, check_drafter, check_made_for, check_target, load_drafter, load_target, load_tokenizer
 from ..runtime.block_drafter import BlockDrafter
 from ..runtime.drafter import SavedDrafter
 from ..runtime.modeling_eagle3 import Eagle3Drafter
@@ -28,6 +28,7 @@ from .data import encode_prompts, load_rows
 from .fingerprint import as_words, target_fingerprint
 from .flags import STAGES, ScriptArguments
 from .places import with_places
+from .progress import Lines, LinesAboveBar
 from .trainer import HyperDFlashTrainer
 
 REPORTED = (
@@ -331,6 +332,7 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     check_target(script.target)
     if script.drafter:
         check_drafter(script.drafter, kinds=TRAINED)
+        check_made_for(script.target, script.drafter)
     earlier = earlier_drafter(script, args.seed) if script.drafter else None
     _say(args, f"Reading {', '.join(script.dataset or ())} ...")
     train, held_out = load_data(script, args.seed)
@@ -348,6 +350,9 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     trainer = HyperDFlashTrainer(
         drafter, target, args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer
     )
+    for own, theirs in ((LinesAboveBar, ProgressCallback), (Lines, PrinterCallback)):
+        if trainer.pop_callback(theirs):
+            trainer.add_callback(own)
     if script.eval_prompts:
         prompts = encode_prompts(tokenizer, held_out.select(range(min(script.eval_prompts, len(held_out)))))
         trainer.add_callback(AcceptanceCallback(trainer, prompts, max_new_tokens=script.eval_max_new_tokens))

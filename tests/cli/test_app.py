@@ -92,6 +92,16 @@ def test_benchmark_writes_results_and_report(data, tmp_path):
     assert not (tmp_path / "other" / "README.md").exists()
 
 
+def test_a_card_with_names_of_this_machine_says_so(tmp_path):
+    drafter = tiny_drafter(tiny_target())
+    drafter.config.target_name_or_path = "my-target"
+    drafter.save_pretrained(tmp_path / "mine")
+    said = run("card", tmp_path / "mine")
+    assert f"loads '{tmp_path / 'mine'}', which is on no Hub: `--repo-id org/name`" in said
+    assert "loads 'my-target', which is on no Hub: `--target org/name`" in said
+    assert "on no Hub" not in run("card", tmp_path / "mine", "--repo-id", "org/mine", "--target", "org/target")
+
+
 def with_dspark(folder: Path) -> Path:
     """The shipped target as July's checkpoints are: a random DSpark drafter in place of its MTP block."""
     copied(TARGET, folder, "model.safetensors")
@@ -293,7 +303,10 @@ NAMED = (
     '"NAME (4, adaptive)=PATH"'
 )
 MISTAKES: list[tuple[list[str], int, str]] = [
-    *((["generate", "--target", name, "--drafter", DRAFTER, "hi"], 1, said) for name, said in NO_TARGET.items()),
+    *((["generate", "--target", name, "--drafter", DRAFTER, "hi"], 1, said) for name, said in NO_TARGET.items()
+      if name != "wide"),
+    *(([command, "--target", "wide", "--drafter", DRAFTER, *rest], 1, "`hidden_size` 256, but this target's is 128")
+      for command, *rest in (["generate", "hi"], ["doctor"], ["train", *TRAIN[1:]])),
     *((["generate", "--target", TARGET, "--drafter", name, "hi"], 1, said) for name, said in NO_DRAFTER.items()),
     *((["doctor", "--target", TARGET, "--drafter", name], 1, said) for name, said in NO_CHECKPOINT.items()),
     *((["export", name, "out"], 1, said) for name, said in NO_DRAFTER.items()),

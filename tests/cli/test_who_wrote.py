@@ -15,6 +15,7 @@ import pytest
 import torch
 from rich.cells import cell_len
 from rich.console import Console
+from rich.text import Text
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
@@ -44,7 +45,20 @@ def test_every_token_has_a_writer(budget):
         assert written in (list(range(1, accepted + 1)) + [0], list(range(1, accepted + 1)))  # the text may have ended
 
 
-def test_what_is_printed_is_the_text_in_colours():
+def code_of(position, colours):
+    """What a terminal of so many colours is sent before the tokens of a draft position."""
+    console = Console(file=io.StringIO(), force_terminal=True, color_system=colours)
+    console.print(Text("|", style_of(position, colours)))
+    return console.file.getvalue().partition("|")[0]
+
+
+@pytest.mark.parametrize("colours", ["truecolor", "256", "standard"])
+def test_no_two_writers_have_one_colour(colours):
+    assert len({code_of(position, colours) for position in range(9)}) == 9
+
+
+@pytest.mark.parametrize("colours", ["256", "standard"])
+def test_what_is_printed_is_the_text_in_colours(colours):
     target = load_target(str(MODELS / "tiny-deepseek-v4"), dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(MODELS / "tiny-deepseek-v4")
     drafter = load_drafter(MODELS / "tiny-deepseek-v4-hyperdflash", target=target)
@@ -54,7 +68,7 @@ def test_what_is_printed_is_the_text_in_colours():
     shown, plain = io.StringIO(), io.StringIO()
     options = {"assistant_model": drafter, "max_new_tokens": 60, "do_sample": False}
     for file, terminal in ((shown, True), (plain, False)):  # whose width breaks no line
-        console = Console(file=file, force_terminal=terminal, width=40, color_system="256" if terminal else None)
+        console = Console(file=file, force_terminal=terminal, width=40, color_system=colours if terminal else None)
         text = target.generate(**inputs, streamer=WhoWrote(tokenizer, drafter, console), **options)
     answer = tokenizer.decode(text[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert plain.getvalue() == answer + "\n"
@@ -63,9 +77,7 @@ def test_what_is_printed_is_the_text_in_colours():
     pieces, _, legend = shown.getvalue().rpartition("\n\n")
     assert re.sub(r"\x1b\[[\d;]*m", "", legend).strip() == "  ".join(names)
     for position in range(most + 1):
-        probe = Console(file=io.StringIO(), force_terminal=True, color_system="256")
-        colour = probe.get_style(style_of(position)).render("|", color_system=probe._color_system).split("|")[0]
-        assert (colour in pieces) == (position in drafter.last_stats.written)
+        assert (code_of(position, colours) in pieces) == (position in drafter.last_stats.written)
 
 
 class Bytes:
@@ -205,7 +217,7 @@ def test_terminals_that_want_less_get_less(monkeypatch, variable):
     file = io.StringIO()
     list(stream("a\nb", Console(file=file, force_terminal=True, width=60, color_system="auto")))
     if variable == "TERM":
-        assert file.getvalue() == "a\nb\n\ntarget  draft 1\n"
+        assert file.getvalue() == "a\nb\n"  # no colour, none to explain
     else:
         assert "tau 2.00" in file.getvalue() and not re.search(r"\x1b\[[\d;]*3\d", file.getvalue())
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -19,6 +20,7 @@ from hf_hyperdflash.hub.cards import TRAINING_RECORD, drafter_card
 from hf_hyperdflash.runtime.configuration_dspark import DeepseekV4DSparkConfig
 from hf_hyperdflash.training.checkpoints import last_whole
 from hf_hyperdflash.training.flags import help_text
+from hf_hyperdflash.training.progress import line_of
 from hf_hyperdflash.training.script import main, make_parser
 
 from ..conftest import MODELS
@@ -180,14 +182,46 @@ def test_a_chat_template_that_is_none_is_refused_before_any_work(tmp_path, writt
         main(flags(tmp_path, "nowhere.jsonl", chat_template=tmp_path / "bad.jinja"))
 
 
+LOGGED = [
+    *["step N: loss N, grad norm N, learning rate N, cross entropy N, kl N"] * 2,
+    "step N, held out: loss N, teacher-forced tau N, N expected at temperature N; accepted at each position, %: {}",
+    "step N, generated: tau N, N tokens/s; accepted at each position, %: {}",
+    "N steps in N s, mean loss N",
+]
+
+
 def test_the_command_shows_how_far_it_is_and_no_warning_of_pinned_memory(tmp_path):
     """In a process of its own: the command sets how much transformers says when that is first imported."""
     command = [sys.executable, "-c", "from hf_hyperdflash.cli.app import run; run()", "train"]
     given = flags(tmp_path, write(tmp_path / "chats.jsonl", chats(6)))
-    done = subprocess.run([*command, *given], capture_output=True, text=True, check=True)
-    assert "2/2 [" in done.stderr and "pin_memory" not in done.stderr
-    done = subprocess.run([*command, *given, "--disable_tqdm", "True"], capture_output=True, text=True, check=True)
-    assert "2/2 [" not in done.stderr
+    given += ["--logging_steps", "1", "--eval_strategy", "steps", "--eval_steps", "2"]
+    for more in ([], ["--disable_tqdm", "True"]):
+        done = subprocess.run([*command, *given, *more], capture_output=True, text=True, check=True)
+        assert ("2/2 [" in done.stderr) is (not more) and "pin_memory" not in done.stderr
+        lines = [line for line in done.stdout.replace("\r", "\n").splitlines() if line.startswith(("step", "2 steps"))]
+        shown = [re.sub(r"-?\d+(\.\d+)?(e[+-]\d+)?", "N", line) for line in lines[:5]]
+        shown = [re.sub(r"(N, )*N$", "{}", line) if "%" in line else line for line in shown]
+        assert shown == LOGGED
+        assert [line[:7] for line in lines[:5]] == ["step 1:", "step 2:", "step 2,", "step 2,", "2 steps"]
+        history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+        assert any("eval_conditional_acceptance_2" in entry for entry in history)  # what no line has
+
+
+@pytest.mark.parametrize(
+    ("logs", "line"),
+    [
+        ({"loss": 1.23456, "epoch": 2.0}, "step 7: loss 1.235"),
+        (
+            {"eval_long_teacher_forced_acceptance_1": 0.5, "eval_long_teacher_forced_acceptance_2": 0.254,
+             "eval_long_loss": 2.0, "eval_long_teacher_forced_tau": 1.756, "eval_long_runtime": 3.0},
+            "step 7, held out: loss 2, teacher-forced tau 1.76; accepted at each position, %: 50, 25",
+        ),
+        ({"eval_loss": 2.5, "eval_runtime": 1.0, "epoch": 1.0}, "step 7: eval loss 2.5, eval runtime 1"),
+        ({"told": "so", "count": 10**6}, "step 7: told so, count 1000000"),
+    ],
+)  # fmt: skip
+def test_an_entry_of_the_log_is_a_line(logs, line):
+    assert line_of(7, logs) == line
 
 
 def test_a_run_that_diverges_ends_the_line_of_its_bar(tmp_path, capfd):

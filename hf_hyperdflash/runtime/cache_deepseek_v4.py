@@ -379,6 +379,8 @@ class RewindableHCACacheLayer(_RewindableKeys, DeepseekV4HCACache):
             before, entries = self._window_before(name, kv, gate), self.entry_count[name]
             return self.held.close_windows(name, self.compress_rate, entries, before, open_window, (kv, gate))
         closed_kv, closed_gate, first_position = super().store_compression_weights(name, kv, gate)
+        if not closed_kv.shape[1]:
+            return closed_kv, closed_gate, first_position
         self._record_windows(name, closed_kv, closed_gate)
         if self.record_past:
             self.buffer_kv[name] = _compact(self.buffer_kv[name])

@@ -29,7 +29,7 @@ from .verification import Step, greedy_walk, sampled_walk
 
 logger = logging.getLogger(__name__)
 
-_LATER = 64  # tokens that a drafter takes in at once while it is not asked for drafts
+_LATER = 64  # tokens that a drafter takes in at once, or at least, after it was not asked for drafts for so long
 
 
 def speculative_decoding(decoding: Decoding) -> GenerateDecoderOnlyOutput | torch.Tensor:
@@ -313,8 +313,11 @@ class Decoding:
             )
         if self.row.residuals:
             self.row.residuals[-1] = round_.kept_residual(self.row.residuals[-1], rows)
-        if self.row.finished or self.schedule.is_asked or kept - self.row.context.end >= _LATER:
+        is_behind = self.lesson is not None and kept - self.row.context.end >= _LATER
+        if self.row.finished or self.schedule.is_asked or is_behind:
             self.extend(kept)
+        elif len(self.row.residuals) >= 2 * _LATER:  # drafting does not pay: a look needs but what is near
+            del self.row.residuals[:_LATER]
 
     def extend(self, end: int) -> None:
         """Give the drafter the tokens before `end` that are new to it."""

@@ -99,12 +99,15 @@ class ResidualTap:
 
 def _leaving(readings: PerThread[Reading], layer: int, paths: int, module: nn.Module, args: Any, output: Any) -> None:
     if readings:  # apart from what follows, so that a compiled layer that nobody reads stays one graph
-        _hand_out(readings, layer, paths, output)
+        hand_out = _hand_out_of_graph if torch.compiler.is_compiling() else _hand_out
+        hand_out(readings, layer, paths, output)
 
 
-@torch.compiler.disable  # a compiled layer leaves its graph here
 def _hand_out(readings: PerThread[Reading], layer: int, paths: int, output: Any) -> None:
     for reading in readings.get(get_ident(), ()):
         if layer in reading.wanted:
             residual = output[0] if isinstance(output, tuple) else output
             reading.take(layer, residual.unflatten(2, (paths, -1)) if residual.ndim == 3 else residual)
+
+
+_hand_out_of_graph = torch.compiler.disable(_hand_out)  # a compiled layer leaves its graph here

@@ -61,7 +61,8 @@ class ChainRound:
 
     def keep(self, cache: Any, kept: list[int]) -> None:
         """Leave the rows `kept`, a path from the anchor on, in the cache, and no others."""
-        cache.crop(len(kept) - self.count)
+        if len(kept) < self.count:
+            cache.crop(len(kept) - self.count)
 
 
 class MaskedRound(ChainRound):

@@ -30,6 +30,7 @@ _PROBED = 2  # drafts of a look at a drafter that did not pay, at least
 _JUDGED = 1 / 64  # what a round counts in whether drafting pays
 _LOOKS = 8, 64  # rounds from one look at another way to the next: at first, and at most
 _RARE_LOOKS = 256  # at most, where drafting pays
+_LATE_LOOKS = 128  # at most, where it does not
 _LOOK = 1 / 8  # what a look counts in the mean of others
 _BLIND = 0.7  # the signal of a drafter that gives none
 
@@ -83,7 +84,7 @@ class RoundCosts:
         # By number of drafts; `None` where the drafter was not asked.
         self._shares: dict[int | None, float] = {}
         self._times: dict[int | None, float] = {}
-        self._rounds, self._line = 0, (0.0, 0.0)
+        self._rounds = 0
 
     def observe(self, length: int, drafts: int | None, seconds: float) -> float:
         """A round after so many tokens and with so many drafts took so long; `None`: the drafter was not asked.
@@ -110,8 +111,6 @@ class RoundCosts:
         else:
             self._shares[drafts] = expected + (share - expected) / times
         self._levels[length.bit_length()] = level
-        shares = self._shares.copy()
-        self._line = _line([(k, share, self._times[k]) for k, share in shares.items() if k is not None])
         return self._shares[drafts]
 
     def _level(self, length: int) -> float:
@@ -127,19 +126,20 @@ class RoundCosts:
         """What rounds with 0, 1, .. `most` drafts take more than the one with none, drafting and verification: what
         each number took where it was often seen, else by the line through all of them. None takes less than a smaller
         one: where it seems so, both take their mean."""
-        start, slope = self._line
+        shares = self._shares.copy()
+        start, slope = _line([(k, share, self._times[k]) for k, share in shares.items() if k is not None])
         told: list[tuple[float, float, int]] = []  # mean share, rounds it is the mean of, how many numbers have it
         for drafts in range(most + 1):
             times, line = self._times.get(drafts, 0.0), start + slope * drafts
             rounds = times + _PRIOR_PRICE
-            share, count = (self._shares.get(drafts, line) * times + line * _PRIOR_PRICE) / rounds, 1
+            share, count = (shares.get(drafts, line) * times + line * _PRIOR_PRICE) / rounds, 1
             while told and told[-1][0] > share:
                 other, others, width = told.pop()
                 share, rounds = (share * rounds + other * others) / (rounds + others), rounds + others
                 count += width
             told.append((share, rounds, count))
-        shares = [share for share, _, count in told for _ in range(count)]
-        return [share - shares[0] for share in shares]
+        level = [share for share, _, count in told for _ in range(count)]
+        return [share - level[0] for share in level]
 
     @property
     def is_tried(self) -> bool:
@@ -261,7 +261,7 @@ class Experience:
         elif not self.is_drafting and gain > _GAIN:
             self._change(True, _LOOKS[1])
         elif not self.is_drafting:
-            self.wait = min(2 * self.wait, _LOOKS[1])
+            self.wait = min(2 * self.wait, _LATE_LOOKS)
 
     def _change(self, is_drafting: bool, wait: int) -> None:
         self.is_drafting, self.wait, self.waited, self.rounds = is_drafting, wait, 0, _LOOKS[0]
@@ -305,14 +305,16 @@ class Schedule(FixedSchedule):
         self._signals, self._reached, self._length = [], 1.0, length
         tries = not self._is_first and not known.costs.is_tried
         count = known.costs.trial(room) if tries else room
+        self.is_asked = count is not None if tries else known.asks()
+        if not self.is_asked:
+            return 0
         plain = known.costs.plain
         rates = [known.tokens / known.share if known.share else 0.0, 1 / plain if plain else 0.0]
         self._prices = [max(rates) * share for share in known.costs.further(room)]
-        self.is_asked = count is not None if tries else known.asks()
         self._is_trial = tries or known.drafts_all()
         # A look makes some drafts in any case: by those that are not made nothing is learned.
         self._sure = 0 if known.is_drafting else _PROBED
-        return count or 0 if self.is_asked else 0
+        return count or 0
 
     def is_open(self) -> bool:
         """Whether the drafter is to be asked for one more draft: not if even a certain one would not pay."""

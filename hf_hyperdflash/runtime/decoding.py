@@ -245,9 +245,13 @@ class Decoding:
 
     def verify(self, round_: ChainRound) -> Any:
         """One forward of the target over the anchor and the drafts."""
-        inputs, began = round_.inputs(self.row, self.kwargs), self.now()
-        with self.binding.own_forward(self.reading, is_round=True):
-            outputs = self.target(**inputs, return_dict=True)
+        try:
+            inputs, began = round_.inputs(self.row, self.kwargs), self.now()
+            with self.binding.own_forward(self.reading, is_round=True):
+                outputs = self.target(**inputs, return_dict=True)
+        except BaseException:  # as of Ctrl-C, after which a caller may go on with the cache
+            round_.take_back(self.cache)
+            raise
         self.row.residuals += self.reading.taken()
         self.stats.verify_seconds += self.now() - began
         return outputs

@@ -64,6 +64,10 @@ class ChainRound:
         if len(kept) < self.count:
             cache.crop(len(kept) - self.count)
 
+    def take_back(self, cache: Any) -> None:
+        """Leave nothing of the round in the cache, whose forward was interrupted."""
+        self.family.take_back(cache, self.start)
+
 
 class MaskedRound(ChainRound):
     """A tree in one forward: true positions, and a mask by which each node sees its ancestors (SpecInfer)."""
@@ -172,6 +176,10 @@ class ForkedRound(ChainRound):
     def keep(self, cache: Any, kept: list[int]) -> None:
         cache.crop(len(kept) - self.length)
         cache.batch_select_indices(torch.tensor([self._sequence(kept)]))
+
+    def take_back(self, cache: Any) -> None:
+        cache.batch_select_indices(torch.tensor([0]))
+        super().take_back(cache)
 
     def _sequence(self, kept: list[int]) -> int:
         return self.place(kept[-1])[0] if kept else 0

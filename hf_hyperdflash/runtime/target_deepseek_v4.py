@@ -119,6 +119,11 @@ class DeepseekV4(HyperConnected):
         for layer in cache.layers:
             layer.keep(kept)
 
+    def take_back(self, cache: Any, start: int) -> None:
+        for layer in cache.layers:
+            layer.keep([])
+        super().take_back(cache, start)
+
     # The indexer
 
     def put_on_hooks(self) -> list[RemovableHandle]:

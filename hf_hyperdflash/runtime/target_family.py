@@ -222,6 +222,13 @@ class TargetFamily:
                     last[:, :, first] = last[:, :, kept]
         cache.crop(len(kept) - len(rows))
 
+    def take_back(self, cache: Any, start: int) -> None:
+        """Leave the first `start` tokens in a cache after a round's forward was interrupted, which some layers saw and
+        others did not. Those with a running state stay as they are."""
+        for layer in () if self.has_running_state else cache.layers:
+            if (count := layer.get_seq_length() - start) > 0:
+                layer.crop(-count)
+
     def attention_keys(self, layer: Any, keys: int, rows: int, seen: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Where, in a verification round's attention weights, a token finds its keys.
 

@@ -20,7 +20,7 @@ from hf_hyperdflash.runtime.tree import DraftTree
 from ..conftest import CSA, HCA, MIXES, perfect, prompt, tiny_target
 from ..helpers import families
 from ..helpers.headed_drafters import headed
-from ..helpers.tree_drafters import RandomTrees, is_wide
+from ..helpers.tree_drafters import RandomChains, RandomTrees, is_wide
 from .test_decoding import GREEDY_OPTIONS, assert_drawn_from
 
 
@@ -243,6 +243,41 @@ def test_after_an_interruption_inside_a_tree_the_cache_is_that_of_the_text_so_fa
         out = target.generate(
             text[:, : length + 1], past_key_values=cache, do_sample=False, max_new_tokens=text.shape[1] - length - 1,
             assistant_model=RandomTrees(target, [text[0]]),
+        )  # fmt: skip
+        assert torch.equal(out, text)
+
+
+@pytest.mark.parametrize("forked", [False, True], ids=["masked", "forked"])
+@pytest.mark.parametrize("kind", [RandomTrees, RandomChains])
+@pytest.mark.parametrize("family", [families.deepseek_v4, families.gemma3, families.qwen3])
+def test_after_an_interrupted_forward_the_cache_is_that_of_the_text_so_far(family, kind, forked, monkeypatch):
+    """Whichever layer it comes in, of those that have seen the round and those that have not."""
+    target, ids = bind(family().eval()), prompt(14)
+    if forked:
+        monkeypatch.setattr(type(family_of(target)), "tree_verification", "fork")
+    text = target.generate(ids, do_sample=False, max_new_tokens=20)
+    layers = target.model.layers
+    for place in (0, len(layers) // 2, len(layers) - 1):
+        first = target.generate(ids, do_sample=False, max_new_tokens=1, return_dict_in_generate=True,
+                                assistant_model=PromptLookupDrafter(target))  # fmt: skip
+        cache, drafter = first.past_key_values, kind(target, [text[0]])
+        rounds = []
+
+        def interrupt(*_, rounds=rounds):
+            rounds.append(1)
+            if len(rounds) == 4:
+                raise KeyboardInterrupt
+
+        handle = layers[place].register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            target.generate(first.sequences, past_key_values=cache, assistant_model=drafter, do_sample=False,
+                            max_new_tokens=19)  # fmt: skip
+        handle.remove()
+        length = cache.get_seq_length()
+        assert 16 <= length < text.shape[1] - 1 and {layer.get_seq_length() for layer in cache.layers} == {length}
+        out = target.generate(
+            text[:, : length + 1], past_key_values=cache, do_sample=False, max_new_tokens=text.shape[1] - length - 1,
+            assistant_model=kind(target, [text[0]]),
         )  # fmt: skip
         assert torch.equal(out, text)
 

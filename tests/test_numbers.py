@@ -477,8 +477,8 @@ SENTENCES = [
     ),
     (
         "training",
-        "Four times the rows bring {:.2f} of what four times brought before. Were that to go on, with as many steps as here, "
-        "tau at temperature 0 would be {:.2f} with 50,000 rows and {:.2f} with 500,000:",
+        "Four times the rows bring {:.2f} of what four times brought before. Were that to go on, with as many steps "
+        "as here, tau at temperature 0 would be {:.2f} with 50,000 rows and {:.2f} with 500,000:",
         with_more_rows(),
     ),
     ("training", "the paper reports 3.69 tokens a round with six drafts", []),

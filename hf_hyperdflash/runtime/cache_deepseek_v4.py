@@ -120,6 +120,12 @@ class _RewindableKeys(DynamicSlidingWindowLayer):
         # The recorded keys, older ones included; `keys` is then a view of its last `sliding_window - 1` positions.
         self._recorded_keys: torch.Tensor | None = None
 
+    def activate_past_recording(self) -> None:
+        """Record what comes from here on; nothing of a long prompt is kept alive by what stays of it."""
+        super().activate_past_recording()
+        if self.cumulative_length:
+            self._rewind(self.cumulative_length)
+
     # Growing
 
     def update(
@@ -209,10 +215,9 @@ class _RewindableKeys(DynamicSlidingWindowLayer):
         """
         count = -int(tokens_to_remove)
         self._check_crop(count)
-        length = self.cumulative_length - count
-        if length > 0:
-            self._rewind(length)
-        elif count > 0:
+        if 0 < count < self.cumulative_length:
+            self._rewind(self.cumulative_length - count)
+        elif count:
             self.reset()
 
     def _check_crop(self, count: int) -> None:

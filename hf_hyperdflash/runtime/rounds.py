@@ -61,8 +61,7 @@ class ChainRound:
 
     def keep(self, cache: Any, kept: list[int]) -> None:
         """Leave the rows `kept`, a path from the anchor on, in the cache, and no others."""
-        if len(kept) < self.count:
-            cache.crop(len(kept) - self.count)
+        cache.crop(len(kept) - self.count)  # also of none: it trims stock layers to their window
 
     def take_back(self, cache: Any) -> None:
         """Leave nothing of the round in the cache, whose forward was interrupted."""

@@ -32,6 +32,7 @@ from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, bind, capt
 from hf_hyperdflash.runtime.binding import BoundTarget
 from hf_hyperdflash.runtime.target_family import computable
 from hf_hyperdflash.runtime.targets import family_of
+from hf_hyperdflash.runtime.tree import DraftTree
 from hf_hyperdflash.training.teacher import check_teacher, teacher_states
 
 from ..conftest import half_right, prompt, tiny_drafter, tiny_target
@@ -392,6 +393,20 @@ def test_every_familys_cache_is_as_if_no_draft_had_been(family):
         after = family(turn, past_key_values=cache, position_ids=positions, use_cache=True).logits
         whole = family(torch.cat([written[:, :-1], turn], dim=1)).logits[:, -10:]
     torch.testing.assert_close(after, whole, atol=1e-3, rtol=1e-3)
+
+
+class Silent(PromptLookupDrafter):
+    def propose(self, target, context, ids, position_ids, count, sampler):
+        return DraftTree.chain(ids.new_empty(0))
+
+
+def test_every_familys_windows_are_trimmed_by_rounds_that_draft_nothing(family):
+    drafter = Silent(family)
+    drafter.bind(family)
+    options = dict(do_sample=False, max_new_tokens=24, return_dict_in_generate=True)
+    out = family.generate(prompt(14), assistant_model=drafter, **options)
+    windows = [layer for layer in out.past_key_values.layers if getattr(layer, "sliding_window", None)]
+    assert all(layer.keys.shape[-2] < layer.sliding_window for layer in windows)
 
 
 def test_every_family_shows_what_plain_decoding_shows(family):

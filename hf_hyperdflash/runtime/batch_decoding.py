@@ -11,8 +11,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .attention_masks import attention_mask_for
+from .batch_prefill import arguments_of, prefill_together, reading_of
 from .batch_schedule import BatchSchedule
-from .cache_ragged import CachedRow, RaggedCache
+from .cache_ragged import RaggedCache
 from .decoding import Decoding, speculative_decoding
 from .rounds import RowRound
 from .shown import Shown
@@ -45,7 +46,7 @@ def decode_rows(decodings: Iterable[Decoding], is_joint: bool) -> list[WrittenRo
     """Write the texts of several rows.
 
     Args:
-        decodings: One per row, each begun when it is asked for.
+        decodings: One per row, each made when it is asked for.
         is_joint: Whether one forward serves all rows; else they are written one after the other.
     """
     if not is_joint:
@@ -63,11 +64,9 @@ def _written_alone(decoding: Decoding) -> WrittenRow:
 
 
 def decode_together(decodings: Sequence[Decoding]) -> None:
-    """Write the texts of several rows whose prompts have run; those that end leave the batch."""
+    """Write the texts of several rows; those that end leave the batch."""
     active = list(decodings)
-    cache = RaggedCache([row.cache for row in active])
-    for place, row in enumerate(active):
-        row.cache = CachedRow(place, row.cache.get_seq_length())
+    cache = prefill_together(active)
     experience = active[0].experience
     schedule = None if experience is None else BatchSchedule(experience, active)
     while active := _still_active(active, cache):
@@ -107,35 +106,24 @@ def _draft(rows: list[Decoding]) -> list[Any]:
 
 def _verify(rows: list[Decoding], rounds: list[RowRound], cache: RaggedCache) -> Any:
     """One forward of the target over the anchors and drafts of all rows, shorter ones filled up."""
-    first, width = rows[0], max(round_.count for round_ in rounds)
-    reading = next((row.reading for row in rows if row.lesson is not None), first.reading)
+    first, width, reading = rows[0], max(round_.count for round_ in rounds), reading_of(rows)
     ids, positions = torch.zeros(2, len(rows), width, dtype=torch.long, device=first.row.ids.device)
     for place, (row, round_) in enumerate(zip(rows, rounds)):
         ids[place, : round_.count] = row.row.with_drafts(round_.tree.tokens)[0, round_.start :]
         positions[place, : round_.count] = round_.positions(row.row)
     began = first.now()
     inputs = first.target.prepare_inputs_for_generation(
-        ids, next_sequence_length=width, is_first_iteration=False, **{**_shared(rows), "past_key_values": cache}
+        ids, next_sequence_length=width, is_first_iteration=False, **{**arguments_of(rows), "past_key_values": cache}
     )
     inputs |= {"position_ids": positions, "attention_mask": _masks(rows, rounds, cache, width)}
     with first.binding.own_forward(reading, is_round=True):
-        outputs = first.target(**inputs, logits_to_keep=width, return_dict=True)
+        outputs = first.target(**{**inputs, "logits_to_keep": width, "return_dict": True})
     seconds = (first.now() - began) / len(rows)
     captured = reading.taken()
-    for place, row in enumerate(rows):
-        row.row.residuals += [residual[place : place + 1] for residual in captured]
+    for place, (row, round_) in enumerate(zip(rows, rounds)):
+        row.row.residuals += [residual[place : place + 1, : round_.count] for residual in captured]
         row.stats.verify_seconds += seconds
     return outputs
-
-
-def _shared(rows: list[Decoding]) -> dict[str, Any]:
-    """The rows' other arguments of the target as one's: tensors of one row each are put together."""
-    shared = dict(rows[0].kwargs)
-    for name, value in shared.items():
-        if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == 1:
-            shared[name] = torch.cat([row.kwargs[name] for row in rows])
-    shared.pop("logits_to_keep", None)
-    return shared
 
 
 def _masks(rows: list[Decoding], rounds: list[RowRound], cache: RaggedCache, width: int) -> Any:

@@ -15,8 +15,9 @@ from .decoding import Decoding
 from .request import by_name, setting, way_asked
 from .targets import family_of, is_drafter
 
-BEGINS_ONLY = "_hyperdflash_begins_only"
-"""An argument of a bound target's `generate` that lets it return the [`~decoding.Decoding`] of one row, begun."""
+STARTS_ONLY = "_hyperdflash_starts_only"
+"""An argument of a bound target's `generate` that lets it return the [`~decoding.Decoding`] of one row, with its
+prompt."""
 
 _SHOWN = ("output_hidden_states", "output_attentions")  # of which each row would have another length
 
@@ -39,7 +40,7 @@ class BatchRequest:
         """The batch's result.
 
         Args:
-            decodings: One per row, each begun when it is asked for.
+            decodings: One per row, each made when it is asked for.
         """
         rows = decode_rows(decodings, family_of(self.target).joins_rows)
         self.drafter.remember(stats_of(rows))

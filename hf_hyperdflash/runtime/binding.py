@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
-from .batch_request import BEGINS_ONLY, batch_asked
+from .batch_request import STARTS_ONLY, batch_asked
 from .candidates import DraftCandidateGenerator
 from .decoding import Decoding, speculative_decoding
 from .hooks import Reading, ResidualTap
@@ -96,7 +96,7 @@ class BoundTarget(_Mixed):
         request = batch_asked(self, asked)
         if request is None:
             return generate(*args, **kwargs)
-        return request.written(generate(**row, **{BEGINS_ONLY: True}) for row in request.rows)
+        return request.written(generate(**row, **{STARTS_ONLY: True}) for row in request.rows)
 
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any
@@ -106,7 +106,7 @@ class BoundTarget(_Mixed):
             drafts_asked(generation_config),
             drafts_asked(self.generation_config),
         ]
-        budget = {name: kwargs.pop(name) for name in ("tree_budget", BEGINS_ONLY) if name in kwargs}
+        budget = {name: kwargs.pop(name) for name in ("tree_budget", STARTS_ONLY) if name in kwargs}
         config, model_kwargs = super()._prepare_generation_config(  # type: ignore[misc]
             generation_config, *args, **kwargs
         )
@@ -157,7 +157,7 @@ class BoundTarget(_Mixed):
             check_request(input_ids, generation_config, synced_gpus, model_kwargs)
             tree_budget_asked(generation_config)
             num_drafts = self._prepare_drafting(assistant_model, generation_config, model_kwargs)
-            is_row = vars(generation_config).pop(BEGINS_ONLY, False)
+            is_row = vars(generation_config).pop(STARTS_ONLY, False)
             decoding = Decoding(
                 self,
                 assistant_model,
@@ -169,7 +169,7 @@ class BoundTarget(_Mixed):
                 experience=self._experience_with(assistant_model, generation_config),
                 is_row=is_row,
             )
-            decoding.begin(input_ids, model_kwargs)
+            decoding.start(input_ids, model_kwargs)
             return decoding if is_row else speculative_decoding(decoding)
         check_stock_assistance(assistant_model, model_kwargs)
         return super()._assisted_decoding(  # type: ignore[misc]

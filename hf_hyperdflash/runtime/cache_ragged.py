@@ -18,20 +18,21 @@ class RaggedLayer(DynamicLayer):
     that have left the window.
 
     Args:
-        layers: The same layer of each row's own cache.
+        layer: Of all rows, as their prompts left it, padded on the left.
+        lengths: Tokens of each row's prompt.
 
     Attributes:
-        sliding_window: As of the layers, `None` for full attention.
+        sliding_window: As of the layer, `None` for full attention.
         held: Tokens of each row, the last ones of its text.
     """
 
     _layer_type = None  # else it would be registered for all of transformers
 
-    def __init__(self, layers: Sequence[Any]) -> None:
+    def __init__(self, layer: Any, lengths: Sequence[int]) -> None:
         super().__init__()
-        self.sliding_window: int | None = getattr(layers[0], "sliding_window", None)
-        self.held = [layer.keys.shape[2] for layer in layers]
-        self._buffers = [_stacked([getattr(layer, name) for layer in layers]) for name in ("keys", "values")]
+        self.sliding_window: int | None = getattr(layer, "sliding_window", None)
+        self.held = [min(length, layer.keys.shape[2]) for length in lengths]
+        self._buffers = [_without_padding(states, self.held) for states in (layer.keys, layer.values)]
         self.dtype, self.device = self._buffers[0].dtype, self._buffers[0].device
         self.is_initialized = True
 
@@ -69,23 +70,26 @@ class RaggedLayer(DynamicLayer):
         self._buffers = [buffer[indices.to(buffer.device)] for buffer in self._buffers]
 
 
-def _stacked(states: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of `[1, heads, tokens, head_dim]` each, `[batch, heads, tokens, head_dim]`."""
-    longest = max(state.shape[2] for state in states)
-    return torch.cat([torch.nn.functional.pad(state, (0, 0, 0, longest - state.shape[2])) for state in states])
+def _without_padding(states: torch.Tensor, held: Sequence[int]) -> torch.Tensor:
+    """Each row's last columns, so many as it holds, moved to its beginning."""
+    moved = states.clone()
+    for row, count in enumerate(held):
+        moved[row, :, :count] = states[row, :, states.shape[2] - count :]
+    return moved
 
 
 class RaggedCache(Cache):
-    """The caches of several rows as one.
+    """The cache of several rows, each as long as its own text.
 
     Args:
-        caches: One per row, each with a text of its own, of plain attention layers; not to be used afterwards.
+        cache: Of plain attention layers, as the rows' prompts left it, padded on the left; not to be used afterwards.
+        lengths: Tokens of each row's prompt.
     """
 
     layers: list[RaggedLayer]  # type: ignore[assignment]
 
-    def __init__(self, caches: Sequence[Cache]) -> None:
-        super().__init__(layers=[RaggedLayer(layers) for layers in zip(*(cache.layers for cache in caches))])
+    def __init__(self, cache: Cache, lengths: Sequence[int]) -> None:
+        super().__init__(layers=[RaggedLayer(layer, lengths) for layer in cache.layers])
 
     def keep(self, kept: Sequence[Sequence[int]]) -> None:
         """Leave of the last forward the positions `kept` of each row, in all layers."""

@@ -38,11 +38,12 @@ def speculative_decoding(decoding: Decoding) -> GenerateDecoderOnlyOutput | torc
     Greedy text is the target's own; sampled text has the target's distribution (Leviathan et al., algorithm 1).
 
     Args:
-        decoding: That has begun.
+        decoding: That has its prompt.
 
     Returns:
         What `generate` returns.
     """
+    decoding.begin(decoding.prefill())
     while not decoding.row.finished:
         round_ = decoding.next_round()
         decoding.end_round(round_, decoding.verify(round_))
@@ -63,7 +64,7 @@ class Decoding:
         is_row: Whether it is one of a batch. Its target sees none of the prompt's padding.
 
     Attributes:
-        row: The sequence, once [`begin`] has been called.
+        row: The sequence, once [`start`] has been called.
         began: When its rounds did, by `now()`.
     """
 
@@ -104,16 +105,28 @@ class Decoding:
 
     # From the prompt to the end of the text
 
-    def begin(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
-        """Run the prompt and write the first token.
+    def start(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+        """Take in the prompt, which the target has yet to run.
 
         Args:
-            input_ids: `[1, seq]`, the prompt, tokens that are already in the cache included.
+            input_ids: `[1, seq]`, tokens that are already in the cache included.
             model_kwargs: As prepared by `generate`.
         """
-        self.start(input_ids, model_kwargs)
         self.drafter.remember(self.stats)
-        self.accept(self.round_over(self.nothing), self.prefill())
+        self.kwargs, self.cache = dict(model_kwargs), model_kwargs["past_key_values"]
+        self.nothing = DraftTree.chain(input_ids.new_empty(0))
+        mask, positions = self.kwargs.pop("attention_mask", None), self.kwargs.pop("position_ids", None)
+        padding = padding_of(self.cache, mask) if self.skips_padding else 0
+        mask = None if mask is None or bool(mask[:, padding:].all()) else mask[:, padding:]
+        positions = None if positions is None else positions[..., -(input_ids.shape[1] - padding) :]
+        self.row = Row(input_ids, padding, mask, positions)
+        self.row.context = context_of(self.cache, self.drafter)
+
+    def begin(self, outputs: Any) -> None:
+        """Write the first token, by the target's forward over the prompt."""
+        self._settle_on_trees()
+        self._settle_on_schedule()
+        self.accept(self.round_over(self.nothing), outputs)
         self.stats.tokens, self.stats.draft_seconds = 1, 0.0  # the prompt's do not count
         self.began = self.now()
 
@@ -170,16 +183,6 @@ class Decoding:
             self.learner.end(self.lesson, self.stats)
         return result
 
-    def start(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
-        self.kwargs, self.cache = dict(model_kwargs), model_kwargs["past_key_values"]
-        self.nothing = DraftTree.chain(input_ids.new_empty(0))
-        mask, positions = self.kwargs.pop("attention_mask", None), self.kwargs.pop("position_ids", None)
-        padding = padding_of(self.cache, mask) if self.skips_padding else 0
-        mask = None if mask is None or bool(mask[:, padding:].all()) else mask[:, padding:]
-        positions = None if positions is None else positions[..., -(input_ids.shape[1] - padding) :]
-        self.row = Row(input_ids, padding, mask, positions)
-        self.row.context = context_of(self.cache, self.drafter)
-
     def prefill(self) -> Any:
         """Run the part of the prompt that is not in the cache yet. In chunks, where the caller asks for them, of which
         each reaches the drafter before the next is run, so that a long prompt's residual is never held whole."""
@@ -200,8 +203,6 @@ class Decoding:
                 self.cache = self.kwargs["past_key_values"] = check_cache(outputs.past_key_values)
             if end < length and self.row.residuals:
                 self.extend(end)
-        self._settle_on_trees()
-        self._settle_on_schedule()
         self.cache.activate_past_recording()  # after the prompt: there is nothing in it to take back
         leave_context(self.cache, self.drafter, self.row.context)  # which belongs to it whenever they end alike
         return outputs

@@ -103,7 +103,8 @@ class MaskedRound(ChainRound):
         return self.rows.paths[row]
 
     def kept_residual(self, residual: torch.Tensor, kept: list[int]) -> torch.Tensor:
-        return residual[:, kept]
+        before = residual.shape[1] - self.count  # of a prompt
+        return residual[:, [*range(before), *(before + row for row in kept)]]
 
     def keep(self, cache: Any, kept: list[int]) -> None:
         self.family.keep(cache, self.rows, kept)

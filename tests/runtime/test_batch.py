@@ -124,8 +124,8 @@ def test_rows_share_a_forward_where_a_mask_can_tell_them_apart(qwen3, monkeypatc
     monkeypatch.setattr(type(qwen3), "forward", counted)
     drafter = RandomChains(qwen3, texts)
     qwen3.generate(ids, attention_mask=mask, assistant_model=drafter, do_sample=False, max_new_tokens=NEW)
-    prompts, rounds = shapes[:4], shapes[4:]
-    assert prompts == [(1, length) for length in LENGTHS]  # without padding
+    prompts, rounds = shapes[0], shapes[1:]
+    assert prompts == (4, max(LENGTHS))
     most = max(row.rounds for row in drafter.last_stats.rows)
     assert len(rounds) == most + 1 or len(rounds) == most  # the last token may come without a draft
     batches = [batch for batch, _ in rounds]
@@ -141,8 +141,9 @@ def test_a_target_that_takes_no_masks_writes_row_after_row(qwen3, monkeypatch):
     assert_rows(out, rows, texts)
 
 
+@pytest.mark.parametrize("chunk", [None, 4])
 @pytest.mark.parametrize("family", [families.qwen3, families.mistral, families.deepseek_v4])
-def test_the_drafter_takes_in_each_rows_own_residual(family):
+def test_the_drafter_takes_in_each_rows_own_residual(family, chunk):
     """What it is given of each row, put together, is the residual of the whole text."""
 
     torch.manual_seed(0)
@@ -150,7 +151,8 @@ def test_the_drafter_takes_in_each_rows_own_residual(family):
     ids, mask, rows = padded()
     texts = alone(target, rows)
     drafter = KeepsByContext(target, texts)
-    target.generate(ids, attention_mask=mask, assistant_model=drafter, do_sample=False, max_new_tokens=NEW)
+    options = dict(do_sample=False, max_new_tokens=NEW, prefill_chunk_size=chunk)
+    target.generate(ids, attention_mask=mask, assistant_model=drafter, **options)
     assert len(drafter.contexts) == len(rows)
     for context, text in zip(drafter.contexts, texts):
         residual, positions, following = (torch.cat(parts, dim=1) for parts in zip(*context.seen))
@@ -526,18 +528,14 @@ def test_plain_generation_of_a_bound_target_is_transformers_own(qwen3):
 # The cache
 
 
-def own_caches(lengths, windows=(None, 3)):
-    """Caches whose keys tell row, token and layer."""
-    caches = []
-    for row, length in enumerate(lengths):
-        cache = DynamicCache()
-        for layer, window in enumerate(windows):
-            kept = length if window is None else min(length, window)
-            cache.update(
-                keys_of(row, range(length - kept, length)), -keys_of(row, range(length - kept, length)), layer
-            )
-        caches.append(cache)
-    return caches
+def padded_cache(lengths, windows=(None, 3)):
+    """A cache of all rows, padded on the left, whose keys tell row, token and layer."""
+    cache, longest = DynamicCache(), max(lengths)
+    for layer, window in enumerate(windows):
+        keys = torch.cat([keys_of(row, range(length - longest, length)) for row, length in enumerate(lengths)])
+        keys = keys[:, :, -(window or longest) :]
+        cache.update(keys, -keys, layer)
+    return cache
 
 
 def keys_of(row, tokens):
@@ -548,7 +546,7 @@ def keys_of(row, tokens):
 @given(st.data())
 def test_a_ragged_cache_holds_what_each_rows_own_would(data):
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
-    cache, windows = RaggedCache(own_caches(lengths)), (None, 3)
+    cache, windows = RaggedCache(padded_cache(lengths), lengths), (None, 3)
     # By row and layer, the tokens that should be there.
     held = [
         [list(range(length - (length if w is None else min(length, w)), length)) for w in windows]
@@ -579,7 +577,7 @@ def test_a_ragged_cache_holds_what_each_rows_own_would(data):
 
 
 def test_a_layer_of_ours_is_not_what_transformers_makes_caches_of():
-    assert Cache(layers=[RaggedLayer(list(layers)) for layers in zip(own_caches([2])[0].layers)]).get_seq_length() == 2
+    assert Cache(layers=[RaggedLayer(layer, [2]) for layer in padded_cache([2]).layers]).get_seq_length() == 2
     target = families.llama().eval()
     cache = target.generate(prompt(4), do_sample=False, max_new_tokens=2, return_dict_in_generate=True).past_key_values
     assert not any(isinstance(layer, RaggedLayer) for layer in cache.layers)

@@ -24,8 +24,8 @@ from .schedule import Budgets, Experience, FixedSchedule, Schedule, TreeSchedule
 from .shown import Shown
 from .stats import SpeculationStats, clock
 from .stopping import Stopping
-from .tree import DraftTree
-from .verification import Step, greedy_walk, sampled_walk
+from .tree import ANCHOR, DraftTree
+from .verification import Step, greedy_walk, sampled_walk, traversal_walk
 
 logger = logging.getLogger(__name__)
 
@@ -286,11 +286,12 @@ class Decoding:
         return path
 
     def walk(self, round_: ChainRound, logits: torch.Tensor, outputs: Any) -> Iterator[Step]:
-        """What the target writes after the anchor. Processors see every accepted prefix once and in order, as in plain
-        decoding."""
+        """What the target writes after the anchor."""
         tree = round_.tree
+        if self.config.do_sample and self.sampler.has_all_processors:
+            return self.traversal(round_, logits, outputs)
 
-        def scores_after(node: int) -> torch.Tensor:
+        def scores_after(node: int) -> torch.Tensor:  # a processor with a state sees accepted prefixes, once, in order
             raw = logits[:, node + 1]
             scores = self.processor(self.row.ids, raw.clone())
             self.shown.add(outputs, round_, node + 1, scores, raw, self.cache)
@@ -303,6 +304,15 @@ class Decoding:
         choices = logits[0].argmax(-1)
         told = torch.cat([tree.tokens.to(choices.device), choices]).cpu().tolist()  # the one wait for the device
         return greedy_walk(tree, told, lambda node: told[len(tree.parents) + 1 + node])
+
+    def traversal(self, round_: ChainRound, logits: torch.Tensor, outputs: Any) -> Iterator[Step]:
+        """As [`walk`], by all that the target says of the tree."""
+        tree, at = round_.tree, ANCHOR
+        scores = self.sampler.scored_tree(self.row.ids, tree, logits[0])
+        for token, node in traversal_walk(tree, tree.tokens.cpu().tolist(), scores.softmax(-1)):
+            self.shown.add(outputs, round_, at + 1, scores[None, at + 1], logits[:, at + 1], self.cache)
+            yield token, node
+            at = at if node is None else node
 
     def keep(self, round_: ChainRound, path: list[int]) -> None:
         """Rewind the target's cache to all but the last token, and give the drafter what stays."""

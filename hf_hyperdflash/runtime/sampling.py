@@ -16,7 +16,7 @@ from transformers.generation import logits_process as stock
 
 from .growth import DraftStep, Steps, drawn, most_probable
 from .schedule import Schedule
-from .tree import DraftTree
+from .tree import ANCHOR, DraftTree
 
 # What they return depends on the prefix and the scores that they are given, and on nothing that came before.
 _STATELESS = {
@@ -47,6 +47,9 @@ class DraftSampler:
         do_sample: Whether it samples.
         tree_budget: The most nodes of a draft tree; `None` for chains.
         schedule: Admits the drafts of a chain one by one; `None` for as many as are asked for.
+
+    Attributes:
+        has_all_processors: Whether all of the request's may run on drafts.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class DraftSampler:
         schedule: Schedule | None = None,
     ) -> None:
         self.processors, self.do_sample = without_state(processors), do_sample
+        self.has_all_processors = len(self.processors) == len(processors)
         self.tree_budget, self.schedule = tree_budget, schedule
 
     def scored(self, prefixes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -67,6 +71,28 @@ class DraftSampler:
             logits: The drafter's, `[paths, config.vocab_size]`.
         """
         return self.processors(cast(Any, prefixes), cast(Any, logits.to(prefixes.device, torch.float32)))
+
+    def scored_tree(self, ids: torch.Tensor, tree: DraftTree, logits: torch.Tensor) -> torch.Tensor:
+        """What the target writes by after the anchor and after each node of a tree, as [`scored`], those of one depth
+        together.
+
+        Args:
+            ids: `[1, seq]`, the text.
+            tree: The drafts.
+            logits: The target's, `[nodes + 1, config.vocab_size]`.
+        """
+        if not len(self.processors):
+            return logits
+        scores = torch.empty_like(logits)
+        levels: dict[int, list[int]] = {0: [ANCHOR]}
+        for node, depth in enumerate(tree.depths):
+            levels.setdefault(depth, []).append(node)
+        for nodes in levels.values():
+            paths = torch.tensor([tree.path(node) for node in nodes], dtype=torch.long)
+            drafts = tree.tokens[paths.to(tree.tokens.device)].to(ids.device)
+            rows = torch.tensor(nodes, device=logits.device) + 1
+            scores[rows] = self.scored(torch.cat([ids.expand(len(nodes), -1), drafts], dim=1), logits[rows])
+        return scores
 
     def draw(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A token.

@@ -1,7 +1,8 @@
 """What of a draft tree the target accepts: rules over one row's tree and the target's scores, and nothing else.
 
-A rule walks down from the anchor. It asks for what the target says after a node only once that node is accepted, so
-that logits processors see every accepted prefix once and in order.
+[`greedy_walk`] and [`sampled_walk`] walk down from the anchor. They ask for what the target says after a node only
+once that node is accepted, so that logits processors see every accepted prefix once and in order. [`traversal_walk`]
+looks at the whole tree first, and so accepts more of it.
 """
 
 from __future__ import annotations
@@ -57,6 +58,57 @@ def sampled_walk(
     while node is not None:
         token, node = _drawn(tree, drafts, tree.children.get(node, []), distribution_after(node))
         yield token, node
+
+
+def traversal_walk(tree: DraftTree, drafts: Sequence[int], p: torch.Tensor) -> Iterator[Step]:
+    """Accept at random, so that the text is distributed as the target's, and as much as can be had of each path.
+
+    [`sampled_walk`] gives a path up at its first rejected draft. Here a path is settled from its end: that it is
+    accepted as far as a node or further has the probability min(1, w p/q), where w is that of its parent, so that a
+    draft which the target likes better than the drafter makes up for one before it which it likes less. What is left
+    of w and p once all below a sibling is rejected goes to the next, and last to the node itself. Of a chain that is
+    block verification (Sun et al., arXiv 2403.10444, algorithm 2), of trees traversal verification (Weng et al.,
+    arXiv 2505.12398). A draft that was not drawn at random is one of probability 1.
+
+    Args:
+        tree: The drafts.
+        drafts: `tree.tokens`, on the host.
+        p: The target's distributions after the anchor and after each node, `[nodes + 1, config.vocab_size]`.
+
+    Yields:
+        As [`greedy_walk`]. All is settled before the first, with one wait for the device.
+    """
+    weights, left = [torch.ones_like(p[0, 0])], [p[0]]  # of the anchor and of each node
+    for node, (parent, token) in enumerate(zip(tree.parents, drafts)):
+        weight, more = weights[parent + 1], left[parent + 1]
+        q = tree.q[node] if tree.q else None
+        if q is None:
+            q = torch.zeros_like(more).index_fill(0, torch.tensor(token, device=more.device), 1.0)
+        weights.append((weight * more[token] / q[token]).clamp(max=1))
+        left.append(p[node + 1])
+        more = (weight * more - q).clamp(min=0)
+        total = more.sum()
+        rejected = 1 - weight + total  # all below this node
+        weights[parent + 1] = torch.where(rejected > 0, total / rejected, weight)
+        left[parent + 1] = torch.where(total > 0, more / total, left[parent + 1])
+    order = _upwards(tree)
+    held = torch.stack([weights[node + 1] for node in order[:-1]] + [torch.ones_like(p[0, 0])])
+    chances = held * torch.cat([held[:1] * 0 + 1, (1 - held[:-1]).cumprod(0)])
+    place = torch.multinomial(chances, num_samples=1)
+    token_drawn = torch.multinomial(torch.stack([left[node + 1] for node in order])[place[0]], num_samples=1)
+    last, token = torch.cat([place, token_drawn]).tolist()
+    for node in tree.path(order[last]):
+        yield drafts[node], node
+    yield token, None
+
+
+def _upwards(tree: DraftTree) -> list[int]:
+    """All nodes, each after what follows it and after its earlier siblings; the anchor last."""
+    order, waiting = [], [ANCHOR]
+    while waiting:
+        order.append(waiting.pop())
+        waiting += tree.children.get(order[-1], ())
+    return order[::-1]
 
 
 def _drawn(tree: DraftTree, drafts: Sequence[int], siblings: list[int], p: torch.Tensor) -> Step:

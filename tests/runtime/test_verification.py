@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hyperdflash.runtime.tree import ANCHOR, DraftTree
-from hf_hyperdflash.runtime.verification import greedy_walk, sampled_walk
+from hf_hyperdflash.runtime.verification import greedy_walk, sampled_walk, traversal_walk
 
 from ..helpers.draft_trees import parents_and_tokens, path_to
 from ..helpers.enumerated_draws import every_outcome
@@ -156,7 +156,9 @@ def as_tree(branches: list[Branch]) -> DraftTree:
     return DraftTree(torch.tensor(tokens, dtype=torch.long), tuple(parents), tuple(q))
 
 
-def walked(tree: DraftTree, p_after: Callable[[Text], torch.Tensor]) -> tuple[Text, int]:
+def walked(
+    tree: DraftTree, p_after: Callable[[Text], torch.Tensor], rule: Callable = sampled_walk
+) -> tuple[Text, int]:
     """A round's text and how many of its tokens are accepted drafts."""
     drafts, text, at, asked = tree.tokens.tolist(), [], ANCHOR, []
 
@@ -164,8 +166,12 @@ def walked(tree: DraftTree, p_after: Callable[[Text], torch.Tensor]) -> tuple[Te
         asked.append(node)
         return p_after(tuple(drafts[each] for each in path_to(node, list(tree.parents))))
 
-    for token, node in sampled_walk(tree, drafts, distribution_after):
-        assert asked == [ANCHOR, *path_to(at, list(tree.parents))]
+    if rule is traversal_walk:
+        steps = rule(tree, drafts, torch.stack([distribution_after(node) for node in range(ANCHOR, len(tree))]))
+    else:
+        steps = rule(tree, drafts, distribution_after)
+    for token, node in steps:
+        assert rule is traversal_walk or asked == [ANCHOR, *path_to(at, list(tree.parents))]
         text.append(token)
         if node is None:
             return tuple(text), len(text) - 1
@@ -175,17 +181,24 @@ def walked(tree: DraftTree, p_after: Callable[[Text], torch.Tensor]) -> tuple[Te
 
 
 def law_of_a_round(
-    shape: list[tuple[Callable, int]], p_after: Callable[[Text], torch.Tensor], q_after: Callable[[Text], torch.Tensor]
+    shape: list[tuple[Callable, int]],
+    p_after: Callable[[Text], torch.Tensor],
+    q_after: Callable[[Text], torch.Tensor],
+    rule: Callable = sampled_walk,
 ) -> tuple[Law, float]:
     """The probability of every text that a round can write, and that its first token is an accepted draft."""
     law: Law = defaultdict(float)
     accepted = 0.0
     for probability, branches in drafted((), shape, q_after):
         tree = as_tree(branches)
-        for weight, (text, right) in every_outcome(lambda tree=tree: walked(tree, p_after)):
+        for weight, (text, right) in every_outcome(lambda tree=tree: walked(tree, p_after, rule)):
             law[text] += probability * weight
             accepted += probability * weight * (right > 0)
     return law, accepted
+
+
+def expected_tokens(law: Law) -> float:
+    return sum(len(text) * mass for text, mass in law.items())
 
 
 def assert_every_token_is_the_targets(law: Law, p_after: Callable[[Text], torch.Tensor]) -> None:
@@ -213,18 +226,24 @@ SHAPES = {
 }
 
 
+RULES = [sampled_walk, traversal_walk]
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_token_of_a_round_has_the_targets_distribution(name, seed):
+@pytest.mark.parametrize("rule", RULES)
+def test_every_token_of_a_round_has_the_targets_distribution(rule, name, seed):
     def p_after(text: Text) -> torch.Tensor:
         return some_distribution(3, "p", name, seed, text)
 
     def q_after(text: Text) -> torch.Tensor:
         return some_distribution(3, "q", name, seed, text)
 
-    law, accepted = law_of_a_round(SHAPES[name], p_after, q_after)
+    law, accepted = law_of_a_round(SHAPES[name], p_after, q_after, rule)
     assert_every_token_is_the_targets(law, p_after)
     assert max(map(len, law)) > 1 and 0 < accepted
+    if rule is traversal_walk and name != "both among siblings":  # where drawn and fixed ones are tried in other order
+        assert expected_tokens(law) > expected_tokens(law_of_a_round(SHAPES[name], p_after, q_after)[0]) - 1e-9
 
 
 def weights_of(vocab_size: int) -> st.SearchStrategy[list[int]]:
@@ -233,14 +252,15 @@ def weights_of(vocab_size: int) -> st.SearchStrategy[list[int]]:
 
 @settings(deadline=None, max_examples=60)
 @given(
+    st.sampled_from(RULES),
     st.sampled_from(DRAFTINGS),
     st.integers(2, 4).flatmap(
         lambda size: st.tuples(weights_of(size), weights_of(size), st.integers(1, min(size, 3)))
     ),
 )
-def test_siblings_of_every_kind_leave_the_targets_distribution(drafting, case):
+def test_siblings_of_every_kind_leave_the_targets_distribution(rule, drafting, case):
     p, q, count = distribution(case[0]), distribution(case[1]), case[2]
-    law, _ = law_of_a_round([(drafting, count)], lambda text: p, lambda text: q)
+    law, _ = law_of_a_round([(drafting, count)], lambda text: p, lambda text: q, rule)
     assert_every_token_is_the_targets(law, lambda text: p)
 
 
@@ -269,11 +289,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("p_weights", "q_weights"), CASES)
-def test_how_often_drafts_are_accepted(p_weights, q_weights):
+@pytest.mark.parametrize("rule", RULES)
+def test_how_often_drafts_are_accepted(rule, p_weights, q_weights):
     p, q = distribution(p_weights), distribution(q_weights)
 
     def accepted(drafting: Callable, count: int) -> float:
-        return law_of_a_round([(drafting, count)], lambda text: p, lambda text: q)[1]
+        return law_of_a_round([(drafting, count)], lambda text: p, lambda text: q, rule)[1]
 
     # One draft: 1 - 1/2 ||p - q||_1 (Leviathan et al. 2023, corollary 3.6).
     assert accepted(drawn, 1) == pytest.approx(1 - (p - q).abs().sum().item() / 2, abs=1e-9)
@@ -298,12 +319,54 @@ def test_how_often_drafts_are_accepted(p_weights, q_weights):
         assert accepted(most_probable, count) == pytest.approx(p[q.topk(count).indices].sum().item(), abs=1e-9)
 
 
+def block_verification(p: list[list[float]], q: list[list[float]], drafts: list[int]) -> list[float]:
+    """Sun et al. 2024, algorithm 2, for one chain: how probable it is that so many drafts are accepted."""
+    weight, last = 1.0, [1.0]  # of no draft
+    for i, token in enumerate(drafts, start=1):
+        weight = min(weight * p[i - 1][token] / q[i - 1][token], 1.0)
+        if i < len(drafts):
+            more = sum(max(weight * a - b, 0.0) for a, b in zip(p[i], q[i]))
+            last.append(more / (more + 1 - weight) if more + 1 - weight else 1.0)
+        else:
+            last.append(weight)
+    chances = []
+    for i, chance in enumerate(last):  # accepted are as many as the last that comes out
+        after = 1.0
+        for later in last[i + 1 :]:
+            after *= 1 - later
+        chances.append(chance * after)
+    return chances
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 5), st.integers(0, 10**6))
+def test_a_chain_is_traversed_as_block_verification_says(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    p, q = torch.randn(2, count + 1, 3, generator=generator, dtype=torch.float64).mul(2).softmax(-1)
+    drafts = torch.multinomial(q[:count], 1, generator=generator)[:, 0]
+    tree = DraftTree.chain(drafts, list(q[:count]))
+    found = [0.0] * (count + 1)
+    for probability, steps in every_outcome(lambda: list(traversal_walk(tree, drafts.tolist(), p))):
+        found[len(steps) - 1] += probability
+    assert found == pytest.approx(block_verification(p.tolist(), q.tolist(), drafts.tolist()), abs=1e-9)
+
+
+def test_traversal_accepts_more_of_a_path_than_the_way_down():
+    """The example of Sun et al., section 1: 11/9 of two drafts instead of 10/9."""
+    p, q = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64), torch.tensor([2 / 3, 1 / 3], dtype=torch.float64)
+    tokens = [
+        expected_tokens(law_of_a_round([(drawn, 1)] * 2, lambda text: p, lambda text: q, rule)[0]) for rule in RULES
+    ]
+    assert tokens == pytest.approx([1 + 10 / 9, 1 + 11 / 9])
+
+
 # Sampled, with torch's own random numbers.
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["chain", "siblings", "both among siblings", "top k"])
-def test_sampled_text_passes_a_chi_square_test(name, seed):
+@pytest.mark.parametrize("rule", RULES)
+def test_sampled_text_passes_a_chi_square_test(rule, name, seed):
     """Pearson's test of a round's text against the law that the draws above give. Right code fails at one seed in 10^6
     per case; the seeds are fixed, so that it fails always or never."""
 
@@ -317,8 +380,8 @@ def test_sampled_text_passes_a_chi_square_test(name, seed):
     trees = [(probability, as_tree(branches)) for probability, branches in drafted((), SHAPES[name], q_after)]
     draws = 1500
     drafted_trees = torch.multinomial(torch.tensor([probability for probability, _ in trees]), draws, replacement=True)
-    observed = Counter(walked(trees[tree][1], p_after)[0] for tree in drafted_trees.tolist())
-    law, _ = law_of_a_round(SHAPES[name], p_after, q_after)
+    observed = Counter(walked(trees[tree][1], p_after, rule)[0] for tree in drafted_trees.tolist())
+    law, _ = law_of_a_round(SHAPES[name], p_after, q_after, rule)
     assert set(observed) <= set(law)
     cells = [(observed[text], mass * draws) for text, mass in law.items()]
     common = [cell for cell in cells if cell[1] >= 5]
@@ -356,14 +419,17 @@ def test_a_seed_gives_a_chains_text_as_the_textbooks_loop(drafts, seed, agreemen
     assert torch.equal(torch.rand(4), following)  # and no number more or less
 
 
-def test_a_rejected_draft_of_equal_distributions():
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rejected_draft_of_equal_distributions(rule):
     """Rounding can leave the target nowhere more than the drafter: then it is drawn from what was left before."""
     q = torch.tensor([0.5, 0.5, 0.0])
     siblings = [Branch(0, q, []), Branch(1, torch.tensor([0.0, 1.0, 0.0]), [])]
     for count, rejected in ((1, {(0,), (1,)}), (2, {(0,)})):  # the second draft is rejected with good reason
         tree = as_tree(siblings[:count])
-        outcomes = [outcome for _, outcome in every_outcome(lambda tree=tree: walked(tree, lambda text: q * 0.9))]
+        outcomes = [
+            outcome for _, outcome in every_outcome(lambda tree=tree: walked(tree, lambda text: q * 0.9, rule))
+        ]
         assert {text for text, right in outcomes if not right} == rejected
     certain, tiny = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([1.0, 1e-9, 0.0])  # drafted once in 10^9 rounds
-    outcomes = every_outcome(lambda: walked(as_tree([Branch(1, tiny, [])]), lambda text: certain))
+    outcomes = every_outcome(lambda: walked(as_tree([Branch(1, tiny, [])]), lambda text: certain, rule))
     assert {text for _, (text, _) in outcomes} == {(0,)}  # what the target rules out is not written even then

@@ -24,7 +24,7 @@ PACKAGE = Path(hf_hyperdflash.__file__).parent
 # A module may import only modules to its left. The families of targets may build on each other.
 ORDER = [
     "aslm",
-    "runtime.version", "runtime.tree", "runtime.tree_rows", "runtime.stats", "runtime.verification",
+    "runtime.version", "runtime.draws", "runtime.tree", "runtime.tree_rows", "runtime.stats", "runtime.verification",
     "runtime.reducers", "runtime.heads", "runtime.reach", "runtime.attention_masks", "runtime.hooks",
     "runtime.held_tree", "runtime.cache_ragged", "runtime.cache_linear", "runtime.cache_deepseek_v4",
     "runtime.growth", "runtime.schedule", "runtime.batch_schedule", "runtime.sampling", "runtime.rank_head",

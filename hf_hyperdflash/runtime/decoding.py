@@ -309,7 +309,7 @@ class Decoding:
         """As [`walk`], by all that the target says of the tree."""
         tree, at = round_.tree, ANCHOR
         scores = self.sampler.scored_tree(self.row.ids, tree, logits[0])
-        for token, node in traversal_walk(tree, tree.tokens.cpu().tolist(), scores.softmax(-1)):
+        for token, node in traversal_walk(tree, scores.softmax(-1)):
             self.shown.add(outputs, round_, at + 1, scores[None, at + 1], logits[:, at + 1], self.cache)
             yield token, node
             at = at if node is None else node

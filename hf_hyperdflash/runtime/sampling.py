@@ -14,6 +14,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
+from .draws import one_of
 from .growth import DraftStep, Steps, drawn, most_probable
 from .schedule import Schedule
 from .tree import ANCHOR, DraftTree
@@ -107,7 +108,7 @@ class DraftSampler:
         if not self.do_sample:
             return scores.argmax(-1), None
         q = scores.softmax(-1)
-        return torch.multinomial(q, num_samples=1).squeeze(1), q[0]
+        return one_of(q).squeeze(1), q[0]
 
     def blind(self, ids: torch.Tensor, logits: torch.Tensor) -> DraftTree:
         """Drafts from logits that do not depend on them.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from .draws import one_of
 from .tree import ANCHOR, DraftTree
 
 Step = tuple[int, int | None]
@@ -60,7 +61,7 @@ def sampled_walk(
         yield token, node
 
 
-def traversal_walk(tree: DraftTree, drafts: Sequence[int], p: torch.Tensor) -> Iterator[Step]:
+def traversal_walk(tree: DraftTree, p: torch.Tensor) -> Iterator[Step]:
     """Accept at random, so that the text is distributed as the target's, and as much as can be had of each path.
 
     [`sampled_walk`] gives a path up at its first rejected draft. Here a path is settled from its end: that it is
@@ -72,19 +73,18 @@ def traversal_walk(tree: DraftTree, drafts: Sequence[int], p: torch.Tensor) -> I
 
     Args:
         tree: The drafts.
-        drafts: `tree.tokens`, on the host.
         p: The target's distributions after the anchor and after each node, `[nodes + 1, config.vocab_size]`.
 
     Yields:
         As [`greedy_walk`]. All is settled before the first, with one wait for the device.
     """
-    weights, left = [torch.ones_like(p[0, 0])], [p[0]]  # of the anchor and of each node
-    for node, (parent, token) in enumerate(zip(tree.parents, drafts)):
-        weight, more = weights[parent + 1], left[parent + 1]
+    tokens, certain = tree.tokens.to(p.device), torch.ones_like(p[0, :1])
+    weights, left = [certain], [p[0]]  # of the anchor and of each node
+    for node, parent in enumerate(tree.parents):
+        weight, more, drafted = weights[parent + 1], left[parent + 1], tokens[node : node + 1]
         q = tree.q[node] if tree.q else None
-        if q is None:
-            q = torch.zeros_like(more).index_fill(0, torch.tensor(token, device=more.device), 1.0)
-        weights.append((weight * more[token] / q[token]).clamp(max=1))
+        q = torch.zeros_like(more).scatter(0, drafted, 1.0) if q is None else q
+        weights.append((weight * more.gather(0, drafted) / q.gather(0, drafted)).clamp(max=1))
         left.append(p[node + 1])
         more = (weight * more - q).clamp(min=0)
         total = more.sum()
@@ -92,11 +92,10 @@ def traversal_walk(tree: DraftTree, drafts: Sequence[int], p: torch.Tensor) -> I
         weights[parent + 1] = torch.where(rejected > 0, total / rejected, weight)
         left[parent + 1] = torch.where(total > 0, more / total, left[parent + 1])
     order = _upwards(tree)
-    held = torch.stack([weights[node + 1] for node in order[:-1]] + [torch.ones_like(p[0, 0])])
-    chances = held * torch.cat([held[:1] * 0 + 1, (1 - held[:-1]).cumprod(0)])
-    place = torch.multinomial(chances, num_samples=1)
-    token_drawn = torch.multinomial(torch.stack([left[node + 1] for node in order])[place[0]], num_samples=1)
-    last, token = torch.cat([place, token_drawn]).tolist()
+    held = torch.cat([weights[node + 1] for node in order[:-1]] + [certain])
+    place = one_of(held * torch.cat([certain, (1 - held[:-1]).cumprod(0)]))
+    own = one_of(torch.stack([left[node + 1] for node in order]).index_select(0, place)[0])
+    last, token, *drafts = torch.cat([place, own, tokens]).cpu().tolist()
     for node in tree.path(order[last]):
         yield drafts[node], node
     yield token, None

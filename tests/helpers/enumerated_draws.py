@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -48,6 +50,9 @@ class Draws:
         rows = [self._without_replacement(row, num_samples) for row in weights.reshape(-1, weights.shape[-1]).tolist()]
         return torch.tensor(rows).view(*weights.shape[:-1], num_samples)
 
+    def one(self, weights: torch.Tensor) -> torch.Tensor:
+        return self.multinomial(weights, 1)
+
     def _without_replacement(self, weights: list[float], count: int) -> list[int]:
         """One after the other; once none is left that has a weight, the others in their order, as torch does."""
         drawn: list[int] = []
@@ -64,12 +69,17 @@ class Draws:
 
 
 def every_outcome(run: Callable[[], T]) -> Iterator[tuple[float, T]]:
-    """What `run` returns for every way in which its `torch.multinomial` and `torch.rand_like(..) < x` can go, and how
-    probable that is."""
+    """What `run` returns for every way in which its `one_of`, `torch.multinomial` and `torch.rand_like(..) < x` can
+    go, and how probable that is."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("hf_hyperdflash.runtime.")]
+    drawing = [module for module in modules if hasattr(module, "one_of")]
     pending: list[list[int]] = [[]]
     while pending:
         draws = Draws(pending.pop())
-        with mock.patch.multiple(torch, multinomial=draws.multinomial, rand_like=draws.rand_like):
+        with ExitStack() as patches:
+            patches.enter_context(mock.patch.multiple(torch, multinomial=draws.multinomial, rand_like=draws.rand_like))
+            for module in drawing:
+                patches.enter_context(mock.patch.object(module, "one_of", draws.one))
             result = run()
         pending += draws.others
         yield draws.probability, result

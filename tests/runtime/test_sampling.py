@@ -13,8 +13,10 @@ from transformers.generation import logits_process as stock
 
 from hf_hyperdflash.runtime.growth import DraftStep
 from hf_hyperdflash.runtime.sampling import DraftSampler, without_state
+from hf_hyperdflash.runtime.tree import ANCHOR, DraftTree
 
 from ..conftest import prompt
+from ..helpers.draft_trees import parents_and_tokens, path_to
 
 VOCAB = 16
 
@@ -131,6 +133,26 @@ def test_drafts_are_those_of_a_naive_loop(names, do_sample, drafts, dtype, seed)
         token, drawn_from = sampler.draw(sampler.scored(ids, logits[:, 0]))
         assert token.tolist() == text[0, 6:7].tolist()
         assert torch.equal(drawn_from, q[0]) if do_sample else drawn_from is None
+
+
+@settings(deadline=None, max_examples=60)
+@given(parents_and_tokens(VOCAB), st.lists(st.sampled_from(HERE), max_size=3), st.integers(0, 10**6))
+def test_a_tree_is_scored_path_by_path(tree, names, seed):
+    (parents, tokens), known = tree, [made(name) for name in names]
+    drafts = DraftTree(torch.tensor(tokens, dtype=torch.long), tuple(parents))
+    torch.manual_seed(seed)
+    ids, logits = prompt(6, seed, VOCAB), torch.randn(len(tokens) + 1, VOCAB) * 3
+    expected = []
+    for node in range(ANCHOR, len(tokens)):
+        text = torch.cat([ids, torch.tensor([[tokens[each] for each in path_to(node, parents)]], dtype=torch.long)], 1)
+        scores = logits[node + 1 : node + 2].clone()
+        for processor in known:
+            scores = processor(text, scores)
+        expected.append(scores)
+    sampler = DraftSampler(LogitsProcessorList(known), True)
+    assert torch.equal(sampler.scored_tree(ids, drafts, logits), torch.cat(expected))
+    assert sampler.has_all_processors
+    assert not DraftSampler(LogitsProcessorList([*known, Remembering()]), True).has_all_processors
 
 
 def test_greedy_drafts_without_processors_are_the_most_probable_tokens():

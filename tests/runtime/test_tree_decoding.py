@@ -7,7 +7,13 @@ from collections import Counter
 
 import pytest
 import torch
-from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TopKLogitsWarper,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, bind
@@ -186,6 +192,26 @@ def test_all_that_is_shown_is_that_of_the_accepted_path(target):
             for x, y in zip(a, b, strict=True):
                 torch.testing.assert_close(x, y, **close)
     assert assisted.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+
+
+def test_what_is_shown_of_drawn_text_is_that_of_its_prefixes(target):
+    ids, count = prompt(20), 12
+    options = dict(do_sample=True, top_k=2, repetition_penalty=1.2, max_new_tokens=count)
+    shown = dict(return_dict_in_generate=True, output_scores=True, output_logits=True, output_hidden_states=True)
+    torch.manual_seed(0)
+    drafter = RandomTrees(target, list(target.generate(ids, num_return_sequences=40, **options)))
+    drawn = target.generate(ids, assistant_model=drafter, **options, **shown)
+    assert sum(drafter.last_stats.accepted) > 1 and any(map(is_wide, drafter.trees))
+    assert len(drawn.scores) == len(drawn.logits) == len(drawn.hidden_states) == count
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.2), TopKLogitsWarper(2)])
+    with torch.no_grad():
+        whole = target(drawn.sequences, output_hidden_states=True)
+    close = dict(atol=1e-3, rtol=1e-3)
+    for at, scores, logits, states in zip(range(19, 19 + count), drawn.scores, drawn.logits, drawn.hidden_states):
+        torch.testing.assert_close(logits, whole.logits[:, at], **close)
+        torch.testing.assert_close(scores, processors(drawn.sequences[:, : at + 1], logits.clone()))
+        assert scores[0, drawn.sequences[0, at + 1]].isfinite()
+        torch.testing.assert_close(states[-1][:, -1], whole.hidden_states[-1][:, at], **close)
 
 
 def test_a_chat_goes_on_from_the_cache_that_trees_left(target):

@@ -167,7 +167,7 @@ def walked(
         return p_after(tuple(drafts[each] for each in path_to(node, list(tree.parents))))
 
     if rule is traversal_walk:
-        steps = rule(tree, drafts, torch.stack([distribution_after(node) for node in range(ANCHOR, len(tree))]))
+        steps = rule(tree, torch.stack([distribution_after(node) for node in range(ANCHOR, len(tree))]))
     else:
         steps = rule(tree, drafts, distribution_after)
     for token, node in steps:
@@ -346,7 +346,7 @@ def test_a_chain_is_traversed_as_block_verification_says(count, seed):
     drafts = torch.multinomial(q[:count], 1, generator=generator)[:, 0]
     tree = DraftTree.chain(drafts, list(q[:count]))
     found = [0.0] * (count + 1)
-    for probability, steps in every_outcome(lambda: list(traversal_walk(tree, drafts.tolist(), p))):
+    for probability, steps in every_outcome(lambda: list(traversal_walk(tree, p))):
         found[len(steps) - 1] += probability
     assert found == pytest.approx(block_verification(p.tolist(), q.tolist(), drafts.tolist()), abs=1e-9)
 

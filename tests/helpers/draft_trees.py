@@ -1,8 +1,17 @@
-"""Random draft trees, as plain lists."""
+"""Random draft trees, as plain lists, and what the rules for drawn text make of a tree."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
 from hypothesis import strategies as st
 
-from hf_hyperdflash.runtime.tree import ANCHOR
+from hf_hyperdflash.runtime.tree import ANCHOR, DraftTree
+from hf_hyperdflash.runtime.verification import Step, sampled_walk, traversal_walk
+
+SAMPLING_RULES = [sampled_walk, traversal_walk]
 
 
 @st.composite
@@ -30,3 +39,15 @@ def parents_and_tokens(draw, vocab_size: int, most: int = 12) -> tuple[list[int]
 
 def path_to(node: int, parents: list[int]) -> list[int]:
     return [] if node == ANCHOR else [*path_to(parents[node], parents), node]
+
+
+def steps_by(rule: Any, tree: DraftTree, p_after: Callable[[tuple[int, ...]], torch.Tensor]) -> Iterator[Step]:
+    """What a rule of [`SAMPLING_RULES`] writes, where `p_after` is the target's distribution after drafted tokens."""
+    drafts, parents = tree.tokens.tolist(), list(tree.parents)
+
+    def after(node: int) -> torch.Tensor:
+        return p_after(tuple(drafts[each] for each in path_to(node, parents)))
+
+    if rule is traversal_walk:
+        return rule(tree, torch.stack([after(node) for node in range(ANCHOR, len(tree))]))
+    return rule(tree, drafts, after)

@@ -15,9 +15,8 @@ from transformers.generation import logits_process as stock
 
 from hf_hyperdflash.runtime.growth import ACCEPTED, SHARPENED, DraftStep, drawn, level_sizes, most_probable
 from hf_hyperdflash.runtime.sampling import DraftSampler
-from hf_hyperdflash.runtime.tree import ANCHOR
-from hf_hyperdflash.runtime.verification import sampled_walk
 
+from ..helpers.draft_trees import SAMPLING_RULES, steps_by
 from ..helpers.enumerated_draws import every_outcome
 
 ANCHOR_TOKEN = 0
@@ -124,7 +123,8 @@ def grown(vocabulary, depth, budget, sure, holes=False):
 
 
 @pytest.mark.parametrize(("vocabulary", "depth", "budget", "sure"), LAWS)
-def test_text_with_drawn_trees_is_the_targets(vocabulary, depth, budget, sure):
+@pytest.mark.parametrize("rule", SAMPLING_RULES)
+def test_text_with_drawn_trees_is_the_targets(rule, vocabulary, depth, budget, sure):
     """Draws and verification together, as an exact law over whole rounds."""
     target = Talker(vocabulary, 77)
 
@@ -133,12 +133,7 @@ def test_text_with_drawn_trees_is_the_targets(vocabulary, depth, budget, sure):
 
     def round_() -> tuple[int, ...]:
         tree, _ = grown(vocabulary, depth, budget, sure)
-        return tuple(
-            token
-            for token, _ in sampled_walk(
-                tree, tree.tokens.tolist(), lambda node: p_after(() if node == ANCHOR else paths_of(tree)[node])
-            )
-        )
+        return tuple(token for token, _ in steps_by(rule, tree, p_after))
 
     law = defaultdict(float)
     for probability, text in every_outcome(round_):

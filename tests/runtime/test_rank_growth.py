@@ -16,8 +16,8 @@ from transformers.generation import logits_process as stock
 from hf_hyperdflash.runtime.rank_growth import BlockStep, grow_blocks
 from hf_hyperdflash.runtime.sampling import DraftSampler
 from hf_hyperdflash.runtime.tree import ANCHOR
-from hf_hyperdflash.runtime.verification import sampled_walk
 
+from ..helpers.draft_trees import SAMPLING_RULES, steps_by
 from ..helpers.enumerated_draws import every_outcome
 
 IDS = torch.tensor([[1, 0]])
@@ -127,7 +127,8 @@ LAWS = [(3, 2, 4, 4, 2), (3, 1, 3, 4, 3), (4, 2, 2, 3, 1)]  # vocabulary, slots,
 
 
 @pytest.mark.parametrize(("vocabulary", "slots", "depth", "budget", "max_blocks"), LAWS)
-def test_text_with_drawn_trees_is_the_targets(vocabulary, slots, depth, budget, max_blocks):
+@pytest.mark.parametrize("rule", SAMPLING_RULES)
+def test_text_with_drawn_trees_is_the_targets(rule, vocabulary, slots, depth, budget, max_blocks):
     """Draws and verification together, as an exact law over whole rounds."""
     target = Talker(vocabulary, 1, 77)
 
@@ -142,12 +143,7 @@ def test_text_with_drawn_trees_is_the_targets(vocabulary, slots, depth, budget, 
         tree = grow_blocks(IDS, depth, sampler(budget, True), talker, shape([2, 3, 3, 1], max_blocks))
         assert 1 <= len(tree) <= budget and max(tree.depths) <= depth and len(set(paths_of(tree))) == len(tree)
         widest = max(widest, *(len(children) for children in tree.children.values()))
-        return tuple(
-            token
-            for token, _ in sampled_walk(
-                tree, tree.tokens.tolist(), lambda node: p_after(() if node == ANCHOR else paths_of(tree)[node])
-            )
-        )
+        return tuple(token for token, _ in steps_by(rule, tree, p_after))
 
     law: dict[tuple[int, ...], float] = defaultdict(float)
     for probability, text in every_outcome(round_):

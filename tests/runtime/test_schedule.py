@@ -18,9 +18,9 @@ from hf_hyperdflash.runtime.growth import DraftStep
 from hf_hyperdflash.runtime.sampling import DraftSampler
 from hf_hyperdflash.runtime.schedule import Budgets, Experience, FixedSchedule, RoundCosts, Schedule, Survival
 from hf_hyperdflash.runtime.tree import DraftTree
-from hf_hyperdflash.runtime.verification import sampled_walk
 
 from ..conftest import half_right, prompt, tiny_drafter, tiny_target
+from ..helpers.draft_trees import SAMPLING_RULES, steps_by
 from ..helpers.enumerated_draws import every_outcome
 from ..helpers.families import qwen3
 from ..helpers.headed_drafters import headed
@@ -379,14 +379,13 @@ def conditional(path: tuple[int, ...], kind: int) -> torch.Tensor:
     )
 
 
-def law_of(drafted) -> dict[tuple[int, ...], float]:
+def law_of(drafted, rule) -> dict[tuple[int, ...], float]:
     """Of three tokens of text, where `drafted` gives a round's tree."""
 
     def text() -> tuple[int, ...]:
         tree = drafted()
         written: list[int] = []
-        walk = sampled_walk(tree, tree.tokens.tolist(), lambda node: conditional(tuple(written), 1))
-        for token, _ in walk:
+        for token, _ in steps_by(rule, tree, lambda path: conditional(path, 1)):
             written.append(token)
         while len(written) < 3:
             written.append(int(torch.multinomial(conditional(tuple(written), 1), 1)))
@@ -427,20 +426,22 @@ def strict() -> Schedule:
     return begun(experienced(3.5, 0.05))
 
 
-def test_text_drawn_at_random_is_distributed_as_the_targets():
+@pytest.mark.parametrize("rule", SAMPLING_RULES)
+def test_text_drawn_at_random_is_distributed_as_the_targets(rule):
     lengths = {len(outcome) for _, outcome in every_outcome(lambda: tuple(drafted_by(strict)().tokens.tolist()))}
     assert len(lengths) > 1  # it depends on the path where drafting ends
-    law, expected = law_of(drafted_by(strict)), target_law()
+    law, expected = law_of(drafted_by(strict), rule), target_law()
     assert all(law[text] == pytest.approx(expected[text], abs=1e-5) for text in expected)
 
 
-def test_a_schedule_that_looks_at_the_token_changes_the_distribution():
+@pytest.mark.parametrize("rule", SAMPLING_RULES)
+def test_a_schedule_that_looks_at_the_token_changes_the_distribution(rule):
     def drafted() -> DraftTree:
         tree = drafted_by(lambda: None)()
         likely = [float(q[token]) for q, token in zip(tree.q, tree.tokens)]
         return tree.first(next((k for k, value in enumerate(likely) if value < 0.25), len(tree)))
 
-    law, expected = law_of(drafted), target_law()
+    law, expected = law_of(drafted, rule), target_law()
     assert max(abs(law[text] - expected[text]) for text in expected) > 0.01
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hf_hyperdflash.runtime.tree import ANCHOR, DraftTree
 from hf_hyperdflash.runtime.verification import greedy_walk, sampled_walk, traversal_walk
 
-from ..helpers.draft_trees import parents_and_tokens, path_to
+from ..helpers.draft_trees import SAMPLING_RULES, parents_and_tokens, path_to, steps_by
 from ..helpers.enumerated_draws import every_outcome
 
 Text = tuple[int, ...]
@@ -162,16 +162,12 @@ def walked(
     """A round's text and how many of its tokens are accepted drafts."""
     drafts, text, at, asked = tree.tokens.tolist(), [], ANCHOR, []
 
-    def distribution_after(node: int) -> torch.Tensor:
-        asked.append(node)
-        return p_after(tuple(drafts[each] for each in path_to(node, list(tree.parents))))
+    def p_asked(path: Text) -> torch.Tensor:
+        asked.append(path)
+        return p_after(path)
 
-    if rule is traversal_walk:
-        steps = rule(tree, torch.stack([distribution_after(node) for node in range(ANCHOR, len(tree))]))
-    else:
-        steps = rule(tree, drafts, distribution_after)
-    for token, node in steps:
-        assert rule is traversal_walk or asked == [ANCHOR, *path_to(at, list(tree.parents))]
+    for token, node in steps_by(rule, tree, p_asked):
+        assert rule is traversal_walk or asked == [tuple(text[:at]) for at in range(len(text) + 1)]
         text.append(token)
         if node is None:
             return tuple(text), len(text) - 1
@@ -226,12 +222,9 @@ SHAPES = {
 }
 
 
-RULES = [sampled_walk, traversal_walk]
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", SAMPLING_RULES)
 def test_every_token_of_a_round_has_the_targets_distribution(rule, name, seed):
     def p_after(text: Text) -> torch.Tensor:
         return some_distribution(3, "p", name, seed, text)
@@ -252,7 +245,7 @@ def weights_of(vocab_size: int) -> st.SearchStrategy[list[int]]:
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.sampled_from(RULES),
+    st.sampled_from(SAMPLING_RULES),
     st.sampled_from(DRAFTINGS),
     st.integers(2, 4).flatmap(
         lambda size: st.tuples(weights_of(size), weights_of(size), st.integers(1, min(size, 3)))
@@ -289,7 +282,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("p_weights", "q_weights"), CASES)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", SAMPLING_RULES)
 def test_how_often_drafts_are_accepted(rule, p_weights, q_weights):
     p, q = distribution(p_weights), distribution(q_weights)
 
@@ -355,7 +348,8 @@ def test_traversal_accepts_more_of_a_path_than_the_way_down():
     """The example of Sun et al., section 1: 11/9 of two drafts instead of 10/9."""
     p, q = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64), torch.tensor([2 / 3, 1 / 3], dtype=torch.float64)
     tokens = [
-        expected_tokens(law_of_a_round([(drawn, 1)] * 2, lambda text: p, lambda text: q, rule)[0]) for rule in RULES
+        expected_tokens(law_of_a_round([(drawn, 1)] * 2, lambda text: p, lambda text: q, rule)[0])
+        for rule in SAMPLING_RULES
     ]
     assert tokens == pytest.approx([1 + 10 / 9, 1 + 11 / 9])
 
@@ -365,7 +359,7 @@ def test_traversal_accepts_more_of_a_path_than_the_way_down():
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["chain", "siblings", "both among siblings", "top k"])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", SAMPLING_RULES)
 def test_sampled_text_passes_a_chi_square_test(rule, name, seed):
     """Pearson's test of a round's text against the law that the draws above give. Right code fails at one seed in 10^6
     per case; the seeds are fixed, so that it fails always or never."""
@@ -419,7 +413,7 @@ def test_a_seed_gives_a_chains_text_as_the_textbooks_loop(drafts, seed, agreemen
     assert torch.equal(torch.rand(4), following)  # and no number more or less
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", SAMPLING_RULES)
 def test_a_rejected_draft_of_equal_distributions(rule):
     """Rounding can leave the target nowhere more than the drafter: then it is drawn from what was left before."""
     q = torch.tensor([0.5, 0.5, 0.0])

@@ -400,7 +400,7 @@ def of_cache():
 
 
 def behind():
-    """By how much "auto" is slower than the best number, averages of the suites, in %: the most of both temperatures."""
+    """By how much "auto" is slower than the best number, on average, in %: the most of both temperatures."""
     speeds_of = (
         [figures(f"auto/temperature-{at}", f"State head ({n})", at, "speedup")[0] for n in (4, 6, 8, "auto")]
         for at in (0, 1)
@@ -428,8 +428,8 @@ SENTENCES = [
     ("choosing-drafts", "On average over the suites it is within {:.1f} % of the best number", [behind()]),
     (
         "choosing-drafts",
-        "at worst {:.0f} % behind on {} at temperature 0 ({:.2f}× against {:.2f}× with {} drafts), and {:.0f} % behind on "
-        "{} at temperature 1 ({:.2f}× against {:.2f}× with {} drafts)",
+        "at worst {:.0f} % behind on {} at temperature 0 ({:.2f}× against {:.2f}× with {} drafts), and {:.0f} % "
+        "behind on {} at temperature 1 ({:.2f}× against {:.2f}× with {} drafts)",
         furthest_behind(0) + furthest_behind(1),
     ),
     (
@@ -499,8 +499,8 @@ SENTENCES = [
     ),
     (
         "training",
-        "Four times the rows bring {:.2f} of what four times brought before. Were that to go on, with as many steps "
-        "as here, tau at temperature 0 would be {:.2f} with 50,000 rows and {:.2f} with 500,000:",
+        "Each fourfold increase in rows gains {:.2f} of what the previous one gained. Were that to go on, with as "
+        "many steps as here, tau at temperature 0 would be {:.2f} with 50,000 rows and {:.2f} with 500,000:",
         with_more_rows(),
     ),
     ("training", "the paper reports 3.69 tokens a round with six drafts", []),

@@ -17,7 +17,7 @@ import torch
 import typer
 from safetensors.torch import load_file, save_file
 
-from hf_hyperdflash import Drafter, HyperDFlashDrafter, SpecBlockDrafter, load_drafter, load_target
+from hf_hyperdflash import Drafter, Eagle3Drafter, HyperDFlashDrafter, SpecBlockDrafter, load_drafter, load_target
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.hub.formats import export_dflash
 from hf_hyperdflash.runtime.growth import DraftStep
@@ -40,6 +40,17 @@ from hf_hyperdflash import load_drafter, load_target
 answered = [{"role": "user", "content": "What is 3 + 4?"}, {"role": "assistant", "content": "The answer is 7."}]
 chats, held_out = Dataset.from_list([{"messages": answered}] * 2), Dataset.from_list([{"messages": answered}])
 """
+# After each snippet of the README that loads a drafter: it is bound as the first one's is, and drafts. A name in its
+# comment is another drafter for the same target.
+DRAFTS = """
+inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+inputs = inputs.to(target.device)
+for drafter in [drafter, *(load_drafter(other, target=target) for other in {others})]:
+    drafter.bind(target)
+    target.generate(**inputs, assistant_model=drafter, max_new_tokens=8, do_sample=False)
+    assert drafter.last_stats.nodes, drafter
+    drafter.unbind(target)
+"""
 TRAIN_FLAGS = set(re.findall(r"^  (--\w+)", help_text("train"), re.MULTILINE))
 OF_OTHERS = {"--config_file"}  # accelerate's
 OF_TOOLS = re.compile(r"^from (lm_eval|trl|transformers\.cli)\b", re.MULTILINE)  # run in tests/tools/
@@ -60,13 +71,14 @@ def snippets(page: Path, language: str = "python") -> list[str]:
 def names(tmp_path_factory) -> Path:
     """A folder in which what the pages name on the Hub are folders."""
     root = tmp_path_factory.mktemp("names")
-    for owner in ("Qwen", "z-lab", "weijiezz", "deepseek-ai", "org"):
+    for owner in ("Qwen", "z-lab", "RedHatAI", "weijiezz", "deepseek-ai", "org"):
         (root / owner).mkdir()
     (root / "examples").symlink_to(ROOT / "examples")
     (root / "Qwen" / "Qwen3-8B").symlink_to(MODELS / "tiny-qwen3")
     qwen = load_target(str(MODELS / "tiny-qwen3"), dtype="float32")
     conventional = HyperDFlashDrafter.from_target(qwen, reducer="fc", target_layer_ids=[1, 3, 5], num_hidden_layers=1)
     export_dflash(conventional, root / "z-lab" / "Qwen3-8B-DFlash-b16")
+    Eagle3Drafter.from_target(qwen).save_pretrained(root / "RedHatAI" / "Qwen3-8B-speculator.eagle3")
     SpecBlockDrafter.from_target(qwen).save_pretrained(root / "weijiezz" / "SpecBlock-Qwen3-8B")
     quantized(root / "deepseek-ai" / "DeepSeek-V4-Flash-0731")
     v4 = load_target(str(TARGET), dtype="float32")
@@ -100,6 +112,8 @@ def test_snippets_run(names, tmp_path):
             (folder / path.name).symlink_to(path)
         given = [GIVEN] if page == pages[0] else [GIVEN, first, "requests = [inputs] * 2"]
         own = [dedent(snippet) for snippet in snippets(page) if not OF_TOOLS.search(snippet)]
+        if page == pages[0]:
+            own = [snippet + drafts(snippet) for snippet in own]
         (folder / f"{page.stem}.py").write_text("\n".join([*given, *own]))
     with HubServer({"hf_writer": {"name": "alice", "write": True, "orgs": ["org"]}}) as hub:
         environment = {**hub.environment(tmp_path / "home", "hf_writer"), "PYTHONPATH": str(ROOT)}
@@ -125,6 +139,13 @@ def test_contributings_excerpt_drafts():
     drafter.bind(target)
     assert torch.equal(target.generate(prompt(9), do_sample=False, max_new_tokens=8, assistant_model=drafter), plain)
     assert drafter.last_stats.nodes
+
+
+def drafts(snippet: str) -> str:
+    """What lets the drafters draft that a snippet of the README loads and names."""
+    if "load_drafter(" not in snippet:
+        return ""
+    return DRAFTS.format(others=re.findall(r'# or "(.*?)"', snippet))
 
 
 def commands(page: Path) -> list[list[str]]:

@@ -51,6 +51,10 @@ class Found:
     def rate(self, way: str) -> float:
         return self.tokens[way] / self.seconds[way]
 
+    def figures(self) -> dict[str, Any]:
+        judged = {rule: statistics.fmean(lengths) for rule, lengths in self.judged.items()}
+        return {**vars(self), "judged": judged, "judged_rounds": len(self.judged[UP])}
+
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -107,7 +111,7 @@ def table(results: dict[str, Found]) -> str:
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for name, found in results.items():
-        down, up = (statistics.fmean(found.judged[rule]) for rule in (DOWN, UP))
+        down, up = (found.figures()["judged"][rule] for rule in (DOWN, UP))
         slow, fast = (found.rate(way) / found.rate(ALONE) for way in (DOWN, UP))
         lines.append(
             f"| {name} | {down:.2f} | {up:.2f} | {up / down:.2f} | {slow:.2f}× | {fast:.2f}× | {fast / slow:.2f} |"
@@ -146,7 +150,7 @@ def main() -> None:
     )
     report = f"# Two rules of verification\n\n{head}\n\n{table(results)}\n"
     print(report)
-    keep(report, arguments, results={name: vars(found) for name, found in results.items()})
+    keep(report, arguments, results={name: found.figures() for name, found in results.items()})
 
 
 if __name__ == "__main__":

@@ -51,3 +51,20 @@ def check_served_pair(config: Any, target: Any, drafts: int, longest: int) -> No
     """
     check_same_target(config, target)
     check_started(config, Started(VLLMConfig.engine, drafts, longest, "num_speculative_tokens", "--max-model-len"))
+
+
+def check_one_number_of_drafts(config: Any, by_batch_size: Any) -> None:
+    """Check that vLLM always runs the block that a drafter was trained with, however many requests there are.
+
+    Args:
+        config: As of [`check_served_pair`].
+        by_batch_size: `num_speculative_tokens_per_batch_size`.
+
+    Raises:
+        ValueError: If not: what it is, what was expected, and what to do.
+    """
+    if by_batch_size and config.causal_layers != "all":
+        raise ValueError(
+            f"`num_speculative_tokens_per_batch_size` is {by_batch_size}, but the draft positions of the drafter's "
+            "block see each other, and vLLM would run another block than was trained: leave it out."
+        )

@@ -16,7 +16,7 @@ from ..runtime.heads import HEADS, ConfidenceHead, SequentialHead
 from ..runtime.reducers import REDUCERS
 from .ordered_drafts import ordered_logits
 from .vllm import PATHS
-from .vllm_config import check_served_pair, reads_paths
+from .vllm_config import check_one_number_of_drafts, check_served_pair, reads_paths
 
 
 def embedding_scale(target: Any) -> float:
@@ -41,6 +41,7 @@ class ServedDrafter(DFlashQwen3ForCausalLM):
         speculative, target = vllm_config.speculative_config, vllm_config.model_config
         config, text = speculative.draft_model_config.hf_config, target.hf_text_config
         check_served_pair(config, text, speculative.num_speculative_tokens, target.max_model_len)
+        check_one_number_of_drafts(config, getattr(speculative, "num_speculative_tokens_per_batch_size", None))
         kind, _ = get_model_architecture(target)
         if not supports_eagle3(kind):
             raise ValueError(

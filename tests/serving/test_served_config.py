@@ -216,6 +216,14 @@ def test_what_fits_is_served(engine, drafter, other):
     check_served_pair(served(kind, **drafter), SimpleNamespace(**target), **given)
 
 
+def test_fewer_drafts_in_larger_batches_are_refused_where_slots_see_each_other():
+    by_size = [[1, 4], [8, 2]]
+    with pytest.raises(ValueError, match=r"_per_batch_size` is \[\[1, 4\], \[8, 2\]\], but .*: leave it out"):
+        vllm_config.check_one_number_of_drafts(served(VLLMConfig), by_size)
+    vllm_config.check_one_number_of_drafts(served(VLLMConfig, causal_layers="all"), by_size)
+    vllm_config.check_one_number_of_drafts(served(VLLMConfig), None)
+
+
 @pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
 @pytest.mark.parametrize("model_type", OTHERS)
 def test_other_drafters_say_why_not(tmp_path, model_type, engine):

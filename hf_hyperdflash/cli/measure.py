@@ -198,8 +198,10 @@ def _ask(
 
 def _own(drafter: Any, counts: Sequence[int] | None) -> list[Compared]:
     """The target's own drafter, with all numbers of drafts that suit it if none is given."""
+    from ..hub.descriptions import title
+
     counts = counts or range(1, 1 + (drafter.max_draft_tokens or 6))
-    return [(_title(drafter.config), drafter, _chains([drafter.check_num_draft_tokens(count) for count in counts]))]
+    return [(title(drafter.config), drafter, _chains([drafter.check_num_draft_tokens(count) for count in counts]))]
 
 
 def _chains(counts: Sequence[int]) -> list[Shape]:
@@ -209,24 +211,12 @@ def _chains(counts: Sequence[int]) -> list[Shape]:
 def _bound(
     model: Any, named: list[Named], loaded: dict[str, Any]
 ) -> Iterator[tuple[str, Any, int | str | None, int | str | None, bool]]:
+    from ..hub.descriptions import title
+
     for name, count, nodes, learns, path in named:
         drafter = copy.deepcopy(loaded[path]) if learns else loaded[path]
         drafter.bind(model)
-        yield name or _title(drafter.config), drafter, count and drafter.check_num_draft_tokens(count), nodes, learns
-
-
-def _title(config: Any) -> str:
-    """What a drafter is called where the user gives it no name."""
-    if not hasattr(config, "reducer"):
-        return "DSpark" if hasattr(config, "head_rank") else "MTP"
-    head = "" if config.sequential_head == "none" else f", {config.sequential_head} head"
-    if config.reducer == "hybrid":
-        return f"HyperDFlash hybrid{head}"
-    if config.reducer != "hc_gate":
-        return f"Vanilla DFlash{head}"
-    layers = config.target_layer_ids
-    read = "" if layers == [-1] else f" on {', '.join(map(str, layers))}"
-    return f"HyperDFlash{read}{head}"
+        yield name or title(drafter.config), drafter, count and drafter.check_num_draft_tokens(count), nodes, learns
 
 
 def _named_by(name: str, count: int | str, nodes: int | str | None, learns: bool) -> str:

@@ -128,6 +128,18 @@ def test_a_target_is_compared_with_whichever_drafter_it_carries(monkeypatch, cap
     assert "tau" in printed
 
 
+def test_a_drafter_without_a_name_is_called_what_it_is(data, tmp_path):
+    given, target = [], hf_hyperdflash.load_target(TARGET, dtype="float32")
+    for kind in ("specblock", "eagle3"):
+        unrolled(kind, target).save_pretrained(tmp_path / kind)
+        given += ["--drafter", tmp_path / kind]
+    out = tmp_path / "out"
+    run("benchmark", "--target", TARGET, *given, "--suite", "gsm8k", "--data", data, "--limit", 1,
+        "--max-new-tokens", 4, "--output", out)  # fmt: skip
+    first = json.loads((out / "results.jsonl").read_text().splitlines()[0])
+    assert list(first["run"]["methods"]) == ["Target only", "SpecBlock (8)", "EAGLE-3 (7)"]
+
+
 def test_sweep_recommends_a_number_of_drafts(data, tmp_path):
     printed = run(
         "sweep", "--target", TARGET, "--drafter", DRAFTER, "--tokens", 2, "--tokens", 5, "--suite", "gsm8k",

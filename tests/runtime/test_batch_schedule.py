@@ -87,14 +87,14 @@ def test_rows_are_counted_by_the_drafts_that_they_made():
     """A row with less room, or a drafter that makes fewer drafts than it is asked for, rejects none of the others."""
     known, rows = Experience(), fake_rows(3)
     schedule = BatchSchedule(known, rows)
-    survival = PositionSurvival()
+    survival, heard = PositionSurvival(), []
+    survival.observe = lambda position, accepted: heard.append((position, accepted))
     known.batches[2] = Experience(survival=survival)
     schedule.begin(rows)
     assert [row.schedule.begin(100, room) for row, room in zip(rows, (8, 2, 6))] == [8, 2, 6]
     rows[2].row.finished = True  # by a stop: what follows was not rejected
     schedule.end(rows, [8, 2, 6], [3, 2, 1], 0.03)
-    assert {k: round(v) for k, v in survival._drafts.items()} == {0: 3, 1: 2, 2: 1, 3: 1}
-    assert {k: round(v) for k, v in survival._accepted.items()} == {0: 3, 1: 2, 2: 1, 3: 0}
+    assert sorted(heard) == [(0, True)] * 3 + [(1, True)] * 2 + [(2, True), (3, False)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=60))

@@ -26,6 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from .hub.descriptions import one_of
 from .hub.formats import MARKS, foreign_without_weights, load_foreign, pickles_of
 from .runtime.configuration_eagle3 import Eagle3Config
 from .runtime.configuration_hyperdflash import HyperDFlashConfig
@@ -39,18 +40,17 @@ from .runtime.modeling_mtp import DeepseekV4MTPDrafter
 from .runtime.modeling_specblock import SpecBlockDrafter
 from .runtime.weights import check_finite, check_names, check_source, named_dtype
 
-# The kinds of drafters: a field, model type or architecture that only their config.json has; their name; what loads
-# them.
-_DRAFTERS: dict[str, tuple[str, Any]] = {
-    HyperDFlashConfig.model_type: ("a HyperDFlash drafter", HyperDFlashDrafter.from_pretrained),
-    SpecBlockConfig.model_type: ("a SpecBlock drafter", SpecBlockDrafter.from_pretrained),
-    Eagle3Config.model_type: ("an EAGLE-3 drafter", Eagle3Drafter.from_pretrained),
-    DeepseekV4MTPDrafter.__name__: ("an MTP drafter", DeepseekV4MTPDrafter.from_pretrained),
-    DeepseekV4DSparkDrafter.__name__: ("a DSpark drafter", DeepseekV4DSparkDrafter.from_pretrained),
-    **dict.fromkeys(MARKS, ("a drafter in another program's layout", load_foreign)),
-}
 TRAINED = (HyperDFlashDrafter, DeepseekV4DSparkDrafter, SpecBlockDrafter, Eagle3Drafter)  # by the trainer
 SAVED = (*TRAINED, DeepseekV4MTPDrafter)  # by this package
+# What loads each kind of drafter, by a field, model type or architecture that only their config.json has.
+_LOADS: dict[str, Any] = {
+    HyperDFlashConfig.model_type: HyperDFlashDrafter.from_pretrained,
+    SpecBlockConfig.model_type: SpecBlockDrafter.from_pretrained,
+    Eagle3Config.model_type: Eagle3Drafter.from_pretrained,
+    DeepseekV4MTPDrafter.__name__: DeepseekV4MTPDrafter.from_pretrained,
+    DeepseekV4DSparkDrafter.__name__: DeepseekV4DSparkDrafter.from_pretrained,
+    **dict.fromkeys(MARKS, load_foreign),
+}
 # What DeepSeek-V4's checkpoints carry themselves.
 _OWN: dict[str, type[DeepseekV4Drafter]] = {
     kind.__name__: kind for kind in (DeepseekV4MTPDrafter, DeepseekV4DSparkDrafter)
@@ -144,8 +144,8 @@ def load_own_drafter(
 def check_target(name: str) -> None:
     """Raise a `ValueError` or an `OSError` if `name` is not a model to draft for."""
     fields = _configuration(name, "target")
-    if found := _kind_of_drafter(fields):
-        raise ValueError(f"{name} is {found[0]}, expected the target that it drafts for: give it as the drafter.")
+    if load := _loader(fields):
+        raise ValueError(f"{name} is {_called(load)}, expected the target that it drafts for: give it as the drafter.")
     kind = fields.get("model_type")
     if kind not in CONFIG_MAPPING and "auto_map" not in fields:
         raise ValueError(
@@ -175,21 +175,20 @@ def check_drafter(
         OSError: If there is none, or it is not whole.
     """
     fields = _configuration(name, "drafter", **hub_kwargs)
-    found = _kind_of_drafter(fields)
-    if not found and fields.get("model_type") == DeepseekV4Config.model_type:
+    load = _loader(fields)
+    if not load and fields.get("model_type") == DeepseekV4Config.model_type:
         with _readable(name):
             own_checkpoint(name, **hub_kwargs)  # says what it has not
-        found = "a DeepSeek-V4 with a drafter of its own", load_own_drafter
-    if not found:
+        load = load_own_drafter
+    if not load:
         raise ValueError(
             f"{name} is a model of type {fields.get('model_type')!r}, expected a drafter. One for it is made by "
             f"`hf-hyperdflash train --target {name}`."
         )
-    kind, load = found
     if kinds and getattr(load, "__self__", None) not in kinds:
-        named = [told for told, one in _DRAFTERS.values() if getattr(one, "__self__", None) in kinds]
+        named = [_called(one) for one in _LOADS.values() if getattr(one, "__self__", None) in kinds]
         listed = ", ".join(named[:-1]) + " or " * (len(named) > 1) + named[-1]
-        raise ValueError(f"{name} is {kind}, expected {listed}, saved by this package.")
+        raise ValueError(f"{name} is {_called(load)}, expected {listed}, saved by this package.")
     if needs_weights:
         _check_weights(name, "*.safetensors", *(() if load is not load_foreign else pickles_of(fields, str(name))))
     return load
@@ -217,9 +216,16 @@ def check_made_for(target: str, drafter: str) -> None:
         unloaded.check_target(_class_of(config).from_config(config))
 
 
-def _kind_of_drafter(fields: dict[str, Any]) -> tuple[str, Any] | None:
+def _loader(fields: dict[str, Any]) -> Any:
     told = [fields.get("model_type"), *fields, *(fields.get("architectures") or ())]
-    return next((kind for mark, kind in _DRAFTERS.items() if mark in told), None)
+    return next((load for mark, load in _LOADS.items() if mark in told), None)
+
+
+def _called(load: Any) -> str:
+    """What a loader loads, in words."""
+    if load is load_own_drafter:
+        return "a DeepSeek-V4 with a drafter of its own"
+    return "a drafter in another program's layout" if load is load_foreign else one_of(load.__self__.config_class)
 
 
 def _check_weights(name: str | Path, *patterns: str) -> None:

@@ -20,9 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter, load_drafter, measure_acceptance
 from hf_hyperdflash.runtime.block_path import BlockPath
 from hf_hyperdflash.runtime.configuration_hyperdflash import HyperDFlashConfig
+from hf_hyperdflash.runtime.stats import keep_trees
 from hf_hyperdflash.training.data import encode_prompts
 
 from .conftest import prompt, tiny_drafter, tiny_target
+from .helpers.oracle_aslm import Oracle
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 DRAFTER = str(EXAMPLES / "models" / "tiny-deepseek-v4-hyperdflash")
@@ -474,18 +476,56 @@ def test_survival_is_predicted_on_rounds_held_out(tmp_path):
     assert printed.strip() == (tmp_path / "out" / "report.md").read_text().strip()
     figures = json.loads((tmp_path / "out" / "figures.json").read_text())
     assert all(learned > 5 and judged > 5 for learned, judged in figures["rounds"].values())
-    for by_predictor in figures["figures"].values():
-        assert len(by_predictor) == 9
-        for told in by_predictor.values():
-            assert 0 <= told["calibration error"] <= 1 and 0 <= told["Brier score"] <= 1
-            assert told["error of the expected length"] >= abs(told["bias of the expected length"]) - 1e-9
+    target = AutoModelForCausalLM.from_pretrained(names[1], dtype=torch.float32).eval()
+    tokenizer, drafter = AutoTokenizer.from_pretrained(names[1]), load_drafter(DRAFTER, target=target)
+    drafter.bind(target)
+    for temperature, options in (("0", {"do_sample": False}), ("1", {"do_sample": True, "top_k": 0, "top_p": 1.0})):
+        learned, judged = ([], [])
+        for number, text in enumerate(asked):
+            ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": text}]}])[0]
+            torch.manual_seed(0)
+            with keep_trees():
+                target.generate(ids, assistant_model=drafter, num_assistant_tokens=8, max_new_tokens=40, **options)
+            (learned, judged)[number % 2].extend(
+                (len(tree.drafts), len(tree.accepted)) for tree in drafter.last_stats.trees if len(tree.drafts)
+            )
+        assert figures["rounds"][temperature] == [len(learned), len(judged)]
+        assert len(figures["figures"][temperature]) == 9
+        check_constant(figures["figures"][temperature]["constant"], learned, judged)
+
+
+def check_constant(told: dict[str, float], learned: list[tuple[int, int]], judged: list[tuple[int, int]]) -> None:
+    """The predictor that says the same of every draft, from rounds of so many drafts and accepted ones."""
+    p = sum(accepted for _, accepted in learned) / sum(min(accepted + 1, drafts) for drafts, accepted in learned)
+    outcomes = [k < accepted for drafts, accepted in judged for k in range(min(accepted + 1, drafts))]
+    off = [sum(p**k for k in range(1, drafts + 1)) - accepted for drafts, accepted in judged]
+    expected = {
+        "calibration error": abs(p - sum(outcomes) / len(outcomes)),
+        "Brier score": sum((p - outcome) ** 2 for outcome in outcomes) / len(outcomes),
+        "AUC": 0.5,
+        "error of the expected length": sum(map(abs, off)) / len(off),
+        "bias of the expected length": sum(off) / len(off),
+    }
+    assert {name: told[name] for name in expected} == pytest.approx(expected)
 
 
 def test_errors_of_the_augmented_space_linear_model_are_compared(tmp_path):
     printed = run("compare_aslm.py", "--seeds", 1, "--train", 80, "--output", tmp_path)
-    report = (tmp_path / "report.md").read_text()
-    assert "Mackey-Glass" in report and "kernel ridge" in report and printed
-    assert (tmp_path / "errors.png").stat().st_size > 5000 and json.loads((tmp_path / "results.json").read_text())
+    assert printed.strip() == (tmp_path / "report.md").read_text().strip()
+    assert (tmp_path / "errors.png").stat().st_size > 5000
+    results = json.loads((tmp_path / "results.json").read_text())["results"]
+    told = {(row["problem"], row["noise"], row["method"]): row["error"] for row in results}
+    drawn = list(runpy.run_path(str(EXAMPLES / "compare_aslm.py"))["problems"](80, 0))
+    assert len(drawn) == 24 and len(told) == len(results) == 24 * 6
+    for problem, noise, learned, (inputs, clean) in drawn:
+        oracle = Oracle(penalty=0.1, neighbours=1)
+        oracle.learn(*(part.tolist() for part in learned))
+        spread = sum((d - clean.mean()) ** 2 for d in clean)
+        for method, predict in (("ridge", oracle.linear), ("ASLM k=1", oracle.predict)):
+            error = sum((predict(x) - d) ** 2 for x, d in zip(inputs.tolist(), clean)) / spread
+            assert told[problem, noise, method] == pytest.approx(error, rel=1e-3), (problem, noise, method)
+        cells = [f"{told[problem, noise, method]:.2g} ± 0" for method in ("ridge", "ASLM k=1")]
+        assert f"| {problem} | {noise:g} | {' | '.join(cells)} |" in printed
 
 
 def test_a_stream_with_a_tuned_target_is_served_by_each_policy(tmp_path):
@@ -511,6 +551,10 @@ def test_a_stream_with_a_tuned_target_is_served_by_each_policy(tmp_path):
     found = json.loads((output / "results.json").read_text())["served"]
     assert found.keys() == {"never", "always", "bandit"} and all(len(lines) == 16 for lines in found.values())
     updates = {policy: sum(line["arm"] is not None for line in lines) for policy, lines in found.items()}
-    assert updates["never"] == 0 and updates["always"] == 2 and updates["bandit"] >= 1
+    # Nothing is known at first, so the bandit looks where "always" updates; whether it pays is a matter of time.
+    assert updates["never"] == 0 and updates["always"] == 2 and updates["bandit"] in (1, 2)
+    arms = {policy: [line["arm"] for line in lines] for policy, lines in found.items()}
+    first = next(place for place, arm in enumerate(arms["always"]) if arm)
+    assert arms["bandit"][: first + 1] == arms["always"][: first + 1]
     assert [line["part"] for line in found["never"]] == ["mbpp"] * 2 + ["gsm8k"] * 6 + ["tuned:gsm8k"] * 8
     assert (output / "stream.png").stat().st_size > 5000

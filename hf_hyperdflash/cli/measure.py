@@ -87,9 +87,13 @@ def benchmark(
     settings = _announced(target, output, suite, data, mode, temperature, limit, max_new_tokens, seed)
     paths = [path for *_, path in named] + [target] * bool(mtp)
     model, tokenizer, loaded = load(target, paths, dtype, device_map, threads, trust_remote_code)
+    from ..hub.descriptions import title
     from ..runtime.prompt_lookup import PromptLookupDrafter
 
-    compared = _own(loaded[target], mtp) if mtp else []
+    compared: list[Compared] = []
+    if mtp:
+        own = loaded[target]
+        compared.append((title(own.config), own, _chains([own.check_num_draft_tokens(count) for count in mtp])))
     compared.append(("Prompt lookup", PromptLookupDrafter(model), _chains(prompt_lookup or ())))
     for name, assistant, count, nodes, learns in _bound(model, named, loaded):
         compared.append((name, assistant, [(count or assistant.num_draft_tokens, nodes, learns)]))
@@ -100,10 +104,9 @@ def sweep(
     target: options.Target,
     output: options.Output,
     drafter: options.Drafters = None,
-    mtp: Annotated[bool, Option(help="Sweep the target's own drafter (MTP or DSpark) too.")] = False,
-    tokens: Annotated[
+    num_draft_tokens: Annotated[
         list[int] | None,
-        Option(min=1, help="Numbers of drafted tokens to try; all a drafter can (6 for MTP) if unset."),
+        Option(min=1, help="Drafted tokens per round; repeatable, all a drafter can (6 for MTP) if unset."),
     ] = None,
     suite: options.Suites = None,
     data: options.Data = None,
@@ -117,17 +120,18 @@ def sweep(
     threads: options.Threads = None,
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
-    """Find the number of drafted tokens per round that is fastest on each suite."""
-    named = _named(drafter, mtp)
+    """Find the number of drafted tokens per round that is fastest on each suite. The target's own drafter (MTP or
+    DSpark) is found where the target is: `--drafter TARGET`."""
+    named = _named(drafter)
     settings = _announced(target, output, suite, data, mode, temperature, limit, max_new_tokens, seed)
-    paths = [path for *_, path in named] + [target] * bool(mtp)
+    paths = [path for *_, path in named]
     model, tokenizer, loaded = load(target, paths, dtype, device_map, threads, trust_remote_code)
-    compared = _own(loaded[target], tokens) if mtp else []
+    compared: list[Compared] = []
     for name, assistant, _, nodes, learns in _bound(model, named, loaded):
         if learns:
             raise ValueError(f"`--drafter` has {name} (adaptive), but what learns cannot be swept: leave it out.")
-        most = assistant.max_draft_tokens or 6
-        compared.append((name, assistant, [(count, nodes, False) for count in tokens or range(1, most + 1)]))
+        counts = num_draft_tokens or range(1, 1 + (assistant.max_draft_tokens or 6))
+        compared.append((name, assistant, [(assistant.check_num_draft_tokens(k), nodes, False) for k in counts]))
     results = _run(model, tokenizer, compared, settings, output)
     from ..benchmark.report import print_fastest
 
@@ -138,7 +142,7 @@ Named = tuple[str | None, int | str | None, int | str | None, bool, str]
 _NUMBERS = r"([^()]*?)\s*(?:\((auto|[0-9]+)(?:, (auto|[0-9]+) nodes)?(, adaptive)?\))?"
 
 
-def _named(drafters: list[str] | None, others: Any) -> list[Named]:
+def _named(drafters: list[str] | None, others: Any = None) -> list[Named]:
     """Of each `NAME (COUNT, NODES nodes, adaptive)=PATH` its name, what of the rest there is, and its path."""
     if not drafters and not others:
         raise ValueError("No method is given: expected --drafter, or another one that --help lists, to compare with.")
@@ -196,12 +200,6 @@ def _ask(
     typer.echo((output / "endpoint.md").read_text(encoding="utf-8"))
 
 
-def _own(drafter: Any, counts: Sequence[int] | None) -> list[Compared]:
-    """The target's own drafter, with all numbers of drafts that suit it if none is given."""
-    counts = counts or range(1, 1 + (drafter.max_draft_tokens or 6))
-    return [(_title(drafter.config), drafter, _chains([drafter.check_num_draft_tokens(count) for count in counts]))]
-
-
 def _chains(counts: Sequence[int]) -> list[Shape]:
     return [(count, None, False) for count in counts]
 
@@ -209,24 +207,12 @@ def _chains(counts: Sequence[int]) -> list[Shape]:
 def _bound(
     model: Any, named: list[Named], loaded: dict[str, Any]
 ) -> Iterator[tuple[str, Any, int | str | None, int | str | None, bool]]:
+    from ..hub.descriptions import title
+
     for name, count, nodes, learns, path in named:
         drafter = copy.deepcopy(loaded[path]) if learns else loaded[path]
         drafter.bind(model)
-        yield name or _title(drafter.config), drafter, count and drafter.check_num_draft_tokens(count), nodes, learns
-
-
-def _title(config: Any) -> str:
-    """What a drafter is called where the user gives it no name."""
-    if not hasattr(config, "reducer"):
-        return "DSpark" if hasattr(config, "head_rank") else "MTP"
-    head = "" if config.sequential_head == "none" else f", {config.sequential_head} head"
-    if config.reducer == "hybrid":
-        return f"HyperDFlash hybrid{head}"
-    if config.reducer != "hc_gate":
-        return f"Vanilla DFlash{head}"
-    layers = config.target_layer_ids
-    read = "" if layers == [-1] else f" on {', '.join(map(str, layers))}"
-    return f"HyperDFlash{read}{head}"
+        yield name or title(drafter.config), drafter, count and drafter.check_num_draft_tokens(count), nodes, learns
 
 
 def _named_by(name: str, count: int | str, nodes: int | str | None, learns: bool) -> str:

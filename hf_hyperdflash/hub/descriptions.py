@@ -1,4 +1,4 @@
-"""What each kind of drafter is, in words: for cards and the doctor."""
+"""What each kind of drafter is called and what it is, in words: for whatever names one to a reader."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ _REDUCERS = {
 }
 
 
+class Kind(NamedTuple):
+    """What all drafters of one configuration class have in common."""
+
+    name: str
+    article: str
+    describe: Callable[[Any], Description]
+
+
 class Description(NamedTuple):
     """A kind of drafter in words."""
 
@@ -41,9 +49,9 @@ def read_config(folder: str | Path) -> Any:
         raise FileNotFoundError(f"The folder {folder} has no config.json, expected that of a drafter.")
     # MTP's class alone knows the drafters that were saved before they had a type of their own.
     told = DeepseekV4MTPConfig.get_config_dict(folder)[0].get("model_type")
-    kind = next((kind for kind in _DESCRIBED if kind.model_type == told), None)
+    kind = next((kind for kind in _KINDS if kind.model_type == told), None)
     if kind is None:
-        known = ", ".join(repr(kind.model_type) for kind in _DESCRIBED)
+        known = ", ".join(repr(kind.model_type) for kind in _KINDS)
         raise ValueError(
             f"The config.json in {folder} has `model_type` {told!r}, expected that of a drafter: one of {known}."
         )
@@ -55,7 +63,27 @@ def read_config(folder: str | Path) -> Any:
 
 def describe(config: Any) -> Description:
     """A drafter by its configuration, which may be the class that came with it."""
-    return next(say for kind, say in _DESCRIBED.items() if kind.model_type == config.model_type)(config)
+    return _kind(config).describe(config)
+
+
+def one_of(config: Any) -> str:
+    """A drafter of the kind that a configuration, or its class, is of: "a HyperDFlash drafter"."""
+    return f"{_kind(config).article} {_kind(config).name} drafter"
+
+
+def title(config: Any) -> str:
+    """What tells a drafter from others beside it, where the user gives it no name."""
+    name = _kind(config).name
+    if config.model_type != HyperDFlashConfig.model_type:
+        return name
+    head = "" if config.sequential_head == "none" else f", {config.sequential_head} head"
+    if config.reducer == "hybrid":
+        return f"{name} hybrid{head}"
+    if config.reducer != "hc_gate":
+        return f"Vanilla DFlash{head}"
+    layers = config.target_layer_ids
+    read = "" if layers == [-1] else f" on {', '.join(map(str, layers))}"
+    return f"{name}{read}{head}"
 
 
 def shares_all(config: Any) -> bool:
@@ -81,7 +109,7 @@ def _specblock(config: SpecBlockConfig) -> Description:
         "a rank head that says how many tokens to try at each": config.rank_head,
     }
     has = [name for name, there in mechanisms.items() if there]
-    told = f"It is a SpecBlock drafter: passes of {config.block_size} draft positions that know their path"
+    told = f"It is {one_of(config)}: passes of {config.block_size} draft positions that know their path"
     return Description(
         f"up to {config.max_draft_tokens} tokens in {config.max_blocks} passes of {config.block_size}",
         [f"{told}{', with ' if has else ''}{_listed(has)}.", _reducer(config)],
@@ -90,7 +118,7 @@ def _specblock(config: SpecBlockConfig) -> Description:
 
 def _eagle3(config: Eagle3Config) -> Description:
     told = (
-        "It is an EAGLE-3 drafter: a pass drafts one token and goes on from its own state; its draft tree keeps "
+        f"It is {one_of(config)}: a pass drafts one token and goes on from its own state; its draft tree keeps "
         f"{config.tree_width} nodes of each level."
     )
     return Description(f"up to {config.max_draft_tokens} tokens, a pass for each", [told, _reducer(config)])
@@ -133,10 +161,14 @@ def _confidence(config: Any) -> list[str]:
     return [f"It says how probable each draft's acceptance is{calibrated} (`DraftTree.confidence`)."]
 
 
-_DESCRIBED: dict[Any, Callable[[Any], Description]] = {
-    HyperDFlashConfig: _block,
-    SpecBlockConfig: _specblock,
-    Eagle3Config: _eagle3,
-    DeepseekV4MTPConfig: _mtp,
-    DeepseekV4DSparkConfig: _dspark,
+_KINDS: dict[Any, Kind] = {
+    HyperDFlashConfig: Kind("HyperDFlash", "a", _block),
+    SpecBlockConfig: Kind("SpecBlock", "a", _specblock),
+    Eagle3Config: Kind("EAGLE-3", "an", _eagle3),
+    DeepseekV4MTPConfig: Kind("MTP", "an", _mtp),
+    DeepseekV4DSparkConfig: Kind("DSpark", "a", _dspark),
 }
+
+
+def _kind(config: Any) -> Kind:
+    return next(kind for made_by, kind in _KINDS.items() if made_by.model_type == config.model_type)

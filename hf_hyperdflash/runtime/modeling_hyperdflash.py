@@ -221,11 +221,3 @@ def _gate_obstacle(family: TargetFamily, width: int) -> str | None:
     if width != family.config.hidden_size:
         return f"the drafter's hidden size {width} differs from the target's {family.config.hidden_size}"
     return None
-
-
-def register_auto_classes() -> None:
-    """Let `AutoConfig` and `AutoModel` load drafters in this process. Nothing is registered until this is called."""
-    from transformers import AutoConfig, AutoModel
-
-    AutoConfig.register(HyperDFlashConfig.model_type, HyperDFlashConfig, exist_ok=True)
-    AutoModel.register(HyperDFlashConfig, HyperDFlashDrafter, exist_ok=True)

@@ -32,7 +32,7 @@ def generate(model: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
         ValueError: If drafter and target do not fit, or it is not known which repository this is.
     """
     loading = {name: kwargs.pop(name) for name in _LOADING if name in kwargs}
-    # `generate` tells a recipe everything but where it came from.
+    # `generate` tells a recipe all but where it came from, and a local one is run from a copy in transformers' cache.
     caller = inspect.currentframe().f_back.f_locals  # type: ignore[union-attr]
     drafter = assistant_model or _drafter(model, caller.get("custom_generate"), loading)
     own = type(model)

@@ -48,12 +48,9 @@ class TargetFamily:
     skips_padding: ClassVar[bool] = False
     # By name: a family that no test covers may read what a mask does not hide.
     masked_types: ClassVar[frozenset[str]] = frozenset({
-        "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3_text", "gpt_oss",
+        "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3_text",
     })  # fmt: skip
-    forked_types: ClassVar[frozenset[str]] = frozenset({
-        "qwen3_next", "qwen3_5_text", "hy_v4", "glm5_next_text", "qwen4_exp_text", "granitemoehybrid", "bamba",
-        "falcon_h1", "nemotron_h",
-    })  # fmt: skip
+    forked_types: ClassVar[frozenset[str]] = frozenset({"qwen3_next", "qwen3_5_text"})
 
     def __init__(self, target: PreTrainedModel, trunk: Any) -> None:
         self.target, self.trunk = target, trunk

@@ -14,6 +14,7 @@ class Glm5Next(HyperConnected):
     """A target whose `hc_head` has no parameters."""
 
     title = "GLM-5 Next"
+    forked_types = frozenset({"glm5_next_text"})
 
     @classmethod
     def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:

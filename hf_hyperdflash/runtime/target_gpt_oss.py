@@ -16,10 +16,12 @@ class GptOss(TargetFamily):
     """A target whose padding token ends texts, too, and is no mask token."""
 
     title = "gpt-oss"
+    masked_types = frozenset({"gpt_oss"})
 
     @classmethod
     def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:
-        return target.config.model_type == "gpt_oss"
+        # Also the text part of a multimodal class: here nothing lies in the head.
+        return target.config.get_text_config(decoder=True).model_type in cls.masked_types
 
     @property
     def mask_token_id(self) -> int | None:

@@ -14,6 +14,7 @@ class Granite(TargetFamily):
     """A target that scales its embeddings and its logits."""
 
     title = "Granite"
+    forked_types = frozenset({"granitemoehybrid"})
 
     @classmethod
     def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:

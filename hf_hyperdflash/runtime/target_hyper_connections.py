@@ -16,6 +16,7 @@ class HyperConnected(TargetFamily):
     """A target whose `hc_head` has one gate per residual path."""
 
     title = "Hunyuan V4"
+    forked_types = frozenset({"hy_v4"})
 
     @classmethod
     def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:

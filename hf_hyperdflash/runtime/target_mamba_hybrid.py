@@ -21,6 +21,7 @@ class MambaHybrid(TargetFamily):
 
     title = "Bamba, Falcon-H1, Nemotron-H"
     rewindable_kinds = TargetFamily.rewindable_kinds | {"hybrid", "mlp", "moe"}
+    forked_types = frozenset({"bamba", "falcon_h1", "nemotron_h"})
 
     def __init__(self, target: PreTrainedModel, trunk: Any) -> None:
         super().__init__(target, trunk)
@@ -28,7 +29,7 @@ class MambaHybrid(TargetFamily):
 
     @classmethod
     def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:
-        return target.config.model_type in ("bamba", "falcon_h1", "nemotron_h")
+        return target.config.model_type in cls.forked_types
 
     @property
     def norm_eps(self) -> float:

@@ -15,6 +15,7 @@ class Qwen4Exp(TargetFamily):
     """A target whose mixer weighs every channel of a path by itself, and norms."""
 
     title = "Qwen4-Exp"
+    forked_types = frozenset({"qwen4_exp_text"})
 
     def __init__(self, target: PreTrainedModel, trunk: Any) -> None:
         super().__init__(target, trunk)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from hf_hyperdflash import bind
+from hf_hyperdflash import HyperDFlashConfig, bind
 from hf_hyperdflash.benchmark.other_settings import compare_settings, draft_every_round, leads_over_first
 from hf_hyperdflash.runtime.sampling import DraftSampler
 from hf_hyperdflash.training.features import residual_of
@@ -40,12 +40,18 @@ def test_settings_are_tried_and_left():
     before = drafter.config.to_dict()
     texts = [prompt(30, seed) for seed in range(8)]
     compared = compare_settings(target, drafter, texts, [10] * 8)
-    assert drafter.config.to_dict() == before and compared.rounds == 8 * 19 and compared.tau >= 1
+    assert drafter.config.to_dict() == before and compared.rounds == 8 * 19
     names = [setting.name for setting in compared.others]
     assert names == [  # layer 2 is the last one, which is read already
         "`target_layer_ids` [0, -1] instead of [1, -1]",
         "`sample_from_anchor` True",
     ]
+    for found, fields in zip(
+        [compared, *compared.others], [{}, {"target_layer_ids": [0, -1]}, {"sample_from_anchor": True}]
+    ):
+        config = HyperDFlashConfig.from_dict({**before, **fields})
+        emitted = [draft_every_round(target, drafter, text, 10, [config])[0] for text in texts]
+        assert found.tau == pytest.approx(np.concatenate(emitted, axis=1).mean())
 
 
 @pytest.mark.parametrize("fields", [{}, {"sample_from_anchor": True}, {"sliding_window": 4}])

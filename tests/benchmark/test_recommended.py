@@ -10,6 +10,12 @@ from ..conftest import perfect, prompt, tiny_drafter, tiny_target
 from ..helpers.families import granite_hybrid, qwen3
 
 
+def check_tried(timed, *counts):
+    expected = [{"num_assistant_tokens": count} for count in (*counts, "auto")]
+    expected.append({"num_assistant_tokens": counts[-1], "tree_budget": "auto"})
+    assert len(timed) == 5 and all(settings in [each.settings for each in timed] for settings in expected)
+
+
 def test_what_is_tried_and_how_it_did():
     target = tiny_target()
     ids = prompt(9)
@@ -17,11 +23,8 @@ def test_what_is_tried_and_how_it_did():
     drafter = perfect(target, text, num_draft_tokens=8)
     drafter.bind(target)
     timed = time_settings(target, drafter, [ids, ids], max_new_tokens=40)
-    expected = [{"num_assistant_tokens": count} for count in (2, 4, 8, "auto")]
-    expected.append({"num_assistant_tokens": 8, "tree_budget": "auto"})
-    assert len(timed) == 5 and all(settings in [each.settings for each in timed] for settings in expected)
+    check_tried(timed, 2, 4, 8)
     assert [each.speedup for each in timed] == sorted((each.speedup for each in timed), reverse=True)
-    assert all(each.speedup > 0 for each in timed)
 
 
 def test_speeds_are_tokens_over_seconds(monkeypatch):
@@ -46,7 +49,7 @@ def test_any_pair_has_settings_that_run(kind):
     drafter = DeepseekV4MTPDrafter(target.config).eval() if kind == "mtp" else tiny_drafter(target, reducer="fc")
     drafter.bind(target)
     timed = time_settings(target, drafter, [prompt(9)], temperature=1.0, max_new_tokens=6)
-    assert len(timed) >= 4 and all(each.speedup > 0 for each in timed)
+    check_tried(timed, 1, 3, 6)
 
 
 def test_what_is_recommended():

@@ -128,14 +128,27 @@ def test_a_target_is_compared_with_whichever_drafter_it_carries(monkeypatch, cap
     assert "tau" in printed
 
 
+def test_a_drafter_without_a_name_is_called_what_it_is(data, tmp_path):
+    given, target = [], hf_hyperdflash.load_target(TARGET, dtype="float32")
+    for kind in ("specblock", "eagle3"):
+        unrolled(kind, target).save_pretrained(tmp_path / kind)
+        given += ["--drafter", tmp_path / kind]
+    out = tmp_path / "out"
+    run("benchmark", "--target", TARGET, *given, "--suite", "gsm8k", "--data", data, "--limit", 1,
+        "--max-new-tokens", 4, "--output", out)  # fmt: skip
+    first = json.loads((out / "results.jsonl").read_text().splitlines()[0])
+    assert list(first["run"]["methods"]) == ["Target only", "SpecBlock (8)", "EAGLE-3 (7)"]
+
+
 def test_sweep_recommends_a_number_of_drafts(data, tmp_path):
     printed = run(
-        "sweep", "--target", TARGET, "--drafter", DRAFTER, "--tokens", 2, "--tokens", 5, "--suite", "gsm8k",
-        "--data", data, "--limit", 1, "--max-new-tokens", 12, "--output", tmp_path / "out",
+        "sweep", "--target", TARGET, "--drafter", DRAFTER, "--drafter", TARGET, "--num-draft-tokens", 2,
+        "--num-draft-tokens", 5, "--suite", "gsm8k", "--data", data, "--limit", 1, "--max-new-tokens", 12,
+        "--output", tmp_path / "out",
     )  # fmt: skip
     assert "The fastest on each suite" in printed and f"{NAME} (5)" in printed
     run_facts = json.loads((tmp_path / "out" / "results.jsonl").read_text().splitlines()[0])["run"]
-    assert list(run_facts["methods"]) == ["Target only", f"{NAME} (2)", f"{NAME} (5)"]
+    assert list(run_facts["methods"]) == ["Target only", f"{NAME} (2)", f"{NAME} (5)", "MTP (2)", "MTP (5)"]
 
 
 def test_suites_are_found_and_read_before_a_model_is_loaded(monkeypatch, capsys, tmp_path):
@@ -390,8 +403,8 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     ([*COMPARE, "--mtp", "1", "--output", "file"], 2, "'file' is a file"),
     ([*COMPARE, "--mtp", "1", "--output", "file/out"], 1, "file is a file"),
     (SWEEP, 1, "No method is given"),
-    ([*SWEEP, "--drafter", DRAFTER, "--tokens", "0"], 2, "Invalid value for '--tokens'"),
-    ([*SWEEP, "--drafter", DRAFTER, "--tokens", "9"], 1, "cannot draft 9 tokens"),
+    ([*SWEEP, "--drafter", DRAFTER, "--num-draft-tokens", "0"], 2, "Invalid value for '--num-draft-tokens'"),
+    ([*SWEEP, "--drafter", DRAFTER, "--num-draft-tokens", "9"], 1, "cannot draft 9 tokens"),
     ([*SWEEP, "--drafter", f"X (a)={DRAFTER}"], 1, NAMED),
     ([*SWEEP, "--drafter", f"X (99)={DRAFTER}"], 1, "cannot draft 99 tokens"),
     *(([*TRAIN, "--target", name], 1, NO_TARGET[name])
@@ -494,8 +507,8 @@ run()
 )
 def test_ctrl_c_says_how_to_go_on(command, said):
     """A real process, stopped as a terminal does while it loads."""
-    arguments = [command, "--target", TARGET, "--mtp", "--output", "unwritten"] if command == "sweep" else [command]
-    arguments += ["--target", TARGET, "--mtp", "1", "--output", "unwritten"] if command == "benchmark" else []
+    given = ["--target", TARGET, "--drafter", TARGET, "--output", "unwritten"]
+    arguments = [command, *(given if command != "train" else ())]
     code = f"""
 import os, signal, sys
 from hf_hyperdflash.cli.app import run

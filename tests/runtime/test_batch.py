@@ -36,9 +36,9 @@ from hf_hyperdflash.runtime.targets import family_of
 
 from ..conftest import prompt, tiny_drafter, tiny_target
 from ..helpers import families
+from ..helpers.drawn_tokens import assert_drawn_from
 from ..helpers.headed_drafters import learned
 from ..helpers.tree_drafters import KeepsByContext, RandomChains, RandomTrees, is_wide
-from .test_decoding import assert_drawn_from
 
 NEW = 24
 LENGTHS = (9, 3, 14, 1)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_hyperdflash import bind
-from hf_hyperdflash.runtime import batch_decoding
+from hf_hyperdflash.runtime import batch_decoding, binding
 from hf_hyperdflash.runtime.batch_schedule import BatchSchedule, PositionSurvival
 from hf_hyperdflash.runtime.binding import capture_residual
 from hf_hyperdflash.runtime.schedule import Experience
@@ -87,14 +87,14 @@ def test_rows_are_counted_by_the_drafts_that_they_made():
     """A row with less room, or a drafter that makes fewer drafts than it is asked for, rejects none of the others."""
     known, rows = Experience(), fake_rows(3)
     schedule = BatchSchedule(known, rows)
-    survival = PositionSurvival()
+    survival, heard = PositionSurvival(), []
+    survival.observe = lambda position, accepted: heard.append((position, accepted))
     known.batches[2] = Experience(survival=survival)
     schedule.begin(rows)
     assert [row.schedule.begin(100, room) for row, room in zip(rows, (8, 2, 6))] == [8, 2, 6]
     rows[2].row.finished = True  # by a stop: what follows was not rejected
     schedule.end(rows, [8, 2, 6], [3, 2, 1], 0.03)
-    assert {k: round(v) for k, v in survival._drafts.items()} == {0: 3, 1: 2, 2: 1, 3: 1}
-    assert {k: round(v) for k, v in survival._accepted.items()} == {0: 3, 1: 2, 2: 1, 3: 0}
+    assert sorted(heard) == [(0, True)] * 3 + [(1, True)] * 2 + [(2, True), (3, False)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=60))
@@ -155,19 +155,25 @@ def test_greedy_text_is_the_targets_whatever_is_drafted(family, monkeypatch):
         torch.testing.assert_close(residual, captured[0][:, :-1], atol=1e-4, rtol=1e-4)
 
 
-def test_what_is_known_of_batches_is_kept_from_one_to_the_next():
+def test_what_is_known_of_batches_is_kept_from_one_to_the_next(monkeypatch):
     torch.manual_seed(0)
     target = bind(families.qwen3().eval())
     ids = torch.cat([prompt(8, seed=seed) for seed in range(4)])
     drafter = tiny_drafter(target)
-    known = target._experience_with(drafter, SimpleNamespace(_num_drafts_asked="auto", do_sample=False))
-    before = 0
-    for _ in range(2):
+    made, seen = [], []
+    monkeypatch.setattr(binding, "Experience", lambda: made.append(Experience()) or made[-1])
+
+    def generate():
         target.generate(ids, assistant_model=drafter, num_assistant_tokens="auto", do_sample=False, max_new_tokens=30)
-        times = sum(known.batches[3].costs._times.values())
-        assert times > before
-        before = times
-    assert known.costs._times == {}
+
+    generate()
+    (known,) = (each for each in made if each.batches)
+    of_batches = known.batches[3].costs
+    assert of_batches.plain > 0 and not known.costs.plain and not known.costs.is_tried
+    observe = of_batches.observe
+    of_batches.observe = lambda *round_: seen.append(round_) or observe(*round_)
+    generate()
+    assert seen and known.batches[3].costs is of_batches and not any(each.costs.plain for each in made)
 
 
 def test_a_tree_of_any_size_is_a_chain_that_pays():

@@ -10,7 +10,6 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
-    RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -22,7 +21,9 @@ from hf_hyperdflash.runtime.stats import SpeculationStats
 from hf_hyperdflash.runtime.tree import DraftTree
 
 from ..conftest import CSA, HCA, MIXES, half_right, perfect, prompt, tiny_drafter, tiny_target
+from ..helpers.drawn_tokens import assert_drawn_from
 from ..helpers.families import qwen3
+from ..helpers.greedy_options import GREEDY_OPTIONS
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 31, 130, 300])
@@ -51,21 +52,6 @@ def pair(target, drafter):
 def wide():
     """A target whose LM head has full row rank (hidden = vocabulary), bound; its drafters can be told what to say."""
     return bind(tiny_target(3, hidden_size=64))
-
-
-GREEDY_OPTIONS = {
-    "length": dict(max_length=29),
-    "one token": dict(max_new_tokens=1),
-    "two tokens": dict(max_new_tokens=2),
-    "processors": dict(max_new_tokens=25, repetition_penalty=1.3, no_repeat_ngram_size=3, min_new_tokens=20),
-    "bad words": dict(max_new_tokens=25, bad_words_ids=[[5], [6, 7]]),
-    "config object": dict(generation_config=GenerationConfig(max_new_tokens=25, do_sample=False)),
-    "attention mask": dict(max_new_tokens=25, attention_mask=torch.ones(1, 20, dtype=torch.long)),
-    "chunked prefill": dict(max_new_tokens=25, prefill_chunk_size=6),
-    "own processor": dict(
-        max_new_tokens=25, logits_processor=LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5)])
-    ),
-}
 
 
 @pytest.mark.parametrize("name", GREEDY_OPTIONS)
@@ -567,18 +553,6 @@ def test_caches_that_cannot_be_rewound_are_refused_by_name(pair, kind):
     target, drafter = pair
     with pytest.raises(ValueError, match=f"`cache_implementation` is '{kind}'.*leave it out"):
         target.generate(prompt(8), assistant_model=drafter, max_new_tokens=3, cache_implementation=kind)
-
-
-def assert_drawn_from(probabilities: torch.Tensor, observed: Counter) -> None:
-    """Every outcome is about as frequent as it should be. A right sampler fails once in a million times at most,
-    whatever its seed: by Chernoff's bound a share is as far off as `share` with a probability of exp(-draws *
-    divergence) at most, to either side, and there are `2 * outcomes` of these."""
-    draws = observed.total()
-    for outcome, expected in enumerate(probabilities.double().tolist()):
-        share = observed[outcome] / draws
-        terms = [(share, expected), (1 - share, 1 - expected)]
-        divergence = sum(a * math.log(a / b) if b > 0 else math.inf for a, b in terms if a > 0)
-        assert draws * divergence <= math.log(2 * len(probabilities) / 1e-6), (outcome, share, expected)
 
 
 @pytest.mark.parametrize("temperature", [0.8])

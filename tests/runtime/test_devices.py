@@ -33,47 +33,15 @@ from hf_hyperdflash.training.fingerprint import target_fingerprint
 from hf_hyperdflash.training.losses import drafter_loss
 from hf_hyperdflash.training.store import FeatureCache
 
-from ..conftest import CSA, HCA, SLIDING, half_right, perfect, prompt, tiny_drafter, tiny_target
+from ..conftest import CSA, HCA, SLIDING, half_right, perfect, prompt, tiny_drafter
 from ..helpers import families
 from ..helpers.deepseek_checkpoints import dspark_fields
+from ..helpers.device_pairs import PLACES, assert_same_text, on_cpu, small_target
 from ..helpers.headed_drafters import headed
 from ..helpers.simulated_devices import CAN_SIMULATE, SimulatedDevices
 from ..helpers.training import packed_rows, rows
 
 pytestmark = pytest.mark.skipif(not CAN_SIMULATE, reason="only a CPU build of torch on Linux simulates a GPU")
-
-PLACES = [("cuda:0", "cuda:0"), ("cuda:0", "cuda:1"), ("cuda:0", "cpu"), ("cpu", "cuda:0")]
-APART = PLACES[1]
-
-
-def small_target(layer_types=(CSA,), **fields):
-    target = tiny_target(3, hidden_size=64, layer_types=list(layer_types), hc_sinkhorn_iters=1, **fields)
-    target.set_experts_implementation("batched_mm")
-    return bind(target)
-
-
-def on_cpu(tensor):
-    return getattr(tensor, "on_cpu", tensor)
-
-
-def moved(values, place):
-    return {name: value.to(place) if torch.is_tensor(value) else value for name, value in values.items()}
-
-
-def assert_same_text(target, drafter, places=APART, **options):
-    """On the devices of `places` the pair writes what it writes on the CPU, in the same rounds."""
-    options = {"input_ids": prompt(12), "max_new_tokens": 6, "do_sample": False, **options}
-    torch.manual_seed(1)
-    expected = target.generate(assistant_model=drafter, **options)
-    rounds = drafter.last_stats.emitted
-    with SimulatedDevices():
-        target.to(places[0])
-        if isinstance(drafter, torch.nn.Module):
-            drafter.to(places[1])
-        torch.manual_seed(1)
-        text = target.generate(assistant_model=drafter, **moved(options, places[0]))
-    assert text.device == torch.device(places[0]) and torch.equal(on_cpu(text), expected)
-    assert drafter.last_stats.emitted == rounds
 
 
 def test_mistakes_are_seen():

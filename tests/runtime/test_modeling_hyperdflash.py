@@ -7,14 +7,12 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, DeepseekV4Config, DeepseekV4ForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import AutoModel, DeepseekV4Config, DeepseekV4ForCausalLM
 
 from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
 from hf_hyperdflash.runtime.block_path import BlockPath
 from hf_hyperdflash.runtime.heads import HEADS
 from hf_hyperdflash.runtime.layers import block_inputs
-from hf_hyperdflash.runtime.modeling_hyperdflash import register_auto_classes
 from hf_hyperdflash.runtime.reducers import HCGateReducer, path_gates
 from hf_hyperdflash.training.blocks import block_mask, block_masks, previous_tokens
 
@@ -264,17 +262,6 @@ def test_saves_only_its_own_safetensors(drafter, tmp_path):
     again = HyperDFlashDrafter.from_pretrained(tmp_path, device_map="cpu")
     for name, value in again.state_dict().items():
         assert torch.equal(value, drafter.state_dict()[name]), name
-
-
-def test_auto_classes_on_request(drafter, tmp_path):
-    drafter.save_pretrained(tmp_path)
-    try:
-        register_auto_classes()
-        register_auto_classes()
-        assert isinstance(AutoConfig.from_pretrained(tmp_path), HyperDFlashConfig)
-        assert isinstance(AutoModel.from_pretrained(tmp_path), HyperDFlashDrafter)
-    finally:
-        CONFIG_MAPPING._extra_content.pop("hyperdflash", None)
 
 
 def reference_forward(drafter, embeds, positions, residual, context_positions):

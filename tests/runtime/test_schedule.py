@@ -295,11 +295,12 @@ def test_a_drafter_that_pays_a_little_is_not_given_up_by_bad_luck():
         schedule = Schedule(known)
         for _ in range(400):
             count = schedule.begin(100, 8)
-            while schedule.is_open() and count and len(schedule._signals) < 2 and schedule.admits(0.9):
-                pass
+            admitted = 0
+            while schedule.is_open() and count and admitted < 2 and schedule.admits(0.9):
+                admitted += 1
             accepted = sum((torch.rand(2, generator=generator) < 0.5).long().cumprod(0).tolist()) if count else 0
             asked += bool(count)
-            schedule.end(2 if count else 0, min(accepted, len(schedule._signals)), 0.0318 if count else PLAIN, False)
+            schedule.end(2 if count else 0, min(accepted, admitted), 0.0318 if count else PLAIN, False)
     assert asked > 0.8 * 4000
 
 
@@ -553,21 +554,33 @@ def test_a_sleeping_drafter_has_its_text_where_the_text_ends(target, monkeypatch
         assert context.end == out.past_key_values.get_seq_length() == 11 + length
 
 
-def test_what_is_known_is_kept_for_as_long_as_the_target_is_bound(target):
-    drafter, ids = tiny_drafter(target), prompt(12)
+def test_what_is_known_is_kept_for_as_long_as_the_target_is_bound(target, monkeypatch):
+    made, drafter, ids = [], tiny_drafter(target), prompt(12)
+    monkeypatch.setattr(binding, "Experience", lambda: made.append(Experience()) or made[-1])
     drafter.num_draft_tokens = "auto"
     drafter.bind(target)
-    for do_sample in (False, True):
-        target.generate(ids, assistant_model=drafter, max_new_tokens=30, do_sample=do_sample)
-    known = binding._experiences[target][drafter]
-    assert known.keys() == {False, True} and known[False].costs.plain > 0
-    before = known[False].costs
-    target.generate(ids, assistant_model=drafter, max_new_tokens=30, do_sample=False)
-    assert binding._experiences[target][drafter][False].costs is before
+
+    def learned_in(asked, do_sample):
+        """Which of all that were made changes with a generation."""
+        before, fresh = list(map(pickle.dumps, made)), pickle.dumps(Experience())
+        asked.generate(ids, assistant_model=drafter, max_new_tokens=30, do_sample=do_sample)
+        changed = [
+            place
+            for place, (known, old) in enumerate(itertools.zip_longest(made, before, fillvalue=fresh))
+            if pickle.dumps(known) != old
+        ]
+        (place,) = changed
+        return place
+
+    greedy, sampled = learned_in(target, False), learned_in(target, True)
+    assert greedy != sampled and made[greedy].costs.plain > 0
+    assert learned_in(target, False) == greedy and learned_in(target, True) == sampled
     copies = copy.deepcopy(target), pickle.loads(pickle.dumps(target))
-    assert all(type(other) is type(target) and other not in binding._experiences for other in copies)
+    assert all(type(other) is type(target) for other in copies)
     drafter.unbind(target)
-    assert target not in binding._experiences
+    drafter.bind(target)
+    places = [greedy, sampled, *(learned_in(other, False) for other in (*copies, target))]
+    assert len(set(places)) == 5  # copies know nothing, nor does a target that was given back
 
 
 def test_the_callers_streamer_is_no_price_of_a_round(target, monkeypatch):
@@ -691,7 +704,7 @@ def test_trees_are_tried_again_where_the_text_changes():
 
 @pytest.mark.parametrize("kind", ["state", "mtp", "lookup", "specblock", "eagle3"])
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-def test_text_of_trees_of_any_size(target, kind, do_sample):
+def test_text_of_trees_of_any_size(target, kind, do_sample, monkeypatch):
     ids = prompt(12)
     drafter = {
         "state": lambda: headed(target, "state"),
@@ -703,17 +716,15 @@ def test_text_of_trees_of_any_size(target, kind, do_sample):
     plain = target.generate(ids, max_new_tokens=50, do_sample=False)
     drafter.bind(target)
     asked = {"assistant_model": drafter, "tree_budget": "auto", "max_new_tokens": 50, "do_sample": do_sample}
-    sizes = set()
+    known, sizes = Experience(), set()
+    observe = known.budgets.observe
+    known.budgets.observe = lambda nodes, *rest: sizes.add(nodes) or observe(nodes, *rest)
+    monkeypatch.setattr(binding, "Experience", lambda: known)
     for _ in range(3):
         out = target.generate(ids, **asked)
         assert torch.equal(out, plain) or do_sample
         assert out.shape[1] <= 62
-        sizes |= {size for size, rounds in known_of(target, drafter, do_sample).budgets._rounds.items() if rounds}
     assert len(sizes) >= 3
-
-
-def known_of(target, drafter, do_sample: bool) -> Experience:
-    return binding._experiences[target][drafter][do_sample]
 
 
 def test_trees_that_cannot_be_verified_are_chains_that_pay(monkeypatch, caplog):
@@ -721,10 +732,12 @@ def test_trees_that_cannot_be_verified_are_chains_that_pay(monkeypatch, caplog):
     drafter, ids = tiny_drafter(target, reducer="fc"), prompt(12)
     drafter.bind(target)
     monkeypatch.setattr(decoding, "verification_of", lambda family, cache: "chain")
+    known = Experience()
+    monkeypatch.setattr(binding, "Experience", lambda: known)
     plain = target.generate(ids, max_new_tokens=30, do_sample=False)
     out = target.generate(ids, assistant_model=drafter, tree_budget="auto", max_new_tokens=30, do_sample=False)
     assert torch.equal(out, plain) and "`tree_budget` is auto" in caplog.text
-    assert known_of(target, drafter, False).costs.plain > 0
+    assert known.costs.plain > 0
 
 
 class Shared(dict):

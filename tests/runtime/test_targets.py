@@ -30,6 +30,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Index
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, bind, capture_residual, load_target, unbind
 from hf_hyperdflash.runtime.binding import BoundTarget
+from hf_hyperdflash.runtime.continuation import context_of
 from hf_hyperdflash.runtime.target_family import computable
 from hf_hyperdflash.runtime.targets import family_of
 from hf_hyperdflash.runtime.tree import DraftTree
@@ -634,7 +635,7 @@ def test_a_prompt_in_chunks_reaches_the_drafter_whole_and_is_never_held_whole(ch
         drafter.extend = counting
         out = target.generate(ids, do_sample=False, max_new_tokens=3, assistant_model=drafter, prefill_chunk_size=size,
                               return_dict_in_generate=True)  # fmt: skip
-        contexts.append(out.past_key_values._hyperdflash_context.context.layers)
+        contexts.append(context_of(out.past_key_values, drafter).layers)
         largest.append(seen)
     assert largest[0][0] == 150 and max(largest[1]) <= chunk and sum(largest[1]) == sum(largest[0])
     for one, other in zip(*contexts, strict=True):

@@ -25,9 +25,10 @@ from hf_hyperdflash.runtime.tree import DraftTree
 
 from ..conftest import CSA, HCA, MIXES, perfect, prompt, tiny_target
 from ..helpers import families
+from ..helpers.drawn_tokens import assert_drawn_from
+from ..helpers.greedy_options import GREEDY_OPTIONS
 from ..helpers.headed_drafters import headed
 from ..helpers.tree_drafters import RandomChains, RandomTrees, is_wide
-from .test_decoding import GREEDY_OPTIONS, assert_drawn_from
 
 
 @pytest.fixture(params=[families.deepseek_v4, families.gemma3, families.qwen3_next], ids=lambda made: made.__name__)

@@ -21,10 +21,10 @@ from hf_hyperdflash.runtime.tree import DraftTree
 
 from ..conftest import CSA, HCA, SLIDING, prompt
 from ..helpers import families
+from ..helpers.device_pairs import assert_same_text, small_target
+from ..helpers.drawn_tokens import assert_drawn_from
 from ..helpers.loops import in_transformers_loop
 from ..helpers.unrolled import unrolled
-from .test_decoding import assert_drawn_from
-from .test_devices import assert_same_text, small_target
 
 KINDS = {"specblock": {"block_size": 3, "max_blocks": 2}, "eagle3": {"max_blocks": 5}}
 FAMILIES = [families.deepseek_v4, families.qwen3, families.gemma3, families.qwen3_next, families.granite_hybrid]

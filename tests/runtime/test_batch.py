@@ -161,6 +161,20 @@ def test_the_drafter_takes_in_each_rows_own_residual(family, chunk):
         assert positions[0].tolist() == list(range(len(text) - 1))
         assert following[0].tolist() == text[1:].tolist()
         torch.testing.assert_close(residual, captured[0][:, :-1], atol=1e-4, rtol=1e-4)
+        assert chunk is None or context.seen[0][1].shape[1] <= chunk  # a prompt's residual is never held whole
+
+
+def test_what_the_mask_hides_within_a_row_stays_hidden(qwen3):
+    ids, mask, rows = padded((9, 6))
+    mask[1, 5] = 0
+    texts = [
+        qwen3.generate(row[None], attention_mask=mask[i : i + 1, -len(row) :], do_sample=False, max_new_tokens=NEW)[0]
+        for i, row in enumerate(rows)
+    ]
+    assert not torch.equal(texts[1], alone(qwen3, rows)[1])
+    drafter = RandomChains(qwen3, texts)
+    out = qwen3.generate(ids, attention_mask=mask, assistant_model=drafter, do_sample=False, max_new_tokens=NEW)
+    assert_rows(out, rows, texts)
 
 
 # What `generate` offers

@@ -26,15 +26,15 @@ class PositionSurvival:
         self._drafts: dict[int, float] = {}
         self._accepted: dict[int, float] = {}
 
-    def __call__(self, position: int) -> float:
-        """The probability at a position, 0 for the first."""
+    def __call__(self, position: int, reached: float = 1.0) -> float:
+        """The probability at a position, 0 for the first, whatever is held of those before."""
         chance = _UNSEEN
         for earlier in range(position + 1):
             drafts, accepted = self._drafts.get(earlier, 0.0), self._accepted.get(earlier, 0.0)
             chance = (accepted + _PRIOR * chance) / (drafts + _PRIOR)
         return chance
 
-    def observe(self, position: int, accepted: bool) -> None:
+    def observe(self, position: int, accepted: bool, reached: float = 1.0) -> None:
         """Hear what became of a draft whose predecessors were accepted."""
         self._drafts[position] = _SEEN * self._drafts.get(position, 0.0) + 1
         self._accepted[position] = _SEEN * self._accepted.get(position, 0.0) + accepted

@@ -40,25 +40,35 @@ class Survival:
     is, which is known before the draft is drawn.
 
     Drafts are counted by that signal, in steps of half a unit of its logit, and the counts decide, with the signal as
-    what is held of it at first: so it is calibrated to the target, the text and the request while they are served.
+    what is held of it at first: so it is calibrated to the target, the text and the request while they are served. Of
+    paths that are held to be as good by themselves, with the counts of all as what is held at first: settled from its
+    end, a path that is hardly held to be accepted so far loses less by a further draft than a good one.
     """
 
     def __init__(self) -> None:
-        self._drafts: dict[int, float] = {}
-        self._accepted: dict[int, float] = {}
+        self._drafts: dict[tuple[int, int | None], float] = {}  # by signal and path, `None` for all
+        self._accepted: dict[tuple[int, int | None], float] = {}
         self.usual = _BLIND
 
-    def __call__(self, signal: float) -> float:
-        """The probability for a signal in [0, 1]."""
-        step = _step(signal)
-        return (self._accepted.get(step, 0.0) + _PRIOR * signal) / (self._drafts.get(step, 0.0) + _PRIOR)
+    def __call__(self, signal: float, reached: float = 1.0) -> float:
+        """The probability for a signal in [0, 1], where all drafts before are accepted with the probability
+        `reached`."""
+        step, chance = _step(signal), signal
+        for key in ((step, None), (step, _halvings(reached))):
+            chance = (self._accepted.get(key, 0.0) + _PRIOR * chance) / (self._drafts.get(key, 0.0) + _PRIOR)
+        return chance
 
-    def observe(self, signal: float, accepted: bool) -> None:
+    def observe(self, signal: float, accepted: bool, reached: float = 1.0) -> None:
         """Hear what became of a draft whose predecessors were accepted."""
         step = _step(signal)
-        self._drafts[step] = _SEEN * self._drafts.get(step, 0.0) + 1
-        self._accepted[step] = _SEEN * self._accepted.get(step, 0.0) + accepted
+        for key in ((step, None), (step, _halvings(reached))):
+            self._drafts[key] = _SEEN * self._drafts.get(key, 0.0) + 1
+            self._accepted[key] = _SEEN * self._accepted.get(key, 0.0) + accepted
         self.usual += (accepted - self.usual) * _MEMORY
+
+
+def _halvings(reached: float) -> int:
+    return min(round(-math.log2(max(reached, 1e-4))), 4)
 
 
 def _step(signal: float) -> int:
@@ -297,12 +307,13 @@ class Schedule(FixedSchedule):
         self._is_trial = False
         self._sure = 0
         self._signals: list[float] = []
+        self._reaches: list[float] = []  # how probable all drafts before each were held to be accepted
         self._prices: list[float] = []  # of each number of drafts, in tokens
         self._reached, self._length = 1.0, 0
 
     def begin(self, length: int, room: int) -> int:
         known = self.experience
-        self._signals, self._reached, self._length = [], 1.0, length
+        self._signals, self._reaches, self._reached, self._length = [], [], 1.0, length
         tries = not self._is_first and not known.costs.is_tried
         count = known.costs.trial(room) if tries else room
         self.is_asked = count is not None if tries else known.asks()
@@ -326,9 +337,10 @@ class Schedule(FixedSchedule):
         Args:
             signal: What the drafter says of it before it is drawn, in [0, 1].
         """
-        chance = self.experience.survival(signal)
+        chance = self.experience.survival(signal, self._reached)
         if not self._is_trial and len(self._signals) >= self._sure and not self._pays(chance):
             return False
+        self._reaches.append(self._reached)
         self._reached *= chance
         self._signals.append(signal)
         return True
@@ -359,7 +371,7 @@ class Schedule(FixedSchedule):
     def count(self, accepted: int, is_last: bool) -> None:
         """Learn of the drafts whose fate is known: the accepted ones, and the next if the text has not ended."""
         for place, signal in enumerate(self._signals[: accepted + (not is_last)]):
-            self.experience.survival.observe(signal, place < accepted)
+            self.experience.survival.observe(signal, place < accepted, self._reaches[place])
 
     def weigh(self, drafts: int, accepted: float, seconds: float) -> None:
         """Learn what the round took and brought."""

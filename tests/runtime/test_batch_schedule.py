@@ -88,7 +88,7 @@ def test_rows_are_counted_by_the_drafts_that_they_made():
     known, rows = Experience(), fake_rows(3)
     schedule = BatchSchedule(known, rows)
     survival, heard = PositionSurvival(), []
-    survival.observe = lambda position, accepted: heard.append((position, accepted))
+    survival.observe = lambda position, accepted, reached: heard.append((position, accepted))
     known.batches[2] = Experience(survival=survival)
     schedule.begin(rows)
     assert [row.schedule.begin(100, room) for row, room in zip(rows, (8, 2, 6))] == [8, 2, 6]

@@ -100,6 +100,23 @@ def test_signals_are_calibrated_by_what_becomes_of_drafts():
     assert survival(0.8) > before
 
 
+def test_drafts_of_a_bad_path_are_counted_by_themselves():
+    """Settled from its end, such a path survives further drafts that a good one would not."""
+    known = experienced(3.0, 0.06)
+    for i in range(400):
+        reached, share = ((1.0, 0.4), (0.2, 0.9))[i % 2]
+        known.survival.observe(0.6, i // 2 % 10 < 10 * share, reached)
+    assert known.survival(0.6, 1.0) < 0.5 < 0.8 < known.survival(0.6, 0.2)
+    assert known.survival(0.6, 0.5) == pytest.approx(0.65, abs=0.15)  # not seen: as all are
+    schedule = begun(known)
+    chances = []
+    for _ in range(4):
+        before = schedule._reached
+        schedule.admits(0.6)
+        chances.append(schedule._reached / before)
+    assert chances[0] < 0.5 and max(chances[1:]) > 0.6
+
+
 def test_only_drafts_whose_fate_is_known_are_counted():
     for accepted, is_last, told in (
         (2, False, [1, 1, 0]),
@@ -110,7 +127,7 @@ def test_only_drafts_whose_fate_is_known_are_counted():
         known = experienced(3.0, 0.06)
         schedule = begun(known)
         heard = []
-        known.survival.observe = lambda signal, right, heard=heard: heard.append((signal, right))
+        known.survival.observe = lambda signal, right, reached, heard=heard: heard.append((signal, right))
         signals = [0.9, 0.91, 0.92, 0.93]
         assert all(map(schedule.admits, signals))
         schedule.end(4, accepted, 0.03, is_last)

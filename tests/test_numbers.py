@@ -526,8 +526,8 @@ SENTENCES = [
     ),
     (
         "README",
-        "**{:.2f}×** the target's speed at temperature 0, {:.2f} tokens a round, where the target's own MTP block, tuned "
-        "as long on the same text, has {:.2f}×; "
+        "**{:.2f}×** the target's speed at temperature 0, {:.2f} tokens a round, where the target's own MTP block, "
+        "tuned as long on the same text, has {:.2f}×; "
         "- **{:.2f}×** and {:.2f} at temperature 1, where drafts are [settled from the end of their "
         "path](docs/trees.md#at-temperatures-above-0): draft by draft, as elsewhere, it would be {:.2f}× and {:.2f};",
         [*of("heads", HEAD), *speeds("heads", MTP_TUNED), *(of_rules("chain of 8")[i] for i in (4, 1, 3, 0))],

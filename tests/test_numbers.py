@@ -214,6 +214,17 @@ def of_heads(head, loss):
     return [float(row[name]) for row in rows for name in ("teacher_forced_tau", "expected_tau")]
 
 
+def of_seeds(head, seed):
+    report = (RESULTS / V4 / "heads-and-losses" / "vanilla-and-seeds" / "report.md").read_text().splitlines()
+    found = {tuple(row[:2] + row[3:4]): row for row in map(cells, report) if len(row) == 7}
+    rows = [
+        found[reducer, head.strip("`"), seed]
+        for reducer in ("fc", "hc_gate", "hybrid")
+        if (reducer, head.strip("`"), seed) in found
+    ]
+    return [float(value) for row in rows for value in row[5:]]
+
+
 @cache
 def rows_and_taus():
     """Of the curve over training rows: rows, tau at temperature 0 and at temperature 1."""
@@ -250,6 +261,7 @@ TRACED = [
     ("training", "| features | tokens/s", of_throughput),
     ("training", "| training | tau | teacher-forced |", of_choices),
     ("benchmarks", "| head | loss | the paper's gate", of_heads),
+    ("benchmarks", "| head, loss `ours` | seed", of_seeds),
 ]
 COPIED = {"heads": 0, ".": 1}  # of benchmarks.md, the tables of these reports
 

@@ -429,7 +429,7 @@ def behind():
     return max(100 * (1 - auto / max(fixed)) for *fixed, auto in speeds_of)
 
 
-SUITE_NAMES = {"gsm8k": "GSM8K", "livecodebench": "LiveCodeBench"}
+SUITE_NAMES = {"gsm8k": "GSM8K", "livecodebench": "LiveCodeBench", "mbpp": "MBPP", "humaneval": "HumanEval"}
 
 
 def furthest_behind(temperature):

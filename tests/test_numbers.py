@@ -225,6 +225,17 @@ def of_seeds(head, seed):
     return [float(value) for row in rows for value in row[5:]]
 
 
+def of_swept(label):
+    reducer, head = label.replace("`", "").split(", ")
+    name = {"fc": "Vanilla", "hc_gate": "Gate", "hybrid": "Hybrid"}[reducer] + (
+        "" if head == "no head" else f" + {head}"
+    )
+    found = [
+        averages(f"{V4}/heads-and-losses/swept/temperature-{at}")[f"{name} ({n})", at] for at in (0, 1) for n in (3, 6)
+    ]
+    return [of[what] for of in found for what in ("tau", "speedup")]
+
+
 @cache
 def rows_and_taus():
     """Of the curve over training rows: rows, tau at temperature 0 and at temperature 1."""
@@ -262,6 +273,7 @@ TRACED = [
     ("training", "| training | tau | teacher-forced |", of_choices),
     ("benchmarks", "| head | loss | the paper's gate", of_heads),
     ("benchmarks", "| head, loss `ours` | seed", of_seeds),
+    ("benchmarks", "| reducer, head | T = 0, 3 drafts", of_swept),
 ]
 COPIED = {"heads": 0, ".": 1}  # of benchmarks.md, the tables of these reports
 
@@ -429,6 +441,15 @@ def behind():
     return max(100 * (1 - auto / max(fixed)) for *fixed, auto in speeds_of)
 
 
+def greedy_texts(*folders):
+    """How many texts drafters wrote at temperature 0, if all of them are the target's own."""
+    lines = [line for of in folders for line in (RESULTS / of / "results.jsonl").read_text().splitlines()]
+    texts = [text for text in map(json.loads, lines) if text.get("temperature") == 0]
+    drafted = [text for text in texts if text["method"] != "Target only"]
+    assert all(text["identical"] for text in drafted)
+    return len(drafted)
+
+
 SUITE_NAMES = {"gsm8k": "GSM8K", "livecodebench": "LiveCodeBench", "mbpp": "MBPP", "humaneval": "HumanEval"}
 
 
@@ -446,6 +467,15 @@ def furthest_behind(temperature):
 
 
 SENTENCES = [
+    ("benchmarks", "All {:,} greedy texts of this run are the target's own", [greedy_texts(f"{V4}/heads")]),
+    ("benchmarks", "All {:,} greedy texts are the target's own, token for token, and so are", [greedy_texts(V4)]),
+    ("trees", "{:,} greedy texts of which none differs", [greedy_texts(f"{V4}/trees")]),
+    ("choosing-drafts", "of {:,} greedy texts none differs", [greedy_texts(f"{V4}/auto/temperature-0")]),
+    (
+        "drafters",
+        "of {:,} greedy texts none differs",
+        [greedy_texts(*(f"{target}/specblock/temperature-0" for target in (V4, "tiny-qwen3")))],
+    ),
     ("choosing-drafts", "On average over the suites it is within {:.1f} % of the best number", [behind()]),
     (
         "choosing-drafts",

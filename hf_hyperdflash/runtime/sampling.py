@@ -74,8 +74,8 @@ class DraftSampler:
         return self.processors(cast(Any, prefixes), cast(Any, logits.to(prefixes.device, torch.float32)))
 
     def scored_tree(self, ids: torch.Tensor, tree: DraftTree, logits: torch.Tensor) -> torch.Tensor:
-        """What the target writes by after the anchor and after each node of a tree, as [`scored`], those of one depth
-        together.
+        """What the target writes by after the anchor and after each node of a tree, as [`scored`]: one path at a time,
+        as before 5.20 or so a processor may know but one.
 
         Args:
             ids: `[1, seq]`, the text.
@@ -84,16 +84,12 @@ class DraftSampler:
         """
         if not len(self.processors):
             return logits
-        scores = torch.empty_like(logits)
-        levels: dict[int, list[int]] = {0: [ANCHOR]}
-        for node, depth in enumerate(tree.depths):
-            levels.setdefault(depth, []).append(node)
-        for nodes in levels.values():
-            paths = torch.tensor([tree.path(node) for node in nodes], dtype=torch.long)
-            drafts = tree.tokens[paths.to(tree.tokens.device)].to(ids.device)
-            rows = torch.tensor(nodes, device=logits.device) + 1
-            scores[rows] = self.scored(torch.cat([ids.expand(len(nodes), -1), drafts], dim=1), logits[rows])
-        return scores
+        scores = []
+        for node in range(ANCHOR, len(tree)):
+            path = torch.tensor(tree.path(node), dtype=torch.long, device=tree.tokens.device)
+            prefix = torch.cat([ids, tree.tokens[path].to(ids.device)[None]], dim=1)
+            scores.append(self.scored(prefix, logits[node + 1 : node + 2].clone()))
+        return torch.cat(scores)
 
     def draw(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A token.

@@ -450,7 +450,10 @@ def greedy_texts(*folders):
     return len(drafted)
 
 
-SUITE_NAMES = {"gsm8k": "GSM8K", "livecodebench": "LiveCodeBench", "mbpp": "MBPP", "humaneval": "HumanEval"}
+SUITE_NAMES = {
+    "gsm8k": "GSM8K", "math500": "MATH-500", "livecodebench": "LiveCodeBench", "mbpp": "MBPP",
+    "humaneval": "HumanEval",
+}  # fmt: skip
 
 
 def furthest_behind(temperature):

@@ -53,8 +53,8 @@ ORDER = [
     "training.script",
     "benchmark.intervals", "benchmark.other_settings", "benchmark.recommended",
     "benchmark.doctor", "benchmark.suites", "benchmark.results",
-    "benchmark.runner", "benchmark.endpoint", "benchmark.reliability", "benchmark.calibration",
-    "benchmark.figures", "benchmark.report", "display.text", "display.tree",
+    "benchmark.runner", "benchmark.served_counts", "benchmark.endpoint", "benchmark.reliability",
+    "benchmark.calibration", "benchmark.figures", "benchmark.report", "display.text", "display.tree",
     "cli.options", "cli.models", "cli.live_line", "cli.who_wrote", "cli.generate",
     "cli.train", "cli.calibrate", "cli.measure", "cli.share", "cli.app",
 ]  # fmt: skip

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import platform
-import re
 import shlex
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,9 +23,8 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from .runner import hardware
+from .served_counts import SGLANG_ASKED, DraftCounters, sglang_counted, told_of_run, vllm_counters
 from .suites import load_suite, title_of
-
-_COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens_per_pos)_total\{(.*)\} (\S+)$", re.MULTILINE)
 
 
 class Answer(NamedTuple):
@@ -38,39 +35,14 @@ class Answer(NamedTuple):
         new_tokens: As the server counts them.
         seconds: Until the end of it.
         first_seconds: Until the first piece of it.
+        counted: What the server counted of its drafts, if it tells so.
     """
 
     text: str
     new_tokens: int
     seconds: float
     first_seconds: float
-
-
-class DraftCounters(NamedTuple):
-    """A server's counters since its start.
-
-    Attributes:
-        rounds: Verification rounds.
-        accepted: Accepted drafts per draft position.
-    """
-
-    rounds: float
-    accepted: list[float]
-
-    def since(self, before: DraftCounters) -> DraftCounters:
-        """What was counted after `before` was."""
-        earlier = [*before.accepted, *[0.0] * len(self.accepted)]
-        return DraftCounters(self.rounds - before.rounds, [a - b for a, b in zip(self.accepted, earlier)])
-
-    @property
-    def tau(self) -> float | None:
-        """Mean tokens per verification round."""
-        return 1 + sum(self.accepted) / self.rounds if self.rounds else None
-
-    @property
-    def acceptance(self) -> list[float]:
-        """Per draft position: the fraction of rounds in which it was accepted."""
-        return [count / self.rounds for count in self.accepted] if self.rounds else []
+    counted: DraftCounters | None
 
 
 @dataclass(frozen=True)
@@ -114,28 +86,30 @@ class EndpointSettings:
 
 def check_server(settings: EndpointSettings) -> None:
     """Raise a `ValueError` if no server answers, or it does not serve the target."""
-    names = [model["id"] for model in json.loads(fetch(f"{settings.root}/v1/models"))["data"]]
+    names = list(_served(settings))
     if settings.model not in names:
         raise ValueError(
             f"`--target` is {settings.model!r}, but {settings.endpoint} serves {', '.join(names)}: give one of these."
         )
 
 
+def _served(settings: EndpointSettings) -> dict[str, str | None]:
+    """The names of what a server serves, and whose each is: servers give there what they are."""
+    listed = json.loads(fetch(f"{settings.root}/v1/models"))["data"]
+    return {model["id"]: model.get("owned_by") for model in listed}
+
+
 def read_counters(settings: EndpointSettings) -> DraftCounters | None:
     """What the server tells of its drafts at `/metrics`, as vLLM does; `None` if it tells nothing."""
+    counted = vllm_counters(_metrics(settings), settings.model)
+    return counted if counted.accepted else None
+
+
+def _metrics(settings: EndpointSettings) -> str:
     try:
-        page = fetch(f"{settings.root}/metrics")
+        return fetch(f"{settings.root}/metrics")
     except ValueError:  # no such page
-        return None
-    rounds, accepted = 0.0, defaultdict[int, float](float)
-    for kind, labels, value in _COUNTER.findall(page):
-        if f'model_name="{settings.model}"' not in labels:
-            continue
-        if kind == "drafts":
-            rounds += float(value)
-        elif place := re.search(r'position="(\d+)"', labels):
-            accepted[int(place[1])] += float(value)
-    return DraftCounters(rounds, [accepted[k] for k in sorted(accepted)]) if accepted else None
+        return ""
 
 
 def fetch(url: str, body: Any = None) -> str:
@@ -161,8 +135,14 @@ def _opened(url: str, body: Any) -> Iterator[Any]:
         raise ValueError(f"{url} does not answer ({error}): start the server, or look at its log.") from error
 
 
-def ask(settings: EndpointSettings, messages: Any, temperature: float) -> Answer:
+def ask(settings: EndpointSettings, messages: Any, temperature: float, more: dict[str, Any]) -> Answer:
     """The server's next turn of a conversation, as it streams it.
+
+    Args:
+        settings: What is asked.
+        messages: The conversation.
+        temperature: 0 is greedy.
+        more: Further fields of the request.
 
     Raises:
         ValueError: If it refuses, or breaks off.
@@ -170,18 +150,20 @@ def ask(settings: EndpointSettings, messages: Any, temperature: float) -> Answer
     body = {
         "model": settings.model, "messages": messages, "max_tokens": settings.max_new_tokens, "top_p": 1.0,
         "temperature": temperature, "seed": settings.seed, "stream": True, "stream_options": {"include_usage": True},
+        **more,
     }  # fmt: skip
-    began, first, tokens, pieces = time.perf_counter(), None, 0, []
+    began, first, tokens, counted, pieces = time.perf_counter(), None, 0, None, []
     with _opened(f"{settings.root}/v1/chat/completions", body) as lines:
         for event in _events(lines):
             tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+            counted = sglang_counted(event) or counted
             delta = event["choices"][0]["delta"] if event.get("choices") else {}
             said = delta.get("content") or ""
             if first is None and (said or delta.get("reasoning_content") or delta.get("reasoning")):
                 first = time.perf_counter()
             pieces.append(said)
     ended = time.perf_counter()
-    return Answer("".join(pieces), tokens, ended - began, (first or ended) - began)
+    return Answer("".join(pieces), tokens, ended - began, (first or ended) - began, counted)
 
 
 def _events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
@@ -191,13 +173,15 @@ def _events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             yield json.loads(data)
 
 
-def converse(settings: EndpointSettings, turns: Sequence[str], temperature: float) -> list[Answer]:
+def converse(
+    settings: EndpointSettings, turns: Sequence[str], temperature: float, more: dict[str, Any]
+) -> list[Answer]:
     """Every turn of a prompt; each goes on from the server's own answers."""
     messages: list[dict[str, str]] = []
     answers: list[Answer] = []
     for turn in turns:
         messages.append({"role": "user", "content": turn})
-        answers.append(ask(settings, messages, temperature))
+        answers.append(ask(settings, messages, temperature, more))
         messages.append({"role": "assistant", "content": answers[-1].text})
     return answers
 
@@ -206,13 +190,14 @@ def measure(
     settings: EndpointSettings, prompts: Sequence[Sequence[str]], temperature: float, concurrency: int
 ) -> dict[str, Any]:
     """Figures of one run over some prompts."""
-    before, began = read_counters(settings), time.perf_counter()
+    more = SGLANG_ASKED if _served(settings).get(settings.model) == "sglang" else {}
+    before, began = _metrics(settings), time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
-        conversations = list(pool.map(lambda turns: converse(settings, turns, temperature), prompts))
-    seconds, after = time.perf_counter() - began, read_counters(settings)
-    counted = None if after is None else after.since(before or DraftCounters(0, []))
+        conversations = list(pool.map(lambda turns: converse(settings, turns, temperature, more), prompts))
+    seconds, after = time.perf_counter() - began, _metrics(settings)
     answers = [answer for answers in conversations for answer in answers]
     tokens = sum(answer.new_tokens for answer in answers)
+    told = told_of_run(settings.model, [answer.counted for answer in answers], before, after)
     return {
         "temperature": temperature,
         "concurrency": concurrency,
@@ -222,9 +207,7 @@ def measure(
         "tokens_per_second": tokens / seconds,
         "median_seconds": median(answer.seconds for answer in answers),
         "median_first_seconds": median(answer.first_seconds for answer in answers),
-        "rounds": None if counted is None else counted.rounds,
-        "tau": None if counted is None else counted.tau,
-        "acceptance": [] if counted is None else counted.acceptance,
+        **told._asdict(),
     }
 
 
@@ -268,11 +251,14 @@ def markdown(run: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     ]
     for row in rows:
         tau = "–" if row["tau"] is None else f"{row['tau']:.2f}"
+        tau += " (latest)" if row["tau_of"] == "latest interval" else ""
         accepted = " ".join(f"{100 * share:.1f}" for share in row["acceptance"]) or "–"
         lines.append(
             f"| {title_of(row['suite'])} | {row['temperature']:g} | {row['concurrency']} | {row['answers']} | "
             f"{row['tokens_per_second']:.1f} | {row['median_seconds']:.2f} | {row['median_first_seconds']:.2f} | "
             f"{tau} | {accepted} |"
         )
-    told = "τ (tokens a verification round) and acceptance per draft position are the server's own counters."
-    return "\n".join([*lines, "", told, ""])
+    told = ["τ (tokens a verification round) and acceptance per draft position are the server's own counters."]
+    if any(row["tau_of"] == "latest interval" for row in rows):
+        told.append("(latest): of the last few rounds that the server reported, not the mean over the run.")
+    return "\n".join([*lines, "", " ".join(told), ""])

@@ -13,10 +13,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 DRAFTS = "HYPERDFLASH_TEST_DRAFTS"
 ROOT = Path(__file__).parents[2]
@@ -64,6 +70,44 @@ def served(
     if not (folder / "written.json").exists():
         raise RuntimeError(ran.stdout + ran.stderr)
     return tuple(json.loads((folder / "written.json").read_text()))
+
+
+@contextmanager
+def listening(folder: Path, target: Path, drafter: Path, name: str) -> Iterator[str]:
+    """SGLang's own server, with `/metrics`, as long as the block runs: where it answers.
+
+    Raises:
+        RuntimeError: If it ends before it answers, with what it printed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = {**SETTINGS, "model_path": target, "speculative_draft_model_path": drafter, "served_model_name": name}
+    settings |= {"context_length": 512, "host": "127.0.0.1", "port": port, "enable_metrics": True}
+    command = [sys.executable, "-m", "sglang.launch_server"]
+    for option, value in settings.items():
+        flag = f"--{option.replace('_', '-')}"
+        if option != "skip_tokenizer_init":  # its prompts are text
+            command += [flag] if value is True else [flag, str(value)]
+    there, log = environment(folder), folder / "log"
+    with log.open("wb") as file:
+        server = subprocess.Popen(command, cwd=ROOT, env=there, stdout=file, stderr=file, start_new_session=True)
+    try:
+        while not _answers(f"http://127.0.0.1:{port}/health"):
+            if server.poll() is not None:
+                raise RuntimeError(log.read_text())
+            time.sleep(1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def _answers(address: str) -> bool:
+    with suppress(OSError), urlopen(address):
+        return True
+    return False
 
 
 def main(folder: Path) -> None:

@@ -17,10 +17,12 @@ import pytest
 import torch
 
 from hf_hyperdflash import load_drafter, load_target
+from hf_hyperdflash.benchmark.endpoint import EndpointSettings, fetch, measure
+from hf_hyperdflash.benchmark.served_counts import sglang_interval, sglang_rounds
 
 from ..conftest import MODELS, prompt, tiny_drafter
 from ..helpers.served_drafters import DRAFTERS, gate_over_layers, llama, our_drafts, qwen3, stirred
-from ..helpers.sglang_on_cpu import environment, served
+from ..helpers.sglang_on_cpu import environment, listening, served
 
 if find_spec("sglang") is None:
     pytest.skip("SGLang is not installed: .ci/sglang makes an environment that has it", allow_module_level=True)
@@ -111,6 +113,25 @@ def test_the_shipped_pair_drafts_the_same(tmp_path):
         assert begins_with(rows, ours) and len(ours) < 45  # rounds, fewer than tokens
     texts, _ = served(tmp_path / "batch", *paths, asked, 60, batch=True, disable_overlap_schedule=False)
     assert texts == [text for text, _ in expected]
+
+
+def test_a_server_is_asked_what_it_drafted(tmp_path):
+    """By all that it tells: each answer's counts, its counters, which know no token past a text's end, its gauge."""
+    prompts = [["What is 3 plus 4?", "And times 8?"], ["What is 12 times 8?"], ["Say hello."], ["Write a function."]]
+    paths = MODELS / "tiny-qwen3", MODELS / "tiny-qwen3-hyperdflash"
+    with listening(tmp_path / "server", *paths, "tiny") as root:
+        settings = EndpointSettings(root, "tiny", ["gsm8k"], max_new_tokens=60)
+        before = sglang_rounds(fetch(f"{root}/metrics"), "tiny")
+        figures = measure(settings, prompts, 0.0, 2)
+        page = fetch(f"{root}/metrics")
+    rounds, written = (now - then for now, then in zip(sglang_rounds(page, "tiny"), before))
+    assert figures["tau_of"] == "run" and figures["rounds"] == rounds > 40
+    assert written == figures["new_tokens"] - figures["answers"]
+    past_the_end = figures["rounds"] * figures["tau"] - written
+    assert 0 <= past_the_end <= 6 * figures["answers"]
+    assert len(figures["acceptance"]) == 6 and figures["acceptance"] == sorted(figures["acceptance"], reverse=True)
+    assert figures["tau"] == pytest.approx(1 + sum(figures["acceptance"])) and figures["tau"] > 1.5
+    assert 1 < sglang_interval(page, "tiny") <= 7
 
 
 @pytest.mark.parametrize(

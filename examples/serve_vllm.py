@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -39,6 +40,10 @@ CLIENTS = 16
 LEAVES_EVERY, LEAVES_AFTER = 4, 5  # clients that leave, and after how many pieces
 
 
+class ServerEnded(SystemExit):
+    """A server that did not start: in one line, for whoever does not catch it."""
+
+
 class Server(AbstractContextManager["Server"]):
     """vLLM's server on loopback, as long as the block runs."""
 
@@ -51,19 +56,37 @@ class Server(AbstractContextManager["Server"]):
             command += ["--speculative-config", json.dumps({"method": "dflash", "model": drafter})]
         self.command, self.root = command, f"http://127.0.0.1:{args.port}"
         self.log = (Path(args.output) / f"server-{'alone' if drafter is None else 'drafter'}.log").open("ab")
+        self.begins = self.log.tell()  # after what earlier ones wrote
 
     def __enter__(self) -> Server:
         own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
         self.process = subprocess.Popen(
             self.command, stdout=self.log, stderr=subprocess.STDOUT, env={**own, **os.environ}, start_new_session=True
         )
+        try:
+            self._wait_until_it_answers()
+        except BaseException:  # who gives up waiting leaves no server behind
+            self.stop(signal.SIGKILL)
+            raise
+        return self
+
+    def _wait_until_it_answers(self) -> None:
         while True:
             with suppress(ValueError):  # not yet
                 fetch(f"{self.root}/health")
-                return self
-            if self.process.poll() is not None:
-                sys.exit(f"The server ended with status {self.process.returncode}: see {self.log.name}.")
+                return
+            if ended := self.ended(0):
+                raise ServerEnded(ended)
             time.sleep(1)
+
+    def ended(self, patience: float) -> str | None:
+        """Why it has ended, if it said so, and where its log is; `None` if it still runs after so many seconds."""
+        try:
+            status = self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            return None
+        log = Path(self.log.name).read_bytes()[self.begins :].decode(errors="replace")
+        return f"{last_error(log)} The server ended with status {status}: see {self.log.name}.".lstrip()
 
     def __exit__(self, *_: object) -> None:
         self.stop(signal.SIGTERM)
@@ -90,6 +113,13 @@ class Server(AbstractContextManager["Server"]):
         page = fetch(f"{self.root}/metrics")
         lines = [line for line in page.splitlines() if line.startswith("vllm:num_requests_running{")]
         return sum(float(line.split()[-1]) for line in lines)
+
+
+def last_error(log: str) -> str:
+    """What vLLM complained of last, other than that one of its processes ended; empty if of nothing."""
+    own = (line for line in reversed(log.splitlines()) if " WARNING " not in line and "root cause above" not in line)
+    found = (re.search(r"\b(?:\w*Error: (?!\d+ validation error)|Value error, ).+", line) for line in own)
+    return next((said[0].strip() for said in found if said), "")
 
 
 def our_own(args: argparse.Namespace, prompts: list[list[int]]) -> tuple[list[list[int]], SpeculationStats]:
@@ -172,7 +202,10 @@ def prompts_of(args: argparse.Namespace, suites: list[str]) -> tuple[list[list[s
     """First turns of the suites' prompts, as chats, and as tokens."""
     prompts = [turns[:1] for name in suites for turns in load_suite(name, args.data, args.limit)]
     chats = [[{"role": "user", "content": turn}] for (turn,) in prompts]
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.target)
+    except OSError as error:  # which need not say of what
+        raise ValueError(f"`--target` is {args.target}, whose tokenizer cannot be loaded: {error}") from error
     asked = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True) for chat in chats]
     return prompts, chats, [inputs["input_ids"] for inputs in asked]
 

@@ -19,6 +19,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,6 +181,7 @@ def served(tmp_path):
         words = shlex.split(command.replace("Qwen/Qwen3-8B", str(target)).replace("my-drafter", str(drafter)))
         words[0] = str(Path(sys.executable).with_name(words[0]))
         words += ["--host", "127.0.0.1", "--port", port, "--dtype", "float32", "--enforce-eager"]
+        words += ["--served-model-name", "served"]  # as the scripts of examples/ name it
         log = (tmp_path / "log").open("wb")
         process = subprocess.Popen(
             [*words, "--max-model-len", "512", "--max-num-seqs", "4"], stdout=log, stderr=log, start_new_session=True
@@ -198,7 +200,7 @@ def served(tmp_path):
         process.wait()
 
 
-def test_the_documented_command_serves(served):
+def test_the_documented_command_serves(served, monkeypatch):
     folders = MODELS / "tiny-qwen3", MODELS / "tiny-qwen3-hyperdflash"
     target = load_target(folders[0], dtype=torch.float32)
     drafter = load_drafter(folders[1], target=target, dtype=torch.float32)
@@ -211,6 +213,15 @@ def test_the_documented_command_serves(served):
     )
     with urllib.request.urlopen(request) as answer:
         assert json.load(answer)["choices"][0]["token_ids"] == text
+    monkeypatch.syspath_prepend(MODELS.parent)
+    from serve_deepseek_v4 import gaps
+
+    with torch.no_grad():
+        logits = target(torch.tensor([ids[0].tolist() + text])).logits[0, ids.shape[1] - 1 : -1]
+    best = logits.topk(2).values
+    assert gaps(SimpleNamespace(root=root), ids[0].tolist(), 40) == pytest.approx(
+        (best[:, 0] - best[:, 1]).tolist(), abs=1e-3
+    )
     with urllib.request.urlopen(f"{root}/metrics") as page:
         found = re.findall(
             r"^vllm:spec_decode_num_accepted_tokens_total\{.*\} (.*)$", page.read().decode(), re.MULTILINE

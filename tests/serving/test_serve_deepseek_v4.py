@@ -1,0 +1,133 @@
+"""`examples/serve_deepseek_v4.py` from its start to its exit status, with vLLM on a CPU and the shipped Qwen3 pair.
+
+What it says of the paths needs DeepSeek-V4 on GPUs; that every claim can pass and fail does not. Nothing here asserts
+which of two servers is faster.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..conftest import MODELS
+
+pytest.importorskip("vllm", reason="vLLM is not installed: .ci/vllm makes an environment that has it")
+
+EXAMPLES = MODELS.parent
+DRAFTER = MODELS / "tiny-qwen3-hyperdflash"
+LINE = re.compile(r"^(pass|FAIL)  ([^:]+): (.+)$", re.MULTILINE)
+
+
+@pytest.fixture
+def script(monkeypatch) -> Any:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import serve_deepseek_v4
+
+    return serve_deepseek_v4
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Starts the script with a drafter and further options."""
+    for suite in ("gsm8k", "humaneval", "mt-bench"):
+        rows = [{"turns": [f"What is {number} plus 4, in {suite}?"]} for number in (3, 12)]
+        (tmp_path / f"{suite}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    running = []
+
+    def start(drafter: Path, **options: Any) -> subprocess.Popen:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        given = {
+            "target": MODELS / "tiny-qwen3", "drafter": drafter, "data": tmp_path, "output": tmp_path / "out",
+            "port": port, "max-model-len": 512, "server-options": "--enforce-eager --dtype float32",
+            "max-new-tokens": 40, "expected-tau": 2.0, **options,
+        }  # fmt: skip
+        words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = [sys.executable, EXAMPLES / "serve_deepseek_v4.py", *words]
+        running.append(subprocess.Popen(command, **pipes))
+        return running[-1]
+
+    yield start
+    for process in running:
+        for one in [process, *descendants(process)]:
+            one.kill()
+        process.wait()
+
+
+def descendants(process: subprocess.Popen) -> list[Any]:
+    import psutil  # which vLLM brings
+
+    return psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+
+
+def told(script: Any, printed: str, folder: Path) -> dict[str, tuple[bool, str]]:
+    """Of each claim whether it holds and why, as printed, which is as it is kept."""
+    lines = {title: (word == "pass", why) for word, title, why in LINE.findall(printed)}
+    assert len(lines) == len(printed.splitlines()) == len(script.TITLES)
+    kept = json.loads((folder / "results.json").read_text())["claims"]
+    assert [title for title, *_ in kept] == list(script.TITLES)
+    assert {title: (holds, why) for title, holds, why in kept} == lines
+    return lines
+
+
+def test_every_claim_is_tried_and_told(script, started, tmp_path):
+    from serve_vllm import our_own, prompts_of
+
+    process = started(DRAFTER, **{"expected-tau": 3.0})
+    printed, complaints = process.communicate()
+    assert "Traceback" not in complaints, complaints
+    lines = told(script, printed, tmp_path / "out")
+    assert all(lines[title][0] for title in (script.STARTS, script.ACCEPTED, script.STAY, script.EQUAL)), printed
+    assert lines[script.STAY][1] == "4 answers of 6 clients" and lines[script.EQUAL][1].startswith("6 of 6 equal")
+    kept = json.loads((tmp_path / "out" / "results.json").read_text())
+    rates = kept["tokens_per_second"]
+    for count, title in script.FASTER.items():
+        drafted, alone = rates["drafter"][str(count)], rates["alone"][str(count)]
+        assert lines[title] == (drafted > alone, f"{drafted / alone:.2f} times, {drafted:.0f} tokens/s")
+    assert process.returncode == (0 if all(holds for holds, _ in lines.values()) else 1)
+    given = Namespace(
+        target=MODELS / "tiny-qwen3", drafter=DRAFTER, data=tmp_path, limit=20, max_new_tokens=40
+    )  # fmt: skip
+    _, _, ids = prompts_of(given, script.SUITES)
+    _, stats = our_own(given, ids)
+    assert kept["tau"] == pytest.approx(stats.tau, rel=0.1)  # vLLM counts drafts past a text's end, too
+    assert len(kept["acceptance"]) == 6 and kept["tau"] == pytest.approx(1 + sum(kept["acceptance"]))
+
+
+def test_a_drafter_that_the_engine_refuses_fails_every_claim(script, started, tmp_path):
+    shutil.copytree(DRAFTER, tmp_path / "windowed")
+    config = json.loads((DRAFTER / "config.json").read_text())
+    (tmp_path / "windowed" / "config.json").write_text(json.dumps({**config, "sliding_window": 64}))
+    process = started(tmp_path / "windowed")
+    printed, complaints = process.communicate()
+    lines = told(script, printed, tmp_path / "out")
+    assert process.returncode == 1 and complaints == "" and not any(holds for holds, _ in lines.values())
+    log = tmp_path / "out" / "server-drafter.log"
+    assert "The drafter's `sliding_window` of 64 counts from the anchor" in lines[script.STARTS][1]
+    assert lines[script.STARTS][1].endswith(f"The server ended with status 1: see {log}.")
+    assert all(lines[title][1].startswith("not tried") for title in script.TITLES[1:])
+    assert not (tmp_path / "out" / "server-alone.log").exists()  # nobody waits for it
+
+
+def test_a_server_that_dies_fails_what_was_not_told_yet(script, started, tmp_path):
+    process = started(DRAFTER, **{"max-new-tokens": 400})
+    first = process.stdout.readline()
+    for server in descendants(process):
+        server.kill()
+    printed, complaints = process.communicate()
+    lines = told(script, first + printed, tmp_path / "out")
+    assert process.returncode == 1 and complaints == ""
+    assert lines.pop(script.STARTS) == (True, DRAFTER.name)
+    why = f"The server ended with status -9: see {tmp_path / 'out' / 'server-drafter.log'}."
+    assert set(lines.values()) == {(False, why)}

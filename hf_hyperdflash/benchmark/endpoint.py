@@ -153,8 +153,11 @@ def ask(settings: EndpointSettings, messages: Any, temperature: float, more: dic
         **more,
     }  # fmt: skip
     began, first, tokens, counted, pieces = time.perf_counter(), None, 0, None, []
-    with _opened(f"{settings.root}/v1/chat/completions", body) as lines:
+    url = f"{settings.root}/v1/chat/completions"
+    with _opened(url, body) as lines:
         for event in _events(lines):
+            if error := event.get("error"):  # once a stream has begun, its status says nothing any more
+                raise ValueError(f"{url} breaks off ({str(error)[:300]}): look at its log.")
             tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
             counted = sglang_counted(event) or counted
             delta = event["choices"][0]["delta"] if event.get("choices") else {}

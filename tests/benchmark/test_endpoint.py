@@ -148,6 +148,8 @@ class Handler(BaseHTTPRequestHandler):
             for piece in (None, question, " 1", " 2"):
                 event = {"choices": [{"delta": {} if piece is None else {"content": piece}}]}
                 self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+            if "breaks off" in question:  # as vLLM and SGLang do
+                self.wfile.write(b'data: {"error": {"message": "engine is dead", "code": 500}}\n\n')
             for event in self.server.last_events(body):
                 self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
             self.wfile.write(b"data: [DONE]\n\n")
@@ -298,12 +300,14 @@ def test_the_command(server, tmp_path, ending):
         (["--endpoint", "ROOT", "--mode", "think-high"], "`--mode` is .*, but a server at `--endpoint` has its own"),
         (["--concurrency", "2"], "`--concurrency` is .*, but only servers are asked so: add `--endpoint`"),
         (["--endpoint", "ROOT", "--data", "DATA/long"], r"answers 400 \(.*longer than 1024"),
+        (["--endpoint", "ROOT", "--data", "DATA/broken"], r"breaks off \(.*engine is dead.*\): look at its log"),
     ],
 )
 def test_what_is_wrong_is_told(server, tmp_path, options, told):
     (tmp_path / "gsm8k.jsonl").write_text('{"turns": ["one"]}\n')
-    (tmp_path / "long").mkdir()
-    (tmp_path / "long" / "gsm8k.jsonl").write_text('{"turns": ["too long"]}\n')
+    for folder, question in (("long", "too long"), ("broken", "breaks off")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "gsm8k.jsonl").write_text(f'{{"turns": ["{question}"]}}\n')
     given = [option.replace("ROOT", server.root).replace("DATA", str(tmp_path)) for option in options]
     defaults = {"--target": "tiny", "--data": str(tmp_path), "--output": str(tmp_path / "out")}
     for name, value in defaults.items():

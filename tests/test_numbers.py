@@ -214,14 +214,12 @@ def of_heads(head, loss):
     return [float(row[name]) for row in rows for name in ("teacher_forced_tau", "expected_tau")]
 
 
-def of_seeds(head, seed):
+def of_seeds(head, loss, seed):
     report = (RESULTS / V4 / "heads-and-losses" / "vanilla-and-seeds" / "report.md").read_text().splitlines()
-    found = {tuple(row[:2] + row[3:4]): row for row in map(cells, report) if len(row) == 7}
-    rows = [
-        found[reducer, head.strip("`"), seed]
-        for reducer in ("fc", "hc_gate", "hybrid")
-        if (reducer, head.strip("`"), seed) in found
-    ]
+    found = {tuple(row[:4]): row for row in map(cells, report) if len(row) == 7}
+    of = (head.strip("`"), loss.strip("`"), seed)
+    keys = [(reducer, *of) for reducer in ("fc", "hc_gate", "hybrid")]
+    rows = [found[key] for key in keys if key in found]
     return [float(value) for row in rows for value in row[5:]]
 
 
@@ -272,7 +270,7 @@ TRACED = [
     ("training", "| features | tokens/s", of_throughput),
     ("training", "| training | tau | teacher-forced |", of_choices),
     ("benchmarks", "| head | loss | the paper's gate", of_heads),
-    ("benchmarks", "| head, loss `ours` | seed", of_seeds),
+    ("benchmarks", "| head | loss | seed", of_seeds),
     ("benchmarks", "| reducer, head | T = 0, 3 drafts", of_swept),
 ]
 COPIED = {"heads": 0, ".": 1}  # of benchmarks.md, the tables of these reports

@@ -1,7 +1,8 @@
 """Training throughput beside speculators' DFlash: the same drafter, rows, anchors a row, block and loss in one run.
 
-    pip install --no-deps speculators==0.9.0 openai sniffio loguru pydantic-settings  # in an environment of its own
-    python examples/benchmark_speculators.py
+    pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0  # in an environment of its own, with the next line
+    pip install openai sniffio loguru pydantic-settings
+    python examples/benchmark_speculators.py --output speculators
     python examples/benchmark_speculators.py --device cuda --dtype bfloat16 --vocab-size 129280 --hidden-size 2048 \
         --attention sdpa flex_attention
 
@@ -25,6 +26,7 @@ import speculators.models.dflash.core as theirs
 import torch
 import transformers
 from benchmark_loss import hardware
+from kept_results import keep
 from speculators.losses import resolve_loss_config
 from speculators.models.dflash import DFlashSpeculatorConfig
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -51,6 +53,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", help="of the target, the features, and autocast")
     parser.add_argument("--attention", nargs="+", default=["sdpa"], help="of our drafter, a variant for each")
+    parser.add_argument("--output", help="a folder for results.json and report.md")
     return parser.parse_args()
 
 
@@ -196,22 +199,29 @@ def main() -> None:
                 torch.cuda.synchronize()
             if number >= args.warmup:
                 seconds[name].append(time.perf_counter() - began)
-    print(
+    head = (
         f"{date.today()}, {hardware(args.device)}, torch {torch.__version__}, transformers "
         f"{transformers.__version__}, "
         f"speculators {version('speculators')}; {args.dtype}, vocabulary {args.vocab_size:,}, width "
         f"{args.hidden_size}, {args.layers} layers that read {args.target_layers - 1} of the target's, rows of "
-        f"{args.seq_length} tokens, {args.anchors} anchors x {args.block_size}; {args.steps} steps of each in turn\n"
+        f"{args.seq_length} tokens, {args.anchors} anchors x {args.block_size}; {args.steps} steps of each in turn"
     )
-    print("| | tokens/s: median (lowest to highest) | blocks/s | against speculators |\n|---|---:|---:|---:|")
+    report = f"# Training steps beside speculators'\n\n{head}\n\n{table(seconds, args)}\n"
+    print(report)
+    keep(report, args, seconds=seconds)
+
+
+def table(seconds: dict[str, list[float]], args: argparse.Namespace) -> str:
+    lines = ["| | tokens/s: median (lowest to highest) | blocks/s | against speculators |", "|---|---:|---:|---:|"]
     base = statistics.median(list(seconds.values())[-1])
     for name, times in seconds.items():
         middle = statistics.median(times)
         rates = [args.seq_length / each for each in (middle, max(times), min(times))]
-        blocks = args.anchors / middle
-        print(
-            f"| {name} | {rates[0]:,.0f} ({rates[1]:,.0f} to {rates[2]:,.0f}) | {blocks:,.0f} | {base / middle:.2f} |"
+        lines.append(
+            f"| {name} | {rates[0]:,.0f} ({rates[1]:,.0f} to {rates[2]:,.0f}) | {args.anchors / middle:,.0f} | "
+            f"{base / middle:.2f} |"
         )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,8 @@ class Side(BaseStreamer):
             return
         if self.drafter:
             self.stats = self.drafter.last_stats
-        piece = self.maker.add(int(value), self.stats.written[-1] if self.drafter else 0)
+        writer = (self.stats.written[-1], self.stats.by_head[-1]) if self.drafter else (0,)
+        piece = self.maker.add(int(value), *writer)
         self.pieces += [piece] if piece else []
         self.seconds = time.perf_counter() - self.began
 

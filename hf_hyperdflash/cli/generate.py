@@ -21,7 +21,10 @@ def generate(
     tree_budget: options.TreeBudget = None,
     show: Annotated[
         bool,
-        typer.Option("--show", help="Colour each token by who wrote it; in a terminal, speed and tau as it goes."),
+        typer.Option(
+            "--show",
+            help="Colour each token by who wrote it, underline a head's; in a terminal, speed and tau.",
+        ),
     ] = False,
     seed: options.Seed = 0,
     dtype: options.Dtype = None,
@@ -38,6 +41,7 @@ def generate(
     from rich.console import Console
     from transformers import TextStreamer
 
+    from ..runtime.stats import keep_trees
     from ..training.data import encode_prompts
     from .who_wrote import WhoWrote
 
@@ -49,7 +53,10 @@ def generate(
     ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": prompt}]}])[0].to(model.device)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     plain = nullcontext(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
-    with WhoWrote(tokenizer, assistant, Console(highlight=False)) if show else plain as streamer:
+    with (
+        keep_trees() if show else nullcontext(),
+        WhoWrote(tokenizer, assistant, Console(highlight=False)) if show else plain as streamer,
+    ):
         model.generate(
             ids,
             assistant_model=assistant,

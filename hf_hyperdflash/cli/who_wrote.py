@@ -1,4 +1,5 @@
-"""Text in the colours of who wrote it, token by token: the target, or a draft that it accepted."""
+"""Text in the colours of who wrote it, token by token: the target, or a draft that it accepted, underlined where a
+sequential head chose it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
 
-from ..display.text import Piece, Pieces, name_of
+from ..display.text import BY_HEAD, Piece, Pieces, name_of
 from .live_line import LiveLine
 
 # Of draft positions 1, 2, ..; the last one of all that are further.
@@ -25,7 +26,7 @@ TARGET = "bold yellow"
 
 class WhoWrote(BaseStreamer):
     """Prints tokens as they are accepted and, in a terminal, how fast they come and how many a round. Used in a
-    `with`, so that this line goes whatever ends the text.
+    `with`, so that this line goes whatever ends the text; what a head chose is told under [`~stats.keep_trees`].
 
     Args:
         tokenizer: The target's.
@@ -51,12 +52,14 @@ class WhoWrote(BaseStreamer):
             self._pieces = Pieces(self.tokenizer)
             return
         self._began = self._began or time.perf_counter()
-        self._print(self._pieces.add(int(value), self.drafter.last_stats.written[-1]))
+        stats = self.drafter.last_stats
+        self._print(self._pieces.add(int(value), stats.written[-1], stats.by_head[-1]))
 
     def end(self) -> None:
         """End the text, in the midst of a character if need be, and say which colour is whose."""
-        written = self.drafter.last_stats.written
-        self._print(self._pieces.rest(written[-1]) if self._pieces and written else None)
+        stats = self.drafter.last_stats
+        written, by_head = stats.written, stats.by_head
+        self._print(self._pieces.rest(written[-1], by_head[-1]) if self._pieces and written else None)
         self.line.clear()
         self._pieces, self._began = None, 0.0
         if not self.console.is_terminal or not self.console.color_system:  # no colours
@@ -66,14 +69,14 @@ class WhoWrote(BaseStreamer):
         legend = Text("\n\n").append(name_of(0), TARGET)
         for position in range(1, most + 1):
             legend.append(f"  {name_of(position)}", self._style_of(position))
-        head = getattr(self.drafter.config, "sequential_head", "none")
-        if most and head != "none":  # no draft is the block's alone, not the first either, which follows the anchor
-            legend.append(f"  (drafts: block and {head} head)", "not bold default")
+        if any(by_head):
+            legend.append(f"  {BY_HEAD}", "not bold default")
         self.console.print(legend, soft_wrap=True)
 
     def _print(self, piece: Piece | None) -> None:
         if piece is not None:
-            self.line.write(piece.text, self._style_of(piece.position), self._so_far())
+            style = self._style_of(piece.position) + " underline" * piece.by_head
+            self.line.write(piece.text, style, self._so_far())
 
     def _so_far(self) -> str:
         stats = self.drafter.last_stats

@@ -16,6 +16,7 @@ from .joint_context import JointContext
 from .layers import ContextCache, Rotary, block_inputs
 from .reading_drafter import ReadingDrafter
 from .sampling import DraftSampler, DraftsWanted, chains_in_step
+from .stats import are_trees_kept
 from .targets import family_of
 from .tree import DraftTree
 
@@ -224,7 +225,9 @@ class BlockDrafter(ReadingDrafter):
         states = hidden[:, config.first_slot : config.first_slot + count]
         if self.head is None and self.confidence_head is None:
             return sampler.blind(ids, self.of_vocabulary(self.logits(target, states)))
-        return sampler.grow(ids, count, BlockPath(self, target, states))
+        path = BlockPath(self, target, states)
+        tree = sampler.grow(ids, count, path)
+        return path.told(tree) if self.head is not None and are_trees_kept() else tree
 
     @torch.no_grad()
     def propose_rows(self, target: PreTrainedModel, wanted: Sequence[DraftsWanted]) -> list[DraftTree]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 from .growth import DraftStep
 from .heads import ConfidenceHead, SequentialHead
 from .targets import family_of
+from .tree import DraftTree
 
 # Below any candidate's logit: chosen only where a request's processors leave no candidate.
 _NO_CANDIDATE = 1e4
@@ -60,6 +62,14 @@ class BlockPath:
                 ids = self._candidates[:, k].expand(len(tokens), -1)
                 logits = self._best(blind.float(), ids, states, vectors)
         return DraftStep(self.drafter.of_vocabulary(logits), self._confidence(k, hidden, memory))
+
+    def told(self, tree: DraftTree) -> DraftTree:
+        """A tree of this block, with which of its nodes the head chose: where the block alone holds another token more
+        probable, before the request's processors."""
+        blind = self.drafter.logits(self.target, self.hidden) if self._blind is None else self._blind
+        alone = self.drafter.of_vocabulary(blind)[0].argmax(-1).tolist()
+        drafts = zip(tree.tokens.tolist(), tree.depths)
+        return replace(tree, by_head=tuple(token != alone[depth - 1] for token, depth in drafts))
 
     def _confidence(self, k: int, hidden: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor | None:
         if self.confidence_head is None:

@@ -272,7 +272,7 @@ class Decoding:
             for token, node in self.walk(round_, logits, outputs):
                 self.row.append(token)
                 path += [] if node is None else [node]
-                self.stats.written.append(0 if node is None else round_.tree.depths[node])
+                self.stats.add_token(round_.tree, node)
                 if self.streamer is not None:
                     began = self.now()
                     self.streamer.put(torch.tensor([token]))

@@ -42,13 +42,18 @@ def clock(device: torch.device) -> Callable[[], float]:
 
 @contextmanager
 def keep_trees() -> Iterator[None]:
-    """Let the generations of this thread keep what they drafted, round by round, in `trees` of their statistics. Each
-    round then waits for the accelerator once more."""
+    """Let the generations of this thread keep what they drafted, round by round, in `trees` of their statistics, and
+    tell what of it a sequential head chose. Each round then waits for the accelerator once more."""
     token = _keeps_trees.set(True)
     try:
         yield
     finally:
         _keeps_trees.reset(token)
+
+
+def are_trees_kept() -> bool:
+    """Whether this thread is within [`keep_trees`]."""
+    return _keeps_trees.get()
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,8 @@ class SpeculationStats:
         emitted: Tokens that each round emitted, accepted drafts and the target's own token.
         accepted: Accepted drafts of each round.
         written: Of each new token the draft position that wrote it, from 1; 0 where the target did.
+        by_head: Of each new token whether it is a draft that a sequential head chose, where the block alone held
+            another token more probable; told under [`keep_trees`] alone, and of rows that share a forward not at all.
         trees: Of each round what was drafted and accepted, if it was generated under [`keep_trees`]; else none.
         draft_seconds: Wall-clock seconds in the drafter: drafting and taking in what was accepted, prompt excluded. On
             an accelerator launches count, not their completion, except under [`exact_timing`].
@@ -103,6 +110,7 @@ class SpeculationStats:
     emitted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
+    by_head: list[bool] = field(default_factory=list)
     trees: list[VerifiedTree] = field(default_factory=list)
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -113,11 +121,16 @@ class SpeculationStats:
         """Add another call's."""
         self.draft_positions = max(self.draft_positions, other.draft_positions)
         for name in (
-            "rounds", "tokens", "nodes", "emitted", "accepted", "written", "trees", "draft_seconds", "verify_seconds",
-            "loop_seconds", "rows",
+            "rounds", "tokens", "nodes", "emitted", "accepted", "written", "by_head", "trees", "draft_seconds",
+            "verify_seconds", "loop_seconds", "rows",
         ):  # fmt: skip
             setattr(self, name, getattr(self, name) + getattr(other, name))
         return self
+
+    def add_token(self, tree: DraftTree, node: int | None) -> None:
+        """Count who wrote a new token: a node of the round's tree, or the target (`None`)."""
+        self.written.append(0 if node is None else tree.depths[node])
+        self.by_head.append(node is not None and tree.by_head is not None and tree.by_head[node])
 
     def add_round(self, emitted: int, accepted: int, tree: DraftTree | None) -> None:
         """Count a target forward after the prefill; `tree` is `None` where there was no room for a draft."""
@@ -137,9 +150,9 @@ class SpeculationStats:
             accepted: Its nodes that the target accepted.
             text: The anchor and the tokens that the round wrote, `[new + 1]`.
         """
-        if _keeps_trees.get():
+        if are_trees_kept():
             anchor, *written = text.tolist()
-            drafts = DraftTree(tree.tokens.cpu(), tree.parents, passes=tree.passes)
+            drafts = DraftTree(tree.tokens.cpu(), tree.parents, passes=tree.passes, by_head=tree.by_head)
             own = written[-1] if len(written) > len(accepted) else None
             self.trees.append(VerifiedTree(anchor, drafts, accepted, own, self.tokens))
 

@@ -24,6 +24,8 @@ class DraftTree:
         confidence: How probable the drafter holds it that each node is accepted once its parent is, `[nodes]`; `None`
             if it has no opinion.
         passes: In which of the drafter's passes each node was made, from 1; `None` for all in one.
+        by_head: Of each node whether a sequential head chose it, where the block alone holds another token more
+            probable; `None` if there is no head, or nobody asked ([`~stats.keep_trees`]).
 
     Raises:
         ValueError: If the parts differ in length, or a parent does not come before its node.
@@ -34,15 +36,16 @@ class DraftTree:
     q: tuple[torch.Tensor | None, ...] | None = None
     confidence: torch.Tensor | None = None
     passes: tuple[int, ...] | None = None
+    by_head: tuple[bool, ...] | None = None
 
     def __post_init__(self) -> None:
         nodes = len(self.parents)
         shapes = [list(part.shape) for part in (self.tokens, self.confidence) if part is not None]
-        drawn, made = (nodes if part is None else len(part) for part in (self.q, self.passes))
-        if {drawn, made} != {nodes} or any(shape != [nodes] for shape in shapes):
+        drawn, made, told = (nodes if part is None else len(part) for part in (self.q, self.passes, self.by_head))
+        if {drawn, made, told} != {nodes} or any(shape != [nodes] for shape in shapes):
             raise ValueError(
-                f"A draft tree has {nodes} parents, tokens and confidence of shape {shapes}, {drawn} distributions "
-                f"and {made} passes: expected one of each per node."
+                f"A draft tree has {nodes} parents, tokens and confidence of shape {shapes}, {drawn} distributions, "
+                f"{made} passes and {told} words on the head: expected one of each per node."
             )
         if any(not ANCHOR <= parent < node for node, parent in enumerate(self.parents)):
             raise ValueError(
@@ -61,7 +64,8 @@ class DraftTree:
     def first(self, count: int) -> DraftTree:
         """The first nodes alone."""
         q, confidence = self.q and self.q[:count], None if self.confidence is None else self.confidence[:count]
-        return DraftTree(self.tokens[:count], self.parents[:count], q, confidence, self.passes and self.passes[:count])
+        passes, by_head = self.passes and self.passes[:count], self.by_head and self.by_head[:count]
+        return DraftTree(self.tokens[:count], self.parents[:count], q, confidence, passes, by_head)
 
     @cached_property
     def is_chain(self) -> bool:

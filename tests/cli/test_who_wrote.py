@@ -21,6 +21,8 @@ from transformers import AutoTokenizer
 from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.cli.live_line import LiveLine, column_after
 from hf_hyperdflash.cli.who_wrote import COLOURS, TARGET, WhoWrote, style_of
+from hf_hyperdflash.display.text import BY_HEAD, pieces_of
+from hf_hyperdflash.runtime.stats import keep_trees
 
 from ..conftest import MODELS, half_right, prompt, tiny_target
 
@@ -45,10 +47,10 @@ def test_every_token_has_a_writer(budget):
         assert written in (list(range(1, accepted + 1)) + [0], list(range(1, accepted + 1)))  # the text may have ended
 
 
-def code_of(position, colours):
+def code_of(position, colours, more=""):
     """What a terminal of so many colours is sent before the tokens of a draft position."""
     console = Console(file=io.StringIO(), force_terminal=True, color_system=colours)
-    console.print(Text("|", style_of(position, colours)))
+    console.print(Text("|", style_of(position, colours) + more))
     return console.file.getvalue().partition("|")[0]
 
 
@@ -69,15 +71,19 @@ def test_what_is_printed_is_the_text_in_colours(colours):
     options = {"assistant_model": drafter, "max_new_tokens": 60, "do_sample": False}
     for file, terminal in ((shown, True), (plain, False)):  # whose width breaks no line
         console = Console(file=file, force_terminal=terminal, width=40, color_system=colours if terminal else None)
-        text = target.generate(**inputs, streamer=WhoWrote(tokenizer, drafter, console), **options)
+        with keep_trees():
+            text = target.generate(**inputs, streamer=WhoWrote(tokenizer, drafter, console), **options)
     answer = tokenizer.decode(text[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert plain.getvalue() == answer + "\n"
     most = max(drafter.last_stats.written)
-    names = ["target", *(f"draft {position}" for position in range(1, most + 1)), "(drafts: block and state head)"]
+    names = ["target", *(f"draft {position}" for position in range(1, most + 1)), BY_HEAD]
     pieces, _, legend = shown.getvalue().rpartition("\n\n")
     assert re.sub(r"\x1b\[[\d;]*m", "", legend).strip() == "  ".join(names)
-    for position in range(most + 1):
-        assert (code_of(position, colours) in pieces) == (position in drafter.last_stats.written)
+    stats, new = drafter.last_stats, text[0, inputs["input_ids"].shape[1] :]
+    told = pieces_of(tokenizer, new, stats.written, stats.by_head)
+    assert {piece.by_head for piece in told} == {False, True}
+    expected = [code_of(piece.position, colours, " underline" * piece.by_head) for piece in told]
+    assert re.findall(r"\x1b\[(?!0m|2m)[\d;]+m", pieces) == expected  # but for resets, and the line beneath
 
 
 class Bytes:
@@ -90,11 +96,8 @@ class Bytes:
 class Drafter:
     """A text that goes on for ever: one draft accepted a round."""
 
-    class config:
-        sequential_head = "none"
-
     class last_stats:
-        written, rounds, tau = [0, 1], 1, 2.0
+        written, by_head, rounds, tau = [0, 1], [False, False], 1, 2.0
 
 
 def stream(text, console, tokens=None):

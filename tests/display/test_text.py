@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
-from hf_hyperdflash.display.text import DRAFTS, TARGET, Piece, Pieces, colour_of, pieces_of, text_html
+from hf_hyperdflash.display.text import BY_HEAD, DRAFTS, TARGET, Piece, Pieces, colour_of, pieces_of, text_html
 from hf_hyperdflash.training.data import encode_prompts
 
 from ..conftest import MODELS
@@ -23,16 +23,19 @@ class Bytes:
 
 def test_pieces_are_of_whole_characters_and_say_which_token():
     ids, written = [*"a世".encode(), 0, *b"\nb"], [0, 1, 2, 3, 0, 1, 2]
-    pieces = pieces_of(Bytes(), ids, written)
-    assert pieces == [Piece("a", 0, 0), Piece("世", 3, 3), Piece("\n", 1, 5), Piece("b", 2, 6)]
+    by_head = [False, False, True, True, False, False, True]
+    pieces = pieces_of(Bytes(), ids, written, by_head)
+    assert pieces == [Piece("a", 0, 0), Piece("世", 3, 3, True), Piece("\n", 1, 5), Piece("b", 2, 6, True)]
+    assert pieces_of(Bytes(), ids, written) == [piece._replace(by_head=False) for piece in pieces]
     one_by_one = Pieces(Bytes())
-    made = [one_by_one.add(*each) for each in zip(ids, written)]
+    made = [one_by_one.add(*each) for each in zip(ids, written, by_head)]
     assert made == [pieces[0], None, None, pieces[1], None, *pieces[2:]]
     assert pieces_of(Bytes(), [0], [0]) == []
 
 
 def test_a_text_cut_within_a_character_is_shown_to_its_end():
-    assert pieces_of(Bytes(), [97, *"世".encode()[:2]], [0, 1, 2]) == [Piece("a", 0, 0), Piece("�", 2, 2)]
+    ids, written = [97, *"世".encode()[:2]], [0, 1, 2]
+    assert pieces_of(Bytes(), ids, written, [False, False, True]) == [Piece("a", 0, 0), Piece("�", 2, 2, True)]
 
 
 def test_a_text_with_its_prompt_is_no_text_that_was_written():
@@ -47,14 +50,17 @@ def spans(html: str) -> list[tuple[str, str, str, str]]:
 
 
 def test_html_is_the_text_in_colours():
-    pieces = [Piece("<b>&", 0, 0), Piece(' "x"', 1, 1), Piece("\n", 12, 4)]
+    pieces = [Piece("<b>&", 0, 0), Piece(' "x"', 1, 1, True), Piece("\n", 12, 4)]
     html = text_html(pieces)
     assert spans(html) == [
         (TARGET, "0", "target", "<b>&"),
-        (DRAFTS[0], "1", "draft 1", ' "x"'),
+        (DRAFTS[0], "1", "draft 1, by the head", ' "x"'),
         (DRAFTS[-1], "4", "draft 12", "\n"),
     ]
+    underlined = [span for span in re.findall("<span[^>]*>", html) if "underline" in span]
+    assert len(underlined) == 1 and 'data-token="1"' in underlined[0]
     legend = html.rpartition("<div")[2]
+    assert BY_HEAD in legend and BY_HEAD not in text_html([Piece("a", 1, 0)])
     named = re.findall(r"background: (#\w+);[^>]*>([^<]+)</span>", legend)
     assert named == [(colour_of(k), f"draft {k}" if k else "target") for k in range(13)]
     assert len({colour for colour, _ in named}) == 1 + len(DRAFTS)

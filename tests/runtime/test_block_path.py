@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import LogitsProcessorList, Qwen3Config, Qwen3ForCausalLM
 from transformers.generation import logits_process as stock
 
 from hf_hyperdflash.runtime.block_path import BlockPath
 from hf_hyperdflash.runtime.heads import HEADS
+from hf_hyperdflash.runtime.sampling import DraftSampler
+from hf_hyperdflash.runtime.stats import keep_trees
 from hf_hyperdflash.runtime.targets import family_of
 
 from ..conftest import prompt, tiny_target
 from ..helpers import families
 from ..helpers import oracle_heads as oracle
 from ..helpers.enumerated_draws import every_outcome
-from ..helpers.headed_drafters import headed, proposed
+from ..helpers.headed_drafters import headed, headless, proposed
 from ..helpers.loops import in_transformers_loop
 
 FIRST = torch.tensor([0])
@@ -272,3 +275,42 @@ def test_a_confidence_knows_no_token_from_its_own_on(kind):
 
     one, other = sure([8, 9, 10]), sure([8, 30, 10])  # draft 1 differs
     assert torch.equal(one[:2], other[:2]) and not torch.equal(one[2], other[2])
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("options", [{}, {"tree_budget": 9}, {"do_sample": True}], ids=["chain", "tree", "drawn"])
+@pytest.mark.parametrize("fields", [{}, {"head_candidates": 7}], ids=["all", "candidates"])
+def test_what_the_head_chose_is_what_the_block_alone_would_not_draft(kind, options, fields):
+    """By a drafter that has the same weights and no head, asked beside it in every round."""
+    target = tiny_target()
+    drafter = headed(target, kind, **({"head_candidates": None} | fields))
+    bare, alone, made = headless(drafter), [], []
+    propose = drafter.propose
+
+    def beside(target, context, ids, positions, count, sampler):
+        greedy = DraftSampler(LogitsProcessorList(), do_sample=False)
+        alone.append(bare.propose(target, copy.deepcopy(context), ids, positions, count, greedy).tokens.tolist())
+        made.append(propose(target, context, ids, positions, count, sampler))
+        return made[-1]
+
+    drafter.propose = beside
+    drafter.bind(target)
+    options = {"do_sample": False, "max_new_tokens": 24} | options
+    target.generate(prompt(9), assistant_model=drafter, **options)
+    assert made and all(tree.by_head is None for tree in made) and not any(drafter.last_stats.by_head)
+    alone.clear(), made.clear()
+    with keep_trees():
+        target.generate(prompt(9), assistant_model=drafter, **options)
+    told = [by_head for tree in made for by_head in tree.by_head]
+    expected = [
+        token != block[depth - 1]
+        for tree, block in zip(made, alone, strict=True)
+        for token, depth in zip(tree.tokens.tolist(), tree.depths)
+    ]
+    assert told == expected and any(told)
+    stats = drafter.last_stats
+    assert [kept.drafts.by_head for kept in stats.trees] == [tree.by_head for tree in made]
+    of_text = dict.fromkeys(range(stats.tokens), False)
+    for kept in stats.trees:
+        of_text |= zip(kept.tokens, [kept.drafts.by_head[node] for node in kept.accepted])
+    assert stats.by_head == list(of_text.values())

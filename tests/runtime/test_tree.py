@@ -80,18 +80,29 @@ def test_a_parent_must_come_before_its_node(parents, data):
         dict(confidence=torch.ones(2, 1)),
         dict(confidence=torch.tensor(0.5)),
         dict(passes=(1,)),
+        dict(by_head=(True,)),
     ],
 )
 def test_parts_that_are_no_tree_are_refused(wrong):
     parts = dict(
         tokens=torch.tensor([5, 6]), parents=(ANCHOR, 0), q=(None, torch.ones(8) / 8), confidence=torch.ones(2)
     )
-    parts["passes"] = (1, 2)
+    parts |= dict(passes=(1, 2), by_head=(False, True))
     assert len(DraftTree(**parts)) == 2
     parts |= wrong
     with pytest.raises(ValueError, match="expected one of each per node") as refused:
         DraftTree(**parts)
     shapes = [list(parts[name].shape) for name in ("tokens", "confidence")]
     said = f"{len(parts['parents'])} parents, tokens and confidence of shape {shapes}, {len(parts['q'])} distributions"
-    said += f" and {len(parts['passes'])} passes"
+    said += f", {len(parts['passes'])} passes and {len(parts['by_head'])} words on the head"
     assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_the_first_nodes_keep_what_is_known_of_them():
+    q = (torch.ones(9) / 9, None, torch.ones(9) / 9)
+    tree = DraftTree(torch.tensor([5, 6, 7]), (ANCHOR, 0, 0), q, torch.rand(3), (1, 1, 2), (False, True, False))
+    first = tree.first(2)
+    assert (first.tokens.tolist(), first.parents) == ([5, 6], (ANCHOR, 0))
+    assert [id(one) for one in first.q] == [id(one) for one in q[:2]]
+    assert torch.equal(first.confidence, tree.confidence[:2])
+    assert (first.passes, first.by_head) == ((1, 1), (False, True))

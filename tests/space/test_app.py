@@ -128,7 +128,7 @@ class Expected:
         with keep_trees():
             new = target.generate(ids, assistant_model=drafter, **common, **options)[0, ids.shape[1] :]
         self.stats = drafter.last_stats
-        self.pieces = pieces_of(self.tokenizer, new, self.stats.written)
+        self.pieces = pieces_of(self.tokenizer, new, self.stats.written, self.stats.by_head)
 
 
 def button(page, name: str):

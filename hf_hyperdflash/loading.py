@@ -40,15 +40,19 @@ from .runtime.modeling_mtp import DeepseekV4MTPDrafter
 from .runtime.modeling_specblock import SpecBlockDrafter
 from .runtime.weights import check_finite, check_names, check_source, named_dtype
 
+# Drafters that this package saves, by a model type or architecture that only their config.json has.
+_KINDS: dict[str, type[SavedDrafter]] = {
+    HyperDFlashConfig.model_type: HyperDFlashDrafter,
+    DeepseekV4DSparkDrafter.__name__: DeepseekV4DSparkDrafter,
+    SpecBlockConfig.model_type: SpecBlockDrafter,
+    Eagle3Config.model_type: Eagle3Drafter,
+    DeepseekV4MTPDrafter.__name__: DeepseekV4MTPDrafter,
+}
+SAVED = tuple(_KINDS.values())
 TRAINED = (HyperDFlashDrafter, DeepseekV4DSparkDrafter, SpecBlockDrafter, Eagle3Drafter)  # by the trainer
-SAVED = (*TRAINED, DeepseekV4MTPDrafter)  # by this package
-# What loads each kind of drafter, by a field, model type or architecture that only their config.json has.
+# What loads each kind, others' by a field that only their config.json has.
 _LOADS: dict[str, Any] = {
-    HyperDFlashConfig.model_type: HyperDFlashDrafter.from_pretrained,
-    SpecBlockConfig.model_type: SpecBlockDrafter.from_pretrained,
-    Eagle3Config.model_type: Eagle3Drafter.from_pretrained,
-    DeepseekV4MTPDrafter.__name__: DeepseekV4MTPDrafter.from_pretrained,
-    DeepseekV4DSparkDrafter.__name__: DeepseekV4DSparkDrafter.from_pretrained,
+    **{mark: kind.from_pretrained for mark, kind in _KINDS.items()},
     **dict.fromkeys(MARKS, load_foreign),
 }
 # What DeepSeek-V4's checkpoints carry themselves.

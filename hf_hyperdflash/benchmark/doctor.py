@@ -141,17 +141,26 @@ def examine(
 
 
 def _look_at_memory(found: Diagnosis, target: PreTrainedModel, drafter: SavedDrafter) -> None:
-    config, told = drafter.config, describe(drafter.config)
-    window = getattr(drafter.new_context(), "window", None) or getattr(config, "sliding_window", None)
-    visible = window or config.max_position_embeddings
-    each = 1 if isinstance(config, DeepseekV4Config) else 2  # whose values are its keys
-    token = each * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * drafter.dtype.itemsize
+    told = describe(drafter.config)
     found.facts["drafter"] = f"{told.drafts}; {drafter.num_parameters():,} parameters. {' '.join(told.sentences)}"
     found.facts["memory"] = (
         f"target {_size(target.get_memory_footprint())}, drafter "
-        f"{_size(drafter.get_memory_footprint(return_buffers=False))} and {_size(token)} for each token of its "
-        f"context, of which it sees {visible:,}: up to {_size(2 * visible * token)}"
+        f"{_size(drafter.get_memory_footprint(return_buffers=False))}{_context_of(drafter)}"
     )
+
+
+def _context_of(drafter: SavedDrafter) -> str:
+    """What its context takes, if its configuration says what keys and values it has: one of somebody's own may not."""
+    config = drafter.config
+    window = getattr(drafter.new_context(), "window", None) or getattr(config, "sliding_window", None)
+    visible = window or getattr(config, "max_position_embeddings", None)
+    sizes = [getattr(config, name, None) for name in ("num_hidden_layers", "num_key_value_heads", "head_dim")]
+    if not visible or None in sizes:
+        return ""
+    each = 1 if isinstance(config, DeepseekV4Config) else 2  # whose values are its keys
+    token = each * math.prod(cast(list[int], sizes)) * drafter.dtype.itemsize
+    most = _size(2 * visible * token)
+    return f" and {_size(token)} for each token of its context, of which it sees {visible:,}: up to {most}"
 
 
 def _size(count: float) -> str:

@@ -137,6 +137,10 @@ def _dspark(config: DeepseekV4DSparkConfig) -> Description:
     return Description(f"{config.max_draft_tokens} tokens in one pass", [told, *_confidence(config)])
 
 
+def _somebodys_own(config: Any) -> Description:
+    return Description("as many tokens as it makes", [f"It is {one_of(config)}, of which no more is known here."])
+
+
 def _reducer(config: Any) -> str:
     has_gate = config.target_hc_mult > 1
     origin = "inherited from the target's `hc_head`" if has_gate else "learned from nothing, as the target has none"
@@ -171,4 +175,6 @@ _KINDS: dict[Any, Kind] = {
 
 
 def _kind(config: Any) -> Kind:
-    return next(kind for made_by, kind in _KINDS.items() if made_by.model_type == config.model_type)
+    told = config.model_type
+    known = (kind for made_by, kind in _KINDS.items() if made_by.model_type == told)
+    return next(known, Kind(told, "an" if told[:1] in tuple("aeiou") else "a", _somebodys_own))

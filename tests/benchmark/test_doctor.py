@@ -7,12 +7,14 @@ import re
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
 from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTrainingArguments, load_drafter
 from hf_hyperdflash.benchmark import doctor
 from hf_hyperdflash.benchmark.doctor import PROMPTS, examine
 from hf_hyperdflash.benchmark.recommended import Timed
+from hf_hyperdflash.runtime.drafter import SavedDrafter
+from hf_hyperdflash.runtime.tree import DraftTree
 from hf_hyperdflash.training.data import encode_prompts
 from hf_hyperdflash.training.fingerprint import as_words, target_fingerprint
 
@@ -85,6 +87,34 @@ def test_drafters_of_other_kinds(target, tokenizer, kind):
     assert tau[0] <= found.tau <= tau[1] and found.differing == 0
     assert found.facts.keys().isdisjoint({"mask token", "other settings"})
     assert bool(found.problems) == (kind != "mtp")  # of which nothing is accepted, as it is untrained
+
+
+class RepeatingConfig(PreTrainedConfig):
+    """Of somebody's own drafter: it says nothing of layers or keys."""
+
+    model_type = "repeating"
+
+
+class RepeatingDrafter(SavedDrafter):
+    """Drafts the anchor again, and remembers one more thing by heart: its weight."""
+
+    config_class = RepeatingConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.times = torch.nn.Parameter(torch.tensor([3.0]))
+        self.post_init()
+
+    def propose(self, target, context, ids, position_ids, count, sampler):
+        return DraftTree.chain(ids[0, -1:].repeat(min(count, int(self.times))))
+
+
+def test_a_drafter_of_somebodys_own(target, tokenizer):
+    config = RepeatingConfig(vocab_size=target.config.vocab_size)
+    found = examine(target, RepeatingDrafter(config).eval(), tokenizer, **FEW)
+    assert found.differing == 0 and found.tau >= 1
+    assert "a repeating drafter" in found.facts["drafter"] and "1 parameters" in found.facts["drafter"]
+    assert re.fullmatch(r"target [\d.]+ MB, drafter 4 B", found.facts["memory"])
 
 
 @pytest.fixture(scope="module")

@@ -241,6 +241,8 @@ FAMILIES = [
 ]  # fmt: skip
 # As Qwen3 to everything but the mask of a draft tree.
 ALSO_MASKED = [qwen2, qwen3_moe]
+# Whose draft trees are verified under a mask, DeepSeek-V4's apart; those of the others row by row, if at all.
+MASKED = [gemma2, gemma3, gpt_oss, llama, mistral, qwen3, *ALSO_MASKED]
 # Earlier transformers keep the positions of Qwen4-Exp's indexer beside the cache's layers, where nothing rewinds them.
 REWINDABLE_QWEN4 = "indexed_attention" in DYNAMIC_LAYER_TYPE_MAPPING
 if REWINDABLE_QWEN4:

@@ -22,9 +22,7 @@ from hf_hyperdflash.runtime.tree import DraftTree
 
 from ..conftest import CSA, HCA, SLIDING, prompt, tiny_target
 from ..helpers.draft_trees import parents_and_tokens
-from ..helpers.families import ALSO_MASKED, FAMILIES, gemma2, gemma3, gpt_oss, llama, mistral, qwen3
-
-MASKED = [gemma2, gemma3, gpt_oss, llama, mistral, qwen3, *ALSO_MASKED]
+from ..helpers.families import ALSO_MASKED, FAMILIES, MASKED, gpt_oss
 
 
 def filled_cache(target, ids):

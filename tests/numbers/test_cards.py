@@ -39,7 +39,7 @@ WRITTEN = [
     ("tiny-qwen3", "{:,} instructions of sahil280114/codealpaca", [of_instructions("tiny-qwen3")]),
     (
         "tiny-deepseek-v4-hyperdflash-training",
-        "3. The same with eight drafts, {:,} steps.",
+        "The same with eight drafts, {:,} steps.",
         trained("tiny-deepseek-v4-hyperdflash", "steps"),
     ),
     (
@@ -81,9 +81,8 @@ CHOSEN = {
         "about 250 tokens long",  # of 256 that a row of its training has
     ],
     "tiny-deepseek-v4-hyperdflash-training": [
-        "1. A drafter without a head, six drafts, 15,000 steps (commit 52b9ed6",
+        "A drafter without a head, six drafts, 15,000 steps (commit 52b9ed6",
         "cross-entropy and KL 0.6 at the first two drafts",
-        "2. The same with a fresh",
         "the first 1,000 steps of a schedule of 12,000.",
         "Stage 2 had",
     ],
@@ -93,7 +92,7 @@ CHOSEN = {
 
 def by_hand(part):
     """Without commands, and without what is filled in."""
-    text = re.sub(r"^```.*?^```|\{\{.*?\}\}", "·", PARTS[part], flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```.*?^```|^\d+\. |\{\{.*?\}\}", "·", PARTS[part], flags=re.MULTILINE | re.DOTALL)
     return " ".join(text.split())
 
 

@@ -65,6 +65,7 @@ GIVEN = {
         "0.1 cross-entropy and 0.9 of the L1 distance",
         "(`--blind_weight`, 0.1 in every recipe)",
         f"its whole vocabulary, of {field('vocab_size'):,} tokens",
+        "next to nothing with a weight of 1.",
         "with up to 8,192 tokens the default is all of them",
         f"at most `max_blocks` ({EAGLE.max_blocks}) deep and `tree_width` ({EAGLE.tree_width}) nodes wide",
         f"drafts K = {BLOCKS.block_size} tokens a pass",

@@ -93,7 +93,7 @@ def of_reducers(*label):
 
 
 def of_candidates(label):
-    count = 0 if label.startswith("all") else int(label)
+    count = 0 if label == "all 2,048" else int(label)
     with (RESULTS / V4 / "candidates" / "candidates.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if int(row["candidates"]) == count]
     return [float(row[name]) for row in rows for name in ("teacher_forced_tau", "expected_tau")]
@@ -175,18 +175,22 @@ TRACED = [
     ("trees", "| | tau, T = 0 | speedup", of_trees),
     ("trees", "| drafts | tau, from the anchor", rules),
     ("drafters", "| | V4, T = 0 | T = 1 | ms", of_one_size),
-    ("drafters", "| | chain of 8, T = 0", of_ablation),
+    ("drafters", "| | chain of 8, T = 0 | T = 1 | 60 nodes, T = 0 | T = 1 |", of_ablation),
     ("choosing-drafts", "| | tau / speedup, T = 0", of_auto),
     ("choosing-drafts", "| | Brier score, T = 0", of_what_tells),
-    ("adapting", "| | tau / tokens per second, math", of_the_stream),
+    (
+        "adapting",
+        "| | tau / tokens per second, math | code | fine-tuned target | its last 50 requests' tau |",
+        of_the_stream,
+    ),
     ("benchmarks", "| layers read | KL weight", of_reducers),
-    ("drafters", "| candidates | weight 0", of_candidates),
+    ("drafters", "| candidates | weight 0 | 0.1 | 0.3 | 1 |", of_candidates),
     ("training", "| loss | peak memory, MiB", of_loss),
     ("training", "| features | tokens/s", of_throughput),
     ("training", "| training | tau | teacher-forced |", of_choices),
     ("benchmarks", "| head | loss | the paper's gate", of_heads),
     ("benchmarks", "| head, loss `ours` | seed", of_seeds),
-    ("benchmarks", "| reducer, head | T = 0, 3 drafts", of_swept),
+    ("benchmarks", "| reducer, head | T = 0, 3 drafts | 6 drafts | T = 1, 3 drafts | 6 drafts |", of_swept),
 ]
 COPIED = {"heads": 0, ".": 1}  # of benchmarks.md, the tables of these reports
 
@@ -216,8 +220,8 @@ def test_tables_of_benchmarks_are_the_reports(report):
 # Tables whose rows stand in a report as they are.
 ROW_BY_ROW = [
     ("serving", "| requests at a time |", "tiny-qwen3/vllm/report.md"),
-    ("benchmarks", "| batch | transformers, deepseek_v4 |", f"{V4}/batches/report.md"),
-    ("benchmarks", "| batch | transformers, qwen3 |", "tiny-qwen3/batches/report.md"),
+    ("benchmarks", "| batch | transformers, deepseek_v4 | 4 drafts | 8 drafts |", f"{V4}/batches/report.md"),
+    ("benchmarks", "| batch | transformers, qwen3 | 2 drafts | 4 drafts | 6 drafts |", "tiny-qwen3/batches/report.md"),
     ("tools", "| V4, batches of |", f"{V4}/lm-eval/report.md"),
     ("tools", "| Qwen3, batches of |", "tiny-qwen3/lm-eval/report.md"),
     ("tools", "| Qwen3, rollouts a step |", "tiny-qwen3/grpo/report.md"),

@@ -18,7 +18,9 @@ def circumstances(packages: Iterable[str], checkouts: dict[str, str | None] | No
     """Of packages the versions and of checkouts, by their name, the commits; what is not there is left out."""
     found = [f"{name} {importlib.metadata.version(name)}" for name in packages if importlib.util.find_spec(name)]
     found += [f"{name} at {commit_of(path)}" for name, path in (checkouts or {}).items() if path]
-    return f"{datetime.date.today()}, {hardware('cpu')}, {torch.get_num_threads()} thread(s), {', '.join(found)}, float32"
+    return (
+        f"{datetime.date.today()}, {hardware('cpu')}, {torch.get_num_threads()} thread(s), {', '.join(found)}, float32"
+    )
 
 
 def commit_of(path: str) -> str:

@@ -65,7 +65,7 @@ def test_trl(given, tmp_path, monkeypatch):
 # What makes them small: of the page's options none is among it.
 SMALL = [
     ("lm_eval", "python examples/evaluate_with_lm_eval.py", "--limit 2 --runs 1 --max-new-tokens 8", "evaluated"),
-    ("trl", "python examples/grpo_with_drafter.py", "--steps 1 --rollouts 2 --max-new-tokens 8", "grpo"),
+    ("trl", "python examples/grpo_with_drafter.py", "--steps 2 --rollouts 2 --max-new-tokens 8", "grpo"),
 ]
 
 

@@ -14,9 +14,7 @@ text, and what it drafts there is its training forward along our drafts. Target 
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.util
-import platform
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,12 +27,14 @@ from unittest.mock import patch
 
 import torch
 import transformers
+from compared_versions import circumstances
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from hf_hyperdflash import HyperDFlashDrafter, load_drafter
 from hf_hyperdflash.hub.formats import export_dflash
 from hf_hyperdflash.runtime.binding import capture_residual
+from hf_hyperdflash.runtime.draws import one_of
 from hf_hyperdflash.runtime.sampling import DraftSampler
 
 WIDTH, LAYERS, BLOCK, MASK, RANK, VOCABULARY, DRAFTED = 64, 6, 5, 1, 8, 96, 40
@@ -70,7 +70,8 @@ class Round:
 
 
 class Draws:
-    """`torch.multinomial` that remembers its numbers: the first token at which the probabilities add up to more."""
+    """`torch.multinomial` or our `one_of` with numbers that are remembered: the first token at which the probabilities
+    add up to more."""
 
     def __init__(self, numbers: list[float] | None = None) -> None:
         self.given, self.used, self.source = iter(numbers or ()), [], random.Random(0)
@@ -108,7 +109,7 @@ def our_round(drafter: Any, target: PreTrainedModel, ids: Tensor, count: int, dr
     context, positions = drafter.new_context(), torch.arange(ids.shape[1])[None]
     drafter.extend(target, context, captured[0], positions[:, :-1], ids[:, 1:])
     sampler = DraftSampler(LogitsProcessorList(), draws is not None)
-    with patch("torch.multinomial", draws or torch.multinomial):
+    with patch("hf_hyperdflash.runtime.sampling.one_of", draws or one_of):
         tree = drafter.propose(target, context, ids, positions, count, sampler)
     q = None if draws is None else torch.stack(tree.q)
     return Round(ids, tree.tokens.tolist(), draws.used if draws else [], q, tree.confidence)
@@ -367,7 +368,8 @@ def our_checkpoint(case: Case, folder: Path, target: PreTrainedModel) -> None:
 
 
 def compare(case: Case, folder: Path, target: PreTrainedModel, prompts: list[Tensor], tokens: int) -> str:
-    drafter, cells, far = load_drafter(folder, target=target), [], {"q": 0.0, "confidence": 0.0}
+    drafter, cells = load_drafter(folder, target=target), []
+    far: dict[str, list[float]] = {"q": [], "confidence": []}
     for T in (0.0, 1.0):
         same = total = 0
         theirs = [one for prompt in prompts for one in case.rounds(folder, target, prompt, tokens, T)]
@@ -378,9 +380,9 @@ def compare(case: Case, folder: Path, target: PreTrainedModel, prompts: list[Ten
             for name in far:
                 a, b = getattr(ours, name), getattr(their, name)
                 assert (a is None) == (b is None), f"only one of the two tells its {name}"
-                far[name] = max(far[name], float((a - b).abs().max()) if a is not None else 0.0)
+                far[name] += [] if a is None else [float((a - b).abs().max())]
         cells.append(f"{same} of {total}")
-    return " | ".join([*cells, *(f"{distance:.0e}" for distance in far.values())])
+    return " | ".join([*cells, *(f"{max(distances):.0e}" if distances else "–" for distances in far.values())])
 
 
 def main() -> None:
@@ -390,8 +392,10 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    print(f"{datetime.date.today()}, {platform.platform()}, {platform.machine()} CPU, one thread")
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, float32\n")
+    deepspec = importlib.util.find_spec("deepspec")
+    packages = ("torch", "transformers", "dflash", "speculators")
+    print(circumstances(packages, {"DeepSpec": next(iter(deepspec.submodule_search_locations)) if deepspec else None}))
+    print()
     print("| program | drafter | written by | same rounds, T = 0 | T = 1 | furthest q | furthest confidence |")
     print("|---|---|---|---|---|---|---|")
     target = random_target()

@@ -21,6 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from compared_versions import circumstances
 from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig, LogitsProcessorList, Qwen3Config
@@ -188,7 +189,7 @@ def compare_speculators() -> Iterator[str]:
                     differs = float((after(drafter, states[0, 0]) - seen[step][entry]).abs().max())
                     worst[name] = max(worst[name], differs)
             unrolling.forget()
-        yield f"EAGLE-3, speculators, {layer.model_type} {flags or ''}: logits differ by at most {_told(worst)}"
+        yield f"EAGLE-3, speculators, {', '.join([layer.model_type, *flags])}: logits differ by at most {_told(worst)}"
 
 
 def _empty(name: str, *attributes: str) -> ModuleType:
@@ -207,16 +208,19 @@ def main() -> None:
     parser.add_argument("--eagle", help="a checkout of SafeAILab/EAGLE")
     parser.add_argument("--specblock", help="a checkout of shiweijiezero/SpecBlock")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
     torch.manual_seed(0)
+    checkouts = {"SafeAILab/EAGLE": arguments.eagle, "shiweijiezero/SpecBlock": arguments.specblock}
+    print(circumstances(("torch", "transformers", "speculators"), checkouts) + "\n")
     if arguments.eagle:
-        print(compare_eagle(arguments.eagle))
+        print(f"- {compare_eagle(arguments.eagle)}")
     if arguments.specblock:
-        print(compare_specblock(arguments.specblock))
+        print(f"- {compare_specblock(arguments.specblock)}")
     try:
         for line in compare_speculators():
-            print(line)
+            print(f"- {line}")
     except ImportError as error:
-        print(f"speculators is not compared: {error}.")
+        print(f"- speculators is not compared: {error}.")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""The snippets of docs/tools.md that need lm-eval or TRL, as they are there."""
+"""The snippets and commands of docs/tools.md that need lm-eval or TRL, as they are there; `test_serve.py` has the
+server's."""
 
 from __future__ import annotations
 
 import functools
+import subprocess
 
 import pytest
 from datasets import Dataset
@@ -11,6 +13,7 @@ from transformers import AutoTokenizer
 from hf_hyperdflash import load_drafter, load_target
 
 from ..conftest import MODELS
+from .page import command
 
 
 def snippet(begins: str) -> str:
@@ -57,3 +60,21 @@ def test_trl(given, tmp_path, monkeypatch):
     exec(snippet("from trl"), {**given, "prompts": prompts, "reward": reward})
     stats = given["drafter"].last_stats
     assert len(stats.rows) == 4 and stats.draft_positions == 3
+
+
+# What makes them small: of the page's options none is among it.
+SMALL = [
+    ("lm_eval", "python examples/evaluate_with_lm_eval.py", "--limit 2 --runs 1 --max-new-tokens 8", "evaluated"),
+    ("trl", "python examples/grpo_with_drafter.py", "--steps 2 --rollouts 2 --max-new-tokens 8", "grpo"),
+]
+
+
+@pytest.mark.parametrize(("package", "begins", "small", "output"), SMALL)
+def test_commands(tmp_path, package, begins, small, output):
+    pytest.importorskip(package, reason=".ci/tools makes an environment that has it")
+    (tmp_path / "gsm8k.jsonl").write_text(
+        "".join(f'{{"question": "What is {i} plus {i}?", "answer": "{2 * i}\\n#### {2 * i}"}}\n' for i in range(3))
+    )
+    ran = subprocess.run([*command(begins), *small.split()], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert "with the drafter" in (tmp_path / output / "report.md").read_text()

@@ -14,6 +14,7 @@ import pytest
 from transformers.utils.import_utils import is_serve_available
 
 from ..conftest import MODELS
+from .page import command
 
 if not is_serve_available():
     pytest.skip(
@@ -23,22 +24,22 @@ openai = pytest.importorskip("openai")
 
 NAME = str(MODELS / "tiny-qwen3")
 QUESTIONS = ["Tom has 12 marbles and gives 5 to his sister. How many are left?", "Write a function that adds."]
-DRAFTED = [MODELS.parent / "serve_with_drafter.py", "--target", NAME, "--drafter", f"{NAME}-hyperdflash"]
+DRAFTED = command("python examples/serve_with_drafter.py")[1:]  # the last port that is given counts
 PLAIN = ["-c", "from transformers.cli.transformers import main; main()", "serve", NAME]
 
 
 @contextmanager
-def serving(command, path):
+def serving(arguments, path):
     """A server's address on loopback, once it answers, and its log."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url, log = f"http://127.0.0.1:{port}", path.open("w+")
     options = ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32"]
-    process = subprocess.Popen([sys.executable, *map(str, command), *options], stdout=log, stderr=subprocess.STDOUT)
+    process = subprocess.Popen([sys.executable, *arguments, *options], stdout=log, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + 120
-        while not answers(url) or (command is DRAFTED and " drafts with " not in path.read_text()):
+        while not answers(url) or (arguments is DRAFTED and " drafts with " not in path.read_text()):
             assert process.poll() is None and time.monotonic() < deadline, path.read_text()
             time.sleep(0.2)
         yield url
@@ -81,10 +82,12 @@ def test_the_server_answers_the_same(tmp_path):
         assert asked_of(url, QUESTIONS[0], temperature=1).choices[0].message.content
         environment = {**os.environ, "HF_HUB_OFFLINE": "0"}  # with 1 its client asks nobody, not even this machine
         assert expected[1][1] == 40  # at the limit `chat` asks whether to go on: n
-        command = [sys.executable, *PLAIN[:2], "chat", NAME, url, "max_new_tokens=40", "do_sample=False"]
+        program, *asked = command("transformers chat", **{"http://localhost:8000": url})
+        assert program == "transformers" and asked[0] == "chat"
         chat = subprocess.run(
-            command, input=f"{QUESTIONS[1]}\nn\n!exit\n", env=environment, cwd=tmp_path, capture_output=True,
-            text=True, check=False,
+            [sys.executable, *PLAIN[:2], *asked, "max_new_tokens=40", "do_sample=False"],
+            input=f"{QUESTIONS[1]}\nn\n!exit\n", env=environment, cwd=tmp_path, capture_output=True, text=True,
+            check=False,
         )  # fmt: skip
         assert chat.returncode == 0, chat.stderr[-2000:]
         assert f"{expected[1][1]} tokens in " in chat.stdout
@@ -93,10 +96,10 @@ def test_the_server_answers_the_same(tmp_path):
 
 def test_a_drafter_that_does_not_fit_ends_the_server(tmp_path):
     other = str(MODELS / "tiny-deepseek-v4-hyperdflash")
-    command = [*DRAFTED[:-1], other, "--port", "0", "--device", "cpu"]
     ran = subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, check=False, timeout=120
-    )
+        [sys.executable, *DRAFTED, "--drafter", other, "--port", "0", "--device", "cpu"], capture_output=True,
+        text=True, check=False, timeout=120,
+    )  # fmt: skip
     assert ran.returncode == 1 and "hc_mult" in ran.stderr.splitlines()[-1] and "Traceback" not in ran.stderr
 
 

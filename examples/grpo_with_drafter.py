@@ -76,7 +76,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", help="a folder for results.json and report.md")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.steps < 2:
+        parser.error(f"`--steps` is {arguments.steps}, expected at least 2: the first is not counted in the figures.")
+    return arguments
 
 
 def train(way: str, rollouts: int, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -272,8 +272,7 @@ with contextlib.redirect_stderr(io.StringIO()) as said:
         run()
     except SystemExit as ended:
         assert not ended.code, said.getvalue()
-_, _, shown = said.getvalue().partition("Generating from 24 prompts ...")
-assert "generating: " in shown, said.getvalue()
+assert "from 24 prompts: about" in said.getvalue(), said.getvalue()
 """
     missing, *diagnosis = run(code).splitlines()
     assert float(missing) in (0, -1) and diagnosis[-1] == "No problem found."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -17,14 +17,13 @@ from ..runtime.binding import check_fit
 from ..runtime.configuration_hyperdflash import HyperDFlashConfig
 from ..runtime.drafter import SavedDrafter
 from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
-from ..runtime.stats import SpeculationStats
+from ..runtime.stats import SpeculationStats, clock
 from ..runtime.targets import family_of, is_drafter
 from ..training.acceptance import bound
 from ..training.data import encode_prompts
 from ..training.fingerprint import changed_parts
-from .intervals import Interval
-from .other_settings import LEAST_PROMPTS, compare_settings
-from .recommended import recommendation, time_settings
+from .other_settings import LEAST_PROMPTS, Setting, compare_settings, matters
+from .recommended import TEMPERATURES, count_generations, recommendation, time_settings
 
 PROMPTS = (
     "Write a Python function that adds two numbers.",
@@ -87,20 +86,22 @@ def examine(
     prompts: Sequence[str] = PROMPTS,
     max_new_tokens: int = 64,
     disable_tqdm: bool | None = True,
+    report: Callable[[str], object] | None = None,
 ) -> Diagnosis:
     """Check a pair: whether it fits, the tokenizer, memory, and what generation from a few prompts really gives.
 
     Of HyperDFlash and DFlash drafters, what others' formats invite to misread is tried, every layer one lower and one
-    higher and the other anchor convention: a problem where more drafts are certain to be accepted then, a remark where
-    the prompts cannot tell. Of every drafter some settings of `generate` are timed, and the fastest recommended.
+    higher and the other anchor convention: a problem where that drafts clearly better, a remark where it may. Of
+    every drafter some settings of `generate` are timed, and one recommended.
 
     Args:
         target: The target. It is bound for the time, and left as it was.
         drafter: Its drafter, of any kind that has weights.
         tokenizer: The target's tokenizer.
-        prompts: Questions, asked as chat turns. With fewer than 8 settings are not compared.
+        prompts: Questions, asked as chat turns. With fewer than 8 nothing but that is done, which is quick.
         max_new_tokens: Tokens generated from each.
         disable_tqdm: `False` for a progress bar on stderr, `None` for one where that is a terminal.
+        report: Called with a line that says how many texts will be generated and about how long that takes.
 
     Raises:
         ValueError: If there is no prompt, or drafter or tokenizer are none.
@@ -125,17 +126,25 @@ def examine(
     if _look_at_tokenizer(found, target, drafter.config, tokenizer):
         ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": text}]} for text in prompts])
         _ask_the_target(found, target, ids)
+        if report:
+            report(_how_long(target, drafter, ids, max_new_tokens))
         with bound(target):
             texts = _generate(found, target, drafter, ids, max_new_tokens, disable_tqdm)
         if found.tau is not None:
-            if drafter.config.model_type == HyperDFlashConfig.model_type:
+            enough = len(ids) >= LEAST_PROMPTS
+            if not enough:
+                found.facts["not tried"] = (
+                    f"other configurations and settings of `generate`: that takes {LEAST_PROMPTS} prompts, there "
+                    f"{'is' if len(ids) == 1 else 'are'} {len(ids)}"
+                )
+            elif drafter.config.model_type == HyperDFlashConfig.model_type:
                 _try_other_settings(found, target, cast(HyperDFlashDrafter, drafter), ids, texts, disable_tqdm)
             if found.tau < _HARDLY and not found.problems:
                 found.problems.append(
                     f"Hardly any draft is accepted (tau {found.tau:.2f}): the drafter is hardly trained, or "
                     "was trained for another target, chat template or tokenizer."
                 )
-            if not found.problems and len(ids) >= LEAST_PROMPTS:
+            if not found.problems and enough:
                 _recommend(found, target, drafter, ids, max_new_tokens, disable_tqdm)
     return found
 
@@ -159,8 +168,11 @@ def _context_of(drafter: SavedDrafter) -> str:
         return ""
     each = 1 if isinstance(config, DeepseekV4Config) else 2  # whose values are its keys
     token = each * math.prod(cast(list[int], sizes)) * drafter.dtype.itemsize
-    most = _size(2 * visible * token)
-    return f" and {_size(token)} for each token of its context, of which it sees {visible:,}: up to {most}"
+    sees, most = _size(visible * token), _size(2 * visible * token)
+    return (
+        f" and {_size(token)} for each token of its context, of which it sees {visible:,}: {sees}, and up to {most} "
+        "while its buffer has room for as many again"
+    )
 
 
 def _size(count: float) -> str:
@@ -244,6 +256,20 @@ def _ask_the_target(found: Diagnosis, target: PreTrainedModel, prompts: list[tor
         )
 
 
+def _how_long(target: PreTrainedModel, drafter: SavedDrafter, prompts: list[torch.Tensor], max_new_tokens: int) -> str:
+    """How many texts there will be, and what they take if every token takes as long as those of a first one."""
+    ids, texts, now = prompts[0].to(target.device), 2 * len(prompts), clock(target.device)
+    if len(prompts) >= LEAST_PROMPTS:
+        texts += len(TEMPERATURES) * count_generations(target, drafter, len(prompts))
+    began = now()
+    text: Any = target.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False
+    )  # type: ignore[operator]
+    seconds = texts * max_new_tokens * (now() - began) / (text.shape[1] - ids.shape[1])
+    length = f"{seconds:.0f} seconds" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+    return f"Generating {texts} texts of up to {max_new_tokens} tokens from {len(prompts)} prompts: about {length} ..."
+
+
 def _generate(
     found: Diagnosis,
     target: Any,
@@ -291,7 +317,7 @@ def _recommend(
 ) -> None:
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "disable_tqdm": disable_tqdm}
     with bound(target):
-        for temperature in (0.0, 1.0):
+        for temperature in TEMPERATURES:
             timed = time_settings(target, drafter, prompts, temperature=temperature, **options)
             found.facts[f"recommended, temperature {temperature:g}"] = recommendation(timed)
 
@@ -304,33 +330,35 @@ def _try_other_settings(
     texts: list[torch.Tensor],
     disable_tqdm: bool | None,
 ) -> None:
-    if len(prompts) < LEAST_PROMPTS:
-        found.remarks.append(
-            f"Other settings were not tried: that takes {LEAST_PROMPTS} prompts, there are {len(prompts)}."
-        )
-        return
+    """Speaks up only of what would change much: a neighbouring layer's residual is nearly the same."""
     starts = [ids.shape[1] for ids in prompts]
     rounds, tau, others = compare_settings(target, drafter, texts, starts, disable_tqdm=disable_tqdm)
-    told = f"each of {rounds} tokens of {len(prompts)} prompts"
-    worse = sum(setting.ahead.high < 0 for setting in others)
-    found.facts["other settings"] = f"{len(others)} tried after {told}, {worse} of them are certain to be worse"
+    told = f"{rounds:,} rounds over {len(prompts)} prompts"
     # Of an untrained drafter some setting is the least bad.
-    better = [setting for setting in others if setting.ahead.low > 0 and setting.tau >= max(tau, _HARDLY)]
-    unclear = [setting for setting in others if setting.ahead.low <= 0 <= setting.ahead.high]
+    ahead = [setting for setting in others if matters(setting, tau) and setting.tau >= _HARDLY]
+    better = [setting for setting in ahead if setting.ahead.low > 0]
+    worse = sum(setting.ahead.high < 0 for setting in others)
+    found.facts["other configurations"] = (
+        f"{len(others)} tried in {told}, neighbouring layers and the other anchor convention: {worse} certainly "
+        f"worse, {len(better)} clearly better, of the others none makes a clear difference"
+    )
     if better:
         best = max(better, key=lambda setting: setting.ahead.value)
         found.problems.append(
-            f"With {best.name} the drafter finds the target's text likelier ({_nats(best.ahead)}; {best.tau:.2f} "
-            f"tokens a round after {told} instead of {tau:.2f}): the configuration does not say how the drafter was "
-            "trained. Correct it in `config.json`."
+            f"With {best.name} the drafter finds the target's text likelier ({_told(best, tau)} in {told}): the "
+            "configuration does not say how the drafter was trained. Correct it in `config.json`."
         )
-    elif unclear and tau >= _HARDLY:
-        names = "; ".join(f"{setting.name} ({_nats(setting.ahead)})" for setting in unclear)
+    elif ahead:
+        best = max(ahead, key=lambda setting: setting.ahead.value)
         found.remarks.append(
-            f"Cannot tell from {told} whether the drafter was trained with {names}. More prompts may tell: "
-            "`hf_hyperdflash.benchmark.doctor.examine(target, drafter, tokenizer, prompts=...)`."
+            f"The drafter may have been trained with {best.name} ({_told(best, tau)} in {told}): longer texts may "
+            "tell, from a larger `--max-new-tokens` (in Python `max_new_tokens`)."
         )
 
 
-def _nats(ahead: Interval) -> str:
-    return f"{ahead.value:+.3f} nats a draft, between {ahead.low:+.3f} and {ahead.high:+.3f}"
+def _told(setting: Setting, tau: float) -> str:
+    ahead = setting.ahead
+    return (
+        f"{ahead.value:+.2f} nats a draft, between {ahead.low:+.2f} and {ahead.high:+.2f}; {setting.tau:.2f} tokens a "
+        f"round instead of {tau:.2f}"
+    )

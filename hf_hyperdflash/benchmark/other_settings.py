@@ -25,6 +25,8 @@ from .intervals import Interval, draw, interval
 # Of fewer prompts all prefer a setting that is no better too often: 8 do once in 256 times.
 LEAST_PROMPTS = 8
 _FALSE_ALARMS = 0.03
+# What a wrong configuration costs at least to be worth a word: nats a draft, and times as many tokens a round.
+_MATTERS_NATS, _MATTERS_TAU = 0.1, 1.05
 _BLOCKS = 32  # that the drafter runs at once
 
 
@@ -34,6 +36,15 @@ class Setting(NamedTuple):
     name: str  # what is other, in words
     tau: float  # mean tokens of its rounds
     ahead: Interval  # how much likelier it finds the target's text than the configuration's setting does, nats a draft
+
+
+def matters(setting: Setting, tau: float) -> bool:
+    """Whether it drafts so much better than the configuration's setting, of `tau` tokens a round, that it matters.
+
+    That it is certainly better says nothing by itself: a neighbouring layer's residual is nearly the same, and a
+    drafter may find the text a little likelier with one that it was not trained with.
+    """
+    return setting.ahead.value >= _MATTERS_NATS and setting.tau >= _MATTERS_TAU * tau
 
 
 class Comparison(NamedTuple):
@@ -69,7 +80,7 @@ def compare_settings(
     """
     settings = _other_settings(drafter.config, family_of(target).config.num_hidden_layers)
     tried = [drafter.config, *settings.values()]
-    progress = tqdm(texts, desc="other settings", unit="prompt", leave=False, disable=disable_tqdm)
+    progress = tqdm(texts, desc="trying other layers", unit="prompt", leave=False, disable=disable_tqdm)
     found = [draft_every_round(target, drafter, text, start, tried) for text, start in zip(progress, starts)]
     taus = np.concatenate([emitted for emitted, _ in found], axis=1).mean(1).tolist()
     sums, rounds = np.stack([nats.sum(1) for _, nats in found]), np.array([nats.shape[1] for _, nats in found])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,6 +31,9 @@ def doctor(
     device_map: options.DeviceMap = None,
     threads: options.Threads = None,
     trust_remote_code: options.TrustRemoteCode = False,
+    quick: Annotated[
+        bool, Option("--quick", help="Only 4 prompts; try no other configuration, time no settings.")
+    ] = False,
 ) -> None:
     """Say whether a drafter fits a target, what it takes and gives, and what is wrong. Exit status 1 if
     anything is."""
@@ -39,8 +43,15 @@ def doctor(
     from ..runtime.binding import unbind
 
     unbind(model)
-    typer.echo(f"Generating from {len(PROMPTS)} prompts ...", err=True)
-    diagnosis = examine(model, loaded[drafter], tokenizer, max_new_tokens=max_new_tokens, disable_tqdm=False)
+    diagnosis = examine(
+        model,
+        loaded[drafter],
+        tokenizer,
+        prompts=PROMPTS[:4] if quick else PROMPTS,
+        max_new_tokens=max_new_tokens,
+        disable_tqdm=None,
+        report=functools.partial(typer.echo, err=True),
+    )
     typer.echo(str(diagnosis))
     if diagnosis.problems:
         raise typer.Exit(1)

@@ -8,11 +8,15 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTrainingArguments, load_drafter
-from hf_hyperdflash.benchmark import doctor
+from hf_hyperdflash.benchmark import doctor, recommended
 from hf_hyperdflash.benchmark.doctor import PROMPTS, examine
+from hf_hyperdflash.benchmark.intervals import Interval
+from hf_hyperdflash.benchmark.other_settings import Comparison, Setting
 from hf_hyperdflash.benchmark.recommended import Timed
+from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.runtime.drafter import SavedDrafter
 from hf_hyperdflash.runtime.tree import DraftTree
 from hf_hyperdflash.training.data import encode_prompts
@@ -24,6 +28,7 @@ from ..helpers.tokenizers import characters
 from ..helpers.unrolled import unrolled
 
 TARGET, DRAFTER = MODELS / "tiny-deepseek-v4", MODELS / "tiny-deepseek-v4-hyperdflash"
+TWICE = Timed({"num_assistant_tokens": "auto"}, Interval(2.0, 1.9, 2.1), Interval(1.0, 1.0, 1.0))
 FEW = {"prompts": PROMPTS[:2], "max_new_tokens": 20}
 ENOUGH = {"prompts": PROMPTS[:8], "max_new_tokens": 12}  # for other settings to be tried
 
@@ -49,7 +54,7 @@ def drafter(target):
 def _settings_are_timed_once(request, monkeypatch):
     """They take longer than the rest: with the healthy pair they are."""
     if "healthy" not in request.node.name:
-        monkeypatch.setattr(doctor, "time_settings", lambda *_, **__: [Timed({"num_assistant_tokens": "auto"}, 2.0)])
+        monkeypatch.setattr(doctor, "time_settings", lambda *_, **__: [TWICE])
 
 
 def problem(diagnosis) -> str:
@@ -64,10 +69,13 @@ def test_a_healthy_pair(target, drafter, tokenizer):
     assert not found.problems and found.differing == 0 and found.tau > 1.5
     for temperature in (0, 1):
         assert re.match(
-            r"`num_assistant_tokens=.*` [0-9.]+x the target alone|no drafter",
+            r"`num_assistant_tokens=.*` [0-9.]+x \([0-9.]+ to [0-9.]+\) the target alone|no drafter|cannot be told",
             found.facts[f"recommended, temperature {temperature}"],
         )
-    assert all("Cannot tell" in remark for remark in found.remarks)  # of layers that it hardly reads, beside its gate
+    assert not found.remarks  # nothing of layers that it hardly reads, beside its gate
+    assert found.facts["other configurations"].endswith(
+        "0 clearly better, of the others none makes a clear difference"
+    )
     assert "8 of 8 greedy texts" in str(found) and str(found).endswith("No problem found.")
     assert f"{sum(p.numel() for p in drafter.parameters()):,} parameters" in found.facts["drafter"]
     assert "256" in found.facts["memory"] and "'<｜mask｜>'" in found.facts["mask token"]
@@ -85,7 +93,7 @@ def test_drafters_of_other_kinds(target, tokenizer, kind):
     found = examine(target, drafter, tokenizer, **FEW)
     assert told in found.facts["drafter"] and memory in found.facts["memory"], found
     assert tau[0] <= found.tau <= tau[1] and found.differing == 0
-    assert found.facts.keys().isdisjoint({"mask token", "other settings"})
+    assert found.facts.keys().isdisjoint({"mask token", "other configurations"})
     assert bool(found.problems) == (kind != "mtp")  # of which nothing is accepted, as it is untrained
 
 
@@ -168,12 +176,47 @@ def test_layers_counted_one_too_high_cost_little_and_are_found(trained):
 def test_a_drafter_that_says_how_it_was_trained_is_not_accused(trained):
     right = examine(*trained[:2], trained[2], **SOME)
     assert right.tau > 1.5 and not settings_of(right), right
-    assert right.facts["other settings"].startswith("3 tried after each of 190 tokens of 10 prompts, 3 of them")
+    assert right.facts["other configurations"] == (
+        "3 tried in 190 rounds over 10 prompts, neighbouring layers and the other anchor convention: 3 certainly "
+        "worse, 0 clearly better, of the others none makes a clear difference"
+    )
 
 
-def test_what_cannot_be_told_is_said(trained):
-    """After a layer that adds nothing the residual is what it was before: it cannot matter which of the two is
-    read."""
+@pytest.fixture
+def compared(monkeypatch, target, drafter, tokenizer):
+    """Diagnoses as if one other layer was so much ahead and brought `tau` tokens a round instead of 2."""
+
+    def examined(ahead, tau):
+        other = Setting("`target_layer_ids` [6] instead of [-1]", tau, Interval(*ahead))
+        monkeypatch.setattr(doctor, "LEAST_PROMPTS", 2)
+        monkeypatch.setattr(doctor, "compare_settings", lambda *_, **__: Comparison(1400, 2.0, [other]))
+        return examine(target, drafter, tokenizer, **FEW)
+
+    return examined
+
+
+def test_certainly_but_hardly_better_is_no_problem(compared):
+    """What a drafter that `train` had trained with [-1] was accused for once."""
+    found = compared((0.014, 0.005, 0.027), 2.02)
+    assert not found.problems + found.remarks and "recommended, temperature 0" in found.facts
+    assert found.facts["other configurations"].startswith("1 tried in 1,400 rounds over 2 prompts")
+
+
+def test_what_may_matter_is_said_with_what_tells(compared):
+    found = compared((0.2, -0.1, 0.5), 2.2)
+    assert not found.problems and found.remarks == [
+        "The drafter may have been trained with `target_layer_ids` [6] instead of [-1] (+0.20 nats a draft, between "
+        "-0.10 and +0.50; 2.20 tokens a round instead of 2.00 in 1,400 rounds over 2 prompts): longer texts may tell, "
+        "from a larger `--max-new-tokens` (in Python `max_new_tokens`)."
+    ]
+
+
+def test_what_is_clearly_better_is_a_problem(compared):
+    assert "Correct it in `config.json`" in problem(compared((0.2, 0.1, 0.5), 2.2))
+
+
+def test_a_layer_that_adds_nothing_is_not_spoken_of(trained):
+    """Which of the two is read cannot matter then."""
     target, drafter, tokenizer = trained
     idle = copy.deepcopy(target)
     with torch.no_grad():
@@ -183,16 +226,54 @@ def test_what_cannot_be_told_is_said(trained):
     for layer in (2, 3):
         drafter.config.target_layer_ids = [layer]
         found = examine(idle, drafter, tokenizer, **SOME)
-        (remark,) = [text for text in found.remarks if "Cannot tell" in text]
-        assert f"[{5 - layer}] instead of [{layer}] (+0.000 nats a draft, between +0.000 and +0.000)" in remark, found
-        assert not any("instead of" in text for text in found.problems)
+        assert not settings_of(found) and ", 0 clearly better" in found.facts["other configurations"]
 
 
-def test_few_prompts_tell_nothing_of_settings(trained):
-    found = examine(*trained, prompts=PROMPTS[:2], max_new_tokens=8)
-    assert any("Other settings were not tried: that takes 8 prompts, there are 2." in text for text in found.remarks)
+def test_few_prompts_are_quick(trained):
+    said = []
+    found = examine(*trained, prompts=PROMPTS[:2], max_new_tokens=8, report=said.append)
+    told = "other configurations and settings of `generate`: that takes 8 prompts, there are 2"
+    assert found.facts["not tried"] == told and found.facts.keys().isdisjoint(
+        {"other configurations", "recommended, temperature 0"}
+    )
+    assert len(said) == 1 and re.fullmatch(
+        r"Generating 4 texts of up to 8 tokens from 2 prompts: about \d+ seconds \.\.\.", said[0]
+    )
     with pytest.raises(ValueError, match="`prompts` is empty"):
         examine(*trained, prompts=[])
+
+
+def test_every_text_is_announced(target, drafter, tokenizer, monkeypatch):
+    """2 prompts with the drafter and without, and 3 with each of six settings at two temperatures."""
+    said, count, generate = [], [0], target.generate
+
+    def counted(*args, **kwargs):
+        count[0] += 1
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(target, "generate", counted)
+    monkeypatch.setattr(doctor, "LEAST_PROMPTS", 2)
+    monkeypatch.setattr(doctor, "compare_settings", lambda *_, **__: Comparison(1, 2.0, []))
+    monkeypatch.setattr(doctor, "time_settings", recommended.time_settings)
+    examine(target, drafter, tokenizer, prompts=PROMPTS[:2], max_new_tokens=6, report=said.append)
+    assert f"Generating {count[0] - 1} texts of up to 6 tokens from 2 prompts" in said[0]  # the first says how long
+    assert count[0] == 1 + 2 * 2 + 2 * 3 * 6
+
+
+def test_memory_adds_up(target, drafter, tokenizer):
+    """In float32 a token takes 1,024 B, of a window of 256."""
+    told = "1.02 kB for each token of its context, of which it sees 256: 262 kB, and up to 524 kB while its buffer has"
+    assert told in examine(target, drafter, tokenizer, **FEW).facts["memory"]
+
+
+def test_the_command_is_quick_if_asked_and_shows_no_bar_in_a_pipe():
+    result = CliRunner().invoke(
+        app, ["doctor", "--target", str(TARGET), "--drafter", str(DRAFTER), "--quick", "--max-new-tokens", "4"]
+    )
+    assert result.exit_code == 0 and result.stdout.endswith("No problem found.\n"), result.output
+    assert "4 of 4 greedy texts" in result.stdout and "that takes 8 prompts, there are 4" in result.stdout
+    assert "Generating 8 texts of up to 4 tokens from 4 prompts: about" in result.stderr
+    assert "generating:" not in result.stderr and "prompt/s" not in result.stderr
 
 
 @pytest.mark.parametrize("none", ["org/name", None])

@@ -43,10 +43,10 @@ from .runtime.weights import check_finite, check_names, check_source, named_dtyp
 # Drafters that this package saves, by a model type or architecture that only their config.json has.
 _KINDS: dict[str, type[SavedDrafter]] = {
     HyperDFlashConfig.model_type: HyperDFlashDrafter,
-    DeepseekV4DSparkDrafter.__name__: DeepseekV4DSparkDrafter,
     SpecBlockConfig.model_type: SpecBlockDrafter,
     Eagle3Config.model_type: Eagle3Drafter,
     DeepseekV4MTPDrafter.__name__: DeepseekV4MTPDrafter,
+    DeepseekV4DSparkDrafter.__name__: DeepseekV4DSparkDrafter,
 }
 SAVED = tuple(_KINDS.values())
 TRAINED = (HyperDFlashDrafter, DeepseekV4DSparkDrafter, SpecBlockDrafter, Eagle3Drafter)  # by the trainer

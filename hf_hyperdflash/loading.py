@@ -28,6 +28,7 @@ from transformers import (
 
 from .hub.descriptions import one_of
 from .hub.formats import MARKS, foreign_without_weights, load_foreign, pickles_of
+from .runtime.binding import check_fit
 from .runtime.configuration_eagle3 import Eagle3Config
 from .runtime.configuration_hyperdflash import HyperDFlashConfig
 from .runtime.configuration_specblock import SpecBlockConfig
@@ -38,6 +39,7 @@ from .runtime.modeling_eagle3 import Eagle3Drafter
 from .runtime.modeling_hyperdflash import HyperDFlashDrafter
 from .runtime.modeling_mtp import DeepseekV4MTPDrafter
 from .runtime.modeling_specblock import SpecBlockDrafter
+from .runtime.targets import family_of
 from .runtime.weights import check_finite, check_names, check_source, named_dtype
 
 # Drafters that this package saves, by a model type or architecture that only their config.json has.
@@ -70,10 +72,14 @@ def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) ->
         **kwargs: As of `from_pretrained`.
 
     Raises:
-        ValueError: If it is a drafter, or weights are missing or not finite, which transformers goes on with.
+        ValueError: If it is a drafter, `dtype` is none, or weights are missing or not finite, which transformers goes
+            on with.
         OSError: If it cannot be found, or is damaged.
     """
     check_target(name)
+    for dtype in (kwargs.get("dtype"), kwargs.get("torch_dtype")):
+        if not isinstance(dtype, dict):  # one for each part of a target
+            named_dtype(dtype)
     with _readable(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         target, info = _class_of(config).from_pretrained(
@@ -105,15 +111,18 @@ def load_drafter(
     Args:
         name_or_path: Folder or Hub id. Which kind it is is read from its config.json, and of a DeepSeek-V4, whose MTP
             block or DSpark drafter it is then, from the names of its tensors.
-        target: Its target, if it is loaded: the drafter is for it, `drafter.bind(target)` comes next.
+        target: Its target, if it is loaded: the drafter has to fit it, `drafter.bind(target)` comes next.
         dtype: Of the weights, or its name; by default the target's, or the checkpoint's.
         device: By default that of the target's LM head, or the CPU.
         **hub_kwargs: For the Hub: `revision`, `token`, `cache_dir`, `local_files_only`, ...
 
     Raises:
-        ValueError: If it is no drafter, or its tensors are not those of its configuration, naming them.
+        ValueError: If it is no drafter, its tensors are not those of its configuration, naming them, or it does not
+            fit the target.
         OSError: If it cannot be found, is not in safetensors, or is damaged.
     """
+    if target is not None:
+        family_of(target)  # says what is no target
     load, dtype = check_drafter(name_or_path, **hub_kwargs), named_dtype(dtype)
     if target is not None:
         head = cast(torch.Tensor, target.get_output_embeddings().weight)
@@ -123,6 +132,8 @@ def load_drafter(
         options = {"target": target} if load is load_foreign else {"device": device}
     with _readable(name_or_path):
         drafter = load(name_or_path, dtype=dtype or "auto", **options, **hub_kwargs)
+    if target is not None:
+        check_fit(target, drafter)
     return cast(SavedDrafter, drafter.to(device or "cpu"))
 
 
@@ -198,9 +209,10 @@ def check_drafter(
     return load
 
 
-def check_made_for(target: str, drafter: str) -> None:
-    """Raise the `ValueError` of binding if a drafter is not for a target, by their configurations, before weights are
-    loaded. Both have passed `check_target` and `check_drafter`.
+def check_made_for(target: str, drafter: str, num_draft_tokens: int | str | None = None) -> None:
+    """Raise the `ValueError` of binding if a drafter is not for a target, or that of drafting if it cannot draft so
+    many tokens, by their configurations, before weights are loaded. Both have passed `check_target` and
+    `check_drafter`.
 
     Left for later: targets with code of their own, which may not be built without weights, and the drafter of another
     DeepSeek-V4's checkpoint.
@@ -218,6 +230,8 @@ def check_made_for(target: str, drafter: str) -> None:
             kind = load.__self__
             unloaded = kind(kind.config_class.from_pretrained(drafter))
         unloaded.check_target(_class_of(config).from_config(config))
+    if num_draft_tokens is not None:
+        unloaded.check_num_draft_tokens(num_draft_tokens)
 
 
 def _loader(fields: dict[str, Any]) -> Any:

@@ -1,6 +1,7 @@
 """Any drafter by its name: which kind it is, and what it is loaded as."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -121,6 +122,40 @@ def test_a_drafter_of_another_target_is_refused_before_weights_are_read(tmp_path
     assert "fewer drafts may be accepted" not in caplog.text  # which binding says, once
 
 
+def test_how_many_drafts_is_known_before_weights_are_read(tmp_path):
+    target, drafter = written("HyperDFlash", tmp_path / "drafter")
+    target.save_pretrained(tmp_path / "target")
+    for weights in tmp_path.rglob("model.safetensors"):
+        weights.write_bytes(b"not looked at")
+    pair = str(tmp_path / "target"), str(tmp_path / "drafter")
+    check_made_for(*pair, num_draft_tokens=drafter.max_draft_tokens)
+    with pytest.raises(ValueError, match="cannot draft 99 tokens a round"):
+        check_made_for(*pair, num_draft_tokens=99)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *UNROLLED])
+def test_a_drafter_of_another_target_is_refused_when_it_is_loaded_for_one(tmp_path, kind):
+    target, _ = written(kind, tmp_path)
+    config = copy.deepcopy(target.config)
+    config.vocab_size *= 2
+    other = type(target)(config)
+    with pytest.raises(ValueError, match=r"`vocab_size` \d+, but this target's is \d+\.") as refused:
+        load_drafter(tmp_path, target=other)
+    if kind in ("HyperDFlash", *UNROLLED):  # whose configurations know it
+        assert "Load the drafter's own target, a deepseek_v4 model, or make a drafter with" in str(refused.value)
+    for wrong in (str(tmp_path), 3):
+        with pytest.raises(ValueError, match=f"The target is .*{wrong}|The target is a int, expected a model"):
+            load_drafter(tmp_path, target=wrong)
+
+
+def test_a_pair_is_warned_of_once(tmp_path, caplog):
+    target, drafter = written("HyperDFlash", tmp_path)
+    drafter.config.target_name_or_path, target.config._name_or_path = "org/one", "org/another"
+    drafter.save_pretrained(tmp_path)
+    load_drafter(tmp_path, target=target).bind(target)
+    assert caplog.text.count("fewer drafts may be accepted") == 1
+
+
 def test_what_is_no_drafter_is_refused(tmp_path):
     target, _ = written("HyperDFlash", tmp_path / "drafter")
     target.save_pretrained(tmp_path / "target")
@@ -134,11 +169,16 @@ def test_what_is_no_drafter_is_refused(tmp_path):
         DeepseekV4MTPDrafter.from_target(tmp_path / "drafter")
     with pytest.raises(ValueError, match="float7"):
         load_drafter(tmp_path / "drafter", dtype="float7")
+    with pytest.raises(ValueError, match="`dtype` is 'flaot32', expected a dtype of weights or its name"):
+        load_target(str(tmp_path / "target"), dtype="flaot32")
     (tmp_path / "drafter" / "model.safetensors").unlink()
     with pytest.raises(OSError, match=r"has no weights, expected model\.safetensors"):
         load_drafter(tmp_path / "drafter")
-    with pytest.raises(OSError, match=r"The folder \./nowhere does not exist"):
+    with pytest.raises(OSError, match=r"The folder \./nowhere does not exist.* Check the name; .*") as missing:
         load_drafter("./nowhere")
+    assert str(missing.value).endswith(f"looked for from the current one, {Path.cwd()}.")
+    with pytest.raises(OSError, match=r"The folder /no/where does not exist.*: no drafter\. Check the name\.$"):
+        load_drafter("/no/where")
     with pytest.raises(ValueError, match="The name of the drafter is None, expected a folder or a Hub id"):
         load_drafter(None)
 

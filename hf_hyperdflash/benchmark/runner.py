@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from ..runtime.request import check_tree_budget
 from ..runtime.stats import clock, exact_timing
 from ..training.data import encode_prompts
 from ..training.fingerprint import as_words, module_fingerprint, target_fingerprint
@@ -51,7 +52,7 @@ class Method:
         is_adaptive: Whether the drafter learns while it serves. It is then this method's alone.
 
     Raises:
-        ValueError: If the drafter cannot draft that many, or is to learn and cannot.
+        ValueError: If the drafter cannot draft that many, no tree has so many nodes, or it is to learn and cannot.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Method:
     def __post_init__(self) -> None:
         if self.num_draft_tokens is not None:
             self.drafter.check_num_draft_tokens(self.num_draft_tokens)
+        check_tree_budget(self.tree_budget)
 
 
 @dataclass

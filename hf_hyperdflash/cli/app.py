@@ -18,7 +18,11 @@ from .train import train
 
 _UsageError: Any = typer.BadParameter.__base__  # which typer has of one version of click or another
 
-app = typer.Typer(add_completion=False, help="HyperDFlash: draft with, train and measure.")
+app = typer.Typer(
+    add_completion=False,
+    help="Generate text with a drafter's help; train, measure and share drafters.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 _STOPPED = 130  # as a shell has it for Ctrl-C
 _AFTERWARDS = {
@@ -42,7 +46,7 @@ def run() -> None:
         status = _STOPPED
     except _UsageError as error:
         help = f"{error.ctx.command_path} --help" if error.ctx else "--help"
-        status = _say(f"{error.format_message().rstrip('.')}. See `{help}`.", error.exit_code)
+        status = _say(f"{_told(error)} See `{help}`.", error.exit_code)
     except OSError as error:
         # Of the system's own errors, which file it is and what is wrong with it.
         status = _say(f"{error.filename}: {error.strerror}." if error.filename and error.strerror else str(error))
@@ -54,6 +58,17 @@ def run() -> None:
     if status == _STOPPED:
         typer.echo(f"\nStopped.{_AFTERWARDS.get(' '.join(sys.argv[1:2]), '')}", err=True)
     raise SystemExit(status)
+
+
+def _told(error: Any) -> str:
+    """What is wrong with the command line: with the value, which typer leaves out, and what is missing in words."""
+    message = error.format_message().rstrip(".")
+    if errors := getattr(error.__cause__, "errors", None):
+        message = message.replace("Input should", f"{errors()[0]['input']!r} should")
+    about = (getattr(error.param, "help", None) or "") if message.startswith("Missing ") else ""
+    if about:
+        message += f" ({about.rstrip('.')})"
+    return message if message.endswith("?") else f"{message}."
 
 
 def _say(message: str, status: int = 1) -> int:

@@ -14,7 +14,7 @@ from .models import announce, load
 def generate(
     target: options.Target,
     drafter: options.Drafter,
-    prompt: Annotated[str, typer.Argument(help="What to ask, as one chat turn.")],
+    prompt: Annotated[str, typer.Argument(help='What to ask, as one chat turn: "What is 2 + 3?".')],
     max_new_tokens: options.NewTokens = 256,
     temperature: options.Temperature = 0.0,
     num_draft_tokens: options.NumDraftTokens = None,
@@ -36,7 +36,7 @@ def generate(
     if not prompt.strip():
         raise ValueError("The prompt is empty, expected what to ask.")
     announce("target", target)
-    model, tokenizer, loaded = load(target, [drafter], dtype, device_map, threads, trust_remote_code)
+    model, tokenizer, loaded = load(target, [drafter], dtype, device_map, threads, trust_remote_code, num_draft_tokens)
     import torch
     from rich.console import Console
     from transformers import TextStreamer
@@ -57,7 +57,7 @@ def generate(
         keep_trees() if show else nullcontext(),
         WhoWrote(tokenizer, assistant, Console(highlight=False)) if show else plain as streamer,
     ):
-        model.generate(
+        text = model.generate(
             ids,
             assistant_model=assistant,
             max_new_tokens=max_new_tokens,
@@ -67,9 +67,11 @@ def generate(
         )
     stats = assistant.last_stats
     rates = ", ".join(f"{100 * rate:.0f}" for rate in stats.acceptance)
+    ends = model.generation_config.eos_token_id
+    is_cut = stats.tokens >= max_new_tokens and int(text[0, -1]) not in (ends if isinstance(ends, list) else [ends])
     typer.echo(
         f"\n{stats.tokens} tokens in {stats.rounds} verification round{'s' * (stats.rounds != 1)}: "
         f"tau {stats.tau:.2f}, {stats.tokens / max(stats.loop_seconds, 1e-9):.1f} tokens/s. "
-        f"Drafts accepted at each position, %: {rates}.",
+        f"Drafts accepted at each position, %: {rates}." + f" Stopped at --max-new-tokens {max_new_tokens}." * is_cut,
         err=True,
     )

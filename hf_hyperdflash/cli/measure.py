@@ -167,6 +167,8 @@ def _named(drafters: list[str] | None, others: Any = None) -> list[Named]:
                 '"NAME (4, 16 nodes)=PATH" or "NAME (4, adaptive)=PATH" with at least 1 draft and 1 node.'
             )
         count, nodes = (int(told) if told and told != "auto" else told for told in matched.groups()[1:3])
+        if isinstance(nodes, int) and nodes > options.MOST_NODES:
+            raise ValueError(f"`--drafter` is {given!r}, expected at most {options.MOST_NODES} nodes, or auto.")
         named.append((matched[1] or None, count, nodes, bool(matched[4]), path))
     return named
 

@@ -33,9 +33,10 @@ def load(
     device_map: str | None,
     threads: int | None,
     trust_remote_code: bool,
+    num_draft_tokens: int | str | None = None,
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """The target, bound, its tokenizer, and its drafters by their names. All, and whether they are for each other, is
-    looked at before one is loaded."""
+    """The target, bound, its tokenizer, and its drafters by their names. All, and whether they are for each other and
+    can draft as many tokens as they are asked for, is looked at before one is loaded."""
     import torch
 
     from .. import loading
@@ -44,7 +45,7 @@ def load(
     loading.check_target(target)
     for drafter in drafters:
         loading.check_drafter(drafter)
-        loading.check_made_for(target, drafter)
+        loading.check_made_for(target, drafter, num_draft_tokens)
     if threads:
         torch.set_num_threads(threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from typer import Argument, BadParameter, Option
 
+MOST_NODES = 1024  # of `runtime.request`, which takes seconds to import
 _DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 
 
@@ -23,9 +24,16 @@ def check_dtype(value: str | None) -> str | None:
 
 
 def _number_or_auto(value: str) -> Any:
-    if value != "auto" and not (value.isdecimal() and int(value)):
+    if value.lower() != "auto" and not (value.isdecimal() and int(value)):
         raise BadParameter(f"{value!r} is neither a number, 1 or above, nor auto.")
-    return value if value == "auto" else int(value)
+    return "auto" if value.lower() == "auto" else int(value)
+
+
+def _nodes_or_auto(value: str) -> Any:
+    nodes = _number_or_auto(value)
+    if nodes != "auto" and nodes > MOST_NODES:
+        raise BadParameter(f"{value!r} is more nodes than a draft tree can have: {MOST_NODES} at most, or auto.")
+    return nodes
 
 
 NumDraftTokens = Annotated[
@@ -39,9 +47,9 @@ NumDraftTokens = Annotated[
 TreeBudget = Annotated[
     Any,
     Option(
-        parser=_number_or_auto,
+        parser=_nodes_or_auto,
         metavar="NUMBER|auto",
-        help="Most nodes of a draft tree, or auto for as many as pay; one chain of drafts if unset.",
+        help=f"Most nodes of a draft tree, {MOST_NODES} at most, or auto for as many as pay; one chain if unset.",
     ),
 ]
 
@@ -75,7 +83,7 @@ Temperatures = Annotated[
     list[float] | None, Option("--temperature", callback=_temperature, help="0 is greedy; repeatable.")
 ]
 Limit = Annotated[int | None, Option(min=1, help="Prompts of each suite; all if unset.")]
-NewTokens = Annotated[int, Option(min=1, help="Most new tokens per turn.")]
+NewTokens = Annotated[int, Option(min=1, help="Most new tokens of the answer.")]
 NewTokensOfRounds = Annotated[int, Option(min=3, help="Most new tokens per turn; less than 3 has no round.")]
 Seed = Annotated[int, Option(min=0, max=2**63 - 1, help="Of sampling.")]
 Dtype = Annotated[

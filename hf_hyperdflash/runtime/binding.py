@@ -20,7 +20,15 @@ from .batch_request import STARTS_ONLY, batch_asked
 from .candidates import DraftCandidateGenerator
 from .decoding import Decoding, speculative_decoding
 from .hooks import Reading, ResidualTap
-from .request import AUTO, check_request, check_stock_assistance, drafts_asked, tree_budget_asked, way_asked
+from .request import (
+    AUTO,
+    by_name,
+    check_request,
+    check_stock_assistance,
+    drafts_asked,
+    tree_budget_asked,
+    way_asked,
+)
 from .schedule import Experience
 from .target_family import TargetFamily
 from .targets import family_of, is_bound, is_drafter
@@ -93,6 +101,14 @@ class BoundTarget(_Mixed):
         default = self.hyperdflash_binding.default
         if default is not None and "assistant_model" not in asked and way_asked(self, asked) is None:
             kwargs["assistant_model"] = asked["assistant_model"] = default
+        assistant: Any = by_name(asked).get("assistant_model")
+        if assistant is not None and not hasattr(assistant, "config"):
+            raise ValueError(
+                f"`assistant_model` is {assistant!r}, expected a drafter: load it with `hf_hyperdflash.load_drafter` "
+                "first."
+            )
+        if is_drafter(assistant):
+            assistant.remember(None)  # of an earlier call's, where this one turns out not to draft
         request = batch_asked(self, asked)
         if request is None:
             return generate(*args, **kwargs)

@@ -148,8 +148,8 @@ class BlockDrafter(ReadingDrafter):
     @property
     def _about_drafts(self) -> str:  # type: ignore[override]
         return (
-            f", the draft positions of its block of {self.config.block_size}. Train one with a larger "
-            "`num_draft_tokens` for more"
+            f" Its block of {self.config.block_size} has no more draft positions: train one with a larger "
+            "`num_draft_tokens`."
         )
 
     def check_trainable(self, target: PreTrainedModel) -> None:

@@ -122,7 +122,7 @@ class Drafter:
         Afterwards `target.generate(**inputs, assistant_model=drafter)` drafts with it, `num_assistant_tokens` a round.
         With `tree_budget` a round is a draft tree of at most so many nodes, as deep as that. More nodes, more tokens
         accepted a round, and a dearer round: each node costs a mixture of experts more experts, and a dense target
-        next to nothing while it waits for its weights.
+        next to nothing while it waits for its weights. 1024 are the most.
 
         Either may be `"auto"`: as many drafts or nodes as pay for themselves, and none where none does. What rounds
         take and bring is measured while it generates, on this machine and for these texts, and kept until the target
@@ -190,12 +190,12 @@ class Drafter:
     @property
     def num_draft_tokens(self) -> int | str:
         """Tokens drafted per round, where `generate` is not told (`num_assistant_tokens`); `"auto"` for as many as pay
-        for themselves."""
+        for themselves. Set to `None` it is again all that the drafter can."""
         return vars(self).get("_num_draft_tokens") or self.max_draft_tokens or 1
 
     @num_draft_tokens.setter
-    def num_draft_tokens(self, value: int | str) -> None:
-        vars(self)["_num_draft_tokens"] = self.check_num_draft_tokens(value)
+    def num_draft_tokens(self, value: int | str | None) -> None:
+        vars(self)["_num_draft_tokens"] = None if value is None else self.check_num_draft_tokens(value)
 
     def check_num_draft_tokens(self, value: int | str) -> int | str:
         """Return `value` if this drafter can draft that many tokens per round, or if it is `"auto"`.
@@ -203,11 +203,16 @@ class Drafter:
         Raises:
             ValueError: If not.
         """
-        if value == AUTO or (type(value) is int and 1 <= value <= (self.max_draft_tokens or value)):
+        most, is_count = self.max_draft_tokens, type(value) is int
+        if value == AUTO or (is_count and 1 <= cast(int, value) <= (most or cast(int, value))):
             return value
-        expected = f"1 to {self.max_draft_tokens}" if self.max_draft_tokens else "a whole number of at least 1"
+        numbers = f"from 1 to {most}" if most else "of at least 1"
+        advice = self._about_drafts if is_count and cast(int, value) > 0 else ""
+        if is_count and value == 0:
+            advice = " Leave `assistant_model` out for plain generation."
         raise ValueError(
-            f"This drafter cannot draft {value!r} tokens a round: expected {expected}{self._about_drafts}, or 'auto'."
+            f"This drafter cannot draft {value!r} tokens a round: expected a whole number {numbers}, or 'auto'."
+            + advice
         )
 
     _about_drafts = ""  # why so many, and what to do for more
@@ -216,10 +221,11 @@ class Drafter:
 
     @property
     def last_stats(self) -> SpeculationStats | None:
-        """Of this thread's last `generate` with the drafter; `None` before the first."""
+        """Of this thread's last `generate` with the drafter; `None` before the first, and where that one could not
+        draft (beams, for example, are transformers' own)."""
         return vars(self).get("_stats_of_threads", {}).get(threading.get_ident())
 
-    def remember(self, stats: SpeculationStats) -> None:
+    def remember(self, stats: SpeculationStats | None) -> None:
         """Let `stats` be this thread's last."""
         vars(self).setdefault("_stats_of_threads", {})[threading.get_ident()] = stats
 

@@ -61,14 +61,17 @@ def most_probable(
         likely = (scored(prefixes, steps(k, level, rows).logits) / SHARPENED).log_softmax(-1)
         best = likely.topk(min(width, likely.shape[-1]), dim=-1)
         found = (of_level[:, None] + best.values).flatten().nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-        start = len(values)
-        values, tokens = torch.cat([values, found]), torch.cat([tokens, best.indices.flatten()])
-        parents = torch.cat([parents, places.repeat_interleave(best.values.shape[1])])
+        start, children = len(values), best.values.shape[1]
+        # A level has no more of the best than there are nodes: of a large tree it has far more in all, dear to sort.
+        of_best = found.topk(min(budget, len(found))).indices.sort().values
+        values = torch.cat([values, found[of_best]])
+        tokens = torch.cat([tokens, best.indices.flatten()[of_best]])
+        parents = torch.cat([parents, places[of_best // children]])
         among = values.sort(descending=True, stable=True).indices[:budget]
         places = among[(among >= start) & values[among].isfinite()][:width].sort().values
         if not len(places):
             break
-        rows = (places - start) // best.values.shape[1]
+        rows = of_best[places - start] // children
         level, of_level = tokens[places], values[places]
         prefixes = torch.cat([prefixes[rows], level[:, None]], dim=1)
     kept = values.sort(descending=True, stable=True).indices[:budget]

@@ -214,8 +214,6 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
     def _logits(self, target: PreTrainedModel, streams: torch.Tensor) -> torch.Tensor:
         return family_of(target).logits(self.collapse(streams)).float()
 
-    _about_drafts = ": 1 to 6, as the block was trained for one step, and each further one is accepted less often"
-
     # Use with a target
 
     def check_target(self, target: PreTrainedModel) -> None:

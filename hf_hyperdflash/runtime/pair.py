@@ -26,6 +26,8 @@ def check_pair(config: Any, target: PreTrainedModel, drafter: str) -> None:
     """
     family = family_of(target)
     own = family.config
+    kind = getattr(config, "target_model_type", "")
+    kind = f", a {kind} model," if kind else ""
     for what, drafters, targets in (
         ("vocab_size", config.vocab_size, own.vocab_size),
         ("hidden_size", config.target_hidden_size, own.hidden_size),
@@ -34,7 +36,7 @@ def check_pair(config: Any, target: PreTrainedModel, drafter: str) -> None:
         if drafters != targets:
             raise ValueError(
                 f"The drafter was made for a target with `{what}` {drafters}, but this target's is {targets}. Load "
-                f"the drafter's own target, or make one with `{drafter}.from_target(target)`."
+                f"the drafter's own target{kind} or make a drafter with `{drafter}.from_target(target)`."
             )
     deepest = max(config.target_layer_ids or [-1])
     if own.num_hidden_layers and deepest >= own.num_hidden_layers:  # loaded without layers: for its head alone

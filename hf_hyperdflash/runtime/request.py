@@ -15,6 +15,7 @@ _MEDIA = ("pixel_values", "mm_encoder_outputs", "input_features")  # prefixes of
 
 
 AUTO = "auto"  # `num_assistant_tokens`, `tree_budget`: what pays for itself
+MOST_NODES = 1024  # of a draft tree: the masks and scores of many more fill any memory
 
 
 def drafts_asked(config: GenerationConfig | None) -> Any:
@@ -58,11 +59,19 @@ def tree_budget_asked(config: GenerationConfig) -> Any:
     Raises:
         ValueError: If it is no number of nodes.
     """
-    budget = getattr(config, "tree_budget", None)
-    if budget not in (None, AUTO) and (type(budget) is not int or budget < 1):
+    return check_tree_budget(getattr(config, "tree_budget", None))
+
+
+def check_tree_budget(budget: Any) -> Any:
+    """Return `budget` if a draft tree can have so many nodes, or if it is `"auto"` or `None`.
+
+    Raises:
+        ValueError: If not.
+    """
+    if budget not in (None, AUTO) and (type(budget) is not int or not 1 <= budget <= MOST_NODES):
         raise ValueError(
-            f"`tree_budget` is {budget!r}, expected the most nodes of a draft tree, a whole number of at least 1, "
-            "'auto' for what pays, or None for one chain of drafts."
+            f"`tree_budget` is {budget!r}, expected the most nodes of a draft tree, a whole number from 1 to "
+            f"{MOST_NODES}, 'auto' for what pays, or None for one chain of drafts."
         )
     return budget
 
@@ -74,8 +83,13 @@ def check_request(
     if model_kwargs.get("past_key_values") is None:
         raise ValueError("Assisted generation needs a cache: leave `use_cache` at True.")
     check_cache(model_kwargs["past_key_values"])
-    if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
+    if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("HyperDFlash drafts from token ids: pass `input_ids`, not `inputs_embeds`.")
+    if input_ids.shape[1] == 0:
+        raise ValueError(
+            f"The prompt is empty: `input_ids` has the shape {list(input_ids.shape)}, expected at least one token in "
+            "it. Pass a text, or the tokenizer's first token."
+        )
     if input_ids.shape[0] > 1:
         raise ValueError(
             f"Our loop was given {input_ids.shape[0]} texts, expected one: `target.generate` makes rows of a batch."

@@ -117,6 +117,15 @@ class SpeculationStats:
     loop_seconds: float = 0.0
     rows: list[SpeculationStats] = field(default_factory=list)
 
+    def __str__(self) -> str:
+        """In a line; its lists are as long as the text, `repr` has them."""
+        rates = ", ".join(f"{100 * rate:.0f}" for rate in self.acceptance) or "none"
+        rows = f" of {len(self.rows)} rows" if self.rows else ""
+        return (
+            f"{self.tokens} tokens{rows} in {self.rounds} verification round{'s' * (self.rounds != 1)}: "
+            f"tau {self.tau:.2f}, drafts accepted at each position, %: {rates}"
+        )
+
     def __iadd__(self, other: SpeculationStats) -> SpeculationStats:
         """Add another call's."""
         self.draft_positions = max(self.draft_positions, other.draft_positions)

@@ -214,8 +214,8 @@ class UnrolledDrafter(ReadingDrafter):
     @property
     def _about_drafts(self) -> str:  # type: ignore[override]
         return (
-            f", {self.config.max_blocks} blocks of {self.config.block_size}. Load it with a larger `max_blocks` for "
-            "more"
+            f" Its {self.config.max_blocks} blocks of {self.config.block_size} have no more: load it with a larger "
+            "`max_blocks`."
         )
 
     def check_target(self, target: PreTrainedModel) -> None:

@@ -82,7 +82,10 @@ def check_source(name: Any, what: str = "drafter", *others: str) -> None:
         try:
             validate_repo_id(str(name))
         except HFValidationError as error:
-            raise OSError(f"The folder {name} does not exist, and it is no Hub id (org/name): no {what}.") from error
+            where = "" if Path(name).is_absolute() else f"; a folder is looked for from the current one, {Path.cwd()}"
+            raise OSError(
+                f"The folder {name} does not exist, and it is no Hub id (org/name): no {what}. Check the name{where}."
+            ) from error
     elif not any(Path(name, file).is_file() for file in ("config.json", *others)):
         raise OSError(f"The folder {name} has no config.json, expected a saved {what}.")
 

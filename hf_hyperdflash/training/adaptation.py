@@ -163,6 +163,15 @@ class Adaptation:
         self._hearing, self._updating = threading.Lock(), threading.Lock()
         drafter.learner = self
 
+    def __repr__(self) -> str:
+        updates = [decision for decision in self.log if decision.arm is not None]
+        kept = sum((decision.gain or 0.0) > 0 for decision in updates)
+        ended = "" if self.drafter.learner is self else ", stopped"
+        return (
+            f"<Adaptation of a {type(self.drafter).__name__}: {len(self.log)} requests, {len(updates)} updates, "
+            f"{kept} of them kept{ended}>"
+        )
+
     def __enter__(self) -> Adaptation:
         return self
 

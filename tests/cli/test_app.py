@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 
 import hf_hyperdflash
 from hf_hyperdflash import HyperDFlashDrafter
+from hf_hyperdflash.cli import options
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.cli.app import run as entry_point
+from hf_hyperdflash.runtime.request import MOST_NODES
 from hf_hyperdflash.training.fingerprint import changed_parts
 from hf_hyperdflash.training.script import main as train_main
 
@@ -123,7 +125,7 @@ def test_a_target_is_compared_with_whichever_drafter_it_carries(monkeypatch, cap
     (drafted,) = (line for line in lines[1:] if line["method"] == "DSpark (2)")
     assert drafted["identical"] and drafted["draft_positions"] == 2
     code, said = ended(monkeypatch, capsys, "benchmark", *command, "--mtp", 6)
-    assert code == 1 and "cannot draft 6 tokens a round: expected 1 to 5" in said[-1]
+    assert code == 1 and "cannot draft 6 tokens a round: expected a whole number from 1 to 5" in said[-1]
     printed = run("generate", "--target", target, "--drafter", target, "--max-new-tokens", 8, "What is 3 plus 4?")
     assert "tau" in printed
 
@@ -326,8 +328,11 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     *(([command, name, *rest], 1, NO_DRAFTER[name]) for name in ("empty", "no-json", "a-list", "configured")
       for command, *rest in (["card"], ["push", "org/name"])),
     ([*ASK, "--dtype", "float7"], 2, "'float7' is not one of auto, bfloat16, float16, float32"),
-    ([*ASK, "--threads", "-1"], 2, "Invalid value for '--threads'"),
-    ([*ASK, "--threads", "two"], 2, "Invalid value for '--threads'"),
+    ([*ASK, "--threads", "-1"], 2, "Invalid value for '--threads': '-1' should be"),
+    ([*ASK, "--threads", "two"], 2, "Invalid value for '--threads': 'two' should be a valid integer"),
+    ([*ASK, "--temperature", "hot"], 2, "Invalid value for '--temperature': 'hot' should be a valid number"),
+    ([*ASK, "--tree-budget", "1025"], 2, "'1025' is more nodes than a draft tree can have: 1024 at most, or auto."),
+    ([*COMPARE, "--drafter", f"X (4, 1025 nodes)={DRAFTER}"], 1, "expected at most 1024 nodes, or auto."),
     ([*ASK, "--device-map", "cuda:77"], 1, "`--device-map` is 'cuda:77', but this torch sees"),
     ([*ASK, "--device-map", "toaster"], 1, "`--device-map` is 'toaster', expected auto, balanced"),
     *(([*ASK, option, wrong], 2, f"'{wrong}' is neither a number, 1 or above, nor auto")
@@ -336,11 +341,11 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     ([*ASK, "--temperature", "-1"], 2, "-1.0 is no temperature"),
     ([*ASK, "--temperature", "nan"], 2, "nan is no temperature"),
     ([*ASK, "--temperature", "inf"], 2, "inf is no temperature"),
-    ([*ASK, "--max-new-tokens", "0"], 2, "Invalid value for '--max-new-tokens'"),
-    ([*ASK, "--seed", "-1"], 2, "Invalid value for '--seed'"),
+    ([*ASK, "--max-new-tokens", "0"], 2, "Invalid value for '--max-new-tokens': '0' should be greater than"),
+    ([*ASK, "--seed", "-1"], 2, "Invalid value for '--seed': '-1' should be greater than"),
     (["generate", *PAIR, " "], 1, "The prompt is empty"),
-    (["generate", *PAIR], 2, "Missing argument"),
-    (["generate", "--target", TARGET, "hi"], 2, "Missing option '--drafter'"),
+    (["generate", *PAIR], 2, "Missing argument 'prompt' (What to ask, as one chat turn: \"What is 2 + 3?\"). See"),
+    (["generate", "--target", TARGET, "hi"], 2, "Missing option '--drafter' (Path or Hub id of the drafter). See"),
     ([*ASK, "there"], 2, "unexpected extra argument"),
     ([*ASK, "--colour", "red"], 2, "No such option"),
     (["generalize"], 2, "No such command 'generalize'"),
@@ -525,6 +530,34 @@ run()
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 130 and "Traceback" not in result.stderr
     assert result.stderr.strip().splitlines()[-1].startswith("Stopped. ") and said in result.stderr
+
+
+def test_a_slip_in_a_commands_name(monkeypatch, capsys):
+    code, lines = ended(monkeypatch, capsys, "genrate")
+    assert code == 2 and lines == [
+        "Error: No such command 'genrate'. Did you mean 'generate'? See `hf-hyperdflash --help`."
+    ]
+
+
+def test_the_short_help_is_the_long_one():
+    for command in ([], ["generate"], ["train"]):
+        assert run(*command, "-h") == run(*command, "--help")
+
+
+def test_an_answer_that_was_cut_off_says_so():
+    asked = ["generate", *PAIR, "--num-draft-tokens", "AUTO", "What is 3 plus 4?"]
+    assert run(*asked, "--max-new-tokens", 3).endswith("%: 100. Stopped at --max-new-tokens 3.\n")
+    assert "Stopped at" not in run(*asked, "--max-new-tokens", 400)
+
+
+def test_how_many_drafts_is_looked_at_before_the_target_is_loaded(monkeypatch, capsys):
+    monkeypatch.setattr("hf_hyperdflash.loading.load_target", lambda *a, **k: pytest.fail("the target was loaded"))
+    code, lines = ended(monkeypatch, capsys, *ASK, "--num-draft-tokens", "99")
+    assert code == 1 and "cannot draft 99 tokens a round: expected a whole number from 1 to 8" in lines[-1]
+
+
+def test_the_most_nodes_are_the_runtimes():
+    assert options.MOST_NODES == MOST_NODES
 
 
 def test_the_version(monkeypatch, capsys):

@@ -233,10 +233,15 @@ def test_requests_that_cannot_work_are_refused_before_any_work(pair, monkeypatch
     monkeypatch.setattr(type(target), "forward", lambda *a, **k: pytest.fail("the target ran"))
     with pytest.raises(ValueError, match="pass `input_ids`, not `inputs_embeds`"):
         target.generate(inputs_embeds=torch.zeros(2, 5, 32), assistant_model=drafter, max_new_tokens=3)
+    empty = torch.empty(1, 0, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"The prompt is empty: `input_ids` has the shape \[1, 0\], expected"):
+        target.generate(empty, assistant_model=drafter, max_new_tokens=3)
+    with pytest.raises(ValueError, match="`assistant_model` is 'a/drafter', expected a drafter: load it with"):
+        target.generate(prompt(5), assistant_model="a/drafter", max_new_tokens=3)
     with pytest.raises(ValueError, match="cache"):
         target.generate(prompt(5), assistant_model=drafter, max_new_tokens=3, use_cache=False)
     for asked in (7, "3", 2.5):
-        with pytest.raises(ValueError, match=f"cannot draft {asked!r} tokens a round: expected 1 to 6"):
+        with pytest.raises(ValueError, match=f"cannot draft {asked!r} tokens a round: expected a whole number from 1"):
             target.generate(prompt(5), assistant_model=drafter, max_new_tokens=3, num_assistant_tokens=asked)
     with pytest.raises(ValueError, match="lossless"):
         target.generate(prompt(5), assistant_model=drafter, max_new_tokens=3, assistant_ensemble_weight=0.5)

@@ -67,7 +67,7 @@ def test_a_drafter_needs_a_propose():
         target.generate(prompt(5), assistant_model=drafter, max_new_tokens=5)
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 2.0, True, None, "3"])
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, True, "3"])
 def test_numbers_of_drafts(wrong):
     drafter = Repeating(tiny_target())
     assert drafter.num_draft_tokens == 1 and drafter.last_stats is None
@@ -75,6 +75,20 @@ def test_numbers_of_drafts(wrong):
     with pytest.raises(ValueError, match=r"cannot draft .* tokens a round: expected a whole number of at least 1"):
         drafter.num_draft_tokens = wrong
     assert drafter.num_draft_tokens == 500
+    drafter.num_draft_tokens = None  # as it was at first
+    assert drafter.num_draft_tokens == 1
+
+
+def test_a_generation_that_could_not_draft_leaves_no_statistics():
+    target, ids = tiny_target(hidden_size=64), prompt(9)
+    drafter, other = tiny_drafter(target), tiny_drafter(target)
+    drafter.bind(target)
+    options = dict(do_sample=False, max_new_tokens=6)
+    for each in (drafter, other):
+        target.generate(ids, assistant_model=each, **options)
+        assert each.last_stats.tokens == 6
+    target.generate(ids, assistant_model=drafter, num_beams=2, **options)
+    assert drafter.last_stats is None and other.last_stats.tokens == 6
 
 
 def test_each_thread_finds_its_own_statistics():

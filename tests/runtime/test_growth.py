@@ -201,3 +201,11 @@ def test_each_path_is_changed_by_the_requests_processors_as_it_stands(do_sample)
 
 def test_a_budget_is_no_tree_where_nothing_fits():
     assert len(DraftSampler(LogitsProcessorList(), True, tree_budget=9).grow(IDS, 0, Talker(3, 1))) == 0
+
+
+def test_no_more_of_a_level_is_sorted_than_can_be_kept(monkeypatch):
+    """A level of a large tree has `budget` squared children."""
+    sizes, sort, budget = [], torch.Tensor.sort, 60
+    monkeypatch.setattr(torch.Tensor, "sort", lambda self, **kwargs: sizes.append(len(self)) or sort(self, **kwargs))
+    tree = most_probable(IDS, 4, budget, Talker(100, 3), as_they_are)
+    assert len(tree) == budget and max(sizes) <= 4 * budget

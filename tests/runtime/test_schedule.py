@@ -645,9 +645,13 @@ def test_where_no_schedule_is(target):
 def test_what_is_neither_a_number_nor_auto_is_refused(target, wrong):
     drafter = tiny_drafter(target)
     drafter.bind(target)
-    with pytest.raises(ValueError, match=r"cannot draft .* expected 1 to 6.*, or 'auto'"):
+    with pytest.raises(
+        ValueError, match=r"cannot draft .* expected a whole number from 1 to 6, or 'auto'\."
+    ) as refused:
         drafter.num_draft_tokens = wrong
-    with pytest.raises(ValueError, match=r"cannot draft .* expected 1 to 6.*, or 'auto'"):
+    advice = {7: "train one with a larger `num_draft_tokens`.", 0: "Leave `assistant_model` out for plain generation."}
+    assert str(refused.value).endswith(advice.get(wrong if type(wrong) is int else None, "or 'auto'."))
+    with pytest.raises(ValueError, match=r"cannot draft .* expected a whole number from 1 to 6, or 'auto'\."):
         target.generate(prompt(12), assistant_model=drafter, num_assistant_tokens=wrong, max_new_tokens=5)
 
 

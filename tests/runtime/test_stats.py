@@ -54,6 +54,17 @@ def test_figures_are_those_of_counting_round_by_round(forwards):
     assert stats.conditional_acceptance == pytest.approx(after_the_one_before)
 
 
+def test_they_are_printed_in_a_line():
+    stats = counted([(2, 2), (2, 1), (2, 0), (2, 1)])
+    rates = "drafts accepted at each position, %: 75, 25"
+    assert str(stats) == f"{stats.tokens} tokens in 4 verification rounds: tau {stats.tau:.2f}, {rates}"
+    assert f"emitted={stats.emitted}" in repr(stats)  # which has all
+    batch = SpeculationStats(tokens=1, rounds=1, rows=[stats, stats])
+    assert (
+        str(batch) == "1 tokens of 2 rows in 1 verification round: tau 0.00, drafts accepted at each position, %: none"
+    )
+
+
 @settings(deadline=None, max_examples=60)
 @given(FORWARDS, FORWARDS)
 def test_two_calls_statistics_add_up_to_those_of_all_their_rounds(first, second):

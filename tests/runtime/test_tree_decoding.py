@@ -19,11 +19,12 @@ from transformers.generation.streamers import BaseStreamer
 from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, bind
 from hf_hyperdflash.runtime.binding import capture_residual
 from hf_hyperdflash.runtime.heads import HEADS
+from hf_hyperdflash.runtime.request import MOST_NODES
 from hf_hyperdflash.runtime.sampling import DraftSampler
 from hf_hyperdflash.runtime.targets import family_of
 from hf_hyperdflash.runtime.tree import DraftTree
 
-from ..conftest import CSA, HCA, MIXES, perfect, prompt, tiny_target
+from ..conftest import CSA, HCA, MIXES, perfect, prompt, tiny_drafter, tiny_target
 from ..helpers import families
 from ..helpers.drawn_tokens import assert_drawn_from
 from ..helpers.greedy_options import GREEDY_OPTIONS
@@ -342,11 +343,20 @@ def test_a_chain_is_no_longer_than_the_budget(target):
     assert drafter.last_stats.draft_positions <= 2 and drafter.last_stats.nodes
 
 
-@pytest.mark.parametrize("budget", [0, -3, 2.5, True, "8"])
+@pytest.mark.parametrize("budget", [0, -3, 2.5, True, "8", 1025, 10**7])
 def test_a_budget_is_a_number_of_nodes(target, budget):
     drafter = PromptLookupDrafter(target)
     with pytest.raises(ValueError, match=f"`tree_budget` is {budget!r}, expected the most nodes of a draft tree"):
         target.generate(prompt(5), assistant_model=drafter, tree_budget=budget, max_new_tokens=4)
+
+
+def test_the_largest_tree_is_one(target):
+    ids = prompt(8)
+    drafter = tiny_drafter(target)
+    drafter.bind(target)
+    options = dict(do_sample=False, max_new_tokens=6)
+    out = target.generate(ids, assistant_model=drafter, tree_budget=MOST_NODES, **options)
+    assert torch.equal(out, target.generate(ids, **options)) and drafter.last_stats.nodes > MOST_NODES / 2
 
 
 def test_two_threads_grow_trees_on_one_target(target):

@@ -253,7 +253,7 @@ def test_at_random_two_texts_are_drawn(page):
     [
         ("Prompt", " ", "The prompt is empty, expected what to ask."),
         ("Prompt", "word " * 2000, "the target was made for 2048 together. Shorten the prompt."),
-        ("Drafts a round", "99", "This drafter cannot draft 99 tokens a round: expected 1 to 8"),
+        ("Drafts a round", "99", "This drafter cannot draft 99 tokens a round: expected a whole number from 1 to 8"),
         ("Drafts a round", "many", "This drafter cannot draft 'many' tokens a round"),
         ("Tree budget", "0", "The tree budget is '0', expected the most nodes of a tree, 1 to 512, or auto."),
     ],

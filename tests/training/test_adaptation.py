@@ -57,6 +57,8 @@ def test_a_drafter_learns_what_it_serves_and_the_text_stays_the_targets(target, 
         for turn in range(24):
             assert torch.equal(answer(target, drafter, ids[turn % 3]), plain[turn % 3])
     assert drafter.learner is None and not same(before, weights_of(drafter))
+    assert repr(learning).startswith(f"<Adaptation of a {type(drafter).__name__}: 24 requests, 22 updates, ")
+    assert repr(learning).endswith(" of them kept, stopped>")
     last = [answer(target, drafter, each) is not None and drafter.last_stats.tau for each in ids]
     assert sum(last) > 1.5 * sum(first)
     updates = [decision for decision in learning.log if decision.arm]

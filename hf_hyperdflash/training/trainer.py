@@ -55,7 +55,7 @@ class HyperDFlashTrainer(Trainer):
     """Train a [`HyperDFlashDrafter`] for a target, or a [`SpecBlockDrafter`] or [`Eagle3Drafter`], as their papers do
     ([`~unrolled.UnrolledObjective`]).
 
-    [`save_model`] writes `training.json` beside the drafter, of which its model card tells how it was trained, and the
+    `save_model` writes `training.json` beside the drafter, of which its model card tells how it was trained, and the
     drafter's configuration says which target it was trained for.
 
     The target is frozen and only read: just the drafter is optimized, saved and synchronized. The target may be spread
@@ -396,7 +396,8 @@ class HyperDFlashTrainer(Trainer):
             torch.save(self.args, folder / TRAINING_ARGS_NAME)
         else:
             super()._save(output_dir, state_dict)
-            if self.state.global_step and not CHECKPOINT.fullmatch(folder.name):
+            # An adapter's card is PEFT's, which reads no record.
+            if self.state.global_step and isinstance(drafter, SavedDrafter) and not CHECKPOINT.fullmatch(folder.name):
                 write_record(self, folder)
         share_modes(folder)
 

@@ -1,6 +1,7 @@
 """`hf-hyperdflash train`: its help, what it refuses before any work, and the record of what happened."""
 
 import json
+import logging
 import os
 import re
 import signal
@@ -10,18 +11,22 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
+from typer.testing import CliRunner
 
 from hf_hyperdflash import DeepseekV4DSparkDrafter, HyperDFlashConfig, load_drafter, load_target
+from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.hub.cards import TRAINING_RECORD, drafter_card
 from hf_hyperdflash.runtime.configuration_dspark import DeepseekV4DSparkConfig
 from hf_hyperdflash.training.checkpoints import last_whole
 from hf_hyperdflash.training.flags import help_text
 from hf_hyperdflash.training.progress import line_of
-from hf_hyperdflash.training.script import main, make_parser
+from hf_hyperdflash.training.script import _shown_once, main, make_parser
 
 from ..conftest import MODELS
 from ..helpers.deepseek_checkpoints import dspark_fields
@@ -182,6 +187,19 @@ def test_a_table_that_is_none_is_told_once(tmp_path, capfd):
     with pytest.raises(ValueError, match=r"rows\.jsonl:2 is no JSON"):
         main(flags(tmp_path, data))
     assert "Failed to" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_of_several_processes_one_tells_of_loading(process, monkeypatch, caplog):
+    monkeypatch.setenv("RANK", str(process))
+    done = CliRunner().invoke(app, ["train", "--bogus"])
+    assert ("Loading PyTorch" in done.stderr) is (process == 0)
+    with _shown_once(SimpleNamespace(process_index=process, disable_tqdm=True)):
+        logging.getLogger("hf_hyperdflash.runtime.mask_token").warning("The drafter's mask token is 3")
+        assert not datasets.utils.is_progress_bar_enabled()
+    assert len(caplog.messages) == 1 - process and datasets.utils.is_progress_bar_enabled()
+    logging.getLogger("hf_hyperdflash.runtime.mask_token").warning("again")
+    assert caplog.messages[-1] == "again"
 
 
 @pytest.mark.parametrize("missing", ["target", "output_dir"])

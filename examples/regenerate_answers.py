@@ -5,7 +5,8 @@
 Every user turn of a conversation is answered in sequence; the answers of the dataset are not read. Prompts of about
 one length share a batch, padded on the left; of exactly one length where the target's text would depend on padding, as
 DeepSeek-V4's does. A killed run started again with the same arguments goes on where it stopped and ends in the same
-text: batches and random seeds follow from the prompts.
+text: batches and random seeds follow from the prompts. More prompts may be added so, by another --limit or --data.
+What shapes the answers is written beside them (`answers.jsonl.settings`): other settings need another --output.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_target
+from hf_hyperdflash.loading import check_target
 from hf_hyperdflash.runtime.targets import family_of
 from hf_hyperdflash.training.data import Message, load_rows, to_messages
 from hf_hyperdflash.training.places import at_row, with_places
@@ -32,6 +35,9 @@ from hf_hyperdflash.training.places import at_row, with_places
 Answer = tuple[Message, bool]  # and whether it is cut off, so that it has no end to learn from
 
 END_THINK = "</think>"
+SHAPING = (
+    "question_suffix", "max_prompt_length", "max_new_tokens", "temperature", "top_p", "thinking", "seed", "dtype",
+)  # fmt: skip
 CHUNK = 16  # batches of conversations with several turns that are answered together: their lengths drift apart
 
 
@@ -157,8 +163,8 @@ def answer_of(tokenizer, ids: list[int], ends: list[int], thinking: bool) -> Ans
 
 def read_done(output: Path) -> dict[str, list[Answer]]:
     """Messages that are written already, by conversation. The unfinished last line of a killed run is removed."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.touch()
+    if not output.exists():
+        return {}
     lines, newline, _ = output.read_bytes().rpartition(b"\n")
     done = {}
     for number, line in enumerate(lines.splitlines(), start=1):
@@ -172,6 +178,49 @@ def read_done(output: Path) -> dict[str, list[Answer]]:
         done[row.get("prompt_id") or name_of(row["messages"])] = answers
     os.truncate(output, len(lines + newline))
     return done
+
+
+def shaping(args: argparse.Namespace, tokenizer) -> dict:
+    """The settings that shape an answer, as they are written beside the answers."""
+    template = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()[:16]
+    target = Path(args.target).name if Path(args.target).exists() else args.target
+    return {"target": target, "chat_template": template, **{name: getattr(args, name) for name in SHAPING}}
+
+
+def check_settings(output: Path, now: dict) -> None:
+    """Refuse to add answers to those that were written with other settings."""
+    beside = settings_of(output)
+    then = json.loads(beside.read_text()) if beside.exists() and output.exists() else {}
+    changed = [name for name in then.keys() & now.keys() if then[name] != now[name]]
+    if changed:
+        told = "; ".join(f"--{n.replace('_', '-')} was {then[n]!r} and is {now[n]!r}" for n in sorted(changed))
+        raise ValueError(f"{output} has answers of other settings: {told}. Name another --output, or delete that one.")
+
+
+def settings_of(output: Path) -> Path:
+    return output.with_name(f"{output.name}.settings")  # a suffix that nobody reads as rows
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what cannot go well before anything is loaded or written."""
+    for name in ("limit", "batch_size", "max_prompt_length", "max_new_tokens"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}, expected at least 1.")
+    if not 0 <= args.temperature < math.inf:
+        raise ValueError(f"--temperature is {args.temperature}, expected at least 0, which is greedy.")
+    if not 0 < args.top_p <= 1:
+        raise ValueError(f"--top-p is {args.top_p}, expected more than 0 and at most 1.")
+    check_target(args.target)
+
+
+def print_end(output: Path, cut: list[bool], args: argparse.Namespace) -> None:
+    told = f"{len(cut)} rows in {output}"
+    if any(cut):
+        told += (
+            f"; {sum(cut)} of them hit --max-new-tokens {args.max_new_tokens}: training uses these as far as they go, "
+            "without an end"
+        )
+    print(f"{told}.")
 
 
 def parse_args() -> argparse.Namespace:
@@ -198,6 +247,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    check(args)
     cuda = torch.cuda.is_available()
     tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
     if args.chat_template:
@@ -209,12 +259,23 @@ def main() -> None:
     dtype = args.dtype or ("bfloat16" if cuda else "float32")
     device_map = args.device_map or ("cuda:0" if cuda else "cpu")
     conversations = read_conversations(tokenizer, args)
-    done = read_done(Path(args.output))
+    output = Path(args.output)
+    settings = shaping(args, tokenizer)
+    check_settings(output, settings)
+    done = read_done(output)
+    cut = [answers[-1][1] for answers in done.values()]
+    todo = {c.name for c in conversations} - done.keys()
+    if not todo:
+        print(f"All {len(conversations)} prompts are answered already.")
+        return print_end(output, cut, args)
+    if done:
+        print(f"{len(done)} rows are in {output} already, {len(todo)} prompts to answer.")
     print(f"Loading {args.target} ...")
     target = load_target(args.target, dtype=dtype, device_map=device_map, trust_remote_code=args.trust_remote_code)
-    todo = {c.name for c in conversations} - done.keys()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    settings_of(output).write_text(json.dumps(settings, indent=1))
     bar = {"total": len(conversations), "initial": len(conversations) - len(todo), "smoothing": 0}  # ETA by the mean
-    with Path(args.output).open("a") as file, tqdm(**bar, desc="regenerating", unit="prompt") as progress:
+    with output.open("a") as file, tqdm(**bar, desc="regenerating", unit="prompt") as progress:
         for chunk in chunks(conversations, target, args):
             for over in regenerate(target, tokenizer, chunk, done, args):
                 new = [c for c in over if c.name in todo]
@@ -222,8 +283,10 @@ def main() -> None:
                     file.write(
                         json.dumps({"messages": c.messages, "truncated": c.truncated, "prompt_id": c.name}) + "\n"
                     )
+                    cut.append(c.truncated)
                 file.flush()
                 progress.update(len(new))  # at once: the first of a batch took no less time than all of it
+    print_end(output, cut, args)
 
 
 if __name__ == "__main__":

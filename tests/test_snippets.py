@@ -38,6 +38,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 torch.set_num_threads(1)
 from hf_hyperdflash import load_drafter, load_target
 answered = [{"role": "user", "content": "What is 3 + 4?"}, {"role": "assistant", "content": "The answer is 7."}]
+Dataset.from_list([{"messages": answered}] * 4).to_json("answers.jsonl")
 chats, held_out = Dataset.from_list([{"messages": answered}] * 2), Dataset.from_list([{"messages": answered}])
 """
 # After each snippet of the README that loads a drafter: it is bound as the first one's is, and drafts. A name in its

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import typer
 
 
@@ -13,7 +15,8 @@ def train(context: typer.Context) -> None:
 
         typer.echo(help_text(context.command_path))
         return
-    typer.echo("Loading PyTorch and transformers ...", err=True)
+    if os.environ.get("RANK", "0") == "0":  # of several processes, the first
+        typer.echo("Loading PyTorch and transformers ...", err=True)
     from ..training.script import main
 
     main(context.args, context.command_path)

@@ -38,6 +38,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 LOSS_WEIGHTS = ("ce_weight", "kl_weight", "tv_weight", "confidence_weight", "blind_weight")
+MAX_LENGTH = 4096  # where nothing else is said, and the target has as many positions
 _LEAST = {  # of whole numbers
     "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1,
     "kl_positions": 1, "num_anchors": 1, "loss_chunk_size": 1, "max_length": 2,
@@ -81,7 +82,8 @@ class HyperDFlashTrainingArguments(TrainingArguments):
             `<output_dir>/_features` by default. A finished cache of the same data and target is used as it is.
         feature_dtype: How `"cached"` stores them: `"bfloat16"`, `"float32"`, or `"float8"` with a scale per token and
             path.
-        max_length: Longest row in tokens. Longer conversations are cut such that assistant text stays.
+        max_length: Longest row in tokens, at most the positions that the target has; these, or 4096 if they are more,
+            by default. Longer conversations are cut such that assistant text stays.
         packing: Whether to lay several conversations in one row. The target still runs each on its own, and blocks see
             only their own conversation.
 
@@ -155,7 +157,9 @@ class HyperDFlashTrainingArguments(TrainingArguments):
     feature_dtype: str = field(
         default="bfloat16", metadata={"help": "Number format of cached features.", "choices": tuple(FEATURE_DTYPES)}
     )
-    max_length: int = field(default=4096, metadata={"help": "Longest row in tokens."})
+    max_length: int | None = field(
+        default=None, metadata={"help": "Longest row in tokens; unset for 4096, or the target's positions if fewer."}
+    )
     packing: bool = field(default=False, metadata={"help": "Lay several conversations in one row."})
 
     def __post_init__(self) -> None:
@@ -172,7 +176,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
             accelerator.dispatch_batches = False  # rows of a streamed dataset differ in length
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if name == "kl_positions" and value is None:
+            if name in ("kl_positions", "max_length") and value is None:
                 continue
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"`{name}` is {value!r}, expected a whole number of at least {least}.")

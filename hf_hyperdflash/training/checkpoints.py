@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import stat
 import zipfile
 from pathlib import Path
 from typing import Literal
 
 from safetensors import SafetensorError, safe_open
+
+from ..hub.cards import TRAINING_RECORD
 
 # Of each, one pattern must be there: as one process writes it, several do, FSDP or DeepSpeed (`global_step*`) does.
 _PARTS = {
@@ -56,9 +59,8 @@ def _is_cut_off(path: Path) -> bool:
 
 def last_whole(output_dir: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that a run can go on from, and a line for every newer one that it cannot."""
-    named = [path for path in output_dir.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name)]
     skipped: list[str] = []
-    for folder in sorted(named, key=lambda path: int(path.name.partition("-")[2]), reverse=True):
+    for folder in _named(output_dir):
         reason = defect(folder)
         if reason is None:
             return folder, skipped
@@ -88,6 +90,27 @@ def to_resume(wanted: str | Literal[True], output_dir: Path) -> tuple[Path, list
             f"No checkpoint in {output_dir} to go on from{found}. Leave `resume_from_checkpoint` out to begin anew."
         )
     return last, skipped
+
+
+def _named(output_dir: Path) -> list[Path]:
+    """Checkpoints, whole or not, the newest first."""
+    named = [path for path in output_dir.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name)]
+    return sorted(named, key=lambda path: int(path.name.partition("-")[2]), reverse=True)
+
+
+def earlier_run(output_dir: Path) -> str | None:
+    """What a folder holds of a run that was there before, in words."""
+    if named := _named(output_dir):
+        return f"{len(named)} checkpoint{'s' * (len(named) > 1)} of an earlier run, up to {named[0].name}"
+    if (output_dir / TRAINING_RECORD).exists() or any(output_dir.glob("*.safetensors")):
+        return "a trained drafter"
+    return None
+
+
+def remove_checkpoints(output_dir: Path) -> None:
+    """Those of an earlier run. Its drafter stays until this run has one."""
+    for folder in _named(output_dir):
+        shutil.rmtree(folder)
 
 
 def share_modes(folder: Path) -> None:

@@ -36,9 +36,11 @@ _ROLES = {
 }
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _COLUMNS = ("input_ids", "loss_mask", "position_ids")
-_LENGTH = "length"  # of a document before it was cut; not in the rows that are returned
+# Not in the rows that are returned: a document's tokens before it was cut, and how many of it are an answer's.
+_LENGTH, _ANSWERED = "length", "answered"
 _SKIPPED = "Skipped %d of %d sequences: too short for a block, which needs two neighbouring tokens of an answer."
-_CUT = "Cut %d of %d sequences to `max_length`, %d tokens: raise it to train on all of them."
+_UNANSWERED = "Skipped %d of %d rows that have no assistant text, the first of them %s."
+_CUT = "Cut %d of %d sequences to %d tokens, %s."
 _FIRST_ROWS = 1000  # of a stream, looked through for a trainable one before training starts
 
 
@@ -87,6 +89,9 @@ def _saying_why(path: str, suffix: str, streaming: bool) -> Iterator[None]:
         _refuse(why_unreadable(file, _FIRST_ROWS) for file in files)
     else:  # the reader looks at no text, which then fails where it is used
         _refuse(why_no_text(file) for file in files)
+    reader = logging.getLogger("datasets.packaged_modules")
+    level = reader.level
+    reader.setLevel(logging.CRITICAL)  # it would say what is wrong, and not where
     try:
         yield
     except FileNotFoundError as error:
@@ -99,6 +104,8 @@ def _saying_why(path: str, suffix: str, streaming: bool) -> Iterator[None]:
         if isinstance(error, ValueError):
             raise
         raise ValueError(f"{path} cannot be read as rows ({error.__cause__ or error}).") from error
+    finally:
+        reader.setLevel(level)
 
 
 def _refuse(reasons: Iterable[str | None]) -> None:
@@ -375,6 +382,7 @@ def prepare_dataset(
     packing: bool = False,
     vocab_size: int | None = None,
     num_proc: int | None = None,
+    positions: int | None = None,
 ) -> Dataset | IterableDataset:
     """Turn conversations into training rows.
 
@@ -389,6 +397,7 @@ def prepare_dataset(
         packing: Put several documents into a row, chosen from 1,000 at a time; none is split.
         vocab_size: The target's: tokenized rows with other ids are refused.
         num_proc: Processes that tokenize a map-style dataset.
+        positions: The target's: longer rows than these cannot be had.
 
     Returns:
         A dataset of the same kind (of a list, map-style) with lists `input_ids`, `loss_mask` and `position_ids`, which
@@ -422,11 +431,12 @@ def prepare_dataset(
         with_indices=True,
         fn_kwargs={"tokenizer": tokenizer, "max_length": max_length, "vocab_size": vocab_size},
         remove_columns=columns,
-        features=Features({**features, _LENGTH: Value("int32")}),
+        features=Features({**features, _LENGTH: Value("int32"), _ANSWERED: Value("int32")}),
         **processes,
     )
-    rows = _in_stream(documents, columns, max_length) if streaming else _kept(documents, columns, max_length, num_proc)
-    rows = rows.remove_columns(_LENGTH)
+    report = _Report(max_length, positions)
+    rows = _in_stream(documents, columns, report) if streaming else _kept(documents, dataset, report, num_proc)
+    rows = rows.remove_columns([_LENGTH, _ANSWERED])
     if not packing:
         return rows
     return rows.map(_pack_rows, batched=True, fn_kwargs={"max_length": max_length}, features=features, **processes)
@@ -458,7 +468,8 @@ def _encode_row(
                 )
             ids, mask = truncate(ids, mask, max_length)
             positions = counted[:max_length]
-        return {"input_ids": ids, "loss_mask": mask, "position_ids": positions, _LENGTH: length}
+        counts = {_LENGTH: length, _ANSWERED: sum(mask)}
+        return {"input_ids": ids, "loss_mask": mask, "position_ids": positions, **counts}
 
 
 def _tokenized(row: Mapping[str, Any], vocab_size: int | None) -> tuple[list[int], list[int]]:
@@ -478,41 +489,74 @@ def _has_anchor(loss_mask: list[int], position_ids: list[int]) -> bool:
     return bool(anchor_candidates(torch.tensor([loss_mask]).bool(), torch.tensor([position_ids])).any())
 
 
-def _kept(documents: Dataset, columns: list[str], max_length: int, num_proc: int | None) -> Dataset:
+def _kept(documents: Dataset, dataset: Dataset, report: _Report, num_proc: int | None) -> Dataset:
     """The documents that have an anchor."""
     rows = documents.filter(_has_anchor, input_columns=["loss_mask", "position_ids"], num_proc=num_proc)
+    (unanswered,) = np.nonzero(np.asarray(documents.with_format("numpy")[_ANSWERED]) == 0)
     if not len(rows):
-        raise _no_assistant_text(f"{len(documents)} rows", columns)
-    if len(rows) < len(documents):
-        logger.warning(_SKIPPED, len(documents) - len(rows), len(documents))
-    if cut := int((np.asarray(rows.with_format("numpy")[_LENGTH]) > max_length).sum()):
-        logger.warning(_CUT, cut, len(rows), max_length)
+        number = int(unanswered[0]) if len(unanswered) else 0
+        raise _no_assistant_text(f"{len(documents)} rows, the first {_place(dataset, number)}", dataset.column_names)
+    if len(unanswered):
+        report.unanswered(len(unanswered), len(documents), _place(dataset, int(unanswered[0])))
+    if skipped := len(documents) - len(rows) - len(unanswered):
+        report.skipped(skipped, len(documents))
+    if cut := int((np.asarray(rows.with_format("numpy")[_LENGTH]) > report.max_length).sum()):
+        report.cut(cut, len(rows))
     return rows
 
 
-def _in_stream(documents: IterableDataset, columns: list[str], max_length: int) -> IterableDataset:
+def _place(dataset: Dataset, number: int) -> str:
+    place = dataset.select_columns([PLACE])[number][PLACE] if PLACE in dataset.column_names else None
+    return place or f"row {number} (the first is 0)"
+
+
+def _in_stream(documents: IterableDataset, columns: list[str], report: _Report) -> IterableDataset:
     if not any(_has_anchor(row["loss_mask"], row["position_ids"]) for row in documents.take(_FIRST_ROWS)):
         raise _no_assistant_text(f"the first {_FIRST_ROWS:,} rows", columns)
-    return documents.filter(_Counted(max_length), input_columns=["loss_mask", "position_ids", _LENGTH])
+    return documents.filter(_Counted(report), input_columns=["loss_mask", "position_ids", _LENGTH, _ANSWERED])
+
+
+class _Report:
+    """What is said of rows that are not trained on, or not whole."""
+
+    def __init__(self, max_length: int, positions: int | None) -> None:
+        self.max_length = max_length
+        mend = "`max_length`: raise it to train on all of them"
+        self.limit = "all the positions that the target has" if max_length == positions else mend
+
+    def unanswered(self, count: int, of: int, first: str) -> None:
+        logger.warning(_UNANSWERED, count, of, first)
+
+    def skipped(self, count: int, of: int) -> None:
+        logger.warning(_SKIPPED, count, of)
+
+    def cut(self, count: int, of: int) -> None:
+        logger.warning(_CUT, count, of, self.max_length, self.limit)
 
 
 class _Counted:
     """[`_has_anchor`] for a stream, whose end is not known: counts so far are logged whenever they have doubled."""
 
-    def __init__(self, max_length: int) -> None:
-        self.max_length, self.seen, self.skipped, self.cut = max_length, 0, 0, 0
+    def __init__(self, report: _Report) -> None:
+        self.report, self.seen, self.skipped, self.cut, self.unanswered, self.first = report, 0, 0, 0, 0, ""
 
-    def __call__(self, loss_mask: list[int], position_ids: list[int], length: int) -> bool:
+    def __call__(self, loss_mask: list[int], position_ids: list[int], length: int, answered: int) -> bool:
         self.seen += 1
+        if not answered:
+            self.unanswered += 1
+            self.first = self.first or f"number {self.seen} of the stream"
+            if self.unanswered.bit_count() == 1:
+                self.report.unanswered(self.unanswered, self.seen, self.first)
+            return False
         if not _has_anchor(loss_mask, position_ids):
             self.skipped += 1
             if self.skipped.bit_count() == 1:
-                logger.warning(_SKIPPED, self.skipped, self.seen)
+                self.report.skipped(self.skipped, self.seen)
             return False
-        if length > self.max_length:
+        if length > self.report.max_length:
             self.cut += 1
             if self.cut.bit_count() == 1:
-                logger.warning(_CUT, self.cut, self.seen, self.max_length)
+                self.report.cut(self.cut, self.seen)
         return True
 
 

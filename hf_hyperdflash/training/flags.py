@@ -29,6 +29,9 @@ class ScriptArguments:
     target: str = field(metadata={"help": "path or Hub id of the target"})
     stage: int = _flag(1, "whose defaults to use: 1 or 2", choices=[1, 2])
     drafter: str | None = _flag(None, "go on from this drafter, as stage 2 does; unset for a new one")
+    overwrite_output_dir: bool = _flag(
+        False, "begin anew where `--output_dir` holds an earlier run, and remove its checkpoints"
+    )
     dataset: list[str] | None = field(default=None, metadata={"help": "files or Hub names of conversations"})
     rows: int | None = _flag(None, "most rows of each dataset")
     streaming: bool = _flag(False, "read the dataset while training (needs --max_steps)")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import logging
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,32 +15,26 @@ from typing import Any, NoReturn, cast
 import torch
 from jinja2 import TemplateSyntaxError
 from transformers import HfArgumentParser, PrinterCallback, ProgressCallback
+from transformers.utils import logging as transformers_logging
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..hub.cards import TRAINING_RECORD
 from ..loading import TRAINED, check_drafter, check_made_for, check_target, load_drafter, load_target, load_tokenizer
 from ..runtime.block_drafter import BlockDrafter
 from ..runtime.drafter import SavedDrafter
+from ..runtime.heads import HEADS
 from ..runtime.modeling_eagle3 import Eagle3Drafter
 from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
 from ..runtime.modeling_specblock import SpecBlockDrafter
+from ..runtime.reducers import REDUCERS
 from .acceptance import AcceptanceCallback
 from .arguments import HyperDFlashTrainingArguments
-from .checkpoints import last_whole, share_modes, to_resume
+from .checkpoints import earlier_run, last_whole, remove_checkpoints, share_modes, to_resume
 from .data import encode_prompts, load_rows
-from .fingerprint import as_words, target_fingerprint
 from .flags import STAGES, ScriptArguments
 from .places import with_places
 from .progress import Lines, LinesAboveBar
+from .record import public_name
 from .trainer import HyperDFlashTrainer
-
-REPORTED = (
-    "learning_rate", "lr_scheduler_type", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size",
-    "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "seed", "recipe",
-    "kl_temperature", "kl_teacher", "num_anchors", "loss_decay", "rank_weight", "valid_prefix", "feature_source",
-    "feature_dtype", "max_length", "packing",
-)  # fmt: skip
-
 
 _LEAST = {
     "rows": 1, "eval_rows": 1, "eval_prompts": 0, "eval_max_new_tokens": 1, "layers": 1, "intermediate_size": 1,
@@ -57,6 +54,9 @@ _OF_A_NEW_DRAFTER = (
     "drafter_type", "layers", "reducer", "target_layer_ids", "sliding_window", "mask_token_id", *_FIELDS,
     *_OF_UNROLLED["specblock"],
 )  # fmt: skip
+
+
+_NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)  # argparse's own takes -1e-3 for a flag
 
 
 class _Parser(HfArgumentParser):
@@ -90,7 +90,9 @@ def make_parser(argv: list[str] | None, prog: str | None = None) -> HfArgumentPa
     parser._option_string_actions["--output_dir"].required = True  # transformers would choose a folder
     stage = _Parser((), add_help=False, allow_abbrev=False)
     stage.add_argument("--stage", type=int, default=1)
-    parser.set_defaults(disable_tqdm=False)  # which the command's quiet transformers would turn off
+    # Not as the command's quiet transformers would have it: a bar where somebody sees it.
+    parser.set_defaults(disable_tqdm=not sys.stderr.isatty())
+    parser._negative_number_matcher = _NEGATIVE
     parser.set_defaults(**STAGES.get(stage.parse_known_args(argv)[0].stage, {}))
     return parser
 
@@ -117,12 +119,16 @@ def _check(script: ScriptArguments, args: Any) -> None:
         value = getattr(script, name)
         if value not in (None, "auto") and not isinstance(getattr(torch, value, None), torch.dtype):
             raise ValueError(f"`--{name}` is {value!r}, expected a number format like float32 or bfloat16.")
+    for name, kinds in (("reducer", tuple(REDUCERS)), ("sequential_head", ("none", *HEADS))):
+        value = getattr(script, name)
+        if value is not None and value not in kinds:
+            raise ValueError(f"`--{name}` is {value!r}, expected {', '.join(kinds[:-1])} or {kinds[-1]}.")
     for name, least in _LEAST.items():
         value = getattr(script, name)
         if value is not None and value < least:
             raise ValueError(f"`--{name}` is {value}, expected at least {least}.")
     drafts = script.num_draft_tokens or (0 if script.drafter or own else _NUM_DRAFT_TOKENS)
-    if args.max_length <= drafts:
+    if args.max_length is not None and args.max_length <= drafts:
         raise ValueError(
             f"`--max_length` is {args.max_length}, expected more than `--num_draft_tokens`, {drafts}: a block has an "
             "anchor before them."
@@ -144,6 +150,10 @@ def _check(script: ScriptArguments, args: Any) -> None:
     if (script.device_map or "").startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(
             f"`--device_map` is {script.device_map!r}, but PyTorch sees no CUDA device here: leave it out."
+        )
+    if script.overwrite_output_dir and args.resume_from_checkpoint:
+        raise ValueError(
+            "`--overwrite_output_dir` begins anew and `--resume_from_checkpoint` goes on: leave one of them out."
         )
     _template(script)
     _window(script)
@@ -215,7 +225,7 @@ def new_drafter(script: ScriptArguments, target: Any, tokenizer: Any) -> SavedDr
         given = {name: getattr(script, name) for name in names if getattr(script, name) is not None}
         if script.layers is not None:
             given["num_hidden_layers"] = script.layers
-        public = _public_name(script.target)
+        public = public_name(script.target)
         return _KINDS[script.drafter_type].from_target(
             target, dtype=torch.float32, **given, target_name_or_path=public
         )
@@ -228,7 +238,7 @@ def new_drafter(script: ScriptArguments, target: Any, tokenizer: Any) -> SavedDr
         num_draft_tokens=script.num_draft_tokens or _NUM_DRAFT_TOKENS,
         num_hidden_layers=script.layers or _LAYERS,
         dtype=torch.float32,
-        target_name_or_path=_public_name(script.target),
+        target_name_or_path=public_name(script.target),
         **{name: getattr(script, name) for name in _FIELDS if getattr(script, name) is not None},
         **_heads(script),
         **_window(script),
@@ -267,29 +277,13 @@ def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
     return train, held_out
 
 
-def settings(script: ScriptArguments, args: HyperDFlashTrainingArguments, trainer: Any) -> dict[str, Any]:
-    """What a model card needs to know of the run as it happened, without this machine's folders."""
-    told = {**vars(script), **{name: getattr(args, name) for name in REPORTED}, **trainer.objective.loss_weights}
-    del told["eval_rows"]  # what would have been split off
+def described(script: ScriptArguments) -> dict[str, Any]:
+    """What the flags say of a run beside the trainer's arguments, without this machine's folders."""
+    told = dict(vars(script))
+    del told["eval_rows"], told["overwrite_output_dir"]  # what would have been split off, and how it began
     for name in ("target", "drafter", "eval_dataset", "chat_template"):
-        told[name] = told[name] and _public_name(told[name])
-    state, rows = trainer.state, trainer.train_dataset
-    return told | {
-        "kl_positions": trainer.objective.kl_positions or None,
-        "num_draft_tokens": trainer.drafter_config.max_draft_tokens,
-        "dataset": [_public_name(source) for source in script.dataset or ()],
-        "steps": state.global_step,
-        "schedule_steps": state.max_steps,  # more if the run was stopped early
-        "warmup_steps": args.get_warmup_steps(state.max_steps),
-        "epochs": round(state.epoch or 0, 3),
-        "train_rows": len(rows) if hasattr(rows, "__len__") else None,
-        "held_out_rows": len(trainer.eval_dataset),
-    }
-
-
-def _public_name(source: str) -> str:
-    """A Hub name as it is, a path without its folders."""
-    return Path(source).name if Path(source).exists() else source
+        told[name] = told[name] and public_name(told[name])
+    return told | {"dataset": [public_name(source) for source in script.dataset or ()]}
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> None:
@@ -300,14 +294,38 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> None:
     """
     script, args = parse(argv, prog)
     try:
-        run(script, args)
+        with _shown_once(args):
+            run(script, args)
     except KeyboardInterrupt:
-        last, _ = last_whole(Path(str(args.output_dir)))
+        # While the flag is set the checkpoints are still the earlier run's.
+        last = None if script.overwrite_output_dir else last_whole(Path(str(args.output_dir)))[0]
         then = (
             f"with `--resume_from_checkpoint true` goes on from {last}" if last else "begins again: no checkpoint yet"
         )
         _say(args, f"\nStopped. The same command {then}.")
         raise SystemExit(130) from None
+
+
+@contextmanager
+def _shown_once(args: HyperDFlashTrainingArguments) -> Iterator[None]:
+    """No bars where training has none, and what is told is told by the first process."""
+    import datasets
+
+    told, level = logging.getLogger(__package__.partition(".")[0]), None
+    libraries = datasets.utils.logging, transformers_logging
+    hidden = [library for library in libraries if args.disable_tqdm and library.is_progress_bar_enabled()]
+    for library in hidden:
+        library.disable_progress_bar()
+    if args.process_index:
+        level = told.level
+        told.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for library in hidden:
+            library.enable_progress_bar()
+        if level is not None:
+            told.setLevel(level)
 
 
 def _say(args: HyperDFlashTrainingArguments, text: str) -> None:
@@ -329,6 +347,12 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     resume = True if wanted in ("True", "true") else wanted  # the newest, or a checkpoint's folder
     if resume:
         to_resume(resume, folder)
+    elif (found := earlier_run(folder)) and not script.overwrite_output_dir:
+        go_on = "go on with that run with `--resume_from_checkpoint true`, " if last_whole(folder)[0] else ""
+        raise ValueError(
+            f"`--output_dir` is {str(folder)!r}, which has {found}: {go_on}name another folder, or replace it with "
+            "`--overwrite_output_dir true`, which removes its checkpoints."
+        )
     check_target(script.target)
     if script.drafter:
         check_drafter(script.drafter, kinds=TRAINED)
@@ -346,10 +370,10 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     )
     torch.manual_seed(args.seed)
     drafter = earlier or new_drafter(script, target, tokenizer)
-    drafter.config.target_fingerprint = as_words(target_fingerprint(target))
     trainer = HyperDFlashTrainer(
         drafter, target, args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer
     )
+    trainer.described = described(script)
     for own, theirs in ((LinesAboveBar, ProgressCallback), (Lines, PrinterCallback)):
         if trainer.pop_callback(theirs):
             trainer.add_callback(own)
@@ -357,12 +381,11 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
         prompts = encode_prompts(tokenizer, held_out.select(range(min(script.eval_prompts, len(held_out)))))
         trainer.add_callback(AcceptanceCallback(trainer, prompts, max_new_tokens=script.eval_max_new_tokens))
     _say(args, _amounts(script, trainer))
-    if not resume and (last := last_whole(folder)[0]):
-        _say(
-            args,
-            f"{folder} has checkpoints of an earlier run, which this one overwrites: to go on from {last} instead, "
-            "stop it and add `--resume_from_checkpoint true`.",
-        )
+    if script.overwrite_output_dir:  # now that all is loaded, and training can begin
+        if args.process_index == 0:
+            remove_checkpoints(folder)
+        trainer.accelerator.wait_for_everyone()
+        script.overwrite_output_dir = False
     try:
         trainer.train(resume_from_checkpoint=resume)
     except (OSError, ValueError):
@@ -376,9 +399,6 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
         # Loading casts what may be cast; the gate stays float32.
         load_drafter(folder, dtype=script.save_dtype).save_pretrained(folder)
         share_modes(folder)
-        history = [line for line in trainer.state.log_history if "eval_tau" in line]
-        facts = {"settings": settings(script, args, trainer), "metrics": metrics, "history": history}
-        (folder / TRAINING_RECORD).write_text(json.dumps(facts, indent=1))
         taus = [f"{name} {metrics[name]:.2f}" for name in ("eval_tau", "eval_teacher_forced_tau") if name in metrics]
         print(f"Saved to {args.output_dir}: {', '.join(taus)}")
     if args.push_to_hub:

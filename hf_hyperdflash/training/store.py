@@ -334,7 +334,7 @@ class _Writer:
         first_rows = _first_rows(index)
         total = sum(index["shards"][i]["tokens"] for i in missing)
         self._write(_INDEX, json.dumps(index, indent=1).encode())  # the same shards are planned after a kill
-        with tqdm(total=total, unit="token", unit_scale=True, desc="Feature cache") as progress:
+        with tqdm(total=total, unit="token", unit_scale=True, desc="Feature cache", disable=None) as progress:
             for i in missing:
                 shard = index["shards"][i]
                 data = save(self._tensors(first_rows[i], shard["rows"], index, progress))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,18 +27,22 @@ from ..runtime.configuration_hyperdflash import HyperDFlashConfig
 from ..runtime.drafter import SavedDrafter
 from ..runtime.heads import HeadOutput
 from ..runtime.stats import SpeculationStats
+from ..runtime.targets import family_of
 from ..runtime.weights import not_finite
-from .arguments import HyperDFlashTrainingArguments
+from .arguments import MAX_LENGTH, HyperDFlashTrainingArguments
 from .blocks import (
     expected_rounds,
     sample_anchors,
     walk_rounds,
 )
-from .checkpoints import CHECKPOINT, last_whole, share_modes, to_resume
+from .checkpoints import CHECKPOINT, earlier_run, last_whole, share_modes, to_resume
 from .data import prepare_dataset
 from .features import residual_of
+from .fingerprint import as_words, target_fingerprint
+from .identity import RUN_RECORD, check_same_run, data_digest, identity
 from .losses import IGNORE_INDEX
 from .objective import Batch, BlockObjective, collate, read_layers
+from .record import write_record
 from .store import FeatureCache
 from .unrolled import objective_of
 
@@ -48,6 +54,9 @@ TERMS = ("cross_entropy", "kl", "tv", "confidence", "blind", "rank")
 class HyperDFlashTrainer(Trainer):
     """Train a [`HyperDFlashDrafter`] for a target, or a [`SpecBlockDrafter`] or [`Eagle3Drafter`], as their papers do
     ([`~unrolled.UnrolledObjective`]).
+
+    `save_model` writes `training.json` beside the drafter, of which its model card tells how it was trained, and the
+    drafter's configuration says which target it was trained for.
 
     The target is frozen and only read: just the drafter is optimized, saved and synchronized. The target may be spread
     with `device_map` or quantized; its LM head must not be sharded by FSDP or ZeRO-3, because processes call it a
@@ -106,6 +115,12 @@ class HyperDFlashTrainer(Trainer):
         self._terms = torch.zeros(len(TERMS) + 1)  # and steps since the last log
         kwargs = {"data_collator": collate, **kwargs}
         kwargs["compute_metrics"] = kwargs.get("compute_metrics") or self._teacher_forced_metrics
+        self._kind = type(model).__name__  # FSDP2 changes the class
+        self.max_length = _max_length(args, target)
+        self.described: dict[str, Any] = {}  # what the record of the run says beside what the trainer knows
+        self.measured: dict[str, float] = {}  # of the weights as they are now
+        self._evaluated: dict[int, dict[str, float]] = {}  # by step
+        self._train_rows: Any = None
         train_rows = self._rows(train_dataset, "train", args, processing_class, args.packing)
         eval_rows = self._rows(eval_dataset, "eval", args, processing_class)
         super().__init__(model=model, args=args, train_dataset=train_rows, eval_dataset=eval_rows, **kwargs)
@@ -120,14 +135,21 @@ class HyperDFlashTrainer(Trainer):
             return None
         layers = read_layers(self.drafter_config)
         if isinstance(dataset, FeatureCache):
+            self._train_rows = dataset if name == "train" else self._train_rows
             return dataset.of_layers(layers)
         if isinstance(dataset, dict) and name == "eval":  # several evaluation sets
             return {key: self._rows(part, f"{name}-{key}", args, tokenizer) for key, part in dataset.items()}
         vocab_size = self.drafter_config.vocab_size
         with args.main_process_first(desc="tokenizing"):
             rows = prepare_dataset(
-                dataset, tokenizer, max_length=args.max_length, packing=packing, vocab_size=vocab_size
+                dataset,
+                tokenizer,
+                max_length=self.max_length,
+                packing=packing,
+                vocab_size=vocab_size,
+                positions=_positions(self.target),
             )
+        self._train_rows = rows if name == "train" else self._train_rows
         if args.feature_source == "online":
             return rows
         if not hasattr(rows, "__len__"):
@@ -294,16 +316,34 @@ class HyperDFlashTrainer(Trainer):
         """Train, or go on from a checkpoint: `True` for the newest in `output_dir` that is whole, or its folder.
 
         Raises:
-            ValueError: If there is nothing to go on from, or the checkpoint lacks a part, which would be made anew.
+            ValueError: If there is nothing to go on from, the checkpoint lacks a part, which would be made anew, or it
+                is of a run with other data, another target, drafter or recipe.
         """
+        self.drafter_config.target_fingerprint = self._target_words
         if resume_from_checkpoint:
             folder, skipped = to_resume(resume_from_checkpoint, Path(str(self.args.output_dir)))
             if self.is_world_process_zero():
                 for line in skipped:
                     logger.warning("A checkpoint that is not whole was skipped, %s.", line)
+            if not check_same_run(folder, self._identity()) and self.is_world_process_zero():
+                logger.warning("%s does not say which run it is of: it is taken for this one's.", folder)
+            if self.is_world_process_zero():
                 logger.warning("Going on from %s.", folder)
             resume_from_checkpoint = str(folder)
-        return super().train(resume_from_checkpoint or None, trial, ignore_keys_for_eval)
+        elif (found := earlier_run(Path(str(self.args.output_dir)))) and self.is_world_process_zero():
+            logger.warning("%s has %s, which this run overwrites.", self.args.output_dir, found)
+        result = super().train(resume_from_checkpoint or None, trial, ignore_keys_for_eval)
+        kept = self.state.best_global_step if self.args.load_best_model_at_end else None
+        self.measured = self._evaluated.get(kept or self.state.global_step, {})
+        return result
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        if eval_dataset is None and metric_key_prefix == "eval":  # not of some other text
+            self._evaluated[self.state.global_step] = self.measured = metrics
+        return metrics
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint, `trainer_state.json` last: without it none counts as whole."""
@@ -323,8 +363,26 @@ class HyperDFlashTrainer(Trainer):
                 f"`save_total_limit`){self._advice()}."
             ) from error
 
+    @cached_property
+    def _target_words(self) -> str:
+        """What the drafter's configuration records of the target; nothing where its weights are in other processes."""
+        try:
+            return as_words(target_fingerprint(self.target))
+        except ValueError:
+            return ""
+
+    @cached_property
+    def _data(self) -> dict[str, Any] | None:
+        return data_digest(self._train_rows)
+
+    def _identity(self) -> dict[str, Any]:
+        told = identity(self.args, self.drafter_config, self._kind, self._target_words, self.target.dtype)
+        return {"data": self._data, **told, "settings": {**told["settings"], "max_length": self.max_length}}
+
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
+        if self.args.should_save:
+            (Path(output_dir) / RUN_RECORD).write_text(json.dumps(self._identity(), indent=1))
         self.accelerator.wait_for_everyone()  # then the first process writes `trainer_state.json`
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
@@ -338,6 +396,9 @@ class HyperDFlashTrainer(Trainer):
             torch.save(self.args, folder / TRAINING_ARGS_NAME)
         else:
             super()._save(output_dir, state_dict)
+            # An adapter's card is PEFT's, which reads no record.
+            if self.state.global_step and isinstance(drafter, SavedDrafter) and not CHECKPOINT.fullmatch(folder.name):
+                write_record(self, folder)
         share_modes(folder)
 
     def _advice(self) -> str:
@@ -424,6 +485,21 @@ class HyperDFlashTrainer(Trainer):
                 allow_patterns=drafter_files(folder),
                 run_as_future=run_as_future,
             )
+
+
+def _positions(target: PreTrainedModel) -> int | None:
+    """How many tokens the target is made for."""
+    return getattr(family_of(target).config, "max_position_embeddings", None)
+
+
+def _max_length(args: HyperDFlashTrainingArguments, target: PreTrainedModel) -> int:
+    positions = _positions(target) or args.max_length or MAX_LENGTH
+    if (args.max_length or 0) > positions:
+        raise ValueError(
+            f"`max_length` is {args.max_length}, expected at most {positions}, the positions that the target has "
+            "(`max_position_embeddings`)."
+        )
+    return args.max_length or min(MAX_LENGTH, positions)
 
 
 def _check_trainable(

@@ -395,7 +395,8 @@ told["same"] = all(torch.equal(v, adapted.state_dict()[k]) for k, v in wrapped.s
 """
     told = run(hub, folder, tmp_path, code)
     assert told == {"count": 1, "same": True}
-    assert set(hub.files("org/trained")) == CODE | {".gitattributes", "README.md", "config.json", "model.safetensors"}
+    own = {".gitattributes", "README.md", "config.json", "model.safetensors", "training.json"}
+    assert set(hub.files("org/trained")) == CODE | own
     titles = [commit.title for commit in hub.commits("org/trained")]
     assert any("step 1" in title for title in titles) and titles[-1] == "End of training"
     for name in ("org/adapter", "org/adapter-alone"):

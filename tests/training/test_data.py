@@ -22,6 +22,7 @@ from hf_hyperdflash.training.data import (
     to_messages,
     truncate,
 )
+from hf_hyperdflash.training.places import with_places
 
 from ..conftest import MODELS
 
@@ -395,6 +396,26 @@ def test_data_without_answers_ends_early(tokenizer):
         prepare_dataset(Dataset.from_list([{"messages": CHATS[0]}]), tokenizer, max_length=20)
 
 
+def test_rows_without_an_answer_are_told_apart_from_those_that_are_too_short(tokenizer, tmp_path, caplog):
+    path, asked = tmp_path / "rows.jsonl", {"messages": [{"role": "user", "content": "q"}]}
+    short = {"messages": [*asked["messages"], {"role": "assistant", "content": ""}]}
+    lines = [{"messages": CHATS[0]}, short, asked, {"messages": CHATS[0]}, asked]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    rows = with_places(load_rows(str(path)), str(path))
+    with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data"):
+        assert len(prepare_dataset(rows, tokenizer, max_length=20)) == 2
+    told = [record.getMessage() for record in caplog.records]
+    assert told[0] == f"Skipped 2 of 5 rows that have no assistant text, the first of them {path}:3."
+    assert told[1].startswith("Skipped 1 of 5 sequences: too short for a block")
+    caplog.clear()
+    stream = with_places(load_rows(str(path), streaming=True), str(path))
+    with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data"):
+        assert len(list(prepare_dataset(stream, tokenizer, max_length=20))) == 2
+    assert any("no assistant text, the first of them number 3 of the stream" in line for line in caplog.messages)
+    with pytest.raises(ValueError, match=rf"No assistant text in 2 rows, the first {re.escape(str(path))}:3 \(col"):
+        prepare_dataset(rows.select([2, 4]), tokenizer, max_length=20)
+
+
 def test_arguments_that_do_not_fit(tokenizer):
     rows = Dataset.from_list([{"messages": CHATS[0]}])
     with pytest.raises(ValueError, match="max_length=1"):
@@ -525,6 +546,43 @@ def test_the_bar_counts_what_was_done_and_moves_by_batches(regenerate, script, t
     assert (first.options["initial"], second.options["initial"]) == (0, 3) and {bar.total for bar in bars} == {8}
     assert first.n == second.n == 8 and sum(first.steps) == 8 and max(first.steps) == 2  # two in a batch
     assert first.smoothing == 0  # the mean, not the last batch
+
+
+def test_answers_of_other_settings_are_not_mixed(regenerate, script, tmp_path, monkeypatch, capsys):
+    whole = regenerate("answers.jsonl")
+    truncated = sum(json.loads(line)["truncated"] for line in whole)
+    assert truncated and f"8 rows in {tmp_path / 'answers.jsonl'}; {truncated} of them hit" in capsys.readouterr().out
+    monkeypatch.setattr(script, "load_target", lambda *args, **kwargs: pytest.fail("it was loaded"))
+    assert regenerate("answers.jsonl") == whole
+    told = capsys.readouterr().out.splitlines()
+    assert told[-2] == "All 8 prompts are answered already." and told[-1].startswith("8 rows in ")
+    for option, message in (
+        (["--max-new-tokens", 7], "--max-new-tokens was 5 and is 7"),
+        (["--question-suffix", "?"], "--question-suffix was '' and is '\\?'"),
+        (["--temperature", 1.0], "--temperature was 0.0 and is 1.0"),
+    ):
+        with pytest.raises(ValueError, match=f"answers.jsonl has answers of other settings: {message}. Name another"):
+            regenerate("answers.jsonl", *option)
+    assert (tmp_path / "answers.jsonl").read_text().splitlines() == whole
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--limit", -3], "--limit is -3, expected at least 1"),
+        (["--max-new-tokens", 0], "--max-new-tokens is 0, expected at least 1"),
+        (["--temperature", -1], "--temperature is -1.0, expected at least 0"),
+        (["--top-p", 0], "--top-p is 0.0, expected more than 0"),
+        (["--target", "nomodel"], "nomodel"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_before_anything_is_loaded(regenerate, script, tmp_path, option, message):
+    with pytest.raises((ValueError, OSError), match=message) as refused:
+        regenerate("answers.jsonl", *option)
+    if option[-1] == "nomodel":
+        with pytest.raises(type(refused.value), match=re.escape(str(refused.value))):
+            script.check_target("nomodel")
+    assert {path.name for path in tmp_path.iterdir()} <= {"data.jsonl"}
 
 
 def test_an_output_of_something_else_is_left_as_it_is(regenerate, tmp_path):

@@ -1,6 +1,7 @@
 """`hf-hyperdflash train`: its help, what it refuses before any work, and the record of what happened."""
 
 import json
+import logging
 import os
 import re
 import signal
@@ -10,18 +11,22 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
+from typer.testing import CliRunner
 
-from hf_hyperdflash import DeepseekV4DSparkDrafter, HyperDFlashConfig, load_drafter
+from hf_hyperdflash import DeepseekV4DSparkDrafter, HyperDFlashConfig, load_drafter, load_target
+from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.hub.cards import TRAINING_RECORD, drafter_card
 from hf_hyperdflash.runtime.configuration_dspark import DeepseekV4DSparkConfig
 from hf_hyperdflash.training.checkpoints import last_whole
 from hf_hyperdflash.training.flags import help_text
 from hf_hyperdflash.training.progress import line_of
-from hf_hyperdflash.training.script import main, make_parser
+from hf_hyperdflash.training.script import _shown_once, main, make_parser
 
 from ..conftest import MODELS
 from ..helpers.deepseek_checkpoints import dspark_fields
@@ -143,6 +148,9 @@ def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path, name):
         (["--eval_rows", "0"], "`--eval_rows` is 0"),
         (["--confidence_weight", "0.5"], "`--confidence_weight` is for a confidence head: add `--confidence_head`"),
         (["--blind_weight", "0.5"], "`--blind_weight` is for a head that chooses among candidates: add `--sequent"),
+        (["--learning_rate", "-1e-3"], "`learning_rate` is -0.001, expected a number of at least 0"),
+        (["--reducer", "foo"], "`--reducer` is 'foo', expected hc_gate, fc, hybrid or stream_mean."),
+        (["--sequential_head", "foo"], "`--sequential_head` is 'foo', expected none, markov, "),
         (["--recipe", "best"], "--recipe.*invalid choice: 'best'"),
         (["--tv_weight", "-1"], "`tv_weight` is -1.0, expected a number of at least 0"),
         (["--chat_template", "nowhere.jinja"], "'nowhere.jinja', and there is no such file"),
@@ -164,6 +172,34 @@ def test_flags_that_do_not_fit_are_refused_before_any_work(tmp_path, monkeypatch
     with pytest.raises(ValueError, match=message):
         main([*arguments, *given])
     assert not list(tmp_path.iterdir())
+
+
+def test_rows_longer_than_what_the_target_has_positions_for_are_not_asked_for(tmp_path):
+    data = write(tmp_path / "rows.jsonl", chats(6))
+    with pytest.raises(ValueError, match=r"`max_length` is 4096, expected at most 2048, the positions that"):
+        main(flags(tmp_path, data, max_length=4096))
+
+
+def test_a_table_that_is_none_is_told_once(tmp_path, capfd):
+    """`datasets` logs it, too, without the line."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"question": "q", "answer": "a"}\n{"question": \n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2 is no JSON"):
+        main(flags(tmp_path, data))
+    assert "Failed to" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_of_several_processes_one_tells_of_loading(process, monkeypatch, caplog):
+    monkeypatch.setenv("RANK", str(process))
+    done = CliRunner().invoke(app, ["train", "--bogus"])
+    assert ("Loading PyTorch" in done.stderr) is (process == 0)
+    with _shown_once(SimpleNamespace(process_index=process, disable_tqdm=True)):
+        logging.getLogger("hf_hyperdflash.runtime.mask_token").warning("The drafter's mask token is 3")
+        assert not datasets.utils.is_progress_bar_enabled()
+    assert len(caplog.messages) == 1 - process and datasets.utils.is_progress_bar_enabled()
+    logging.getLogger("hf_hyperdflash.runtime.mask_token").warning("again")
+    assert caplog.messages[-1] == "again"
 
 
 @pytest.mark.parametrize("missing", ["target", "output_dir"])
@@ -195,9 +231,12 @@ def test_the_command_shows_how_far_it_is_and_no_warning_of_pinned_memory(tmp_pat
     command = [sys.executable, "-c", "from hf_hyperdflash.cli.app import run; run()", "train"]
     given = flags(tmp_path, write(tmp_path / "chats.jsonl", chats(6)))
     given += ["--logging_steps", "1", "--eval_strategy", "steps", "--eval_steps", "2"]
-    for more in ([], ["--disable_tqdm", "True"]):
+    for more in (["--disable_tqdm", "false"], ["--overwrite_output_dir", "true"]):
+        # There is no terminal, so that bars have to be asked for.
         done = subprocess.run([*command, *given, *more], capture_output=True, text=True, check=True)
-        assert ("2/2 [" in done.stderr) is (not more) and "pin_memory" not in done.stderr
+        for bar in ("2/2 [", "%|"):
+            assert (bar in done.stderr) is ("false" in more)
+        assert "pin_memory" not in done.stderr
         lines = [line for line in done.stdout.replace("\r", "\n").splitlines() if line.startswith(("step", "2 steps"))]
         shown = [re.sub(r"-?\d+(\.\d+)?(e[+-]\d+)?", "N", line) for line in lines[:5]]
         shown = [re.sub(r"(N, )*N$", "{}", line) if "%" in line else line for line in shown]
@@ -227,6 +266,7 @@ def test_an_entry_of_the_log_is_a_line(logs, line):
 def test_a_run_that_diverges_ends_the_line_of_its_bar(tmp_path, capfd):
     data = write(tmp_path / "rows.jsonl", chats(6))
     worse = dict(learning_rate=1e18, max_grad_norm=0, optim="sgd", kl_weight=0, max_steps=40, warmup_steps=0)
+    worse |= dict(disable_tqdm=False)
     with pytest.raises(ValueError, match="the drafter diverged"):
         main(flags(tmp_path, data, **worse))
     assert capfd.readouterr().err.endswith("\n")
@@ -241,7 +281,7 @@ def test_the_record_tells_what_happened(tmp_path, caplog, capsys):
         main(flags(tmp_path, data, **more))
     finally:
         os.umask(old)
-    assert "Cut 8 of 8 sequences to `max_length`, 12 tokens" in caplog.text
+    assert "Cut 8 of 8 sequences to 12 tokens, `max_length`: raise it" in caplog.text
     assert "Reading" in (said := capsys.readouterr().err) and f"Loading {TARGET}" in said
     assert "Training on 8 rows, 2 held out (by `--eval_rows 2`), 1 of them to generate from" in said
     folder = tmp_path / "out"
@@ -289,6 +329,7 @@ def test_deepseeks_own_drafter_is_trained_on(tmp_path):
     record = json.loads((tmp_path / "out" / TRAINING_RECORD).read_text())
     assert record["settings"]["steps"] == 2 and "eval_tau" in record["history"][-1]
     heads = dict(drafter=tmp_path / "dspark", layers=None, sequential_head="state")
+    heads |= dict(output_dir=tmp_path / "headed")
     with pytest.raises(ValueError, match="A DeepseekV4DSparkDrafter comes with its heads, expected none of seq"):
         main(flags(tmp_path, "nowhere.jsonl", **heads))
 
@@ -305,7 +346,7 @@ def test_a_head_is_trained_onto_an_earlier_drafter(tmp_path):
     settings = json.loads((tmp_path / "out" / TRAINING_RECORD).read_text())["settings"]
     assert settings["sequential_head"] == "state" and settings["head_rank"] == 8 and settings["num_draft_tokens"] == 8
     with pytest.raises(ValueError, match="but the drafter has one already"):
-        main(flags(tmp_path, "nowhere.jsonl", drafter=tmp_path / "out", **heads))
+        main(flags(tmp_path, "nowhere.jsonl", drafter=tmp_path / "out", output_dir=tmp_path / "twice", **heads))
 
 
 @pytest.mark.parametrize("drafts", [10, None])
@@ -322,7 +363,7 @@ def test_an_earlier_drafter_goes_on_with_longer_blocks_or_its_own(tmp_path, draf
 
 def test_rows_that_nobody_answers_are_told_by_their_own_columns(tmp_path):
     data = write(tmp_path / "rows.jsonl", [{"turns": ["What is it?"]}] * 6)
-    with pytest.raises(ValueError, match=r"No assistant text in 4 rows \(columns \['turns'\]\)"):
+    with pytest.raises(ValueError, match=r"in 4 rows, the first .*rows\.jsonl:\d \(columns \['turns'\]\)"):
         main(flags(tmp_path, data))
 
 
@@ -347,8 +388,60 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys):
     assert ended.value.code == 130 and told.startswith(
         "Stopped. The same command with `--resume_from_checkpoint true` goes"
     )
-    assert str(earlier := last_whole(tmp_path / "out")[0]) in told
-    main(flags(tmp_path, data, max_steps=1, save_strategy="no", eval_prompts=0))
-    said = capsys.readouterr().err
-    amounts, warned = said.index("Training on 10 rows"), said.index("an earlier run, which this one overwrites")
-    assert amounts < warned < said.index("| 0/1 [") and f"to go on from {earlier} instead" in said
+    assert str(last_whole(tmp_path / "out")[0]) in told
+    with pytest.raises(ValueError, match="other rows"):
+        other = write(tmp_path / "other.jsonl", [*chats(11), *chats(1)])
+        main(flags(tmp_path, other, max_steps=1, eval_prompts=0, resume_from_checkpoint="true"))
+
+
+def test_an_earlier_run_is_replaced_only_where_that_is_said(tmp_path, monkeypatch):
+    """Nothing is loaded before; the checkpoints go once training can begin, and not when it cannot."""
+    data = write(tmp_path / "rows.jsonl", chats(12))
+    more = dict(max_steps=2, save_steps=1, eval_prompts=0)
+    main(flags(tmp_path, data, **more))
+    out = tmp_path / "out"
+    named = lambda: sorted(path.name for path in out.glob("checkpoint-*"))  # noqa: E731
+    loaded = "hf_hyperdflash.training.script.load_rows"
+    with monkeypatch.context() as patched:
+        patched.setattr(loaded, lambda *args, **kwargs: pytest.fail("it was loaded"))
+        with pytest.raises(
+            ValueError, match=r"out', which has 2 checkpoints of an earlier run, up to checkpoint-2: go"
+        ):
+            main(flags(tmp_path, data, **more))
+        with pytest.raises(ValueError, match="begins anew and `--resume_from_checkpoint` goes on: leave one"):
+            main(flags(tmp_path, data, **more, overwrite_output_dir="true", resume_from_checkpoint="true"))
+    with pytest.raises(ValueError, match="No dataset file"):
+        main(flags(tmp_path, tmp_path / "none.jsonl", **more, overwrite_output_dir="true"))
+    assert named() == ["checkpoint-1", "checkpoint-2"]
+    main(flags(tmp_path, data, eval_prompts=0, max_steps=1, save_strategy="no", overwrite_output_dir="true"))
+    assert not named() and json.loads((out / TRAINING_RECORD).read_text())["settings"]["steps"] == 1
+    with pytest.raises(ValueError, match=r"out', which has a trained drafter: name another"):
+        main(flags(tmp_path, data, **more))
+
+
+DIFFERENT = {
+    "layers": (dict(layers=2), "`num_hidden_layers` was 1 and is 2"),
+    "recipe": (dict(recipe="ours"), "`recipe` was 'hyperdflash' and is 'ours'"),
+    "length": (dict(max_length=16), "the data differs .*`max_length` was 2048 and is 16"),
+    "rows": (dict(eval_rows=3), r"the data differs \(10 rows then, 9 now\)"),
+    "kind": (dict(drafter_type="eagle3", recipe="eagle3"), "its drafter is a HyperDFlashDrafter, this one a Eagle3"),
+    "target": (dict(target="other"), r"the target differs \(its weights\)\. Go on with"),
+}
+
+
+def test_a_run_goes_on_as_itself_alone(tmp_path):
+    """What it may change are its length, and what it logs, saves and evaluates."""
+    data = write(tmp_path / "rows.jsonl", chats(12))
+    main(flags(tmp_path, data, save_steps=1, eval_prompts=0))
+    model = load_target(TARGET, dtype="float32")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5] += 1
+    model.save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(TARGET).save_pretrained(tmp_path / "other")
+    for given, said in DIFFERENT.values():
+        given = {**given, "target": tmp_path / "other"} if "target" in given else given
+        with pytest.raises(ValueError, match=rf"checkpoint-2 is of another run: .*{said}"):
+            main(flags(tmp_path, data, max_steps=4, eval_prompts=0, resume_from_checkpoint="true", **given))
+    changed = dict(max_steps=3, logging_steps=1, save_steps=7, eval_prompts=1, learning_rate=1e-4)
+    main(flags(tmp_path, data, resume_from_checkpoint="true", **changed))
+    assert json.loads((tmp_path / "out" / TRAINING_RECORD).read_text())["settings"]["steps"] == 3

@@ -25,10 +25,12 @@ from hf_hyperdflash import (
     HyperDFlashTrainingArguments,
     capture_residual,
 )
+from hf_hyperdflash.hub.cards import drafter_card
 from hf_hyperdflash.runtime.heads import HEADS
 from hf_hyperdflash.training.arguments import RECIPES
 from hf_hyperdflash.training.checkpoints import last_whole
 from hf_hyperdflash.training.data import encode_prompts
+from hf_hyperdflash.training.fingerprint import changed_parts
 from hf_hyperdflash.training.objective import BlockObjective, collate, read_layers
 from hf_hyperdflash.training.store import FeatureCache
 
@@ -668,6 +670,43 @@ def test_a_mask_token_that_the_tokenizer_does_not_use_will_do(tmp_path):
     trainer = HyperDFlashTrainer(drafter, target, arguments, train_dataset=chats, processing_class=tokenizer)
     trainer.train()
     assert math.isfinite(trainer.state.log_history[-1]["train_loss"])
+
+
+def test_what_python_trains_is_recorded_as_the_commands_is(tmp_path, target):
+    """The card tells of it, and the drafter of its target. Metrics are those of the weights that are saved."""
+    settings = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, max_steps=3)
+    settings |= dict(load_best_model_at_end=True, metric_for_best_model="teacher_forced_tau", recipe="ours")
+    drafter = tiny_drafter(target)
+    trainer = trainer_for(tmp_path, target, drafter, rows(6), rows(3, seed=9), **settings)
+    trainer.save_model()
+    assert not (tmp_path / "training.json").exists()  # nothing was trained
+    trainer.train()
+    trainer.save_model()
+    record = json.loads((tmp_path / "training.json").read_text())
+    expected = {"recipe": "ours", "steps": 3, "train_rows": 6, "held_out_rows": 3, "learning_rate": 1e-2}
+    assert {name: record["settings"][name] for name in expected} == expected
+    best = [line for line in trainer.state.log_history if line["step"] == trainer.state.best_global_step]
+    (tau,) = (line["eval_teacher_forced_tau"] for line in best if "eval_teacher_forced_tau" in line)
+    assert record["metrics"]["eval_teacher_forced_tau"] == tau
+    assert changed_parts(HyperDFlashDrafter.from_pretrained(tmp_path).config.target_fingerprint, target) == []
+    assert "| loss | ours |" in str(drafter_card(tmp_path))
+    assert not (tmp_path / "checkpoint-3" / "training.json").exists()
+
+
+def test_rows_are_not_longer_than_the_target_has_positions(tmp_path, target, caplog):
+    long = Dataset.from_list([{"input_ids": [5] * 1100, "loss_mask": [1] * 1100}])
+    trainer = trainer_for(tmp_path, target, tiny_drafter(target), long, max_length=None)
+    assert (
+        trainer.max_length
+        == target.config.max_position_embeddings
+        == 1024
+        == len(trainer.train_dataset[0]["input_ids"])
+    )
+    assert "Cut 1 of 1 sequences to 1024 tokens, all the positions that the target has." in caplog.messages
+    with pytest.raises(
+        ValueError, match=r"`max_length` is 1025, expected at most 1024, the positions that the target"
+    ):
+        trainer_for(tmp_path, target, tiny_drafter(target), long, max_length=1025)
 
 
 def test_data_without_assistant_text_is_refused(tmp_path, target):

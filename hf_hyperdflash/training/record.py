@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..hub.cards import TRAINING_RECORD
-
-if TYPE_CHECKING:
-    from .trainer import HyperDFlashTrainer
 
 REPORTED = (
     "learning_rate", "lr_scheduler_type", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size",
@@ -19,14 +16,15 @@ REPORTED = (
 )  # fmt: skip
 
 
-def write_record(trainer: HyperDFlashTrainer, folder: Path) -> None:
-    """Beside the drafter that a run ended in: its settings, its last metrics and how tau went."""
+def write_record(trainer: Any, folder: Path) -> None:
+    """Beside the drafter that a run of [`HyperDFlashTrainer`] ended in: its settings, its last metrics and how tau
+    went."""
     history = [line for line in trainer.state.log_history if "eval_tau" in line]
     facts = {"settings": _settings(trainer), "metrics": trainer.measured, "history": history}
     (folder / TRAINING_RECORD).write_text(json.dumps(facts, indent=1, default=str))
 
 
-def _settings(trainer: HyperDFlashTrainer) -> dict[str, Any]:
+def _settings(trainer: Any) -> dict[str, Any]:
     args, state = trainer.args, trainer.state
     return {
         "target": public_name(trainer.target.config._name_or_path),

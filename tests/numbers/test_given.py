@@ -7,12 +7,14 @@ from the code. Whoever changes a number of a page has to say here, or in `test_s
 import re
 
 import pytest
-from transformers import DeepseekV4Config
+from transformers import DeepseekV4Config, TrainingArguments
 
+from hf_hyperdflash.benchmark import other_settings, recommended
 from hf_hyperdflash.benchmark.doctor import PROMPTS
 from hf_hyperdflash.runtime import schedule
 from hf_hyperdflash.runtime.configuration_eagle3 import Eagle3Config
 from hf_hyperdflash.runtime.configuration_specblock import SpecBlockConfig
+from hf_hyperdflash.runtime.request import MOST_NODES
 from hf_hyperdflash.training.adaptation import AdaptationConfig
 from hf_hyperdflash.training.flags import ScriptArguments
 
@@ -65,7 +67,8 @@ GIVEN = {
         "0.1 cross-entropy and 0.9 of the L1 distance",
         "(`--blind_weight`, 0.1 in every recipe)",
         f"its whole vocabulary, of {field('vocab_size'):,} tokens",
-        "next to nothing with a weight of 1.",
+        "much by choosing among 16 tokens.",
+        "A weight of 1 makes a choice cost less",
         "with up to 8,192 tokens the default is all of them",
         f"at most `max_blocks` ({EAGLE.max_blocks}) deep and `tree_width` ({EAGLE.tree_width}) nodes wide",
         f"drafts K = {BLOCKS.block_size} tokens a pass",
@@ -85,10 +88,19 @@ GIVEN = {
         "a V4 drafter's window of 2,048 tokens, the default",
     ],
     "sglang": ["one candidate of probability 1 each"],
-    "sharing": [f"what {len(PROMPTS)} prompts give", "a CPU build of 0.32, which"],
+    "sharing": [
+        f"what {len(PROMPTS)} prompts give",
+        "a CPU build of 0.32, which",
+        f"by {other_settings._MATTERS_NATS} nats a draft or more, likelier with it and has "
+        f"{100 * (other_settings._MATTERS_TAU - 1):.0f} % more tokens a round",
+        f"times settings of `generate` on {recommended._MOST_PROMPTS} of the prompts, greedy and at temperature 1",
+        f"(or within {100 * (recommended._SAME - 1):.0f} %)",
+        "generates from 4 prompts only",
+    ],
     "targets": ["(5.23, not 5.17)", "`DistributedConfig(ep_size=...)`, 5.23)", "300 tokens on windows of 4 to 16"],
     "tools": ["With `batch_size` above 1", "lines 785 and 811 in 5.23.0)"],  # read there in test_snippets.py
     "training": [
+        f"transformers logs the loss every {TrainingArguments.logging_steps:.0f} steps",
         f"as {ScriptArguments.eval_rows} are held out by default",
         "the last 2,048 tokens, or all of them",
         f"a token: {2 * FLASH.hc_mult * FLASH.hidden_size // 1024} KiB for V4-Flash",
@@ -98,9 +110,14 @@ GIVEN = {
         "the paper reports 3.69 tokens a round with six drafts at temperature 0, without a head, after five epochs "
         "over 450,000 rows",
     ],
-    "trees": ["AMD EPYC, 2 cores, one thread beside other work", "a round reads at batch 1, not measured"],
+    "trees": [
+        f"of at most `tree_budget` nodes, 1 to {MOST_NODES}, and",
+        "AMD EPYC, 2 cores, one thread beside other work",
+        "a round reads at batch 1, not measured",
+    ],
     "troubleshooting": [
-        f"times settings on {len(PROMPTS)} prompts. Its exit status is 1 if",
+        f"problems below with 4 prompts. Without `--quick` it takes {len(PROMPTS)}, tries",
+        "Its exit status is 1 if",
         "`drafter.last_stats.tau` is near 1;",
         "`num_beams` above 1",
         "| tau near 1 |",

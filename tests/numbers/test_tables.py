@@ -181,7 +181,7 @@ TRACED = [
         of_the_stream,
     ),
     ("benchmarks", "| layers read | KL weight", of_reducers),
-    ("drafters", "| candidates | weight 0 | 0.1 | 0.3 | 1 |", of_candidates),
+    ("drafters", "| candidates | weight 0 | 0.1 | 1 |", of_candidates),
     ("training", "| loss | peak memory, MiB", of_loss),
     ("training", "| features | tokens/s", of_throughput),
     ("training", "| training | tau | teacher-forced |", of_choices),

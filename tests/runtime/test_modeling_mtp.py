@@ -380,10 +380,12 @@ def test_number_of_drafts(drafter):
     assert drafter.num_draft_tokens == 3 and drafter.last_stats is None and drafter.target_layer_ids == [-1]
     drafter.num_draft_tokens = 17
     assert drafter.num_draft_tokens == 17
-    for wrong in (0, -1, 2.0, True, None):
+    for wrong in (0, -1, 2.0, True, "2"):
         with pytest.raises(ValueError, match="expected a whole number of at least 1"):
             drafter.num_draft_tokens = wrong
     assert drafter.num_draft_tokens == 17
+    drafter.num_draft_tokens = None
+    assert drafter.num_draft_tokens == 3
 
 
 def test_bind_checks_the_pair(drafter, target):

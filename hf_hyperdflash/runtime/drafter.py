@@ -190,8 +190,8 @@ class Drafter:
     @property
     def num_draft_tokens(self) -> int | str:
         """Tokens drafted per round, where `generate` is not told (`num_assistant_tokens`); `"auto"` for as many as pay
-        for themselves. Set to `None` it is again all that the drafter can."""
-        return vars(self).get("_num_draft_tokens") or self.max_draft_tokens or 1
+        for themselves. Set to `None` it is what the drafter came with: all that it can, where that has an end."""
+        return vars(self).get("_num_draft_tokens") or self.max_draft_tokens or self._usual_drafts
 
     @num_draft_tokens.setter
     def num_draft_tokens(self, value: int | str | None) -> None:
@@ -216,6 +216,7 @@ class Drafter:
         )
 
     _about_drafts = ""  # why so many, and what to do for more
+    _usual_drafts = 1  # of a drafter that can draft any number
 
     # Statistics belong to a generation, and this is where a thread finds those of its last one
 

@@ -74,6 +74,7 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
 
     config: DeepseekV4MTPConfig
     config_class = DeepseekV4MTPConfig
+    _usual_drafts = 3
     base_model_prefix = "mtp"
     target_layer_ids = [-1]  # reads the residual after the last layer, before it is collapsed
     _keep_in_fp32_modules_strict = [*DeepseekV4Drafter._keep_in_fp32_modules_strict, "enorm", "hnorm"]
@@ -87,7 +88,6 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
         self.block = DeepseekV4DecoderLayer(self.config, layer_idx=0)
         self.hc_head = DeepseekV4HyperHead(self.config)
         self.rotary_emb = DeepseekV4RotaryEmbedding(self.config)
-        self.num_draft_tokens = 3
         self.post_init()
 
     def _place(self, name: str) -> tuple[str, str]:

@@ -32,7 +32,7 @@ class PromptLookupDrafter(Drafter):
     def __init__(self, target: PreTrainedModel, num_draft_tokens: int = 10, max_matching_ngram_size: int = 2) -> None:
         family_of(target)  # which says what a target is, if it is none
         self.config = target.config  # `generate` compares vocabularies
-        self.num_draft_tokens = num_draft_tokens
+        self._usual_drafts = self.num_draft_tokens = num_draft_tokens
         if type(max_matching_ngram_size) is not int or max_matching_ngram_size < 1:
             raise ValueError(
                 f"`max_matching_ngram_size` is {max_matching_ngram_size!r}, expected an integer of at least 1."

@@ -60,3 +60,10 @@ def test_sampling_continuing_and_bad_values():
     for wrong in ("org/name", None):
         with pytest.raises(ValueError, match="The target is "):
             PromptLookupDrafter(wrong)
+
+
+def test_its_number_of_drafts_can_be_given_back():
+    drafter = PromptLookupDrafter(tiny_target(), num_draft_tokens=4)
+    drafter.num_draft_tokens = 7
+    drafter.num_draft_tokens = None
+    assert drafter.num_draft_tokens == 4

@@ -224,6 +224,20 @@ SENTENCES = [
         "{:.0f} drafts",
         grpo(),
     ),
+    (
+        "training",
+        "rows of {:.0f} tokens, {:.0f} anchors, blocks of {:.0f} and loss",
+        told("speculators/report.md", r"rows of (\d+) tokens, (\d+) anchors x (\d+);"),
+    ),
+    (
+        "training",
+        "step by step in turn: {:.0f} and {:.0f} tokens a second, {:.2f} times as fast",
+        [
+            *told("speculators/report.md", r"\| ours, sdpa \| (\d+)"),
+            *told("speculators/report.md", r"\| speculators, sdpa \| (\d+)"),
+            *told("speculators/report.md", r"\| ours, sdpa \|.* (\d\.\d\d) \|"),
+        ],
+    ),
     ("training", "trained from nothing for {:,} steps of four rows", steps(f"{V4}/rows")),
     ("training", "The shipped drafter has seen {:,} rows three times", [trained_on()]),
     (

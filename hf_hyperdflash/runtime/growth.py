@@ -37,12 +37,18 @@ Scored = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def most_probable(
-    ids: torch.Tensor, count: int, budget: int, steps: Steps, scored: Scored, width: int | None = None
+    ids: torch.Tensor,
+    count: int,
+    budget: int,
+    steps: Steps,
+    scored: Scored,
+    width: int | None = None,
+    children: int | None = None,
 ) -> DraftTree:
     """The tree of the nodes that are most probable, by the product of the drafter's probabilities along the path.
 
     A node is never more probable than its parent, so what is not among the best of all nodes so far has no descendant
-    among the best: each level goes on from those that are.
+    among the best: each level goes on from those that are, or from the `width` best of these.
 
     Args:
         ids: `[1, seq]`, the text.
@@ -50,34 +56,41 @@ def most_probable(
         budget: The most nodes.
         steps: The drafter.
         scored: The request's processors.
-        width: How many nodes of a level go on at most, and how many children each has; `None` for any number.
+        width: How many nodes of a level go on at most; `None` for any number.
+        children: How many each of them has at most; `None` for any number.
     """
-    width = min(width or budget, budget)
+    width, children = min(width or budget, budget), min(children or budget, budget)
     tokens, parents = ids.new_empty(0), ids.new_empty(0)
     values = torch.empty(0, device=ids.device)
     level, rows, of_level = ids[:, -1], ids.new_zeros(1), torch.zeros(1, device=ids.device)
     places, prefixes = ids.new_full((1,), ANCHOR), ids
     for k in range(count):
         likely = (scored(prefixes, steps(k, level, rows).logits) / SHARPENED).log_softmax(-1)
-        best = likely.topk(min(width, likely.shape[-1]), dim=-1)
+        best = likely.topk(min(children, likely.shape[-1]), dim=-1)
         found = (of_level[:, None] + best.values).flatten().nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-        start, children = len(values), best.values.shape[1]
+        start, each = len(values), best.values.shape[1]
         # A level has no more of the best than there are nodes: of a large tree it has far more in all, dear to sort.
         of_best = found.topk(min(budget, len(found))).indices.sort().values
         values = torch.cat([values, found[of_best]])
         tokens = torch.cat([tokens, best.indices.flatten()[of_best]])
-        parents = torch.cat([parents, places[of_best // children]])
+        parents = torch.cat([parents, places[of_best // each]])
         among = values.sort(descending=True, stable=True).indices[:budget]
         places = among[(among >= start) & values[among].isfinite()][:width].sort().values
         if not len(places):
             break
-        rows = of_best[places - start] // children
+        rows = of_best[places - start] // each
         level, of_level = tokens[places], values[places]
         prefixes = torch.cat([prefixes[rows], level[:, None]], dim=1)
     kept = values.sort(descending=True, stable=True).indices[:budget]
     kept = kept[values[kept].isfinite()].sort().values
     number = {ANCHOR: ANCHOR, **{place: node for node, place in enumerate(kept.tolist())}}
     return DraftTree(tokens[kept], tuple(number[parent] for parent in parents[kept].tolist()))
+
+
+def width_for(budget: int) -> int:
+    """From how many nodes of a level a tree of the most probable ones goes on. Early levels hold as many as the whole
+    tree, of which nearly all give way to deeper ones: to ask the drafter about them takes time and finds nothing."""
+    return max(4, budget // 4)
 
 
 def drawn(ids: torch.Tensor, count: int, budget: int, steps: Steps, scored: Scored) -> DraftTree:

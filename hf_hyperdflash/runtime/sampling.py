@@ -15,7 +15,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from .draws import one_of
-from .growth import DraftStep, Steps, drawn, most_probable
+from .growth import DraftStep, Steps, drawn, most_probable, width_for
 from .schedule import Schedule
 from .tree import ANCHOR, DraftTree
 
@@ -125,13 +125,15 @@ class DraftSampler:
             ids: `[1, seq]`, the text.
             count: How many, one after the other.
             steps: The drafter.
-            width: Of a tree of most probable nodes, how many of a level go on at most; `None` for any number.
+            width: Of a tree of most probable nodes, how many of a level go on at most, and how many children each
+                has; `None` for as many as are worth it.
         """
         if self.tree_budget is None or not count:
             return self._path(ids, count, steps)
         if self.do_sample:
             return drawn(ids, count, self.tree_budget, steps, self.scored)
-        return most_probable(ids, count, self.tree_budget, steps, self.scored, width)
+        going_on = width or width_for(self.tree_budget)
+        return most_probable(ids, count, self.tree_budget, steps, self.scored, going_on, width)
 
     def _path(self, ids: torch.Tensor, count: int, steps: Steps) -> DraftTree:
         q: list[torch.Tensor | None] = []

@@ -56,10 +56,9 @@ class TreeRows:
     @cached_property
     def ancestors(self) -> torch.Tensor:
         """Boolean `[rows, rows]`: whether the second is on the path to the first."""
-        ancestors = torch.zeros(len(self), len(self), dtype=torch.bool)
-        for row, path in enumerate(self.paths):
-            ancestors[row, path] = True
-        return ancestors
+        rows = len(self)
+        seen = torch.tensor([row * rows + above for row, path in enumerate(self.paths) for above in path])
+        return torch.zeros(rows * rows, dtype=torch.bool).index_fill_(0, seen, True).view(rows, rows)
 
     def mask(self, past: int, window: int | None) -> torch.Tensor:
         """What each row may look at: in a sliding window, by true positions.

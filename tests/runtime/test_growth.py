@@ -87,6 +87,35 @@ def test_the_most_probable_nodes_are_those_of_all_paths(vocabulary, depth, budge
     assert len(once) == len(set(once)) and (set(best) - leaves) <= set(once)
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.integers(2, 4), st.integers(1, 4), st.integers(1, 30), st.integers(1, 6), st.integers(0, 10**6))
+def test_a_level_goes_on_from_its_best_nodes(vocabulary, depth, budget, width, seed):
+    """The same walk in plain loops: of the nodes so far the best are kept, and of those of a level `width` go on."""
+    talker, kept, level = Talker(vocabulary, seed), {}, {(): 0.0}
+    for _ in range(depth):
+        found = {
+            (*path, token): value + logp
+            for path, value in level.items()
+            for token, logp in enumerate((talker.logits(path).double() / SHARPENED).log_softmax(-1).tolist())
+        }
+        every = kept | found
+        kept = {path: every[path] for path in sorted(every, key=every.get, reverse=True)[:budget]}
+        going = [path for path in sorted(found, key=found.get, reverse=True) if path in kept][:width]
+        level = {path: found[path] for path in going}
+    tree = most_probable(IDS, depth, budget, talker, as_they_are, width)
+    assert sorted(paths_of(tree)) == sorted(kept)
+    assert all(len(paths) <= width for paths in talker.asked)
+
+
+def test_a_tree_asks_about_a_quarter_of_its_budget_a_level():
+    asked = {}
+    for budget in (2, 16, 40):
+        talker = Talker(60, 1)
+        DraftSampler(LogitsProcessorList(), False, tree_budget=budget).grow(IDS, 4, talker)
+        asked[budget] = max(map(len, talker.asked))
+    assert asked == {2: 2, 16: 4, 40: 10}
+
+
 LAWS = [(2, 3, 4, False), (3, 2, 6, True), (3, 2, 3, False), (2, 2, 6, True), (4, 1, 3, True)]
 
 

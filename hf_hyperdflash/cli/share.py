@@ -81,6 +81,11 @@ def card(
             typer.echo(
                 f"Its snippet loads {name!r}, which is on no Hub: `{option} org/name` says where it is.", err=True
             )
+    if license is None:
+        typer.echo(
+            "It names no licence, and the Hub will show none: `--license apache-2.0`, or another name, says which.",
+            err=True,
+        )
 
 
 def _text_of(path: Path | None) -> str | None:

@@ -101,7 +101,9 @@ def test_a_card_with_names_of_this_machine_says_so(tmp_path):
     said = run("card", tmp_path / "mine")
     assert f"loads '{tmp_path / 'mine'}', which is on no Hub: `--repo-id org/name`" in said
     assert "loads 'my-target', which is on no Hub: `--target org/name`" in said
-    assert "on no Hub" not in run("card", tmp_path / "mine", "--repo-id", "org/mine", "--target", "org/target")
+    assert "names no licence, and the Hub will show none: `--license apache-2.0`" in said
+    named = run("card", tmp_path / "mine", "--repo-id", "org/mine", "--target", "org/target", "--license", "mit")
+    assert "on no Hub" not in named and "licence" not in named
 
 
 def with_dspark(folder: Path) -> Path:

@@ -562,6 +562,19 @@ def test_the_most_nodes_are_the_runtimes():
     assert options.MOST_NODES == MOST_NODES
 
 
+@pytest.mark.parametrize(
+    ("is_terminal", "given", "hidden"), [(True, None, None), (False, None, "1"), (False, "0", "0")]
+)
+def test_libraries_draw_bars_for_somebody_who_watches(monkeypatch, is_terminal, given, hidden):
+    names = ["HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"]
+    monkeypatch.setattr("os.environ", {} if given is None else dict.fromkeys(names, given))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    monkeypatch.setattr("sys.argv", ["hf-hyperdflash", "--version"])
+    with pytest.raises(SystemExit):
+        entry_point()
+    assert [os.environ.get(name) for name in names] == [hidden, hidden]
+
+
 def test_the_version(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["hf-hyperdflash", "--version"])
     with pytest.raises(SystemExit) as stopped:

@@ -75,7 +75,10 @@ def _told(error: Any) -> str:
 
 
 def _say(message: str, status: int = 1) -> int:
-    typer.echo(f"Error: {' '.join(message.split())}", err=True)
+    # Each of several processes tells its own: their launcher ends the others, also the first, with the one that fails.
+    rank = os.environ.get("RANK", "0")
+    where = f" in process {rank}" if rank != "0" else ""
+    typer.echo(f"Error{where}: {' '.join(message.split())}", err=True)
     return status
 
 

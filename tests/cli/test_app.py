@@ -534,6 +534,13 @@ run()
     assert result.stderr.strip().splitlines()[-1].startswith("Stopped. ") and said in result.stderr
 
 
+@pytest.mark.parametrize(("rank", "where"), [("0", ""), ("1", " in process 1")])
+def test_of_several_processes_each_tells_which_it_is(monkeypatch, capsys, rank, where):
+    monkeypatch.setenv("RANK", rank)
+    code, (line,) = ended(monkeypatch, capsys, "train", "--bogus")
+    assert code == 1 and line.startswith(f"Error{where}: `train` knows no '--bogus'")
+
+
 def test_a_slip_in_a_commands_name(monkeypatch, capsys):
     code, lines = ended(monkeypatch, capsys, "genrate")
     assert code == 2 and lines == [

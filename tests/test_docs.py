@@ -90,6 +90,7 @@ def test_the_first_text_is_as_the_page_shows_it():
         [" ".join(line.split()) for line in without_speed[1].splitlines()],
     )
     assert [line for line in lines if line not in said] == []
+    assert "Loading weights" not in ran.stderr  # transformers' bar, which a pipe does not need
 
 
 def texts(source: Path) -> Iterator[str]:

@@ -88,7 +88,7 @@ def names(tmp_path_factory) -> Path:
 
 
 def quantized(folder: Path) -> None:
-    """The shipped target with one weight in FP8, as DeepSeek ships them."""
+    """The shipped target with one weight in FP8 and its experts in FP4, as DeepSeek ships them."""
     folder.mkdir()
     for path in TARGET.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
@@ -96,8 +96,12 @@ def quantized(folder: Path) -> None:
     scale = tensors[name].abs().max().float() / 448
     tensors |= {name: (tensors[name] / scale).to(torch.float8_e4m3fn)}
     tensors[name.removesuffix("weight") + "scale"] = torch.full((1, 2), scale)
+    for name in [name for name in tensors if name.startswith("model.") and ".experts." in name]:
+        rows, columns = tensors[name].shape
+        tensors[name] = torch.randint(-128, 128, (rows, columns // 2)).to(torch.int8)
+        tensors[name.removesuffix("weight") + "scale"] = torch.full((rows, columns // 32), 2.0**-6)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text()) | {"expert_dtype": "fp4"}
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (folder / "config.json").write_text(json.dumps(config))
 

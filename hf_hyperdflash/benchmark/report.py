@@ -269,13 +269,13 @@ def measured(results: Path, method: str | None = None, folder: Path | None = Non
     name, rows = next((name, rows) for name, rows in methods.items() if method in (None, name))
     if folder is not None:
         _check_weights(loaded.runs[-1], name, folder)
-    tables = []
+    tables, speedups = [], []
     for mode, of_mode in grouped(rows, "mode").items():
-        suites = suites_of(of_mode)
-        body = [
-            [f"{temperature:g}", *map(_pair, _speedups(here, suites)[name])]
-            for temperature, here in grouped(of_mode, "temperature").items()
-        ]
+        suites, body = suites_of(of_mode), []
+        for temperature, here in grouped(of_mode, "temperature").items():
+            figures = _speedups(here, suites)[name]
+            body.append([f"{temperature:g}", *map(_pair, figures)])
+            speedups.append(figures[-1][0])
         tables.append(f"{mode_title(mode)}, speedup / tau:")
         tables.append(_markdown(["Temperature", *map(title_of, suites), "Average"], body))
     accepted = [
@@ -285,7 +285,12 @@ def measured(results: Path, method: str | None = None, folder: Path | None = Non
     ]
     tables.append("Drafts accepted at each position, % of the rounds, all suites together:")
     tables.append(_markdown(_positions("Mode, temperature", rows), accepted))
-    return Measured(_card_settings(loaded, rows), "\n\n".join(tables), [r for row in rows for r in _eval_results(row)])
+    return Measured(
+        _card_settings(loaded, rows),
+        "\n\n".join(tables),
+        [result for row in rows for result in _eval_results(row)],
+        [speedup for speedup in speedups if speedup is not None],
+    )
 
 
 def _check_weights(run: dict[str, Any], method: str, folder: Path) -> None:

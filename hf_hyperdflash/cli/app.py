@@ -40,6 +40,9 @@ def run() -> None:
     """The command. What the user can mend ends in one line, not in a traceback."""
     for library in ("TRANSFORMERS", "HF_HUB"):  # they report and try again at length before the error that counts
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    if not sys.stderr.isatty():  # in a file a bar is noise
+        for library in ("HF_HUB", "HF_DATASETS"):  # and transformers, which does as the first
+            os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
     try:
         status = app(prog_name="hf-hyperdflash", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
@@ -72,7 +75,10 @@ def _told(error: Any) -> str:
 
 
 def _say(message: str, status: int = 1) -> int:
-    typer.echo(f"Error: {' '.join(message.split())}", err=True)
+    # Each of several processes tells its own: their launcher ends the others, also the first, with the one that fails.
+    rank = os.environ.get("RANK", "0")
+    where = f" in process {rank}" if rank != "0" else ""
+    typer.echo(f"Error{where}: {' '.join(message.split())}", err=True)
     return status
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -81,6 +81,11 @@ def card(
             typer.echo(
                 f"Its snippet loads {name!r}, which is on no Hub: `{option} org/name` says where it is.", err=True
             )
+    if license is None:
+        typer.echo(
+            "It names no licence, and the Hub will show none: `--license apache-2.0`, or another name, says which.",
+            err=True,
+        )
 
 
 def _text_of(path: Path | None) -> str | None:
@@ -127,25 +132,26 @@ def push(
     token: Annotated[
         str | None, Option(help="Of the Hub; the stored one if unset.", envvar="HF_TOKEN", show_envvar=True)
     ] = None,
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="Say what would be uploaded and where to; needs no network and no token.")
+    ] = False,
 ) -> None:
     """Upload a saved drafter with its code and its card, in one commit."""
     announce("drafter", folder)
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
+    from ..hub.publish import planned_push
     from ..loading import SAVED, check_drafter
 
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
         raise ValueError(f"The repository is {repo_id!r}, expected a name on the Hub: org/name.") from error
-    load = check_drafter(str(folder), kinds=SAVED)
-    done = load(folder, dtype="auto").push_to_hub(
-        repo_id,
-        commit_message=commit_message,
-        private=private or None,
-        token=token,
-        revision=revision,
-        create_pr=create_pr,
-    )
+    drafter = check_drafter(str(folder), kinds=SAVED)(folder, dtype="auto")
+    where: dict[str, Any] = {"private": private or None, "revision": revision, "create_pr": create_pr}
+    if dry_run:
+        typer.echo(planned_push(drafter, repo_id, **where))
+        return
+    done = drafter.push_to_hub(repo_id, commit_message=commit_message, token=token, **where)
     typer.echo(done.commit_url)

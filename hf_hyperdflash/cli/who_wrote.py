@@ -38,7 +38,7 @@ class WhoWrote(BaseStreamer):
         self.tokenizer, self.drafter, self.console = tokenizer, drafter, console
         self.line = LiveLine(console)
         self._pieces: Pieces | None = None  # after the prompt
-        self._began = 0.0
+        self._speed = Speed()
 
     def __enter__(self) -> WhoWrote:
         return self
@@ -51,8 +51,8 @@ class WhoWrote(BaseStreamer):
         if self._pieces is None:
             self._pieces = Pieces(self.tokenizer)
             return
-        self._began = self._began or time.perf_counter()
         stats = self.drafter.last_stats
+        self._speed.token(stats.tokens)
         self._print(self._pieces.add(int(value), stats.written[-1], stats.by_head[-1]))
 
     def end(self) -> None:
@@ -61,7 +61,7 @@ class WhoWrote(BaseStreamer):
         written, by_head = stats.written, stats.by_head
         self._print(self._pieces.rest(written[-1], by_head[-1]) if self._pieces and written else None)
         self.line.clear()
-        self._pieces, self._began = None, 0.0
+        self._pieces, self._speed = None, Speed()
         if not self.console.is_terminal or not self.console.color_system:  # no colours
             self.console.print()
             return
@@ -80,13 +80,31 @@ class WhoWrote(BaseStreamer):
 
     def _so_far(self) -> str:
         stats = self.drafter.last_stats
-        told, seconds = f"{len(stats.written)} tokens", max(time.perf_counter() - self._began, 1e-9)
-        if not stats.rounds:
-            return told
-        return f"{told}, {len(stats.written) / seconds:.1f} tokens/s, tau {stats.tau:.2f}"
+        told = f"{len(stats.written)} tokens"
+        return f"{told}, {self._speed.rate:.1f} tokens/s, tau {stats.tau:.2f}" if stats.rounds else told
 
     def _style_of(self, position: int) -> str:
         return style_of(position, self.console.color_system)
+
+
+class Speed:
+    """How fast a text is written, by whole verification rounds: the tokens of one come at once.
+
+    Attributes:
+        rate: Tokens a second after the first token; 0 before a round is over.
+    """
+
+    def __init__(self) -> None:
+        self.rate = self._began = self._came = 0.0
+        self._counted = 0
+
+    def token(self, counted: int) -> None:
+        """Take in that a token has come; `counted` are those of the rounds before its own."""
+        now = time.perf_counter()
+        self._began = self._began or now
+        if counted != self._counted:  # all of them were there when the token before came
+            self.rate = (counted - 1) / max(self._came - self._began, 1e-9)
+        self._counted, self._came = counted, now
 
 
 def style_of(position: int, color_system: str | None = None) -> str:

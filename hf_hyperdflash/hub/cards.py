@@ -68,11 +68,13 @@ class Measured:
         settings: Method, prompts, hardware, versions and date, a paragraph.
         tables: Markdown.
         results: For the card's `model-index`.
+        speedups: Of each mode and temperature, the average over the suites.
     """
 
     settings: str
     tables: str
     results: list[EvalResult] = field(default_factory=list)
+    speedups: list[float] = field(default_factory=list)
 
 
 def drafter_card(

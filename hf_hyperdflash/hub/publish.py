@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -60,14 +61,8 @@ def push_drafter(
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
-        drafter.save_pretrained(folder, max_shard_size=max_shard_size)
-        source = Path(drafter.name_or_path or "")
-        if drafter.name_or_path and source.is_dir():
-            for name in set(_FROM_ITS_FOLDER) & set(drafter_files(source)):
-                shutil.copyfile(source / name, Path(folder) / name)
-        has_card = (Path(folder) / "README.md").exists() or api.file_exists(repo_id, "README.md", revision=revision)
-        if not has_card:
-            drafter_card(folder, repo_id=repo_id, tags=tags).save(Path(folder) / "README.md")
+        has_card = partial(api.file_exists, repo_id, "README.md", revision=revision)
+        _gather(drafter, Path(folder), repo_id, has_card, max_shard_size=max_shard_size, tags=tags)
         return api.upload_folder(
             repo_id=repo_id,
             folder_path=folder,
@@ -77,6 +72,46 @@ def push_drafter(
             revision=revision,
             create_pr=create_pr,
         )
+
+
+def planned_push(
+    drafter: SavedDrafter,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+) -> str:
+    """What [`push_drafter`] would upload and where to, a line for each file with its bytes. The Hub is not asked."""
+    with TemporaryDirectory() as place:
+        folder = Path(place)
+        card = _gather(drafter, folder, repo_id, has_card=lambda: False)
+        sizes = {name: (folder / name).stat().st_size for name in drafter_files(folder)}
+    return "\n".join([
+        f"Nothing was uploaded. To {repo_id}{', private if it is new' if private else ''}, revision "
+        f"{revision or 'main'}, {'as a pull request' if create_pr else 'in one commit'}, would go",
+        *(f"{size:>15,}  {name}{f' ({card})' * (name == 'README.md')}" for name, size in sizes.items()),
+        f"{sum(sizes.values()):>15,}  bytes",
+    ])  # fmt: skip
+
+
+def _gather(
+    drafter: SavedDrafter, folder: Path, repo_id: str, has_card: Callable[[], bool], *,
+    max_shard_size: int | str = "50GB", tags: list[str] | None = None,
+) -> str:  # fmt: skip
+    """Write into `folder` what is pushed of a drafter, and tell whose the card is. Whether the repository has one is
+    asked only where the drafter's own folder has none."""
+    drafter.save_pretrained(folder, max_shard_size=max_shard_size)
+    source = Path(drafter.name_or_path or "")
+    if drafter.name_or_path and source.is_dir():
+        for name in set(_FROM_ITS_FOLDER) & set(drafter_files(source)):
+            shutil.copyfile(source / name, folder / name)
+    if (folder / "README.md").exists():
+        return "the folder's own"
+    if has_card():
+        return "the repository's"
+    drafter_card(folder, repo_id=repo_id, tags=tags).save(folder / "README.md")
+    return "a new one; where the repository has a card, that stays"
 
 
 def drafter_files(folder: str | os.PathLike) -> list[str]:

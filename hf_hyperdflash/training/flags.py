@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -98,15 +100,45 @@ GPUs). Drafters accept more when the answers are the target's own: examples/rege
 
 def help_text(prog: str) -> str:
     """All flags with their defaults, those of stage 1 where the stages differ."""
+    parts = [INTRODUCTION.format(prog=prog)]
+    for title, flags in _flags().items():
+        parts += ["", f"{title}:", *(_entry(name, *told) for name, told in flags.items())]
+    return "\n".join(parts)
+
+
+def option_names() -> set[str]:
+    """Every flag as transformers' parser takes it: with hyphens, too, and as `--no_x` where x is on by itself."""
+    told = {name: default for flags in _flags().values() for name, (default, _) in flags.items()}
+    names = {*told, *(f"no_{name}" for name, default in told.items() if default == "True")}
+    return {f"--{name}" for one in names for name in (one, one.replace("_", "-"))}
+
+
+def check_known(argv: Sequence[str]) -> None:
+    """Refuse a flag that there is not, before PyTorch is loaded for what the others are set to.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    known = option_names()
+    for word in argv:
+        # Else it is what a flag is set to, as argparse sees it.
+        if re.match(r"--\w\S*$", word) and word.partition("=")[0] not in known:
+            raise unknown_flag(word)
+
+
+def unknown_flag(word: str) -> ValueError:
+    near = "".join(f": {name}, perhaps" for name in get_close_matches(word.partition("=")[0], option_names(), 1))
+    return ValueError(f"`train` knows no {word!r}{near}. `train --help` lists its flags.")
+
+
+def _flags() -> dict[str, dict[str, tuple[str, str]]]:
+    """Default and help of each, by what they are for."""
     script = {part.name: (_shown(part.default), part.metadata["help"]) for part in fields(ScriptArguments)}
     ours = dict(_fields_in(Path(__file__).with_name("arguments.py"), "HyperDFlashTrainingArguments"))
     # Beside `transformers/__init__.py`, which stays unimported.
     source = Path(cast(Any, find_spec("transformers")).origin).with_name("training_args.py")
     theirs = {name: told for name, told in _fields_in(source, "TrainingArguments") if name not in ours}
-    parts = [INTRODUCTION.format(prog=prog)]
-    for title, flags in {"The run": script, "Training a drafter": ours, "Training, transformers' own": theirs}.items():
-        parts += ["", f"{title}:", *(_entry(name, *told) for name, told in flags.items())]
-    return "\n".join(parts)
+    return {"The run": script, "Training a drafter": ours, "Training, transformers' own": theirs}
 
 
 def _entry(name: str, default: str, help: str) -> str:

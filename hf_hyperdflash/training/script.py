@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -30,7 +29,7 @@ from .acceptance import AcceptanceCallback
 from .arguments import HyperDFlashTrainingArguments
 from .checkpoints import earlier_run, last_whole, remove_checkpoints, share_modes, to_resume
 from .data import encode_prompts, load_rows
-from .flags import STAGES, ScriptArguments
+from .flags import STAGES, ScriptArguments, unknown_flag
 from .places import with_places
 from .progress import Lines, LinesAboveBar
 from .record import public_name
@@ -75,10 +74,7 @@ def parse(argv: list[str] | None, prog: str | None = None) -> tuple[ScriptArgume
     parser = make_parser(argv, prog)
     script, args, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
-        near = "".join(
-            f": {known}, perhaps" for known in get_close_matches(unknown[0], parser._option_string_actions, 1)
-        )
-        raise ValueError(f"`train` knows no {unknown[0]!r}{near}. `train --help` lists its flags.")
+        raise unknown_flag(unknown[0])
     _check(script, args)
     return script, args
 

@@ -101,7 +101,9 @@ def test_a_card_with_names_of_this_machine_says_so(tmp_path):
     said = run("card", tmp_path / "mine")
     assert f"loads '{tmp_path / 'mine'}', which is on no Hub: `--repo-id org/name`" in said
     assert "loads 'my-target', which is on no Hub: `--target org/name`" in said
-    assert "on no Hub" not in run("card", tmp_path / "mine", "--repo-id", "org/mine", "--target", "org/target")
+    assert "names no licence, and the Hub will show none: `--license apache-2.0`" in said
+    named = run("card", tmp_path / "mine", "--repo-id", "org/mine", "--target", "org/target", "--license", "mit")
+    assert "on no Hub" not in named and "licence" not in named
 
 
 def with_dspark(folder: Path) -> Path:
@@ -532,6 +534,13 @@ run()
     assert result.stderr.strip().splitlines()[-1].startswith("Stopped. ") and said in result.stderr
 
 
+@pytest.mark.parametrize(("rank", "where"), [("0", ""), ("1", " in process 1")])
+def test_of_several_processes_each_tells_which_it_is(monkeypatch, capsys, rank, where):
+    monkeypatch.setenv("RANK", rank)
+    code, (line,) = ended(monkeypatch, capsys, "train", "--bogus")
+    assert code == 1 and line.startswith(f"Error{where}: `train` knows no '--bogus'")
+
+
 def test_a_slip_in_a_commands_name(monkeypatch, capsys):
     code, lines = ended(monkeypatch, capsys, "genrate")
     assert code == 2 and lines == [
@@ -558,6 +567,19 @@ def test_how_many_drafts_is_looked_at_before_the_target_is_loaded(monkeypatch, c
 
 def test_the_most_nodes_are_the_runtimes():
     assert options.MOST_NODES == MOST_NODES
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "given", "hidden"), [(True, None, None), (False, None, "1"), (False, "0", "0")]
+)
+def test_libraries_draw_bars_for_somebody_who_watches(monkeypatch, is_terminal, given, hidden):
+    names = ["HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"]
+    monkeypatch.setattr("os.environ", {} if given is None else dict.fromkeys(names, given))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    monkeypatch.setattr("sys.argv", ["hf-hyperdflash", "--version"])
+    with pytest.raises(SystemExit):
+        entry_point()
+    assert [os.environ.get(name) for name in names] == [hidden, hidden]
 
 
 def test_the_version(monkeypatch, capsys):

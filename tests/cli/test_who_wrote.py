@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import termios
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,7 +98,7 @@ class Drafter:
     """A text that goes on for ever: one draft accepted a round."""
 
     class last_stats:
-        written, by_head, rounds, tau = [0, 1], [False, False], 1, 2.0
+        written, by_head, rounds, tokens, tau = [0, 1], [False, False], 1, 3, 2.0
 
 
 def stream(text, console, tokens=None):
@@ -212,6 +213,25 @@ def test_a_window_that_loses_its_last_row_loses_no_text():
     terminal.screen.lines = 2
     line.write("c", "", "told")
     assert terminal.rows() == ["a", "bc", "told"]
+
+
+def test_the_speed_beneath_is_of_whole_rounds(monkeypatch):
+    """The prompt's token, then a round of three after a second and one of two after another half."""
+    stats = SimpleNamespace(written=[], by_head=[], rounds=0, tokens=0, tau=0.0)
+    now, told = 7.0, []
+    monkeypatch.setattr("hf_hyperdflash.cli.who_wrote.time.perf_counter", lambda: now)
+    monkeypatch.setattr(LiveLine, "write", lambda self, text, style, beneath: told.append(beneath))
+    with WhoWrote(Bytes(), SimpleNamespace(last_stats=stats), Console(file=io.StringIO())) as streamer:
+        streamer.put(torch.tensor([[1]]))
+        for seconds, tokens in ((0.0, 1), (1.0, 3), (0.5, 2), (0.5, 2)):
+            now += seconds
+            for token in range(tokens):
+                now += 0.001 * (token > 0)
+                stats.written, stats.by_head = [*stats.written, token], [*stats.by_head, False]
+                streamer.put(torch.tensor([65]))
+            stats.rounds, stats.tokens, stats.tau = stats.rounds + (tokens > 1), stats.tokens + tokens, 2.5
+    assert told[:4] == ["1 tokens", "2 tokens", "3 tokens", "4 tokens"]
+    assert [line.split(", ")[1] for line in told[4:]] == [f"{rate:.1f} tokens/s" for rate in (3, 3, 5 / 1.5, 5 / 1.5)]
 
 
 @pytest.mark.parametrize("variable", ["NO_COLOR", "TERM"])

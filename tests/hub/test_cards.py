@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter, HyperDFlashDrafter, load_drafter
 from hf_hyperdflash.benchmark.report import measured
 from hf_hyperdflash.cli.app import app
-from hf_hyperdflash.hub.cards import drafter_card
+from hf_hyperdflash.hub.cards import Measured, drafter_card
 from hf_hyperdflash.runtime.configuration_dspark import DeepseekV4DSparkConfig
 
 from ..conftest import MODELS, tiny_config, tiny_drafter
@@ -150,6 +150,26 @@ def test_a_benchmark_fills_tables_and_the_model_index(saved, tmp_path):
         measured(RESULTS / "results.jsonl")
     with pytest.raises(ValueError, match="Nothing like it"):
         measured(RESULTS / "results.jsonl", "Nothing like it")
+
+
+@pytest.mark.parametrize(
+    ("speedups", "told"),
+    [
+        (None, "the target's own.\n"),
+        ([], "the target's own.\n"),
+        ([0.996], "the target's own; in the benchmark below it came 1.00 times as fast as from the target alone.\n"),
+        ([1.2, 0.74], "it came 0.74 to 1.20 times as fast"),
+    ],
+)
+def test_a_card_promises_the_speed_that_was_measured(saved, speedups, told):
+    card = drafter_card(saved, measured=None if speedups is None else Measured("Settings.", "Tables.", [], speedups))
+    assert told in card.text and "sooner" not in card.text
+
+
+@pytest.mark.parametrize("limits", [None, "None known.", "None known.\n\n"])
+def test_a_card_ends_with_one_newline(saved, limits):
+    drafter_card(saved, limits=limits).save(saved / "README.md")
+    assert re.search(r"[^\n]\n\Z", (saved / "README.md").read_text())
 
 
 def test_a_folder_without_a_drafter_is_refused(tmp_path):

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter, __version__
+from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.hub.publish import drafter_files
 
 from ..conftest import prompt, tiny_drafter, tiny_target
@@ -280,6 +282,28 @@ def test_what_a_folder_has_of_ours(folder, tmp_path):
     assert len(shards) > 2
     assert set(drafter_files(tmp_path / "sharded")) == CODE | shards | {"config.json", "model.safetensors.index.json"}
     assert drafter_files(tmp_path / "nothing") == []
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_dry_run_says_what_a_push_would_upload(folder, tmp_path, monkeypatch, is_own):
+    monkeypatch.setattr("hf_hyperdflash.hub.publish.HfApi", lambda **_: pytest.fail("the Hub was asked"))
+    shutil.copytree(folder / "drafter", tmp_path / "drafter")
+    (tmp_path / "drafter" / "secrets.py").write_text("secret")
+    if is_own:
+        (tmp_path / "drafter" / "README.md").write_text("a card")
+    more = ["--private", "--revision", "next", "--create-pr"] if is_own else []
+    done = CliRunner().invoke(app, ["push", str(tmp_path / "drafter"), "org/name", "--dry-run", *more])
+    assert done.exit_code == 0, done.exception
+    told, *lines, total = done.stdout.splitlines()
+    where = ", private if it is new, revision next, as a pull request" if is_own else ", revision main, in one commit"
+    assert told == f"Nothing was uploaded. To org/name{where}, would go"
+    sizes = {line.split()[1]: int(line.split()[0].replace(",", "")) for line in lines}
+    assert set(sizes) == CODE | {"README.md", "config.json", "model.safetensors"}
+    assert total.split() == [f"{sum(sizes.values()):,}", "bytes"]
+    assert sizes["model.safetensors"] == (folder / "drafter" / "model.safetensors").stat().st_size
+    (card,) = (line for line in lines if "README.md" in line)
+    assert ("(the folder's own)" if is_own else "(a new one; where the repository has a card, that stays)") in card
+    assert (sizes["README.md"] == len("a card")) is is_own
 
 
 def test_a_push_without_network_is_one_line(folder, tmp_path):

@@ -4,6 +4,7 @@ A failing test of the first part names what to look at: upstream has moved.
 """
 
 import inspect
+import json
 import os
 import shutil
 import subprocess
@@ -13,11 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import DeepseekV4ForCausalLM, DynamicCache, GenerationMixin
+from transformers import AutoConfig, DeepseekV4ForCausalLM, DynamicCache, FineGrainedFP8Config, GenerationMixin
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache, DeepseekV4HCACache
 
-from ..conftest import prompt, tiny_target
+from ..conftest import prompt, tiny_config, tiny_target
 
 PATCH = Path(__file__).parents[2] / "examples" / "upstream" / "transformers-5.23.0.patch"
 ROOT = Path(__file__).parents[2]
@@ -73,6 +75,21 @@ def test_what_the_rewindable_layers_extend_is_as_we_expect():
     }, MOVED + f"linear attention's state: {states}"  # fmt: skip
     assert not LinearAttentionLayer().is_croppable, MOVED + "linear attention can be cropped: our layer could go."
     assert hasattr(Cache, "activate_past_recording") and hasattr(Cache, "is_croppable")
+
+
+def test_v4s_experts_are_fp4_by_its_config_json_alone(tmp_path):
+    """The README loads V4-Flash, whose config.json says so beside `quantization_config`, by its name."""
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    fields = tiny_config().to_dict() | {"expert_dtype": "fp4", "quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = DeepseekV4ForCausalLM(config)
+    replace_with_fp8_linear(
+        model, quantization_config=FineGrainedFP8Config(**config.quantization_config), pre_quantized=True
+    )
+    kinds = {module.gate_up_proj.dtype for name, module in model.named_modules() if name.endswith(".experts")}
+    assert kinds == {torch.int8}, MOVED + "where V4's `expert_dtype` is looked for."
 
 
 # The patch

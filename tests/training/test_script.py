@@ -24,7 +24,7 @@ from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.hub.cards import TRAINING_RECORD, drafter_card
 from hf_hyperdflash.runtime.configuration_dspark import DeepseekV4DSparkConfig
 from hf_hyperdflash.training.checkpoints import last_whole
-from hf_hyperdflash.training.flags import help_text
+from hf_hyperdflash.training.flags import check_known, help_text, option_names
 from hf_hyperdflash.training.progress import line_of
 from hf_hyperdflash.training.script import _shown_once, main, make_parser
 
@@ -72,6 +72,7 @@ print([name for name in ("torch", "transformers", "datasets", "numpy") if name i
     # `--x` and the `--no_x` that comes with a switch that is on have one name.
     actions = {action.dest: action for action in reversed(make_parser([])._actions) if action.dest != "help"}
     assert set(entries) == set(actions) and len(entries) > 100
+    assert option_names() == make_parser([])._option_string_actions.keys() - {"-h", "--help"}
     for name, (default, words) in entries.items():
         assert words and words == "".join((actions[name].help or "").replace("%%", "%").split()), name
         if type(actions[name].default) in (int, float):
@@ -194,7 +195,7 @@ def test_a_table_that_is_none_is_told_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize("process", [0, 1])
 def test_of_several_processes_one_tells_of_loading(process, monkeypatch, caplog):
     monkeypatch.setenv("RANK", str(process))
-    done = CliRunner().invoke(app, ["train", "--bogus"])
+    done = CliRunner().invoke(app, ["train", "--stage", "x"])
     assert ("Loading PyTorch" in done.stderr) is (process == 0)
     with _shown_once(SimpleNamespace(process_index=process, disable_tqdm=True)):
         logging.getLogger("hf_hyperdflash.runtime.mask_token").warning("The drafter's mask token is 3")
@@ -202,6 +203,15 @@ def test_of_several_processes_one_tells_of_loading(process, monkeypatch, caplog)
     assert len(caplog.messages) == 1 - process and datasets.utils.is_progress_bar_enabled()
     logging.getLogger("hf_hyperdflash.runtime.mask_token").warning("again")
     assert caplog.messages[-1] == "again"
+
+
+def test_a_flag_that_there_is_not_is_refused_before_anything_heavy_is_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hf_hyperdflash.training.script", None)
+    for slip in ("--learning_rat", "--learning-rat=1"):
+        done = CliRunner().invoke(app, ["train", "--target", "x", slip, "1"])
+        assert re.match(f"`train` knows no '{slip}': --learning.rate, perhaps", str(done.exception)), done.exception
+        assert done.stderr == ""
+    check_known(["--learning-rate=1", "--no_shift", "--max_steps", "-1", "--", "--not a flag"])
 
 
 @pytest.mark.parametrize("missing", ["target", "output_dir"])

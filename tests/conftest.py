@@ -98,7 +98,12 @@ def perfect(target, sequence, **fields):
 
 
 def half_right(target, ids, **kwargs):
-    sequence = target.generate(ids, do_sample=False, **kwargs)[0].clone()
+    return half_right_about(target, target.generate(ids, do_sample=False, **kwargs)[0])
+
+
+def half_right_about(target, text):
+    """As `half_right`, where the target's text has been written already."""
+    sequence = text.clone()
     generator = torch.Generator().manual_seed(1)
     wrong = torch.rand(sequence.shape, generator=generator) < 0.3
     sequence[wrong] = (sequence[wrong] + 1) % 60 + 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,11 @@ from hf_hyperdflash import HyperDFlashDrafter
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 MIXES = [[SLIDING, CSA, HCA], [HCA, CSA, CSA], [CSA, SLIDING, HCA], [HCA, HCA, CSA], [SLIDING, SLIDING, CSA]]
 MODELS = Path(__file__).parent.parent / "examples" / "models"
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # what is imported is no garbage: a trainer collects at its end, and would look through all of torch
 
 
 @pytest.fixture(autouse=True)

@@ -221,8 +221,8 @@ def test_drawn_text_keeps_its_distribution_while_the_drafter_learns():
     target = tiny_target(vocab_size=6, initializer_range=0.4)
     drafter = tiny_drafter(target, num_draft_tokens=3)
     drafter.bind(target)
-    ids, draws, counts, temperature = prompt(7, vocab_size=6), 400, torch.zeros(6, 6), 0.8
-    with drafter.adapt(target, **{**EAGER, "every": 6, "steps": 1, "learning_rate": 3e-3}) as learning:
+    ids, draws, counts, temperature = prompt(7, vocab_size=6), 600, torch.zeros(6, 6), 0.8
+    with drafter.adapt(target, **{**EAGER, "every": 5, "steps": 1, "learning_rate": 3e-3}) as learning:
         for _ in range(draws):
             text = answer(target, drafter, ids, do_sample=True, temperature=temperature, top_k=0, max_new_tokens=4)
             counts[text[0, 8], text[0, 9]] += 1

@@ -15,6 +15,8 @@ from transformers import AutoTokenizer
 import hf_hyperdflash
 from hf_hyperdflash import load_drafter, load_target
 
+from .helpers.processes import python
+
 ROOT = Path(__file__).parent.parent
 DOCS, PACKAGE = ROOT / "docs", ROOT / "hf_hyperdflash"
 LINKED = [*sorted((ROOT / "model_cards").glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
@@ -71,17 +73,10 @@ def test_the_first_text_is_as_the_page_shows_it():
     (shown,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
     models = ROOT / "examples" / "models"
     pair = ["--target", models / "tiny-deepseek-v4", "--drafter", models / "tiny-deepseek-v4-hyperdflash"]
-    command = [
-        sys.executable,
-        "-c",
-        "from hf_hyperdflash.cli.app import run; run()",
-        "generate",
-        *pair,
-        "--show",
-        asked,
-    ]
     terminal = {**os.environ, "FORCE_COLOR": "1", "TERM": "xterm"}
-    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=terminal)
+    code = "from hf_hyperdflash.cli.app import run; run()"
+    ran = python("-c", code, "generate", *pair, "--show", asked, env=terminal)
+    assert ran.returncode == 0, ran.stderr
     beneath, colours = r"\x1bD.*?\x1b8", r"\x1b\[[\d;]*m"
     printed = re.sub(f"{beneath}|{colours}", "", ran.stdout, flags=re.DOTALL)
     without_speed = [re.sub(r"(?:[\d.]+|…) tokens/s", "", text) for text in (printed + ran.stderr, shown)]
@@ -142,12 +137,14 @@ def test_docstrings_refer_to_what_there_is():
 
 def test_the_drawings_are_what_the_shipped_pair_does():
     script = DOCS / "draw_concepts.py"
-    assert subprocess.run([sys.executable, script, "--check"], check=False).returncode == 0, f"run {script.name}"
+    ran = python(script, "--check")
+    assert ran.returncode == 0, f"run {script.name}: {ran.stderr}"
 
 
 def test_the_race_is_its_record():
     script = DOCS / "draw_race.py"
-    assert subprocess.run([sys.executable, script, "--check"], check=False).returncode == 0, f"run {script.name}"
+    ran = python(script, "--check")
+    assert ran.returncode == 0, f"run {script.name}: {ran.stderr}"
     assert (DOCS / "pictures" / "race.svg").stat().st_size < 150_000
 
 

@@ -6,7 +6,6 @@ import json
 import re
 import runpy
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,14 +25,14 @@ from hf_hyperdflash.training.data import encode_prompts
 
 from .conftest import prompt, tiny_drafter, tiny_target
 from .helpers.oracle_aslm import Oracle
+from .helpers.processes import python
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 DRAFTER = str(EXAMPLES / "models" / "tiny-deepseek-v4-hyperdflash")
 
 
 def run(script: str, *arguments: object) -> str:
-    command = [sys.executable, EXAMPLES / script, *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = python(EXAMPLES / script, *arguments)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

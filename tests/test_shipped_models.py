@@ -1,7 +1,6 @@
 """The pair that ships with the repository, and the README's first command on it."""
 
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from hf_hyperdflash.training.data import encode_prompts
 from hf_hyperdflash.training.fingerprint import as_words, target_fingerprint
 
 from .conftest import MODELS
+from .helpers.processes import python
 
 TARGET, DRAFTER = MODELS / "tiny-deepseek-v4", MODELS / "tiny-deepseek-v4-hyperdflash"
 PROMPTS = [
@@ -147,10 +147,8 @@ def test_size():
 def test_quickstart(tmp_path):
     script = Path(__file__).parent.parent / "examples" / "quickstart.py"
     picture = tmp_path / "acceptance.png"
-    result = subprocess.run(
-        [sys.executable, script, "--prompt", PROMPTS[0], "--max-new-tokens", "40", "--picture", picture],
-        capture_output=True, text=True, check=False, cwd=tmp_path,
-    )  # fmt: skip
+    asked = ["--prompt", PROMPTS[0], "--max-new-tokens", "40", "--picture", picture]
+    result = python(script, *asked, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "speedup" in result.stdout and "yes" in result.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")

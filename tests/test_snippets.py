@@ -7,8 +7,6 @@ What a page has on the Hub lies in folders of the same names beside it, small an
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from textwrap import dedent, indent
 
@@ -25,6 +23,7 @@ from hf_hyperdflash.training.flags import help_text
 
 from .conftest import MODELS, prompt, tiny_target
 from .helpers.hub_server import HubServer
+from .helpers.processes import python
 
 ROOT = MODELS.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "model_cards").glob("*.md"))]
@@ -123,8 +122,7 @@ def test_snippets_run(names, tmp_path):
     with HubServer({"hf_writer": {"name": "alice", "write": True, "orgs": ["org"]}}) as hub:
         environment = {**hub.environment(tmp_path / "home", "hf_writer"), "PYTHONPATH": str(ROOT)}
         environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        command = [sys.executable, "-c", ONE_AFTER_THE_OTHER, *(page.stem for page in pages)]
-        ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        ran = python("-c", ONE_AFTER_THE_OTHER, *(page.stem for page in pages), cwd=tmp_path, env=environment)
         assert ran.returncode == 0, ran.stderr[-3000:]
         assert hub.files("org/my-drafter")["model.safetensors"]  # the README pushes it
 

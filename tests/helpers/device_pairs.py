@@ -5,6 +5,7 @@ import torch
 from hf_hyperdflash import bind
 
 from ..conftest import CSA, prompt, tiny_target
+from .families import qwen3
 from .simulated_devices import SimulatedDevices
 
 PLACES = [("cuda:0", "cuda:0"), ("cuda:0", "cuda:1"), ("cuda:0", "cpu"), ("cpu", "cuda:0")]
@@ -15,6 +16,12 @@ def small_target(layer_types=(CSA,), **fields):
     target = tiny_target(3, hidden_size=64, layer_types=list(layer_types), hc_sinkhorn_iters=1, **fields)
     target.set_experts_implementation("batched_mm")
     return bind(target)
+
+
+def small_qwen3():
+    """For what comes after a drafter has read its target, whichever that is: V4's forwards have more operations."""
+    torch.manual_seed(3)
+    return bind(qwen3(layers=1).eval())
 
 
 def on_cpu(tensor):

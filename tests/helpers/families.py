@@ -75,7 +75,7 @@ GLM_TEXT = dict(
     n_routed_experts=4, num_experts_per_tok=2, kv_lora_rank=16, q_lora_rank=16, v_head_dim=16, qk_nope_head_dim=16,
     index_topk=16, index_head_dim=8, index_n_heads=32, index_kpool=4, linear_head_dim=8, linear_num_heads=4,
     layer_types=[LINEAR, FULL, FULL, LINEAR], indexer_types=["full", "full", "shared", "full"],
-    mlp_layer_types=["dense", "sparse", "sparse", "sparse"], hc_mult=4,
+    mlp_layer_types=["dense", "sparse", "sparse", "sparse"], hc_mult=4, hc_sinkhorn_iters=4,
 )  # fmt: skip
 QWEN4_TEXT = dict(
     **{**COMMON, "eos_token_id": 1}, **MOE, **DELTA_NET, num_hidden_layers=4, hc_count=4, hc_lowrank=8,

@@ -23,6 +23,7 @@ from hf_hyperdflash.runtime.configuration_dspark import DeepseekV4DSparkConfig
 
 from ..conftest import MODELS, tiny_config, tiny_drafter
 from ..helpers.deepseek_checkpoints import dspark_fields
+from ..helpers.processes import python
 from ..helpers.unrolled import unrolled
 
 ROOT = Path(__file__).parents[2]
@@ -218,21 +219,17 @@ def test_a_shipped_cards_snippets_run(tmp_path, target):
     # As it would be pushed: the repository keeps no copy of the code.
     HyperDFlashDrafter.from_pretrained(MODELS / drafter, dtype="auto").save_pretrained(models / drafter)
     code = f"{with_package}drafter.unbind(target)\nfirst = out\nout = {without}assert (out == first).all()\n"
-    run = subprocess.run(
-        [sys.executable, "-c", code.replace("max_new_tokens=100", "max_new_tokens=20")],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = python("-c", code.replace("max_new_tokens=100", "max_new_tokens=20"), cwd=tmp_path, env=environment)
     assert run.returncode == 0, run.stderr[-2000:]
 
 
 @pytest.mark.parametrize("name", ["tiny-deepseek-v4", "tiny-qwen3"])
 def test_a_shipped_targets_card_is_what_the_script_writes(tmp_path, name):
     parts = ROOT / "model_cards" / "parts" / f"{name}.md"
-    command = [
-        sys.executable, ROOT / "examples" / "target_card.py", MODELS / name, "--template", parts, "--output",
-        tmp_path / "card.md",
-    ]  # fmt: skip
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    command = [ROOT / "examples" / "target_card.py", MODELS / name, "--template", parts]
+    run = python(*command, "--output", tmp_path / "card.md", env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert run.returncode == 0, run.stderr[-2000:]
     assert (tmp_path / "card.md").read_text() == (ROOT / "model_cards" / f"{name}.md").read_text()
 
 

@@ -1,8 +1,6 @@
 """huggingface_hub and transformers against the Hub of `hub_server.py`: it answers as their clients expect."""
 
 import os
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -26,6 +24,7 @@ from huggingface_hub.errors import (
 )
 
 from ..helpers.hub_server import GITATTRIBUTES, HubServer
+from ..helpers.processes import python
 
 TOKENS = {
     "hf_writer": {"name": "alice", "write": True, "orgs": ["org"]},
@@ -268,8 +267,6 @@ from transformers import AutoConfig, BertConfig
 BertConfig(hidden_size=24).push_to_hub("org/bert", private=True, revision="exp")
 print(AutoConfig.from_pretrained("org/bert", revision="exp").hidden_size)
 """
-    environment = hub.environment(tmp_path, "hf_writer")
-    run = [sys.executable, "-c", code]
-    result = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
+    result = python("-c", code, env=hub.environment(tmp_path, "hf_writer"))
     assert result.stdout.strip() == "24", result.stderr
     assert hub.repos["org/bert"].private and set(hub.files("org/bert", "exp")) >= {"config.json", "README.md"}

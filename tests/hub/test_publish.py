@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import sysconfig
 import venv
 from pathlib import Path
@@ -20,6 +19,7 @@ from hf_hyperdflash.hub.publish import drafter_files
 from ..conftest import prompt, tiny_drafter, tiny_target
 from ..helpers.headed_drafters import learned
 from ..helpers.hub_server import HubServer
+from ..helpers.processes import python
 
 TOKENS = {
     "hf_writer": {"name": "alice", "write": True, "orgs": ["org"]},
@@ -72,12 +72,15 @@ def folder(tmp_path_factory):
 
 def run(hub, folder, home, code: str, token: str | None = "hf_writer", **environment: str) -> dict:
     """What a process told of itself; the tokens of its generations are the target's own."""
-    python = environment.pop("PYTHON", sys.executable)
+    other = environment.pop("PYTHON", None)
     environment = {**hub.environment(home, token), "PYTHONPATH": str(Path(__file__).parents[2]), **environment}
-    command = [python, "-c", SETUP + code + "\nprint('\\n' + json.dumps(told))", str(folder)]
-    result = subprocess.run(
-        command, env=environment, cwd=home, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
-    )
+    asked = ["-c", SETUP + code + "\nprint('\\n' + json.dumps(told))", str(folder)]
+    if other is None:
+        result = python(*asked, env=environment, cwd=home)
+    else:
+        result = subprocess.run(
+            [other, *asked], env=environment, cwd=home, capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
     assert result.returncode == 0, result.stderr[-3000:]
     told = json.loads(result.stdout.splitlines()[-1])
     texts = told.pop("texts", [])
@@ -171,8 +174,8 @@ drafter.push_to_hub("org/again")
 """
     (tmp_path / "bare home").mkdir()
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)  # empty: what it may import is linked
-    python = str(tmp_path / "venv" / "bin" / "python")
-    environment = {"PYTHONPATH": without_package(tmp_path), "PYTHON": python}
+    other = str(tmp_path / "venv" / "bin" / "python")
+    environment = {"PYTHONPATH": without_package(tmp_path), "PYTHON": other}
     told = run(hub, folder, tmp_path / "bare home", code, **environment)
     assert told["count"] == 5 and "trust_remote_code" in told["refused"]
     again, first = hub.files("org/again"), hub.files("org/name")
@@ -312,15 +315,8 @@ def test_a_push_without_network_is_one_line(folder, tmp_path):
         "HF_HOME": str(tmp_path),
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }  # fmt: skip
-    command = [
-        sys.executable,
-        "-c",
-        "from hf_hyperdflash.cli.app import run; run()",
-        "push",
-        str(folder / "drafter"),
-        "org/name",
-    ]
-    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    code = "from hf_hyperdflash.cli.app import run; run()"
+    result = python("-c", code, "push", folder / "drafter", "org/name", env=environment, cwd=tmp_path)
     assert result.returncode == 1
     *_, last = result.stderr.strip().splitlines()
     assert last.startswith("Error: org/name could not be pushed, the Hub was not reached"), result.stderr

@@ -4,8 +4,6 @@ import csv
 import json
 import math
 import re
-import subprocess
-import sys
 from collections import defaultdict
 from functools import cache
 
@@ -18,6 +16,7 @@ from hf_hyperdflash.runtime.configuration_dspark import DeepseekV4DSparkConfig
 
 from ..conftest import MODELS
 from ..helpers.deepseek_checkpoints import dspark_fields
+from ..helpers.processes import python
 from .pages import PAGES, ROOT, cells
 from .results import RESULTS, V4, averages, figures, rows_and_taus, served, told
 
@@ -339,9 +338,9 @@ def alone_steps(folder):
 @cache
 def modelled_rows():
     """What examples/model_trees.py counts, by temperature."""
-    command = [sys.executable, ROOT / "examples" / "model_trees.py", "--results", RESULTS / V4 / "trees"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    rows = [cells(line) for line in said.splitlines() if re.match(r"\| (?:chain of )?\d", line)]
+    ran = python(ROOT / "examples" / "model_trees.py", "--results", RESULTS / V4 / "trees")
+    assert ran.returncode == 0, ran.stderr
+    rows = [cells(line) for line in ran.stdout.splitlines() if re.match(r"\| (?:chain of )?\d", line)]
     return {0: {row[0]: row for row in rows[: len(rows) // 2]}, 1: {row[0]: row for row in rows[len(rows) // 2 :]}}
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from dataclasses import dataclass
 from functools import cache as memoize
 
@@ -24,6 +22,8 @@ from hf_hyperdflash.runtime.cache_deepseek_v4 import (
     RewindableSlidingCacheLayer,
     make_rewindable,
 )
+
+from ..helpers.processes import python
 
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 STOCK = {SLIDING: DynamicSlidingWindowLayer, CSA: DeepseekV4CSACache, HCA: DeepseekV4HCACache}
@@ -705,7 +705,8 @@ import hf_hyperdflash.runtime.cache_deepseek_v4
 assert (dynamic, static) == before
 assert stock.DeepseekV4CSACache in dynamic.values() and stock.DeepseekV4HCACache in dynamic.values()
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
 
 
 # With a model

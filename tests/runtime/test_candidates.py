@@ -10,7 +10,7 @@ from transformers.generation.utils import GenerationMixin
 from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, bind
 from hf_hyperdflash.runtime.candidates import DraftCandidateGenerator
 
-from ..conftest import half_right, prompt, tiny_drafter, tiny_target
+from ..conftest import half_right, half_right_about, prompt, tiny_drafter, tiny_target
 from ..helpers.families import FAMILIES, qwen3
 from ..helpers.loops import in_transformers_loop, proposed_by
 
@@ -38,7 +38,7 @@ def test_every_family_in_transformers_loop(family, drafts):
     ids, options = torch.cat([prompt(9)] * 2, dim=1), dict(do_sample=False, max_new_tokens=24)
     expected = target.generate(ids, **options)
     for drafter in (
-        half_right(target, ids, max_new_tokens=options["max_new_tokens"]),
+        half_right_about(target, expected[0]),
         tiny_drafter(target),
         PromptLookupDrafter(target, 4),
     ):

@@ -36,7 +36,7 @@ from hf_hyperdflash.training.store import FeatureCache
 from ..conftest import CSA, HCA, SLIDING, half_right, perfect, prompt, tiny_drafter
 from ..helpers import families
 from ..helpers.deepseek_checkpoints import dspark_fields
-from ..helpers.device_pairs import PLACES, assert_same_text, on_cpu, small_target
+from ..helpers.device_pairs import PLACES, assert_same_text, on_cpu, small_qwen3, small_target
 from ..helpers.headed_drafters import headed
 from ..helpers.simulated_devices import CAN_SIMULATE, SimulatedDevices
 from ..helpers.training import packed_rows, rows
@@ -114,7 +114,7 @@ def test_a_drafter_made_for_a_target_on_a_gpu():
     ids=str,
 )
 def test_drafters(fields):
-    target = small_target([CSA, SLIDING] if "target_layer_ids" in fields else [CSA])
+    target = small_target([SLIDING, SLIDING] if "target_layer_ids" in fields else [SLIDING])
     assert_same_text(target, tiny_drafter(target, **fields))
 
 
@@ -131,7 +131,7 @@ def test_drafters(fields):
     ids=str,
 )
 def test_heads(kind, fields):
-    fields, target = dict(fields), small_target()
+    fields, target = dict(fields), small_qwen3()
     do_sample = fields.pop("do_sample", False)
     assert_same_text(target, headed(target, kind, confidence_head=True, **fields), do_sample=do_sample)
 
@@ -148,7 +148,7 @@ def test_trees(kind, do_sample):
 
 
 def test_mtp():
-    target = small_target()
+    target = small_target([SLIDING])
     drafter = DeepseekV4MTPDrafter(target.config).eval()
     drafter.set_experts_implementation("batched_mm")
     assert_same_text(target, drafter)

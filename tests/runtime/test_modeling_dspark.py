@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -33,6 +31,7 @@ from ..helpers.deepseek_checkpoints import (
 )
 from ..helpers.loops import in_transformers_loop, proposed_by
 from ..helpers.oracle_dspark import NaiveDSpark
+from ..helpers.processes import python
 from ..helpers.training import losses, trainer_for
 
 WINDOW, BLOCK = 8, 5
@@ -514,7 +513,7 @@ drafter.bind(target)
 print(torch.equal(target.generate(ids, assistant_model=drafter, **options), expected), drafter.last_stats.rounds > 0)
 """
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = python("-c", code, cwd=tmp_path, env=environment)
     assert done.stdout.split() == ["True", "True"], done.stderr[-2000:]
 
 

@@ -3,8 +3,6 @@ tensors."""
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -29,6 +27,7 @@ from hf_hyperdflash.runtime.sampling import DraftSampler
 from ..conftest import MODELS, prompt, tiny_config, tiny_target
 from ..helpers.deepseek_checkpoints import mtp_shapes, quantized, random_tensors, write, write_shards
 from ..helpers.oracle_deepseek_v4 import NaiveBlock
+from ..helpers.processes import python
 
 TARGET = MODELS / "tiny-deepseek-v4"
 WINDOW = 8
@@ -466,5 +465,5 @@ drafter.bind(target)
 print(torch.equal(target.generate(ids, assistant_model=drafter, **options), expected), drafter.last_stats.rounds > 0)
 """
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = python("-c", code, cwd=tmp_path, env=environment)
     assert done.stdout.split() == ["True", "True"], done.stderr[-2000:]

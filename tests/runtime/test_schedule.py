@@ -463,12 +463,16 @@ def test_a_schedule_that_looks_at_the_token_changes_the_distribution(rule):
     assert max(abs(law[text] - expected[text]) for text in expected) > 0.01
 
 
-@pytest.mark.parametrize("kind", ["blind", "state", "confident", "mtp", "lookup", "specblock"])
-@pytest.mark.parametrize("make", [tiny_target, qwen3], ids=["v4", "qwen3"])
+# The schedule knows the drafter's signals and rounds' times, and no target: each kind once, and one on either cache.
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (tiny_target, "blind"), (tiny_target, "mtp"), (qwen3, "blind"), (qwen3, "state"), (qwen3, "confident"),
+        (qwen3, "lookup"), (qwen3, "specblock"),
+    ],
+)  # fmt: skip
 def test_greedy_text_is_the_targets(make, kind):
     target = make().eval()
-    if kind in ("mtp",) and make is qwen3:
-        pytest.skip("DeepSeek-V4's own")
     ids = prompt(12)
     drafter = {
         "blind": lambda: (
@@ -508,8 +512,7 @@ def test_looks_at_a_drafter_that_does_not_pay_become_rare():
     assert not known.is_drafting and known.wait == 128
 
 
-@pytest.mark.parametrize("wait", [100, 150])
-@pytest.mark.parametrize("make", [tiny_target, qwen3], ids=["v4", "qwen3"])
+@pytest.mark.parametrize(("make", "wait"), [(tiny_target, 100), (qwen3, 150)])
 def test_what_a_sleeping_drafter_takes_in_late(make, wait, monkeypatch):
     """All, and it drafts what a drafter would that never slept; after a long sleep what is near, the last 64 tokens at
     least."""
@@ -723,8 +726,15 @@ def test_trees_are_tried_again_where_the_text_changes():
     assert budgets.best in (8, 16) and 0 < tried[:300].count(1)
 
 
-@pytest.mark.parametrize("kind", ["state", "mtp", "lookup", "specblock", "eagle3"])
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+# Drawn text is compared with nothing here, so of drawn trees one from each way of growing them is enough.
+@pytest.mark.parametrize(
+    ("kind", "do_sample"),
+    [
+        *((kind, False) for kind in ("state", "mtp", "lookup", "specblock", "eagle3")),
+        ("state", True),
+        ("specblock", True),
+    ],
+)
 def test_text_of_trees_of_any_size(target, kind, do_sample, monkeypatch):
     ids = prompt(12)
     drafter = {
@@ -734,7 +744,7 @@ def test_text_of_trees_of_any_size(target, kind, do_sample, monkeypatch):
         "specblock": lambda: unrolled("specblock", target),
         "eagle3": lambda: unrolled("eagle3", target),
     }[kind]()
-    plain = target.generate(ids, max_new_tokens=50, do_sample=False)
+    plain = None if do_sample else target.generate(ids, max_new_tokens=50, do_sample=False)
     drafter.bind(target)
     asked = {"assistant_model": drafter, "tree_budget": "auto", "max_new_tokens": 50, "do_sample": do_sample}
     known, sizes = Experience(), set()
@@ -743,7 +753,7 @@ def test_text_of_trees_of_any_size(target, kind, do_sample, monkeypatch):
     monkeypatch.setattr(binding, "Experience", lambda: known)
     for _ in range(3):
         out = target.generate(ids, **asked)
-        assert torch.equal(out, plain) or do_sample
+        assert plain is None or torch.equal(out, plain)
         assert out.shape[1] <= 62
     assert len(sizes) >= 3
 

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +17,7 @@ from hf_hyperdflash.serving.vllm_config import VLLMConfig
 
 from ..conftest import MODELS
 from ..helpers import families
+from ..helpers.processes import python
 
 SMALL = dict(
     vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
@@ -250,4 +249,5 @@ def test_an_engine_finds_its_plugin_and_pays_nothing_for_it(group, engine):
     (entry,) = re.findall(rf'^\[project\.entry-points\."{re.escape(group)}"\]\nhyperdflash = "(.*)"$', text, re.M)
     module, _, name = entry.partition(":")
     code = f"import sys, {module} as plugin; assert callable(plugin.{name}) and '{engine}' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr

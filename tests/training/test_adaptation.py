@@ -24,6 +24,9 @@ from ..helpers.unrolled import unrolled
 EAGER = {"policy": "always", "every": 1, "steps": 2, "rows": 4, "num_anchors": 16, "learning_rate": 1e-2}
 
 
+TURNS = 12
+
+
 def answer(target, drafter, ids, **kwargs):
     return target.generate(ids, assistant_model=drafter, **{"do_sample": False, "max_new_tokens": 30, **kwargs})
 
@@ -54,17 +57,19 @@ def test_a_drafter_learns_what_it_serves_and_the_text_stays_the_targets(target, 
     first = [answer(target, drafter, each) is not None and drafter.last_stats.tau for each in ids]
     before = weights_of(drafter)
     with drafter.adapt(target, **EAGER) as learning:
-        for turn in range(24):
+        for turn in range(TURNS):
             assert torch.equal(answer(target, drafter, ids[turn % 3]), plain[turn % 3])
     assert drafter.learner is None and not same(before, weights_of(drafter))
-    assert repr(learning).startswith(f"<Adaptation of a {type(drafter).__name__}: 24 requests, 22 updates, ")
+    assert repr(learning).startswith(
+        f"<Adaptation of a {type(drafter).__name__}: {TURNS} requests, {TURNS - 2} updates, "
+    )
     assert repr(learning).endswith(" of them kept, stopped>")
     last = [answer(target, drafter, each) is not None and drafter.last_stats.tau for each in ids]
     assert sum(last) > 1.5 * sum(first)
     updates = [decision for decision in learning.log if decision.arm]
-    assert len(learning.log) == 24 and len(updates) == 22  # one to learn from, one to judge by
+    assert len(learning.log) == TURNS and len(updates) == TURNS - 2  # one to learn from, one to judge by
     assert all(update.cost > 0 and update.arm == "all" for update in updates)
-    assert [decision.request for decision in learning.log] == list(range(1, 25))
+    assert [decision.request for decision in learning.log] == list(range(1, TURNS + 1))
     learning.reset()
     assert same(before, weights_of(drafter))
     assert [answer(target, drafter, each) is not None and drafter.last_stats.tau for each in ids] == first

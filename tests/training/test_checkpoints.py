@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,17 +15,26 @@ from transformers import TrainerCallback
 from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
 from hf_hyperdflash.training.checkpoints import defect, last_whole
 
+from ..conftest import tiny_target
+from ..helpers.processes import python
 from ..helpers.training import rows, tiny_drafter, trainer_for, weights
 
 SAVING = dict(max_steps=6, save_strategy="steps", save_steps=2)
 
 
-@pytest.fixture
-def run(tmp_path, target):
-    """A finished run with checkpoints at steps 2, 4 and 6, and what it ended in."""
-    trainer = trainer_for(tmp_path / "run", target, tiny_drafter(target), rows(8), **SAVING)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder, target = tmp_path_factory.mktemp("finished") / "run", tiny_target()
+    trainer = trainer_for(folder, target, tiny_drafter(target), rows(8), **SAVING)
     trainer.train()
-    return tmp_path / "run", weights(trainer.model)
+    return folder, weights(trainer.model)
+
+
+@pytest.fixture
+def run(tmp_path, finished):
+    """A finished run with checkpoints at steps 2, 4 and 6, and what it ended in."""
+    folder, expected = finished
+    return Path(shutil.copytree(folder, tmp_path / "run")), expected
 
 
 def cut(path: Path) -> None:
@@ -179,8 +186,7 @@ def test_a_run_killed_while_it_saves_ends_in_the_same_weights(tmp_path):
     """A real process and SIGKILL, at random moments of its saves: how many depends on how busy the machine is."""
     script = tmp_path / "run.py"
     script.write_text(KILLED)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, script, tmp_path, "0", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = python(script, tmp_path, 0, 3, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(done.stdout.split("killed")[1]) > 0

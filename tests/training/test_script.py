@@ -31,6 +31,7 @@ from hf_hyperdflash.training.script import _shown_once, main, make_parser
 from ..conftest import MODELS
 from ..helpers.deepseek_checkpoints import dspark_fields
 from ..helpers.headed_drafters import headless
+from ..helpers.processes import python
 
 TARGET = str(MODELS / "tiny-deepseek-v4")
 
@@ -240,12 +241,13 @@ LOGGED = [
 
 def test_the_command_shows_how_far_it_is_and_no_warning_of_pinned_memory(tmp_path):
     """In a process of its own: the command sets how much transformers says when that is first imported."""
-    command = [sys.executable, "-c", "from hf_hyperdflash.cli.app import run; run()", "train"]
+    command = ["-c", "from hf_hyperdflash.cli.app import run; run()", "train"]
     given = flags(tmp_path, write(tmp_path / "chats.jsonl", chats(6)))
     given += ["--logging_steps", "1", "--eval_strategy", "steps", "--eval_steps", "2"]
     for more in (["--disable_tqdm", "false"], ["--overwrite_output_dir", "true"]):
         # There is no terminal, so that bars have to be asked for.
-        done = subprocess.run([*command, *given, *more], capture_output=True, text=True, check=True)
+        done = python(*command, *given, *more)
+        assert done.returncode == 0, done.stderr
         for bar in ("2/2 [", "%|"):
             assert (bar in done.stderr) is ("false" in more)
         assert "pin_memory" not in done.stderr

@@ -4,8 +4,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,6 +34,7 @@ from hf_hyperdflash.training.store import FeatureCache
 
 from ..conftest import MODELS, prompt, tiny_target
 from ..helpers.headed_drafters import headless
+from ..helpers.processes import python
 from ..helpers.training import (
     headed_drafter,
     losses,
@@ -500,7 +499,7 @@ def test_two_processes_train_like_one(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
 
     def run(*command: object) -> list:
-        done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, env=environment)
+        done = python(*command, env=environment)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
 
@@ -764,7 +763,7 @@ def test_a_full_disk_leaves_earlier_checkpoints_whole(tmp_path, target):
     script = tmp_path / "run.py"
     script.write_text(FULL_DISK)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, script, tmp_path / "out"], capture_output=True, text=True, env=environment)
+    done = python(script, tmp_path / "out", env=environment)
     assert done.returncode == 1 and "OSError: Checkpoint " in done.stderr, done.stderr[-2000:]
     assert f"then go on from {tmp_path / 'out' / 'checkpoint-2'}" in done.stderr
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]

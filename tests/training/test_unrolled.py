@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from hf_hyperdflash.training.objective import collate, read_layers
 from ..conftest import CSA, SLIDING, prompt, tiny_target
 from ..helpers import oracle_eagle3, oracle_specblock
 from ..helpers.families import qwen3
+from ..helpers.processes import python
 from ..helpers.training import packed_rows, rows
 from ..helpers.unrolled import eagle3_oracle, specblock_oracle, unrolled
 
@@ -341,7 +340,7 @@ def test_two_processes_train_like_one(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
 
     def run(*command):
-        done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, env=environment)
+        done = python(*command, env=environment)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
 

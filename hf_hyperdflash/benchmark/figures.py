@@ -139,21 +139,22 @@ def _panels(
     across."""
     figure_kind, line_kind = import_matplotlib()
     modes, temperatures = list(dict.fromkeys(row.mode for row in rows)), sorted({row.temperature for row in rows})
-    figure = figure_kind((size[0] * len(temperatures), size[1] * len(modes) + 0.9), dpi=150, layout="constrained")
+    methods, width = dict.fromkeys(row.method for row in rows), size[0] * len(temperatures)
+    columns = int(width / (0.6 + 0.08 * max(map(len, methods))))  # inches that the longest name needs
+    columns = min(3, max(1, columns))
+    legend = max(0.9, 0.4 + 0.2 * -(-len(methods) // columns))
+    figure = figure_kind((width, size[1] * len(modes) + legend), dpi=150, layout="constrained")
     panels = []
     for place, (mode, temperature) in enumerate(product(modes, temperatures), start=1):
         if of_panel := [row for row in rows if (row.mode, row.temperature) == (mode, temperature)]:
             axes = figure.add_subplot(len(modes), len(temperatures), place)
             axes.set(title=f"{mode_title(mode)}, temperature {temperature:g}", xlabel=xlabel, ylabel=ylabel)
             panels.append((axes, of_panel))
-    methods = dict.fromkeys(row.method for row in rows)
     styles: dict[str, dict[str, Any]] = {
         method: {"color": _COLOURS[i % len(_COLOURS)], "marker": _MARKERS[i % len(_MARKERS)]}
         for i, method in enumerate(methods)
     }
     handles = [line_kind([], [], label=method, **style) for method, style in styles.items()]
-    columns = int(figure.get_figwidth() / (0.6 + 0.08 * max(map(len, methods))))  # inches that the longest name needs
-    columns = min(3, max(1, columns))
     figure.legend(
         handles=handles, loc="outside lower center", ncols=columns, frameon=False, title=key or None, title_fontsize=9
     )

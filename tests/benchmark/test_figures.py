@@ -94,11 +94,14 @@ def test_a_method_that_never_drafted_has_no_point(tmp_path):
 
 
 def test_every_method_has_its_own_colour_and_marker(tmp_path):
-    methods = [f"Method {i} (6)" for i in range(20)]
+    methods = [f"Method number {i} of forty (6)" for i in range(40)]
     lines = [line(method) for method in [PLAIN, *methods]]
     pooled = pool(load(written(tmp_path / "r", lines, settings([PLAIN, *methods]))))
-    for axes in acceptance_figure(pooled).axes:
+    figure = acceptance_figure(pooled)
+    for axes in figure.axes:
         assert len({(curve.get_color(), curve.get_marker()) for curve in axes.lines}) == len(methods)
+    above = max(box.y1 for text, box in texts(figure) if text in methods)  # the legend's
+    assert above < min(axes.xaxis.label.get_window_extent().y0 for axes in figure.axes)
 
 
 @pytest.mark.parametrize("drafts", [1, 2, 6, 7])

@@ -208,9 +208,9 @@ def of_one_size():
 
 
 def column(folder, name):
-    """Of a report's table: the least and the most, in millions."""
+    """Of a report's tables: the least and the most, in millions."""
     rows = [cells(line) for line in report(folder).splitlines() if line.startswith("| ")]
-    of = [float(row[rows[0].index(name)].replace(",", "")) / 1e6 for row in rows[1:]]
+    of = [float(row[rows[0].index(name)].replace(",", "")) / 1e6 for row in rows if row != rows[0]]
     return [min(of), max(of)]
 
 

@@ -39,7 +39,6 @@ GIVEN = {
         "the target's own MTP block after 9,000 steps of four of the same rows",
         'What the head alone is worth: "Paper, 1500 steps" is',
         "with a state head of width 256, taken from its MLPs",
-        "Those of seed 0 in real generation",
         "trained alike: 15,000 steps of four rows, the target's own",
         "a KL weight of 0.6 for all",
         '"On 1, 3" is the paper\'s gate over the paths after layers 1 and 3 instead of the last.',

@@ -66,7 +66,6 @@ from .said import (
 
 # The page, the sentence with gaps, and what the results say.
 
-OTHER_SEEDS = f"{V4}/heads-and-losses/vanilla-and-seeds"
 SENTENCES = [
     ("README", "({:.0f} M and {:.0f} M parameters, one CPU thread", [millions(V4), millions(SHIPPED)]),
     (
@@ -119,14 +118,6 @@ SENTENCES = [
         [
             sum(told(f"{V4}/heads-and-losses/report.md", r"([\d,]+) greedy answers and ([\d,]+) at")),
             *told(f"{V4}/heads-and-losses/report.md", r"(\d+) held-out answers"),
-        ],
-    ),
-    (
-        "benchmarks",
-        "({:,.0f} rows, {:.0f} held-out answers each",
-        [
-            sum(told(f"{OTHER_SEEDS}/report.md", r"([\d,]+) greedy answers and ([\d,]+) at")),
-            *told(f"{OTHER_SEEDS}/report.md", r"(\d+) held-out answers"),
         ],
     ),
     (

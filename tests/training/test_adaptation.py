@@ -218,10 +218,10 @@ def test_text_drawn_at_random_takes_no_random_numbers_for_learning(target, draft
 
 def test_drawn_text_keeps_its_distribution_while_the_drafter_learns():
     """Pairs of tokens after one prompt against the target's own law; chi-square, wrong once in 10,000 runs."""
-    target = tiny_target(vocab_size=6, initializer_range=0.4)
+    target = tiny_target(vocab_size=6, initializer_range=1.5)  # drafts are so often wrong that a wrong rule shows
     drafter = tiny_drafter(target, num_draft_tokens=3)
     drafter.bind(target)
-    ids, draws, counts, temperature = prompt(7, vocab_size=6), 600, torch.zeros(6, 6), 0.8
+    ids, draws, counts, temperature = prompt(7, vocab_size=6), 400, torch.zeros(6, 6), 0.8
     with drafter.adapt(target, **{**EAGER, "every": 5, "steps": 1, "learning_rate": 3e-3}) as learning:
         for _ in range(draws):
             text = answer(target, drafter, ids, do_sample=True, temperature=temperature, top_k=0, max_new_tokens=4)

@@ -254,7 +254,7 @@ SENTENCES = [
     ),
     (
         "trees",
-        "first eight prompts of each suite, at most {:.0f} new tokens",
+        "first six prompts of each suite, at most {:.0f} new tokens",
         settings(f"{V4}/trees", "max new tokens"),
     ),
     ("trees", "where the target's own step takes {:.0f} (T = 0) and {:.0f} (T = 1).", alone_steps(f"{V4}/trees")),
@@ -339,7 +339,7 @@ SENTENCES = [
     ),
     (
         "trees",
-        "on a CPU every node costs, {:.1f} to {:.1f} ms to verify and {:.1f} to {:.1f} to draft.",
+        "on a CPU every node costs, {:.2f} to {:.2f} ms to verify and {:.2f} to {:.2f} to draft.",
         [*a_node("verify_ms"), *a_node("draft_ms")],
     ),
     (

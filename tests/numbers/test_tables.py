@@ -50,7 +50,8 @@ POLICIES = {"no adaptation": "never", "always": "always", "where it pays": "band
 
 def of_trees(label):
     names = ("tau", "speedup", "draft_ms", "verify_ms")
-    return [value for at in (0.0, 1.0) for value in figures("trees", TREES[label], at, *names)]
+    folder = "trees/mtp-tuned" if label.startswith("MTP") else "trees"
+    return [value for at in (0.0, 1.0) for value in figures(folder, TREES[label], at, *names)]
 
 
 def of_one_size(label):

@@ -19,7 +19,7 @@ from .tree import DraftTree
 _MEMORY = 1 / 32  # what a round counts in the mean of many
 _PRICED = 512.0  # rounds that what a number of drafts takes is the mean of
 _PRIOR_PRICE = 32.0  # rounds that the line through all numbers counts as much as
-_TRIALS = 6  # rounds before anything is known
+_TRIALS = 9  # rounds before anything is known
 _LEVEL = 1 / 8  # what a round's time counts in how fast the machine is now
 _HICCUP = 1.25  # times what was expected: what is beyond is no price
 _SEEN = 0.99  # what is left of a count with each further draft of the same signal

@@ -82,6 +82,7 @@ def caller() -> str:
 def operations_of_rounds(rival: Rival, prompt: torch.Tensor, count: int) -> tuple[float, dict[str, float]]:
     """A round's kernels, and its waits by place: means from the end of the prompt's forward to the last round's."""
     operations, seen = Operations(), []
+    # With somebody's hook ours is not in inference mode, which hides what an operation is made of.
     handle = rival.target.register_forward_pre_hook(
         lambda *_: seen.append((operations.kernels, operations.waits.copy()))
     )
@@ -113,7 +114,7 @@ def main() -> None:
     target = random_target(arguments)
     prompt, count = torch.randint(2, arguments.vocab_size, (1, 32)), arguments.max_new_tokens
     expected = target.generate(prompt, max_new_tokens=count, do_sample=False)[0].tolist()
-    if importlib.util.find_spec("dflash"):  # its inference mode hides what an operation is made of
+    if importlib.util.find_spec("dflash"):  # nor is its
         module = importlib.import_module("dflash.model")
         module.dflash_generate = torch.no_grad()(module.dflash_generate.__wrapped__)
     with TemporaryDirectory() as folder:

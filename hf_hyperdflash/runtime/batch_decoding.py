@@ -15,6 +15,7 @@ from .batch_prefill import arguments_of, prefill_together, reading_of
 from .batch_schedule import BatchSchedule
 from .cache_ragged import RaggedCache
 from .decoding import Decoding, speculative_decoding
+from .inference_mode import mode_of_rounds
 from .rounds import RowRound
 from .shown import Shown
 from .stats import SpeculationStats
@@ -69,19 +70,20 @@ def decode_together(decodings: Sequence[Decoding]) -> None:
     cache = prefill_together(active)
     experience = active[0].experience
     schedule = None if experience is None else BatchSchedule(experience, active)
-    while active := _still_active(active, cache):
-        began = active[0].now()
-        if schedule is not None:
-            schedule.begin(active)
-        rounds = _draft(active)
-        outputs = _verify(active, rounds, cache)
-        accepted = [row.end_round(round_, outputs) for row, round_ in zip(active, rounds)]
-        cache.keep([row.cache.kept for row in active])
-        seconds = active[0].now() - began
-        if schedule is not None:
-            schedule.end(active, [len(round_.tree) for round_ in rounds], accepted, seconds)
-        for row in active:
-            row.stats.loop_seconds += seconds / len(active)
+    with mode_of_rounds(all(row.leaves_nothing for row in active)):
+        while active := _still_active(active, cache):
+            began = active[0].now()
+            if schedule is not None:
+                schedule.begin(active)
+            rounds = _draft(active)
+            outputs = _verify(active, rounds, cache)
+            accepted = [row.end_round(round_, outputs) for row, round_ in zip(active, rounds)]
+            cache.keep([row.cache.kept for row in active])
+            seconds = active[0].now() - began
+            if schedule is not None:
+                schedule.end(active, [len(round_.tree) for round_ in rounds], accepted, seconds)
+            for row in active:
+                row.stats.loop_seconds += seconds / len(active)
 
 
 def _still_active(rows: list[Decoding], cache: RaggedCache) -> list[Decoding]:

@@ -144,6 +144,7 @@ class BoundTarget(_Mixed):
                 f"`cache_implementation` is {generation_config.cache_implementation!r}, but assisted generation has "
                 "to rewind its cache: leave it out, or use 'dynamic' or 'offloaded'."
             )
+        vars(generation_config)["_has_callers_cache"] = model_kwargs.get("past_key_values") is not None
         super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, *args, **kwargs
         )

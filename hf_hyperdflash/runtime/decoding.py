@@ -16,6 +16,7 @@ import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .continuation import context_of, leave_context, padding_of
+from .inference_mode import leaves_nothing, mode_of_rounds
 from .request import AUTO, check_cache, tree_budget_asked
 from .rounds import ChainRound, round_over, verification_of
 from .row import Row
@@ -44,9 +45,10 @@ def speculative_decoding(decoding: Decoding) -> GenerateDecoderOnlyOutput | torc
         What `generate` returns.
     """
     decoding.begin(decoding.prefill())
-    while not decoding.row.finished:
-        round_ = decoding.next_round()
-        decoding.end_round(round_, decoding.verify(round_))
+    with mode_of_rounds(decoding.leaves_nothing):
+        while not decoding.row.finished:
+            round_ = decoding.next_round()
+            decoding.end_round(round_, decoding.verify(round_))
     decoding.stats.loop_seconds = decoding.now() - decoding.began
     return decoding.end()
 
@@ -65,6 +67,7 @@ class Decoding:
 
     Attributes:
         row: The sequence, once [`start`] has been called.
+        leaves_nothing: Whether nobody gets hold of what its rounds compute.
         began: When its rounds did, by `now()`.
     """
 
@@ -87,6 +90,7 @@ class Decoding:
         self.target, self.drafter, self.num_drafts = target, drafter, num_drafts
         self.binding, self.config, self.streamer = target.hyperdflash_binding, generation_config, streamer
         self.learner = drafter.learner
+        self.leaves_nothing = leaves_nothing(target, drafter, generation_config)
         self.lesson = None if self.learner is None else self.learner.begin(target, generation_config.do_sample)
         self.layer_ids = drafter.target_layer_ids if self.lesson is None else self.lesson.layer_ids
         self.own_paths = len(drafter.target_layer_ids) * self.binding.family.paths  # the drafter's, which come first
@@ -275,7 +279,8 @@ class Decoding:
                 self.stats.add_token(round_.tree, node)
                 if self.streamer is not None:
                     began = self.now()
-                    self.streamer.put(torch.tensor([token]))
+                    with torch.inference_mode(False), torch.no_grad():  # what is the caller's to keep
+                        self.streamer.put(torch.tensor([token]))
                     self.waited -= self.now() - began
                 self.row.finished = self.stopping(token, self.row.ids, self.shown.seen["scores"])
                 if self.row.finished:

@@ -114,6 +114,11 @@ class Drafter:
             accepted: Nodes from the anchor on.
         """
 
+    @property
+    def learns(self) -> bool:
+        """Whether it keeps what the target says: it is being adapted, or hears of every round."""
+        return self.learner is not None or getattr(self.observe, "__func__", None) is not Drafter.observe
+
     # Use with a target
 
     def bind(self, target: PreTrainedModel, as_default: bool = False) -> None:

@@ -28,6 +28,7 @@ ORDER = [
     "aslm",
     "runtime.version", "runtime.draws", "runtime.tree", "runtime.tree_rows", "runtime.stats", "runtime.verification",
     "runtime.reducers", "runtime.heads", "runtime.reach", "runtime.attention_masks", "runtime.hooks",
+    "runtime.inference_mode",
     "runtime.held_tree", "runtime.cache_ragged", "runtime.cache_linear", "runtime.cache_deepseek_v4",
     "runtime.growth", "runtime.schedule", "runtime.batch_schedule", "runtime.sampling", "runtime.rank_head",
     "runtime.rank_growth",

@@ -105,7 +105,8 @@ class Drafter:
         return [self.propose(target, *each) for each in wanted]
 
     def observe(self, context: Any, tree: DraftTree, logits: torch.Tensor, accepted: list[int]) -> None:
-        """Hear what the target said about a round: for drafters that learn while they serve.
+        """Hear what the target said about a round: for drafters that learn while they serve. A drafter that has this
+        method has no round run in inference mode, in which nothing can be kept to learn from ([`~inference_mode`]).
 
         Args:
             context: Of the sequence.

@@ -23,7 +23,7 @@ def mode_of_rounds(leaves_nothing: bool) -> AbstractContextManager[Any]:
 def leaves_nothing(target: nn.Module, drafter: Any, config: Any) -> bool:
     """Whether nobody gets hold of what a request's rounds compute: not its caller, who may have asked for scores or
     passed the cache that they fill; not a drafter that learns from them; not remote code, which may keep what it once
-    computed, nor hooks of others; and not what spreads a target over processes and hands out its weights.
+    computed, nor hooks of others; and not what spreads weights over processes, or has tensors of its own for them.
 
     Args:
         target: A bound target.
@@ -37,7 +37,12 @@ def leaves_nothing(target: nn.Module, drafter: Any, config: Any) -> bool:
         or not type(target).__module__.startswith("transformers.")
         or (distributed.is_available() and distributed.is_initialized())
         or any(map(_has_hooks_of_others, target.modules()))
+        or not (_has_plain_weights(target) and _has_plain_weights(drafter))
     )
+
+
+def _has_plain_weights(model: Any) -> bool:
+    return not isinstance(model, nn.Module) or all(type(weight) is nn.Parameter for weight in model.parameters())
 
 
 def _has_hooks_of_others(module: nn.Module) -> bool:

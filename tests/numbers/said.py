@@ -51,6 +51,14 @@ def cheaper():
     return [min(shares), max(shares)]
 
 
+def without_one():
+    """SpecBlock's tau on the V4, whole and without each mechanism."""
+    report = (RESULTS / V4 / "specblock" / "ablation" / "report.md").read_text()
+    taus = dict(re.findall(r"^\| ([^|]+) \| [\d,]+ \| (\d\.\d\d) ", report, re.MULTILINE))
+    order = "SpecBlock", *(f"without {part}" for part in ("rank head", "broadcast", "valid prefix", "shift"))
+    return [float(taus[name]) for name in order]
+
+
 def own_time():
     """Neither the target's nor the drafter's, in % of a round: the least and the most."""
     with (RESULTS / V4 / "summary.csv").open() as file:

@@ -62,6 +62,7 @@ from .said import (
     trained_on,
     updating,
     with_more_rows,
+    without_one,
 )
 
 # The page, the sentence with gaps, and what the results say.
@@ -147,6 +148,22 @@ SENTENCES = [
         "No text with a drafter differs from that of its prompt alone. Of {:.0f} that transformers' own batches of "
         "the V4 wrote, {:.0f} do:",
         batched()[1:],
+    ),
+    (
+        "trees",
+        "of {:,.0f} cases {:.0f} differ, beside {:.0f} in which",
+        told("fuzz/report.md", r"\n(\d+) cases: (\d+) different, (\d+) "),
+    ),
+    (
+        "drafters",
+        "teacher-forced tau at temperature 0 is {:.2f} with all, {:.2f} without the rank head, {:.2f} without the "
+        "broadcast, {:.2f} without the valid-prefix mask, {:.2f} without the shift",
+        without_one(),
+    ),
+    (
+        "using",
+        "inference mode, {:.0f} % faster than in `no_grad`",
+        told("loop/report.md", r"that takes (\d+) % longer"),
     ),
     ("choosing-drafts", "| some {:.0f} µs a round, a few rounds that try", [counting()]),
     (

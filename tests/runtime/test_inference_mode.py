@@ -71,7 +71,29 @@ def with_adaptation(target, drafter):
     drafter.adapt(target)
 
 
-@pytest.mark.parametrize("happens", [with_a_hook, with_a_hook_before, with_a_drafter_that_hears, with_adaptation])
+class Quantized(torch.nn.Parameter):
+    """Weights of a kind of their own, as quantized and spread ones are."""
+
+
+def with_other_weights_of_the_target(target, drafter):
+    target.model.norm.weight = Quantized(target.model.norm.weight.detach())
+
+
+def with_other_weights_of_the_drafter(target, drafter):
+    drafter.norm.weight = Quantized(drafter.norm.weight.detach())
+
+
+@pytest.mark.parametrize(
+    "happens",
+    [
+        with_a_hook,
+        with_a_hook_before,
+        with_a_drafter_that_hears,
+        with_adaptation,
+        with_other_weights_of_the_target,
+        with_other_weights_of_the_drafter,
+    ],
+)
 def test_not_where_somebody_listens(happens):
     target, drafter = bound_pair()
     happens(target, drafter if happens is not with_adaptation else (drafter := adaptable(target)))

@@ -399,3 +399,4 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
         print(f"Saved to {args.output_dir}: {', '.join(taus)}")
     if args.push_to_hub:
         trainer.upload()
+    trainer.leave_group()

@@ -456,6 +456,16 @@ class HyperDFlashTrainer(Trainer):
             card = drafter_card(folder, repo_id=self.hub_model_id or folder.name, license=license, tags=tags)
             card.save(folder / "README.md")
 
+    def leave_group(self) -> None:
+        """Ends this process's part in the group it trained in: call it last, where the process ends next.
+
+        Without it the threads of torch's gloo outlive the interpreter, and one that lets go of a tensor meanwhile
+        aborts the process, long after all is saved; so nothing may hold the group any more when it is destroyed.
+        """
+        self.model_wrapped = self.accelerator.unwrap_model(self.model_wrapped)
+        self.accelerator.free_memory()
+        self.accelerator.end_training()
+
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push the drafter of a checkpoint. transformers' own would add pickles, which only a user asks for who wants
         to resume from the Hub."""

@@ -473,7 +473,7 @@ def test_only_the_drafter_is_trained_and_saved(tmp_path, target):
 # Several processes
 
 TWO_PROCESSES = """
-import json, sys, torch
+import json, psutil, sys, torch
 from tests.conftest import tiny_target
 from tests.helpers.training import headed_drafter, losses, rows, trainer_for, weights
 torch.set_num_threads(1)
@@ -487,8 +487,11 @@ trainer.train()
 metrics = trainer.evaluate()
 if trainer.is_world_process_zero():
     taus = [metrics["eval_teacher_forced_tau"], metrics["eval_expected_tau"]]
-    found = [losses(trainer), weights(drafter).tolist(), taus]
-    print(json.dumps([*found, trainer.args.world_size]))
+    found = [losses(trainer), weights(drafter).tolist(), taus, trainer.args.world_size]
+threads = psutil.Process().num_threads()
+trainer.leave_group()
+if trainer.is_world_process_zero():
+    print(json.dumps([*found, threads - psutil.Process().num_threads()]))
 """
 
 
@@ -507,6 +510,7 @@ def test_two_processes_train_like_one(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
     two = run(*launcher, script, 2, tmp_path / "two")
     assert (one[3], two[3]) == (1, 2)
+    assert two[4] >= 2, "the group's threads, which may abort a process that ends among them"
     assert one[0] == pytest.approx(two[0], rel=1e-5) and one[2] == pytest.approx(two[2])
     torch.testing.assert_close(torch.tensor(one[1]), torch.tensor(two[1]), atol=1e-6, rtol=1e-4)
 

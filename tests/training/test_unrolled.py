@@ -331,6 +331,7 @@ metrics = trainer.evaluate()
 if trainer.is_world_process_zero():
     taus = [metrics["eval_teacher_forced_tau"], metrics["eval_expected_tau"]]
     print(json.dumps([losses(trainer), weights(drafter).tolist(), taus, trainer.args.world_size]))
+trainer.leave_group()
 """
 
 

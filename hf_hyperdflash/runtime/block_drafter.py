@@ -155,10 +155,11 @@ class BlockDrafter(ReadingDrafter):
     def check_trainable(self, target: PreTrainedModel) -> None:
         """Raise a `ValueError` if the drafter cannot be trained for `target`: what trains a model looks for this."""
         self.check_target(target)
-        if self.config.draft_vocab_size:
+        if self.config.draft_vocab_size and self.config.head_candidates:
             raise ValueError(
-                f"The drafter's `draft_vocab_size` is {self.config.draft_vocab_size}, expected 0: training is with "
-                "the target's LM head. Make a drafter with `HyperDFlashDrafter.from_target(target)`."
+                f"The drafter's `draft_vocab_size` is {self.config.draft_vocab_size} and its `head_candidates` "
+                f"{self.config.head_candidates}, expected one of them to be 0: training has no loss for a choice "
+                "among candidates of a vocabulary of its own."
             )
 
     def with_heads(self, **fields: Any) -> BlockDrafter:
@@ -280,5 +281,4 @@ class BlockDrafter(ReadingDrafter):
 
     @property
     def head_table(self) -> torch.Tensor | None:
-        """The head's `[config.draft_vocab_size or config.vocab_size, config.head_rank]`, if it has one."""
         return None if self.head is None else self.head.table

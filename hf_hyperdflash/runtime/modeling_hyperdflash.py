@@ -102,7 +102,9 @@ class HyperDFlashDrafter(BlockDrafter):
             num_draft_tokens: Drafted tokens per round, the block size less the anchor.
             dtype: Of the drafter's weights (the gate stays float32), or its name; the target's residual stream's by
                 default.
-            **config_fields: Any field of [`HyperDFlashConfig`], overriding what the target suggests.
+            **config_fields: Any field of [`HyperDFlashConfig`], overriding what the target suggests. With a
+                `draft_vocab_size` the drafter has so many of the rows of the target's LM head, the first ones
+                ([`draft_only`] takes others).
 
         Raises:
             ValueError: If it is no target, no mask token is found, there is no such field or dtype, or the gate is
@@ -156,6 +158,8 @@ class HyperDFlashDrafter(BlockDrafter):
         for name, part in drafter.named_children():
             # Not all at once: the gate would be rounded on its way.
             part.to(device=device, dtype=torch.float32 if name == "hc_gate" else dtype or family.dtype)
+        if config.draft_vocab_size:
+            drafter.draft_only(target, torch.arange(config.draft_vocab_size))
         return drafter
 
     def with_heads(self, **fields: Any) -> HyperDFlashDrafter:

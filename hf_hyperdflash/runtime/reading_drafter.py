@@ -9,6 +9,10 @@ from transformers import PreTrainedModel
 
 from .drafter import SavedDrafter
 from .pair import check_pair
+from .targets import family_of
+from .weights import check_draft_ids
+
+_STATES_AT_ONCE = 64  # whose logits of the whole vocabulary exist
 
 
 class ReadingDrafter(SavedDrafter):
@@ -16,6 +20,7 @@ class ReadingDrafter(SavedDrafter):
     vocabulary that may be truncated (`config.draft_vocab_size`, `draft_ids`)."""
 
     norm: Any
+    lm_head: torch.nn.Linear
     draft_ids: torch.Tensor
 
     @property
@@ -38,6 +43,45 @@ class ReadingDrafter(SavedDrafter):
             return logits
         full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
         return full.index_copy_(-1, self.draft_ids, logits)
+
+    @property
+    def head_table(self) -> torch.Tensor | None:
+        """What its sequential head scores tokens with, `[config.draft_vocab_size or config.vocab_size,
+        config.head_rank]`, if it has one."""
+        return None
+
+    @property
+    def vocabulary_table(self) -> torch.Tensor | None:
+        """What it scores tokens with itself, beside the target's LM head or instead: the table of its head, or its own
+        LM head's weight `[config.draft_vocab_size, ...]` with that beside it."""
+        of_head = self.head_table
+        if not self.config.draft_vocab_size:
+            return of_head
+        own = self.lm_head.weight
+        return own if of_head is None else torch.cat([own, of_head], dim=-1)
+
+    @torch.no_grad()
+    def draft_only(self, target: PreTrainedModel, ids: torch.Tensor) -> None:
+        """Let it draft these tokens alone, at first as the target's LM head would score them where that reads states
+        as wide as the drafter's.
+
+        Args:
+            target: Its target.
+            ids: `[config.draft_vocab_size]`, all different.
+
+        Raises:
+            ValueError: If they are not so many tokens of the target's vocabulary.
+        """
+        config, weight = self.config, self.lm_head.weight
+        check_draft_ids(ids, config.draft_vocab_size, config.vocab_size, "the drafter")
+        self.draft_ids.copy_(ids)
+        if weight.shape[1] == config.target_hidden_size and not weight.is_meta:
+            states = torch.eye(weight.shape[1], device=weight.device)
+            nothing = family_of(target).logits(torch.zeros_like(states[:1]))  # a bias
+            for start in range(0, len(states), _STATES_AT_ONCE):
+                part = slice(start, start + _STATES_AT_ONCE)
+                logits = family_of(target).logits(states[part]) - nothing
+                weight[:, part] = logits[:, ids.to(logits.device)].T.to(weight)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -59,7 +59,6 @@ class UnrolledDrafter(ReadingDrafter):
     base_model_prefix = "drafter"
     _supports_sdpa = _supports_flex_attn = _supports_attention_backend = True
     _keep_in_fp32_modules_strict = ["hc_gate"]
-    head_table = None  # which only sequential heads have
     moves = True  # whether the slots of a later block stand behind those that it goes on from, for RoPE
 
     def __init__(self, config: UnrolledConfig) -> None:
@@ -90,10 +89,12 @@ class UnrolledDrafter(ReadingDrafter):
             target: The model to draft for. It is read, not changed.
             dtype: Of the drafter's weights, or its name; the target's residual stream's by default.
             **config_fields: Any field of the drafter's configuration. With a `reducer` that has a gate, the gate is
-                inherited from the target's `hc_head`.
+                inherited from the target's `hc_head`; with a `draft_vocab_size` the drafter has so many of the rows of
+                the target's LM head, the first ones ([`draft_only`] takes others); with `own_embedding` the target's.
 
         Raises:
-            ValueError: If it is no target, or there is no such field.
+            ValueError: If it is no target, there is no such field, or an embedding of its own is to be of another
+                width than the target's.
         """
         kind, family = cast(Any, cls.config_class), family_of(target)
         kind.check_fields(config_fields)
@@ -103,10 +104,20 @@ class UnrolledDrafter(ReadingDrafter):
             fields["target_layer_ids"] = [-1]
         config = kind(**fields)
         check_pair(config, target, cls.__name__)
+        if config.own_embedding and config.hidden_size != config.target_hidden_size:
+            raise ValueError(
+                f"`hidden_size` is {config.hidden_size} and `own_embedding` True, expected "
+                f"{config.target_hidden_size}, the target's width: a new drafter's own embedding is the target's."
+            )
         drafter: Any = cls(config)
         drafter = drafter.to(device=cls.device_for(target), dtype=named_dtype(dtype) or family.dtype)
         if config.has_gate:
             drafter.hc_gate.float().inherit(family.gate())
+        if config.draft_vocab_size:
+            drafter.draft_only(target, torch.arange(config.draft_vocab_size))
+        if config.own_embedding:
+            with torch.no_grad():
+                drafter.embed_tokens.weight.copy_(family.embed(torch.arange(config.vocab_size)[None])[0])
         return drafter.eval()
 
     # What a subclass says
@@ -182,10 +193,11 @@ class UnrolledDrafter(ReadingDrafter):
         Args:
             residual: `[batch, seq, config.num_paths, config.target_hidden_size]`.
             position_ids: `[batch, seq]`, counting from 0 in every packed document.
-            next_embeds: `[batch, seq, config.target_hidden_size]`, of the token after each.
+            next_embeds: `[batch, seq, config.target_hidden_size]`, of the token after each; with `own_embedding` these
+                tokens, `[batch, seq]`.
             entries: Which entries go on, `[batch, entries]`.
             later_embeds: Of the token that each later block goes on with,
-                `[batch, entries, len(slots), config.target_hidden_size]`.
+                `[batch, entries, len(slots), config.target_hidden_size]`; with `own_embedding` these tokens.
             slots: From which slot of the block before it each later block goes on.
             head: The LM head, for what reads logits.
 
@@ -194,6 +206,7 @@ class UnrolledDrafter(ReadingDrafter):
         """
         kept = [_Kept() for _ in self.layers]
         mask = entry_mask(position_ids, self.config.block_size)
+        next_embeds, later_embeds = (self._embedded(each) for each in (next_embeds, later_embeds))
         first = self.run(self.condition(residual), next_embeds, position_ids + 1, kept, mask)
         rows = torch.arange(len(entries), device=entries.device).unsqueeze(-1)
         blocks, positions = [first[rows, entries]], position_ids.gather(1, entries) + 1
@@ -203,7 +216,11 @@ class UnrolledDrafter(ReadingDrafter):
             carried = self.handed_on(blocks[-1][:, :, slot])
             blocks.append(self.run(carried, later_embeds[:, :, level], positions, kept, mask))
         normed = self.norm(torch.cat(blocks, dim=2))
+        head = self.lm_head if head is not None and self.config.draft_vocab_size else head
         return HeadOutput(normed, ranks=None if head is None else self._ranks(normed, head))
+
+    def _embedded(self, given: torch.Tensor) -> torch.Tensor:
+        return self.embed_tokens(given) if self.config.own_embedding else given
 
     def _ranks(self, normed: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
         """A rank head's logits `[..., 4]` of normed states, if there is one."""
@@ -228,12 +245,6 @@ class UnrolledDrafter(ReadingDrafter):
     def check_trainable(self, target: PreTrainedModel) -> None:
         """Raise a `ValueError` if the drafter cannot be trained for `target`: what trains a model looks for this."""
         self.check_target(target)
-        if self.config.draft_vocab_size or self.config.own_embedding:
-            raise ValueError(
-                f"The drafter's `draft_vocab_size` is {self.config.draft_vocab_size} and its `own_embedding` "
-                f"{self.config.own_embedding}, expected neither: training is with the target's embedding and LM head. "
-                f"Make a drafter with `{type(self).__name__}.from_target(target)`."
-            )
 
     def new_context(self) -> EntryContext:
         """An empty context for one sequence."""

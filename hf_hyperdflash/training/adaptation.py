@@ -26,7 +26,6 @@ from ..runtime.stats import SpeculationStats
 from ..runtime.unrolled_drafter import UnrolledDrafter
 from .arguments import RECIPES
 from .bandit import Bandit
-from .chunk_loss import student_logits
 from .lessons import Lesson, Memory
 from .losses import IGNORE_INDEX, DrafterLoss
 from .objective import Batch, collate, read_layers
@@ -35,7 +34,7 @@ from .unrolled import objective_of
 logger = logging.getLogger(__name__)
 
 POLICIES = ("bandit", "always", "never")
-_HEADS = (*(head.key for head in HEADS.values()), "confidence_head", "rank_head")
+_HEADS = (*(head.key for head in HEADS.values()), "confidence_head", "rank_head", "lm_head")
 _WARMUP = 4  # steps until the learning rate is reached
 _JUDGED = 2  # anchors of a row to judge by, for each one to learn from
 _SURE = 0.25  # temperature at which a distribution is nearly its most probable token
@@ -146,7 +145,7 @@ class Adaptation:
         if drafter.learner is not None:
             raise ValueError("The drafter learns already: `stop()` its adaptation first.")
         self.drafter, self.target, self.config, self.log = drafter, target, config, list[Decision]()
-        self.objective = objective_of(drafter.config, target, config)
+        self.objective = objective_of(drafter, target, config)
         self.layer_ids = read_layers(drafter.config)
         self.memory = Memory(config.most_bytes, config.seed)
         self._original = {name: value.detach().clone() for name, value in drafter.state_dict().items()}
@@ -296,7 +295,7 @@ class Adaptation:
             return self.objective.loss(drafted, *rest, table, needs_acceptance=needs_acceptance)
 
     def _table(self) -> torch.Tensor | None:
-        return cast(Any, self._pupil).head_table
+        return cast(Any, self._pupil).vocabulary_table
 
     @torch.no_grad()
     def _expected(self, rows: list[Batch]) -> float:
@@ -321,9 +320,10 @@ class Adaptation:
         for at in (labels != IGNORE_INDEX).nonzero().split(self.config.loss_chunk_size):
             place = at.unbind(1)
             of_head = None if vectors is None else vectors[place]
-            logits = student_logits(self.objective.head, cast(torch.Tensor, states)[place], of_head, self._table())
-            likely = (logits.float() / _SURE).log_softmax(-1)
-            rates[place] = likely.gather(1, labels[place].unsqueeze(1).to(likely.device)).squeeze(1).exp().to(rates)
+            logits = self.objective.scores(cast(torch.Tensor, states)[place], of_head, self._table())
+            tokens = self.objective.places(labels[place]).unsqueeze(1).to(logits.device)
+            likely = (logits.float() / _SURE).log_softmax(-1).gather(1, tokens.clamp(min=0)).exp() * (tokens >= 0)
+            rates[place] = likely.squeeze(1).to(rates)
         return rates
 
 

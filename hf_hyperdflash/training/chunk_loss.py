@@ -7,17 +7,18 @@ autograd would keep several. Only the heads' part of the gradient, from logits t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import linear
 
 
 class Targets(NamedTuple):
     """What n positions learn, and how much each counts. The first m of them are distilled.
 
     Args:
-        labels: `[n]`, token ids.
+        labels: `[n]`, token ids; of a vocabulary of the drafter's own the places there, -1 for what it has not.
         teacher: What the LM head turns into the teacher's logits, of the first m positions or of all,
             `[m or n, config.target_hidden_size]`; `None` without a teacher.
         ce_weights: `[n]`.
@@ -25,6 +26,7 @@ class Targets(NamedTuple):
         tv_weights: `[n]`, or `None` where total variation is not wanted.
         candidates: `[n, candidates]`, the tokens that drafts are chosen among; `None` for all. Predictions and
             acceptance are of that choice; the losses are of the whole vocabulary, which no token is to leave.
+        draft_ids: `[config.draft_vocab_size]`, that vocabulary; `None` for the target's.
     """
 
     labels: torch.Tensor
@@ -33,6 +35,7 @@ class Targets(NamedTuple):
     kl_weights: torch.Tensor
     tv_weights: torch.Tensor | None
     candidates: torch.Tensor | None = None
+    draft_ids: torch.Tensor | None = None
 
 
 class ChunkLoss(NamedTuple):
@@ -50,7 +53,7 @@ class ChunkLoss(NamedTuple):
 
 @torch.no_grad()
 def chunk_loss(
-    inputs: Sequence[torch.Tensor],
+    inputs: Mapping[str, torch.Tensor],
     targets: Targets,
     head: Callable[[torch.Tensor], torch.Tensor],
     temperature: float,
@@ -59,28 +62,29 @@ def chunk_loss(
     """The losses of n positions, with gradients if the inputs want them.
 
     Args:
-        inputs: Of the student's logits: states `[n, config.target_hidden_size]` and, from a sequential head, vectors
-            `[n, rank]` and their table `[config.vocab_size, rank]`.
+        inputs: What [`student_logits`] takes.
         targets: What they learn.
         head: The target's LM head.
         temperature: Of the KL alone.
         best: How many of the most probable tokens are told.
     """
-    wants_gradient = inputs[0].requires_grad
+    wants_gradient = inputs["states"].requires_grad
     with torch.set_grad_enabled(wants_gradient):
-        logits = student_logits(head, *inputs)
+        logits = student_logits(head, **inputs)
     edge = torch.autograd.graph.get_gradient_edge(logits) if wants_gradient else None  # which does not keep the logits
     dtype, among = logits.dtype, None if targets.candidates is None else targets.candidates.to(logits.device)
     predictions = _best_tokens(logits.detach(), among, best)
     log_probs = _log_probs(logits.detach())
     del logits
     taught = None if targets.teacher is None else _log_probs(head(targets.teacher))
+    if taught is not None and targets.draft_ids is not None:
+        taught = taught[:, targets.draft_ids.to(taught.device)].to(log_probs.device)
     of_choice = None
     if among is not None and taught is not None and targets.tv_weights is not None:
         of_choice = _acceptance_of_a_choice(log_probs, taught, among)
     (cross_entropy, kl, tv), gradient = _terms_and_gradient(log_probs, taught, targets, temperature, wants_gradient)
     del log_probs, taught  # of which the gradient is one
-    gradients = torch.autograd.grad(edge, inputs, gradient.to(dtype)) if edge is not None else ()
+    gradients = torch.autograd.grad(edge, tuple(inputs.values()), gradient.to(dtype)) if edge is not None else ()
     return ChunkLoss(cross_entropy, kl, tv, 1 - tv if of_choice is None else of_choice, predictions, gradients)
 
 
@@ -90,9 +94,19 @@ def student_logits(
     vectors: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`head(states) + vectors @ table.T`, `[n, config.vocab_size]`, where and in what the head computes."""
+    """A drafter's logits in training, `[n, config.draft_vocab_size or config.vocab_size]`.
+
+    Args:
+        head: The target's LM head. Where it is and in what it computes, the logits are, too.
+        states: What it reads, `[n, config.target_hidden_size]`.
+        vectors: A sequential head's, `[n, config.head_rank]`, and
+        table: what it scores tokens with, `[config.vocab_size, config.head_rank]`. A table without vectors is all that
+            there is to score states with: an LM head of the drafter's own.
+    """
+    if table is not None and vectors is None:
+        return linear(states, table.to(states))
     logits = head(states)
-    if vectors is None or table is None:
+    if table is None or vectors is None:
         return logits
     return torch.addmm(logits, vectors.to(logits), table.to(logits).T)
 
@@ -124,18 +138,28 @@ def _terms_and_gradient(
     """Cross-entropy, KL and total variation, and their weighted sum's gradient with respect to the student's logits,
     from log-probabilities of student and teacher, `[n or m, config.vocab_size]`, whose memory is used up.
 
-    The cross-entropy's gradient is softmax - onehot.
+    The cross-entropy's gradient is softmax - onehot. A label that cannot be drafted has none. Of a teacher's
+    probabilities that do not add up to 1, because some of its tokens cannot be drafted, KL is that of the distribution
+    they make when scaled, times what they add up to: the teacher's cross-entropy, less what no student can change.
     """
     labels = targets.labels.to(log_probs.device).unsqueeze(1)
     ce_weights, kl_weights = (
         weights.to(log_probs).unsqueeze(1) for weights in (targets.ce_weights, targets.kl_weights)
     )
-    cross_entropy = -log_probs.gather(1, labels).squeeze(1)
+    is_drafted = labels >= 0
+    labels, ce_weights = labels.clamp(min=0), ce_weights * is_drafted
+    cross_entropy = -log_probs.gather(1, labels).masked_fill(~is_drafted, 0.0).squeeze(1)
     kl = tv = cross_entropy[:0]
     kl_gradient = tv_gradient = None
     distilled = len(kl_weights)
     if taught is not None and distilled:
-        kl, kl_gradient = _kl_and_gradient(log_probs[:distilled], taught[:distilled], temperature)
+        of_teacher = taught[:distilled]
+        if targets.draft_ids is not None:
+            share = of_teacher.logsumexp(-1, keepdim=True)
+            of_teacher = of_teacher - share
+        kl, kl_gradient = _kl_and_gradient(log_probs[:distilled], of_teacher, temperature)
+        if targets.draft_ids is not None:
+            kl, kl_weights = kl * share.squeeze(1).exp(), kl_weights * share.exp()
     probs = log_probs.exp_()
     if taught is not None and targets.tv_weights is not None:
         tv, tv_gradient = _total_variation_and_gradient(probs, taught.exp_())

@@ -374,6 +374,21 @@ def pack(lengths: list[int], max_length: int) -> list[list[int]]:
     return sorted(sorted(row) for row in rows)
 
 
+def frequent_tokens(rows: Iterable[Mapping[str, Any]], count: int, vocab_size: int) -> torch.Tensor:
+    """The tokens that supervised text has most often, `[count]`, ascending; of equally frequent ones the first.
+
+    Args:
+        rows: `input_ids` and `loss_mask`, as [`prepare_dataset`] returns them.
+        count: How many.
+        vocab_size: Of the target's vocabulary.
+    """
+    seen = torch.zeros(vocab_size, dtype=torch.long)
+    for row in rows:
+        ids = torch.as_tensor(row["input_ids"]).long()[torch.as_tensor(row["loss_mask"]).bool()]
+        seen.index_add_(0, ids, torch.ones_like(ids))
+    return seen.sort(descending=True, stable=True).indices[:count].sort().values
+
+
 def prepare_dataset(
     dataset: Dataset | IterableDataset | list[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase | None,

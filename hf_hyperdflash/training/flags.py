@@ -47,6 +47,11 @@ class ScriptArguments:
         choices=["hyperdflash", "specblock", "eagle3"],
     )
     layers: int | None = _flag(None, "layers of a new drafter; unset for 5, SpecBlock's 2, EAGLE-3's 1")
+    draft_vocab_size: int | None = _flag(
+        None,
+        "draft only so many tokens, those that answers in `--dataset` have most often, by an LM head of the drafter's "
+        "own; unset for all, by the target's",
+    )
     intermediate_size: int | None = _flag(None, "width of a new drafter's MLPs; unset for three times its hidden size")
     reducer: str | None = _flag(None, "hc_gate, fc, hybrid or stream_mean; unset for the gate where it can be")
     target_layer_ids: list[int] | None = field(

@@ -6,7 +6,7 @@ from: a loss of its own, and what a confidence head is to foretell.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -130,6 +130,7 @@ def drafter_loss(
     confidence: torch.Tensor | None = None,
     blind: torch.Tensor | None = None,
     candidates: int = 0,
+    draft_ids: torch.Tensor | None = None,
     head: Callable[[torch.Tensor], torch.Tensor] = _OF_LOGITS,
     chunk_size: int = 256,
 ) -> DrafterLoss:
@@ -144,7 +145,11 @@ def drafter_loss(
     those logits say of them: they have a cross-entropy of their own. `predictions` and `acceptance` are then of the
     choice, as drafts are drawn; the losses are of the whole vocabulary.
 
-    Logits, `head(states) + vectors @ table.T`, exist for `chunk_size` draft positions at a time. Each chunk's
+    A drafter with a vocabulary of its own has an LM head of its own, its `table`, and no `vectors`. What it cannot
+    draft it learns nothing of: such a label has a cross-entropy of 0, and KL counts by how probable the teacher finds
+    what can be drafted. Acceptance is of the target's whole distribution, whose other tokens are never accepted.
+
+    Logits, see [`~chunk_loss.student_logits`], exist for `chunk_size` draft positions at a time. Each chunk's
     gradients are taken at once, while its logits exist, and only multiplied in backward. So backward recomputes
     nothing, unlike with checkpointing. Positions without a label never meet the head.
 
@@ -169,6 +174,7 @@ def drafter_loss(
         confidence: `[blocks, drafts]`, the confidence head's logits.
         blind: `[blocks, drafts, config.target_hidden_size]`, the block's own states, and
         candidates: among how many of their best tokens a draft is chosen; `None` and 0 for all tokens.
+        draft_ids: `[config.draft_vocab_size]`, the tokens that `table` scores, where these are not all.
         head: The target's LM head, `[n, config.target_hidden_size]` to `[n, config.vocab_size]`. It may move and cast
             what it is given; the loss is computed where its logits are, in float32 or better. Called with no gradient
             for its own parameters, and as often as this batch's labels need: not the same on every process.
@@ -202,11 +208,14 @@ def drafter_loss(
     # and multiplied by it in backward, where a gradient scaler's factor has arrived.
     unit = torch.cat([max(ce_weight, tv_weight, blind_weight) * scale, kl_weight * kl_scale]).max()
     unit = unit.clamp(min=torch.finfo(torch.float32).tiny)
-    sources = [states] if vectors is None or table is None else [states, vectors, table]
-    needs_gradient = torch.is_grad_enabled() and any(source.requires_grad for source in sources)
-    gradients = [torch.zeros_like(source) for source in sources[:2]] if needs_gradient else []
-    if needs_gradient and table is not None:
-        gradients.append(torch.zeros_like(table, dtype=precise(table)))  # a sum over chunks
+    given = {"states": states, "vectors": vectors, "table": table}
+    sources = {name: source for name, source in given.items() if source is not None}
+    needs_gradient = torch.is_grad_enabled() and any(source.requires_grad for source in sources.values())
+    gradients = {
+        name: torch.zeros_like(source, dtype=precise(source) if name == "table" else None)  # that is a sum over chunks
+        for name, source in sources.items()
+        if needs_gradient
+    }
     trains_blind = needs_gradient and bool(blind_weight)
     blind_gradient = None if blind is None or not trains_blind else torch.zeros_like(blind)
     predictions, acceptance = torch.full_like(labels, -1), torch.zeros_like(labels, dtype=unit.dtype)
@@ -215,36 +224,40 @@ def drafter_loss(
         rows = slice(None if everywhere else distilled)
         row, kl_row = scale[draft], kl_scale[draft[:distilled]]
         targets = Targets(
-            labels[block, draft],
+            labels[block, draft] if draft_ids is None else places_of(labels[block, draft], draft_ids),
             None if teacher is None else teacher.detach()[block[rows], draft[rows]],
             ce_weight * row / unit,
             kl_weight * kl_row / unit,
             tv_weight * row / unit if everywhere else None,
+            draft_ids=draft_ids,
         )
         if blind is not None:
             blind_targets = Targets(targets.labels, None, blind_weight * row / unit, kl_row[:0], None)
             own = blind.detach()[block, draft].requires_grad_(blind_gradient is not None)
-            of_block = chunk_loss([own], blind_targets, head, 1.0, best=candidates)
+            of_block = chunk_loss({"states": own}, blind_targets, head, 1.0, best=candidates)
             blind_cross_entropy = blind_cross_entropy + (of_block.cross_entropy.to(unit) * row).sum()
             targets = targets._replace(candidates=of_block.predictions)
             if blind_gradient is not None:
                 blind_gradient[block, draft] = of_block.gradients[0]
             del of_block
-        inputs = [source.detach()[block, draft] for source in sources[:2]] + [each.detach() for each in sources[2:]]
-        of_chunk = chunk_loss([each.requires_grad_(needs_gradient) for each in inputs], targets, head, kl_temperature)
+        inputs = {name: source.detach() for name, source in sources.items()}
+        inputs |= {name: source[block, draft] for name, source in inputs.items() if name != "table"}
+        inputs = {name: source.requires_grad_(needs_gradient) for name, source in inputs.items()}
+        of_chunk = chunk_loss(inputs, targets, head, kl_temperature)
         cross_entropy = cross_entropy + (of_chunk.cross_entropy.to(unit) * row).sum()
         kl = kl + (of_chunk.kl.to(unit) * kl_row).sum()
         if everywhere:
             tv = tv + (of_chunk.tv.to(unit) * row).sum()
             acceptance[block, draft] = of_chunk.acceptance.to(acceptance)
-        predictions[block, draft] = of_chunk.predictions[:, 0].to(predictions)
+        predicted = of_chunk.predictions[:, 0].to(predictions)
+        predictions[block, draft] = predicted if draft_ids is None else draft_ids.to(predicted)[predicted]
         _keep(gradients, of_chunk.gradients, block, draft)
         del of_chunk  # a table's gradient is as large as logits
     loss = ce_weight * cross_entropy + kl_weight * kl + tv_weight * tv + blind_weight * blind_cross_entropy
     if blind is not None and blind_gradient is not None:
-        sources, gradients = [*sources, blind], [*gradients, blind_gradient]
+        sources, gradients = sources | {"blind": blind}, gradients | {"blind": blind_gradient}
     if needs_gradient:
-        loss = _PrecomputedGradients.apply(loss, unit, gradients, *sources)
+        loss = _PrecomputedGradients.apply(loss, unit, list(gradients.values()), *sources.values())
     surprise = torch.zeros_like(unit)
     if confidence is not None:
         each = binary_cross_entropy_with_logits(confidence.to(acceptance), acceptance, reduction="none")
@@ -255,13 +268,21 @@ def drafter_loss(
 
 
 def _keep(
-    gradients: list[torch.Tensor], of_chunk: Sequence[torch.Tensor], block: torch.Tensor, draft: torch.Tensor
+    gradients: Mapping[str, torch.Tensor], of_chunk: Sequence[torch.Tensor], block: torch.Tensor, draft: torch.Tensor
 ) -> None:
     """Write what is of positions where they are, and add what is of the table."""
-    for gradient, part in zip(gradients[:2], of_chunk):
-        gradient[block, draft] = part
-    for gradient, part in zip(gradients[2:], of_chunk[2:]):
-        gradient += part
+    for (name, gradient), part in zip(gradients.items(), of_chunk):
+        if name == "table":
+            gradient += part
+        else:
+            gradient[block, draft] = part
+
+
+def places_of(tokens: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
+    """Where tokens of any shape stand among those that can be drafted, -1 for what cannot."""
+    ordered, order = draft_ids.to(tokens.device).sort()
+    at = torch.searchsorted(ordered, tokens).clamp(max=len(ordered) - 1)
+    return torch.where(ordered[at] == tokens, order[at], -1)
 
 
 class _PrecomputedGradients(torch.autograd.Function):
@@ -308,8 +329,9 @@ def _check_shapes(
         )
     blocks, drafts = labels.shape
     rank = 0 if table is None else table.shape[1]
+    read = teacher.shape[2] if teacher is not None and table is not None and vectors is None else states.shape[2]
     for what, given, expected in (
-        ("teacher", teacher, (blocks, min(drafts, teacher.shape[1] if teacher is not None else 0), states.shape[2])),
+        ("teacher", teacher, (blocks, min(drafts, teacher.shape[1] if teacher is not None else 0), read)),
         ("vectors", vectors, (blocks, drafts, rank)),
         ("confidence", confidence, (blocks, drafts)),
         ("blind", blind, tuple(states.shape)),

@@ -17,7 +17,8 @@ from ..runtime.layers import block_inputs
 from ..runtime.targets import family_of
 from .arguments import LOSS_WEIGHTS
 from .blocks import anchor_candidates, anchor_seeds, block_labels, block_masks, previous_tokens, sample_anchors
-from .losses import DrafterLoss, drafter_loss, loss_counts, position_weights
+from .chunk_loss import student_logits
+from .losses import DrafterLoss, drafter_loss, loss_counts, places_of, position_weights
 from .teacher import check_teacher, teacher_states
 
 Batch = dict[str, torch.Tensor]
@@ -52,7 +53,7 @@ class BlockObjective:
     """Of drafters whose blocks each stand by themselves.
 
     Args:
-        config: The drafter's, which a wrapper may hide.
+        drafter: Whose configuration and vocabulary these are, wrapped by PEFT or not.
         target: Its target.
         args: With `num_anchors`, `seed`, `kl_temperature`, `kl_teacher`, `loss_chunk_size` and what a recipe sets, as
             [`HyperDFlashTrainingArguments`] have.
@@ -67,9 +68,10 @@ class BlockObjective:
         chooses: Whether a head chooses among the best tokens of the block's own logits.
     """
 
-    def __init__(self, config: Any, target: PreTrainedModel, args: Any) -> None:
+    def __init__(self, drafter: Any, target: PreTrainedModel, args: Any) -> None:
         check_teacher(target, args.kl_teacher)
-        self.config, self.target, self.args = config, target, args
+        config = drafter.config
+        self.drafter, self.config, self.target, self.args = drafter, config, target, args
         self.weights = self._position_weights(args.loss_decay)
         self.kl_weights: torch.Tensor | None = None
         self.loss_weights: dict[str, float] = {name: getattr(args, name) for name in LOSS_WEIGHTS}
@@ -168,15 +170,16 @@ class BlockObjective:
             labels: `[batch, anchors, config.max_draft_tokens]`.
             residual: `[batch, seq, paths, config.target_hidden_size]`.
             steps: Of [`steps`].
-            table: The drafter's `head_table`, whole.
+            table: The drafter's `vocabulary_table`, whole.
             counts: Of the whole optimizer step; default: of these labels.
             needs_acceptance: Whether acceptance is told also where no term of the loss needs it.
         """
         everywhere = self.trains_acceptance or needs_acceptance
         taught = self.config.max_draft_tokens if everywhere else self.kl_positions
         states, vectors, confidence, blind, _ = (None if part is None else part.flatten(0, 1) for part in drafted)
+        states, vectors = self._read(cast(torch.Tensor, states), vectors)
         return drafter_loss(
-            cast(torch.Tensor, states),
+            states,
             labels.flatten(0, 1),
             self.teacher(anchors, residual, steps[:taught]) if taught else None,
             kl_temperature=self.args.kl_temperature,
@@ -189,10 +192,31 @@ class BlockObjective:
             confidence=confidence,
             blind=blind,
             candidates=self.config.head_candidates or 0,
+            draft_ids=self.draft_ids,
             head=self.head,
             chunk_size=self.args.loss_chunk_size,
             **self.loss_weights,
         )
+
+    @property
+    def draft_ids(self) -> torch.Tensor | None:
+        """The tokens that can be drafted, `[config.draft_vocab_size]`, where these are not all."""
+        return self.drafter.draft_ids if self.config.draft_vocab_size else None
+
+    def scores(self, states: torch.Tensor, vectors: torch.Tensor | None, table: torch.Tensor | None) -> torch.Tensor:
+        """The drafter's logits of n drafts, `[n, config.draft_vocab_size or config.vocab_size]`, of its states and its
+        head's vectors by its `vocabulary_table`."""
+        return student_logits(self.head, *self._read(states, vectors), table)
+
+    def places(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Where tokens stand among those that these logits are of, -1 for what cannot be drafted."""
+        return tokens if self.draft_ids is None else places_of(tokens, self.draft_ids)
+
+    def _read(self, states: torch.Tensor, vectors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """An LM head of the drafter's own stands beside its head's table, and so do what the two read."""
+        if self.draft_ids is None or vectors is None:
+            return states, vectors
+        return torch.cat([states, vectors.to(states)], dim=-1), None
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """The target's LM head."""

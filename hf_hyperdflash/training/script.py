@@ -37,11 +37,11 @@ from .trainer import HyperDFlashTrainer
 
 _LEAST = {
     "rows": 1, "eval_rows": 1, "eval_prompts": 0, "eval_max_new_tokens": 1, "layers": 1, "intermediate_size": 1,
-    "num_draft_tokens": 1, "block_size": 1, "max_blocks": 1,
+    "draft_vocab_size": 1, "num_draft_tokens": 1, "block_size": 1, "max_blocks": 1,
 }  # fmt: skip
 _NUM_DRAFT_TOKENS, _LAYERS = 6, 5  # of a new drafter
 # Fields of its configuration under their own names, where they are set.
-_FIELDS = ("intermediate_size", "sample_from_anchor", "conv_kernel_size")
+_FIELDS = ("intermediate_size", "draft_vocab_size", "sample_from_anchor", "conv_kernel_size")
 _HEADS = ("sequential_head", "head_rank", "head_candidates", "confidence_head")
 _OF_BLOCKS = ("sliding_window", "mask_token_id", "num_draft_tokens", "sample_from_anchor", "conv_kernel_size", *_HEADS)
 # Of the other kinds, those that have more than EAGLE-3's.
@@ -141,6 +141,8 @@ def _check(script: ScriptArguments, args: Any) -> None:
         raise ValueError("`--streaming` needs `--eval_dataset`: nothing can be split off a stream.")
     if script.streaming and args.max_steps <= 0:
         raise ValueError("`--streaming` needs `--max_steps`: how long a stream is is not known.")
+    if script.streaming and script.draft_vocab_size:
+        raise ValueError("`--draft_vocab_size` counts the tokens of a dataset, not of a stream: leave one out.")
     if Path(args.output_dir).is_file():
         raise ValueError(f"`--output_dir` is {args.output_dir!r}, a file: expected a folder, which is made if needed.")
     if (script.device_map or "").startswith("cuda") and not torch.cuda.is_available():
@@ -217,7 +219,13 @@ def _heads(script: ScriptArguments) -> dict[str, Any]:
 def new_drafter(script: ScriptArguments, target: Any, tokenizer: Any) -> SavedDrafter:
     """A new drafter in float32."""
     if script.drafter_type in _KINDS:
-        names = ("intermediate_size", "reducer", "target_layer_ids", *_OF_UNROLLED[script.drafter_type])
+        names = (
+            "intermediate_size",
+            "draft_vocab_size",
+            "reducer",
+            "target_layer_ids",
+            *_OF_UNROLLED[script.drafter_type],
+        )
         given = {name: getattr(script, name) for name in names if getattr(script, name) is not None}
         if script.layers is not None:
             given["num_hidden_layers"] = script.layers
@@ -370,6 +378,8 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
         drafter, target, args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer
     )
     trainer.described = described(script)
+    if script.draft_vocab_size:
+        trainer.choose_vocabulary()
     for own, theirs in ((LinesAboveBar, ProgressCallback), (Lines, PrinterCallback)):
         if trainer.pop_callback(theirs):
             trainer.add_callback(own)

@@ -36,7 +36,7 @@ from .blocks import (
     walk_rounds,
 )
 from .checkpoints import CHECKPOINT, earlier_run, last_whole, share_modes, to_resume
-from .data import prepare_dataset
+from .data import frequent_tokens, prepare_dataset
 from .features import residual_of
 from .fingerprint import as_words, target_fingerprint
 from .identity import RUN_RECORD, check_same_run, data_digest, identity
@@ -108,8 +108,10 @@ class HyperDFlashTrainer(Trainer):
         check_trainable(target)
         config = self.drafter_config = cast(HyperDFlashConfig, model.config)
         _check_trainable(config, args, processing_class, drafter=model, target=target)
-        self.objective: BlockObjective = objective_of(config, target, args)
+        self.objective: BlockObjective = objective_of(model, target, args)
         self.target = target.eval().requires_grad_(False)
+        if getattr(config, "own_embedding", False):
+            cast(Any, model).embed_tokens.requires_grad_(False)  # it is a target's, as EAGLE-3's is
         if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
             cast(nn.Module, target).to(args.device)
         self._terms = torch.zeros(len(TERMS) + 1)  # and steps since the last log
@@ -192,7 +194,7 @@ class HyperDFlashTrainer(Trainer):
         residual = self.residual(inputs)
         anchors, steps = inputs["anchors"], inputs["steps"]
         drafted = self.objective.drafted(model, inputs, anchors, residual, steps)
-        counts, table = torch.as_tensor(num_items_in_batch), self._head_table(model)
+        counts, table = torch.as_tensor(num_items_in_batch), self._table(model)
         terms = self.objective.loss(drafted, anchors, inputs["labels"], residual, steps, table, counts)
         if not torch.isfinite(terms.loss):
             raise self._not_finite(terms.loss.item(), residual)
@@ -207,10 +209,10 @@ class HyperDFlashTrainer(Trainer):
         layers = read_layers(self.drafter_config)
         return residual_of(self.target, batch["input_ids"], batch["position_ids"], layers)
 
-    def _head_table(self, model: nn.Module) -> torch.Tensor | None:
-        """The table of the drafter's sequential head, whole on every process. Each of them knows its own loss's
+    def _table(self, model: nn.Module) -> torch.Tensor | None:
+        """What the drafter itself scores tokens with, whole on every process. Each of them knows its own loss's
         gradient, and FSDP2 expects the mean."""
-        table = cast(Any, self.accelerator.unwrap_model(model, keep_torch_compile=False)).head_table
+        table = cast(Any, self.accelerator.unwrap_model(model, keep_torch_compile=False)).vocabulary_table
         return table.full_tensor(grad_placements=[Partial("avg")]) if isinstance(table, DTensor) else table
 
     def _not_finite(self, loss: float, residual: torch.Tensor) -> ValueError:
@@ -268,7 +270,7 @@ class HyperDFlashTrainer(Trainer):
                 for part in anchors.split(self.args.num_anchors, dim=1)
             ]
             whole = [None if part[0] is None else torch.cat(part, dim=1) for part in zip(*parts)]
-            drafted, table = HeadOutput(cast(torch.Tensor, whole[0]), *whole[1:]), self._head_table(model)
+            drafted, table = HeadOutput(cast(torch.Tensor, whole[0]), *whole[1:]), self._table(model)
             following = self.objective.following(batch, anchors, self.drafter_config.max_draft_tokens + 1)
             labels = following[:, :, :-1].contiguous()
             terms = self.objective.loss(
@@ -456,6 +458,22 @@ class HyperDFlashTrainer(Trainer):
             card = drafter_card(folder, repo_id=self.hub_model_id or folder.name, license=license, tags=tags)
             card.save(folder / "README.md")
 
+    def choose_vocabulary(self) -> None:
+        """Let a new drafter with a `draft_vocab_size` draft the tokens that answers of its training rows have most
+        often ([`~data.frequent_tokens`]), scored at first as the target scores them. Else it drafts the first ones.
+
+        Raises:
+            ValueError: If it has none, or the rows are a stream.
+        """
+        count = self.drafter_config.draft_vocab_size
+        if not count or not hasattr(self._train_rows, "__len__"):
+            raise ValueError(
+                f"`draft_vocab_size` is {count} and the training rows a {type(self._train_rows).__name__}: expected "
+                "at least 1 and a dataset of known length, whose tokens are counted."
+            )
+        ids = frequent_tokens(self._train_rows, count, self.drafter_config.vocab_size)
+        cast(Any, self.model).draft_only(self.target, ids)
+
     def leave_group(self) -> None:
         """Ends this process's part in the group it trained in: call it last, where the process ends next.
 
@@ -527,9 +545,10 @@ def _check_trainable(
             f"`blind_weight` is {args.blind_weight}, but the drafter has no head that chooses among candidates: leave "
             "it out, or make the drafter with a `sequential_head` and `head_candidates`."
         )
-    if is_deepspeed_zero3_enabled() and config.sequential_head not in ("none", "state"):
+    if is_deepspeed_zero3_enabled() and (config.draft_vocab_size or config.sequential_head not in ("none", "state")):
         raise ValueError(
-            f"The drafter's `sequential_head` is {config.sequential_head!r}, whose table the loss reads whole, and "
+            f"The drafter's `sequential_head` is {config.sequential_head!r} and its `draft_vocab_size` "
+            f"{config.draft_vocab_size}: the loss reads the table of a head or of an own vocabulary whole, and "
             "DeepSpeed ZeRO-3 keeps it in parts: train with ZeRO-2, FSDP2 or DDP."
         )
     for name, model in models.items():

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..runtime.configuration_unrolled import UnrolledConfig
 from ..runtime.heads import HeadOutput
-from ..runtime.rank_head import rank_classes
+from ..runtime.rank_head import RANK_CLASSES, rank_classes
 from ..runtime.targets import family_of
 from .losses import IGNORE_INDEX, DrafterLoss, loss_counts, position_weights, rank_loss
 from .objective import Batch, BlockObjective
@@ -23,8 +23,8 @@ class UnrolledObjective(BlockObjective):
     from a slot of the block before that is drawn anew for every step, else from the last, as a chain does.
     """
 
-    def __init__(self, config: Any, target: PreTrainedModel, args: Any) -> None:
-        super().__init__(config, target, args)
+    def __init__(self, drafter: Any, target: PreTrainedModel, args: Any) -> None:
+        super().__init__(drafter, target, args)
         self.kl_weights = self.weights
 
     def candidates(self, batch: Batch) -> torch.Tensor:
@@ -50,16 +50,16 @@ class UnrolledObjective(BlockObjective):
         following = torch.cat([ids[:, 1:], ids[:, -1:]], dim=1)
         first = steps[:: self.config.block_size].to(ids.device)  # of each block, after the anchor
         at = (anchors.clamp(min=0).unsqueeze(-1) + first[1:]).clamp(max=ids.shape[1] - 1)
-        with torch.no_grad():
-            next_embeds = family_of(self.target).embed(following)
-            later = ids.gather(1, at.flatten(1)).view_as(at)
-            later_embeds = family_of(self.target).embed(later)
+        later = ids.gather(1, at.flatten(1)).view_as(at)
+        if not self.config.own_embedding:
+            with torch.no_grad():
+                following, later = (family_of(self.target).embed(each) for each in (following, later))
         return drafter(
             residual[:, :, : self.config.num_paths],
             batch["position_ids"],
-            next_embeds,
+            following,
             (anchors - 1).clamp(min=0),
-            later_embeds,
+            later,
             (first.diff() - 1).tolist(),
             head=self.head,
         )
@@ -79,7 +79,7 @@ class UnrolledObjective(BlockObjective):
         is_masked = self.args.valid_prefix and torch.is_grad_enabled()
         if ranks is None and not is_masked:
             return super().loss(drafted, anchors, labels, residual, steps, table, counts, needs_acceptance)
-        right, classes = self._judged(drafted.states, labels)
+        right, classes = self._judged(drafted.states, labels, table)
         if is_masked:
             before = right.unflatten(-1, (-1, size)).long().cumprod(-1)[..., :-1]
             valid = nn.functional.pad(before, (1, 0), value=1).bool().flatten(-2)
@@ -95,14 +95,18 @@ class UnrolledObjective(BlockObjective):
         return terms._replace(loss=terms.loss + (self.args.rank_weight or 0) * of_ranks, rank=of_ranks.detach())
 
     @torch.no_grad()
-    def _judged(self, states: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whether each draft is its label's token, and the class of that token's rank, -100 without a label."""
+    def _judged(
+        self, states: torch.Tensor, labels: torch.Tensor, table: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whether each draft is its label's token, and the class of that token's rank, -100 without a label. One that
+        cannot be drafted is beyond all ranks."""
         right, classes = torch.zeros_like(labels, dtype=torch.bool), torch.full_like(labels, IGNORE_INDEX)
         for at in (labels != IGNORE_INDEX).nonzero().split(self.args.loss_chunk_size):
             place = at.unbind(1)
-            logits, tokens = self.head(states[place]), labels[place]
+            logits, tokens = self.scores(states[place], None, table), self.places(labels[place])
             right[place] = logits.argmax(-1) == tokens
-            classes[place] = rank_classes(logits, tokens)
+            of_ranks = rank_classes(logits, tokens.clamp(min=0))
+            classes[place] = of_ranks.masked_fill(tokens < 0, RANK_CLASSES - 1)
         return right, classes
 
     def _share(self, kept: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -114,7 +118,7 @@ class UnrolledObjective(BlockObjective):
         return torch.where(all_ > 0, left / all_.clamp(min=1e-9), 0.0)
 
 
-def objective_of(config: Any, target: PreTrainedModel, args: Any) -> BlockObjective:
-    """What a drafter of this configuration learns, see [`BlockObjective`]."""
-    kind = UnrolledObjective if isinstance(config, UnrolledConfig) else BlockObjective
-    return kind(config, target, args)
+def objective_of(drafter: Any, target: PreTrainedModel, args: Any) -> BlockObjective:
+    """What a drafter learns, see [`BlockObjective`]."""
+    kind = UnrolledObjective if isinstance(drafter.config, UnrolledConfig) else BlockObjective
+    return kind(drafter, target, args)

@@ -26,6 +26,8 @@ def unrolled(kind: str, target: Any, **fields: Any) -> Any:
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.add_(torch.randn_like(parameter) / (8 if parameter.ndim > 1 else 20))
+        if drafter.config.draft_vocab_size:
+            drafter.draft_ids.copy_(torch.randperm(drafter.config.vocab_size)[: drafter.config.draft_vocab_size])
     return drafter
 
 
@@ -47,6 +49,7 @@ def eagle3_oracle(drafter: Any, target: Any) -> tuple[dict[str, torch.Tensor], A
     config, tensors = drafter.config, {"lm_head.weight": target.get_output_embeddings().weight.detach()}
     tensors |= {name.replace("layers.0.", "midlayer."): tensor for name, tensor in drafter.state_dict().items()}
     tensors["fc.weight"] = torch.eye(config.hidden_size)
-    tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.long)
+    kept = drafter.draft_ids if config.draft_vocab_size else torch.arange(config.vocab_size)
+    tensors["d2t"] = kept - torch.arange(len(kept))
     shape = oracle_eagle3.Shape(4, 2, 16, config.rms_norm_eps, config.rope_parameters["rope_theta"])
     return tensors, shape

@@ -16,6 +16,7 @@ from hf_hyperdflash.runtime.sampling import DraftSampler
 from ..conftest import prompt
 from ..helpers import oracle_eagle3, oracle_specblock
 from ..helpers.families import qwen3
+from ..helpers.training import trainer_for
 
 LAYERS, WIDTH, VOCABULARY, DRAFTED = [1, 3, 4], 64, 64, 40
 LAYER = {
@@ -261,6 +262,37 @@ def test_the_text_is_the_targets(tmp_path, target, kind, budget):
     drafter.unbind(target)
 
 
+def specblock(folder, tensors):
+    fields = {"num_hidden_layers": 2, "diffspec_draft_token_num": 3, "draft_vocab_size": DRAFTED}
+    return saved(folder, {**LAYER, **fields}, tensors)
+
+
+@pytest.mark.parametrize("layout", ["safeailab", "speculators", "specblock"])
+def test_others_drafters_are_trained_on(tmp_path, target, layout):
+    """For a target that was fine-tuned: what was read is trained, its vocabulary stays, and it is saved and drafts."""
+    made = {"specblock": specblock, **WRITTEN}[layout]
+    tensors = specblock_tensors() if layout == "specblock" else eagle3_tensors()
+    embedding = {"embed_tokens.weight": target.get_input_embeddings().weight.detach().clone()}
+    drafter = load_drafter(made(tmp_path, tensors | embedding), dtype=torch.float32)
+    before = {name: value.clone() for name, value in drafter.state_dict().items()}
+    assert drafter.config.own_embedding and drafter.config.draft_vocab_size == DRAFTED
+    texts = target.generate(prompt(9).repeat(3, 1), max_new_tokens=20, do_sample=True, pad_token_id=0)
+    data = [{"input_ids": text, "loss_mask": [int(i > 8) for i in range(29)]} for text in texts.tolist()]
+    trainer = trainer_for(tmp_path / "out", target, drafter, data, data, recipe="ours", max_steps=20)
+    start = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < 0.9 * start
+    trainer.save_model()
+    trained = load_drafter(tmp_path / "out", dtype=torch.float32)
+    same = {name for name, value in trained.state_dict().items() if torch.equal(value, before[name])}
+    assert same == {"embed_tokens.weight", "draft_ids"}
+    plain = target.generate(prompt(9), do_sample=False, max_new_tokens=20)
+    trained.bind(target)
+    out = target.generate(prompt(9), do_sample=False, max_new_tokens=20, assistant_model=trained)
+    trained.unbind(target)
+    assert torch.equal(out, plain)
+
+
 def test_a_pickle_of_tensors_is_read_without_running_code(tmp_path, target):
     tensors = eagle3_tensors()
     folder = safeailab(tmp_path, tensors)
@@ -294,7 +326,6 @@ def test_what_cannot_be_reproduced_is_refused(tmp_path, more, told):
 
 
 def test_too_shallow_a_target_is_refused(tmp_path, target):
-    fields = {**LAYER, "num_hidden_layers": 2, "diffspec_draft_token_num": 3, "draft_vocab_size": DRAFTED}
-    drafter = load_drafter(saved(tmp_path, fields, specblock_tensors()), dtype=torch.float32)
+    drafter = load_drafter(specblock(tmp_path, specblock_tensors()), dtype=torch.float32)
     with pytest.raises(ValueError, match="at least 8 layers"):
         drafter.bind(qwen3())

@@ -45,6 +45,7 @@ KINDS = {
     "selector": lambda target: headed(target, "selector", head_candidates=4, num_draft_tokens=4),
     "specblock": lambda target: unrolled("specblock", target),
     "eagle3": lambda target: unrolled("eagle3", target),
+    "own vocabulary": lambda target: unrolled("eagle3", target, draft_vocab_size=48, own_embedding=True),
 }
 
 
@@ -126,12 +127,13 @@ def test_a_turn_on_a_filled_cache_is_a_lesson_of_its_own(target, drafter):
     assert row["loss_mask"].tolist() == [place >= ids.shape[1] for place in range(start, text.shape[1] - 1)]
 
 
-@pytest.mark.parametrize("head", ["none", "markov"])
+@pytest.mark.parametrize(("head", "vocabulary"), [("none", 0), ("markov", 0), ("markov", 40)])
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_what_is_expected_of_a_round(target, head, do_sample):
+def test_what_is_expected_of_a_round(target, head, vocabulary, do_sample):
     """At every anchor the sum over drafts of the product of their chances, what the two distributions have in common;
     of greedy text the mean of that and of its tokens' chances among probabilities to the fourth power."""
-    drafter = headed(target, head, num_draft_tokens=3) if head != "none" else tiny_drafter(target, num_draft_tokens=3)
+    fields = {"num_draft_tokens": 3, "draft_vocab_size": vocabulary}
+    drafter = headed(target, head, **fields) if head != "none" else tiny_drafter(target, **fields)
     drafter.bind(target)
     learning = drafter.adapt(target, policy="never", num_anchors=99)
     text = answer(target, drafter, prompt(9), do_sample=do_sample, max_new_tokens=12)
@@ -142,9 +144,10 @@ def test_what_is_expected_of_a_round(target, head, do_sample):
     assert length == text.shape[1] - 1 == 20
     with torch.no_grad():
         drafted = learning.objective.drafted(drafter, batch, anchors, row["residual"][None], torch.arange(3))
-        logits = target.lm_head(drafted.states)
+        logits = (drafter if vocabulary else target).lm_head(drafted.states)
         if head != "none":
             logits = logits + drafted.vectors @ drafter.head_table.T
+        logits = drafter.of_vocabulary(logits)
         laws = target(text).logits[0].softmax(-1)
     tokens = {"drawn": [], "greedy": []}
     for place, anchor in enumerate(anchors[0].tolist()):
@@ -186,6 +189,17 @@ def test_only_heads_learn_where_that_is_asked(target):
         name.partition(".")[0] for name, value in weights_of(drafter).items() if not torch.equal(value, before[name])
     }
     assert changed == {"markov_head", "confidence_head"}
+
+
+def test_an_lm_head_of_its_own_is_a_head(target):
+    drafter = unrolled("eagle3", target, draft_vocab_size=48)
+    drafter.bind(target)
+    before = weights_of(drafter)
+    with drafter.adapt(target, arms=["heads"], **EAGER):
+        for seed in range(6):
+            answer(target, drafter, prompt(9, seed))
+    changed = {name for name, value in weights_of(drafter).items() if not torch.equal(value, before[name])}
+    assert changed == {"lm_head.weight"}
 
 
 def test_served_in_bfloat16_learned_in_float32():

@@ -358,6 +358,62 @@ def test_acceptance_loss_is_the_naive_one_for_any_shape(data):
     assert_acceptance_loss_is_the_naive_one(drafted, labels, teacher, chunk_size, **options)
 
 
+# A vocabulary of the drafter's own: fewer tokens, in any order, scored by an LM head of its own
+
+
+def naive_loss_of_an_own_vocabulary(
+    states, table, ids, labels, teacher, head, *, kl_positions, ce_weight, tv_weight, kl_weight, kl_temperature
+):
+    """Oracle: what is learned of each position, from probabilities of single tokens."""
+    counts = loss_counts(labels, kl_positions)
+    loss = states.sum() * 0
+    acceptance, predictions = torch.zeros(labels.shape, dtype=torch.float64), torch.full_like(labels, -1)
+    for b, k in (labels != -100).nonzero().tolist():
+        logits = torch.stack([states[b, k] @ row for row in table])
+        q, of_teacher = logits.softmax(-1), teacher[b, k] @ head.weight.T
+        p = of_teacher.softmax(-1)
+        accepted = sum(torch.minimum(q[place], p[token]) for place, token in enumerate(ids))
+        acceptance[b, k], predictions[b, k] = accepted.detach(), ids[int(q.argmax())]
+        loss = loss + tv_weight * (1 - accepted) / counts[0]
+        if int(labels[b, k]) in ids:
+            loss = loss - ce_weight * q[ids.index(int(labels[b, k]))].log() / counts[0]
+        if k < kl_positions:
+            soft_p = (of_teacher[ids] / kl_temperature).softmax(-1)
+            soft_q = (logits / kl_temperature).softmax(-1)
+            divergence = sum(p[token] for token in ids) * (soft_p * (soft_p / soft_q).log()).sum()
+            loss = loss + kl_weight * kl_temperature**2 / kl_positions * divergence / counts[1 + k]
+    return loss, acceptance, predictions
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.data())
+def test_the_loss_of_an_own_vocabulary_is_the_naive_one_for_any_shape(data):
+    blocks, drafts, chunk_size = (data.draw(st.integers(1, top)) for top in (4, 4, 6))
+    ids = data.draw(st.permutations(range(VOCAB)))[: data.draw(st.integers(1, VOCAB))]
+    width, head = data.draw(st.integers(1, 6)), RecordingHead()
+    _, labels, teacher = example(blocks, drafts, drafts, data.draw(st.integers(0, 1000)), 0.7)
+    states = torch.randn(blocks, drafts, width, dtype=torch.float64, requires_grad=True)
+    table = torch.randn(len(ids), width, dtype=torch.float64, requires_grad=True)
+    options = {name: data.draw(st.sampled_from([0.0, 0.3, 2.0])) for name in ("ce_weight", "tv_weight", "kl_weight")}
+    options |= {
+        "kl_positions": data.draw(st.integers(0, drafts)),
+        "kl_temperature": data.draw(st.sampled_from([1, 2])),
+    }
+    expected, acceptance, predictions = naive_loss_of_an_own_vocabulary(
+        states, table, ids, labels, teacher, head, **options
+    )
+    gradients = torch.autograd.grad(expected, [states, table], allow_unused=True)
+    result = loss_of(states, labels, head, teacher, chunk_size, table=table, draft_ids=torch.tensor(ids), **options)
+    torch.testing.assert_close(result.loss, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(result.acceptance, acceptance, rtol=1e-10, atol=1e-12)
+    assert torch.equal(result.predictions, predictions)
+    found = torch.autograd.grad(result.loss, [states, table])
+    for gradient, wanted in zip(found, gradients):
+        wanted = torch.zeros_like(gradient) if wanted is None else wanted
+        torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-11)
+    assert sum(head.rows) == (labels != -100).sum()  # the teacher's alone
+
+
 def test_dspark_s_weight_of_the_l1_distance_is_twice_the_rejection_s():
     drafted, labels, teacher = path_example(has_table=False)
     head = RecordingHead()

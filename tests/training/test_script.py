@@ -147,6 +147,11 @@ def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path, name):
         (["--streaming", "--eval_dataset", "x", "--max_steps", "-1"], "`--streaming` needs `--max_steps`"),
         (["--output_dir", __file__], r"test_script\.py', a file: expected a folder"),
         (["--device_map", "cuda:7"], "`--device_map` is 'cuda:7', but PyTorch sees no CUDA device"),
+        (
+            ["--streaming", "--eval_dataset", "x", "--draft_vocab_size", "9"],
+            "`--draft_vocab_size` counts the tokens of a dataset, not of a stream",
+        ),
+        (["--draft_vocab_size", "0"], "`--draft_vocab_size` is 0, expected at least 1"),
         (["--eval_rows", "0"], "`--eval_rows` is 0"),
         (["--confidence_weight", "0.5"], "`--confidence_weight` is for a confidence head: add `--confidence_head`"),
         (["--blind_weight", "0.5"], "`--blind_weight` is for a head that chooses among candidates: add `--sequent"),
@@ -361,6 +366,22 @@ def test_a_head_is_trained_onto_an_earlier_drafter(tmp_path):
     assert settings["sequential_head"] == "state" and settings["head_rank"] == 8 and settings["num_draft_tokens"] == 8
     with pytest.raises(ValueError, match="but the drafter has one already"):
         main(flags(tmp_path, "nowhere.jsonl", drafter=tmp_path / "out", output_dir=tmp_path / "twice", **heads))
+
+
+@pytest.mark.parametrize("kind", ["hyperdflash", "eagle3"])
+def test_a_vocabulary_of_the_drafters_own_is_chosen_trained_and_trained_on(tmp_path, kind):
+    data = write(tmp_path / "rows.jsonl", chats(6))
+    main(flags(tmp_path, data, drafter_type=kind, draft_vocab_size=50, save_dtype="float32"))
+    first = load_drafter(tmp_path / "out")
+    said = AutoTokenizer.from_pretrained(TARGET)(" friend").input_ids[-1]
+    assert first.config.draft_vocab_size == 50 and said in first.draft_ids.tolist()
+    assert json.loads((tmp_path / "out" / TRAINING_RECORD).read_text())["settings"]["draft_vocab_size"] == 50
+    again = dict(drafter=tmp_path / "out", output_dir=tmp_path / "more", layers=None, save_dtype="float32")
+    main(flags(tmp_path, data, **again))
+    more = load_drafter(tmp_path / "more")
+    assert torch.equal(more.draft_ids, first.draft_ids) and not torch.equal(more.lm_head.weight, first.lm_head.weight)
+    with pytest.raises(ValueError, match="`--draft_vocab_size` is for a new drafter"):
+        main(flags(tmp_path, data, **again, draft_vocab_size=40))
 
 
 @pytest.mark.parametrize("drafts", [10, None])

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,7 +78,7 @@ def test_training_reproduces_the_draft_logits_of_every_round(target, fields):
         target(text, use_cache=False)
         anchors = torch.tensor([[anchor for anchor, _ in rounds]])
         args = SimpleNamespace(**RECIPES["hyperdflash"], kl_teacher="hc_head")
-        objective = BlockObjective(drafter.config, target, args)
+        objective = BlockObjective(drafter, target, args)
         logits = target.lm_head(objective.drafted(drafter, batch, anchors, captured[0], objective.steps()).states)
     torch.testing.assert_close(logits[0], torch.cat([drafted for _, drafted in rounds]), atol=1e-5, rtol=1e-5)
 
@@ -515,7 +516,8 @@ def test_two_processes_train_like_one(tmp_path):
     torch.testing.assert_close(torch.tensor(one[1]), torch.tensor(two[1]), atol=1e-6, rtol=1e-4)
 
 
-def test_a_table_that_fsdp2_shards_gets_its_gradient(tmp_path, target):
+@pytest.mark.parametrize("vocabulary", [0, 40])
+def test_a_table_that_fsdp2_shards_gets_its_gradient(tmp_path, target, vocabulary):
     """On a mesh of one process it is a sharded tensor all the same, which the loss reads outside the forward."""
     data, gradients = rows(4), []
     torch.distributed.init_process_group(
@@ -523,17 +525,66 @@ def test_a_table_that_fsdp2_shards_gets_its_gradient(tmp_path, target):
     )
     try:
         for is_sharded in (False, True):
-            drafter = headed_drafter(target, "markov", reducer="fc")
+            drafter = headed_drafter(target, "markov", reducer="fc", draft_vocab_size=vocabulary)
             assert drafter.get_input_embeddings() is None  # accelerate asks before it shards
             trainer = trainer_for(tmp_path, target, drafter, data, recipe="ours")
             if is_sharded:
                 fully_shard(drafter, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=True)
             trainer.compute_loss(drafter, collate(trainer.train_dataset.to_list())).backward()
-            gradients.append(drafter.head_table.grad)
-        assert isinstance(drafter.head_table, DTensor)
-        torch.testing.assert_close(gradients[1].full_tensor(), gradients[0])
+            tables = [drafter.head_table, *([drafter.lm_head.weight] if vocabulary else [])]
+            gradients.append([table.grad for table in tables])
+        assert all(isinstance(table, DTensor) for table in tables)
+        for sharded, whole in zip(gradients[1], gradients[0]):
+            torch.testing.assert_close(sharded.full_tensor(), whole)
     finally:
         torch.distributed.destroy_process_group()
+
+
+# A vocabulary of the drafter's own
+
+
+def test_the_vocabulary_is_what_answers_have_most_often(tmp_path, target):
+    """Questions do not count, and the first of equally frequent tokens is taken."""
+    data = [
+        {"input_ids": [9, 9, 9, 9, 7, 7, 30, 5, 5], "loss_mask": [0, 0, 0, 0, 1, 1, 1, 1, 1]},
+        {"input_ids": [9, 9, 40, 7, 60, 60], "loss_mask": [0, 0, 1, 1, 1, 1]},
+    ]
+    drafter = tiny_drafter(target, draft_vocab_size=4)
+    trainer = trainer_for(tmp_path, target, drafter, Dataset.from_list(data))
+    assert drafter.draft_ids.tolist() == [0, 1, 2, 3]
+    trainer.choose_vocabulary()
+    assert drafter.draft_ids.tolist() == [5, 7, 30, 60]
+    torch.testing.assert_close(drafter.lm_head.weight, target.lm_head.weight[[5, 7, 30, 60]])
+    assert trainer.objective.places(torch.tensor([30, 9])).tolist() == [2, -1]
+    with pytest.raises(ValueError, match="`draft_vocab_size` is 0"):
+        trainer_for(tmp_path, target, tiny_drafter(target), Dataset.from_list(data)).choose_vocabulary()
+    stream = trainer_for(tmp_path, target, drafter, Dataset.from_list(data).to_iterable_dataset())
+    with pytest.raises(ValueError, match="a dataset of known length"):
+        stream.choose_vocabulary()
+
+
+@pytest.mark.parametrize("head", ["none", "markov", "state"])
+def test_a_drafter_of_all_tokens_learns_alike_by_an_lm_head_of_its_own(tmp_path, target, head):
+    """Where what it has is all that there is, in another order, nothing is different but that its LM head learns."""
+    made = tiny_drafter if head == "none" else partial(headed_drafter, kind=head)
+    plain, own, order, steps = made(target), made(target, draft_vocab_size=64), torch.arange(64).flip(0), []
+    own.load_state_dict(plain.state_dict(), strict=False)
+    own.draft_only(target, order)
+    if head == "markov":
+        with torch.no_grad():
+            own.head_table.copy_(plain.head_table[order])
+    for drafter in (plain, own):
+        trainer = trainer_for(tmp_path, target, drafter, rows(4), rows(3, seed=1), recipe="ours")
+        trainer.compute_loss(drafter, collate(trainer.train_dataset.to_list())).backward()
+        steps.append(({name: p.grad for name, p in drafter.named_parameters()}, trainer.evaluate()))
+    (of_plain, told), (of_own, told_of_own) = steps
+    assert of_own.pop("lm_head.weight").any()
+    if head == "markov":
+        of_own["markov_head.markov_w2.weight"] = of_own["markov_head.markov_w2.weight"][order]
+    for name, gradient in of_plain.items():
+        torch.testing.assert_close(of_own[name], gradient, atol=1e-5, rtol=1e-4)
+    for name in ("eval_loss", "eval_teacher_forced_tau", "eval_expected_tau"):
+        assert told_of_own[name] == pytest.approx(told[name], rel=1e-5)
 
 
 # LoRA
@@ -628,8 +679,9 @@ def test_wrong_models_and_arguments_are_refused(tmp_path, target):
     with pytest.raises(ValueError, match=r"`blind_weight` is 1\.0, but the drafter has no head that chooses among"):
         trainer_for(tmp_path, target, drafter, rows(2), blind_weight=1.0)
     trainer_for(tmp_path, target, drafter, confidence_weight=0.0, blind_weight=0.0)
-    with pytest.raises(ValueError, match=r"`draft_vocab_size` is 8, expected 0"):
-        trainer_for(tmp_path, target, tiny_drafter(target, draft_vocab_size=8), rows(2))
+    with pytest.raises(ValueError, match=r"`draft_vocab_size` is 8 and its `head_candidates` 4"):
+        chooses = tiny_drafter(target, draft_vocab_size=8, sequential_head="markov", head_rank=4, head_candidates=4)
+        trainer_for(tmp_path, target, chooses, rows(2))
     with pytest.raises(ValueError, match="kl_teacher"):
         trainer_for(tmp_path, target, drafter, rows(2), kl_teacher="argmax")
     with pytest.raises(ValueError, match="streaming"):

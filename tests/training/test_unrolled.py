@@ -13,7 +13,6 @@ from peft import LoraConfig, get_peft_model
 
 from hf_hyperdflash import HyperDFlashTrainer, HyperDFlashTrainingArguments, capture_residual
 from hf_hyperdflash.runtime.rank_head import rank_classes, rank_features
-from hf_hyperdflash.runtime.targets import family_of
 from hf_hyperdflash.training.losses import IGNORE_INDEX, rank_loss
 from hf_hyperdflash.training.objective import collate, read_layers
 
@@ -43,7 +42,7 @@ def what_is_read(drafter, target, ids):
     """Of one document: conditions `[seq, hidden_size]` and the tokens' embeddings."""
     with capture_residual(target, drafter.target_layer_ids) as captured:
         target(ids)
-    return drafter.condition(captured[0])[0], family_of(target).embed(ids)[0]
+    return drafter.condition(captured[0])[0], drafter.embed(target, ids)[0]
 
 
 def prepared(trainer, batch):
@@ -101,10 +100,14 @@ def test_specblock_is_trained_as_the_loops_say(tmp_path, target, fields):
     assert compared > 12 and (found.ranks is not None) == drafter.config.rank_head
 
 
-@pytest.mark.parametrize("recipe", ["eagle3", "ours"])
-def test_eagle3s_training_time_test(tmp_path, target, recipe):
+OWN = {"draft_vocab_size": 40, "own_embedding": True}
+
+
+@pytest.mark.parametrize(("recipe", "fields"), [("eagle3", {}), ("ours", {}), ("eagle3", OWN)], ids=str)
+def test_eagle3s_training_time_test(tmp_path, target, recipe, fields):
     """The distillation of every step against loops, weighted as the recipe says."""
-    drafter = unrolled("eagle3", target, max_blocks=4)
+    drafter = unrolled("eagle3", target, max_blocks=4, **fields)
+    ids = drafter.draft_ids if fields else slice(None)
     trainer = trainer_for(tmp_path, target, drafter, recipe, train=rows(3))
     batch = collate(trainer.train_dataset.to_list())
     loss, terms = trainer.compute_loss(drafter, batch, return_outputs=True)
@@ -112,9 +115,10 @@ def test_eagle3s_training_time_test(tmp_path, target, recipe):
     tensors, shape = eagle3_oracle(drafter, target)
     sums, counts = torch.zeros(4), torch.zeros(4)
     with torch.no_grad():
-        for row, ids in enumerate(batch["input_ids"]):
-            condition, embeds = what_is_read(drafter, target, ids[None])
-            targets = target(ids[None]).logits[0].softmax(-1)
+        for row, text in enumerate(batch["input_ids"]):
+            condition, embeds = what_is_read(drafter, target, text[None])
+            # A token that cannot be drafted brings nothing.
+            targets = target(text[None]).logits[0].softmax(-1)[:, ids]
             for anchor, labels in zip(batch["anchors"][row].tolist(), batch["labels"][row]):
                 valid = int((labels != IGNORE_INDEX).sum())
                 if anchor < 0 or not valid:
@@ -123,7 +127,7 @@ def test_eagle3s_training_time_test(tmp_path, target, recipe):
                     tensors, shape, condition[:-1], embeds[1:], targets, embeds, valid, [anchor - 1]
                 )[0]
                 at = targets[anchor : anchor + valid]
-                entropy = -(at * at.log()).sum(-1)
+                entropy = -(at * (at / at.sum(-1, keepdim=True)).log()).sum(-1)
                 sums[:valid] += each - entropy
                 counts[:valid] += 1
     decay = torch.exp(-torch.arange(4) / trainer.args.loss_decay)
@@ -133,8 +137,10 @@ def test_eagle3s_training_time_test(tmp_path, target, recipe):
         torch.testing.assert_close(loss.detach(), terms.kl)
 
 
-def test_specblocks_loss_counts_valid_prefixes_and_ranks(tmp_path, target):
-    drafter = unrolled("specblock", target, block_size=3, max_blocks=2)
+@pytest.mark.parametrize("fields", [{}, OWN], ids=str)
+def test_specblocks_loss_counts_valid_prefixes_and_ranks(tmp_path, target, fields):
+    drafter = unrolled("specblock", target, block_size=3, max_blocks=2, **fields)
+    ids = drafter.draft_ids if fields else torch.arange(64)
     trainer = trainer_for(tmp_path, target, drafter, "specblock", train=rows(3), num_anchors=9)
     batch = collate(trainer.train_dataset.to_list())
     residual = prepared(trainer, batch)
@@ -142,32 +148,35 @@ def test_specblocks_loss_counts_valid_prefixes_and_ranks(tmp_path, target):
     # Where the drafter is right must not always be nowhere: half of the labels are what it drafts.
     with torch.no_grad():
         drafted = trainer.objective.drafted(drafter, batch, batch["anchors"], residual, batch["steps"])
-        logits = target.get_output_embeddings()(drafted.states)
+        logits = drafter.drafted_logits(target, drafted.states)
         chance = torch.Generator().manual_seed(0)
         copied = torch.rand(labels.shape, generator=chance) < 0.6
-        labels.copy_(torch.where(copied & (labels != IGNORE_INDEX), logits.argmax(-1), labels))
+        labels.copy_(torch.where(copied & (labels != IGNORE_INDEX), ids[logits.argmax(-1)], labels))
     loss, terms = trainer.compute_loss(drafter, batch, return_outputs=True)
     blocks = labels.flatten(0, 1).unflatten(1, (2, 3)).flatten(0, 1)
     of_blocks = logits.flatten(0, 1).unflatten(1, (2, 3)).flatten(0, 1)
-    valid = oracle_specblock.valid_prefix(of_blocks.argmax(-1), blocks)
+    valid = oracle_specblock.valid_prefix(ids[of_blocks.argmax(-1)], blocks)
     assert 0 < valid.sum() < (blocks != IGNORE_INDEX).sum()
     kept = blocks.masked_fill(~valid, IGNORE_INDEX).view_as(labels.flatten(0, 1))
     with torch.no_grad():
         teacher = target.get_output_embeddings()(trainer.objective.teacher(batch["anchors"], residual, batch["steps"]))
-    taught = teacher.log_softmax(-1)
-    kl = (taught.exp() * (taught - logits.flatten(0, 1).log_softmax(-1))).sum(-1)
+    share, taught = teacher.softmax(-1)[..., ids].sum(-1), teacher[..., ids].log_softmax(-1)
+    kl = share * (taught.exp() * (taught - logits.flatten(0, 1).log_softmax(-1))).sum(-1)
     has = kept != IGNORE_INDEX
     means = (kl * has).sum(0) / has.sum(0).clamp(min=1)
     weights = torch.exp(-torch.arange(3) / trainer.args.loss_decay).repeat(2)
     torch.testing.assert_close(terms.kl, (weights * means).sum() / 6, atol=1e-5, rtol=1e-4)
     classes = torch.full_like(blocks, IGNORE_INDEX)
     for at in (blocks != IGNORE_INDEX).nonzero().tolist():
-        classes[tuple(at)] = oracle_specblock.rank_class(of_blocks[tuple(at)], int(blocks[tuple(at)]))
+        place = (ids == blocks[tuple(at)]).nonzero().flatten().tolist()  # none if it cannot be drafted
+        classes[tuple(at)] = oracle_specblock.rank_class(of_blocks[tuple(at)], *place) if place else 3
     ranks = oracle_specblock.rank_loss(drafted.ranks.flatten(0, 1).unflatten(1, (2, 3)).flatten(0, 1), classes)
     torch.testing.assert_close(terms.rank, ranks.detach(), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(loss.detach(), terms.kl + terms.rank)
     loss.backward()
-    assert all(parameter.grad is not None and parameter.grad.any() for parameter in drafter.parameters())
+    learning = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in learning)
+    assert len(learning) == len(list(drafter.parameters())) - bool(fields)  # its embedding is the target's
 
 
 def test_the_rank_head_trains_itself_alone(tmp_path, target):
@@ -225,17 +234,19 @@ def learned_texts(target, count=5):
     return target.generate(ids, max_new_tokens=30, do_sample=False, pad_token_id=0), 11
 
 
-@pytest.mark.parametrize("kind", ["specblock", "eagle3"])
-def test_the_estimate_walks_generations_own_rounds(tmp_path, target, kind):
+@pytest.mark.parametrize(("kind", "own"), [("specblock", {}), ("eagle3", {}), ("eagle3", OWN)], ids=str)
+def test_the_estimate_walks_generations_own_rounds(tmp_path, target, kind, own):
     """A drafter that has learned some texts by heart drafts in generation what it drafted in training."""
     texts, start = learned_texts(target)
     data = [{"input_ids": text, "loss_mask": [int(i >= start) for i in range(len(text))]} for text in texts.tolist()]
     fields = {"block_size": 3, "max_blocks": 2} if kind == "specblock" else {"max_blocks": 5}
-    drafter = unrolled(kind, target, **fields)
+    drafter = unrolled(kind, target, **fields, **own)
     options = {"max_steps": 40, "learning_rate": 3e-3, "num_anchors": 32, "logging_steps": 10}
     trainer = trainer_for(
         tmp_path, target, drafter, "ours", Dataset.from_list(data), Dataset.from_list(data), **options
     )
+    if own:
+        trainer.choose_vocabulary()
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     metrics = trainer.evaluate()
@@ -323,7 +334,7 @@ from tests.training.test_unrolled import trainer_for
 torch.set_num_threads(1)
 torch.manual_seed(0)
 target, size = qwen3().eval(), int(sys.argv[1])
-drafter = unrolled("eagle3", target, max_blocks=3)
+drafter = unrolled("eagle3", target, max_blocks=3, draft_vocab_size=40, own_embedding=True)
 settings = dict(per_device_train_batch_size=size, per_device_eval_batch_size=size, max_steps=3, optim="sgd", seed=3)
 trainer = trainer_for(sys.argv[2], target, drafter, "eagle3", rows(8), rows(5, seed=1), learning_rate=1e-2, **settings)
 trainer.train()

@@ -31,7 +31,7 @@ from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.aslm import AugmentedSpaceLinearModel
 from hf_hyperdflash.benchmark.suites import load_suite, suites_in
 from hf_hyperdflash.runtime.sampling import DraftSampler
-from hf_hyperdflash.runtime.schedule import Survival
+from hf_hyperdflash.runtime.survival import Survival
 from hf_hyperdflash.training.data import encode_prompts
 
 FEATURES = ("confidence", "top", "gap", "entropy", "drawn before", "recent", "position")
@@ -169,7 +169,7 @@ class Confidence:
 
 
 class Counted:
-    """`Survival`: counts of what became of drafts with about the same signal."""
+    """`Survival`: a line through all drafts, and counts of what became of those with about the same signal."""
 
     def __init__(self, name: str, column: int) -> None:
         self.name, self.column, self.survival = name, column, Survival()

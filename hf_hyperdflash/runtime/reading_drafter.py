@@ -73,7 +73,7 @@ class ReadingDrafter(SavedDrafter):
             ValueError: If they are not so many tokens of the target's vocabulary.
         """
         config, weight = self.config, self.lm_head.weight
-        check_draft_ids(ids, config.draft_vocab_size, config.vocab_size, "the drafter")
+        check_draft_ids(ids, config.draft_vocab_size, config.vocab_size, "the drafter", then="")
         self.draft_ids.copy_(ids)
         if weight.shape[1] == config.target_hidden_size and not weight.is_meta:
             states = torch.eye(weight.shape[1], device=weight.device)

@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from .survival import Survival
 from .tree import DraftTree
 
 _MEMORY = 1 / 32  # what a round counts in the mean of many
@@ -21,9 +22,7 @@ _PRICED = 512.0  # rounds that what a number of drafts takes is the mean of
 _PRIOR_PRICE = 32.0  # rounds that the line through all numbers counts as much as
 _TRIALS = 9  # rounds before anything is known
 _LEVEL = 1 / 8  # what a round's time counts in how fast the machine is now
-_HICCUP = 1.25  # times what was expected: what is beyond is no price
-_SEEN = 0.99  # what is left of a count with each further draft of the same signal
-_PRIOR = 4.0  # drafts that a signal's own word counts as much as
+_HICCUP = 1.6  # times what was expected: what is beyond is no price
 _SETTLED = 4  # rounds with a number of drafts before their times tell of the machine
 _GAIN = 1.02  # what drafting has to bring where it did not pay before
 _PROBED = 2  # drafts of a look at a drafter that did not pay, at least
@@ -33,47 +32,6 @@ _RARE_LOOKS = 256  # at most, where drafting pays
 _LATE_LOOKS = 128  # at most, where it does not
 _LOOK = 1 / 8  # what a look counts in the mean of others
 _BLIND = 0.7  # the signal of a drafter that gives none
-
-
-class Survival:
-    """How probable it is that a draft is accepted once those before it are, by how probable the drafter's best token
-    is, which is known before the draft is drawn.
-
-    Drafts are counted by that signal, in steps of half a unit of its logit, and the counts decide, with the signal as
-    what is held of it at first: so it is calibrated to the target, the text and the request while they are served. Of
-    paths that are held to be as good by themselves, with the counts of all as what is held at first: settled from its
-    end, a path that is hardly held to be accepted so far loses less by a further draft than a good one.
-    """
-
-    def __init__(self) -> None:
-        self._drafts: dict[tuple[int, int | None], float] = {}  # by signal and path, `None` for all
-        self._accepted: dict[tuple[int, int | None], float] = {}
-        self.usual = _BLIND
-
-    def __call__(self, signal: float, reached: float = 1.0) -> float:
-        """The probability for a signal in [0, 1], where all drafts before are accepted with the probability
-        `reached`."""
-        step, chance = _step(signal), signal
-        for key in ((step, None), (step, _halvings(reached))):
-            chance = (self._accepted.get(key, 0.0) + _PRIOR * chance) / (self._drafts.get(key, 0.0) + _PRIOR)
-        return chance
-
-    def observe(self, signal: float, accepted: bool, reached: float = 1.0) -> None:
-        """Hear what became of a draft whose predecessors were accepted."""
-        step = _step(signal)
-        for key in ((step, None), (step, _halvings(reached))):
-            self._drafts[key] = _SEEN * self._drafts.get(key, 0.0) + 1
-            self._accepted[key] = _SEEN * self._accepted.get(key, 0.0) + accepted
-        self.usual += (accepted - self.usual) * _MEMORY
-
-
-def _halvings(reached: float) -> int:
-    return min(round(-math.log2(max(reached, 1e-4))), 4)
-
-
-def _step(signal: float) -> int:
-    signal = min(max(signal, 1e-4), 1 - 1e-4)
-    return round(2 * math.log(signal / (1 - signal)))
 
 
 class RoundCosts:

@@ -137,7 +137,9 @@ def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     return [name for name, tensor in tensors if not _is_finite(tensor)]
 
 
-def check_draft_ids(ids: torch.Tensor, count: int, vocab_size: int, name: Any) -> None:
+def check_draft_ids(
+    ids: torch.Tensor, count: int, vocab_size: int, name: Any, then: str = " The checkpoint is damaged."
+) -> None:
     """Raise a `ValueError` if `ids` are not `count` different tokens of a vocabulary of `vocab_size`."""
     if ids.is_meta:
         return
@@ -145,8 +147,8 @@ def check_draft_ids(ids: torch.Tensor, count: int, vocab_size: int, name: Any) -
     if not is_list or bool(((ids < 0) | (ids >= vocab_size)).any()) or len(ids.unique()) < count:
         raise ValueError(
             f"The tokens that {name} can draft are {ids.dtype} of shape {list(ids.shape)}, the first "
-            f"{ids.flatten()[:4].tolist()}: expected {count} different integers from 0 to {vocab_size - 1}. The "
-            "checkpoint is damaged."
+            f"{ids.flatten()[:4].tolist()}: expected {count} different integers from 0 to "
+            f"{vocab_size - 1}.{then}"
         )
 
 

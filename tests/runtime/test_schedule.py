@@ -16,7 +16,7 @@ from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter
 from hf_hyperdflash.runtime import binding, decoding
 from hf_hyperdflash.runtime.growth import DraftStep
 from hf_hyperdflash.runtime.sampling import DraftSampler
-from hf_hyperdflash.runtime.schedule import Budgets, Experience, FixedSchedule, RoundCosts, Schedule, Survival
+from hf_hyperdflash.runtime.schedule import Budgets, Experience, FixedSchedule, RoundCosts, Schedule
 from hf_hyperdflash.runtime.tree import DraftTree
 
 from ..conftest import half_right, prompt, tiny_drafter, tiny_target
@@ -85,19 +85,6 @@ def test_a_tree_that_nobody_admitted_is_cut_without_a_look_at_it():
     assert FixedSchedule().cut(chain) is chain
     tree = DraftTree(torch.arange(3), (-1, -1, 0))
     assert begun(experienced(5.0, 0.04)).cut(tree) is tree
-
-
-def test_signals_are_calibrated_by_what_becomes_of_drafts():
-    survival = Survival()
-    assert survival(0.8) == pytest.approx(0.8) and survival(0.0) < 0.01 and survival(1.0) > 0.99
-    generator = torch.Generator().manual_seed(0)
-    for accepted in (torch.rand(400, generator=generator) < 0.3).tolist():
-        survival.observe(0.8, accepted)
-    # 33 drafts count, so it is within 0.3 of the truth but for once in thousands
-    assert survival(0.8) == pytest.approx(0.3, abs=0.27) and survival(0.2) == pytest.approx(0.2)
-    before = survival(0.8)
-    survival.observe(0.8, True)
-    assert survival(0.8) > before
 
 
 def test_drafts_of_a_bad_path_are_counted_by_themselves():

@@ -12,9 +12,10 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from hf_hyperdflash import Eagle3Config, Eagle3Drafter, SpecBlockConfig, SpecBlockDrafter, load_drafter
-from hf_hyperdflash.runtime import unrolled_drafter
+from hf_hyperdflash.runtime import reading_drafter, unrolled_drafter
 from hf_hyperdflash.runtime.binding import capture_residual
 from hf_hyperdflash.runtime.sampling import DraftSampler
+from hf_hyperdflash.runtime.targets import family_of
 from hf_hyperdflash.runtime.tree import DraftTree
 
 from ..conftest import CSA, SLIDING, prompt
@@ -269,3 +270,27 @@ def test_more_drafts_than_its_blocks_have_are_refused():
     drafter.bind(target)
     with pytest.raises(ValueError, match=r"from 1 to 6, or 'auto'\. Its 2 blocks of 3 .* larger `max_blocks`\."):
         target.generate(prompt(5), assistant_model=drafter, num_assistant_tokens=7)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "granite_hybrid", "gemma3"])
+def test_an_embedding_and_an_lm_head_of_its_own_begin_as_the_targets(family, monkeypatch):
+    """With what the target scales, its bias aside, however many states are looked at at once."""
+    monkeypatch.setattr(reading_drafter, "_STATES_AT_ONCE", 24)
+    torch.manual_seed(0)
+    target = getattr(families, family)().eval()
+    head = target.get_output_embeddings()
+    head.bias = torch.nn.Parameter(torch.randn(len(head.weight)))
+    drafter = Eagle3Drafter.from_target(target, draft_vocab_size=20, own_embedding=True, dtype=torch.float32)
+    assert drafter.draft_ids.tolist() == list(range(20))
+    drafter.draft_only(target, torch.arange(40, 60).flip(0))
+    states, ids = torch.randn(5, 64), torch.arange(59, 39, -1)
+    whole = family_of(target).logits
+    torch.testing.assert_close(
+        drafter.lm_head(states), (whole(states) - whole(0 * states))[:, ids], atol=1e-5, rtol=1e-4
+    )
+    torch.testing.assert_close(drafter.embed(target, ids[None]), family_of(target).embed(ids[None]))
+    for wrong in ([5] * 20, [64] * 20, [1, 2]):
+        with pytest.raises(ValueError, match="expected 20 different integers from 0 to 63"):
+            drafter.draft_only(target, torch.tensor(wrong))
+    with pytest.raises(ValueError, match="`hidden_size` is 32 and `own_embedding` True, expected 64"):
+        Eagle3Drafter.from_target(target, hidden_size=32, draft_vocab_size=20, own_embedding=True)

@@ -134,6 +134,11 @@ def test_what_is_expected_of_a_round(target, head, vocabulary, do_sample):
     of greedy text the mean of that and of its tokens' chances among probabilities to the fourth power."""
     fields = {"num_draft_tokens": 3, "draft_vocab_size": vocabulary}
     drafter = headed(target, head, **fields) if head != "none" else tiny_drafter(target, **fields)
+    if vocabulary:  # without a token of the text, and with one that is held to be probable
+        text = target.generate(prompt(9), do_sample=False, max_new_tokens=12)
+        drafter.draft_only(target, (torch.arange(64) != text[0, -3]).nonzero().flatten()[:vocabulary])
+        with torch.no_grad():
+            drafter.lm_head.weight[0] *= 4
     drafter.bind(target)
     learning = drafter.adapt(target, policy="never", num_anchors=99)
     text = answer(target, drafter, prompt(9), do_sample=do_sample, max_new_tokens=12)

@@ -116,9 +116,9 @@ class Drafter:
         """
 
     @property
-    def learns(self) -> bool:
-        """Whether it keeps what the target says: it is being adapted, or hears of every round."""
-        return self.learner is not None or getattr(self.observe, "__func__", None) is not Drafter.observe
+    def hears(self) -> bool:
+        """Whether it is told what the target says about each round, and may keep it."""
+        return getattr(self.observe, "__func__", None) is not Drafter.observe
 
     # Use with a target
 

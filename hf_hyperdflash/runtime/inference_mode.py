@@ -22,7 +22,7 @@ def mode_of_rounds(leaves_nothing: bool) -> AbstractContextManager[Any]:
 
 def leaves_nothing(target: nn.Module, drafter: Any, config: Any) -> bool:
     """Whether nobody gets hold of what a request's rounds compute: not its caller, who may have asked for scores or
-    passed the cache that they fill; not a drafter that learns from them; not remote code, which may keep what it once
+    passed the cache that they fill; not a drafter that hears of them; not remote code, which may keep what it once
     computed, nor hooks of others; and not what spreads weights over processes, or has tensors of its own for them.
 
     Args:
@@ -33,7 +33,7 @@ def leaves_nothing(target: nn.Module, drafter: Any, config: Any) -> bool:
     return not (
         config.return_dict_in_generate
         or getattr(config, "_has_callers_cache", True)
-        or drafter.learns
+        or drafter.hears
         or not type(target).__module__.startswith("transformers.")
         or (distributed.is_available() and distributed.is_initialized())
         or any(map(_has_hooks_of_others, target.modules()))

@@ -44,6 +44,7 @@ class Lesson:
         """As [`~objective.collate`] takes it, and `is_drawn`; `None` if the target wrote too little to learn from."""
         if sum(len(positions) for _, positions, _, is_written in self._parts if is_written) < 2:
             return None
+        # Copies: what a round computed in inference mode could not be learned from.
         residual, positions, following = (torch.cat(parts) for parts in list(zip(*self._parts))[:3])
         written = [torch.full_like(part[1], part[3], dtype=torch.bool) for part in self._parts]
         row = {"residual": residual, "position_ids": positions.to(residual.device)}

@@ -67,10 +67,6 @@ def with_a_drafter_that_hears(target, drafter):
     drafter.observe = lambda *_: None
 
 
-def with_adaptation(target, drafter):
-    drafter.adapt(target)
-
-
 class Quantized(torch.nn.Parameter):
     """Weights of a kind of their own, as quantized and spread ones are."""
 
@@ -89,21 +85,29 @@ def with_other_weights_of_the_drafter(target, drafter):
         with_a_hook,
         with_a_hook_before,
         with_a_drafter_that_hears,
-        with_adaptation,
         with_other_weights_of_the_target,
         with_other_weights_of_the_drafter,
     ],
 )
 def test_not_where_somebody_listens(happens):
     target, drafter = bound_pair()
-    happens(target, drafter if happens is not with_adaptation else (drafter := adaptable(target)))
+    happens(target, drafter)
     assert modes_of_rounds(target, drafter, prompt(9))[0] == {False}
 
 
-def adaptable(target):
+@pytest.mark.parametrize("options", [{}, {"tree_budget": 6, "do_sample": True}], ids=["chain", "tree"])
+def test_a_drafter_that_is_adapted_learns_from_such_rounds(options):
+    """What it keeps of them is copied outside."""
+    target = qwen3().eval()
     drafter = headed(target, "state")
     drafter.bind(target)
-    return drafter
+    with drafter.adapt(target, policy="always", every=1) as learning:
+        for _ in range(6):
+            assert modes_of_rounds(target, drafter, prompt(9), **options)[0] == {True}
+        assert sum(decision.arm is not None for decision in learning.log) == 4
+        row = learning.memory.newest(1)[0]
+        assert not any(value.is_inference() for value in row.values())
+    assert not any(value.is_inference() for value in drafter.parameters())
 
 
 @pytest.mark.parametrize(

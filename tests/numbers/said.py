@@ -110,13 +110,20 @@ def of_cache():
     return [*shares[:2], abs(shares[2]), *(f"{int(row[3]):,}" for row in (still, recording, stock))]
 
 
+NUMBERS = {V4: ("State head ({})", (4, 6, 8)), "tiny-qwen3": ("HyperDFlash ({})", (1, 2, 3, 4, 6))}
+
+
+def ahead(target, temperature):
+    """By how much "auto" is faster than the best number, on average over the suites, in %."""
+    name, numbers = NUMBERS[target]
+    speed = averages(f"{target}/auto/temperature-{temperature}")
+    auto, *fixed = (speed[name.format(n), temperature]["speedup"] for n in ("auto", *numbers))
+    return 100 * (auto / max(fixed) - 1)
+
+
 def behind():
-    """By how much "auto" is slower than the best number, on average, in %: the most of both temperatures."""
-    speeds_of = (
-        [figures(f"auto/temperature-{at}", f"State head ({n})", at, "speedup")[0] for n in (4, 6, 8, "auto")]
-        for at in (0, 1)
-    )
-    return max(100 * (1 - auto / max(fixed)) for *fixed, auto in speeds_of)
+    """By how much it is slower at most, at both temperatures and on both pairs."""
+    return max(-ahead(target, temperature) for target in NUMBERS for temperature in (0, 1))
 
 
 def greedy_texts(*folders):
@@ -134,15 +141,16 @@ SUITE_NAMES = {
 }  # fmt: skip
 
 
-def furthest_behind(temperature):
+def furthest_behind(temperature, target=V4):
     """The suite on which "auto" is slowest beside the best number: % behind, its name, both speeds, that number."""
     speeds_of = defaultdict(dict)
-    with (RESULTS / V4 / "auto" / f"temperature-{temperature}" / "summary.csv").open() as file:
+    name, numbers = NUMBERS[target]
+    with (RESULTS / target / "auto" / f"temperature-{temperature}" / "summary.csv").open() as file:
         for row in csv.DictReader(file):
             speeds_of[row["suite"]][row["method"]] = float(row["speedup"])
     found = []
     for suite, of_suite in speeds_of.items():
-        auto, best = of_suite["State head (auto)"], max((of_suite[f"State head ({n})"], n) for n in (4, 6, 8))
+        auto, best = of_suite[name.format("auto")], max((of_suite[name.format(n)], n) for n in numbers)
         found.append((100 * (1 - auto / best[0]), SUITE_NAMES.get(suite, suite), auto, *best))
     return list(max(found))
 

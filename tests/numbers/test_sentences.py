@@ -24,6 +24,7 @@ from .said import (
     WITH_HEAD,
     a_node,
     accepted_alike,
+    ahead,
     alone_steps,
     batched,
     behind,
@@ -324,9 +325,20 @@ SENTENCES = [
     ("choosing-drafts", "On average over the suites it is within {:.1f} % of the best number", [behind()]),
     (
         "choosing-drafts",
-        "at worst {:.0f} % behind on {} at temperature 0 ({:.2f}× against {:.2f}× with {} drafts), and {:.0f} % "
+        "at worst {:.0f} % behind on {} at temperature 0 ({:.2f}× against {:.2f}× with {} drafts) and {:.0f} % "
         "behind on {} at temperature 1 ({:.2f}× against {:.2f}× with {} drafts)",
         furthest_behind(0) + furthest_behind(1),
+    ),
+    (
+        "choosing-drafts",
+        "pair {:.0f} % behind on {} at temperature 0 ({:.2f}× against {:.2f}× with {} drafts), and {:.0f} % "
+        "behind on {} at temperature 1 ({:.2f}× against {:.2f}× with {} drafts)",
+        furthest_behind(0, "tiny-qwen3") + furthest_behind(1, "tiny-qwen3"),
+    ),
+    (
+        "choosing-drafts",
+        "by {:.1f} % at temperature 0, and by {:.1f} % at temperature 1, where every number makes that drafter slower",
+        [ahead("tiny-qwen3", 0), ahead("tiny-qwen3", 1)],
     ),
     (
         "using",

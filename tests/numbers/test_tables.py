@@ -72,6 +72,12 @@ def of_auto(label):
     return [v for at in (0, 1) for v in figures(f"auto/temperature-{at}", AUTO[label], at, "tau", "speedup")]
 
 
+def of_the_dense_pair(label):
+    name = f"HyperDFlash ({label.split()[0] if label[0].isdigit() else 'auto'})"
+    of = {at: averages(f"tiny-qwen3/auto/temperature-{at}")[name, at] for at in (0, 1)}
+    return [of[at][value] for at in (0, 1) for value in ("tau", "speedup")]
+
+
 def of_what_tells(label):
     found = json.loads((RESULTS / V4 / "survival" / "figures.json").read_text())["figures"]
     names = ("Brier score", "AUC", "microseconds a round")
@@ -173,6 +179,7 @@ TRACED = [
     ("drafters", "| | V4, T = 0 | T = 1 | ms", of_one_size),
     ("drafters", "| | chain of 8, T = 0 | T = 1 | 60 nodes, T = 0 | T = 1 |", of_ablation),
     ("choosing-drafts", "| | tau / speedup, T = 0", of_auto),
+    ("choosing-drafts", "| dense pair | tau / speedup, T = 0", of_the_dense_pair),
     ("choosing-drafts", "| | Brier score, T = 0", of_what_tells),
     (
         "adapting",

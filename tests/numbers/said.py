@@ -246,6 +246,14 @@ def stream():
     return len(parts), 1 + parts.index("tuned:gsm8k"), found["facts"]["new tokens"]
 
 
+def where_nothing_is_gained():
+    """What a stream loses by the looks of the bandit, in %, which were one; its requests."""
+    found = json.loads((RESULTS / V4 / "adaptation" / "steady" / "results.json").read_text())["served"]
+    speed = {of: sum(r["tokens"] for r in lines) / sum(r["seconds"] for r in lines) for of, lines in found.items()}
+    assert sum(request["arm"] is not None for request in found["bandit"]) == 1
+    return [100 * (1 - speed["bandit"] / speed["never"]), len(found["bandit"])]
+
+
 def of_the_tuned(policy):
     found = json.loads((RESULTS / V4 / "adaptation" / "temperature-0" / "results.json").read_text())
     return [request for request in found["served"][policy] if request["part"] == "tuned:gsm8k"]

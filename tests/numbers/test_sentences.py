@@ -62,6 +62,7 @@ from .said import (
     stream,
     trained_on,
     updating,
+    where_nothing_is_gained,
     with_more_rows,
     without_one,
 )
@@ -381,6 +382,7 @@ SENTENCES = [
         "it takes one look, {:.1f} seconds, in {} requests: {:.1f} % of these {:.0f} seconds",
         one_look(),
     ),
+    ("adapting", "looked once and lost {:.1f} % of the tokens per second of {} requests", where_nothing_is_gained()),
     (
         "drafters",
         "expected calibration error falls from {:.1f} to {:.1f} %; an accepted draft has the higher confidence of two "

@@ -178,7 +178,7 @@ SENTENCES = [
         "judged on {:.0f} and {:.0f} rounds after as many to learn from",
         [float(rounds) for rounds in re.findall(r"^(\d+) rounds, after", report(f"{V4}/survival"), re.MULTILINE)],
     ),
-    ("choosing-drafts", "ASLM tells a little more and takes {:.0f} to {:.0f} times as long.", dearer()),
+    ("choosing-drafts", "ASLM tells hardly more and takes {:.0f} to {:.0f} times as long.", dearer()),
     ("concepts", "({:,} parameters for V4-Flash instead of the {:.0f} million of a dense projection)", of_gates()),
     (
         "drafters",

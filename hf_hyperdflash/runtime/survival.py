@@ -66,7 +66,7 @@ class Line:
     def __call__(self, x: float) -> float:
         """The probability of the outcome."""
         slope, start, *_ = self._known
-        return 1 / (1 + math.exp(-min(max(slope * x + start, -30.0), 30.0)))
+        return 1 / (1 + math.exp(-slope * x - start))
 
     def observe(self, x: float, outcome: bool) -> None:
         """Learn of one."""

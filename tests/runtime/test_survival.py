@@ -81,3 +81,12 @@ def test_the_line_stays_a_distribution_however_long_it_learns(outcomes, times):
     _, _, of_slope, between, of_start = line._known
     assert all(map(math.isfinite, line._known)) and 0 < line(9.3) < 1 and 0 < line(-9.3) < 1
     assert 0 < of_slope <= 1.01 and 0 < of_start <= 4.01 and between**2 <= of_slope * of_start
+
+
+def test_one_surprise_among_many_certain_outcomes_changes_little():
+    line = Line()
+    for _ in range(2000):
+        line.observe(9.3, True), line.observe(4.0, True), line.observe(-9.3, False)
+    before = [line(x) for x in (-4.0, 4.0)]
+    line.observe(-9.3, True)
+    assert [line(x) for x in (-4.0, 4.0)] == pytest.approx(before, abs=0.1) and before[1] > 0.9

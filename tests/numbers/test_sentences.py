@@ -320,6 +320,11 @@ SENTENCES = [
     ("choosing-drafts", "of {:,} greedy texts none differs", [greedy_texts(f"{V4}/auto/temperature-0")]),
     (
         "drafters",
+        "{:,} greedy texts of which none differs",
+        [greedy_texts(f"{V4}/specblock/ablation/temperature-0")],
+    ),
+    (
+        "drafters",
         "of {:,} greedy texts none differs",
         [greedy_texts(*(f"{target}/specblock/temperature-0" for target in (V4, "tiny-qwen3")))],
     ),

@@ -68,6 +68,11 @@ def of_ablation(label):
     return [found[f"{label} ({shape})", at]["tau"] for shape in ("8", "8, 60 nodes") for at in (0, 1)]
 
 
+def of_ablation_on_the_v4(label):
+    found = {at: averages(f"{V4}/specblock/ablation/temperature-{at}") for at in (0, 1)}
+    return [found[at][f"{label} ({shape})", at]["tau"] for shape in ("8", "8, 60 nodes") for at in (0, 1)]
+
+
 def of_auto(label):
     return [v for at in (0, 1) for v in figures(f"auto/temperature-{at}", AUTO[label], at, "tau", "speedup")]
 
@@ -178,6 +183,7 @@ TRACED = [
     ("trees", "| drafts | tau, from the anchor", rules),
     ("drafters", "| | V4, T = 0 | T = 1 | ms", of_one_size),
     ("drafters", "| | chain of 8, T = 0 | T = 1 | 60 nodes, T = 0 | T = 1 |", of_ablation),
+    ("drafters", "| V4 | chain of 8, T = 0 | T = 1 | 60 nodes, T = 0 | T = 1 |", of_ablation_on_the_v4),
     ("choosing-drafts", "| | tau / speedup, T = 0", of_auto),
     ("choosing-drafts", "| dense pair | tau / speedup, T = 0", of_the_dense_pair),
     ("choosing-drafts", "| | Brier score, T = 0", of_what_tells),

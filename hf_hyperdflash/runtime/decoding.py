@@ -216,7 +216,7 @@ class Decoding:
         if self.tree_budget is None:
             return
         if verification_of(self.binding.family, self.cache) != "chain":
-            self.sampler.tree_budget = self.tree_budget if self.tree_budget != AUTO else Budgets.SIZES[-1]
+            self.sampler.tree_budget = self.tree_budget if self.tree_budget != AUTO else Budgets.MOST
         else:
             logger.warning(
                 "`tree_budget` is %s, but draft trees of a %s target are not verified: drafting chains.",

@@ -131,23 +131,24 @@ def _line(points: list[tuple[int, float, float]]) -> tuple[float, float]:
 
 
 class Budgets:
-    """What trees are worth by their number of nodes: those that were fastest are made, and from time to time their
-    neighbours in size. Tried rather than foretold, whatever the drafter and however it grows them; without a look at
-    the text, so it may be drawn at random.
+    """What trees are worth by their number of nodes, and what the chain is, which costs less than a tree of as many:
+    those that were fastest are made, and from time to time their neighbours. Tried rather than foretold, whatever the
+    drafter and however it grows them; without a look at the text, so it may be drawn at random.
     """
 
-    SIZES = 0, 1, 2, 4, 8, 16, 32, 64  # without nodes the drafter is not asked
+    MOST = 64
+    SIZES = 0, 1, 2, 4, None, 8, 16, 32, MOST  # without nodes the drafter is not asked; `None`: the chain
 
     def __init__(self) -> None:
-        self.best = 8
-        self._tokens: dict[int, float] = {}  # of a round, a running mean, and its seconds
-        self._seconds: dict[int, float] = {}
-        self._rounds = dict.fromkeys(self.SIZES, 0)
+        self.best: int | None = 8
+        self._tokens: dict[int | None, float] = {}  # of a round, a running mean, and its seconds
+        self._seconds: dict[int | None, float] = {}
+        self._rounds: dict[int | None, int] = dict.fromkeys(self.SIZES, 0)
         self._wait, self._waited, self._is_up = _LOOKS[0], 0, True
 
-    def choose(self) -> int:
+    def choose(self) -> int | None:
         """The nodes of the next round."""
-        if untried := [size for size in (8, 16, 4) if self._rounds[size] < 2]:
+        if untried := [size for size in (8, None, 16, 4) if self._rounds[size] < 2]:
             return untried[0]
         self._waited += 1
         if self._waited < self._wait:
@@ -156,7 +157,7 @@ class Budgets:
         place, last = self.SIZES.index(self.best), len(self.SIZES) - 1
         return self.SIZES[place + 1 if place == 0 or (self._is_up and place < last) else place - 1]
 
-    def observe(self, nodes: int, tokens: int, seconds: float) -> None:
+    def observe(self, nodes: int | None, tokens: int, seconds: float) -> None:
         """A round of so many nodes, at most, wrote so many tokens in so many seconds."""
         self._rounds[nodes] += 1
         share = max(_MEMORY if nodes == self.best else _LOOK, 1 / self._rounds[nodes])
@@ -342,7 +343,7 @@ class Schedule(FixedSchedule):
 
 
 class TreeSchedule(FixedSchedule):
-    """Trees of as many nodes as pay for themselves.
+    """Trees of as many nodes as pay for themselves, or chains.
 
     Args:
         budgets: Of the drafter with the target; changed.
@@ -351,16 +352,15 @@ class TreeSchedule(FixedSchedule):
 
     def __init__(self, budgets: Budgets, sampler: Any) -> None:
         self.budgets, self.sampler, self._nodes, self._is_first = budgets, sampler, budgets.best, True
-        sampler.tree_budget = max(Budgets.SIZES)  # there is room for the deepest
+        sampler.tree_budget = Budgets.MOST  # there is room for the deepest
 
     def begin(self, length: int, room: int) -> int:
         self._nodes = self.budgets.best if self._is_first else self.budgets.choose()
-        self.is_asked = self._nodes > 0
-        self.sampler.tree_budget = self._nodes or max(Budgets.SIZES)
-        return min(room, self._nodes)
+        self.is_asked, self.sampler.tree_budget = self._nodes != 0, self._nodes
+        return room if self._nodes is None else min(room, self._nodes)
 
     def end(self, drafts: int, accepted: int, seconds: float, is_last: bool) -> None:
         if not self._is_first:
             self.budgets.observe(self._nodes, 1 + accepted, seconds)
         self._is_first = False
-        self.sampler.tree_budget = max(Budgets.SIZES)
+        self.sampler.tree_budget = Budgets.MOST

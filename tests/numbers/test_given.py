@@ -51,7 +51,7 @@ GIVEN = {
         f"at most {LEARNS.most_bytes // 2**20} MiB of text to learn from",
         f"for {FIRST_LOOK} rounds, then {2 * FIRST_LOOK}, up to {schedule._LATE_LOOKS}, and looked at again",
         f"a round in {LAST_LOOK}, later in {schedule._RARE_LOOKS}, goes without it, and one in {LAST_LOOK} drafts all",
-        "sizes from no tree to 64 nodes",
+        f"sizes from no tree to {schedule.Budgets.MOST} nodes",
     ],
     "concepts": [
         "with probability min(1, `p(x)` / `q(x)`)",

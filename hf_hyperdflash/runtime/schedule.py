@@ -132,30 +132,40 @@ def _line(points: list[tuple[int, float, float]]) -> tuple[float, float]:
 
 class Budgets:
     """What trees are worth by their number of nodes, and what the chain is, which costs less than a tree of as many:
-    those that were fastest are made, and from time to time their neighbours. Tried rather than foretold, whatever the
-    drafter and however it grows them; without a look at the text, so it may be drawn at random.
+    those that were fastest are made, and from time to time their neighbours in size and the chain. Tried rather than
+    foretold, whatever the drafter and however it grows them; without a look at the text, so it may be drawn at random.
     """
 
     MOST = 64
-    SIZES = 0, 1, 2, 4, None, 8, 16, 32, MOST  # without nodes the drafter is not asked; `None`: the chain
+    SIZES = 0, 1, 2, 4, 8, 16, 32, MOST  # without nodes the drafter is not asked
+    CHAIN = None
+    FIRST = 8, CHAIN, 16, 4, 0  # tried before anything is known
 
     def __init__(self) -> None:
         self.best: int | None = 8
         self._tokens: dict[int | None, float] = {}  # of a round, a running mean, and its seconds
         self._seconds: dict[int | None, float] = {}
-        self._rounds: dict[int | None, int] = dict.fromkeys(self.SIZES, 0)
-        self._wait, self._waited, self._is_up = _LOOKS[0], 0, True
+        self._rounds: dict[int | None, int] = dict.fromkeys((*self.SIZES, self.CHAIN), 0)
+        self._wait, self._waited, self._looks = _LOOKS[0], 0, 0
 
     def choose(self) -> int | None:
-        """The nodes of the next round."""
-        if untried := [size for size in (8, None, 16, 4) if self._rounds[size] < 2]:
+        """The nodes of the next round, or the chain."""
+        if untried := [size for size in self.FIRST if self._rounds[size] < 2]:
             return untried[0]
         self._waited += 1
         if self._waited < self._wait:
             return self.best
-        self._waited, self._wait, self._is_up = 0, min(2 * self._wait, _LOOKS[1]), not self._is_up
-        place, last = self.SIZES.index(self.best), len(self.SIZES) - 1
-        return self.SIZES[place + 1 if place == 0 or (self._is_up and place < last) else place - 1]
+        self._waited, self._wait = 0, min(2 * self._wait, _LATE_LOOKS if self.best == 0 else _LOOKS[1])
+        self._looks += 1
+        others = self._others()
+        return others[self._looks % len(others)]
+
+    def _others(self) -> list[int | None]:
+        """What is looked at in turn while something else is best."""
+        if self.best is self.CHAIN:
+            return [4, 8]
+        place = self.SIZES.index(self.best)
+        return [self.CHAIN, *self.SIZES[place + 1 : place + 2], self.CHAIN, *self.SIZES[max(place - 1, 0) : place]]
 
     def observe(self, nodes: int | None, tokens: int, seconds: float) -> None:
         """A round of so many nodes, at most, wrote so many tokens in so many seconds."""

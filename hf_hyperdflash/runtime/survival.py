@@ -93,4 +93,4 @@ def _log_odds(signal: float) -> float:
 
 
 def _halvings(reached: float) -> int:
-    return min(round(-math.log2(max(reached, 1e-4))), 4)
+    return min(round(-math.log2(max(reached, _EDGE))), 4)

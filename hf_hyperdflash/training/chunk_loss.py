@@ -153,12 +153,12 @@ def _terms_and_gradient(
     kl_gradient = tv_gradient = None
     distilled = len(kl_weights)
     if taught is not None and distilled:
-        of_teacher = taught[:distilled]
-        if targets.draft_ids is not None:
+        of_student, of_teacher = log_probs[:distilled], taught[:distilled]
+        if targets.draft_ids is None:
+            kl, kl_gradient = _kl_and_gradient(of_student, of_teacher, temperature)
+        else:
             share = of_teacher.logsumexp(-1, keepdim=True)
-            of_teacher = of_teacher - share
-        kl, kl_gradient = _kl_and_gradient(log_probs[:distilled], of_teacher, temperature)
-        if targets.draft_ids is not None:
+            kl, kl_gradient = _kl_and_gradient(of_student, of_teacher - share, temperature)
             kl, kl_weights = kl * share.squeeze(1).exp(), kl_weights * share.exp()
     probs = log_probs.exp_()
     if taught is not None and targets.tv_weights is not None:

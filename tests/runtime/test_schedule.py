@@ -690,7 +690,8 @@ def worth(nodes: int | None, chance: float, of_chain: float = 0.0008) -> tuple[f
 @pytest.mark.parametrize(("chance", "best"), [(0.0, 0), (0.2, 0), (0.6, 4), (0.8, 8), (0.97, 32), (0.999, 64)])
 def test_trees_become_as_large_as_pays(chance, best):
     budgets, generator = Budgets(), torch.Generator().manual_seed(0)
-    rates = {size: worth(size, chance)[0] / worth(size, chance)[1] for size in Budgets.SIZES}
+    sizes = *Budgets.SIZES, Budgets.CHAIN
+    rates = {size: worth(size, chance)[0] / worth(size, chance)[1] for size in sizes}
     spent = tokens = 0.0
     for _ in range(3000):
         nodes = budgets.choose()
@@ -710,6 +711,15 @@ def test_a_chain_is_drafted_where_no_tree_is_as_fast(of_chain, is_best):
         nodes = budgets.choose()
         budgets.observe(nodes, *worth(nodes, 0.8, of_chain))
     assert (budgets.best is None) == is_best
+
+
+def test_trees_of_a_hopeless_drafter_are_soon_none():
+    budgets, spent = Budgets(), 0.0
+    for _ in range(200):
+        nodes = budgets.choose()
+        spent += worth(nodes, 0.0)[1]
+        budgets.observe(nodes, *worth(nodes, 0.0))
+    assert budgets.best == 0 and spent < 1.05 * 200 * PLAIN
 
 
 def test_trees_are_tried_again_where_the_text_changes():
@@ -754,7 +764,7 @@ def test_text_of_trees_of_any_size(target, kind, do_sample, monkeypatch):
         out = target.generate(ids, **asked)
         assert plain is None or torch.equal(out, plain)
         assert out.shape[1] <= 62
-    assert {None, 8, 16} <= sizes
+    assert set(Budgets.FIRST) <= sizes
 
 
 def test_trees_that_cannot_be_verified_are_chains_that_pay(monkeypatch, caplog):
@@ -799,7 +809,7 @@ def test_threads_may_learn_at_once():
     for i in range(20):
         known.costs.observe(2**i, i % 9, 0.03)
         known.costs.further(8), known.costs.trial(8), known.costs.is_tried
-        known.budgets.observe(Budgets.SIZES[i % 9], 2, 0.03)
+        known.budgets.observe(Budgets.SIZES[i % 8], 2, 0.03)
         known.survival.observe(0.1 * (i % 10), True), known.survival(0.5)
     with pytest.raises(RuntimeError, match="changed size"):
         tuple(known.costs._shares)

@@ -83,6 +83,12 @@ def of_the_dense_pair(label):
     return [of[at][value] for at in (0, 1) for value in ("tau", "speedup")]
 
 
+def of_trees_that_pay(label):
+    name = {"chain of 8": "8", '`"auto"`': "auto, auto nodes"}.get(label, f"8, {label}")
+    method = "Untrained (auto, auto nodes)" if label.startswith("untrained") else f"State head ({name})"
+    return [v for at in (0, 1) for v in figures(f"auto/trees-temperature-{at}", method, at, "tau", "speedup")]
+
+
 def of_what_tells(label):
     found = json.loads((RESULTS / V4 / "survival" / "figures.json").read_text())["figures"]
     names = ("Brier score", "AUC", "microseconds a round")
@@ -185,6 +191,7 @@ TRACED = [
     ("drafters", "| | chain of 8, T = 0 | T = 1 | 60 nodes, T = 0 | T = 1 |", of_ablation),
     ("drafters", "| V4 | chain of 8, T = 0 | T = 1 | 60 nodes, T = 0 | T = 1 |", of_ablation_on_the_v4),
     ("choosing-drafts", "| | tau / speedup, T = 0", of_auto),
+    ("choosing-drafts", "| `tree_budget` | tau / speedup, T = 0", of_trees_that_pay),
     ("choosing-drafts", "| dense pair | tau / speedup, T = 0", of_the_dense_pair),
     ("choosing-drafts", "| | Brier score, T = 0", of_what_tells),
     (

@@ -37,9 +37,10 @@ CELLS: dict[str, list[str]] = {
     "without shift": [*SPECBLOCK, "--no_shift"],
     "without broadcast": [*SPECBLOCK, "--no_broadcast"],
     "without valid prefix": [*SPECBLOCK, "--valid_prefix", "false"],
+    "without shift and valid prefix": [*SPECBLOCK, "--no_shift", "--valid_prefix", "false"],
     "without rank head": [*SPECBLOCK, "--no_rank_head"],
 }
-CHAINS = ("SpecBlock", "EAGLE-3", "State head")  # whose chains are measured, too
+CHAINS = ("SpecBlock", "without shift and valid prefix", "EAGLE-3", "State head")  # whose chains are measured, too
 
 
 def flags_of(name: str, width: int, args: argparse.Namespace) -> list[str]:

@@ -74,6 +74,15 @@ def a_node(name):
     return [min(each), max(each)]
 
 
+def of_trees_of_the_dense_pair(nodes):
+    """Their tau, in that of the chain of six, at both temperatures."""
+    found = {at: averages(f"tiny-qwen3/trees/temperature-{at}") for at in (0, 1)}
+    return [
+        found[at][f"state head (6, {nodes} nodes)", at]["tau"] / found[at]["chain of 6 (6)", at]["tau"]
+        for at in (0, 1)
+    ]
+
+
 def one_look():
     """What a stream on which nothing can be gained spends on learning: seconds, their share in %, all seconds."""
     path = RESULTS / V4 / "adaptation" / "temperature-0" / "results.json"

@@ -49,6 +49,7 @@ from .said import (
     of_dspark,
     of_gates,
     of_one_size,
+    of_trees_of_the_dense_pair,
     one_look,
     over_seeds,
     own_time,
@@ -545,6 +546,18 @@ SENTENCES = [
         "with 64 nodes "
         "{:.2f} and {:.2f} times.",
         [ratio("trees", f"State head (8, {nodes} nodes)", HEAD, at, "tau") for nodes in (32, 64) for at in (0, 1)],
+    ),
+    (
+        "trees",
+        "With 32 nodes tau is {:.2f} times that of the chain of six at temperature 0 and {:.2f} times at temperature "
+        "1, with 64 nodes {:.2f} and {:.2f} times.",
+        [times for nodes in (32, 64) for times in of_trees_of_the_dense_pair(nodes)],
+    ),
+    ("trees", "none of {:,} greedy texts differs)", [greedy_texts("tiny-qwen3/trees/temperature-0")]),
+    (
+        "trees",
+        "The target's own step takes {:.1f} (T = 0) and {:.1f} ms (T = 1):",
+        [ms for at in (0, 1) for ms in alone_steps(f"tiny-qwen3/trees/temperature-{at}")],
     ),
     ("drafters", "SpecBlock's drafting costs {:.0f} to {:.0f} % of EAGLE-3's with equal trees", cheaper()),
 ]  # fmt: skip

@@ -54,6 +54,12 @@ def of_trees(label):
     return [value for at in (0.0, 1.0) for value in figures(folder, TREES[label], at, *names)]
 
 
+def of_trees_of_the_dense_pair(label):
+    shape = f"chain of {label[-1]} ({label[-1]})" if label.startswith("chain") else f"state head (6, {label})"
+    found = [averages(f"tiny-qwen3/trees/temperature-{at}")[shape, at] for at in (0, 1)]
+    return [of[name] for of in found for name in ("tau", "speedup", "draft_ms", "verify_ms")]
+
+
 def of_one_size(label):
     values = []
     for target in (V4, "tiny-qwen3"):
@@ -186,6 +192,7 @@ def of_rows(label):
 TRACED = [
     ("training", "| rows | tau, T = 0 | expected", of_rows),
     ("trees", "| | tau, T = 0 | speedup", of_trees),
+    ("trees", "| dense pair | tau, T = 0 | speedup", of_trees_of_the_dense_pair),
     ("trees", "| drafts | tau, from the anchor", rules),
     ("drafters", "| | V4, T = 0 | T = 1 | ms", of_one_size),
     ("drafters", "| | chain of 8, T = 0 | T = 1 | 60 nodes, T = 0 | T = 1 |", of_ablation),

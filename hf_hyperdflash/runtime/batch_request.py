@@ -62,7 +62,10 @@ def batch_asked(target: Any, asked: dict[str, Any]) -> BatchRequest | None:
     ids = asked.get("input_ids") if ids is None else ids
     if not is_drafter(drafter) or not isinstance(ids, torch.Tensor) or ids.ndim != 2:
         return None
-    count = setting(target, asked, "num_return_sequences") or 1
+    count = setting(target, asked, "num_return_sequences")
+    count = 1 if count is None else count
+    if type(count) is not int or count < 1:
+        raise ValueError(f"`num_return_sequences` is {count!r}, expected a whole number of texts, at least 1.")
     if ids.shape[0] * count == 1 or way_asked(target, asked) in ("num_beams", "custom_generate"):
         return None
     _check(target, asked, ids.shape[0], count)

@@ -24,6 +24,7 @@ from .request import (
     AUTO,
     by_name,
     check_request,
+    check_shapes,
     check_stock_assistance,
     drafts_asked,
     tree_budget_asked,
@@ -38,6 +39,7 @@ from .version import __version__, series
 _BINDING = threading.Lock()
 _MOST_DRAFTS = 8  # of a drafter that can draft any number, where as many as pay are asked for
 _fitting: WeakKeyDictionary[PreTrainedModel, WeakSet[Any]] = WeakKeyDictionary()
+_binders: WeakKeyDictionary[PreTrainedModel, WeakSet[Any]] = WeakKeyDictionary()
 # Of a bound target's drafters, greedy and sampling.
 _experiences: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[Any, dict[bool, Experience]]] = WeakKeyDictionary()
 
@@ -109,6 +111,7 @@ class BoundTarget(_Mixed):
             )
         if is_drafter(assistant):
             assistant.remember(None)  # of an earlier call's, where this one turns out not to draft
+            check_shapes(by_name(asked))
         request = batch_asked(self, asked)
         if request is None:
             return generate(*args, **kwargs)
@@ -288,9 +291,14 @@ def unbind(target: PreTrainedModel) -> PreTrainedModel:
             for handle in vars(target).pop("hyperdflash_binding").handles:
                 handle.remove()
             target.__class__ = own
-            _fitting.pop(target, None)
-            _experiences.pop(target, None)
+            for kept in (_fitting, _binders, _experiences):
+                cast(Any, kept).pop(target, None)
     return target
+
+
+def binders_of(target: PreTrainedModel) -> WeakSet[Any]:
+    """The drafters that have bound a target and not unbound it: it stays bound while there are some."""
+    return _binders.setdefault(target, WeakSet())
 
 
 def check_fit(target: PreTrainedModel, drafter: Any) -> None:

@@ -343,6 +343,11 @@ class Decoding:
         """Give the drafter the tokens before `end` that are new to it."""
         residual, new = None, end - self.row.context.end
         if self.layer_ids:
+            if not self.row.residuals:
+                raise ValueError(
+                    "The target was unbound while it was generating, expected that only afterwards: bind it again and "
+                    "start anew."
+                )
             residual = self.row.residuals[0] if len(self.row.residuals) == 1 else torch.cat(self.row.residuals, dim=1)
             self.row.residuals.clear()
             new = residual.shape[1]  # less than what is new to the drafter after another's turn on the same cache

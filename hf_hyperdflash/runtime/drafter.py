@@ -16,11 +16,12 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from .binding import BoundTarget, bind, check_fit, unbind
+from .binding import BoundTarget, bind, binders_of, check_fit, unbind
 from .recipe import RECIPE
 from .request import AUTO
 from .sampling import DraftSampler, DraftsWanted
 from .stats import SpeculationStats
+from .targets import is_bound
 from .tree import DraftTree
 from .version import __version__
 from .weights import load_complete
@@ -150,12 +151,21 @@ class Drafter:
         """
         check_fit(target, self)
         bind(target)
+        binders_of(target).add(self)
         if as_default:
             cast(BoundTarget, target).hyperdflash_binding.default = self
 
     def unbind(self, target: PreTrainedModel) -> None:
-        """Give `target` its own class back."""
-        unbind(target)
+        """Undo [`bind`]: with the last drafter that has bound it, `target` gets its own class back.
+        `hf_hyperdflash.unbind(target)` gives it back at once."""
+        if not is_bound(target):
+            return
+        others, binding = binders_of(target), cast(BoundTarget, target).hyperdflash_binding
+        others.discard(self)
+        if not others:
+            unbind(target)
+        elif binding.default is self:
+            binding.default = None
 
     def generate(self, *args: Any, **kwargs: Any) -> None:
         """A drafter does not generate, it assists its target: what a target that is not bound calls.

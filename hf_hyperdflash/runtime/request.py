@@ -53,6 +53,34 @@ def way_asked(target: Any, asked: dict[str, Any]) -> str | None:
     return next((name for name, value in said.items() if value), None)
 
 
+def check_shapes(asked: dict[str, Any]) -> None:
+    """Raise a `ValueError` if mask or positions are not those of the tokens: transformers takes some that are not.
+
+    Args:
+        asked: The arguments of `generate`, by name.
+    """
+    ids = asked.get("inputs")
+    ids = asked.get("input_ids") if ids is None else ids
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+        return
+    (rows, length), cache = ids.shape, asked.get("past_key_values")
+    mask, positions = asked.get("attention_mask"), asked.get("position_ids")
+    cached = 0 if cache is None else cache.get_seq_length()
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        is_of_new_ids = cached and mask.shape[1] > length  # which `_check_continuation` has words for
+        if mask.shape[0] != rows or (mask.shape[1] != length and not is_of_new_ids):
+            raise ValueError(
+                f"`attention_mask` has the shape {list(mask.shape)} and `input_ids` {list(ids.shape)}, expected a "
+                "column for each token, what is in the cache included: pass the tokenizer's own mask, or leave it out."
+            )
+    new = length - cached
+    if isinstance(positions, torch.Tensor) and not new <= positions.shape[-1] <= length:
+        raise ValueError(
+            f"`position_ids` has the shape {list(positions.shape)}, expected one for each of the {new} tokens that "
+            "are not in the cache: pass so many, or leave it out."
+        )
+
+
 def tree_budget_asked(config: GenerationConfig) -> Any:
     """`tree_budget`: the most nodes of a draft tree, or `"auto"`; `None` for chains.
 
@@ -102,6 +130,17 @@ def check_request(
     if media:
         raise ValueError(f"HyperDFlash drafts text only: leave {media} out, or pass `assistant_model=None`.")
     _check_continuation(input_ids.shape[1], generation_config, model_kwargs)
+    chunk = generation_config.prefill_chunk_size
+    if chunk is not None and (type(chunk) is not int or chunk < 1):
+        raise ValueError(
+            f"`prefill_chunk_size` is {chunk!r}, expected a whole number of tokens, at least 1, or None for the "
+            "prompt in one piece."
+        )
+    if generation_config.prompt_lookup_num_tokens:
+        raise ValueError(
+            f"`prompt_lookup_num_tokens` is {generation_config.prompt_lookup_num_tokens} beside a drafter, expected "
+            "one of the two: leave it or `assistant_model` out."
+        )
     if synced_gpus:
         raise ValueError(
             "`synced_gpus=True` is not supported with a HyperDFlash drafter: ranks that finish early would wait for "

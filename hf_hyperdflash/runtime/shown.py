@@ -52,8 +52,8 @@ class Shown:
                 states if is_whole else tuple(state[i : i + 1, k : k + 1] for state in states)
             )
         if self.config.output_attentions:
-            weights = outputs.attentions
-            is_whole = is_prefill or weights is None
+            weights = outputs.attentions  # none of an implementation that computes none, as sdpa
+            is_whole = is_prefill or not weights
             self.seen["attentions"].append(weights if is_whole else self._attention_rows(weights, round_, row, cache))
 
     def all(self) -> dict[str, tuple[Any, ...] | None]:

@@ -41,7 +41,9 @@ def family_of(target: PreTrainedModel) -> TargetFamily:
         raise ValueError(f"The target is a {type(target).__name__}, a drafter: pass the model that it drafts for.")
     if not isinstance(target, PreTrainedModel):
         given = repr(target) if isinstance(target, (str, type)) else f"a {type(target).__name__}"
-        raise ValueError(f"The target is {given}, expected a model: load it with `hf_hyperdflash.load_target` first.")
+        inside = _inside(target)
+        fix = f"pass what it wraps, its `{inside}`" if inside else "load it with `hf_hyperdflash.load_target` first"
+        raise ValueError(f"The target is {given}, expected a model: {fix}.")
     trunk = _trunk(target)
     family = next((family for family in FAMILIES if family.fits(target, trunk)), None) if trunk is not None else None
     if family is None:
@@ -52,6 +54,14 @@ def family_of(target: PreTrainedModel) -> TargetFamily:
             "`AutoModelForCausalLM.from_pretrained(...)`."
         )
     return family(target, trunk)
+
+
+def _inside(wrapper: Any) -> str | None:
+    """Where the model is in what wraps it: PEFT's, `torch.compile`'s, a data-parallel one's, a pipeline's."""
+    if hasattr(wrapper, "get_base_model") and not isinstance(wrapper, type):
+        return "get_base_model()"
+    places = ("_orig_mod", "module", "model")
+    return next((place for place in places if isinstance(getattr(wrapper, place, None), PreTrainedModel)), None)
 
 
 def _trunk(target: PreTrainedModel) -> Any:

@@ -75,7 +75,7 @@ class AdaptationConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.arms = tuple(self.arms)
+        self.arms = (self.arms,) if isinstance(self.arms, str) else tuple(self.arms)
         for name, allowed in (("policy", POLICIES), ("recipe", tuple(RECIPES))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}, expected one of {', '.join(allowed)}.")

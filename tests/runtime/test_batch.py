@@ -516,6 +516,8 @@ def test_a_pipeline_batches(qwen3):
     "asked, expected",
     [
         (dict(num_return_sequences=2, do_sample=False), "`num_return_sequences` is 2 and `do_sample` False"),
+        (dict(num_return_sequences=-1), "`num_return_sequences` is -1, expected a whole number"),
+        (dict(num_return_sequences=0), "`num_return_sequences` is 0, expected a whole number"),
         (dict(past_key_values=DynamicCache()), "`past_key_values` was passed for 4 texts"),
         (dict(streamer=BaseStreamer()), "`streamer` was passed for 4 texts"),
         (dict(output_hidden_states=True), "`output_hidden_states` was asked for of 4 texts"),

@@ -249,6 +249,69 @@ def test_requests_that_cannot_work_are_refused_before_any_work(pair, monkeypatch
             target.generate(prompt(5), assistant_model=drafter, max_new_tokens=3, num_assistant_tokens=asked)
     with pytest.raises(ValueError, match="lossless"):
         target.generate(prompt(5), assistant_model=drafter, max_new_tokens=3, assistant_ensemble_weight=0.5)
+    for chunk in (0, -5, "a", 2.5):
+        with pytest.raises(ValueError, match=f"`prefill_chunk_size` is {chunk!r}, expected a whole number"):
+            target.generate(prompt(5), assistant_model=drafter, max_new_tokens=3, prefill_chunk_size=chunk)
+    with pytest.raises(ValueError, match="`prompt_lookup_num_tokens` is 4 beside a drafter"):
+        target.generate(prompt(5), assistant_model=drafter, max_new_tokens=3, prompt_lookup_num_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "given", "expected"),
+    [
+        (1, dict(attention_mask=torch.ones(1, 3).long()), r"`attention_mask` has the shape \[1, 3\] and .* \[1, 9\]"),
+        (1, dict(attention_mask=torch.ones(2, 9).long()), r"`attention_mask` has the shape \[2, 9\] and .* \[1, 9\]"),
+        (
+            1,
+            dict(attention_mask=torch.ones(1, 12).long()),
+            r"`attention_mask` has the shape \[1, 12\] and",
+        ),
+        (2, dict(attention_mask=torch.ones(1, 9).long()), r"`attention_mask` has the shape \[1, 9\] and .* \[2, 9\]"),
+        (1, dict(position_ids=torch.arange(4)[None]), r"`position_ids` has the shape \[1, 4\], .* the 9 tokens"),
+        (1, dict(position_ids=torch.arange(10)[None]), r"`position_ids` has the shape \[1, 10\], .* the 9 tokens"),
+    ],
+)
+def test_masks_and_positions_are_those_of_the_tokens(pair, monkeypatch, rows, given, expected):
+    """Some others pass through transformers and through a target, which writes another text then."""
+    target, drafter = pair
+    options = dict(do_sample=False, max_new_tokens=6)
+    plain = target.generate(prompt(9), **options)
+    fine = dict(position_ids=torch.arange(9)[None], attention_mask=torch.ones(1, 9).long())
+    assert torch.equal(target.generate(prompt(9), assistant_model=drafter, **options, **fine), plain)
+    monkeypatch.setattr(type(target), "forward", lambda *a, **k: pytest.fail("the target ran"))
+    with pytest.raises(ValueError, match=expected):
+        target.generate(prompt(9).repeat(rows, 1), assistant_model=drafter, **options, **given)
+
+
+def test_a_mask_of_the_new_turn_alone_is_told_from_ids_of_it(pair):
+    target, drafter = pair
+    options = dict(do_sample=False, max_new_tokens=5, assistant_model=drafter, return_dict_in_generate=True)
+    out = target.generate(prompt(9), **options)
+    whole = torch.cat([out.sequences, prompt(2)], dim=1)
+    with pytest.raises(ValueError, match=r"`attention_mask` has the shape .* what is in the cache included"):
+        mask = torch.ones(1, 2).long()
+        target.generate(whole, attention_mask=mask, past_key_values=out.past_key_values, **options)
+
+
+def test_unbinding_while_it_generates_is_told_in_one_line(pair):
+    target, drafter = pair
+    ids, options = prompt(9), dict(do_sample=False, max_new_tokens=30)
+
+    class Unbinds(BaseStreamer):
+        tokens = 0
+
+        def put(self, value):
+            self.tokens += 1
+            if self.tokens == 5:
+                drafter.unbind(target)
+
+        def end(self): ...
+
+    with pytest.raises(ValueError, match="The target was unbound while it was generating"):
+        target.generate(ids, assistant_model=drafter, streamer=Unbinds(), **options)
+    expected = target.generate(ids, **options)
+    drafter.bind(target)
+    assert torch.equal(target.generate(ids, assistant_model=drafter, **options), expected)
 
 
 def test_a_continuation_needs_the_whole_sequence(pair):

@@ -7,10 +7,12 @@ import re
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -103,6 +105,40 @@ def test_a_mask_token_outside_the_vocabulary_is_refused(target, drafter):
     with pytest.raises(ValueError, match=r"mask token 64 .* vocabulary of 64"):
         drafter.bind(target)
     assert type(target) is DeepseekV4ForCausalLM
+
+
+def test_a_target_stays_bound_as_long_as_a_drafter_has_bound_it(target, drafter):
+    own, other, stranger = type(target), tiny_drafter(target), tiny_drafter(target)
+    drafter.bind(target, as_default=True)
+    other.bind(target)
+    stranger.unbind(target)  # which never bound it
+    drafter.unbind(target)
+    ids = prompt(9)
+    other.remember(None)
+    expected = greedy(target, ids)  # with no default any more
+    assert other.last_stats is None and drafter.last_stats is None
+    assert torch.equal(greedy(target, ids, assistant_model=other), expected)
+    other.unbind(target)
+    assert type(target) is own
+    for each in (drafter, other):
+        each.bind(target)
+    assert type(unbind(target)) is own  # at once
+    drafter.bind(target)
+    del each
+    drafter.unbind(target)  # what unbinding at once has forgotten keeps it no longer
+    assert type(target) is own
+
+
+@pytest.mark.parametrize("wrapped", ["peft", "compiled", "parallel", "pipeline"])
+def test_what_wraps_a_target_is_told_apart_from_it(target, drafter, wrapped):
+    wrapper, place = {
+        "peft": lambda: (get_peft_model(target, LoraConfig(target_modules=["o_b_proj"])), "get_base_model()"),
+        "compiled": lambda: (torch.compile(target, backend="eager"), "_orig_mod"),
+        "parallel": lambda: (torch.nn.DataParallel(target), "module"),
+        "pipeline": lambda: (SimpleNamespace(model=target), "model"),
+    }[wrapped]()
+    with pytest.raises(ValueError, match=f"expected a model: pass what it wraps, its `{re.escape(place)}`"):
+        drafter.bind(wrapper)
 
 
 def test_another_name_only_warns(target, caplog):
@@ -374,12 +410,12 @@ def test_every_family_writes_its_own_text(family, length, chunk):
     for drafter in (*wrong, half_right_about(family, expected[0])):
         drafter.bind(family)
         assert torch.equal(family.generate(ids, assistant_model=drafter, **options), expected)
+        drafter.unbind(family)
+        assert type(family) is own and not any(module._forward_hooks for module in family.modules())
     stats = drafter.last_stats
     assert stats.tokens == expected.shape[1] - length and 1 < stats.tau < 7
     assert len(set(stats.accepted)) > 1  # rounds ended in several places
     assert stats.tokens - 1 - sum(stats.emitted) in (0, 1)  # a last token without room for drafts is no round
-    drafter.unbind(family)
-    assert type(family) is own and not any(module._forward_hooks for module in family.modules())
 
 
 def test_every_familys_cache_is_as_if_no_draft_had_been(family):
@@ -401,6 +437,18 @@ def test_every_familys_cache_is_as_if_no_draft_had_been(family):
 class Silent(PromptLookupDrafter):
     def propose(self, target, context, ids, position_ids, count, sampler):
         return DraftTree.chain(ids.new_empty(0))
+
+
+@pytest.mark.parametrize("options", [{}, {"tree_budget": 8}], ids=["chain", "tree"])
+def test_attentions_that_sdpa_does_not_compute_are_none_as_in_plain_decoding(options):
+    target, ids = qwen3(), prompt(6)
+    asked = dict(do_sample=False, max_new_tokens=12, return_dict_in_generate=True, output_attentions=True)
+    assert target.config._attn_implementation == "sdpa"
+    plain = target.generate(ids, **asked)
+    drafter = half_right_about(target, plain.sequences[0])
+    drafter.bind(target)
+    assisted = target.generate(ids, assistant_model=drafter, **asked, **options)
+    assert torch.equal(assisted.sequences, plain.sequences) and assisted.attentions == plain.attentions
 
 
 def test_every_familys_windows_are_trimmed_by_rounds_that_draft_nothing(family):

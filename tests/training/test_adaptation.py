@@ -346,6 +346,12 @@ def test_wrong_options_end_in_one_line(target, drafter, name, value):
     assert drafter.learner is None
 
 
+def test_a_single_arm_needs_no_list():
+    assert AdaptationConfig(arms="heads").arms == ("heads",)
+    with pytest.raises(ValueError, match=r"`arms` is \('tail',\), expected"):
+        AdaptationConfig(arms="tail")
+
+
 # Memory
 
 

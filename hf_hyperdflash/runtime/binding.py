@@ -30,6 +30,7 @@ from .request import (
     tree_budget_asked,
     way_asked,
 )
+from .rope_switch import check_restart
 from .schedule import Experience
 from .target_family import TargetFamily
 from .targets import family_of, is_bound, is_drafter
@@ -130,6 +131,7 @@ class BoundTarget(_Mixed):
             generation_config, *args, **kwargs
         )
         vars(config).update(budget)
+        tree_budget_asked(config)
         config._num_drafts_asked = next((count for count in asked if count is not None), None)
         return config, model_kwargs
 
@@ -152,7 +154,11 @@ class BoundTarget(_Mixed):
             generation_config, model_kwargs, generation_mode, *args, **kwargs
         )
         cache = model_kwargs.get("past_key_values")
-        if is_rewound and isinstance(cache, Cache):  # plain decoding keeps the stock layers
+        if not is_rewound:  # what an earlier turn with drafts has left recording would keep all keys of this one
+            for layer in getattr(cache, "layers", ()):
+                if getattr(layer, "record_past", False):
+                    layer.record_past = False
+        elif isinstance(cache, Cache):  # plain decoding keeps the stock layers
             most = generation_config.prompt_lookup_num_tokens, generation_config.num_assistant_tokens
             counts = [count for count in most if isinstance(count, int)]  # what else is asked for is refused later
             self.hyperdflash_binding.family.make_rewindable(cache, max(counts, default=0))
@@ -175,7 +181,6 @@ class BoundTarget(_Mixed):
     ) -> Any:
         if is_drafter(assistant_model):
             check_request(input_ids, generation_config, synced_gpus, model_kwargs)
-            tree_budget_asked(generation_config)
             num_drafts = self._prepare_drafting(assistant_model, generation_config, model_kwargs)
             is_row = vars(generation_config).pop(STARTS_ONLY, False)
             decoding = Decoding(
@@ -189,6 +194,7 @@ class BoundTarget(_Mixed):
                 experience=self._experience_with(assistant_model, generation_config),
                 is_row=is_row,
             )
+            check_restart(decoding.binding.family.config, input_ids.shape[1], generation_config.max_length)
             decoding.start(input_ids, model_kwargs)
             return decoding if is_row else speculative_decoding(decoding)
         check_stock_assistance(assistant_model, model_kwargs)

@@ -81,6 +81,10 @@ class DraftCandidateGenerator(CandidateGenerator):
             weakref.finalize(self, self._family.rounds.add({}))
         positions = self._positions(input_ids, (model_kwargs or {}).get("attention_mask"))
         self._take_in(input_ids, positions, end)
+        if self._family.rope_switch is not None:
+            count = int(min(count, self._family.rope_switch.most_drafts(1 + int(positions[0, -1]))))
+            if count < 1:
+                return input_ids, None
         tree = self.drafter.propose(self.target, self.context, input_ids, positions, count, self.sampler)
         drafts = tree.tokens[None].to(input_ids.device)
         q = [part for part in tree.q or () if part is not None]

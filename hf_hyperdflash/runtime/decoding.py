@@ -90,12 +90,13 @@ class Decoding:
         self.target, self.drafter, self.num_drafts = target, drafter, num_drafts
         self.binding, self.config, self.streamer = target.hyperdflash_binding, generation_config, streamer
         self.learner = drafter.learner
-        self.leaves_nothing = leaves_nothing(target, drafter, generation_config)
+        asked = [*logits_processor, *stopping_criteria]
+        self.leaves_nothing = leaves_nothing(target, drafter, generation_config, asked)
         self.lesson = None if self.learner is None else self.learner.begin(target, generation_config.do_sample)
         self.layer_ids = drafter.target_layer_ids if self.lesson is None else self.lesson.layer_ids
         self.own_paths = len(drafter.target_layer_ids) * self.binding.family.paths  # the drafter's, which come first
         self.reading = self.binding.residual.reader(self.layer_ids)
-        self.processor, self.stopping = logits_processor, Stopping(stopping_criteria)
+        self.processor, self.stopping = logits_processor, Stopping(stopping_criteria, is_row)
         self.sampler = DraftSampler(logits_processor, generation_config.do_sample)
         budget = tree_budget_asked(generation_config)
         self.is_joint = is_row and self.binding.family.joins_rows  # with others in one forward
@@ -240,6 +241,9 @@ class Decoding:
         The target adds one of its own, and a tree is no deeper than it has nodes.
         """
         most = min(self.num_drafts, self.sampler.tree_budget or self.num_drafts)
+        if self.binding.family.rope_switch is not None:
+            seen = 1 + int(self.row.text_positions(self.row.end - 1, self.row.end))
+            most = int(min(most, self.binding.family.rope_switch.most_drafts(seen)))
         return max(0, min(most, self.config.max_length - self.row.length - 1))
 
     # Verify

@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -29,6 +30,16 @@ from .weights import load_complete
 RECIPE_FILE = "custom_generate/generate.py"
 # What `save_pretrained(push_to_hub=True)` may be given besides.
 _PUSHING = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
+
+
+class _LastStats(threading.local):
+    """Of this thread's last generation with each drafter; gone with the thread."""
+
+    def __init__(self) -> None:
+        self.of: WeakKeyDictionary[Any, SpeculationStats | None] = WeakKeyDictionary()
+
+
+_last_stats = _LastStats()
 
 
 class Drafter:
@@ -240,11 +251,11 @@ class Drafter:
     def last_stats(self) -> SpeculationStats | None:
         """Of this thread's last `generate` with the drafter; `None` before the first, and where that one could not
         draft (beams, for example, are transformers' own)."""
-        return vars(self).get("_stats_of_threads", {}).get(threading.get_ident())
+        return _last_stats.of.get(self)
 
     def remember(self, stats: SpeculationStats | None) -> None:
         """Let `stats` be this thread's last."""
-        vars(self).setdefault("_stats_of_threads", {})[threading.get_ident()] = stats
+        _last_stats.of[self] = stats
 
 
 class SeenTokens:

@@ -6,6 +6,7 @@ takes no part in training afterwards, so it is entered only if nobody can get ho
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,21 +21,24 @@ def mode_of_rounds(leaves_nothing: bool) -> AbstractContextManager[Any]:
     return torch.inference_mode() if leaves_nothing else torch.no_grad()
 
 
-def leaves_nothing(target: nn.Module, drafter: Any, config: Any) -> bool:
-    """Whether nobody gets hold of what a request's rounds compute: not its caller, who may have asked for scores or
-    passed the cache that they fill; not a drafter that hears of them; not remote code, which may keep what it once
-    computed, nor hooks of others; and not what spreads weights over processes, or has tensors of its own for them.
+def leaves_nothing(target: nn.Module, drafter: Any, config: Any, asked: Iterable[Any] = ()) -> bool:
+    """Whether nobody gets hold of what a request's rounds compute: not its caller, who may have asked for scores,
+    passed the cache that they fill, or a processor or criterion that may keep what it is asked about; not a drafter
+    that hears of them; not remote code, which may keep what it once computed, nor hooks of others; and not what
+    spreads weights over processes, or has tensors of its own for them.
 
     Args:
         target: A bound target.
         drafter: Its [`~drafter.Drafter`].
         config: The request's generation configuration.
+        asked: Its logits processors and stopping criteria.
     """
     return not (
         config.return_dict_in_generate
         or getattr(config, "_has_callers_cache", True)
         or drafter.hears
         or not type(target).__module__.startswith("transformers.")
+        or not all(type(each).__module__.startswith(_HARMLESS) for each in asked)
         or (distributed.is_available() and distributed.is_initialized())
         or any(map(_has_hooks_of_others, target.modules()))
         or not (_has_plain_weights(target) and _has_plain_weights(drafter))

@@ -7,6 +7,7 @@ imports nothing of the package: the drafter's own code comes from its repository
 from __future__ import annotations
 
 import inspect
+import threading
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +17,9 @@ from transformers import AutoModel
 RECIPE = Path(__file__)
 _LOADING = ("revision", "token", "cache_dir", "force_download", "local_files_only")
 
+# Of each target that calls have bound, how many of them draft with each drafter now: threads may call at once.
+_calls: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
+_BINDING = threading.Lock()
 _loaded: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
 
 
@@ -35,13 +39,21 @@ def generate(model: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
     # `generate` tells a recipe all but where it came from, and a local one is run from a copy in transformers' cache.
     caller = inspect.currentframe().f_back.f_locals  # type: ignore[union-attr]
     drafter = assistant_model or _drafter(model, caller.get("custom_generate"), loading)
-    own = type(model)
-    drafter.bind(model)
+    with _BINDING:
+        calls, own = _calls.setdefault(model, {}), type(model)
+        drafter.bind(model)
+        is_bound_here = bool(calls) or type(model) is not own
+        if is_bound_here:
+            calls[drafter] = calls.get(drafter, 0) + 1
     try:
         return model.generate(assistant_model=drafter, **kwargs)
     finally:
-        if type(model) is not own:
-            drafter.unbind(model)
+        if is_bound_here:
+            with _BINDING:
+                calls[drafter] -= 1
+                if not calls[drafter]:
+                    del calls[drafter]
+                    drafter.unbind(model)
 
 
 def _drafter(target: Any, repository: Any, loading: dict[str, Any]) -> Any:

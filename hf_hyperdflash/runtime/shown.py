@@ -40,16 +40,16 @@ class Shown:
         if not self.config.return_dict_in_generate:
             return
         if self.config.output_scores:
-            self.seen["scores"].append(scores)
+            self.seen["scores"].append(scores.clone())  # else it keeps those of all drafts
         if self.config.output_logits:
-            self.seen["logits"].append(logits)
+            self.seen["logits"].append(logits.clone())
         is_prefill = not self.seen["hidden_states"] and not self.seen["attentions"]
         if self.config.output_hidden_states:
             states = outputs.hidden_states  # remote code may have none to show
             is_whole = is_prefill or states is None
             i, k = round_.place(row)
             self.seen["hidden_states"].append(
-                states if is_whole else tuple(state[i : i + 1, k : k + 1] for state in states)
+                states if is_whole else tuple(state[i : i + 1, k : k + 1].clone() for state in states)
             )
         if self.config.output_attentions:
             weights = outputs.attentions  # none of an implementation that computes none, as sdpa

@@ -13,9 +13,11 @@ class Stopping:
 
     Args:
         criteria: The request's.
+        is_row: Whether the text is one of a batch.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList) -> None:
+    def __init__(self, criteria: StoppingCriteriaList, is_row: bool = False) -> None:
+        self._is_row = is_row
         self._ends: set[int] = set()
         self._most = float("inf")
         self._others = StoppingCriteriaList()
@@ -43,6 +45,8 @@ class Stopping:
         try:
             is_over = bool(self._others(ids, tuple(scores) or None).all()) if self._others else False
         except IndexError as error:
+            if not self._is_row:
+                raise
             given = ", ".join(sorted({type(criterion).__name__ for criterion in self._others}))
             raise ValueError(
                 f"A stopping criterion ({given}) looks at rows that are not there: with a drafter each row of a batch "

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from .attention_masks import MASKED_IMPLEMENTATIONS
 from .cache_linear import CallRecorder, make_linear_rewindable
 from .hooks import PerThread
+from .rope_switch import rope_switch_of
 from .tree_rows import TreeRows
 
 TreeVerification = Literal["mask", "fork", "chain"]
@@ -36,6 +37,7 @@ class TargetFamily:
         masked_types: Of `config.model_type`, those whose draft trees one masked forward verifies.
         forked_types: Those whose draft trees are verified with a row per path.
         rounds: Threads whose forwards verify drafts.
+        rope_switch: Where its rotary frequencies depend on the length of the text; `None` where they never do.
         layers: The decoder layers; the last one's output is the pre-collapse residual.
         norm: The final norm, applied after the collapse; `None` where the collapse has its own.
     """
@@ -58,6 +60,7 @@ class TargetFamily:
         self.layers: nn.ModuleList = trunk.layers
         self.norm: Any = getattr(trunk, "norm", None)
         self.rounds: PerThread[dict[nn.Module, torch.Tensor]] = PerThread()
+        self.rope_switch = rope_switch_of(self.config)
 
     @classmethod
     def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:
@@ -197,8 +200,9 @@ class TargetFamily:
     @property
     def joins_rows(self) -> bool:
         """Whether one forward serves the rows of a batch, whose texts differ in length: where a mask hides all that a
-        row is not to see. Else they are written one after the other."""
-        return self.tree_verification == "mask"
+        row is not to see, and rotary frequencies are not those of the longest. Else they are written one after the
+        other."""
+        return self.tree_verification == "mask" and self.rope_switch is None
 
     def hold(self, cache: Cache, rows: TreeRows) -> None:
         """Prepare a cache for a masked forward over a draft tree."""

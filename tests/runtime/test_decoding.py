@@ -22,7 +22,7 @@ from hf_hyperdflash.runtime.tree import DraftTree
 
 from ..conftest import CSA, HCA, MIXES, half_right, half_right_about, perfect, prompt, tiny_drafter, tiny_target
 from ..helpers.drawn_tokens import assert_drawn_from
-from ..helpers.families import qwen3
+from ..helpers.families import mistral, qwen3
 from ..helpers.greedy_options import GREEDY_OPTIONS
 
 # Of the first mix, whose windows are of 4 and 8 tokens, about where they close; of each other one from none to many.
@@ -291,6 +291,37 @@ def test_a_mask_of_the_new_turn_alone_is_told_from_ids_of_it(pair):
     with pytest.raises(ValueError, match=r"`attention_mask` has the shape .* what is in the cache included"):
         mask = torch.ones(1, 2).long()
         target.generate(whole, attention_mask=mask, past_key_values=out.past_key_values, **options)
+
+
+def test_a_tree_budget_that_is_none_is_refused_without_a_drafter_too(pair):
+    for budget in (-5, "x"):
+        with pytest.raises(ValueError, match=f"`tree_budget` is {budget!r}, expected the most nodes"):
+            pair[0].generate(prompt(5), max_new_tokens=3, tree_budget=budget)
+
+
+@pytest.mark.parametrize("options", [{}, {"tree_budget": 8}, {"do_sample": True}], ids=["chain", "tree", "sampled"])
+def test_what_is_shown_keeps_nothing_of_rejected_drafts(pair, options):
+    target, drafter = pair
+    asked = dict(output_logits=True, output_scores=True, output_hidden_states=True, return_dict_in_generate=True)
+    out = target.generate(
+        prompt(9), assistant_model=drafter, max_new_tokens=12, **{"do_sample": False, **options}, **asked
+    )
+    shown = [*out.logits[1:], *out.scores[1:], *(state for step in out.hidden_states[1:] for state in step)]
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in shown)
+
+
+def test_a_cache_that_drafts_have_filled_keeps_no_more_than_its_window_of_plain_text():
+    target, ids = mistral().eval(), prompt(9)
+    options = dict(do_sample=False, max_new_tokens=30, return_dict_in_generate=True)
+    plain = target.generate(ids, **options)
+    further = target.generate(plain.sequences, past_key_values=plain.past_key_values, **options)
+    drafter = half_right_about(target, plain.sequences[0])
+    drafter.bind(target)
+    out = target.generate(ids, assistant_model=drafter, **options)
+    again = target.generate(out.sequences, past_key_values=out.past_key_values, **options)
+    assert torch.equal(again.sequences, further.sequences)
+    windows = [layer for layer in again.past_key_values.layers if getattr(layer, "sliding_window", None)]
+    assert windows and all(layer.keys.shape[-2] < layer.sliding_window for layer in windows)
 
 
 def test_unbinding_while_it_generates_is_told_in_one_line(pair):

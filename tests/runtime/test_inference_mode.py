@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import distributed
-from transformers import DynamicCache
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from hf_hyperdflash import unbind
@@ -121,6 +127,39 @@ def test_not_where_the_caller_keeps_what_is_computed(options):
     assert modes == {False}
     cache = options.get("past_key_values") or out.past_key_values
     assert not any(layer.keys.is_inference() for layer in cache.layers)
+
+
+class Averages(LogitsProcessor):
+    """Keeps what it sees, and is changed and learned from afterwards."""
+
+    mean = 0.0
+
+    def __call__(self, input_ids, scores):
+        self.mean = 0.5 * self.mean + 0.5 * scores
+        return scores
+
+
+class Counts(StoppingCriteria):
+    def __init__(self):
+        self.count = None
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.count = torch.zeros_like(input_ids[:, 0]) if self.count is None else self.count + 1
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_not_where_a_processor_or_a_criterion_may_keep_what_it_sees():
+    target, drafter = bound_pair()
+    processor, criterion = Averages(), Counts()
+    for asked in (
+        {"logits_processor": LogitsProcessorList([processor])},
+        {"stopping_criteria": StoppingCriteriaList([criterion])},
+    ):
+        assert modes_of_rounds(target, drafter, prompt(9), **asked)[0] == {False}
+    processor.mean.mul_(0.5)
+    torch.nn.Linear(processor.mean.shape[-1], 1)(processor.mean).sum().backward()
+    criterion.count.add_(1)
+    assert modes_of_rounds(target, drafter, prompt(9), repetition_penalty=1.2)[0] == {True}  # transformers' own
 
 
 def test_not_in_remote_code():

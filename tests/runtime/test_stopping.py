@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,6 +54,19 @@ def made(kind: str, number: int, other: int) -> StoppingCriteria:
 KINDS = ["eos", "one of", "eos as a number's tensor", "eos as a tensor", "twice", "length", "length of a target",
          "one more", "calls"]  # fmt: skip
 CRITERIA = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 12), st.integers(0, 12)), max_size=4)
+
+
+class Broken(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return [torch.tensor([False])][len(input_ids)]
+
+
+def test_an_index_error_of_a_criterion_is_its_own_unless_rows_were_asked_about_alone():
+    ids, criteria = torch.tensor([[1, 2]]), StoppingCriteriaList([Broken()])
+    with pytest.raises(IndexError):
+        Stopping(criteria)(2, ids, ())
+    with pytest.raises(ValueError, match="looks at rows that are not there"):
+        Stopping(criteria, is_row=True)(2, ids, ())
 
 
 @settings(deadline=None, max_examples=250)

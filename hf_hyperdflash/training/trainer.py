@@ -13,12 +13,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 from huggingface_hub import HfApi
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 from transformers import EvalPrediction, PreTrainedModel, Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
 from transformers.utils.hub import PushInProgress
 
 from ..hub.cards import drafter_card
@@ -318,8 +319,8 @@ class HyperDFlashTrainer(Trainer):
         """Train, or go on from a checkpoint: `True` for the newest in `output_dir` that is whole, or its folder.
 
         Raises:
-            ValueError: If there is nothing to go on from, the checkpoint lacks a part, which would be made anew, or it
-                is of a run with other data, another target, drafter or recipe.
+            ValueError: If there is nothing to go on from, the checkpoint lacks a part, which would be made anew, it is
+                of a run with other data, another target, drafter or recipe, or not one checkpoint fits on the disk.
         """
         self.drafter_config.target_fingerprint = self._target_words
         if resume_from_checkpoint:
@@ -334,10 +335,27 @@ class HyperDFlashTrainer(Trainer):
             resume_from_checkpoint = str(folder)
         elif (found := earlier_run(Path(str(self.args.output_dir)))) and self.is_world_process_zero():
             logger.warning("%s has %s, which this run overwrites.", self.args.output_dir, found)
+        self._check_room()
         result = super().train(resume_from_checkpoint or None, trial, ignore_keys_for_eval)
         kept = self.state.best_global_step if self.args.load_best_model_at_end else None
         self.measured = self._evaluated.get(kept or self.state.global_step, {})
         return result
+
+    def _check_room(self) -> None:
+        """Refuse a disk on which not one checkpoint fits, or the drafter, if none are written."""
+        model = cast(nn.Module, self.model)
+        is_saved_whole = isinstance(model, SavedDrafter)  # of an adapter, what is trained
+        sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
+        keeps_moments = self.args.optim.startswith("adamw_torch") and not self.args.save_only_model
+        moments = 2 if keeps_moments and self.args.save_strategy != SaveStrategy.NO else 0
+        needed = sum(size * ((is_saved_whole or trained) + moments * trained) for size, trained in sizes)
+        folder = self.args.output_dir
+        if self.args.should_save and (free := shutil.disk_usage(str(folder)).free) < needed:
+            raise ValueError(
+                f"`output_dir` is {folder!r}, where {free / 2**20:,.0f} MiB are free, expected at least "
+                f"{needed / 2**20:,.0f} MiB for {'a checkpoint' if moments else 'the drafter'}: make room there, or "
+                "choose another folder."
+            )
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -357,12 +375,12 @@ class HyperDFlashTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         try:
             super()._save_checkpoint(model, trial)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
             if self.args.should_save:
                 shutil.rmtree(folder, ignore_errors=True)
             raise OSError(
-                f"Checkpoint {folder} could not be written ({error}) and was removed. Make room (or lower "
-                f"`save_total_limit`){self._advice()}."
+                f"Checkpoint {folder} could not be written ({error.__cause__ or error}) and was removed. Make room (or "
+                f"lower `save_total_limit`){self._advice()}."
             ) from error
 
     @cached_property

@@ -291,6 +291,23 @@ def test_a_run_that_diverges_ends_the_line_of_its_bar(tmp_path, capfd):
     assert capfd.readouterr().err.endswith("\n")
 
 
+def test_a_disk_that_is_full_at_the_end_is_told_in_one_line(tmp_path):
+    """No file can grow past 256 KB, which is what a full disk does to a writer."""
+    data = write(tmp_path / "rows.jsonl", chats(6))
+    code = f"""
+import resource, sys
+from hf_hyperdflash.cli.app import run
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, 2**18))
+sys.argv = ["hf-hyperdflash", "train", *{flags(tmp_path, data, save_strategy="no")!r}]
+run()
+"""
+    (tmp_path / "run.py").write_text(code)
+    done = python(tmp_path / "run.py", env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-2000:]
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"Error: The drafter cannot be written to {tmp_path / 'out'} (") and "make room there" in last
+
+
 def test_the_record_tells_what_happened(tmp_path, caplog, capsys):
     data = write(tmp_path / "rows.jsonl", chats(10))
     more = dict(max_length=12, num_train_epochs=7, sliding_window="none", save_steps=1, warmup_steps=0.5, max_steps=3)

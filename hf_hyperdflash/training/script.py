@@ -113,7 +113,8 @@ def _check(script: ScriptArguments, args: Any) -> None:
         raise ValueError(f"`--{wrong[0]}` is not for a drafter of type {script.drafter_type}: leave it out.")
     for name in ("target_dtype", "save_dtype"):
         value = getattr(script, name)
-        if value not in (None, "auto") and not isinstance(getattr(torch, value, None), torch.dtype):
+        named = getattr(torch, value or "auto", None)
+        if value not in (None, "auto") and not (isinstance(named, torch.dtype) and named.is_floating_point):
             raise ValueError(f"`--{name}` is {value!r}, expected a number format like float32 or bfloat16.")
     for name, kinds in (("reducer", tuple(REDUCERS)), ("sequential_head", ("none", *HEADS))):
         value = getattr(script, name)

@@ -379,8 +379,8 @@ class HyperDFlashTrainer(Trainer):
             if self.args.should_save:
                 shutil.rmtree(folder, ignore_errors=True)
             raise OSError(
-                f"Checkpoint {folder} could not be written ({error.__cause__ or error}) and was removed. Make room (or "
-                f"lower `save_total_limit`){self._advice()}."
+                f"Checkpoint {folder} could not be written ({error.__cause__ or error}) and was removed. Make room "
+                f"(or lower `save_total_limit`){self._advice()}."
             ) from error
 
     @cached_property

@@ -141,6 +141,9 @@ def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path, name):
         (["--learning_rat", "1"], "knows no '--learning_rat': --learning_rate, perhaps"),
         (["--target_dtype", "float7"], "`--target_dtype` is 'float7', expected"),
         (["--save_dtype", "nn"], "`--save_dtype` is 'nn', expected"),
+        (["--save_dtype", "int64"], "`--save_dtype` is 'int64', expected"),
+        (["--target_dtype", "int8"], "`--target_dtype` is 'int8', expected"),
+        (["--max_steps", "-5"], "`max_steps` is -5, expected a whole number of at least 1"),
         (["--sliding_window", "some"], "`--sliding_window` is 'some', expected a number of tokens, or none"),
         (["--drafter", "x", "--sliding_window", "5"], "`--sliding_window` is for a new drafter"),
         (["--streaming"], "`--streaming` needs `--eval_dataset`"),
@@ -304,8 +307,8 @@ run()
     (tmp_path / "run.py").write_text(code)
     done = python(tmp_path / "run.py", env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-2000:]
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"Error: The drafter cannot be written to {tmp_path / 'out'} (") and "make room there" in last
+    *_, last = done.stderr.splitlines()
+    assert last.startswith(f"Error: The drafter cannot be written to {tmp_path / 'out'} (") and "make room" in last
 
 
 def test_the_record_tells_what_happened(tmp_path, caplog, capsys):

@@ -705,6 +705,12 @@ def test_wrong_models_and_arguments_are_refused(tmp_path, target):
         ("max_length", 1, "a whole number of at least 2"), ("num_anchors", 1.5, "a whole number of at least 1"),
         ("per_device_train_batch_size", 0, "a whole number"), ("gradient_accumulation_steps", 0, "a whole number"),
         ("bf16", True, "a GPU that computes in it"),
+        ("max_steps", -5, "a whole number of at least 1"), ("max_steps", 0, "a whole number of at least 1"),
+        ("num_train_epochs", 0, "a number of more than 0"), ("num_train_epochs", -1.0, "a number of more than 0"),
+        ("weight_decay", -1.0, "a number of at least 0"), ("save_steps", 0, "a number of more than 0"),
+        ("seed", -1, "a whole number of at least 0"), ("seed", 2**32, "a whole number below"),
+        ("adam_beta2", 1.5, "a number from 0 to below 1"),
+        ("dataloader_num_workers", -1, "a whole number of at least 0"),
     ],
 )  # fmt: skip
 def test_arguments_out_of_range_are_told_with_what_is_expected(tmp_path, monkeypatch, name, value, expected):
@@ -835,7 +841,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused_before_training(tmp_pat
     for saving, needed in (("steps", 3 * size), ("no", size)):
         trainer = trainer_for(tmp_path, target, drafter, rows(4), max_steps=1, save_strategy=saving)
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=needed - 1: SimpleNamespace(free=free))
-        with pytest.raises(ValueError, match="`output_dir` is .* MiB are free, expected at least .* make room there"):
+        with pytest.raises(ValueError, match=r"`output_dir` is .* MiB are free, expected at least .* make room"):
             trainer.train()
         assert trainer.state.global_step == 0
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=needed: SimpleNamespace(free=free))

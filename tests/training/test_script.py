@@ -149,6 +149,18 @@ def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path, name):
         (["--streaming"], "`--streaming` needs `--eval_dataset`"),
         (["--streaming", "--eval_dataset", "x", "--max_steps", "-1"], "`--streaming` needs `--max_steps`"),
         (["--output_dir", __file__], r"test_script\.py', a file: expected a folder"),
+        (
+            ["--output_dir", f"{__file__}/x"],
+            r"`--output_dir` is .*/x', which cannot be made, because .*\.py is a file",
+        ),
+        (
+            ["--eval_strategy", "steps", "--metric_for_best_model", "tau", "--eval_prompts", "0"],
+            r"`metric_for_best_model` is 'tau', which is measured by generating: .*`--eval_prompts` above 0",
+        ),
+        (
+            ["--eval_strategy", "steps", "--metric_for_best_model", "taus"],
+            "is 'taus', expected tau, teacher_forced_tau",
+        ),
         (["--device_map", "cuda:7"], "`--device_map` is 'cuda:7', but PyTorch sees no CUDA device"),
         (
             ["--streaming", "--eval_dataset", "x", "--draft_vocab_size", "9"],
@@ -182,6 +194,12 @@ def test_flags_that_do_not_fit_are_refused_before_any_work(tmp_path, monkeypatch
     with pytest.raises(ValueError, match=message):
         main([*arguments, *given])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))  # root may write everywhere
+    with pytest.raises(ValueError, match=r"`--output_dir` is .*out', but .* cannot be written to: choose another"):
+        main(flags(tmp_path, "nowhere.jsonl"))
 
 
 def test_rows_longer_than_what_the_target_has_positions_for_are_not_asked_for(tmp_path):

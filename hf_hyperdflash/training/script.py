@@ -18,7 +18,16 @@ from transformers import HfArgumentParser, PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..loading import TRAINED, check_drafter, check_made_for, check_target, load_drafter, load_target, load_tokenizer
+from ..loading import (
+    TRAINED,
+    check_device,
+    check_drafter,
+    check_made_for,
+    check_target,
+    load_drafter,
+    load_target,
+    load_tokenizer,
+)
 from ..runtime.block_drafter import BlockDrafter
 from ..runtime.drafter import SavedDrafter
 from ..runtime.heads import HEADS
@@ -156,10 +165,8 @@ def _check(script: ScriptArguments, args: Any) -> None:
         )
     if args.eval_strategy != "no":
         check_metric(args.metric_for_best_model, generates=script.eval_prompts > 0)
-    if (script.device_map or "").startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(
-            f"`--device_map` is {script.device_map!r}, but PyTorch sees no CUDA device here: leave it out."
-        )
+    if script.device_map:
+        check_device(script.device_map)
     if script.overwrite_output_dir and args.resume_from_checkpoint:
         raise ValueError(
             "`--overwrite_output_dir` begins anew and `--resume_from_checkpoint` goes on: leave one of them out."

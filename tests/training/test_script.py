@@ -161,7 +161,8 @@ def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path, name):
             ["--eval_strategy", "steps", "--metric_for_best_model", "taus"],
             "is 'taus', expected tau, teacher_forced_tau",
         ),
-        (["--device_map", "cuda:7"], "`--device_map` is 'cuda:7', but PyTorch sees no CUDA device"),
+        (["--device_map", "cuda:7"], "`--device-map` is 'cuda:7', but this torch sees only a cpu"),
+        (["--device_map", "gpu"], "`--device-map` is 'gpu', expected auto, balanced"),
         (
             ["--streaming", "--eval_dataset", "x", "--draft_vocab_size", "9"],
             "`--draft_vocab_size` counts the tokens of a dataset, not of a stream",
@@ -189,7 +190,8 @@ def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path, name):
     ],
 )
 def test_flags_that_do_not_fit_are_refused_before_any_work(tmp_path, monkeypatch, given, message):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for name in ("cuda", "accelerator"):
+        monkeypatch.setattr(f"torch.{name}.is_available", lambda: False)
     arguments = flags(tmp_path, "nowhere.jsonl", layers=None)
     with pytest.raises(ValueError, match=message):
         main([*arguments, *given])

@@ -185,8 +185,9 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         if self.seed >= 2**32:
             raise ValueError(f"`seed` is {self.seed}, expected a whole number below 2**32.")
         for name in ("adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"`{name}` is {getattr(self, name)!r}, expected a number from 0 to below 1.")
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0 <= value < 1:
+                raise ValueError(f"`{name}` is {value!r}, expected a number from 0 to below 1.")
         for name in (*LOSS_WEIGHTS, "rank_weight", "learning_rate", "weight_decay", *_POSITIVE):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and 0 <= value < math.inf

@@ -195,7 +195,7 @@ def _as_messages(given: Any, role: str | None = None) -> list[Message]:
     """A list of messages, or a text of somebody, without the gaps that `datasets` fills with None."""
     if isinstance(given, str) and role:
         return [{"role": role, "content": given}]
-    messages = [{k: v for k, v in message.items() if v is not None} for message in _listed(given, dict)]
+    messages = [_without_gaps(message) for message in _listed(given, dict)]
     for message in messages:
         speaker, said = message.get("role"), message.get("content")
         if not isinstance(speaker, str) or speaker not in _ROLES:  # a template would render it as it pleases

@@ -254,6 +254,10 @@ def test_tools_are_the_chat_templates(tokenizer, tags):
         assert tokenizer.decode(ids["input_ids"]) == tokenizer.apply_chat_template(CHATS[0], **options)
         stock = tokenizer.apply_chat_template(CHATS[0][:-1], add_generation_prompt=True, **options)
         assert tokenizer.decode(prompt[0]) == stock
+    calls = [[{"name": name, "arguments": {"of": name}}] for name in ("add", "now")]
+    calls[1][0]["arguments"] = {"zone": "UTC"}
+    asked = [[*CHATS[0][:1], {"role": "assistant", "tool_calls": call}] for call in calls]
+    assert list(map(to_messages, Dataset.from_list([{"messages": messages} for messages in asked]))) == asked
     for wrong in ("{", "add", ["add"], {"name": "add"}, 3):
         with pytest.raises(ValueError, match=r"`tools` is .*, expected a list of JSON schemas"):
             tools_of({"tools": wrong})

@@ -735,7 +735,7 @@ def test_no_features_are_written_for_arguments_that_do_not_fit(tmp_path, target)
         ("num_train_epochs", 0, "a number of more than 0"), ("num_train_epochs", -1.0, "a number of more than 0"),
         ("weight_decay", -1.0, "a number of at least 0"), ("save_steps", 0, "a number of more than 0"),
         ("seed", -1, "a whole number of at least 0"), ("seed", 2**32, "a whole number below"),
-        ("adam_beta2", 1.5, "a number from 0 to below 1"),
+        ("adam_beta2", 1.5, "a number from 0 to below 1"), ("adam_beta1", "x", "a number from 0 to below 1"),
         ("dataloader_num_workers", -1, "a whole number of at least 0"),
     ],
 )  # fmt: skip

@@ -371,6 +371,7 @@ class HyperDFlashTrainer(Trainer):
         generates = any(isinstance(callback, AcceptanceCallback) for callback in self.callback_handler.callbacks)
         others = [one for one in self.callback_handler.callbacks if not type(one).__module__.startswith(_LIBRARIES)]
         is_ours = self.compute_metrics == self._teacher_forced_metrics and not isinstance(self.eval_dataset, dict)
+        is_ours = is_ours and type(self).evaluate is HyperDFlashTrainer.evaluate
         if self.args.eval_strategy != "no" and is_ours and not others:
             check_metric(self.args.metric_for_best_model, generates)
 
@@ -379,7 +380,7 @@ class HyperDFlashTrainer(Trainer):
         model = cast(nn.Module, self.model)
         is_saved_whole = isinstance(model, SavedDrafter)  # of an adapter, what is trained
         sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
-        keeps_moments = self.args.optim.startswith("adamw_torch") and not self.args.save_only_model
+        keeps_moments = self.args.optim in ("adamw_torch", "adamw_torch_fused") and not self.args.save_only_model
         moments = 2 if keeps_moments and self.args.save_strategy != SaveStrategy.NO else 0
         needed = sum(size * ((is_saved_whole or trained) + moments * trained) for size, trained in sizes)
         folder = self.args.output_dir

@@ -57,6 +57,7 @@ _LOADS: dict[str, Any] = {
     **{mark: kind.from_pretrained for mark, kind in _KINDS.items()},
     **dict.fromkeys(MARKS, load_foreign),
 }
+_SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # the ways to put a target on several devices
 # What DeepSeek-V4's checkpoints carry themselves.
 _OWN: dict[str, type[DeepseekV4Drafter]] = {
     kind.__name__: kind for kind in (DeepseekV4MTPDrafter, DeepseekV4DSparkDrafter)
@@ -154,6 +155,26 @@ def load_own_drafter(
     """
     kind = _OWN[own_checkpoint(target, **hub_kwargs).drafter]
     return kind.from_target(target, dtype=dtype, device=device, **hub_kwargs)
+
+
+def check_device(device_map: str) -> None:
+    """Raise a `ValueError` if a target cannot be put there, on the command line."""
+    if device_map in _SPREAD:
+        return
+    try:
+        device = torch.device(device_map)
+    except RuntimeError as error:
+        raise ValueError(
+            f"`--device-map` is {device_map!r}, expected {', '.join(_SPREAD)} or a device such as cpu or cuda:0."
+        ) from error
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if here else 0
+    if device.type != "cpu" and (here is None or device.type != here.type or (device.index or 0) >= count):
+        seen = f"{count} devices of type {here}" if here else "only a cpu"
+        raise ValueError(
+            f"`--device-map` is {device_map!r}, but this torch sees {seen}. Leave it out, or install torch for your "
+            "accelerator."
+        )
 
 
 def check_target(name: str) -> None:

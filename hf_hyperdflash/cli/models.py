@@ -9,8 +9,6 @@ from typing import Any
 
 import typer
 
-_SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
-
 
 def announce(kind: str, name: Any) -> None:
     """Say what is going to be loaded: from here on it takes a while."""
@@ -49,31 +47,10 @@ def load(
     if threads:
         torch.set_num_threads(threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    _check_device(device_map or device)
+    loading.check_device(device_map or device)
     tokenizer = loading.load_tokenizer(target, trust_remote_code)
     dtype = dtype or ("float32" if device == "cpu" else "auto")
     model = bind(
         loading.load_target(target, dtype=dtype, device_map=device_map or device, trust_remote_code=trust_remote_code)
     )
     return model, tokenizer, {name: loading.load_drafter(name, target=model) for name in dict.fromkeys(drafters)}
-
-
-def _check_device(device_map: str) -> None:
-    import torch
-
-    if device_map in _SPREAD:
-        return
-    try:
-        device = torch.device(device_map)
-    except RuntimeError as error:
-        raise ValueError(
-            f"`--device-map` is {device_map!r}, expected {', '.join(_SPREAD)} or a device such as cpu or cuda:0."
-        ) from error
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    count = torch.accelerator.device_count() if here else 0
-    if device.type != "cpu" and (here is None or device.type != here.type or (device.index or 0) >= count):
-        seen = f"{count} devices of type {here}" if here else "only a cpu"
-        raise ValueError(
-            f"`--device-map` is {device_map!r}, but this torch sees {seen}. Leave it out, or install torch for your "
-            "accelerator."
-        )

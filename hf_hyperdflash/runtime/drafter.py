@@ -14,6 +14,7 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
+from safetensors import SafetensorError
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_import_files
 
@@ -333,7 +334,7 @@ class SavedDrafter(Drafter, PreTrainedModel):
             **kwargs: As of any model, and of [`push_to_hub`].
 
         Raises:
-            OSError: If it is a file.
+            OSError: If it is a file, or the disk is full.
         """
         folder = Path(save_directory)
         if folder.is_file():  # where transformers logs an error and saves nothing
@@ -348,7 +349,12 @@ class SavedDrafter(Drafter, PreTrainedModel):
             self.config.auto_map = {
                 auto: f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}" for auto, kind in places.items()
             }
-        super().save_pretrained(folder, is_main_process=is_main_process, token=of_push.get("token"), **kwargs)
+        try:
+            super().save_pretrained(folder, is_main_process=is_main_process, token=of_push.get("token"), **kwargs)
+        except SafetensorError as error:  # what safetensors makes of the system's
+            raise OSError(
+                f"The drafter cannot be written to {folder} ({error}): make room there, or choose another folder."
+            ) from error
         if is_main_process and with_code:
             (folder / RECIPE_FILE).parent.mkdir(exist_ok=True)
             shutil.copyfile(RECIPE, folder / RECIPE_FILE)

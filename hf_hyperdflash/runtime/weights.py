@@ -87,6 +87,12 @@ def check_source(name: Any, what: str = "drafter", *others: str) -> None:
                 f"The folder {name} does not exist, and it is no Hub id (org/name): no {what}. Check the name{where}."
             ) from error
     elif not any(Path(name, file).is_file() for file in ("config.json", *others)):
+        if Path(name, "adapter_config.json").is_file():
+            raise OSError(
+                f"The folder {name} has a PEFT adapter, expected a whole {what}: load the {what} that it was trained "
+                f"from, then save `PeftModel.from_pretrained({what}, {str(name)!r}).merge_and_unload()` with "
+                "`save_pretrained`."
+            )
         raise OSError(f"The folder {name} has no config.json, expected a saved {what}.")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ from ..runtime.binding import bind, unbind
 from ..runtime.stats import SpeculationStats
 from ..runtime.targets import is_bound
 
+# Metrics of generation, and of the trainer's own evaluations.
+_GENERATED = r"tau|mean_accepted_drafts|tokens_per_second|(conditional_)?acceptance_\d+"
+_WALKED = r"loss|teacher_forced_tau|expected_tau|teacher_forced_acceptance_\d+"
 # One token by the prefill, one draft, one by the target: the least that has a verification round.
 _MIN_NEW_TOKENS = 3
 # Of `SpeculationStats`.
@@ -90,6 +94,26 @@ def _check_prompts(prompts: Sequence[torch.Tensor], max_new_tokens: int) -> None
         raise ValueError(
             f"`max_new_tokens` is {max_new_tokens}, expected at least {_MIN_NEW_TOKENS}: the first token needs no "
             "draft, and a round adds a draft and the target's own token."
+        )
+
+
+def check_metric(name: str | None, generates: bool) -> None:
+    """Raise a `ValueError` if evaluations give no metric of that name, as `metric_for_best_model` has it.
+
+    Args:
+        name: With `eval_` before it or without.
+        generates: Whether there is an [`AcceptanceCallback`].
+    """
+    bare = (name or "loss").removeprefix("eval_")
+    if re.fullmatch(_GENERATED, bare) and not generates:
+        raise ValueError(
+            f"`metric_for_best_model` is {name!r}, which is measured by generating: add an `AcceptanceCallback` "
+            "(`--eval_prompts` above 0), or choose teacher_forced_tau, expected_tau or loss."
+        )
+    if not re.fullmatch(f"{_GENERATED}|{_WALKED}", bare):
+        raise ValueError(
+            f"`metric_for_best_model` is {name!r}, expected tau, teacher_forced_tau, expected_tau, loss or another "
+            "that evaluations give."
         )
 
 

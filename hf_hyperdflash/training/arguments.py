@@ -41,9 +41,11 @@ LOSS_WEIGHTS = ("ce_weight", "kl_weight", "tv_weight", "confidence_weight", "bli
 MAX_LENGTH = 4096  # where nothing else is said, and the target has as many positions
 _LEAST = {  # of whole numbers
     "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1,
-    "kl_positions": 1, "num_anchors": 1, "loss_chunk_size": 1, "max_length": 2,
+    "kl_positions": 1, "num_anchors": 1, "loss_chunk_size": 1, "max_length": 2, "max_steps": 1, "seed": 0,
+    "dataloader_num_workers": 0,
 }  # fmt: skip
-_POSITIVE = ("kl_temperature", "loss_decay")  # the other numbers may be 0
+_UNSET = {"kl_positions": None, "max_length": None, "max_steps": -1}
+_POSITIVE = ("kl_temperature", "loss_decay", "num_train_epochs", "save_steps")  # the other numbers may be 0
 _UNLISTED = ("azure_ml", "flyte")  # reporters that transformers counts among the installed ones not always, or never
 
 
@@ -176,11 +178,17 @@ class HyperDFlashTrainingArguments(TrainingArguments):
             accelerator.dispatch_batches = False  # rows of a streamed dataset differ in length
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if name in ("kl_positions", "max_length") and value is None:
+            if name in _UNSET and value == _UNSET[name]:
                 continue
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"`{name}` is {value!r}, expected a whole number of at least {least}.")
-        for name in (*LOSS_WEIGHTS, "rank_weight", "learning_rate", *_POSITIVE):
+        if self.seed >= 2**32:
+            raise ValueError(f"`seed` is {self.seed}, expected a whole number below 2**32.")
+        for name in ("adam_beta1", "adam_beta2"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0 <= value < 1:
+                raise ValueError(f"`{name}` is {value!r}, expected a number from 0 to below 1.")
+        for name in (*LOSS_WEIGHTS, "rank_weight", "learning_rate", "weight_decay", *_POSITIVE):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and 0 <= value < math.inf
             if (is_number and (value or name not in _POSITIVE)) or (name == "loss_decay" and value is None):

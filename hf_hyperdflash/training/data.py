@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import logging
 import os
 import re
@@ -38,7 +39,10 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _COLUMNS = ("input_ids", "loss_mask", "position_ids")
 # Not in the rows that are returned: a document's tokens before it was cut, and how many of it are an answer's.
 _LENGTH, _ANSWERED = "length", "answered"
-_SKIPPED = "Skipped %d of %d sequences: too short for a block, which needs two neighbouring tokens of an answer."
+_SKIPPED = (
+    "Skipped %d of %d sequences: too short for a block, which needs two neighbouring tokens of an answer, the first "
+    "of them %s."
+)
 _UNANSWERED = "Skipped %d of %d rows that have no assistant text, the first of them %s."
 _CUT = "Cut %d of %d sequences to %d tokens, %s."
 _FIRST_ROWS = 1000  # of a stream, looked through for a trainable one before training starts
@@ -157,6 +161,32 @@ def to_messages(row: Mapping[str, Any]) -> list[Message]:
     )
 
 
+def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
+    """The tools that a row's conversation may call, for the chat template: a list of JSON schemas or its JSON text.
+
+    Raises:
+        ValueError: If its `tools` are neither.
+    """
+    given = row.get("tools")
+    if not given:
+        return None
+    try:
+        tools = json.loads(given) if isinstance(given, str) else _without_gaps(given)
+        return _listed(tools, dict) or None
+    except ValueError as error:
+        raise ValueError(
+            f"`tools` is {str(given)[:100]!r}, expected a list of JSON schemas, or the JSON text of one: correct "
+            "it, or leave the column out."
+        ) from error
+
+
+def _without_gaps(part: Any) -> Any:
+    """Without what `datasets` fills with None where other rows have something."""
+    if isinstance(part, dict):
+        return {name: _without_gaps(value) for name, value in part.items() if value is not None}
+    return [_without_gaps(value) for value in part] if isinstance(part, list) else part
+
+
 def _exchange(prompt: Any, answer: Any) -> list[Message]:
     return _as_messages(prompt, "user") + _as_messages(answer, "assistant")
 
@@ -165,7 +195,7 @@ def _as_messages(given: Any, role: str | None = None) -> list[Message]:
     """A list of messages, or a text of somebody, without the gaps that `datasets` fills with None."""
     if isinstance(given, str) and role:
         return [{"role": role, "content": given}]
-    messages = [{k: v for k, v in message.items() if v is not None} for message in _listed(given, dict)]
+    messages = [_without_gaps(message) for message in _listed(given, dict)]
     for message in messages:
         speaker, said = message.get("role"), message.get("content")
         if not isinstance(speaker, str) or speaker not in _ROLES:  # a template would render it as it pleases
@@ -202,7 +232,10 @@ def _clean_worked_answer(answer: Any) -> Any:
 
 
 def encode_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], truncated: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    truncated: bool = False,
+    tools: list[Any] | None = None,
 ) -> dict[str, list[int]]:
     """Tokenize a conversation with the tokenizer's chat template and mark what the assistant says.
 
@@ -215,6 +248,7 @@ def encode_chat(
         tokenizer: The target's tokenizer, byte-level as DeepSeek's.
         messages: The conversation.
         truncated: The last answer hit a token limit: it has no end to learn from, and none is encoded.
+        tools: What the assistant may call, as [`tools_of`] a row.
 
     Returns:
         `input_ids` `[seq]` and `loss_mask` `[seq]`, 1 on the tokens of answers including the end of the turn, else 0.
@@ -222,7 +256,7 @@ def encode_chat(
     Raises:
         ValueError: If the tokenizer has no chat template, or an answer is there but none can be located.
     """
-    text, spans = _answer_spans(tokenizer, messages)
+    text, spans = _answer_spans(tokenizer, messages, tools)
     spans = [(start, _without_newline(tokenizer, text, start, end)) for start, end in spans]
     if truncated and spans and messages[-1]["role"] == "assistant":
         text, spans = _cut_after_answer(text, spans, messages[-1])
@@ -238,16 +272,18 @@ def encode_chat(
     return {"input_ids": ids, "loss_mask": mask}
 
 
-def _answer_spans(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tuple[str, Spans]:
+def _answer_spans(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Any] | None
+) -> tuple[str, Spans]:
     """The rendered conversation and where in it, `text[start:end]`, the answers are."""
     template = _chat_template(tokenizer)
     if not _GENERATION_TAG.search(template):
-        return _spans_by_prefix(tokenizer, messages)
+        return _spans_by_prefix(tokenizer, messages, tools)
     thinking = bool(messages[-1].get("reasoning_content"))
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, "thinking": thinking, "enable_thinking": thinking}
     # What apply_chat_template renders; its own mask would come from tokens that may straddle prompt and answer.
     rendered: Any = render_jinja_template(
-        conversations=[messages], chat_template=template, return_assistant_tokens_mask=True, **variables
+        conversations=[messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **variables
     )
     (text,), (spans,) = rendered
     return text, [(start, end) for start, end in spans if start < end]
@@ -258,26 +294,33 @@ def _chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
         return tokenizer.get_chat_template()
     raise ValueError(
         f"The tokenizer {tokenizer.name_or_path!r} has no chat template, so prompts and answers cannot be told apart: "
-        "set `tokenizer.chat_template` to a Jinja template (`--chat-template FILE` in the examples)."
+        "set `tokenizer.chat_template` to a Jinja template (`--chat-template FILE` of `hf-hyperdflash train`)."
     )
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], thinking: bool, prompt: bool) -> str:
-    text = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=prompt, thinking=thinking, enable_thinking=thinking
-    )
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    tools: list[Any] | None,
+    thinking: bool,
+    prompt: bool,
+) -> str:
+    mode: dict[str, Any] = {"thinking": thinking, "enable_thinking": thinking}
+    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt, **mode)
     return str(text)
 
 
-def _spans_by_prefix(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tuple[str, Spans]:
+def _spans_by_prefix(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Any] | None
+) -> tuple[str, Spans]:
     thinks = [bool(message.get("reasoning_content")) for message in messages]
-    text = _render(tokenizer, messages, thinks[-1], prompt=False)
+    text = _render(tokenizer, messages, tools, thinks[-1], prompt=False)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
     spans = []
     for i in answers:
-        through = _render(tokenizer, messages[: i + 1], thinks[i], prompt=False)
+        through = _render(tokenizer, messages[: i + 1], tools, thinks[i], prompt=False)
         for thinking in (thinks[i], not thinks[i]):  # the other one where reasoning is written into the content
-            prompt = _render(tokenizer, messages[:i], thinking, prompt=True)
+            prompt = _render(tokenizer, messages[:i], tools, thinking, prompt=True)
             if through.startswith(prompt) and text.startswith(through):
                 spans.append((len(prompt), len(through)))
                 break
@@ -315,7 +358,8 @@ def encode_prompts(
 
     Args:
         tokenizer: The target's tokenizer.
-        rows: Anything [`to_messages`] understands. Of several user turns without an answer, only the first is asked.
+        rows: Anything [`to_messages`] understands, with `tools` if there are any. Of several user turns without an
+            answer, only the first is asked.
         thinking: Ask for reasoning, by the chat template's `thinking` or `enable_thinking`.
 
     Returns:
@@ -327,8 +371,10 @@ def encode_prompts(
     _chat_template(tokenizer)
     prompts = []
     for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise ValueError(f'Row {number} (the first is 0) is {row!r}, expected a row like {{"turns": ["..."]}}.')
         with at_row(row, number):
-            text = _render(tokenizer, _asked(to_messages(row)), thinking, prompt=True)
+            text = _render(tokenizer, _asked(to_messages(row)), tools_of(row), thinking, prompt=True)
         prompts.append(tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"])
     return prompts
 
@@ -405,8 +451,9 @@ def prepare_dataset(
     were cut to `max_length`, is logged: at once for a map-style dataset, at every doubling for a streaming one.
 
     Args:
-        dataset: Rows that [`to_messages`] understands (`truncated` marks answers that hit a token limit), or tokenized
-            ones: `input_ids` and `loss_mask`, with `position_ids` if they are packed already.
+        dataset: Rows that [`to_messages`] understands (`truncated` marks answers that hit a token limit, `tools` are
+            what the assistant may call), or tokenized ones: `input_ids` and `loss_mask`, with `position_ids` if they
+            are packed already.
         tokenizer: The target's tokenizer; may be `None` for tokenized rows.
         max_length: Longest row, in tokens. [`truncate`] shortens documents.
         packing: Put several documents into a row, chosen from 1,000 at a time; none is split.
@@ -427,7 +474,8 @@ def prepare_dataset(
     if isinstance(dataset, dict):
         raise ValueError(f"Expected one dataset, got several: {sorted(dataset)}. Choose one of these splits.")
     if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
-        dataset = Dataset.from_list(dataset)
+        names = dict.fromkeys(name for row in dataset for name in row)  # `from_list` takes the first row's alone
+        dataset = Dataset.from_dict({name: [row.get(name) for row in dataset] for name in names})
     if not isinstance(dataset, (Dataset, IterableDataset)):
         raise ValueError(
             f"The dataset is of type {type(dataset).__name__}, expected a `datasets.Dataset`, an `IterableDataset` or "
@@ -439,6 +487,8 @@ def prepare_dataset(
     if isinstance(dataset, Dataset) and not len(dataset):
         raise ValueError("The dataset is empty: expected at least one row.")
     columns = dataset.column_names or list(next(iter(dataset), {}))
+    if tokenizer is not None and "input_ids" not in columns:
+        _chat_template(tokenizer)  # says that there is none, which is no row's fault
     features = Features({name: Sequence(Value("int32")) for name in _COLUMNS})
     processes = {} if streaming else {"num_proc": num_proc}
     documents = dataset.with_format(None).map(
@@ -469,10 +519,12 @@ def _encode_row(
             ids, mask = _tokenized(row, vocab_size)
         elif tokenizer is None:
             raise ValueError(
-                f"Rows with columns {sorted(set(row) - {PLACE})} are not tokenized: pass the target's tokenizer."
+                f"Rows with columns {sorted(set(row) - {PLACE})} are not tokenized: pass the target's tokenizer "
+                "(`processing_class` of the trainer)."
             )
         else:
-            ids, mask = encode_chat(tokenizer, to_messages(row), truncated=bool(row.get("truncated"))).values()
+            truncated = bool(row.get("truncated"))
+            ids, mask = encode_chat(tokenizer, to_messages(row), truncated, tools_of(row)).values()
         counted = list(range(len(ids)))
         positions, length = row.get("position_ids") or counted, len(ids)
         if length > max_length:
@@ -514,10 +566,19 @@ def _kept(documents: Dataset, dataset: Dataset, report: _Report, num_proc: int |
     if len(unanswered):
         report.unanswered(len(unanswered), len(documents), _place(dataset, int(unanswered[0])))
     if skipped := len(documents) - len(rows) - len(unanswered):
-        report.skipped(skipped, len(documents))
+        report.skipped(skipped, len(documents), _first_too_short(documents, dataset))
     if cut := int((np.asarray(rows.with_format("numpy")[_LENGTH]) > report.max_length).sum()):
         report.cut(cut, len(rows))
     return rows
+
+
+def _first_too_short(documents: Dataset, dataset: Dataset) -> str:
+    found = enumerate(zip(documents["loss_mask"], documents["position_ids"]))
+    number = next(i for i, (mask, positions) in found if any(mask) and not _has_anchor(mask, positions))
+    row = dataset[number]
+    answer = {} if row.get("input_ids") is not None else to_messages(row)[-1]
+    is_empty = answer.get("role") == "assistant" and not (answer.get("content") or answer.get("reasoning_content"))
+    return _place(dataset, number) + ", whose answer is empty" * is_empty
 
 
 def _place(dataset: Dataset, number: int) -> str:
@@ -542,8 +603,8 @@ class _Report:
     def unanswered(self, count: int, of: int, first: str) -> None:
         logger.warning(_UNANSWERED, count, of, first)
 
-    def skipped(self, count: int, of: int) -> None:
-        logger.warning(_SKIPPED, count, of)
+    def skipped(self, count: int, of: int, first: str) -> None:
+        logger.warning(_SKIPPED, count, of, first)
 
     def cut(self, count: int, of: int) -> None:
         logger.warning(_CUT, count, of, self.max_length, self.limit)
@@ -554,6 +615,7 @@ class _Counted:
 
     def __init__(self, report: _Report) -> None:
         self.report, self.seen, self.skipped, self.cut, self.unanswered, self.first = report, 0, 0, 0, 0, ""
+        self.first_short = ""
 
     def __call__(self, loss_mask: list[int], position_ids: list[int], length: int, answered: int) -> bool:
         self.seen += 1
@@ -565,8 +627,9 @@ class _Counted:
             return False
         if not _has_anchor(loss_mask, position_ids):
             self.skipped += 1
+            self.first_short = self.first_short or f"number {self.seen} of the stream"
             if self.skipped.bit_count() == 1:
-                self.report.skipped(self.skipped, self.seen)
+                self.report.skipped(self.skipped, self.seen, self.first_short)
             return False
         if length > self.report.max_length:
             self.cut += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,16 @@ from transformers import HfArgumentParser, PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..loading import TRAINED, check_drafter, check_made_for, check_target, load_drafter, load_target, load_tokenizer
+from ..loading import (
+    TRAINED,
+    check_device,
+    check_drafter,
+    check_made_for,
+    check_target,
+    load_drafter,
+    load_target,
+    load_tokenizer,
+)
 from ..runtime.block_drafter import BlockDrafter
 from ..runtime.drafter import SavedDrafter
 from ..runtime.heads import HEADS
@@ -25,7 +35,7 @@ from ..runtime.modeling_eagle3 import Eagle3Drafter
 from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
 from ..runtime.modeling_specblock import SpecBlockDrafter
 from ..runtime.reducers import REDUCERS
-from .acceptance import AcceptanceCallback
+from .acceptance import AcceptanceCallback, check_metric
 from .arguments import HyperDFlashTrainingArguments
 from .checkpoints import earlier_run, last_whole, remove_checkpoints, share_modes, to_resume
 from .data import encode_prompts, load_rows
@@ -113,7 +123,8 @@ def _check(script: ScriptArguments, args: Any) -> None:
         raise ValueError(f"`--{wrong[0]}` is not for a drafter of type {script.drafter_type}: leave it out.")
     for name in ("target_dtype", "save_dtype"):
         value = getattr(script, name)
-        if value not in (None, "auto") and not isinstance(getattr(torch, value, None), torch.dtype):
+        named = getattr(torch, value or "auto", None)
+        if value not in (None, "auto") and not (isinstance(named, torch.dtype) and named.is_floating_point):
             raise ValueError(f"`--{name}` is {value!r}, expected a number format like float32 or bfloat16.")
     for name, kinds in (("reducer", tuple(REDUCERS)), ("sequential_head", ("none", *HEADS))):
         value = getattr(script, name)
@@ -143,12 +154,19 @@ def _check(script: ScriptArguments, args: Any) -> None:
         raise ValueError("`--streaming` needs `--max_steps`: how long a stream is is not known.")
     if script.streaming and script.draft_vocab_size:
         raise ValueError("`--draft_vocab_size` counts the tokens of a dataset, not of a stream: leave one out.")
-    if Path(args.output_dir).is_file():
-        raise ValueError(f"`--output_dir` is {args.output_dir!r}, a file: expected a folder, which is made if needed.")
-    if (script.device_map or "").startswith("cuda") and not torch.cuda.is_available():
+    folder = Path(args.output_dir).absolute()
+    if not os.path.isdir(there := next(place for place in (folder, *folder.parents) if os.path.lexists(place))):
+        what = "a file" if there == folder else f"which cannot be made, because {there} is a file"
+        raise ValueError(f"`--output_dir` is {args.output_dir!r}, {what}: expected a folder, which is made if needed.")
+    if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(
-            f"`--device_map` is {script.device_map!r}, but PyTorch sees no CUDA device here: leave it out."
+            f"`--output_dir` is {args.output_dir!r}, but {there} cannot be written to: choose another folder, or "
+            "change its permissions."
         )
+    if args.eval_strategy != "no":
+        check_metric(args.metric_for_best_model, generates=script.eval_prompts > 0)
+    if script.device_map:
+        check_device(script.device_map)
     if script.overwrite_output_dir and args.resume_from_checkpoint:
         raise ValueError(
             "`--overwrite_output_dir` begins anew and `--resume_from_checkpoint` goes on: leave one of them out."

@@ -13,12 +13,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 from huggingface_hub import HfApi
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
-from transformers import EvalPrediction, PreTrainedModel, Trainer
+from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
 from transformers.utils.hub import PushInProgress
 
 from ..hub.cards import drafter_card
@@ -29,6 +30,7 @@ from ..runtime.heads import HeadOutput
 from ..runtime.stats import SpeculationStats
 from ..runtime.targets import family_of
 from ..runtime.weights import not_finite
+from .acceptance import AcceptanceCallback, check_metric
 from .arguments import MAX_LENGTH, HyperDFlashTrainingArguments
 from .blocks import (
     expected_rounds,
@@ -48,6 +50,7 @@ from .unrolled import objective_of
 
 logger = logging.getLogger(__name__)
 
+_LIBRARIES = ("transformers.", "hf_hyperdflash.")  # whose callbacks add no metrics but `AcceptanceCallback`'s
 TERMS = ("cross_entropy", "kl", "tv", "confidence", "blind", "rank")
 
 
@@ -99,6 +102,13 @@ class HyperDFlashTrainer(Trainer):
         args = args or HyperDFlashTrainingArguments(output_dir="hyperdflash-drafter")
         if not isinstance(args, HyperDFlashTrainingArguments):
             raise ValueError(f"`args` is a {type(args).__name__}: pass HyperDFlashTrainingArguments.")
+        if "tokenizer" in kwargs:
+            raise ValueError("`tokenizer` is what older versions of the Trainer took: pass it as `processing_class`.")
+        if processing_class is not None and not isinstance(processing_class, PreTrainedTokenizerBase):
+            raise ValueError(
+                f"`processing_class` is a {type(processing_class).__name__}, expected the target's tokenizer: "
+                "`AutoTokenizer.from_pretrained(...)`."
+            )
         check_trainable = getattr(model, "check_trainable", None)
         if check_trainable is None:
             raise ValueError(
@@ -126,6 +136,9 @@ class HyperDFlashTrainer(Trainer):
         train_rows = self._rows(train_dataset, "train", args, processing_class, args.packing)
         eval_rows = self._rows(eval_dataset, "eval", args, processing_class)
         super().__init__(model=model, args=args, train_dataset=train_rows, eval_dataset=eval_rows, **kwargs)
+        if args.feature_source == "cached":  # only now that the arguments have been found good
+            self.train_dataset = self._cached(train_rows, "train")
+            self.eval_dataset = self._cached(eval_rows, "eval")
         # `compute_loss` divides by the counts of the whole optimizer step itself.
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
 
@@ -135,12 +148,16 @@ class HyperDFlashTrainer(Trainer):
         """A dataset as the user has it to rows the trainer reads."""
         if dataset is None:
             return None
-        layers = read_layers(self.drafter_config)
         if isinstance(dataset, FeatureCache):
             self._train_rows = dataset if name == "train" else self._train_rows
-            return dataset.of_layers(layers)
+            return dataset.of_layers(read_layers(self.drafter_config))
         if isinstance(dataset, dict) and name == "eval":  # several evaluation sets
             return {key: self._rows(part, f"{name}-{key}", args, tokenizer) for key, part in dataset.items()}
+        if args.feature_source == "online" and not len(family_of(self.target).layers):
+            raise ValueError(
+                "`feature_source` is 'online', and the target has no layers to run: set it to 'cached', or load the "
+                "target whole, without `num_hidden_layers=0`."
+            )
         vocab_size = self.drafter_config.vocab_size
         with args.main_process_first(desc="tokenizing"):
             rows = prepare_dataset(
@@ -152,10 +169,17 @@ class HyperDFlashTrainer(Trainer):
                 positions=_positions(self.target),
             )
         self._train_rows = rows if name == "train" else self._train_rows
-        if args.feature_source == "online":
-            return rows
-        if not hasattr(rows, "__len__"):
+        if args.feature_source == "cached" and not hasattr(rows, "__len__"):
             raise ValueError("`feature_source='cached'` needs a dataset of known length, not a streaming one.")
+        return rows
+
+    def _cached(self, rows: Any, name: str) -> Any:
+        """Rows to read with the target's residual."""
+        if rows is None or isinstance(rows, FeatureCache):
+            return rows
+        if isinstance(rows, dict):
+            return {key: self._cached(part, f"{name}-{key}") for key, part in rows.items()}
+        args, layers = self.args, read_layers(self.drafter_config)
         directory = Path(args.feature_cache_dir or Path(str(args.output_dir)) / "_features") / name
         with args.main_process_first(local=False, desc="writing features"):
             if args.process_index == 0:
@@ -318,8 +342,9 @@ class HyperDFlashTrainer(Trainer):
         """Train, or go on from a checkpoint: `True` for the newest in `output_dir` that is whole, or its folder.
 
         Raises:
-            ValueError: If there is nothing to go on from, the checkpoint lacks a part, which would be made anew, or it
-                is of a run with other data, another target, drafter or recipe.
+            ValueError: If there is nothing to go on from, the checkpoint lacks a part, which would be made anew, it is
+                of a run with other data, another target, drafter or recipe, no evaluation gives
+                `metric_for_best_model`, or not one checkpoint fits on the disk.
         """
         self.drafter_config.target_fingerprint = self._target_words
         if resume_from_checkpoint:
@@ -334,10 +359,37 @@ class HyperDFlashTrainer(Trainer):
             resume_from_checkpoint = str(folder)
         elif (found := earlier_run(Path(str(self.args.output_dir)))) and self.is_world_process_zero():
             logger.warning("%s has %s, which this run overwrites.", self.args.output_dir, found)
+        self._check_metric()
+        self._check_room()
         result = super().train(resume_from_checkpoint or None, trial, ignore_keys_for_eval)
         kept = self.state.best_global_step if self.args.load_best_model_at_end else None
         self.measured = self._evaluated.get(kept or self.state.global_step, {})
         return result
+
+    def _check_metric(self) -> None:
+        """Refuse a `metric_for_best_model` that no evaluation of this run will give, as far as that is known."""
+        generates = any(isinstance(callback, AcceptanceCallback) for callback in self.callback_handler.callbacks)
+        others = [one for one in self.callback_handler.callbacks if not type(one).__module__.startswith(_LIBRARIES)]
+        is_ours = self.compute_metrics == self._teacher_forced_metrics and not isinstance(self.eval_dataset, dict)
+        is_ours = is_ours and type(self).evaluate is HyperDFlashTrainer.evaluate
+        if self.args.eval_strategy != "no" and is_ours and not others:
+            check_metric(self.args.metric_for_best_model, generates)
+
+    def _check_room(self) -> None:
+        """Refuse a disk on which not one checkpoint fits, or the drafter, if none are written."""
+        model = cast(nn.Module, self.model)
+        is_saved_whole = isinstance(model, SavedDrafter)  # of an adapter, what is trained
+        sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
+        keeps_moments = self.args.optim in ("adamw_torch", "adamw_torch_fused") and not self.args.save_only_model
+        moments = 2 if keeps_moments and self.args.save_strategy != SaveStrategy.NO else 0
+        needed = sum(size * ((is_saved_whole or trained) + moments * trained) for size, trained in sizes)
+        folder = self.args.output_dir
+        if self.args.should_save and (free := shutil.disk_usage(str(folder)).free) < needed:
+            raise ValueError(
+                f"`output_dir` is {folder!r}, where {free / 2**20:,.0f} MiB are free, expected at least "
+                f"{needed / 2**20:,.0f} MiB for {'a checkpoint' if moments else 'the drafter'}: make room there, or "
+                "choose another folder."
+            )
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -357,12 +409,12 @@ class HyperDFlashTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         try:
             super()._save_checkpoint(model, trial)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
             if self.args.should_save:
                 shutil.rmtree(folder, ignore_errors=True)
             raise OSError(
-                f"Checkpoint {folder} could not be written ({error}) and was removed. Make room (or lower "
-                f"`save_total_limit`){self._advice()}."
+                f"Checkpoint {folder} could not be written ({error.__cause__ or error}) and was removed. Make room "
+                f"(or lower `save_total_limit`){self._advice()}."
             ) from error
 
     @cached_property
@@ -398,8 +450,7 @@ class HyperDFlashTrainer(Trainer):
             torch.save(self.args, folder / TRAINING_ARGS_NAME)
         else:
             super()._save(output_dir, state_dict)
-            # An adapter's card is PEFT's, which reads no record.
-            if self.state.global_step and isinstance(drafter, SavedDrafter) and not CHECKPOINT.fullmatch(folder.name):
+            if self.state.global_step and not CHECKPOINT.fullmatch(folder.name):
                 write_record(self, folder)
         share_modes(folder)
 

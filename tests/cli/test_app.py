@@ -226,6 +226,8 @@ def wrong(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wrong")
     (folder / "file").write_text("x")
     (folder / "empty").mkdir()
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
     for name, config in {
         "no-json": "{", "a-list": "[1]", "binary": b"\xff\xfe", "no-type": "{}", "unknown": '{"model_type": "gpt99"}',
         "configured": '{"model_type": "llama"}', "zlab": '{"dflash_config": {}}',
@@ -268,6 +270,7 @@ NO_CHECKPOINT = {
     " ": "is empty, expected a folder or a Hub id",
     "file": "file is a file, expected a folder",
     "empty": "The folder empty has no config.json",
+    "adapter": "The folder adapter has a PEFT adapter, expected a whole",
     "no-json": "no-json/config.json is no JSON (Expecting property name enclosed in double quotes, line 1, column 2)",
     "a-list": "The config.json of a-list holds a list, expected an object",
     "binary": "binary/config.json is no text in UTF-8",
@@ -327,7 +330,7 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     *((["generate", "--target", TARGET, "--drafter", name, "hi"], 1, said) for name, said in NO_DRAFTER.items()),
     *((["doctor", "--target", TARGET, "--drafter", name], 1, said) for name, said in NO_CHECKPOINT.items()),
     *((["export", name, "out"], 1, said) for name, said in NO_DRAFTER.items()),
-    *(([command, name, *rest], 1, NO_DRAFTER[name]) for name in ("empty", "no-json", "a-list", "configured")
+    *(([command, name, *rest], 1, NO_DRAFTER[name]) for name in ("empty", "adapter", "no-json", "a-list", "configured")
       for command, *rest in (["card"], ["push", "org/name"])),
     ([*ASK, "--dtype", "float7"], 2, "'float7' is not one of auto, bfloat16, float16, float32"),
     ([*ASK, "--threads", "-1"], 2, "Invalid value for '--threads': '-1' should be"),
@@ -425,6 +428,7 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     ([*TRAIN, "--target", TARGET, "--no_shift"], 1, "`--shift` is not for a drafter of type hyperdflash"),
     ([*TRAIN, "--target", TARGET, "--drafter_type", "specblock", "--max_blocks", "0"], 1, "expected at least 1"),
     ([*TRAIN, "--target", TARGET, "--drafter_type", "medusa"], 1, "medusa"),
+    ([*TRAIN, "--target", TARGET, "--drafter", "adapter"], 1, NO_DRAFTER["adapter"]),
 ]  # fmt: skip
 
 

@@ -419,10 +419,9 @@ told["same"] = all(torch.equal(v, adapted.state_dict()[k]) for k, v in wrapped.s
     assert set(hub.files("org/trained")) == CODE | own
     titles = [commit.title for commit in hub.commits("org/trained")]
     assert any("step 1" in title for title in titles) and titles[-1] == "End of training"
-    for name in ("org/adapter", "org/adapter-alone"):
-        assert set(hub.files(name)) == {
-            ".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors",
-        }  # fmt: skip
+    alone = {".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors"}
+    assert set(hub.files("org/adapter")) == alone | {"training.json"}
+    assert set(hub.files("org/adapter-alone")) == alone
 
 
 def test_a_saved_drafter_has_the_code_as_it_is(folder):

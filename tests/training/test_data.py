@@ -20,6 +20,7 @@ from hf_hyperdflash.training.data import (
     pack,
     prepare_dataset,
     to_messages,
+    tools_of,
     truncate,
 )
 from hf_hyperdflash.training.places import with_places
@@ -232,6 +233,36 @@ def test_templates_that_drop_old_reasoning(tokenizer):
     assert text.endswith(EOS + "\n") and "old" not in text
 
 
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.mark.parametrize("tags", [True, False])
+def test_tools_are_the_chat_templates(tokenizer, tags):
+    """As a list or its JSON text; what `datasets` fills rows of other tools with is left out."""
+    tokenizer = tokenizer if tags else untagged(tokenizer)
+    told = "{% for tool in tools or [] %}{{ tool | tojson + '\n' }}{% endfor %}"
+    tokenizer.chat_template = told + tokenizer.chat_template
+    other = [{"type": "function", "function": {"name": "now", "description": "The time."}}]
+    rows = [{"messages": CHATS[0], "tools": tools} for tools in (TOOLS, other, None)]
+    texts = [{**row, "tools": row["tools"] and json.dumps(row["tools"])} for row in rows]
+    trained = prepare_dataset(Dataset.from_list(rows), tokenizer, max_length=500).to_list()
+    assert trained == prepare_dataset(Dataset.from_list(texts), tokenizer, max_length=500).to_list()
+    assert trained == prepare_dataset(rows, tokenizer, max_length=500).to_list()
+    prompts = encode_prompts(tokenizer, Dataset.from_list(rows))
+    for row, ids, prompt in zip(rows, trained, prompts):
+        options = dict(tools=row["tools"], tokenize=False)
+        assert tokenizer.decode(ids["input_ids"]) == tokenizer.apply_chat_template(CHATS[0], **options)
+        stock = tokenizer.apply_chat_template(CHATS[0][:-1], add_generation_prompt=True, **options)
+        assert tokenizer.decode(prompt[0]) == stock
+    calls = [[{"name": name, "arguments": {"of": name}}] for name in ("add", "now")]
+    calls[1][0]["arguments"] = {"zone": "UTC"}
+    asked = [[*CHATS[0][:1], {"role": "assistant", "tool_calls": call}] for call in calls]
+    assert list(map(to_messages, Dataset.from_list([{"messages": messages} for messages in asked]))) == asked
+    for wrong in ("{", "add", ["add"], {"name": "add"}, 3):
+        with pytest.raises(ValueError, match=r"`tools` is .*, expected a list of JSON schemas"):
+            tools_of({"tools": wrong})
+
+
 def test_templates_that_cannot_be_used(tokenizer):
     tokenizer.chat_template = OPENS_REASONING
     with pytest.raises(ValueError, match=r"<think>.*\{% generation %\}"):
@@ -243,6 +274,8 @@ def test_templates_that_cannot_be_used(tokenizer):
         encode_chat(tokenizer, CHATS[0])
     with pytest.raises(ValueError, match="--chat-template"):
         encode_prompts(tokenizer, [{"messages": CHATS[0]}])
+    with pytest.raises(ValueError, match=r"^The tokenizer .* has no chat template"):  # no row's fault
+        prepare_dataset([{"messages": CHATS[0]}], tokenizer, max_length=20)
 
 
 @pytest.mark.parametrize("tags", [True, False])
@@ -274,6 +307,8 @@ def test_generation_prompts(tokenizer):
                 messages, add_generation_prompt=True, thinking=thinking, return_tensors="pt", return_dict=True
             )
             assert prompt.dtype == torch.long and torch.equal(prompt, stock["input_ids"])
+    with pytest.raises(ValueError, match=r"Row 0 .* is 'hello', expected a row"):
+        encode_prompts(tokenizer, ["hello"])
     with pytest.raises(ValueError, match="asks nothing"):
         encode_prompts(tokenizer, [{"messages": [{"role": "assistant", "content": "a"}]}])
 
@@ -407,11 +442,19 @@ def test_rows_without_an_answer_are_told_apart_from_those_that_are_too_short(tok
     told = [record.getMessage() for record in caplog.records]
     assert told[0] == f"Skipped 2 of 5 rows that have no assistant text, the first of them {path}:3."
     assert told[1].startswith("Skipped 1 of 5 sequences: too short for a block")
+    assert told[1].endswith(f"the first of them {path}:2, whose answer is empty.")
     caplog.clear()
     stream = with_places(load_rows(str(path), streaming=True), str(path))
     with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data"):
         assert len(list(prepare_dataset(stream, tokenizer, max_length=20))) == 2
     assert any("no assistant text, the first of them number 3 of the stream" in line for line in caplog.messages)
+    assert any("an answer, the first of them number 2 of the stream." in line for line in caplog.messages)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data"):
+        prepare_dataset(
+            [{"input_ids": [1, 2, 3], "loss_mask": mask} for mask in ([0, 1, 1], [0, 1, 0])], None, max_length=9
+        )
+    assert caplog.messages[-1].endswith("the first of them row 1 (the first is 0).")
     with pytest.raises(ValueError, match=rf"No assistant text in 2 rows, the first {re.escape(str(path))}:3 \(col"):
         prepare_dataset(rows.select([2, 4]), tokenizer, max_length=20)
 
@@ -434,6 +477,9 @@ def test_arguments_that_do_not_fit(tokenizer):
             prepare_dataset(wrong, tokenizer, max_length=20)
     listed = prepare_dataset([{"messages": CHATS[0]}], tokenizer, max_length=20)
     assert listed.to_list() == prepare_dataset(rows, tokenizer, max_length=20).to_list()
+    later = [{"messages": CHATS[0]}, {"messages": CHATS[0], "truncated": True}, {"question": "q", "answer": "a"}]
+    alone = [prepare_dataset([row], tokenizer, max_length=20)[0] for row in later]
+    assert prepare_dataset(later, tokenizer, max_length=20).to_list() == alone and alone[0] != alone[1]
     with pytest.raises(ValueError, match="loss_mask of 1"):
         prepare_dataset(Dataset.from_list([{"input_ids": [1, 2], "loss_mask": [1]}]), None, max_length=20)
 

@@ -141,12 +141,28 @@ def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path, name):
         (["--learning_rat", "1"], "knows no '--learning_rat': --learning_rate, perhaps"),
         (["--target_dtype", "float7"], "`--target_dtype` is 'float7', expected"),
         (["--save_dtype", "nn"], "`--save_dtype` is 'nn', expected"),
+        (["--save_dtype", "int64"], "`--save_dtype` is 'int64', expected"),
+        (["--target_dtype", "int8"], "`--target_dtype` is 'int8', expected"),
+        (["--max_steps", "-5"], "`max_steps` is -5, expected a whole number of at least 1"),
         (["--sliding_window", "some"], "`--sliding_window` is 'some', expected a number of tokens, or none"),
         (["--drafter", "x", "--sliding_window", "5"], "`--sliding_window` is for a new drafter"),
         (["--streaming"], "`--streaming` needs `--eval_dataset`"),
         (["--streaming", "--eval_dataset", "x", "--max_steps", "-1"], "`--streaming` needs `--max_steps`"),
         (["--output_dir", __file__], r"test_script\.py', a file: expected a folder"),
-        (["--device_map", "cuda:7"], "`--device_map` is 'cuda:7', but PyTorch sees no CUDA device"),
+        (
+            ["--output_dir", f"{__file__}/x"],
+            r"`--output_dir` is .*/x', which cannot be made, because .*\.py is a file",
+        ),
+        (
+            ["--eval_strategy", "steps", "--metric_for_best_model", "tau", "--eval_prompts", "0"],
+            r"`metric_for_best_model` is 'tau', which is measured by generating: .*`--eval_prompts` above 0",
+        ),
+        (
+            ["--eval_strategy", "steps", "--metric_for_best_model", "taus"],
+            "is 'taus', expected tau, teacher_forced_tau",
+        ),
+        (["--device_map", "cuda:7"], "`--device-map` is 'cuda:7', but this torch sees only a cpu"),
+        (["--device_map", "gpu"], "`--device-map` is 'gpu', expected auto, balanced"),
         (
             ["--streaming", "--eval_dataset", "x", "--draft_vocab_size", "9"],
             "`--draft_vocab_size` counts the tokens of a dataset, not of a stream",
@@ -174,11 +190,18 @@ def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path, name):
     ],
 )
 def test_flags_that_do_not_fit_are_refused_before_any_work(tmp_path, monkeypatch, given, message):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for name in ("cuda", "accelerator"):
+        monkeypatch.setattr(f"torch.{name}.is_available", lambda: False)
     arguments = flags(tmp_path, "nowhere.jsonl", layers=None)
     with pytest.raises(ValueError, match=message):
         main([*arguments, *given])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))  # root may write everywhere
+    with pytest.raises(ValueError, match=r"`--output_dir` is .*out', but .* cannot be written to: choose another"):
+        main(flags(tmp_path, "nowhere.jsonl"))
 
 
 def test_rows_longer_than_what_the_target_has_positions_for_are_not_asked_for(tmp_path):
@@ -289,6 +312,23 @@ def test_a_run_that_diverges_ends_the_line_of_its_bar(tmp_path, capfd):
     with pytest.raises(ValueError, match="the drafter diverged"):
         main(flags(tmp_path, data, **worse))
     assert capfd.readouterr().err.endswith("\n")
+
+
+def test_a_disk_that_is_full_at_the_end_is_told_in_one_line(tmp_path):
+    """No file can grow past 256 KB, which is what a full disk does to a writer."""
+    data = write(tmp_path / "rows.jsonl", chats(6))
+    code = f"""
+import resource, sys
+from hf_hyperdflash.cli.app import run
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, 2**18))
+sys.argv = ["hf-hyperdflash", "train", *{flags(tmp_path, data, save_strategy="no")!r}]
+run()
+"""
+    (tmp_path / "run.py").write_text(code)
+    done = python(tmp_path / "run.py", env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-2000:]
+    *_, last = done.stderr.splitlines()
+    assert last.startswith(f"Error: The drafter cannot be written to {tmp_path / 'out'} (") and "make room" in last
 
 
 def test_the_record_tells_what_happened(tmp_path, caplog, capsys):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
 
 from hf_hyperdflash import (
     AcceptanceCallback,
@@ -23,6 +23,8 @@ from hf_hyperdflash import (
     HyperDFlashTrainer,
     HyperDFlashTrainingArguments,
     capture_residual,
+    load_drafter,
+    load_target,
 )
 from hf_hyperdflash.hub.cards import drafter_card
 from hf_hyperdflash.runtime.heads import HEADS
@@ -279,6 +281,8 @@ def test_cached_features_train_like_online_ones(tmp_path, target):
     assert runs[0] == pytest.approx(runs[1], rel=1e-5) and runs[1] == runs[2]
     target.save_pretrained(tmp_path / "saved")
     head = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", num_hidden_layers=0, dtype=torch.float32)
+    with pytest.raises(ValueError, match="the target has no layers to run: set it to 'cached', or load the target"):
+        trainer_for(tmp_path, head, tiny_drafter(target), rows(4))
     drafter = tiny_drafter(target)
     trainer = trainer_for(tmp_path, head, drafter, data, feature_source="cached", feature_dtype="float32")
     trainer.train()
@@ -450,11 +454,17 @@ def test_a_metric_that_there_is_not_is_refused(tmp_path, target):
     settings = dict(
         eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True
     )
-    trainer = trainer_for(
-        tmp_path, target, tiny_drafter(target), rows(4), rows(2), metric_for_best_model="nothing", **settings
-    )
-    with pytest.raises(ValueError, match="eval_nothing"):
-        trainer.train()
+    for metric, message in (("nothing", "'nothing', expected tau"), ("eval_tau", "add an `AcceptanceCallback`")):
+        trainer = trainer_for(
+            tmp_path, target, tiny_drafter(target), rows(4), rows(2), metric_for_best_model=metric, **settings
+        )
+        with pytest.raises(ValueError, match=message):
+            trainer.train()
+        assert not trainer.state.log_history  # nothing was trained
+        trainer.add_callback(type("AddsMetrics", (TrainerCallback,), {}))  # which may be this one
+        with pytest.raises(ValueError, match=f"eval_{metric.removeprefix('eval_')}"):
+            trainer.train()
+        assert trainer.state.global_step == 1
 
 
 def test_only_the_drafter_is_trained_and_saved(tmp_path, target):
@@ -621,6 +631,12 @@ def test_a_lora_adapter_trains_saves_loads_merges_and_drafts(tmp_path, target):
     torch.testing.assert_close(loaded(embeds, positions, **call), adapted)
     torch.testing.assert_close(loaded.merge_and_unload()(embeds, positions, **call), adapted, atol=1e-5, rtol=1e-4)
     assert not torch.allclose(tiny_drafter(target)(embeds, positions, **call), adapted, atol=1e-4)
+    trainer.save_model()
+    assert json.loads((tmp_path / "training.json").read_text())["settings"]["steps"] == 3
+    with pytest.raises(OSError, match=r"has a PEFT adapter, expected a whole drafter: .*merge_and_unload\(\)"):
+        load_drafter(tmp_path)
+    with pytest.raises(OSError, match="has a PEFT adapter, expected a whole target"):
+        load_target(str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["gated_markov", "state"])
@@ -689,8 +705,18 @@ def test_wrong_models_and_arguments_are_refused(tmp_path, target):
     with pytest.raises(ValueError, match=r"vocabulary 64"):
         tokenizer = AutoTokenizer.from_pretrained(MODELS / "tiny-deepseek-v4")
         HyperDFlashTrainer(drafter, target, HyperDFlashTrainingArguments(str(tmp_path)), processing_class=tokenizer)
+    with pytest.raises(ValueError, match="`processing_class` is a str, expected the target's tokenizer"):
+        HyperDFlashTrainer(drafter, target, processing_class="x")
+    with pytest.raises(ValueError, match="pass it as `processing_class`"):
+        HyperDFlashTrainer(drafter, target, tokenizer=tokenizer)
     with pytest.raises(ValueError, match=r"`args` is a TrainingArguments: pass HyperDFlashTrainingArguments"):
         HyperDFlashTrainer(drafter, target, TrainingArguments(str(tmp_path)))
+
+
+def test_no_features_are_written_for_arguments_that_do_not_fit(tmp_path, target):
+    with pytest.raises(ValueError, match="eval_dataset"):
+        trainer_for(tmp_path, target, tiny_drafter(target), rows(4), feature_source="cached", eval_strategy="steps")
+    assert not list(tmp_path.rglob("features-*"))
 
 
 @pytest.mark.parametrize(
@@ -705,6 +731,12 @@ def test_wrong_models_and_arguments_are_refused(tmp_path, target):
         ("max_length", 1, "a whole number of at least 2"), ("num_anchors", 1.5, "a whole number of at least 1"),
         ("per_device_train_batch_size", 0, "a whole number"), ("gradient_accumulation_steps", 0, "a whole number"),
         ("bf16", True, "a GPU that computes in it"),
+        ("max_steps", -5, "a whole number of at least 1"), ("max_steps", 0, "a whole number of at least 1"),
+        ("num_train_epochs", 0, "a number of more than 0"), ("num_train_epochs", -1.0, "a number of more than 0"),
+        ("weight_decay", -1.0, "a number of at least 0"), ("save_steps", 0, "a number of more than 0"),
+        ("seed", -1, "a whole number of at least 0"), ("seed", 2**32, "a whole number below"),
+        ("adam_beta2", 1.5, "a number from 0 to below 1"), ("adam_beta1", "x", "a number from 0 to below 1"),
+        ("dataloader_num_workers", -1, "a whole number of at least 0"),
     ],
 )  # fmt: skip
 def test_arguments_out_of_range_are_told_with_what_is_expected(tmp_path, monkeypatch, name, value, expected):
@@ -827,6 +859,23 @@ def test_a_full_disk_leaves_earlier_checkpoints_whole(tmp_path, target):
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 4
     shutil.rmtree(tmp_path / "out")
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused_before_training(tmp_path, target, monkeypatch):
+    drafter = tiny_drafter(target)
+    size = 4 * sum(p.numel() for p in drafter.parameters())
+    for saving, optim, needed in (
+        ("steps", "adamw_torch", 3 * size),
+        ("steps", "sgd", size),
+        ("no", "adamw_torch", size),
+    ):
+        trainer = trainer_for(tmp_path, target, drafter, rows(4), max_steps=1, save_strategy=saving, optim=optim)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=needed - 1: SimpleNamespace(free=free))
+        with pytest.raises(ValueError, match=r"`output_dir` is .* MiB are free, expected at least .* make room"):
+            trainer.train()
+        assert trainer.state.global_step == 0
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=needed: SimpleNamespace(free=free))
+        trainer.train()
 
 
 def test_a_target_spread_with_device_map_stays_where_it_is(tmp_path, target):

@@ -74,9 +74,9 @@ def test_a_target_that_starts_its_cache_anew_is_refused_where_it_would():
     torch.manual_seed(0)
     target = Phi3ForCausalLM(Phi3Config(**COMMON, **SMALL, original_max_position_embeddings=24)).eval()
     drafter = drafter_for(target, "lookup", None)
-    ids = prompt(10)
-    with pytest.raises(ValueError, match=r"starts its cache anew at 25 tokens.* Set `max_length=24`"):
-        target.generate(ids, assistant_model=drafter, do_sample=False, max_new_tokens=15)
+    for length, new in ((10, 15), (24, 1)):
+        with pytest.raises(ValueError, match=r"starts its cache anew at 25 tokens.* Set `max_length=24`"):
+            target.generate(prompt(length), assistant_model=drafter, do_sample=False, max_new_tokens=new)
     for length in (10, 25):  # up to there, and beyond
         ids = prompt(length)
         expected = target.generate(ids, do_sample=False, max_new_tokens=14)

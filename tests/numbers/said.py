@@ -51,6 +51,14 @@ def cheaper():
     return [min(shares), max(shares)]
 
 
+def in_speed_of_eagle3(temperature):
+    """SpecBlock's and that without shift and mask, each with its fastest shape."""
+    found = averages(f"{V4}/specblock/best/temperature-{temperature}")
+    names = "SpecBlock", "without shift", "EAGLE-3"
+    of = [max(one["speedup"] for (name, _), one in found.items() if name.startswith(kind)) for kind in names]
+    return [of[0] / of[2], of[1] / of[2]]
+
+
 def without_one():
     """SpecBlock's tau on the V4, whole and without each mechanism."""
     report = (RESULTS / V4 / "specblock" / "ablation" / "report.md").read_text()

@@ -60,6 +60,9 @@ GIVEN = {
         "so never below 1.",
     ],
     "drafters": [
+        "four prompts a suite, at most 96 tokens (",
+        "AMD EPYC, one thread beside other work",
+        "not to the paper's 1.08",
         "choose among the block's 16 best tokens",
         "of the block's 1,024 best tokens",
         "7 inputs, 7 drafts",

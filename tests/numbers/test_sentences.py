@@ -41,6 +41,7 @@ from .said import (
     greedy_texts,
     grpo,
     head_shares,
+    in_speed_of_eagle3,
     longest_prompt,
     millions,
     modelled,
@@ -558,6 +559,12 @@ SENTENCES = [
         "trees",
         "The target's own step takes {:.1f} (T = 0) and {:.1f} ms (T = 1):",
         [ms for at in (0, 1) for ms in alone_steps(f"tiny-qwen3/trees/temperature-{at}")],
+    ),
+    (
+        "drafters",
+        "bring SpecBlock from {:.2f} to {:.2f} of EAGLE-3's speed at temperature 0 and from {:.2f} to {:.2f} at "
+        "temperature 1",
+        in_speed_of_eagle3(0) + in_speed_of_eagle3(1),
     ),
     ("drafters", "SpecBlock's drafting costs {:.0f} to {:.0f} % of EAGLE-3's with equal trees", cheaper()),
 ]  # fmt: skip

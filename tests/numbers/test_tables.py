@@ -30,6 +30,11 @@ ONE_SIZE = {
     "state head, chain of 6": "State head (6)",
     "state head, 16 nodes": "State head (6, 16 nodes)",
 }
+_NO_SHIFT = "without shift and valid prefix"
+BEST = ONE_SIZE | {
+    **{f"no shift, no mask, chain of {drafts}": f"{_NO_SHIFT} ({drafts})" for drafts in (4, 8)},
+    **{f"no shift, no mask, {nodes} nodes": f"{_NO_SHIFT} (8, {nodes} nodes)" for nodes in (16, 60)},
+}
 AUTO = {
     "state head, 4 drafts": "State head (4)",
     "state head, 6 drafts": "State head (6)",
@@ -77,6 +82,11 @@ def of_ablation(label):
 def of_ablation_on_the_v4(label):
     found = {at: averages(f"{V4}/specblock/ablation/temperature-{at}") for at in (0, 1)}
     return [found[at][f"{label} ({shape})", at]["tau"] for shape in ("8", "8, 60 nodes") for at in (0, 1)]
+
+
+def of_best_settings(label):
+    found = [averages(f"{V4}/specblock/best/temperature-{at}")[BEST[label], at] for at in (0, 1)]
+    return [of[name] for of in found for name in ("tau", "speedup")] + [found[0]["draft_ms"], found[0]["verify_ms"]]
 
 
 def of_auto(label):
@@ -196,6 +206,7 @@ TRACED = [
     ("trees", "| drafts | tau, from the anchor", rules),
     ("drafters", "| | V4, T = 0 | T = 1 | ms", of_one_size),
     ("drafters", "| | chain of 8, T = 0 | T = 1 | 60 nodes, T = 0 | T = 1 |", of_ablation),
+    ("drafters", "| V4, best settings | T = 0 | T = 1 | ms |", of_best_settings),
     ("drafters", "| V4 | chain of 8, T = 0 | T = 1 | 60 nodes, T = 0 | T = 1 |", of_ablation_on_the_v4),
     ("choosing-drafts", "| | tau / speedup, T = 0", of_auto),
     ("choosing-drafts", "| `tree_budget` | tau / speedup, T = 0", of_trees_that_pay),

@@ -136,18 +136,19 @@ def _masks(rows: list[Decoding], rounds: list[RowRound], cache: RaggedCache, wid
         kind = "full_attention" if layer.sliding_window is None else "sliding_attention"
         if kind in masks:
             continue
-        columns = layer.get_seq_length()
-        mask = torch.zeros(len(rows), 1, width, columns + width, dtype=torch.bool)
-        mask[..., columns:] = torch.eye(width, dtype=torch.bool)  # what is filled up sees itself, so that it is finite
+        columns, device = layer.get_seq_length(), rows[0].row.ids.device
+        mask = torch.zeros(len(rows), 1, width, columns + width, dtype=torch.bool, device=device)
+        mask[..., columns:] = torch.eye(
+            width, dtype=torch.bool, device=device
+        )  # what is filled up sees itself, so that it is finite
         for place, (row, round_) in enumerate(zip(rows, rounds)):
             past, count = layer.held[place], round_.count
-            of_row, real = round_.rows.mask(past, layer.sliding_window), row.row.mask(round_.start)
+            of_row, real = round_.rows.mask(past, layer.sliding_window, device), row.row.mask(round_.start)
             if real is not None and past:
-                of_row[:, :past] &= real[0, -past:].bool().to(of_row.device)
+                of_row[:, :past] &= real[0, -past:].bool()
             mask[place, 0, :count, :past] = of_row[:, :past]
             mask[place, 0, :count, columns : columns + count] = of_row[:, past:]
-        device = rows[0].row.ids.device
-        masks[kind] = attention_mask_for(family.config._attn_implementation, mask.to(device), family.dtype)
+        masks[kind] = attention_mask_for(family.config._attn_implementation, mask, family.dtype)
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 

@@ -99,6 +99,16 @@ class RewindableLinearLayer(LinearAttentionLayer):
         if 0 < count < length:
             self._replay(calls, length, length - count)
 
+    def take_back(self, start: int) -> None:
+        """Undo what the layer has seen of a forward that was interrupted, the first since the last crop.
+
+        Args:
+            start: Tokens before it.
+        """
+        if self._before is not None:
+            self._restore(self._before)
+        self._forget_call()
+
     def _snapshot(self) -> _Snapshot:
         conv, recurrent = (
             {index: None if state is None else state.clone() for index, state in kind.items()}
@@ -163,6 +173,11 @@ class RewindableHybridLayer(RewindableLinearLayer, LinearAttentionAndFullAttenti
         super()._change_batch(change)
         if self.keys is not None:
             self.keys, self.values = change(self.keys), change(cast(torch.Tensor, self.values))
+
+    def take_back(self, start: int) -> None:
+        super().take_back(start)
+        if (count := self.get_seq_length() - start) > 0:
+            DynamicLayer.crop(self, -count)
 
     def crop(self, tokens_to_remove: int) -> None:
         """As of both kinds of layers; what the linear attention refuses leaves the keys as they were."""

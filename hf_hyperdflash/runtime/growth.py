@@ -33,7 +33,8 @@ Steps = Callable[[int, torch.Tensor, torch.Tensor], DraftStep]
 from `[paths]`; for k = 0 one path, that of the anchor."""
 
 Scored = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Scores `[paths, config.vocab_size]` as the request changes them, from prefixes `[paths, seq]` and logits."""
+"""Scores `[paths, config.vocab_size]` as the request changes them, from the drafts before them on each path,
+`[paths, drafts]`, and logits."""
 
 
 def most_probable(
@@ -63,9 +64,9 @@ def most_probable(
     tokens, parents = ids.new_empty(0), ids.new_empty(0)
     values = torch.empty(0, device=ids.device)
     level, rows, of_level = ids[:, -1], ids.new_zeros(1), torch.zeros(1, device=ids.device)
-    places, prefixes = ids.new_full((1,), ANCHOR), ids
+    places, paths = ids.new_full((1,), ANCHOR), ids[:, :0]
     for k in range(count):
-        likely = (scored(prefixes, steps(k, level, rows).logits) / SHARPENED).log_softmax(-1)
+        likely = (scored(paths, steps(k, level, rows).logits) / SHARPENED).log_softmax(-1)
         best = likely.topk(min(children, likely.shape[-1]), dim=-1)
         found = (of_level[:, None] + best.values).flatten().nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         start, each = len(values), best.values.shape[1]
@@ -80,7 +81,7 @@ def most_probable(
             break
         rows = of_best[places - start] // each
         level, of_level = tokens[places], values[places]
-        prefixes = torch.cat([prefixes[rows], level[:, None]], dim=1)
+        paths = torch.cat([paths[rows], level[:, None]], dim=1)
     kept = values.sort(descending=True, stable=True).indices[:budget]
     kept = kept[values[kept].isfinite()].sort().values
     number = {ANCHOR: ANCHOR, **{place: node for node, place in enumerate(kept.tolist())}}
@@ -110,10 +111,10 @@ def drawn(ids: torch.Tensor, count: int, budget: int, steps: Steps, scored: Scor
     tokens: list[torch.Tensor] = []
     parents: list[int] = []
     q: list[torch.Tensor] = []
-    level, rows, places, values, prefixes = ids[:, -1], ids.new_zeros(1), [ANCHOR], [1.0], ids
+    level, rows, places, values, paths = ids[:, -1], ids.new_zeros(1), [ANCHOR], [1.0], ids[:, :0]
     for k, width in enumerate(level_sizes(count, budget)):
         step = steps(k, level, rows)
-        left = scored(prefixes, step.logits).softmax(-1)
+        left = scored(paths, step.logits).softmax(-1)
         sure = [ACCEPTED[0]] * len(places) if step.confidence is None else step.confidence.tolist()
         slots = [
             (value * hit, row, rank)
@@ -138,7 +139,7 @@ def drawn(ids: torch.Tensor, count: int, budget: int, steps: Steps, scored: Scor
                 new_values.append(value)
         places, values = list(range(len(parents) - len(new_rows), len(parents))), new_values
         rows, level = torch.tensor(new_rows, device=ids.device), torch.stack(tokens[len(tokens) - len(new_rows) :])
-        prefixes = torch.cat([prefixes[rows], level[:, None]], dim=1)
+        paths = torch.cat([paths[rows], level[:, None]], dim=1)
     return DraftTree(torch.stack(tokens), tuple(parents), tuple(q))
 
 

@@ -115,7 +115,11 @@ def best_seen(scores: torch.Tensor, seen: torch.Tensor, top_k: int) -> torch.Ten
     for row, of_row in enumerate(seen.tolist()):
         alike.setdefault(tuple(i for i, is_seen in enumerate(of_row, start=before) if is_seen), []).append(row)
     for own, rows in alike.items():
-        there = torch.tensor([*range(before), *own], dtype=torch.long, device=scores.device)
-        count = min(top_k, len(there))
-        best[0, rows, :count] = there[scores[0, rows][:, there].topk(count, dim=-1).indices]
+        there = torch.cat([scores[0, rows, :before], scores[0, rows][:, list(own)]], dim=1)
+        count = min(top_k, there.shape[1])
+        chosen = there.topk(count, dim=-1).indices
+        if own:  # which are not side by side
+            numbers = torch.tensor(own, device=scores.device)
+            chosen = torch.where(chosen < before, chosen, numbers[(chosen - before).clamp(min=0)])
+        best[0, rows, :count] = chosen
     return best

@@ -194,8 +194,8 @@ class _Growing:
     def _scores(self, path: tuple[int, ...], logits: torch.Tensor) -> torch.Tensor:
         if not len(self.sampler.processors):
             return logits.float().to(self.ids.device)
-        prefix = torch.cat([self.ids, self.ids.new_tensor([path])], dim=1) if path else self.ids
-        return self.sampler.scored(prefix, logits[None])[0]
+        drafts = self.ids.new_tensor(path, dtype=torch.long)[None]
+        return self.sampler.scored_after(self.ids, drafts, logits[None])[0]
 
     def _add(self, token: int, parent: int, value: float) -> None:
         self.tokens.append(token)

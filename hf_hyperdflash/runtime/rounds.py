@@ -92,7 +92,7 @@ class MaskedRound(ChainRound):
             kind = "full_attention" if window is None else "sliding_attention"
             if kind not in masks:
                 past = layer.get_mask_sizes(self.count)[0] - self.count
-                mask = self.rows.mask(past, window).to(device)
+                mask = self.rows.mask(past, window, device)
                 if real is not None and past:
                     mask[:, :past] &= real[:, -past:].bool()
                 implementation = self.family.config._attn_implementation
@@ -178,8 +178,8 @@ class ForkedRound(ChainRound):
         cache.batch_select_indices(torch.tensor([self._sequence(kept)]))
 
     def take_back(self, cache: Any) -> None:
+        super().take_back(cache)  # first: what undoes a running state is of as many sequences
         cache.batch_select_indices(torch.tensor([0]))
-        super().take_back(cache)
 
     def _sequence(self, kept: list[int]) -> int:
         return self.place(kept[-1])[0] if kept else 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -31,6 +32,13 @@ _STATELESS = {
     "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper",
     "TopPLogitsWarper",
     "TypicalLogitsWarper", "WatermarkLogitsProcessor",
+}  # fmt: skip
+
+# Of these, what never looks at the prefix.
+_WITHOUT_TEXT = {
+    "EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor", "LogitNormalization", "MinPLogitsWarper",
+    "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper",
+    "TopPLogitsWarper", "TypicalLogitsWarper",
 }  # fmt: skip
 
 
@@ -73,6 +81,17 @@ class DraftSampler:
         """
         return self.processors(cast(Any, prefixes), cast(Any, logits.to(prefixes.device, torch.float32)))
 
+    def scored_after(self, ids: torch.Tensor, drafts: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """As [`scored`], without a copy of the text for every path where nobody reads it.
+
+        Args:
+            ids: `[1, seq]`, the text.
+            drafts: What follows it on each path, `[paths, drafts]`.
+            logits: The drafter's, `[paths, config.vocab_size]`.
+        """
+        reads_text = any(type(processor).__name__ not in _WITHOUT_TEXT for processor in self.processors)
+        return self.scored(torch.cat([ids.expand(len(drafts), -1), drafts], dim=1) if reads_text else drafts, logits)
+
     def scored_tree(self, ids: torch.Tensor, tree: DraftTree, logits: torch.Tensor) -> torch.Tensor:
         """What the target writes by after the anchor and after each node of a tree, as [`scored`]: one path at a time,
         as before 5.20 or so a processor may know but one.
@@ -87,8 +106,8 @@ class DraftSampler:
         scores = []
         for node in range(ANCHOR, len(tree)):
             path = torch.tensor(tree.path(node), dtype=torch.long, device=tree.tokens.device)
-            prefix = torch.cat([ids, tree.tokens[path].to(ids.device)[None]], dim=1)
-            scores.append(self.scored(prefix, logits[node + 1 : node + 2].clone()))
+            drafts = tree.tokens[path].to(ids.device)[None]
+            scores.append(self.scored_after(ids, drafts, logits[node + 1 : node + 2].clone()))
         return torch.cat(scores)
 
     def draw(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -130,10 +149,11 @@ class DraftSampler:
         """
         if self.tree_budget is None or not count:
             return self._path(ids, count, steps)
+        scored = partial(self.scored_after, ids)
         if self.do_sample:
-            return drawn(ids, count, self.tree_budget, steps, self.scored)
+            return drawn(ids, count, self.tree_budget, steps, scored)
         going_on = width or width_for(self.tree_budget)
-        return most_probable(ids, count, self.tree_budget, steps, self.scored, going_on, width)
+        return most_probable(ids, count, self.tree_budget, steps, scored, going_on, width)
 
     def _path(self, ids: torch.Tensor, count: int, steps: Steps) -> DraftTree:
         q: list[torch.Tensor | None] = []

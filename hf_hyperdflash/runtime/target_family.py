@@ -215,20 +215,24 @@ class TargetFamily:
             rows: All of the forward.
             kept: The path's, from the anchor on.
         """
-        first = range(len(kept))
-        for layer in cache.layers if kept != list(first) else ():
+        places: dict[torch.device, torch.Tensor] = {}
+        for layer in cache.layers if kept != list(range(len(kept))) else ():
             for states in (layer.keys, layer.values):
                 if states is not None:  # in place: what follows the path is cut off
+                    if states.device not in places:
+                        places[states.device] = torch.tensor(kept, device=states.device)
                     last = states[:, :, -len(rows) :]
-                    last[:, :, first] = last[:, :, kept]
+                    last[:, :, : len(kept)] = last.index_select(2, places[states.device])
         cache.crop(len(kept) - len(rows))
 
     def take_back(self, cache: Any, start: int) -> None:
         """Leave the first `start` tokens in a cache after a round's forward was interrupted, which some layers saw and
-        others did not. Those with a running state stay as they are."""
-        for layer in () if self.has_running_state else cache.layers:
-            if (count := layer.get_seq_length() - start) > 0:
-                layer.crop(-count)
+        others did not."""
+        for layer in cache.layers:
+            if hasattr(layer, "take_back"):  # a running state's, by this code or a drafter's own copy of it
+                layer.take_back(start)
+            elif getattr(layer, "keys", None) is not None:  # an MLP has a layer without
+                layer.crop(min(0, start - layer.get_seq_length()))
 
     def attention_keys(self, layer: Any, keys: int, rows: int, seen: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Where, in a verification round's attention weights, a token finds its keys.

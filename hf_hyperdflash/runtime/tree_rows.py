@@ -60,20 +60,23 @@ class TreeRows:
         seen = torch.tensor([row * rows + above for row, path in enumerate(self.paths) for above in path])
         return torch.zeros(rows * rows, dtype=torch.bool).index_fill_(0, seen, True).view(rows, rows)
 
-    def mask(self, past: int, window: int | None) -> torch.Tensor:
+    def mask(self, past: int, window: int | None, device: torch.device | str = "cpu") -> torch.Tensor:
         """What each row may look at: in a sliding window, by true positions.
 
         Args:
             past: Keys of the tokens before the anchor, the last ones of the text.
             window: Positions that a token sees, its own included; `None` for all.
+            device: Of the mask, which is made there: it is as long as the text.
 
         Returns:
             Boolean `[rows, past + rows]`.
         """
-        before = torch.arange(-past, 0)
-        places = torch.cat([before, self.depths])
-        seen = torch.cat([torch.ones(len(self), past, dtype=torch.bool), self.ancestors], dim=1)
-        return seen if window is None else seen & (self.depths[:, None] - places < window)
+        everything = torch.ones(len(self), past, dtype=torch.bool, device=device)
+        seen = torch.cat([everything, self.ancestors.to(device)], dim=1)
+        if window is None:
+            return seen
+        depths = self.depths.to(device)
+        return seen & (depths[:, None] - torch.cat([torch.arange(-past, 0, device=device), depths]) < window)
 
     def windows(self, rate: int, open_tokens: int) -> list[ClosedWindow]:
         """The windows that rows close, in the order of the rows.

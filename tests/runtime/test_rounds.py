@@ -19,10 +19,11 @@ from hf_hyperdflash.runtime.target_family import TargetFamily
 from hf_hyperdflash.runtime.targets import FAMILIES as KNOWN
 from hf_hyperdflash.runtime.targets import family_of
 from hf_hyperdflash.runtime.tree import DraftTree
+from hf_hyperdflash.runtime.tree_rows import TreeRows
 
 from ..conftest import CSA, HCA, SLIDING, prompt, tiny_target
 from ..helpers.draft_trees import parents_and_tokens
-from ..helpers.families import ALSO_MASKED, FAMILIES, MASKED, gpt_oss
+from ..helpers.families import ALSO_MASKED, FAMILIES, MASKED, gpt_oss, qwen3
 
 
 def filled_cache(target, ids):
@@ -102,6 +103,22 @@ def test_every_node_is_judged_on_its_own_path(family, length):
     trees = trees_of(chance, 4)
     for kind in kinds:
         check_rounds(target, kind, prompt(length), trees, chance, atol=1e-3)
+
+
+def test_an_accepted_path_is_looked_up_once_for_all_layers(monkeypatch):
+    """Each index that is made on the host is a wait for a GPU."""
+    target = qwen3().eval()
+    family, cache = family_of(target), DynamicCache(config=target.config)
+    with torch.no_grad():
+        target(prompt(9), past_key_values=cache)
+    keys = [layer.keys[:, :, :6].clone() for layer in cache.layers]
+    kept = [layer.keys[:, :, [6, 8]].clone() for layer in cache.layers]
+    made, tensor = [], torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda *args, **kwargs: made.append(args) or tensor(*args, **kwargs))
+    family.keep(cache, TreeRows(DraftTree(prompt(2)[0], (-1, -1))), [0, 2])
+    assert made == [([0, 2],)]
+    for layer, before, path in zip(cache.layers, keys, kept):
+        assert torch.equal(layer.keys, torch.cat([before, path], dim=2))
 
 
 def test_what_is_listed_is_what_is_tested():

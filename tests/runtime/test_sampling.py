@@ -8,7 +8,13 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.generation import logits_process as stock
 
 from hf_hyperdflash.runtime.growth import DraftStep
@@ -186,3 +192,34 @@ def test_a_path_is_told_each_token_that_was_chosen(do_sample):
     else:
         assert tree.q is None and tokens[1:] == [token + 1 for token in tokens[:-1]]
     assert len(DraftSampler(processors, do_sample).grow(ids, 0, steps)) == 0
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_paths_are_scored_after_the_text_they_follow(name):
+    torch.manual_seed(0)
+    ids, drafts, logits = prompt(6, 0, VOCAB), torch.randint(0, VOCAB, (3, 2)), torch.randn(3, VOCAB) * 3
+    sampler = DraftSampler(LogitsProcessorList([made(name)]), True)
+    expected = made(name)(torch.cat([ids.expand(3, -1), drafts], dim=1), logits.clone())
+    assert torch.equal(sampler.scored_after(ids, drafts, logits.clone()), expected)
+
+
+@pytest.mark.parametrize(
+    ("processors", "is_read"),
+    [([], False), ([TemperatureLogitsWarper(0.5), TopPLogitsWarper(0.9)], False),
+     ([TemperatureLogitsWarper(0.5), RepetitionPenaltyLogitsProcessor(1.2)], True)],
+    ids=["none", "warpers", "penalty"],
+)  # fmt: skip
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_growing_tree_copies_the_text_only_for_who_reads_it(processors, is_read, do_sample):
+    """Else a long text is copied for each path of each level."""
+    ids, lengths = prompt(500, 0, VOCAB), []
+
+    class Sampler(DraftSampler):
+        def scored(self, prefixes, logits):
+            lengths.append(prefixes.shape[1])
+            return super().scored(prefixes, logits)
+
+    law = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0))
+    sampler = Sampler(LogitsProcessorList(processors), do_sample, tree_budget=12)
+    sampler.grow(ids, 4, lambda k, tokens, rows: DraftStep(law[k].expand(len(tokens), -1)))
+    assert len(lengths) == 4 and lengths == [length + 500 * is_read for length in range(4)]

@@ -34,6 +34,7 @@ def test_a_row_sees_its_own_path_and_what_its_window_still_holds(parents, past, 
         seen = text if window is None else text[-window:]
         expected.append([key in seen for key in range(past + len(paths))])
     assert rows.mask(past, window).tolist() == expected
+    assert rows.mask(past, window, device="meta").shape == (len(paths), past + len(paths))  # made there, not copied
 
 
 @settings(deadline=None, max_examples=150)

@@ -124,6 +124,8 @@ def load_drafter(
     """
     if target is not None:
         family_of(target)  # says what is no target
+    if isinstance(device, str) and device != "meta":
+        check_device(device, "device", ())
     load, dtype = check_drafter(name_or_path, **hub_kwargs), named_dtype(dtype)
     if target is not None:
         head = cast(torch.Tensor, target.get_output_embeddings().weight)
@@ -157,22 +159,28 @@ def load_own_drafter(
     return kind.from_target(target, dtype=dtype, device=device, **hub_kwargs)
 
 
-def check_device(device_map: str) -> None:
-    """Raise a `ValueError` if a target cannot be put there, on the command line."""
-    if device_map in _SPREAD:
+def check_device(device_map: str, option: str = "--device-map", spread: Collection[str] = _SPREAD) -> None:
+    """Raise a `ValueError` if a model cannot be put there.
+
+    Args:
+        device_map: A device, or one of `spread`.
+        option: What it was given as.
+        spread: The ways to put it on several devices.
+    """
+    if device_map in spread:
         return
     try:
         device = torch.device(device_map)
     except RuntimeError as error:
         raise ValueError(
-            f"`--device-map` is {device_map!r}, expected {', '.join(_SPREAD)} or a device such as cpu or cuda:0."
+            f"`{option}` is {device_map!r}, expected {', '.join([*spread, 'a device such as cpu or cuda:0'])}."
         ) from error
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if here else 0
     if device.type != "cpu" and (here is None or device.type != here.type or (device.index or 0) >= count):
         seen = f"{count} devices of type {here}" if here else "only a cpu"
         raise ValueError(
-            f"`--device-map` is {device_map!r}, but this torch sees {seen}. Leave it out, or install torch for your "
+            f"`{option}` is {device_map!r}, but this torch sees {seen}. Leave it out, or install torch for your "
             "accelerator."
         )
 
@@ -315,6 +323,14 @@ def _readable(name: str | Path) -> Iterator[None]:
         ) from error
     except StrictDataclassError as error:
         raise ValueError(f"The config.json of {name} has a wrong value: {error}") from error
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        option = str(error).rpartition(" ")[2]
+        raise ValueError(
+            f"{option} is no option of loading {name}, expected those of `from_pretrained`: correct its name, or "
+            "leave it out."
+        ) from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise

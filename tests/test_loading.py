@@ -184,6 +184,18 @@ def test_what_is_no_drafter_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_options_that_are_none_and_places_that_are_not_there_are_told_in_one_line(tmp_path):
+    target = tiny_target()
+    target.save_pretrained(tmp_path / "target")
+    tiny_drafter(target).save_pretrained(tmp_path / "drafter")
+    for load, folder in ((load_target, "target"), (load_drafter, "drafter")):
+        with pytest.raises(ValueError, match=r"^'devise' is no option of loading .*, expected those of .*\.$"):
+            load(str(tmp_path / folder), devise="cpu")
+    for device, said in (("gpu", "expected a device such as cpu"), ("cuda:77", "but this torch sees")):
+        with pytest.raises(ValueError, match=f"^`device` is '{device}', {said}"):
+            load_drafter(tmp_path / "drafter", device=device)
+
+
 def test_of_a_repository_it_is_the_revision_that_is_asked_for(tmp_path, kind):
     """Where the configuration says which kind of drafter it is, and where its weights are."""
     repository = tmp_path / "cache" / "models--org--name"

@@ -11,6 +11,7 @@ from .targets import family_of, is_bound
 
 # Ways to write that are not ours, by the argument that asks for each.
 _WAYS = ("num_beams", "custom_generate", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "is_assistant")
+_BESIDE = ("prompt_lookup_num_tokens", "use_mtp", "dola_layers")  # with a drafter they would be left out in silence
 _MEDIA = ("pixel_values", "mm_encoder_outputs", "input_features")  # prefixes of `generate`'s arguments
 
 
@@ -136,11 +137,11 @@ def check_request(
             f"`prefill_chunk_size` is {chunk!r}, expected a whole number of tokens, at least 1, or None for the "
             "prompt in one piece."
         )
-    if generation_config.prompt_lookup_num_tokens:
-        raise ValueError(
-            f"`prompt_lookup_num_tokens` is {generation_config.prompt_lookup_num_tokens} beside a drafter, expected "
-            "one of the two: leave it or `assistant_model` out."
-        )
+    for name in _BESIDE:
+        if value := getattr(generation_config, name, None):
+            raise ValueError(
+                f"`{name}` is {value!r} beside a drafter, expected one of the two: leave it or `assistant_model` out."
+            )
     if synced_gpus:
         raise ValueError(
             "`synced_gpus=True` is not supported with a HyperDFlash drafter: ranks that finish early would wait for "

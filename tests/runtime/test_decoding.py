@@ -252,8 +252,9 @@ def test_requests_that_cannot_work_are_refused_before_any_work(pair, monkeypatch
     for chunk in (0, -5, "a", 2.5):
         with pytest.raises(ValueError, match=f"`prefill_chunk_size` is {chunk!r}, expected a whole number"):
             target.generate(prompt(5), assistant_model=drafter, max_new_tokens=3, prefill_chunk_size=chunk)
-    with pytest.raises(ValueError, match="`prompt_lookup_num_tokens` is 4 beside a drafter"):
-        target.generate(prompt(5), assistant_model=drafter, max_new_tokens=3, prompt_lookup_num_tokens=4)
+    for name, value in (("prompt_lookup_num_tokens", 4), ("dola_layers", "high")):
+        with pytest.raises(ValueError, match=f"`{name}` is {value!r} beside a drafter"):
+            target.generate(prompt(5), assistant_model=drafter, max_new_tokens=3, **{name: value})
 
 
 @pytest.mark.parametrize(

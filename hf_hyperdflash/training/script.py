@@ -166,7 +166,7 @@ def _check(script: ScriptArguments, args: Any) -> None:
     if args.eval_strategy != "no":
         check_metric(args.metric_for_best_model, generates=script.eval_prompts > 0)
     if script.device_map:
-        check_device(script.device_map)
+        check_device(script.device_map, "--device_map")
     if script.overwrite_output_dir and args.resume_from_checkpoint:
         raise ValueError(
             "`--overwrite_output_dir` begins anew and `--resume_from_checkpoint` goes on: leave one of them out."

@@ -161,8 +161,8 @@ def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path, name):
             ["--eval_strategy", "steps", "--metric_for_best_model", "taus"],
             "is 'taus', expected tau, teacher_forced_tau",
         ),
-        (["--device_map", "cuda:7"], "`--device-map` is 'cuda:7', but this torch sees only a cpu"),
-        (["--device_map", "gpu"], "`--device-map` is 'gpu', expected auto, balanced"),
+        (["--device_map", "cuda:7"], "`--device_map` is 'cuda:7', but this torch sees only a cpu"),
+        (["--device_map", "gpu"], "`--device_map` is 'gpu', expected auto, balanced"),
         (
             ["--streaming", "--eval_dataset", "x", "--draft_vocab_size", "9"],
             "`--draft_vocab_size` counts the tokens of a dataset, not of a stream",

@@ -292,6 +292,9 @@ def test_a_mask_of_the_new_turn_alone_is_told_from_ids_of_it(pair):
     with pytest.raises(ValueError, match=r"`attention_mask` has the shape .* what is in the cache included"):
         mask = torch.ones(1, 2).long()
         target.generate(whole, attention_mask=mask, past_key_values=out.past_key_values, **options)
+    with pytest.raises(ValueError, match=r"`past_key_values` holds .* expected the whole sequence"):
+        mask = torch.ones(1, whole.shape[1]).long()
+        target.generate(prompt(2), attention_mask=mask, past_key_values=out.past_key_values, **options)
 
 
 def test_a_tree_budget_that_is_none_is_refused_without_a_drafter_too(pair):

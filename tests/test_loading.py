@@ -183,7 +183,6 @@ def test_what_is_no_drafter_is_refused(tmp_path):
         load_drafter(None)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_options_that_are_none_and_places_that_are_not_there_are_told_in_one_line(tmp_path):
     target = tiny_target()
     target.save_pretrained(tmp_path / "target")
@@ -196,6 +195,7 @@ def test_options_that_are_none_and_places_that_are_not_there_are_told_in_one_lin
             load_drafter(tmp_path / "drafter", device=device)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 def test_of_a_repository_it_is_the_revision_that_is_asked_for(tmp_path, kind):
     """Where the configuration says which kind of drafter it is, and where its weights are."""
     repository = tmp_path / "cache" / "models--org--name"

@@ -12,7 +12,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 
 from .batch_decoding import decode_rows, stats_of, written_batch
 from .decoding import Decoding
-from .request import by_name, setting, way_asked
+from .request import by_name, ids_asked, setting, way_asked
 from .targets import family_of, is_drafter
 
 STARTS_ONLY = "_hyperdflash_starts_only"
@@ -58,9 +58,8 @@ def batch_asked(target: Any, asked: dict[str, Any]) -> BatchRequest | None:
         ValueError: If it cannot be done for several rows.
     """
     asked = by_name(asked)
-    drafter, ids = asked.get("assistant_model"), asked.get("inputs")
-    ids = asked.get("input_ids") if ids is None else ids
-    if not is_drafter(drafter) or not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+    drafter, ids = asked.get("assistant_model"), ids_asked(asked)
+    if not is_drafter(drafter) or ids is None:
         return None
     count = setting(target, asked, "num_return_sequences")
     count = 1 if count is None else count

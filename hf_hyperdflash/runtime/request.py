@@ -35,6 +35,13 @@ def by_name(asked: dict[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in asked.items() if name != "kwargs"}, **asked.get("kwargs", {})}
 
 
+def ids_asked(asked: dict[str, Any]) -> torch.Tensor | None:
+    """The prompts `[rows, seq]` of `generate`'s arguments by name; `None` if there are none such."""
+    ids = asked.get("inputs")
+    ids = asked.get("input_ids") if ids is None else ids
+    return ids if isinstance(ids, torch.Tensor) and ids.ndim == 2 else None
+
+
 def setting(target: Any, asked: dict[str, Any], name: str) -> Any:
     """What an argument or else a generation configuration says."""
     configs = [config for config in (asked.get("generation_config"), target.generation_config) if config is not None]
@@ -60,9 +67,8 @@ def check_shapes(asked: dict[str, Any]) -> None:
     Args:
         asked: The arguments of `generate`, by name.
     """
-    ids = asked.get("inputs")
-    ids = asked.get("input_ids") if ids is None else ids
-    if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+    ids = ids_asked(asked)
+    if ids is None:
         return
     (rows, length), cache = ids.shape, asked.get("past_key_values")
     mask, positions = asked.get("attention_mask"), asked.get("position_ids")

@@ -138,9 +138,7 @@ def _masks(rows: list[Decoding], rounds: list[RowRound], cache: RaggedCache, wid
             continue
         columns, device = layer.get_seq_length(), rows[0].row.ids.device
         mask = torch.zeros(len(rows), 1, width, columns + width, dtype=torch.bool, device=device)
-        mask[..., columns:] = torch.eye(
-            width, dtype=torch.bool, device=device
-        )  # what is filled up sees itself, so that it is finite
+        mask[..., columns:] = torch.eye(width, device=device)  # what is filled up sees itself, so that it is finite
         for place, (row, round_) in enumerate(zip(rows, rounds)):
             past, count = layer.held[place], round_.count
             of_row, real = round_.rows.mask(past, layer.sliding_window, device), row.row.mask(round_.start)

@@ -71,12 +71,12 @@ class TreeRows:
         Returns:
             Boolean `[rows, past + rows]`.
         """
-        everything = torch.ones(len(self), past, dtype=torch.bool, device=device)
-        seen = torch.cat([everything, self.ancestors.to(device)], dim=1)
-        if window is None:
-            return seen
-        depths = self.depths.to(device)
-        return seen & (depths[:, None] - torch.cat([torch.arange(-past, 0, device=device), depths]) < window)
+        seen = torch.ones(len(self), past + len(self), dtype=torch.bool, device=device)
+        seen[:, past:] = self.ancestors
+        if window is not None:
+            depths = self.depths.to(device)
+            seen &= depths[:, None] - torch.cat([torch.arange(-past, 0, device=device), depths]) < window
+        return seen
 
     def windows(self, rate: int, open_tokens: int) -> list[ClosedWindow]:
         """The windows that rows close, in the order of the rows.

@@ -74,9 +74,14 @@ class HeldTree:
         first = (filler, filler) if before is None else before
         closed = [torch.cat(parts, dim=1) for parts in zip(first, opened, rows)]
         each = 1 if before is None else 2
-        firsts = torch.tensor([(entries + window.number - 1) * rate for window in windows]).repeat_interleave(each)
-        firsts -= torch.arange(len(firsts)) * rate
-        return closed[0][:, places], closed[1][:, places], firsts.to(rows[0].device)
+        windows_before = enumerate(window.number - 1 for window in windows for _ in range(each))
+        firsts = [(entries + number - place) * rate for place, number in windows_before]
+        kv, gate = (self.at(part, places) for part in closed)
+        return kv, gate, self.rows.numbers(firsts, kv.device)
+
+    def at(self, values: torch.Tensor, places: list[int], dim: int = 1) -> torch.Tensor:
+        """What of `values` is at some places."""
+        return values.index_select(dim, self.rows.numbers(places, values.device))
 
     def hold_overlaps(self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor) -> None:
         """What the pooled windows hand on, `[1, windows, compress_rate, features]`."""

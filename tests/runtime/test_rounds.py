@@ -10,9 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CLIPVisionConfig, DynamicCache, LlavaConfig, LlavaForConditionalGeneration
 
 from hf_hyperdflash import bind
+from hf_hyperdflash.runtime.cache_deepseek_v4 import RewindableHCACacheLayer
 from hf_hyperdflash.runtime.rounds import ForkedRound, MaskedRound, verification_of
 from hf_hyperdflash.runtime.row import Row
 from hf_hyperdflash.runtime.target_family import TargetFamily
@@ -119,6 +121,40 @@ def test_an_accepted_path_is_looked_up_once_for_all_layers(monkeypatch):
     assert made == [([0, 2],)]
     for layer, before, path in zip(cache.layers, keys, kept):
         assert torch.equal(layer.keys, torch.cat([before, path], dim=2))
+
+
+@torch.no_grad()
+def copies_from_the_host(layers):
+    """Of a round over a tree, in what is held of it and in what stays."""
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, called, types, args=(), kwargs=None):
+            copies.extend([called] if called == torch.ops.aten.lift_fresh.default else [])
+            return called(*args, **(kwargs or {}))
+
+    target, copies = bind(tiny_target(layer_types=[CSA, HCA, SLIDING] * layers)), []
+    ids, tree = prompt(15), DraftTree(torch.arange(2, 12), (-1, -1, 0, 1, 2, 3, 4, 5, 6, 7))
+    cache, row = filled_cache(target, ids[:, :-1]), Row(ids, 0, None, None)
+    for layer in cache.layers:
+        if isinstance(layer, RewindableHCACacheLayer):
+            layer.store_compression_weights = counted(layer.store_compression_weights, Counted)
+    round_, _, residual = verified(target, MaskedRound, cache, row, tree)
+    with Counted():
+        round_.kept_residual(residual, [0, 2, 4])
+        round_.keep(cache, [0, 2, 4])
+    return len(copies)
+
+
+def counted(called, mode):
+    def called_counted(*args):
+        with mode():
+            return called(*args)
+
+    return called_counted
+
+
+def test_v4s_places_of_a_round_are_copied_to_the_device_once_for_all_layers():
+    assert copies_from_the_host(layers=1) == copies_from_the_host(layers=3) > 0
 
 
 def test_what_is_listed_is_what_is_tested():

@@ -369,6 +369,8 @@ class RewindableHCACacheLayer(_RewindableKeys, DeepseekV4HCACache):
             name: before[name][max(len(before[name]) - self._windows_read, 0) :] if name in before else []
             for name in self.entry_count
         }
+        # Per name, what a compressor held before the tokens whose entries are on the way.
+        self._unfinished: dict[str, tuple[list[torch.Tensor | None], int, list[_ClosedWindow]]] = {}
 
     def store_compression_weights(
         self, name: str, kv: torch.Tensor, gate: torch.Tensor
@@ -383,6 +385,8 @@ class RewindableHCACacheLayer(_RewindableKeys, DeepseekV4HCACache):
             open_window = self.buffer_kv[name], self.buffer_gate[name]
             before, entries = self._window_before(name, kv, gate), self.entry_count[name]
             return self.held.close_windows(name, self.compress_rate, entries, before, open_window, (kv, gate))
+        states = [state[name] for state in self._compressor_states()]
+        self._unfinished[name] = states, self.entry_count[name], list(self._closed_windows[name])
         closed_kv, closed_gate, first_position = super().store_compression_weights(name, kv, gate)
         if not closed_kv.shape[1]:
             return closed_kv, closed_gate, first_position
@@ -419,7 +423,9 @@ class RewindableHCACacheLayer(_RewindableKeys, DeepseekV4HCACache):
         """Append entries `[batch, windows, features]` and return all there are, `[batch, entries, features]`; those of
         a draft tree are not appended."""
         if self.held is None:
-            return super().update_compressor_states(name, compressed)
+            known = super().update_compressor_states(name, compressed)
+            self._unfinished.pop(name, None)
+            return known
         entries = self.held.hold_entries(name, compressed)
         known = self.compressed_kv[name]
         return entries if known is None else torch.cat([known, entries], dim=1)
@@ -431,7 +437,7 @@ class RewindableHCACacheLayer(_RewindableKeys, DeepseekV4HCACache):
             self._take_in_windows(held, name, held.closed(name, kept))
 
     def _take_in_windows(self, held: HeldTree, name: str, closed: list[int]) -> None:
-        super().update_compressor_states(name, held.at(held.entries[name], closed))
+        self.update_compressor_states(name, held.at(held.entries[name], closed))
 
     def entries_in_round(self, name: str) -> int:
         """Entries that the last forward saw, those of a draft tree included."""
@@ -443,6 +449,19 @@ class RewindableHCACacheLayer(_RewindableKeys, DeepseekV4HCACache):
             before = self.entry_count[name]
             return torch.cat([torch.arange(before), before + self.held.seen(name)[row].nonzero()[:, 0]])
         return torch.arange((self.cumulative_length - (rows - 1 - row)) // self.compress_rate)
+
+    def take_back(self, start: int) -> None:
+        """Undo what the layer has seen of a forward that was interrupted, even between a window and its entry.
+
+        Args:
+            start: Tokens before it.
+        """
+        for name, (states, entries, journal) in self._unfinished.items():
+            for kind, state in zip(self._compressor_states(), states):
+                kind[name] = state
+            self.entry_count[name], self._closed_windows[name] = entries, journal
+        self._unfinished.clear()
+        self.crop(min(0, start - self.cumulative_length))
 
     def _rewind(self, length: int) -> None:
         for name, buffer in self.buffer_kv.items():

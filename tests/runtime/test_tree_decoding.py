@@ -320,6 +320,36 @@ def test_after_an_interrupted_forward_the_cache_is_that_of_the_text_so_far(famil
         assert torch.equal(out, text)
 
 
+@pytest.mark.parametrize("kind", [RandomTrees, RandomChains])
+def test_after_an_interruption_between_a_window_and_its_entry_neither_is_there(kind, monkeypatch):
+    target, ids = bind(families.deepseek_v4().eval()), prompt(14)
+    monkeypatch.setattr(type(family_of(target)), "tree_verification", "fork")
+    text = target.generate(ids, do_sample=False, max_new_tokens=20)
+    norms = [
+        module for name, module in target.named_modules() if name.endswith(("compressor.kv_norm", "indexer.kv_norm"))
+    ]
+    assert len(norms) == 3
+    for norm in norms:
+        first = target.generate(ids, do_sample=False, max_new_tokens=1, return_dict_in_generate=True,
+                                assistant_model=PromptLookupDrafter(target))  # fmt: skip
+        cache = first.past_key_values
+        handle = norm.register_forward_hook(interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            target.generate(first.sequences, past_key_values=cache, do_sample=False, max_new_tokens=19,
+                            assistant_model=kind(target, [text[0]]))  # fmt: skip
+        handle.remove()
+        length = cache.get_seq_length()
+        out = target.generate(
+            text[:, : length + 1], past_key_values=cache, do_sample=False, max_new_tokens=text.shape[1] - length - 1,
+            assistant_model=kind(target, [text[0]]),
+        )  # fmt: skip
+        assert torch.equal(out, text)
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
 def test_the_drafter_is_given_the_accepted_paths_residual(target):
     ids = prompt(14)
     text = target.generate(ids, do_sample=False, max_new_tokens=20)

@@ -191,7 +191,7 @@ class _RewindableKeys(DynamicSlidingWindowLayer):
             self._take_in(held, kept)
 
     def _take_in(self, held: HeldTree, kept: list[int]) -> None:
-        keys = held.keys[:, :, kept]
+        keys = held.at(held.keys, kept, dim=2)
         self.update(keys, keys)
 
     # Rewinding
@@ -433,11 +433,11 @@ class RewindableHCACacheLayer(_RewindableKeys, DeepseekV4HCACache):
     def _take_in(self, held: HeldTree, kept: list[int]) -> None:
         super()._take_in(held, kept)
         for name, (kv, gate) in held.projections.items():
-            self.store_compression_weights(name, kv[:, kept], gate[:, kept])
+            self.store_compression_weights(name, held.at(kv, kept), held.at(gate, kept))
             self._take_in_windows(held, name, held.closed(name, kept))
 
     def _take_in_windows(self, held: HeldTree, name: str, closed: list[int]) -> None:
-        self.update_compressor_states(name, held.entries[name][:, closed])
+        self.update_compressor_states(name, held.at(held.entries[name], closed))
 
     def entries_in_round(self, name: str) -> int:
         """Entries that the last forward saw, those of a draft tree included."""
@@ -528,7 +528,7 @@ class RewindableCSACacheLayer(RewindableHCACacheLayer, DeepseekV4CSACache):
 
     def _take_in_windows(self, held: HeldTree, name: str, closed: list[int]) -> None:
         if closed:
-            kv, gate = (part[:, closed] for part in held.overlaps[name])
+            kv, gate = (held.at(part, closed) for part in held.overlaps[name])
             self.update_overlap_state(name, kv, gate, kv.shape[-1] // 2)
         super()._take_in_windows(held, name, closed)
 

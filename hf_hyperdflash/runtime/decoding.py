@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .continuation import context_of, leave_context, padding_of
+from .continuation import TORN, context_of, leave_context, padding_of
 from .inference_mode import leaves_nothing, mode_of_rounds
 from .request import AUTO, check_cache, tree_budget_asked
 from .rounds import ChainRound, round_over, verification_of
@@ -329,7 +329,11 @@ class Decoding:
         if kept < self.row.prompt_length:
             return  # interrupted before the first token: the cache holds the prompt
         rows = [0, *(node + 1 for node in path)][: kept - round_.start]
-        round_.keep(self.cache, rows)
+        try:
+            round_.keep(self.cache, rows)
+        except BaseException:  # as of Ctrl-C: some layers are cropped, and others are not
+            setattr(self.cache, TORN, True)
+            raise
         if self.cache.get_seq_length() != kept:
             raise RuntimeError(
                 f"The cache, a {type(self.cache).__name__}, holds {self.cache.get_seq_length()} tokens after it was "

@@ -74,9 +74,14 @@ class HeldTree:
         first = (filler, filler) if before is None else before
         closed = [torch.cat(parts, dim=1) for parts in zip(first, opened, rows)]
         each = 1 if before is None else 2
-        firsts = torch.tensor([(entries + window.number - 1) * rate for window in windows]).repeat_interleave(each)
-        firsts -= torch.arange(len(firsts)) * rate
-        return closed[0][:, places], closed[1][:, places], firsts.to(rows[0].device)
+        windows_before = enumerate(window.number - 1 for window in windows for _ in range(each))
+        firsts = [(entries + number - place) * rate for place, number in windows_before]
+        kv, gate = (self.at(part, places) for part in closed)
+        return kv, gate, self.rows.numbers(firsts, kv.device)
+
+    def at(self, values: torch.Tensor, places: list[int], dim: int = 1) -> torch.Tensor:
+        """What of `values` is at some places."""
+        return values.index_select(dim, self.rows.numbers(places, values.device))
 
     def hold_overlaps(self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor) -> None:
         """What the pooled windows hand on, `[1, windows, compress_rate, features]`."""
@@ -110,16 +115,17 @@ def best_seen(scores: torch.Tensor, seen: torch.Tensor, top_k: int) -> torch.Ten
         `[1, rows, top_k]`, -1 where there are fewer.
     """
     best = torch.full((1, scores.shape[1], top_k), -1, device=scores.device)
-    before = scores.shape[2] - seen.shape[1]
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for row, of_row in enumerate(seen.tolist()):
-        alike.setdefault(tuple(i for i, is_seen in enumerate(of_row, start=before) if is_seen), []).append(row)
-    for own, rows in alike.items():
-        there = torch.cat([scores[0, rows, :before], scores[0, rows][:, list(own)]], dim=1)
-        count = min(top_k, there.shape[1])
-        chosen = there.topk(count, dim=-1).indices
-        if own:  # which are not side by side
-            numbers = torch.tensor(own, device=scores.device)
-            chosen = torch.where(chosen < before, chosen, numbers[(chosen - before).clamp(min=0)])
-        best[0, rows, :count] = chosen
+    before, own = scores.shape[2] - seen.shape[1], seen.sum(1)
+    by_count = own.argsort()
+    places = before + seen[by_count].byte().argsort(dim=1, descending=True, stable=True).to(scores.device)
+    rows, start = by_count.to(scores.device), 0
+    there = scores[0, rows]
+    there[:, before:] = there.gather(1, places)  # its own first, as where there are no others: of equals the same one
+    for count, alike in zip(*(part.tolist() for part in own.unique(return_counts=True))):
+        among = slice(start, start := start + alike)
+        chosen = there[among, : before + count].topk(min(top_k, before + count), dim=-1).indices
+        if count:
+            of_own = places[among].gather(1, (chosen - before).clamp(min=0))
+            chosen = torch.where(chosen < before, chosen, of_own)
+        best[0, rows[among], : chosen.shape[1]] = chosen
     return best

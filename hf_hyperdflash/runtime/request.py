@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers.generation.configuration_utils import GenerationConfig
 
+from .continuation import TORN
 from .targets import family_of, is_bound
 
 # Ways to write that are not ours, by the argument that asks for each.
@@ -203,5 +204,10 @@ def check_cache(cache: Any) -> Any:
         raise ValueError(
             f"Assisted generation cannot rewind a {type(cache).__name__}: leave `cache_implementation` out. A cache "
             "of remote code needs `is_croppable = True` and a `crop(-n)` that takes back the last n tokens."
+        )
+    if getattr(cache, TORN, False):
+        raise ValueError(
+            "`past_key_values` was interrupted while drafts were taken back: some of its layers still hold rejected "
+            "ones. Start from a new cache."
         )
     return cache

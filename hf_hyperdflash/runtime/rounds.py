@@ -104,7 +104,8 @@ class MaskedRound(ChainRound):
 
     def kept_residual(self, residual: torch.Tensor, kept: list[int]) -> torch.Tensor:
         before = residual.shape[1] - self.count  # of a prompt
-        return residual[:, [*range(before), *(before + row for row in kept)]]
+        places = [*range(before), *(before + row for row in kept)]
+        return residual.index_select(1, self.rows.numbers(places, residual.device))
 
     def keep(self, cache: Any, kept: list[int]) -> None:
         self.family.keep(cache, self.rows, kept)

@@ -158,19 +158,19 @@ class DraftSampler:
     def _path(self, ids: torch.Tensor, count: int, steps: Steps) -> DraftTree:
         q: list[torch.Tensor | None] = []
         confidence: list[torch.Tensor] = []
-        length, row = ids.shape[1], ids.new_zeros(1)
+        drafts, token, row = ids[:, :0], ids[:, -1], ids.new_zeros(1)
         for k in range(count):
             if self.schedule is not None and not self.schedule.is_open():
                 break
-            step = steps(k, ids[:, -1], row)
-            scores = self.scored(ids, step.logits)
+            step = steps(k, token, row)
+            scores = self.scored_after(ids, drafts, step.logits)
             # By what is known before the token is drawn: afterwards it would be chosen by what it is.
             if self.schedule is not None and not self.schedule.admits(signal_of(scores)):
                 break
             token, drawn_from = self.draw(scores)
-            ids, q = torch.cat([ids, token[:, None]], dim=1), [*q, drawn_from]
+            drafts, q = torch.cat([drafts, token[:, None]], dim=1), [*q, drawn_from]
             confidence += [] if step.confidence is None else [step.confidence]
-        tree = DraftTree.chain(ids[0, length:], q if self.do_sample else None)
+        tree = DraftTree.chain(drafts[0], q if self.do_sample else None)
         return replace(tree, confidence=torch.cat(confidence)) if confidence else tree
 
 
@@ -191,11 +191,10 @@ def chains_in_step(wanted: Sequence[DraftsWanted], steps: Steps) -> list[DraftTr
         wanted: One per text, for chains without a schedule.
         steps: The drafter, with the texts as paths.
     """
-    texts = [each.ids for each in wanted]
-    tokens, rows = torch.cat([ids[:, -1] for ids in texts]), torch.arange(len(texts), device=texts[0].device)
+    tokens = torch.cat([each.ids[:, -1] for each in wanted])
+    drafts, rows = tokens.new_empty(len(wanted), 0), torch.arange(len(wanted), device=tokens.device)
     is_plain = all(not each.sampler.do_sample and not len(each.sampler.processors) for each in wanted)
     drawn_from: list[list[torch.Tensor | None]] = [[] for _ in wanted]
-    drafts: list[torch.Tensor] = []
     confidence: list[torch.Tensor] = []
     for k in range(max(each.drafts for each in wanted)):
         step = steps(k, tokens, rows)
@@ -203,20 +202,18 @@ def chains_in_step(wanted: Sequence[DraftsWanted], steps: Steps) -> list[DraftTr
             tokens = step.logits.argmax(-1).to(tokens.device)
         else:
             draws = [
-                each.sampler.draw(each.sampler.scored(ids, step.logits[row : row + 1]))
-                for row, (each, ids) in enumerate(zip(wanted, texts))
+                each.sampler.draw(each.sampler.scored_after(each.ids, drafts[row][None], step.logits[row][None]))
+                for row, each in enumerate(wanted)
             ]
             tokens = torch.cat([token for token, _ in draws])
-            texts = [torch.cat([ids, token[:, None]], dim=1) for ids, (token, _) in zip(texts, draws)]
             for row, (_, q) in enumerate(draws):
                 drawn_from[row].append(q)
-        drafts.append(tokens)
+        drafts = torch.cat([drafts, tokens[:, None]], dim=1)
         confidence += [] if step.confidence is None else [step.confidence]
-    of_rows = torch.stack(drafts, dim=1)
     trees = []
     for row, each in enumerate(wanted):
         tree = DraftTree.chain(
-            of_rows[row, : each.drafts], drawn_from[row][: each.drafts] if each.sampler.do_sample else None
+            drafts[row, : each.drafts], drawn_from[row][: each.drafts] if each.sampler.do_sample else None
         )
         sure = torch.stack([of_step[row] for of_step in confidence[: each.drafts]]) if confidence else None
         trees.append(replace(tree, confidence=sure))

@@ -215,14 +215,11 @@ class TargetFamily:
             rows: All of the forward.
             kept: The path's, from the anchor on.
         """
-        places: dict[torch.device, torch.Tensor] = {}
         for layer in cache.layers if kept != list(range(len(kept))) else ():
             for states in (layer.keys, layer.values):
                 if states is not None:  # in place: what follows the path is cut off
-                    if states.device not in places:
-                        places[states.device] = torch.tensor(kept, device=states.device)
                     last = states[:, :, -len(rows) :]
-                    last[:, :, : len(kept)] = last.index_select(2, places[states.device])
+                    last[:, :, : len(kept)] = last.index_select(2, rows.numbers(kept, states.device))
         cache.crop(len(kept) - len(rows))
 
     def take_back(self, cache: Any, start: int) -> None:

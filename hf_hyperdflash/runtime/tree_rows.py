@@ -43,6 +43,7 @@ class TreeRows:
         for row, parent in enumerate(tree.parents, start=1):
             self.paths.append([*self.paths[parent - ANCHOR], row])
         self._windows: dict[tuple[int, int], list[ClosedWindow]] = {}
+        self._numbers: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
 
     def __len__(self) -> int:
         """The anchor and the nodes."""
@@ -71,12 +72,19 @@ class TreeRows:
         Returns:
             Boolean `[rows, past + rows]`.
         """
-        everything = torch.ones(len(self), past, dtype=torch.bool, device=device)
-        seen = torch.cat([everything, self.ancestors.to(device)], dim=1)
-        if window is None:
-            return seen
-        depths = self.depths.to(device)
-        return seen & (depths[:, None] - torch.cat([torch.arange(-past, 0, device=device), depths]) < window)
+        seen = torch.ones(len(self), past + len(self), dtype=torch.bool, device=device)
+        seen[:, past:] = self.ancestors
+        if window is not None:
+            depths = self.depths.to(device)
+            seen &= depths[:, None] - torch.cat([torch.arange(-past, 0, device=device), depths]) < window
+        return seen
+
+    def numbers(self, values: list[int], device: torch.device) -> torch.Tensor:
+        """Places on a device: once for all layers, as each is a copy from the host."""
+        key = tuple(values), device
+        if key not in self._numbers:
+            self._numbers[key] = torch.tensor(values, dtype=torch.long, device=device)
+        return self._numbers[key]
 
     def windows(self, rate: int, open_tokens: int) -> list[ClosedWindow]:
         """The windows that rows close, in the order of the rows.

@@ -10,9 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CLIPVisionConfig, DynamicCache, LlavaConfig, LlavaForConditionalGeneration
 
 from hf_hyperdflash import bind
+from hf_hyperdflash.runtime.cache_deepseek_v4 import RewindableHCACacheLayer
 from hf_hyperdflash.runtime.rounds import ForkedRound, MaskedRound, verification_of
 from hf_hyperdflash.runtime.row import Row
 from hf_hyperdflash.runtime.target_family import TargetFamily
@@ -121,6 +123,40 @@ def test_an_accepted_path_is_looked_up_once_for_all_layers(monkeypatch):
         assert torch.equal(layer.keys, torch.cat([before, path], dim=2))
 
 
+@torch.no_grad()
+def copies_from_the_host(layers):
+    """Of a round over a tree, in what is held of it and in what stays."""
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, called, types, args=(), kwargs=None):
+            copies.extend([called] if called == torch.ops.aten.lift_fresh.default else [])
+            return called(*args, **(kwargs or {}))
+
+    target, copies = bind(tiny_target(layer_types=[CSA, HCA, SLIDING] * layers)), []
+    ids, tree = prompt(15), DraftTree(torch.arange(2, 12), (-1, -1, 0, 1, 2, 3, 4, 5, 6, 7))
+    cache, row = filled_cache(target, ids[:, :-1]), Row(ids, 0, None, None)
+    for layer in cache.layers:
+        if isinstance(layer, RewindableHCACacheLayer):
+            layer.store_compression_weights = counted(layer.store_compression_weights, Counted)
+    round_, _, residual = verified(target, MaskedRound, cache, row, tree)
+    with Counted():
+        round_.kept_residual(residual, [0, 2, 4])
+        round_.keep(cache, [0, 2, 4])
+    return len(copies)
+
+
+def counted(called, mode):
+    def called_counted(*args):
+        with mode():
+            return called(*args)
+
+    return called_counted
+
+
+def test_v4s_places_of_a_round_are_copied_to_the_device_once_for_all_layers():
+    assert copies_from_the_host(layers=1) == copies_from_the_host(layers=3) > 0
+
+
 def test_what_is_listed_is_what_is_tested():
     tested = [family_of(made()) for made in [*FAMILIES, *ALSO_MASKED]]
     listed = set().union(*(family.masked_types | family.forked_types for family in KNOWN))
@@ -165,7 +201,8 @@ KEPT_STATES = ("buffer_kv", "buffer_gate", "compressed_kv", "overlap_kv", "overl
 @torch.no_grad()
 def test_v4s_caches_are_what_the_accepted_path_alone_would_have_left(number, length, drawn, seed):
     target, chance = V4S[number], random.Random(seed)
-    trees = [DraftTree(torch.tensor(tokens, dtype=torch.long), tuple(parents)) for parents, tokens in drawn if parents]
+    # Without padding, whose scores are all zero: of equals a prompt chooses others than one token at a time.
+    trees = [DraftTree(torch.tensor(tokens) + 2, tuple(parents)) for parents, tokens in drawn if parents]
     cache, row = check_rounds(target, MaskedRound, prompt(length), trees, chance)
     alone = filled_cache(target, row.ids[:, :-1])
     for layer, expected in zip(cache.layers, alone.layers):

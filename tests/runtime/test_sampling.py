@@ -18,7 +18,7 @@ from transformers import (
 from transformers.generation import logits_process as stock
 
 from hf_hyperdflash.runtime.growth import DraftStep
-from hf_hyperdflash.runtime.sampling import DraftSampler, without_state
+from hf_hyperdflash.runtime.sampling import DraftSampler, DraftsWanted, chains_in_step, without_state
 from hf_hyperdflash.runtime.tree import ANCHOR, DraftTree
 
 from ..conftest import prompt
@@ -210,7 +210,8 @@ def test_paths_are_scored_after_the_text_they_follow(name):
     ids=["none", "warpers", "penalty"],
 )  # fmt: skip
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_a_growing_tree_copies_the_text_only_for_who_reads_it(processors, is_read, do_sample):
+@pytest.mark.parametrize("how", ["tree", "chain", "chains in step"])
+def test_drafts_copy_the_text_only_for_who_reads_it(how, processors, is_read, do_sample):
     """Else a long text is copied for each path of each level."""
     ids, lengths = prompt(500, 0, VOCAB), []
 
@@ -220,6 +221,14 @@ def test_a_growing_tree_copies_the_text_only_for_who_reads_it(processors, is_rea
             return super().scored(prefixes, logits)
 
     law = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0))
-    sampler = Sampler(LogitsProcessorList(processors), do_sample, tree_budget=12)
-    sampler.grow(ids, 4, lambda k, tokens, rows: DraftStep(law[k].expand(len(tokens), -1)))
-    assert len(lengths) == 4 and lengths == [length + 500 * is_read for length in range(4)]
+    sampler = Sampler(LogitsProcessorList(processors), do_sample, tree_budget=12 if how == "tree" else None)
+
+    def steps(k, tokens, rows):
+        return DraftStep(law[k].expand(len(tokens), -1))
+
+    if how == "chains in step":
+        chains_in_step([DraftsWanted(None, ids, ids, 4, sampler)], steps)
+    else:
+        sampler.grow(ids, 4, steps)
+    is_plain = how == "chains in step" and not processors and not do_sample  # which nobody has to score
+    assert lengths == ([] if is_plain else [length + 500 * is_read for length in range(4)])

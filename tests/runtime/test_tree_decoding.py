@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, bind
 from hf_hyperdflash.runtime.binding import capture_residual
+from hf_hyperdflash.runtime.cache_linear import RewindableLinearLayer
 from hf_hyperdflash.runtime.heads import HEADS
 from hf_hyperdflash.runtime.request import MOST_NODES
 from hf_hyperdflash.runtime.sampling import DraftSampler
@@ -348,6 +349,21 @@ def test_after_an_interruption_between_a_window_and_its_entry_neither_is_there(k
 
 def interrupted(*_):
     raise KeyboardInterrupt
+
+
+def test_a_cache_whose_rewinding_was_interrupted_is_refused(monkeypatch):
+    """Some of its running states have seen rejected drafts, which nothing undoes any more."""
+    target, ids = bind(families.qwen3_next().eval()), prompt(14)
+    text = target.generate(ids, do_sample=False, max_new_tokens=20)
+    first = target.generate(ids, do_sample=False, max_new_tokens=1, return_dict_in_generate=True,
+                            assistant_model=PromptLookupDrafter(target))  # fmt: skip
+    again = dict(past_key_values=first.past_key_values, do_sample=False, max_new_tokens=19,
+                 assistant_model=RandomChains(target, [text[0]]))  # fmt: skip
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(RewindableLinearLayer, "_replay", interrupted)
+        target.generate(first.sequences, **again)
+    with pytest.raises(ValueError, match="interrupted while drafts were taken back"):
+        target.generate(first.sequences, **again)
 
 
 def test_the_drafter_is_given_the_accepted_paths_residual(target):

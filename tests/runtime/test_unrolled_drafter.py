@@ -99,10 +99,10 @@ def test_a_context_is_left_as_it_was(kind, monkeypatch):
             found.append(drafter.propose(target, context, ids, positions, 5, sampler))
 
         class Broken(DraftSampler):
-            def scored(self, prefixes, logits):
-                if prefixes.shape[1] > 35:
+            def scored_after(self, ids, drafts, logits):
+                if drafts.shape[1] > 2:
                     raise KeyboardInterrupt
-                return super().scored(prefixes, logits)
+                return super().scored_after(ids, drafts, logits)
 
         with pytest.raises(KeyboardInterrupt):
             drafter.propose(target, context, ids, positions, 5, Broken(LogitsProcessorList(), False, None))

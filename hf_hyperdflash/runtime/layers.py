@@ -181,6 +181,10 @@ class HyperDFlashLayer(GradientCheckpointingLayer):
         if self.has_convolutions:
             self.attention_conv, self.mlp_conv = CausalConvolution(config), CausalConvolution(config)
 
+    def reads(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What attention makes keys and values of."""
+        return self.input_layernorm(hidden)
+
     def keys_values(self, feature: torch.Tensor, rotary: Rotary) -> KeysValues:
         """Of the context alone, as [`HyperDFlashAttention.keys_values`]."""
         return self.self_attn.keys_values(feature, rotary)
@@ -199,7 +203,7 @@ class HyperDFlashLayer(GradientCheckpointingLayer):
         def attend(normed: torch.Tensor) -> torch.Tensor:
             return self.self_attn(normed, feature, rotary, context, attention_mask)
 
-        normed = self.input_layernorm(hidden)
+        normed = self.reads(hidden)
         hidden = hidden + (self.attention_conv(normed, attend) if self.has_convolutions else attend(normed))
         normed = self.post_attention_layernorm(hidden)
         return hidden + (self.mlp_conv(normed, self.mlp) if self.has_convolutions else self.mlp(normed))

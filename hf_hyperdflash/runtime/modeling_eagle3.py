@@ -32,6 +32,10 @@ class Eagle3Layer(HyperDFlashLayer):
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm_before_residual = config.norm_before_residual
 
+    def reads(self, hidden: torch.Tensor) -> torch.Tensor:
+        embeds, state = hidden.chunk(2, dim=-1)
+        return torch.cat([self.input_layernorm(embeds), self.hidden_norm(state)], dim=-1)
+
     def forward(
         self,
         hidden: torch.Tensor,
@@ -41,11 +45,9 @@ class Eagle3Layer(HyperDFlashLayer):
         attention_mask: Any,
     ) -> torch.Tensor:
         """`[batch, queries, 2 * config.hidden_size]` to `[batch, queries, config.hidden_size]`."""
-        embeds, state = hidden.chunk(2, dim=-1)
-        normed = self.hidden_norm(state)
-        read = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
-        residual = normed if self.norm_before_residual else state
-        hidden = residual + self.self_attn(read, feature, rotary, context, attention_mask)
+        state = hidden.chunk(2, dim=-1)[1]
+        residual = self.hidden_norm(state) if self.norm_before_residual else state
+        hidden = residual + self.self_attn(self.reads(hidden), feature, rotary, context, attention_mask)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 

@@ -75,18 +75,22 @@ class SpecBlockDrafter(UnrolledDrafter):
         self, target: PreTrainedModel, unrolling: Unrolling, ids: torch.Tensor, count: int, sampler: DraftSampler
     ) -> DraftTree:
         if sampler.tree_budget is None:
-            tree = sampler.grow(ids, count, self._chain(target, unrolling))
+            tree = sampler.grow(ids, count, self._chain(target, unrolling, count))
             return replace(tree, passes=tuple(1 + (depth - 1) // self.config.block_size for depth in tree.depths))
         return grow_blocks(ids, count, sampler, self._blocks(target, unrolling), self.config)
 
-    def _chain(self, target: PreTrainedModel, unrolling: Unrolling) -> Steps:
+    def _chain(self, target: PreTrainedModel, unrolling: Unrolling, count: int) -> Steps:
         size = self.config.block_size
+        of_block = unrolling.states  # logits of the slots of the last block
 
         def steps(k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
+            nonlocal of_block
             if k and k % size == 0:
                 last = torch.tensor([len(unrolling.states) - 1], device=self.device)
                 unrolling.further(last, torch.full_like(last, size - 1), tokens.to(self.device))
-            return DraftStep(self.logits(target, unrolling.states[-1:, k % size]))
+            if k % size == 0:  # one reading of the LM head for all of them
+                of_block = self.logits(target, unrolling.states[-1, : count - k])
+            return DraftStep(of_block[k % size][None])
 
         return steps
 

@@ -149,6 +149,7 @@ class UnrolledDrafter(ReadingDrafter):
         positions: torch.Tensor,
         keys_values: Sequence[ContextLayer],
         mask: torch.Tensor,
+        of_last: bool = False,
     ) -> torch.Tensor:
         """Blocks, one pass.
 
@@ -158,16 +159,23 @@ class UnrolledDrafter(ReadingDrafter):
             positions: `[batch, blocks]`, of their first slots.
             keys_values: For each layer, what adds the keys and values of the blocks to those they see.
             mask: Boolean `[batch, 1, blocks * config.block_size, keys]`, `True` where a slot may look.
+            of_last: Whether only the last block's states are wanted: of the others the last layer makes no more than
+                keys and values.
 
         Returns:
-            `[batch, blocks, config.block_size, config.hidden_size]`.
+            `[batch, blocks, config.block_size, config.hidden_size]`, or of one block.
         """
         hidden = self._begin(condition, embeds.to(condition.dtype))
         slots = torch.arange(self.config.block_size, device=positions.device)
         rotary = self.rotary_emb(hidden, (positions.unsqueeze(-1) + slots).flatten(1))
-        seen = attention_mask_for(self.config._attn_implementation, mask, hidden.dtype)
+        kind, size = self.config._attn_implementation, self.config.block_size
+        seen, before = attention_mask_for(kind, mask, hidden.dtype), None
         for index, (layer, known) in enumerate(zip(self.layers, keys_values)):
-            hidden = layer(self._between(index, hidden), None, rotary, known, seen)
+            hidden = self._between(index, hidden)
+            if of_last and index == len(self.layers) - 1:
+                before, hidden = cast(Any, layer).reads(hidden[:, :-size]), hidden[:, -size:]
+                seen = attention_mask_for(kind, mask[:, :, -size:], hidden.dtype)
+            hidden = layer(hidden, before, rotary, known, seen)
         return hidden.unflatten(1, (-1, self.config.block_size))
 
     def embed(self, target: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
@@ -270,9 +278,10 @@ class UnrolledDrafter(ReadingDrafter):
             mask = entry_mask(torch.arange(condition.shape[1], device=self.device)[None], size)
             mask = nn.functional.pad(mask, (context.visible(0, 0), 0), value=True)
             layers = [context.layer(index, 0) for index in range(len(self.layers))]
-            states = self.run(condition, self.embed(target, next_ids[:, part]), positions, layers, mask)
+            embeds = self.embed(target, next_ids[:, part])
+            states = self.run(condition, embeds, positions, layers, mask, of_last=True)
             context.advance(new)
-            context.states, context.position = states[:, -1].clone(), positions[:, -1:]
+            context.states, context.position = states[:, -1], positions[:, -1:]
 
     @torch.no_grad()
     def propose(

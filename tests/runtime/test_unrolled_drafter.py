@@ -114,6 +114,26 @@ def test_a_context_is_left_as_it_was(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_what_nobody_reads_is_not_computed(kind):
+    """Of all entries but the last no more than keys and values of the last layer, and of a block's slots no reading of
+    the LM head each."""
+    torch.manual_seed(0)
+    target, ids = families.qwen3().eval(), prompt(12)
+    drafter = unrolled(kind, target, **KINDS[kind])
+    with capture_residual(target, drafter.target_layer_ids) as captured:
+        target(ids[:, :-1])
+    size, rows, positions, context = drafter.config.block_size, [], torch.arange(12)[None], drafter.new_context()
+    for layer in drafter.layers:
+        layer.mlp.register_forward_hook(lambda module, args, out: rows.append(out.shape[1]))
+    drafter.extend(target, context, captured[0], positions[:, :-1], ids[:, 1:])
+    assert rows == [11 * size] * (len(rows) - 1) + [size] and len(rows) == len(drafter.layers)
+    read = []
+    with target.lm_head.register_forward_hook(lambda module, args, out: read.append(out.shape[:-1].numel())):
+        tree = drafter.propose(target, context, ids, positions, 5, DraftSampler(LogitsProcessorList(), False))
+    assert len(tree) == 5 and read == ([3, 2] if kind == "specblock" else [1] * 5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_chat_goes_on_with_processors(kind):
     torch.manual_seed(0)
     target, ids = families.qwen3().eval(), prompt(12)

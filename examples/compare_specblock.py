@@ -30,6 +30,7 @@ from hf_hyperdflash.training.store import FeatureCache
 
 TRAIN = Path(__file__).with_name("train_drafter.py")
 SPECBLOCK = ["--drafter_type", "specblock", "--recipe", "specblock"]
+ONE_LAYER = ["--layers", "1", "--no_shift", "--valid_prefix", "false"]  # there is nothing to shift between
 CELLS: dict[str, list[str]] = {
     "SpecBlock": SPECBLOCK,
     "EAGLE-3": ["--drafter_type", "eagle3", "--recipe", "eagle3"],
@@ -39,8 +40,12 @@ CELLS: dict[str, list[str]] = {
     "without valid prefix": [*SPECBLOCK, "--valid_prefix", "false"],
     "without shift and valid prefix": [*SPECBLOCK, "--no_shift", "--valid_prefix", "false"],
     "without rank head": [*SPECBLOCK, "--no_rank_head"],
+    "blocks of three": [*SPECBLOCK, *ONE_LAYER, "--block_size", "3", "--max_blocks", "3"],
+    "blocks of two": [*SPECBLOCK, *ONE_LAYER, "--block_size", "2", "--max_blocks", "4"],
 }
-CHAINS = ("SpecBlock", "without shift and valid prefix", "EAGLE-3", "State head")  # whose chains are measured, too
+CHAINS = {  # whose chains are measured, too
+    "SpecBlock", "without shift and valid prefix", "blocks of three", "blocks of two", "EAGLE-3", "State head",
+}  # fmt: skip
 
 
 def flags_of(name: str, width: int, args: argparse.Namespace) -> list[str]:
@@ -91,7 +96,7 @@ def train(name: str, width: int, args: argparse.Namespace) -> dict:
 
 
 def benchmark(names: list[str], args: argparse.Namespace) -> None:
-    work_dir, drafts = Path(args.work_dir), {"EAGLE-3": 7, "State head": 6}
+    work_dir, drafts = Path(args.work_dir), {"EAGLE-3": 7, "State head": 6, "blocks of three": 9}
     methods: list[str] = []
     for name in names:
         depth, folder = drafts.get(name, 8), work_dir / name.replace(" ", "-")

@@ -21,11 +21,12 @@ from .request import AUTO, check_cache, tree_budget_asked
 from .rounds import ChainRound, round_over, verification_of
 from .row import Row
 from .sampling import DraftSampler, DraftsWanted
-from .schedule import Budgets, Experience, FixedSchedule, Schedule, TreeSchedule
+from .schedule import Experience, FixedSchedule, Schedule
 from .shown import Shown
 from .stats import SpeculationStats, clock
 from .stopping import Stopping
 from .tree import ANCHOR, DraftTree
+from .tree_schedule import MOST_NODES, TreeSchedule
 from .verification import Step, greedy_walk, sampled_walk, traversal_walk
 
 logger = logging.getLogger(__name__)
@@ -176,6 +177,7 @@ class Decoding:
             self.stats.keep_tree(round_.tree, accepted, self.row.ids[0, before - 1 :])
         self.stats.add_round(self.row.length - before, len(accepted), round_.tree if self._room else None)
         seconds = self.now() + self.waited - self._round_began
+        self.schedule.learn(round_.tree, accepted, self.row.finished)
         self.schedule.end(len(round_.tree), len(accepted), seconds, self.row.finished)
         return len(accepted)
 
@@ -217,7 +219,7 @@ class Decoding:
         if self.tree_budget is None:
             return
         if verification_of(self.binding.family, self.cache) != "chain":
-            self.sampler.tree_budget = self.tree_budget if self.tree_budget != AUTO else Budgets.MOST
+            self.sampler.tree_budget = self.tree_budget if self.tree_budget != AUTO else MOST_NODES
         else:
             logger.warning(
                 "`tree_budget` is %s, but draft trees of a %s target are not verified: drafting chains.",
@@ -229,7 +231,7 @@ class Decoding:
         """Let what pays be drafted, if that is asked for: of trees where they can be verified, else of chains."""
         known, has_trees = None if self.is_joint else self.experience, self.sampler.tree_budget is not None
         if known is not None and has_trees and self.tree_budget == AUTO:
-            self.schedule = TreeSchedule(known.budgets, self.sampler)
+            self.schedule = TreeSchedule(known, self.sampler)
         elif known is not None and not has_trees:
             self.schedule = self.sampler.schedule = Schedule(known)
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .growth import ACCEPTED, hits_of
+from .growth import hits_of
+from .node_survival import ACCEPTED, Admission
 from .sampling import DraftSampler
 from .tree import ANCHOR, DraftTree
 
@@ -78,7 +79,7 @@ def grow_blocks(ids: torch.Tensor, count: int, sampler: DraftSampler, blocks: Bl
             starts = heapq.nlargest(budget - len(growing.tokens), starts, key=lambda start: start.value)
         else:
             starts = growing.take(starts, made, step)
-            least = heapq.nlargest(budget, growing.values)[-1]
+            least = min(heapq.nlargest(budget, growing.values), default=math.inf)
             starts = heapq.nlargest(budget, [each for each in starts if each.value >= least], lambda each: each.value)
         made += len(step.logits)
         growing.passes += [level + 1] * (len(growing.tokens) - len(growing.passes))
@@ -103,6 +104,8 @@ class _Growing:
         self.parents: list[int] = []
         self.values: list[float] = []
         self.q: list[torch.Tensor] = []
+        self.signals: list[float] = []  # what the drafter says of each
+        self.admission: Admission | None = sampler.admission
         self.passes: list[int] = []
 
     def take(self, starts: list[_Start], made: int, step: BlockStep) -> list[_Start]:
@@ -119,9 +122,10 @@ class _Growing:
                     tokens, gains = _most_probable(self._scores(path, step.logits[row, slot]), width)
                 else:
                     tokens, gains = shared[0][row][slot], shared[1][row][slot]
-                children = [(token, gain) for token, gain in zip(tokens[:width], gains) if gain > -math.inf]
-                for rank, (token, gain) in enumerate(children):
-                    self._add(token, node, value + gain)
+                children = [(token, gain, value + self._chance(gain)) for token, gain in zip(tokens[:width], gains)]
+                children = [child for child in children if child[2] > self._least]
+                for rank, (token, gain, worth) in enumerate(children):
+                    self._add(token, node, worth, math.exp(gain))
                     if rank or slot == slots - 1:
                         found.append(self._start(made + row, slot, start.depth, path))
                 if not children:
@@ -132,7 +136,8 @@ class _Growing:
 
     def draw(self, starts: list[_Start], made: int, step: BlockStep, share: int) -> list[_Start]:
         """Random children at every slot, `share` in all; where later blocks can start."""
-        counts, found = self._counts(starts, step, share), []
+        signals = self._signals(step, len(starts))
+        counts, found = self._counts(starts, step, share, signals), []
         slots = step.logits.shape[1]
         for row, start in enumerate(starts):
             node, path = start.node, start.path
@@ -143,7 +148,7 @@ class _Growing:
                 for rank, token in enumerate(draws.tolist()):
                     rest = left.index_fill(0, draws[:rank], 0.0)
                     self.q.append(rest / rest.sum())
-                    self._add(token, node, hits[rank])
+                    self._add(token, node, hits[rank], signals[row][slot])
                     if rank or slot == slots - 1:
                         found.append(self._start(made + row, slot, start.depth, path))
                 node = len(self.tokens) - len(draws)
@@ -160,7 +165,12 @@ class _Growing:
         tokens = self.ids.new_tensor([self.tokens[node] for node in kept])
         parents = tuple(number[self.parents[node]] for node in kept)
         q = tuple(self.q[node] for node in kept) if self.q else None
-        return DraftTree(tokens, parents, q, passes=tuple(self.passes[node] for node in kept))
+        confidence = (
+            None
+            if self.admission is None
+            else tokens.new_tensor([self.signals[node] for node in kept], dtype=torch.float32)
+        )
+        return DraftTree(tokens, parents, q, confidence, passes=tuple(self.passes[node] for node in kept))
 
     def _widths(self, step: BlockStep, starts: list[_Start]) -> list[list[int]]:
         if step.ranks is None:
@@ -170,7 +180,26 @@ class _Growing:
             widths[0][0] = 1  # a round drafts something
         return widths
 
-    def _counts(self, starts: list[_Start], step: BlockStep, share: int) -> list[list[list[float]]]:
+    @property
+    def _least(self) -> float:
+        """Of a node's value, where they are logarithms."""
+        return -math.inf if self.admission is None or not self.admission.least else math.log(self.admission.least)
+
+    def _chance(self, gain: float) -> float:
+        """The logarithm of how probable it is that a node is accepted, of how probable the drafter holds it."""
+        if self.admission is None or gain == -math.inf:
+            return gain
+        return math.log(self.admission.survival.of_one(math.exp(gain)))
+
+    def _signals(self, step: BlockStep, blocks: int) -> list[list[float]]:
+        """How probable the rank head holds it that the target's token is the best one, by block and slot."""
+        if step.ranks is None:
+            return [[ACCEPTED[0]] * step.logits.shape[1]] * blocks
+        return step.ranks[..., 0].tolist()
+
+    def _counts(
+        self, starts: list[_Start], step: BlockStep, share: int, signals: list[list[float]]
+    ) -> list[list[list[float]]]:
         """For every block and slot, what its children are worth: as many as the slot gets."""
         widths = self._widths(step, starts)
         candidates = []
@@ -179,9 +208,12 @@ class _Growing:
             for slot in range(min(step.logits.shape[1], self.count - start.depth)):
                 if not widths[row][slot]:
                     break
-                sure = ACCEPTED[0] if step.ranks is None else float(step.ranks[row, slot, 0])
-                hits = [value * hit for hit in hits_of(sure, widths[row][slot])]
-                candidates += [(hit, -rank, -slot, row) for rank, hit in enumerate(hits)]
+                sure, later, least = signals[row][slot], ACCEPTED[1:], -1.0
+                if self.admission is not None:
+                    survival, least = self.admission
+                    sure, later = survival.of_one(sure), survival.later
+                hits = [value * hit for hit in hits_of(sure, widths[row][slot], later)]
+                candidates += [(hit, -rank, -slot, row) for rank, hit in enumerate(hits) if hit > least]
                 value = hits[0]
         counts: list[list[list[float]]] = [[] for _ in starts]
         for hit, rank, slot, row in sorted(heapq.nlargest(share, candidates), key=lambda each: (-each[2], -each[1])):
@@ -197,10 +229,11 @@ class _Growing:
         drafts = self.ids.new_tensor(path, dtype=torch.long)[None]
         return self.sampler.scored_after(self.ids, drafts, logits[None])[0]
 
-    def _add(self, token: int, parent: int, value: float) -> None:
+    def _add(self, token: int, parent: int, value: float, signal: float) -> None:
         self.tokens.append(token)
         self.parents.append(parent)
         self.values.append(value)
+        self.signals.append(signal)
 
     def _start(self, block: int, slot: int, depth: int, path: tuple[int, ...]) -> _Start:
         node = len(self.tokens) - 1

@@ -17,6 +17,7 @@ from transformers.generation import logits_process as stock
 
 from .draws import one_of
 from .growth import DraftStep, Steps, drawn, most_probable, width_for
+from .node_survival import Admission
 from .schedule import Schedule
 from .tree import ANCHOR, DraftTree
 
@@ -58,6 +59,7 @@ class DraftSampler:
         schedule: Admits the drafts of a chain one by one; `None` for as many as are asked for.
 
     Attributes:
+        admission: Of the nodes of a tree; `None` for as many as are asked for.
         has_all_processors: Whether all of the request's may run on drafts.
     """
 
@@ -71,6 +73,7 @@ class DraftSampler:
         self.processors, self.do_sample = without_state(processors), do_sample
         self.has_all_processors = len(self.processors) == len(processors)
         self.tree_budget, self.schedule = tree_budget, schedule
+        self.admission: Admission | None = None
 
     def scored(self, prefixes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """What drafts are drawn by after prefixes.
@@ -151,9 +154,9 @@ class DraftSampler:
             return self._path(ids, count, steps)
         scored = partial(self.scored_after, ids)
         if self.do_sample:
-            return drawn(ids, count, self.tree_budget, steps, scored)
+            return drawn(ids, count, self.tree_budget, steps, scored, self.admission)
         going_on = width or width_for(self.tree_budget)
-        return most_probable(ids, count, self.tree_budget, steps, scored, going_on, width)
+        return most_probable(ids, count, self.tree_budget, steps, scored, going_on, width, self.admission)
 
     def _path(self, ids: torch.Tensor, count: int, steps: Steps) -> DraftTree:
         q: list[torch.Tensor | None] = []

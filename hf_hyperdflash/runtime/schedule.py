@@ -17,7 +17,6 @@ from typing import Any
 from .survival import Survival
 from .tree import DraftTree
 
-_MEMORY = 1 / 32  # what a round counts in the mean of many
 _PRICED = 512.0  # rounds that what a number of drafts takes is the mean of
 _PRIOR_PRICE = 32.0  # rounds that the line through all numbers counts as much as
 _TRIALS = 9  # rounds before anything is known
@@ -130,55 +129,6 @@ def _line(points: list[tuple[int, float, float]]) -> tuple[float, float]:
     return y - slope * x, slope
 
 
-class Budgets:
-    """What trees are worth by their number of nodes, and what the chain is, which costs less than a tree of as many:
-    those that were fastest are made, and from time to time their neighbours in size and the chain. Tried rather than
-    foretold, whatever the drafter and however it grows them; without a look at the text, so it may be drawn at random.
-    """
-
-    MOST = 64
-    SIZES = 0, 1, 2, 4, 8, 16, 32, MOST  # without nodes the drafter is not asked
-    CHAIN = None
-    FIRST = 8, CHAIN, 16, 4, 0  # tried before anything is known
-
-    def __init__(self) -> None:
-        self.best: int | None = 8
-        self._tokens: dict[int | None, float] = {}  # of a round, a running mean, and its seconds
-        self._seconds: dict[int | None, float] = {}
-        self._rounds: dict[int | None, int] = dict.fromkeys((*self.SIZES, self.CHAIN), 0)
-        self._wait, self._waited, self._looks = _LOOKS[0], 0, 0
-
-    def choose(self) -> int | None:
-        """The nodes of the next round, or the chain."""
-        if untried := [size for size in self.FIRST if self._rounds[size] < 2]:
-            return untried[0]
-        self._waited += 1
-        if self._waited < self._wait:
-            return self.best
-        self._waited, self._wait = 0, min(2 * self._wait, _LATE_LOOKS if self.best == 0 else _LOOKS[1])
-        self._looks += 1
-        others = self._others()
-        return others[self._looks % len(others)]
-
-    def _others(self) -> list[int | None]:
-        """What is looked at in turn while something else is best."""
-        if self.best is self.CHAIN:
-            return [4, 8]
-        place = self.SIZES.index(self.best)
-        return [self.CHAIN, *self.SIZES[place + 1 : place + 2], self.CHAIN, *self.SIZES[max(place - 1, 0) : place]]
-
-    def observe(self, nodes: int | None, tokens: int, seconds: float) -> None:
-        """A round of so many nodes, at most, wrote so many tokens in so many seconds."""
-        self._rounds[nodes] += 1
-        share = max(_MEMORY if nodes == self.best else _LOOK, 1 / self._rounds[nodes])
-        mean = self._seconds.get(nodes, seconds)
-        self._seconds[nodes] = mean * (1 - share) + min(seconds, 2 * mean) * share
-        self._tokens[nodes] = self._tokens.get(nodes, 0.0) * (1 - share) + tokens * share
-        best = max(self._tokens.copy(), key=lambda size: self._tokens[size] / max(self._seconds[size], 1e-9))
-        if best != self.best and self._rounds[best] > 1:
-            self.best, self._wait = best, _LOOKS[0]
-
-
 @dataclass
 class Experience:
     """What is known of a drafter with a target, kept from generation to generation for as long as that is bound.
@@ -193,7 +143,7 @@ class Experience:
         wait: Rounds from one look at the other way to the next.
         waited: How many of these are over.
         doubt: Relative standard error of one round, about: how much worse drafting may look and not be.
-        budgets: What trees are worth.
+        turns: The same of its trees, once there were some.
         batches: The same of batches, by the binary logarithm of their size.
     """
 
@@ -206,8 +156,18 @@ class Experience:
     wait: int = _LOOKS[1]
     waited: int = 0
     doubt: float = 0.5
-    budgets: Budgets = field(default_factory=Budgets)
+    turns: Any = None
     batches: dict[int, Experience] = field(default_factory=dict)
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast rounds are whose drafter is asked; 0.0 if that is not known."""
+        return self.tokens * self.costs.plain / self.share if self.share else 0.0
+
+    @property
+    def worth(self) -> float:
+        """How many times as fast as rounds without drafts its rounds are."""
+        return self.gain if self.is_drafting else 1.0
 
     def asks(self) -> bool:
         """Whether the drafter is asked in this round: where that pays, but for a look at rounds without it, or
@@ -230,9 +190,8 @@ class Experience:
         weight = max(_JUDGED if self.is_drafting else _LOOK, 1 / self.rounds)
         self.tokens += (tokens - self.tokens) * weight
         self.share += (share - self.share) * weight
-        plain = self.costs.plain
-        gain = self.tokens * plain / max(self.share, 1e-9)
-        if not plain:
+        gain = self.gain
+        if not self.costs.plain:
             return
         is_known = self.rounds >= 2 * _LOOKS[0]
         if self.is_drafting and is_known and gain < 1 - self.doubt / math.sqrt(self.rounds):
@@ -254,6 +213,9 @@ class FixedSchedule:
     def begin(self, length: int, room: int) -> int:
         """Begin a round after a text of that length, with room for so many drafts; how many may be made."""
         return room
+
+    def learn(self, tree: DraftTree, path: list[int], is_last: bool) -> None:
+        """Hear which nodes of a tree were accepted, and whether the text has ended."""
 
     def end(self, drafts: int, accepted: int, seconds: float, is_last: bool) -> None:
         """End it."""
@@ -350,27 +312,3 @@ class Schedule(FixedSchedule):
             if self.is_asked and not self._is_trial:
                 known.judge(1 + accepted, share)
         self._is_first = False
-
-
-class TreeSchedule(FixedSchedule):
-    """Trees of as many nodes as pay for themselves, or chains.
-
-    Args:
-        budgets: Of the drafter with the target; changed.
-        sampler: Of the generation, whose `tree_budget` is set for every round.
-    """
-
-    def __init__(self, budgets: Budgets, sampler: Any) -> None:
-        self.budgets, self.sampler, self._nodes, self._is_first = budgets, sampler, budgets.best, True
-        sampler.tree_budget = Budgets.MOST  # there is room for the deepest
-
-    def begin(self, length: int, room: int) -> int:
-        self._nodes = self.budgets.best if self._is_first else self.budgets.choose()
-        self.is_asked, self.sampler.tree_budget = self._nodes != 0, self._nodes
-        return room if self._nodes is None else min(room, self._nodes)
-
-    def end(self, drafts: int, accepted: int, seconds: float, is_last: bool) -> None:
-        if not self._is_first:
-            self.budgets.observe(self._nodes, 1 + accepted, seconds)
-        self._is_first = False
-        self.sampler.tree_budget = Budgets.MOST

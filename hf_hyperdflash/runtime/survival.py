@@ -38,7 +38,7 @@ class Survival:
     def __call__(self, signal: float, reached: float = 1.0) -> float:
         """The probability for a signal in [0, 1], where all drafts before are accepted with the probability
         `reached`."""
-        odds = _log_odds(signal)
+        odds = log_odds(signal)
         step, chance = round(2 * odds), self._line(odds)
         for key, trust in (((step, None), _LINE), ((step, _halvings(reached)), _PATH)):
             chance = (self._accepted.get(key, 0.0) + trust * chance) / (self._drafts.get(key, 0.0) + trust)
@@ -46,7 +46,7 @@ class Survival:
 
     def observe(self, signal: float, accepted: bool, reached: float = 1.0) -> None:
         """Hear what became of a draft whose predecessors were accepted."""
-        odds = _log_odds(signal)
+        odds = log_odds(signal)
         step = round(2 * odds)
         self._line.observe(odds, accepted)
         for key in ((step, None), (step, _halvings(reached))):
@@ -65,8 +65,13 @@ class Line:
 
     def __call__(self, x: float) -> float:
         """The probability of the outcome."""
-        slope, start, *_ = self._known
+        slope, start = self.known
         return 1 / (1 + math.exp(-slope * x - start))
+
+    @property
+    def known(self) -> tuple[float, float]:
+        """Slope and start."""
+        return self._known[:2]
 
     def observe(self, x: float, outcome: bool) -> None:
         """Learn of one."""
@@ -87,7 +92,8 @@ class Line:
         )
 
 
-def _log_odds(signal: float) -> float:
+def log_odds(signal: float) -> float:
+    """Of a probability, neither 0 nor 1."""
     signal = min(max(signal, _EDGE), 1 - _EDGE)
     return math.log(signal / (1 - signal))
 

@@ -11,7 +11,7 @@ from transformers import DeepseekV4Config, TrainingArguments
 
 from hf_hyperdflash.benchmark import other_settings, recommended
 from hf_hyperdflash.benchmark.doctor import PROMPTS
-from hf_hyperdflash.runtime import schedule
+from hf_hyperdflash.runtime import schedule, tree_schedule
 from hf_hyperdflash.runtime.configuration_eagle3 import Eagle3Config
 from hf_hyperdflash.runtime.configuration_specblock import SpecBlockConfig
 from hf_hyperdflash.runtime.request import MOST_NODES
@@ -51,7 +51,7 @@ GIVEN = {
         f"at most {LEARNS.most_bytes // 2**20} MiB of text to learn from",
         f"for {FIRST_LOOK} rounds, then {2 * FIRST_LOOK}, up to {schedule._LATE_LOOKS}, and looked at again",
         f"a round in {LAST_LOOK}, later in {schedule._RARE_LOOKS}, goes without it, and one in {LAST_LOOK} drafts all",
-        f"sizes from no tree to {schedule.Budgets.MOST} nodes",
+        f"a tree has those, {tree_schedule.MOST_NODES} at most, that are",
     ],
     "concepts": [
         "with probability min(1, `p(x)` / `q(x)`)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import Counter, defaultdict
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
-from hf_hyperdflash.runtime.growth import ACCEPTED, SHARPENED, DraftStep, drawn, level_sizes, most_probable
+from hf_hyperdflash.runtime.growth import SHARPENED, DraftStep, drawn, level_sizes, most_probable
+from hf_hyperdflash.runtime.node_survival import ACCEPTED, Admission, NodeSurvival
 from hf_hyperdflash.runtime.sampling import DraftSampler
 
 from ..helpers.draft_trees import SAMPLING_RULES, steps_by
@@ -146,26 +148,20 @@ def test_levels_are_as_wide_whatever_the_text_and_children_go_where_the_drafter_
         assert (len({tree.parents for tree in trees}) > 1) == sure
 
 
-def grown(vocabulary, depth, budget, sure, holes=False):
+def grown(vocabulary, depth, budget, sure, holes=False, admission=None):
     talker = Talker(vocabulary, 5, sure, holes)
-    return drawn(IDS, depth, budget, talker, as_they_are), talker
+    return drawn(IDS, depth, budget, talker, as_they_are, admission), talker
 
 
-@pytest.mark.parametrize(("vocabulary", "depth", "budget", "sure"), LAWS)
-@pytest.mark.parametrize("rule", SAMPLING_RULES)
-def test_text_with_drawn_trees_is_the_targets(rule, vocabulary, depth, budget, sure):
+def assert_text_is_the_targets(rule, vocabulary: int, grow) -> None:
     """Draws and verification together, as an exact law over whole rounds."""
     target = Talker(vocabulary, 77)
 
     def p_after(path: tuple[int, ...]) -> torch.Tensor:
         return target.logits(path).double().softmax(-1)
 
-    def round_() -> tuple[int, ...]:
-        tree, _ = grown(vocabulary, depth, budget, sure)
-        return tuple(token for token, _ in steps_by(rule, tree, p_after))
-
     law = defaultdict(float)
-    for probability, text in every_outcome(round_):
+    for probability, text in every_outcome(lambda: tuple(token for token, _ in steps_by(rule, grow(), p_after))):
         law[text] += probability
     assert sum(law.values()) == pytest.approx(1)
     for prefix in {text[:at] for text in law for at in range(len(text))}:
@@ -174,6 +170,43 @@ def test_text_with_drawn_trees_is_the_targets(rule, vocabulary, depth, budget, s
             written = (*prefix, token)
             mass = sum(mass for text, mass in law.items() if text[: len(written)] == written)
             assert mass == pytest.approx(reached * p, abs=1e-6)
+
+
+@pytest.mark.parametrize(("vocabulary", "depth", "budget", "sure"), [*LAWS, (2, 3, 5, True)])
+@pytest.mark.parametrize("rule", SAMPLING_RULES)
+def test_text_with_drawn_trees_is_the_targets(rule, vocabulary, depth, budget, sure):
+    assert_text_is_the_targets(rule, vocabulary, lambda: grown(vocabulary, depth, budget, sure)[0])
+
+
+@pytest.mark.parametrize(("vocabulary", "depth", "budget", "least"), [(3, 2, 6, 0.05), (3, 2, 6, 0.1), (2, 3, 7, 0.4)])
+@pytest.mark.parametrize("rule", SAMPLING_RULES)
+def test_text_with_trees_of_what_is_worth_it_is_the_targets(rule, vocabulary, depth, budget, least):
+    shapes, admission = set(), Admission(NodeSurvival(), least)
+
+    def grow():
+        tree = grown(vocabulary, depth, budget, True, admission=admission)[0]
+        shapes.add(tree.parents)
+        return tree
+
+    assert_text_is_the_targets(rule, vocabulary, grow)
+    assert len(shapes) > 1
+
+
+@pytest.mark.parametrize("least", [0.0, 0.03, 0.1, 0.3, 0.999])
+def test_a_tree_has_what_is_worth_it(least):
+    """By what is known of survival, not by the drafter's word."""
+    survival = NodeSurvival()
+    for said in (0.1, 0.5, 0.9) * 100:
+        survival.observe([said], 0 if said > 0.4 else None, are_drawn=False)
+    talker = Talker(4, 11)
+    tree = most_probable(IDS, 3, 200, talker, as_they_are, admission=Admission(survival, least))
+    expected = {}
+    for path in [path for depth in (1, 2, 3) for path in itertools.product(range(4), repeat=depth)]:
+        said = [float((talker.logits(path[:k]) / SHARPENED).softmax(-1)[path[k]]) for k in range(len(path))]
+        if math.prod(survival.of_one(each) for each in said) > least:
+            expected[path] = said[-1]
+    assert set(paths_of(tree)) == set(expected) and bool(expected) == (least < 0.9)
+    assert tree.confidence.tolist() == pytest.approx([expected[path] for path in paths_of(tree)], rel=1e-4)
 
 
 def test_torch_draws_without_replacement_one_after_the_other():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
+from hf_hyperdflash.runtime.node_survival import Admission, NodeSurvival
 from hf_hyperdflash.runtime.rank_growth import BlockStep, grow_blocks
 from hf_hyperdflash.runtime.sampling import DraftSampler
 from hf_hyperdflash.runtime.tree import ANCHOR
@@ -108,6 +110,25 @@ def test_the_tree_is_the_best_of_all_nodes(seed, budget, count, rules, ranked):
     assert len(talker.passes) <= max_blocks and max(talker.passes) <= budget and tree.q is None
 
 
+@pytest.mark.parametrize("least", [0.0, 0.05, 0.2, 0.999])
+def test_a_tree_has_what_is_worth_it(least):
+    """By what is known of survival, not by the drafter's word."""
+    survival = NodeSurvival()
+    for said in (0.1, 0.5, 0.9) * 100:
+        survival.observe([said], 0 if said > 0.4 else None, are_drawn=False)
+    drawn_by = sampler(60)
+    drawn_by.admission = Admission(survival, least)
+    tree = grow_blocks(IDS, 6, drawn_by, Talker(12, 3, 5), shape([2, 4, 6, 0], 2))
+    said = {
+        path: math.exp(value) for path, value in all_nodes(Talker(12, 3, 5), [2, 4, 6, 0], 2, 6).items()
+    }  # of the whole path
+    of_node = {path: value / said.get(path[:-1], 1.0) for path, value in said.items()}
+    worth = {path: math.prod(survival.of_one(of_node[path[: k + 1]]) for k in range(len(path))) for path in of_node}
+    best = sorted((path for path in worth if worth[path] > least), key=lambda path: -worth[path])[:60]
+    assert set(paths_of(tree)) == set(best) and bool(best) == (least < 0.9)
+    assert tree.confidence.tolist() == pytest.approx([of_node[path] for path in paths_of(tree)], rel=1e-4)
+
+
 def test_processors_see_each_nodes_own_prefix():
     talker = Talker(12, 3, 5)
     penalty = stock.RepetitionPenaltyLogitsProcessor(3.0)
@@ -126,29 +147,33 @@ def test_processors_see_each_nodes_own_prefix():
 LAWS = [(3, 2, 4, 4, 2), (3, 1, 3, 4, 3), (4, 2, 2, 3, 1)]  # vocabulary, slots, depth, budget, blocks
 
 
+@pytest.mark.parametrize("least", [None, 0.12])
 @pytest.mark.parametrize(("vocabulary", "slots", "depth", "budget", "max_blocks"), LAWS)
 @pytest.mark.parametrize("rule", SAMPLING_RULES)
-def test_text_with_drawn_trees_is_the_targets(rule, vocabulary, slots, depth, budget, max_blocks):
+def test_text_with_drawn_trees_is_the_targets(rule, vocabulary, slots, depth, budget, max_blocks, least):
     """Draws and verification together, as an exact law over whole rounds."""
     target = Talker(vocabulary, 1, 77)
 
     def p_after(path: tuple[int, ...]) -> torch.Tensor:
         return target.logits(path, 0).double().softmax(-1)
 
-    widest = 0
+    widest, most = 0, 0
 
     def round_() -> tuple[int, ...]:
-        nonlocal widest
+        nonlocal widest, most
         talker = Talker(vocabulary, slots, 5)
-        tree = grow_blocks(IDS, depth, sampler(budget, True), talker, shape([2, 3, 3, 1], max_blocks))
+        drawn_by = sampler(budget, True)
+        drawn_by.admission = None if least is None else Admission(NodeSurvival(), least)
+        tree = grow_blocks(IDS, depth, drawn_by, talker, shape([2, 3, 3, 1], max_blocks))
         assert 1 <= len(tree) <= budget and max(tree.depths) <= depth and len(set(paths_of(tree))) == len(tree)
+        most = max(most, len(tree))
         widest = max(widest, *(len(children) for children in tree.children.values()))
         return tuple(token for token, _ in steps_by(rule, tree, p_after))
 
     law: dict[tuple[int, ...], float] = defaultdict(float)
     for probability, text in every_outcome(round_):
         law[text] += probability
-    assert sum(law.values()) == pytest.approx(1) and widest > 1
+    assert sum(law.values()) == pytest.approx(1) and (widest > 1 if least is None else most < budget)
     for prefix in {text[:at] for text in law for at in range(len(text))}:
         reached = sum(mass for text, mass in law.items() if text[: len(prefix)] == prefix and len(text) > len(prefix))
         for token, p in enumerate(p_after(prefix).tolist()):

@@ -16,8 +16,9 @@ from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter
 from hf_hyperdflash.runtime import binding, decoding
 from hf_hyperdflash.runtime.growth import DraftStep
 from hf_hyperdflash.runtime.sampling import DraftSampler
-from hf_hyperdflash.runtime.schedule import Budgets, Experience, FixedSchedule, RoundCosts, Schedule
+from hf_hyperdflash.runtime.schedule import Experience, FixedSchedule, RoundCosts, Schedule
 from hf_hyperdflash.runtime.tree import DraftTree
+from hf_hyperdflash.runtime.tree_schedule import TreeSchedule, Turns
 
 from ..conftest import half_right, prompt, tiny_drafter, tiny_target
 from ..helpers.draft_trees import SAMPLING_RULES, steps_by
@@ -678,63 +679,6 @@ def test_a_drafter_woken_by_another_generation_catches_up(target, monkeypatch):
 # Trees
 
 
-def worth(nodes: int | None, chance: float, of_chain: float = 0.0008) -> tuple[float, float]:
-    """Tokens and seconds of a round with a tree: each of its nodes costs, and each further one brings less. A chain
-    has six, which may cost less than a tree's."""
-    if nodes is None:
-        return worth(6, chance)[0], START + 6 * of_chain
-    gained = sum(chance ** (k + 1) for k in range(nodes))
-    return 1 + gained, PLAIN if not nodes else START + 0.0008 * nodes
-
-
-@pytest.mark.parametrize(("chance", "best"), [(0.0, 0), (0.2, 0), (0.6, 4), (0.8, 8), (0.97, 32), (0.999, 64)])
-def test_trees_become_as_large_as_pays(chance, best):
-    budgets, generator = Budgets(), torch.Generator().manual_seed(0)
-    sizes = *Budgets.SIZES, Budgets.CHAIN
-    rates = {size: worth(size, chance)[0] / worth(size, chance)[1] for size in sizes}
-    spent = tokens = 0.0
-    for _ in range(3000):
-        nodes = budgets.choose()
-        mean, took = worth(nodes, chance)
-        came = 1 + int(torch.poisson(torch.tensor(mean - 1.0), generator=generator))
-        took *= 0.95 + 0.1 * float(torch.rand((), generator=generator))
-        budgets.observe(nodes, came, took)
-        tokens, spent = tokens + mean, spent + took
-    assert tokens / spent > 0.95 * max(rates.values())
-    assert 0.95 * max(rates.values()) <= rates[budgets.best] and rates[best] == max(rates.values())
-
-
-@pytest.mark.parametrize(("of_chain", "is_best"), [(0.0001, True), (0.002, False)])
-def test_a_chain_is_drafted_where_no_tree_is_as_fast(of_chain, is_best):
-    budgets = Budgets()
-    for _ in range(400):
-        nodes = budgets.choose()
-        budgets.observe(nodes, *worth(nodes, 0.8, of_chain))
-    assert (budgets.best is None) == is_best
-
-
-def test_trees_of_a_hopeless_drafter_are_soon_none():
-    budgets, spent = Budgets(), 0.0
-    for _ in range(200):
-        nodes = budgets.choose()
-        spent += worth(nodes, 0.0)[1]
-        budgets.observe(nodes, *worth(nodes, 0.0))
-    assert budgets.best == 0 and spent < 1.05 * 200 * PLAIN
-
-
-def test_trees_are_tried_again_where_the_text_changes():
-    budgets = Budgets()
-    for _ in range(2000):
-        nodes = budgets.choose()
-        budgets.observe(nodes, *worth(nodes, 0.0))
-    assert budgets.best == 0
-    tried = []
-    for _ in range(3000):
-        tried.append(budgets.choose())
-        budgets.observe(tried[-1], *worth(tried[-1], 0.9))
-    assert budgets.best in (None, 8, 16) and 0 < tried[:300].count(1)
-
-
 # Drawn text is compared with nothing here, so of drawn trees one from each way of growing them is enough.
 @pytest.mark.parametrize(
     ("kind", "do_sample"),
@@ -756,15 +700,21 @@ def test_text_of_trees_of_any_size(target, kind, do_sample, monkeypatch):
     plain = None if do_sample else target.generate(ids, max_new_tokens=50, do_sample=False)
     drafter.bind(target)
     asked = {"assistant_model": drafter, "tree_budget": "auto", "max_new_tokens": 50, "do_sample": do_sample}
-    known, sizes = Experience(), set()
-    observe = known.budgets.observe
-    known.budgets.observe = lambda nodes, *rest: sizes.add(nodes) or observe(nodes, *rest)
+    known, verified = Experience(turns=Turns(left=5)), []
+    end = TreeSchedule.end
+
+    def listened(self, drafts, *rest):
+        verified.append((self.turns.are_trees, drafts))
+        end(self, drafts, *rest)
+
+    monkeypatch.setattr(TreeSchedule, "end", listened)
     monkeypatch.setattr(binding, "Experience", lambda: known)
     for _ in range(3):
         out = target.generate(ids, **asked)
         assert plain is None or torch.equal(out, plain)
         assert out.shape[1] <= 62
-    assert set(Budgets.FIRST) <= sizes
+    assert {are_trees for are_trees, drafts in verified if drafts} == {False, True}
+    assert {are_trees for are_trees, drafts in verified if not drafts} == {False, True}
 
 
 def test_trees_that_cannot_be_verified_are_chains_that_pay(monkeypatch, caplog):
@@ -804,12 +754,10 @@ class Shared(dict):
 def test_threads_may_learn_at_once():
     known = Experience()
     known.costs._shares, known.costs._times, known.costs._levels = Shared(), Shared(), Shared()
-    known.budgets._tokens, known.budgets._seconds = Shared(), Shared()
     known.survival._drafts, known.survival._accepted = Shared(), Shared()
     for i in range(20):
         known.costs.observe(2**i, i % 9, 0.03)
         known.costs.further(8), known.costs.trial(8), known.costs.is_tried
-        known.budgets.observe(Budgets.SIZES[i % 8], 2, 0.03)
         known.survival.observe(0.1 * (i % 10), True), known.survival(0.5)
     with pytest.raises(RuntimeError, match="changed size"):
         tuple(known.costs._shares)

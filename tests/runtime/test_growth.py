@@ -207,6 +207,7 @@ def test_a_tree_has_what_is_worth_it(least):
             expected[path] = said[-1]
     assert set(paths_of(tree)) == set(expected) and bool(expected) == (least < 0.9)
     assert tree.confidence.tolist() == pytest.approx([expected[path] for path in paths_of(tree)], rel=1e-4)
+    assert {path for level in talker.asked[1:] for path in level} <= set(expected)  # nothing goes on from others
 
 
 def test_torch_draws_without_replacement_one_after_the_other():

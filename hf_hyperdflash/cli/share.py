@@ -109,10 +109,11 @@ def export(
     """Write a drafter in another program's layout, if that has words for it, and say how to serve it."""
     check_writable(folder)
     announce("drafter", drafter)
-    from ..hub.formats import check_expressible, export_dflash
+    from ..hub.formats import check_expressible, check_replaceable, export_dflash
     from ..loading import check_drafter, load_target
     from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
 
+    check_replaceable(folder)
     check_drafter(drafter, kinds=[HyperDFlashDrafter])
     loaded = HyperDFlashDrafter.from_pretrained(drafter, dtype="auto")
     check_expressible(loaded.config, format)

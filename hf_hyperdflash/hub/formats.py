@@ -196,6 +196,18 @@ def check_expressible(config: HyperDFlashConfig, format: str) -> None:
         )
 
 
+def check_replaceable(folder: str | Path) -> None:
+    """Raise a `ValueError` if a folder has a model that an export would replace and that is no export itself."""
+    config = Path(folder, "config.json")
+    fields = PreTrainedConfig.get_config_dict(folder)[0] if config.is_file() else {}
+    is_exported = any(mark in MARKS for mark in [*fields, *(fields.get("architectures") or ())])
+    if not is_exported and (fields or any(Path(folder).glob("*.safetensors"))):
+        raise ValueError(
+            f"{folder} has a model that is no export ({fields.get('model_type', 'no config.json')}), expected a "
+            "folder that may be written over: name another one."
+        )
+
+
 def export_dflash(
     drafter: HyperDFlashDrafter, folder: str | Path, format: str = "z-lab", target: PreTrainedModel | None = None
 ) -> str:
@@ -212,10 +224,11 @@ def export_dflash(
         How engines are told to serve it.
 
     Raises:
-        ValueError: If the layout has no words for the drafter, saying which part, or the target is missing or another.
-            Nothing is written then.
+        ValueError: If the layout has no words for the drafter, saying which part, the target is missing or another,
+            or the folder has a model that is no export. Nothing is written then.
     """
     config, folder = drafter.config, Path(folder)
+    check_replaceable(folder)
     check_expressible(config, format)
     if target is not None:
         drafter.check_target(target)

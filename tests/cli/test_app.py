@@ -369,6 +369,7 @@ MISTAKES: list[tuple[list[str], int, str]] = [
       for name in ("mtp", "zlab", TARGET)),
     (["card", "wordy-mtp", "--output", "out.md"], 1, "Validation error for field 'num_attention_heads'"),
     (["export", DRAFTER, "out"], 1, "cannot be written in the z-lab layout"),
+    (["export", DRAFTER, TARGET], 1, "has a model that is no export (deepseek_v4), expected a folder that may be"),
     (["export", DRAFTER, "file"], 2, "'file' is a file"),
     (["export", DRAFTER, "file/out"], 1, "file is a file"),
     (["export", DRAFTER, "out", "--format", "tarball"], 1, "`format` is 'tarball'"),

@@ -317,6 +317,23 @@ def test_what_our_own_command_trains_can_be_exported(target, tmp_path):
     export_dflash(HyperDFlashDrafter.from_pretrained(tmp_path / "windowed", sliding_window=None), tmp_path / "out")
 
 
+@pytest.mark.parametrize("unnamed", [False, True])
+def test_an_export_replaces_no_other_model(target, tmp_path, unnamed):
+    """Its own drafter's folder least of all: what it was trained for and how it goes on would be lost."""
+    drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[0, 2])
+    drafter.save_pretrained(tmp_path)
+    if unnamed:
+        (tmp_path / "config.json").unlink()
+    there = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    told = "no config.json" if unnamed else "hyperdflash"
+    with pytest.raises(ValueError, match=f"has a model that is no export .{told}., expected a folder that"):
+        export_dflash(drafter, tmp_path, "speculators")
+    assert there == {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    for format in ("speculators", "z-lab"):  # one export replaces another
+        export_dflash(drafter, tmp_path / "out", format)
+    assert load_foreign(tmp_path / "out").config.target_layer_ids == [0, 2]
+
+
 def test_the_command(target, tmp_path):
     drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[0, 2], sliding_window=None)
     drafter.save_pretrained(tmp_path / "drafter")

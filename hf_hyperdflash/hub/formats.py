@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -226,6 +227,7 @@ def export_dflash(
     Raises:
         ValueError: If the layout has no words for the drafter, saying which part, the target is missing or another,
             or the folder has a model that is no export. Nothing is written then.
+        OSError: If it cannot be written, on a full disk for example.
     """
     config, folder = drafter.config, Path(folder)
     check_replaceable(folder)
@@ -242,7 +244,12 @@ def export_dflash(
         tensors |= _copies(target)
     fields = {**layout.write(config), "dtype": str(drafter.dtype).removeprefix("torch.")}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(
+            f"The weights cannot be written to {folder} ({error}). Make room there, or choose another folder."
+        ) from error
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
     return cast(str, layout.served(config, folder))
 

@@ -342,6 +342,16 @@ def test_the_command(target, tmp_path):
     assert load_foreign(tmp_path / "out").config.target_layer_ids == [0, 2]
 
 
+def test_weights_that_cannot_be_written_are_told(target, tmp_path):
+    """safetensors has an error of its own for a full disk, as for a folder in its way."""
+    drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[0, 2])
+    export_dflash(drafter, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(OSError, match=r"cannot be written to .*\(os error 21\)\)\. Make room there, or choose"):
+        export_dflash(drafter, tmp_path)
+
+
 def test_what_vllm_does_otherwise_is_said(target, tmp_path):
     fields = dict(reducer="fc", target_layer_ids=[0, 2])
     whole, windowed = (tiny_drafter(target, **fields, sliding_window=window) for window in (None, 8))

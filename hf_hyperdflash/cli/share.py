@@ -71,6 +71,7 @@ def card(
         notes=_text_of(notes),
         limits=_text_of(limits),
     )
+    output.parent.mkdir(parents=True, exist_ok=True)
     if results is not None and is_copied:
         shutil.copyfile(results / picture, output.parent / picture)
     written.save(output)

@@ -208,6 +208,16 @@ def test_a_shipped_card_is_what_the_command_writes(tmp_path, target, results, me
     assert ("inherited from the target's `hc_head`" in written) == (target == "tiny-deepseek-v4")
 
 
+def test_a_card_and_its_figure_go_into_a_new_folder(tmp_path):
+    target, results, *_ = CARDS[1]
+    arguments = ["card", str(MODELS / f"{target}-hyperdflash"), "--results", str(results)]
+    result = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "new" / "cards" / "README.md")])
+    assert result.exit_code == 0, result.output
+    assert "(acceptance.png)" in (tmp_path / "new" / "cards" / "README.md").read_text()
+    copied = tmp_path / "new" / "cards" / "acceptance.png"
+    assert copied.read_bytes() == (results / "acceptance.png").read_bytes()
+
+
 @pytest.mark.parametrize("target", [target for target, *_ in CARDS])
 def test_a_shipped_cards_snippets_run(tmp_path, target):
     drafter = f"{target}-hyperdflash"

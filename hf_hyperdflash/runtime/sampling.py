@@ -6,6 +6,7 @@ not see it. Drafting without one costs acceptance, never correctness: what is dr
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -46,7 +47,18 @@ _WITHOUT_TEXT = {
 def without_state(processors: LogitsProcessorList) -> LogitsProcessorList:
     """Those of `processors`, in their order, that are transformers' own and known to keep no state."""
     known = {getattr(stock, name, None) for name in _STATELESS}  # not every version has each
-    return LogitsProcessorList(processor for processor in processors if type(processor) in known)
+    return LogitsProcessorList(_for_paths(processor) for processor in processors if type(processor) in known)
+
+
+def _for_paths(processor: Any) -> Any:
+    """The same for any number of paths of one text: a repetition penalty counts the padding of each row of a batch,
+    and refuses another number of rows."""
+    padding = getattr(processor, "prompt_ignore_length", None)
+    if not isinstance(padding, torch.Tensor) or len(padding) != 1:
+        return processor
+    of_paths = copy.copy(processor)
+    of_paths.prompt_ignore_length = int(padding)
+    return of_paths
 
 
 class DraftSampler:

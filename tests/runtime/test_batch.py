@@ -244,6 +244,20 @@ def test_scores_and_logits_step_by_step(qwen3):
                 torch.testing.assert_close(of_batch[row], expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_trees_are_drafted_under_a_repetition_penalty_that_knows_the_padding(qwen3, do_sample):
+    """transformers' counts the padding of the rows that it is given, and a tree has more paths than that."""
+    ids, mask, _ = padded()
+    options = dict(attention_mask=mask, max_new_tokens=NEW, repetition_penalty=1.3, do_sample=do_sample)
+    drafter = tiny_drafter(qwen3)
+    drafter.bind(qwen3)
+    with keep_trees():
+        out = qwen3.generate(ids, assistant_model=drafter, tree_budget=8, **options)
+    assert any(is_wide(kept.drafts) for row in drafter.last_stats.rows for kept in row.trees)
+    if not do_sample:
+        assert torch.equal(out, qwen3.generate(ids, assistant_model=drafter, **options))
+
+
 def test_processors_and_criteria_see_one_row_at_a_time(qwen3):
     class EachPrefixOnce(LogitsProcessor):
         def __call__(self, input_ids, scores):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
@@ -67,6 +68,7 @@ STATELESS = {
     "SuppressTokensLogitsProcessor": ([2, 3],),
     "WatermarkLogitsProcessor": (VOCAB, "cpu"),
 }
+PENALTY = inspect.signature(RepetitionPenaltyLogitsProcessor.__init__).parameters
 HERE = [name for name in STATELESS if hasattr(stock, name)]  # not every version has each
 
 
@@ -83,6 +85,16 @@ def test_a_known_processor_runs_on_drafts_and_keeps_no_state(name):
     ids, scores = prompt(9, 9, VOCAB), torch.randn(1, VOCAB)
     given_scores = scores.clone()
     assert torch.equal(used(ids, scores), fresh(ids, given_scores.clone())) and torch.equal(scores, given_scores)
+
+
+@pytest.mark.skipif("prompt_ignore_length" not in PENALTY, reason="this version's penalty leaves no padding out")
+def test_a_penalty_leaves_the_padding_out_of_every_path():
+    given = stock.RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=torch.tensor([2]))
+    sampler = DraftSampler(LogitsProcessorList([given]), do_sample=False)
+    ids, drafts, logits = prompt(6, 1, VOCAB), torch.tensor([[3], [4], [5]]), torch.randn(3, VOCAB)
+    each = [given(torch.cat([ids, drafts[k : k + 1]], dim=1), logits[k : k + 1].clone()) for k in range(3)]
+    assert torch.equal(sampler.scored_after(ids, drafts, logits.clone()), torch.cat(each))
+    assert torch.equal(given.prompt_ignore_length, torch.tensor([2]))  # the request's own, which verifies
 
 
 def test_other_processors_do_not_run_on_drafts_and_the_order_stays():

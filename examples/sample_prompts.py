@@ -18,6 +18,8 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+MOST_BARREN = 20
+
 
 def turn_around(tokenizer) -> tuple[str, str]:
     """What the chat template puts before a user's turn and at once after it."""
@@ -54,9 +56,16 @@ def main() -> None:
     known = set(output.read_text().splitlines()) if output.exists() else set()
     # ETA by the mean: what a batch yields varies.
     bar = tqdm(total=args.count, initial=len(known), unit="prompt", smoothing=0)
+    barren = 0  # batches in a row without a new prompt
     with output.open("a") as file, bar as progress:
         while len(known) < args.count:
-            torch.manual_seed(args.seed + len(known))
+            if barren == MOST_BARREN:
+                raise ValueError(
+                    f"{MOST_BARREN} batches in a row of {args.batch_size} prompts with at most {args.max_new_tokens} "
+                    f"tokens have no new one that ends; {len(known)} are written. Expected a target that was trained "
+                    "on whole chats: try a larger --max-new-tokens, --batch-size or --temperature."
+                )
+            torch.manual_seed(args.seed + len(known) + barren)  # the last one's would draw the last one's prompts
             ids = start.repeat(args.batch_size, 1)
             out = target.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=args.temperature, top_k=0,
@@ -69,6 +78,7 @@ def main() -> None:
                     known.add(line)
                     file.write(line + "\n")
             file.flush()
+            barren = barren + 1 if progress.n == len(known) else 0
             progress.update(len(known) - progress.n)
 
 

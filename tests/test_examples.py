@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -447,6 +448,23 @@ def test_from_text_to_a_working_pair(tmp_path):
     expected = target.generate(ids, do_sample=False, max_new_tokens=20)
     drafter.bind(target)
     assert torch.equal(target.generate(ids, do_sample=False, max_new_tokens=20, assistant_model=drafter), expected)
+
+
+def sampled(output: Path, *arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, EXAMPLES / "sample_prompts.py", "--target", EXAMPLES / "models" / "tiny-qwen3"]
+    command += ["--output", output, "--count", 12, *arguments]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, timeout=300)
+
+
+def test_prompts_are_sampled_past_a_batch_without_a_new_one(tmp_path):
+    """Its seed follows from how many there are: the same batch came again and again."""
+    result = sampled(tmp_path / "prompts.jsonl", "--batch-size", 1, "--temperature", 0.3)
+    assert result.returncode == 0, result.stderr
+    lines = (tmp_path / "prompts.jsonl").read_text().splitlines()
+    assert len(set(lines)) == len(lines) == 12
+    result = sampled(tmp_path / "none.jsonl", "--batch-size", 2, "--max-new-tokens", 1)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "20 batches in a row of 2 prompts with at most 1 tokens have no new one that ends; 0 are" in result.stderr
 
 
 def test_survival_is_predicted_on_rounds_held_out(tmp_path):

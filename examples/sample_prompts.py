@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -29,6 +30,15 @@ def turn_around(tokenizer) -> tuple[str, str]:
     )
     before, _, after = text.partition(mark)
     return before, after
+
+
+def read_known(output: Path) -> set[str]:
+    """Lines that are written already. The unfinished last line of a killed run is removed."""
+    if not output.exists():
+        return set()
+    written, newline, _ = output.read_bytes().rpartition(b"\n")
+    os.truncate(output, len(written + newline))
+    return set(written.decode("utf-8").splitlines())
 
 
 def parse_args() -> argparse.Namespace:
@@ -53,7 +63,7 @@ def main() -> None:
     start = tokenizer(before, add_special_tokens=False, return_tensors="pt").input_ids.to(device)
     end = tokenizer(after, add_special_tokens=False).input_ids[0]
     output = Path(args.output)
-    known = set(output.read_text().splitlines()) if output.exists() else set()
+    known = read_known(output)
     # ETA by the mean: what a batch yields varies.
     bar = tqdm(total=args.count, initial=len(known), unit="prompt", smoothing=0)
     barren = 0  # batches in a row without a new prompt

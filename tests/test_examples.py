@@ -467,6 +467,15 @@ def test_prompts_are_sampled_past_a_batch_without_a_new_one(tmp_path):
     assert "20 batches in a row of 2 prompts with at most 1 tokens have no new one that ends; 0 are" in result.stderr
 
 
+def test_sampling_goes_on_after_an_unfinished_line(tmp_path):
+    output, whole = tmp_path / "prompts.jsonl", '{"messages": [{"role": "user", "content": "What is 3 + 4?"}]}'
+    output.write_text(f'{whole}\n{{"messages": [{{"role": "us')
+    result = sampled(output, "--batch-size", 16)
+    assert result.returncode == 0, result.stderr
+    lines = output.read_text().splitlines()
+    assert lines[0] == whole and len(list(map(json.loads, lines))) == 12
+
+
 def test_survival_is_predicted_on_rounds_held_out(tmp_path):
     suites = tmp_path / "suites"
     suites.mkdir()

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from hf_hyperdflash import load_drafter
+from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.runtime.stats import VerifiedTree, keep_trees
 from hf_hyperdflash.runtime.tree import ANCHOR, DraftTree
 from hf_hyperdflash.training.data import encode_prompts
@@ -141,7 +141,7 @@ def label(axes: Any, x: float, y: float, token: str, colour: str, filled: str = 
 
 def main() -> None:
     arguments = parse_args()
-    target = AutoModelForCausalLM.from_pretrained(arguments.target).eval()
+    target = load_target(arguments.target)
     drafter = load_drafter(arguments.drafter, target=target).eval()
     drafter.bind(target)
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
@@ -158,4 +158,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as error:  # what the user can mend
+        raise SystemExit(f"Error: {' '.join(str(error).split())}") from None

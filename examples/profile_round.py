@@ -141,4 +141,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as error:  # what the user can mend
+        raise SystemExit(f"Error: {' '.join(str(error).split())}") from None

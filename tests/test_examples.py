@@ -55,6 +55,28 @@ def test_trees_are_drawn_as_they_were(tmp_path):
     assert told == written[: len(told)] and len(told) > 2
 
 
+@pytest.mark.parametrize(
+    ("script", "arguments", "told"),
+    [
+        ("draw_trees.py", ["--target", "nowhere"], "The folder nowhere does not exist, and as a Hub id"),
+        (
+            "draw_trees.py",
+            ["--drafter", DRAFTER.replace("deepseek-v4", "qwen3")],
+            "was made for a target with `hc_mult` 1",
+        ),
+        ("draw_trees.py", ["--tree-budget", 2000], "`tree_budget` is 2000, expected the most nodes"),
+        ("model_trees.py", ["--results", "nowhere"], "No such file or directory: 'nowhere/summary.csv'"),
+        ("target_card.py", ["nowhere", "--template", "a", "--output", "b"], "directory: 'nowhere/config.json'"),
+        ("profile_round.py", ["--layers", 0], "`target_layer_ids` is [1, 0, -2], expected"),
+    ],
+)
+def test_a_script_says_what_is_wrong_in_one_line(script, arguments, told):
+    result = python(EXAMPLES / script, *arguments)
+    *_, last = result.stderr.splitlines()
+    assert result.returncode == 1 and last.startswith("Error: ") and told in last, result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_batches_are_measured_beside_transformers_own(tmp_path):
     (tmp_path / "sums.jsonl").write_text(
         "".join(f'{{"turns": ["What is {i} plus {i * i}?"]}}\n' for i in (3, 14, 250))

@@ -27,6 +27,7 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_target
+from hf_hyperdflash.cli.models import check_writable
 from hf_hyperdflash.loading import check_target
 from hf_hyperdflash.runtime.targets import family_of
 from hf_hyperdflash.training.data import Message, load_rows, to_messages
@@ -210,6 +211,7 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--temperature is {args.temperature}, expected at least 0, which is greedy.")
     if not 0 < args.top_p <= 1:
         raise ValueError(f"--top-p is {args.top_p}, expected more than 0 and at most 1.")
+    check_writable(Path(args.output).parent)
     check_target(args.target)
 
 

@@ -19,6 +19,8 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_hyperdflash.cli.models import check_writable
+
 MOST_BARREN = 20
 
 
@@ -55,6 +57,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    check_writable(Path(args.output).parent)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = "auto" if device == "cuda" else torch.float32
@@ -63,6 +66,7 @@ def main() -> None:
     start = tokenizer(before, add_special_tokens=False, return_tensors="pt").input_ids.to(device)
     end = tokenizer(after, add_special_tokens=False).input_ids[0]
     output = Path(args.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
     known = read_known(output)
     # ETA by the mean: what a batch yields varies.
     bar = tqdm(total=args.count, initial=len(known), unit="prompt", smoothing=0)

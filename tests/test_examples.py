@@ -484,9 +484,18 @@ def test_prompts_are_sampled_past_a_batch_without_a_new_one(tmp_path):
     assert result.returncode == 0, result.stderr
     lines = (tmp_path / "prompts.jsonl").read_text().splitlines()
     assert len(set(lines)) == len(lines) == 12
-    result = sampled(tmp_path / "none.jsonl", "--batch-size", 2, "--max-new-tokens", 1)
+    result = sampled(tmp_path / "new" / "none.jsonl", "--batch-size", 2, "--max-new-tokens", 1)
     assert result.returncode == 1 and "Traceback" not in result.stderr
     assert "20 batches in a row of 2 prompts with at most 1 tokens have no new one that ends; 0 are" in result.stderr
+
+
+@pytest.mark.parametrize("script", ["regenerate_answers.py", "sample_prompts.py"])
+def test_where_rows_go_is_looked_at_before_the_target_is(tmp_path, script):
+    (tmp_path / "file").write_text("")
+    arguments = ["--target", "nowhere", "--output", tmp_path / "file" / "rows.jsonl"]
+    result = python(EXAMPLES / script, *arguments, *["--data", "rows.jsonl"] * (script == "regenerate_answers.py"))
+    told = f"Error: {tmp_path / 'file'} cannot be made, because {tmp_path / 'file'} is a file. Choose another folder."
+    assert result.returncode == 1 and result.stderr.strip() == told
 
 
 def test_sampling_goes_on_after_an_unfinished_line(tmp_path):

@@ -117,6 +117,16 @@ def test_it_drafts_again_where_the_text_changes():
     assert tokens / spent > 0.9 * good.best() and trees > 700
 
 
+def test_the_slower_way_is_looked_at_again():
+    """Of trees nothing is heard while chains are drafted."""
+    sampler, draw = Sampler(), random.Random(6)
+    schedule = TreeSchedule(Experience(), sampler)
+    assert run(World(0.9, 0.7, of_node=0.002, of_draft=0.0004), schedule, sampler, 1500, draw)[2] < 300
+    wide = World(0.7, 0.97)
+    run(wide, schedule, sampler, 3000, draw)
+    assert run(wide, schedule, sampler, 1000, draw)[2] > 700
+
+
 def test_the_next_generation_knows_what_was_found():
     known, draw, good = Experience(), random.Random(5), World(0.5, 0.95)
     for _ in range(20):

@@ -26,6 +26,7 @@ from .request import (
     check_request,
     check_shapes,
     check_stock_assistance,
+    check_whole,
     drafts_asked,
     tree_budget_asked,
     way_asked,
@@ -149,6 +150,7 @@ class BoundTarget(_Mixed):
                 f"`cache_implementation` is {generation_config.cache_implementation!r}, but assisted generation has "
                 "to rewind its cache: leave it out, or use 'dynamic' or 'offloaded'."
             )
+        check_whole(self.hyperdflash_binding.family, model_kwargs.get("past_key_values"))
         vars(generation_config)["_has_callers_cache"] = model_kwargs.get("past_key_values") is not None
         super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, *args, **kwargs

@@ -10,7 +10,7 @@ from typing import Any
 from transformers.cache_utils import Cache
 
 _CONTEXT, _PADDING = "_hyperdflash_context", "_hyperdflash_padding"
-TORN = "_hyperdflash_torn"  # set on a cache that holds rejected drafts in some of its layers
+TORN = "_hyperdflash_torn"  # set on a cache of which some layers may hold what others do not
 
 
 class LeftContext:

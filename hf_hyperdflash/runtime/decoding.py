@@ -203,8 +203,12 @@ class Decoding:
             inputs = {**self.kwargs, **self.row.inputs(start, end)}
             if start:  # which earlier transformers tell by the mask
                 inputs.setdefault("attention_mask", torch.ones_like(self.row.text[:, :end]))
-            with self.binding.own_forward(self.reading):
-                outputs = self.target._prefill(self.row.text[:, :end], config, inputs)
+            try:
+                with self.binding.own_forward(self.reading):
+                    outputs = self.target._prefill(self.row.text[:, :end], config, inputs)
+            except BaseException:  # as of Ctrl-C: a prompt is not recorded, so that nothing could take it back
+                setattr(self.cache, TORN, True)
+                raise
             self.row.residuals += self.reading.taken()
             if outputs.past_key_values is not self.cache:  # remote code may make a cache of its own
                 self.cache = self.kwargs["past_key_values"] = check_cache(outputs.past_key_values)

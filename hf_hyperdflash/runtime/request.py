@@ -8,6 +8,7 @@ import torch
 from transformers.generation.configuration_utils import GenerationConfig
 
 from .continuation import TORN
+from .target_family import TargetFamily
 from .targets import family_of, is_bound
 
 # Ways to write that are not ours, by the argument that asks for each.
@@ -205,9 +206,15 @@ def check_cache(cache: Any) -> Any:
             f"Assisted generation cannot rewind a {type(cache).__name__}: leave `cache_implementation` out. A cache "
             "of remote code needs `is_croppable = True` and a `crop(-n)` that takes back the last n tokens."
         )
-    if getattr(cache, TORN, False):
-        raise ValueError(
-            "`past_key_values` was interrupted while drafts were taken back: some of its layers still hold rejected "
-            "ones. Start from a new cache."
-        )
     return cache
+
+
+def check_whole(family: TargetFamily, cache: Any) -> None:
+    """Raise a `ValueError` if the layers of a target's cache, the caller's, hold different tokens: going on with it
+    would write other text."""
+    lengths = family.cached_lengths(cache)
+    if len(lengths) > 1 or getattr(cache, TORN, False):
+        raise ValueError(
+            "`past_key_values` was interrupted inside a forward or while drafts were taken back: its layers hold "
+            f"different tokens (of lengths {sorted(lengths)}), expected the same text in all. Start from a new cache."
+        )

@@ -89,6 +89,16 @@ class DeepseekV4(HyperConnected):
         if self.config.model_type == "deepseek_v4" or any(isinstance(layer, DeepseekV4HCACache) for layer in layers):
             make_rewindable(cache, max(DEFAULT_MAX_REWIND, num_drafts + 1))
 
+    def cached_lengths(self, cache: Any) -> set[int]:
+        """Each compressor counts its tokens, and a layer without keys has seen none."""
+        lengths = super().cached_lengths(cache)
+        for layer in getattr(cache, "layers", ()):
+            lengths.add(layer.get_seq_length())
+            for name, entries in getattr(layer, "entry_count", {}).items():
+                buffered = layer.buffer_kv[name]
+                lengths.add(entries * layer.compress_rate + (0 if buffered is None else buffered.shape[1]))
+        return lengths
+
     def attention_keys(self, layer: Any, keys: int, rows: int, seen: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Compressed entries, one per closed window, come after the keys."""
         if not hasattr(layer, "entry_count"):

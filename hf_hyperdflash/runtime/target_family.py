@@ -182,6 +182,12 @@ class TargetFamily:
         """What a verification round needs on the target's modules, silent elsewhere."""
         return CallRecorder(self.layers).handles if self.has_running_state else []
 
+    def cached_lengths(self, cache: Any) -> set[int]:
+        """How many tokens each part of a cache has seen that counts them: one number, unless a forward was
+        interrupted between two layers. Running states count none."""
+        layers = getattr(cache, "layers", ())
+        return {int(layer.get_seq_length()) for layer in layers if getattr(layer, "keys", None) is not None}
+
     # Draft trees
 
     @property

@@ -362,8 +362,45 @@ def test_a_cache_whose_rewinding_was_interrupted_is_refused(monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(RewindableLinearLayer, "_replay", interrupted)
         target.generate(first.sequences, **again)
-    with pytest.raises(ValueError, match="interrupted while drafts were taken back"):
+    with pytest.raises(ValueError, match="interrupted inside a forward or while drafts were taken back"):
         target.generate(first.sequences, **again)
+
+
+@pytest.mark.parametrize("family", INTERRUPTED)
+def test_a_cache_whose_second_prompt_was_interrupted_is_refused(family):
+    """Whichever layer it comes in, also where no count of tokens tells, and whatever goes on with it."""
+    target, ids = bind(family().eval()), prompt(14)
+    layers = family_of(target).layers
+    for place in (0, len(layers) // 2, len(layers) - 1):
+        drafter = PromptLookupDrafter(target)
+        first = target.generate(ids, do_sample=False, max_new_tokens=5, return_dict_in_generate=True,
+                                assistant_model=drafter)  # fmt: skip
+        turn = dict(past_key_values=first.past_key_values, do_sample=False, max_new_tokens=3)
+        handle = layers[place].register_forward_hook(interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            target.generate(torch.cat([first.sequences, prompt(6)], dim=1), assistant_model=drafter, **turn)
+        handle.remove()
+        for asked in ({}, {"assistant_model": drafter}):
+            with pytest.raises(ValueError, match=r"was interrupted inside a forward .* Start from a new cache"):
+                target.generate(torch.cat([first.sequences, prompt(9)], dim=1), **asked, **turn)
+
+
+def test_a_cache_of_v4_that_plain_decoding_was_interrupted_in_is_refused():
+    """Between layers, and in a layer between its keys and its compressor: the windows all have their keys, and going
+    on wrote other text."""
+    target, ids = bind(families.deepseek_v4().eval()), prompt(14)
+    layers = family_of(target).layers
+    inside = [module for name, module in target.named_modules() if name.endswith("compressor.kv_norm")]
+    for module in (layers[0], layers[-2], *inside):
+        first = target.generate(ids, do_sample=False, max_new_tokens=5, return_dict_in_generate=True)
+        turn = dict(past_key_values=first.past_key_values, do_sample=False, max_new_tokens=3)
+        handle = module.register_forward_hook(interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            target.generate(torch.cat([first.sequences, prompt(6)], dim=1), **turn)
+        handle.remove()
+        for asked in ({}, {"assistant_model": PromptLookupDrafter(target)}):
+            with pytest.raises(ValueError, match=r"different tokens \(of lengths \[1[78], "):
+                target.generate(torch.cat([first.sequences, prompt(9)], dim=1), **asked, **turn)
 
 
 def test_the_drafter_is_given_the_accepted_paths_residual(target):

@@ -327,11 +327,17 @@ class HyperDFlashTrainer(Trainer):
 
     # Checkpoints
 
-    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         try:
-            return super()._determine_best_metric(*args, **kwargs)
-        except KeyError as error:  # with words, for whoever set `metric_for_best_model`
-            raise ValueError(error.args[0]) from error
+            return super()._determine_best_metric(metrics, trial)
+        except KeyError as error:  # only an evaluation tells what callbacks of one's own give, and work came before it
+            self._save_checkpoint(self.model_wrapped, trial)
+            raise ValueError(
+                f"`metric_for_best_model` is {self.args.metric_for_best_model!r}, which the evaluation does not give, "
+                f"expected one of {', '.join(metrics)}: choose one of these, and go on from "
+                f"{self.args.output_dir}/checkpoint-{self.state.global_step}, which has the work so far "
+                "(`resume_from_checkpoint`)."
+            ) from error
 
     def train(
         self,

@@ -461,10 +461,23 @@ def test_a_metric_that_there_is_not_is_refused(tmp_path, target):
         with pytest.raises(ValueError, match=message):
             trainer.train()
         assert not trainer.state.log_history  # nothing was trained
-        trainer.add_callback(type("AddsMetrics", (TrainerCallback,), {}))  # which may be this one
-        with pytest.raises(ValueError, match=f"eval_{metric.removeprefix('eval_')}"):
-            trainer.train()
-        assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize("metric", ["nothing", "eval_tau"])
+def test_a_metric_that_only_an_evaluation_can_refuse_costs_no_work(metric, tmp_path, target):
+    settings = dict(
+        max_steps=2, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=2,
+        load_best_model_at_end=True,
+    )  # fmt: skip
+    first = trainer_for(
+        tmp_path, target, tiny_drafter(target), rows(4), rows(2), metric_for_best_model=metric, **settings
+    )
+    first.add_callback(type("AddsMetrics", (TrainerCallback,), {}))  # which may add this one
+    with pytest.raises(ValueError, match=f"{metric}.*expected one of eval_loss.*checkpoint-1, which has the work so"):
+        first.train()
+    again = trainer_for(tmp_path, target, tiny_drafter(target), rows(4), rows(2), **settings)
+    again.train(resume_from_checkpoint=True)
+    assert [line["step"] for line in again.state.log_history if "eval_loss" in line] == [1, 2]
 
 
 def test_only_the_drafter_is_trained_and_saved(tmp_path, target):

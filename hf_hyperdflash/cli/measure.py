@@ -13,7 +13,7 @@ import typer
 from typer import Option
 
 from . import options
-from .models import announce, check_writable, load
+from .models import announce, check_loadable, check_writable, load, load_checked
 
 if TYPE_CHECKING:
     from ..benchmark.runner import BenchmarkSettings
@@ -96,8 +96,8 @@ def benchmark(
         raise ValueError(f"`--concurrency` is {concurrency}, but only servers are asked so: add `--endpoint`.")
     named = _named(drafter, mtp or prompt_lookup)
     settings = _announced(target, output, suite, data, mode, temperature, limit, max_new_tokens, seed)
-    paths = [path for *_, path in named] + [target] * bool(mtp)
-    model, tokenizer, loaded = load(target, paths, dtype, device_map, threads, trust_remote_code)
+    asked = [(path, count) for _, count, *_, path in named] + [(target, None)] * bool(mtp)
+    model, tokenizer, loaded = _loaded(settings, target, asked, dtype, device_map, threads, trust_remote_code)
     from ..hub.descriptions import title
     from ..runtime.prompt_lookup import PromptLookupDrafter
 
@@ -135,12 +135,15 @@ def sweep(
     DSpark) is found where the target is: `--drafter TARGET`."""
     named = _named(drafter)
     settings = _announced(target, output, suite, data, mode, temperature, limit, max_new_tokens, seed)
-    paths = [path for *_, path in named]
-    model, tokenizer, loaded = load(target, paths, dtype, device_map, threads, trust_remote_code)
-    compared: list[Compared] = []
-    for name, assistant, _, nodes, learns in _bound(model, named, loaded):
+    for name, _, _, learns, path in named:
         if learns:
-            raise ValueError(f"`--drafter` has {name} (adaptive), but what learns cannot be swept: leave it out.")
+            raise ValueError(
+                f"`--drafter` has {name or path} (adaptive), but what learns cannot be swept: leave it out."
+            )
+    asked = [(path, max(num_draft_tokens or (), default=count)) for _, count, *_, path in named]
+    model, tokenizer, loaded = _loaded(settings, target, asked, dtype, device_map, threads, trust_remote_code)
+    compared: list[Compared] = []
+    for name, assistant, _, nodes, _ in _bound(model, named, loaded):
         counts = num_draft_tokens or range(1, 1 + (assistant.max_draft_tokens or 6))
         compared.append((name, assistant, [(assistant.check_num_draft_tokens(k), nodes, False) for k in counts]))
     results = _run(model, tokenizer, compared, settings, output)
@@ -176,15 +179,26 @@ def _named(drafters: list[str] | None, others: Any = None) -> list[Named]:
 def _announced(
     target: str, output: Path, suite: Any, data: Path | None, mode: Any, temperature: Any, *rest: Any
 ) -> BenchmarkSettings:
-    """What is to be run. What is wrong with it, or with where it is written, shows before models are loaded."""
+    """What is to be run."""
     check_writable(output)
     announce("target", target)
+    from ..benchmark.figures import import_matplotlib
     from ..benchmark.runner import BenchmarkSettings
 
+    import_matplotlib()  # for the report
     folder = None if data is None else str(data)
-    settings = BenchmarkSettings(_suites(suite, data), folder, mode or ["non-think"], temperature or [0.0], *rest)
+    return BenchmarkSettings(_suites(suite, data), folder, mode or ["non-think"], temperature or [0.0], *rest)
+
+
+def _loaded(
+    settings: BenchmarkSettings, target: str, asked: list[tuple[str, int | str | None]], dtype: str | None,
+    device_map: str | None, threads: int | None, trust_remote_code: bool,
+) -> tuple[Any, Any, dict[str, Any]]:  # fmt: skip
+    """As [`load`]. What is wrong with a model's folder shows before the suites are read, and maybe downloaded, and
+    what is wrong with a suite before models are loaded."""
+    check_loadable(target, asked, device_map)
     settings.prompts()
-    return settings
+    return load_checked(target, [path for path, _ in asked], dtype, device_map, threads, trust_remote_code)
 
 
 def _suites(suite: list[str] | None, data: Path | None) -> list[str]:

@@ -33,21 +33,43 @@ def load(
     trust_remote_code: bool,
     num_draft_tokens: int | str | None = None,
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """The target, bound, its tokenizer, and its drafters by their names. All, and whether they are for each other and
-    can draft as many tokens as they are asked for, is looked at before one is loaded."""
+    """The target, bound, its tokenizer, and its drafters by their names, all of it looked at before one is loaded."""
+    check_loadable(target, [(drafter, num_draft_tokens) for drafter in drafters], device_map)
+    return load_checked(target, drafters, dtype, device_map, threads, trust_remote_code)
+
+
+def check_loadable(
+    target: str, drafters: Collection[tuple[str, int | str | None]], device_map: str | None = None
+) -> None:
+    """Raise an error if target or drafters are not there, are not for each other, cannot draft as many tokens as each
+    is asked for, or have no place to be loaded to. Reads no weights."""
+    from .. import loading
+
+    loading.check_target(target)
+    for drafter, num_draft_tokens in drafters:
+        loading.check_drafter(drafter)
+        loading.check_made_for(target, drafter, num_draft_tokens)
+    if device_map:
+        loading.check_device(device_map)
+
+
+def load_checked(
+    target: str,
+    drafters: Collection[str],
+    dtype: str | None,
+    device_map: str | None,
+    threads: int | None,
+    trust_remote_code: bool,
+) -> tuple[Any, Any, dict[str, Any]]:
+    """What [`load`] loads, of what has passed [`check_loadable`]."""
     import torch
 
     from .. import loading
     from ..runtime.binding import bind
 
-    loading.check_target(target)
-    for drafter in drafters:
-        loading.check_drafter(drafter)
-        loading.check_made_for(target, drafter, num_draft_tokens)
     if threads:
         torch.set_num_threads(threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    loading.check_device(device_map or device)
     tokenizer = loading.load_tokenizer(target, trust_remote_code)
     dtype = dtype or ("float32" if device == "cpu" else "auto")
     model = bind(

@@ -111,13 +111,17 @@ def export(
     check_writable(folder)
     announce("drafter", drafter)
     from ..hub.formats import check_expressible, check_replaceable, export_dflash
-    from ..loading import check_drafter, load_target
+    from ..loading import check_drafter, check_made_for, check_target, load_target
+    from ..runtime.configuration_hyperdflash import HyperDFlashConfig
     from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
 
     check_replaceable(folder)
     check_drafter(drafter, kinds=[HyperDFlashDrafter])
+    check_expressible(HyperDFlashConfig.from_pretrained(drafter), format, target is not None)
+    if target is not None:
+        check_target(target)
+        check_made_for(target, drafter)
     loaded = HyperDFlashDrafter.from_pretrained(drafter, dtype="auto")
-    check_expressible(loaded.config, format)
     if target is not None:
         announce("target", target)
     model = None if target is None else load_target(target, dtype="auto")

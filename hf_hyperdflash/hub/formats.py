@@ -175,8 +175,9 @@ def _check_copies(tensors: dict[str, torch.Tensor], target: PreTrainedModel, nam
             )
 
 
-def check_expressible(config: HyperDFlashConfig, format: str) -> None:
-    """Raise a `ValueError` if there is no such layout, or it has no words for a drafter, saying for which part."""
+def check_expressible(config: HyperDFlashConfig, format: str, has_target: bool) -> None:
+    """Raise a `ValueError` if there is no such layout, it has no words for a drafter, saying for which part, or it
+    holds a part of the target, which is not given."""
     if format not in FORMATS:
         raise ValueError(f"`format` is {format!r}, expected one of {FORMATS}.")
     obstacles = {
@@ -194,6 +195,11 @@ def check_expressible(config: HyperDFlashConfig, format: str) -> None:
             f"This drafter cannot be written in the {format} layout: {'; '.join(reasons)}. Serve it with "
             "transformers, or train a `reducer='fc'` drafter over intermediate layers of a target with one residual "
             "stream."
+        )
+    if _LAYOUTS[format] is layout_deepspec and not has_target:
+        raise ValueError(
+            "DeepSpec's layout holds copies of the target's embedding and LM head: give the target (`target=`, or "
+            "`--target` on the command line)."
         )
 
 
@@ -231,7 +237,7 @@ def export_dflash(
     """
     config, folder = drafter.config, Path(folder)
     check_replaceable(folder)
-    check_expressible(config, format)
+    check_expressible(config, format, target is not None)
     if target is not None:
         drafter.check_target(target)
     layout = _LAYOUTS[format]
@@ -240,7 +246,7 @@ def export_dflash(
         ids = tensors.pop("draft_ids")
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    if layout is layout_deepspec:
+    if target is not None and layout is layout_deepspec:
         tensors |= _copies(target)
     fields = {**layout.write(config), "dtype": str(drafter.dtype).removeprefix("torch.")}
     folder.mkdir(parents=True, exist_ok=True)
@@ -254,12 +260,7 @@ def export_dflash(
     return cast(str, layout.served(config, folder))
 
 
-def _copies(target: PreTrainedModel | None) -> dict[str, torch.Tensor]:
-    if target is None:
-        raise ValueError(
-            "DeepSpec's layout holds copies of the target's embedding and LM head: give the target (`target=`, or "
-            "`--target` on the command line)."
-        )
+def _copies(target: PreTrainedModel) -> dict[str, torch.Tensor]:
     modules = {"embed_tokens": target.get_input_embeddings(), "lm_head": target.get_output_embeddings()}
     weights = {f"{name}.weight": cast(torch.Tensor, module.weight) for name, module in modules.items()}
     if any(weight.is_meta for weight in weights.values()):

@@ -22,7 +22,7 @@ from hf_hyperdflash.training.script import main as train_main
 
 from ..conftest import MODELS, tiny_drafter, tiny_target
 from ..helpers.deepseek_checkpoints import dspark_fields, dspark_shapes, random_tensors
-from ..helpers.families import deepseek_v4_remote_code, glm5_next
+from ..helpers.families import deepseek_v4_remote_code, glm5_next, qwen3
 from ..helpers.headed_drafters import headless
 from ..helpers.tokenizers import characters
 from ..helpers.unrolled import unrolled
@@ -155,19 +155,27 @@ def test_sweep_recommends_a_number_of_drafts(data, tmp_path):
     assert list(run_facts["methods"]) == ["Target only", f"{NAME} (2)", f"{NAME} (5)", "MTP (2)", "MTP (5)"]
 
 
-def test_suites_are_found_and_read_before_a_model_is_loaded(monkeypatch, capsys, tmp_path):
-    """All of a folder where none is named; what is wrong with one is said before that the target does not exist."""
-    monkeypatch.setattr("sys.argv", ["hf-hyperdflash", "benchmark", "--target", "nowhere", "--drafter", "nowhere",
-                                     "--data", str(tmp_path), "--output", str(tmp_path / "out")])  # fmt: skip
+@pytest.mark.parametrize("command", ["benchmark", "sweep"])
+def test_suites_are_read_before_a_model_is_loaded_and_after_all_that_is_quicker(
+    command, monkeypatch, capsys, wrong, tmp_path
+):
+    """All of a folder where none is named. On the Hub they may take minutes: what a folder tells comes first."""
+    options = [command, "--data", tmp_path, "--output", tmp_path / "out", "--target"]
     (tmp_path / "mbpp.jsonl").write_text('{"turns": ["Hello?"]}\n')
     (tmp_path / "mine.jsonl").write_text('{"turns": "Hello?"}\n')
-    with pytest.raises(SystemExit):
-        entry_point()
-    assert "mine.jsonl, line 1: `turns` is 'Hello?'" in capsys.readouterr().err
+    cut = wrong / "cut-target"
+    for given, message in (
+        (["nowhere", "--drafter", DRAFTER], "The folder nowhere does not exist"),
+        ([cut, "--drafter", "nowhere"], "The folder nowhere does not exist"),
+        ([cut, "--drafter", f"X (9)={DRAFTER}"], "cannot draft 9 tokens"),
+        ([cut, "--drafter", DRAFTER, "--device-map", "toaster"], "`--device-map` is 'toaster'"),
+        ([cut, "--drafter", DRAFTER], "mine.jsonl, line 1: `turns` is 'Hello?'"),
+    ):
+        code, said = ended(monkeypatch, capsys, *options, *given)
+        assert code == 1 and message in said[-1]
     (tmp_path / "mine.jsonl").write_text('{"turns": ["Hello?"]}\n')
-    with pytest.raises(SystemExit):
-        entry_point()
-    assert "mine.jsonl" not in capsys.readouterr().err and not (tmp_path / "out").exists()
+    code, said = ended(monkeypatch, capsys, *options, cut, "--drafter", DRAFTER)
+    assert code == 1 and "cut-target are damaged" in said[-1] and not (tmp_path / "out").exists()
 
 
 @pytest.fixture
@@ -258,6 +266,11 @@ def wrong(tmp_path_factory):
     copied(folder / "blind", folder / "confident", "config.json", json.dumps(fields | {"confidence_head": True}))
     for kind in ("specblock", "eagle3"):
         unrolled(kind, tiny_target()).save_pretrained(folder / kind)
+    flat = tiny_drafter(
+        qwen3(), reducer="fc", target_layer_ids=[0, 2], sliding_window=None, sample_from_anchor=True
+    )  # fmt: skip
+    flat.save_pretrained(folder / "flat")
+    copied(folder / "flat", folder / "cut-flat", weights, (folder / "flat" / weights).read_bytes()[:5000])
     (folder / "data").mkdir()
     (folder / "data" / "gsm8k.jsonl").write_text('{"turns": ["What is 3 plus 4?"]}\n')
     return folder
@@ -317,6 +330,7 @@ TRAIN = [
     "--report_to",
     "none",
 ]
+EXPORT = ["export", "cut-flat", "out", "--format", "deepspec"]
 CALIBRATE = ["calibrate", "--target", TARGET, "--max-new-tokens", "200", "--drafter"]
 NAMED = (
     'expected PATH, NAME=PATH, "NAME (4)=PATH", "NAME (auto)=PATH", "NAME (4, 16 nodes)=PATH" or '
@@ -329,7 +343,11 @@ MISTAKES: list[tuple[list[str], int, str]] = [
       for command, *rest in (["generate", "hi"], ["doctor"], ["train", *TRAIN[1:]])),
     *((["generate", "--target", TARGET, "--drafter", name, "hi"], 1, said) for name, said in NO_DRAFTER.items()),
     *((["doctor", "--target", TARGET, "--drafter", name], 1, said) for name, said in NO_CHECKPOINT.items()),
-    *((["export", name, "out"], 1, said) for name, said in NO_DRAFTER.items()),
+    *((["export", name, "out"], 1, said) for name, said in NO_DRAFTER.items() if name != "cut-drafter"),
+    (["export", "cut-drafter", "out"], 1, "cannot be written in the z-lab layout"),
+    (EXPORT, 1, "holds copies of the target's embedding and LM head"),
+    ([*EXPORT, "--target", "nowhere"], 1, "The folder nowhere does not exist"),
+    ([*EXPORT, "--target", TARGET], 1, "The drafter was made for a target with `vocab_size` "),
     *(([command, name, *rest], 1, NO_DRAFTER[name]) for name in ("empty", "adapter", "no-json", "a-list", "configured")
       for command, *rest in (["card"], ["push", "org/name"])),
     ([*ASK, "--dtype", "float7"], 2, "'float7' is not one of auto, bfloat16, float16, float32"),

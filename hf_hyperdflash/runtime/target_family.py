@@ -236,6 +236,11 @@ class TargetFamily:
                 layer.take_back(start)
             elif getattr(layer, "keys", None) is not None:  # an MLP has a layer without
                 layer.crop(min(0, start - layer.get_seq_length()))
+            # Positions come before a forward's first layer, and an indexer's keys before its layer's own.
+            if getattr(layer, "indexer_position_ids", None) is not None:
+                layer.indexer_position_ids = layer.indexer_position_ids[..., :start]
+            if getattr(layer, "indexer_keys", None) is not None:
+                layer.indexer_keys = layer.indexer_keys[:, :start]
 
     def attention_keys(self, layer: Any, keys: int, rows: int, seen: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Where, in a verification round's attention weights, a token finds its keys.

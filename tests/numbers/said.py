@@ -51,12 +51,36 @@ def cheaper():
     return [min(shares), max(shares)]
 
 
-def in_speed_of_eagle3(temperature):
-    """SpecBlock's and that without shift and mask, each with its fastest shape."""
-    found = averages(f"{V4}/specblock/best/temperature-{temperature}")
-    names = "SpecBlock", "without shift", "EAGLE-3"
-    of = [max(one["speedup"] for (name, _), one in found.items() if name.startswith(kind)) for kind in names]
-    return [of[0] / of[2], of[1] / of[2]]
+def in_speed_of_eagle3(kind):
+    """SpecBlock's of one kind at both temperatures, each with its fastest shape."""
+    shares = []
+    for temperature in (0, 1):
+        found = averages(f"{V4}/specblock/best/temperature-{temperature}")
+        ours, theirs = (
+            max(one["speedup"] for (name, _), one in found.items() if name.startswith(of)) for of in (kind, "EAGLE-3")
+        )
+        shares.append(ours / theirs)
+    return shares
+
+
+def small_blocks_draft():
+    """In what part of EAGLE-3's time, by the fastest chain of each: at temperature 0, and at 1."""
+    chains = ("blocks of two (8)", "EAGLE-3 (7)"), ("blocks of two (2)", "EAGLE-3 (5)")
+    found = [averages(f"{V4}/specblock/best/temperature-{at}") for at in (0, 1)]
+    return [
+        100 * of[ours, at]["draft_ms"] / of[theirs, at]["draft_ms"]
+        for at, (of, (ours, theirs)) in enumerate(zip(found, chains))
+    ]
+
+
+def trees_that_pay_on_the_dense_pair():
+    """Speedup of trees that adapt, and of the best fixed setting, at both temperatures."""
+    speeds = []
+    for at in (0, 1):
+        found = averages(f"tiny-qwen3/auto/trees-temperature-{at}")
+        fixed = [of["speedup"] for (name, _), of in found.items() if "auto" not in name]
+        speeds += [found["HyperDFlash (auto, auto nodes)", at]["speedup"], max(fixed)]
+    return speeds
 
 
 def without_one():

@@ -61,7 +61,7 @@ GIVEN = {
     ],
     "drafters": [
         "four prompts a suite, at most 96 tokens (",
-        "AMD EPYC, one thread beside other work",
+        "AMD EPYC, one thread, both temperatures at the same time on 2 cores,",
         "not to the paper's 1.08",
         "choose among the block's 16 best tokens",
         "of the block's 1,024 best tokens",

@@ -59,10 +59,12 @@ from .said import (
     same_rounds,
     settings,
     sizes,
+    small_blocks_draft,
     speeds,
     steps,
     stream,
     trained_on,
+    trees_that_pay_on_the_dense_pair,
     updating,
     where_nothing_is_gained,
     with_more_rows,
@@ -562,9 +564,26 @@ SENTENCES = [
     ),
     (
         "drafters",
-        "bring SpecBlock from {:.2f} to {:.2f} of EAGLE-3's speed at temperature 0 and from {:.2f} to {:.2f} at "
-        "temperature 1",
-        in_speed_of_eagle3(0) + in_speed_of_eagle3(1),
+        "SpecBlock as in the paper has {:.2f} of EAGLE-3's speed at temperature 0 and {:.2f} at temperature 1, with "
+        "one layer and blocks of two {:.2f} and {:.2f}: about as fast",
+        in_speed_of_eagle3("SpecBlock") + in_speed_of_eagle3("blocks of two"),
+    ),
+    (
+        "drafters",
+        "its chain of 8 drafts for {:.0f} % of the time of EAGLE-3's chain of 7, at temperature 1 its two drafts, one "
+        "pass, for {:.0f} % of that of EAGLE-3's five",
+        small_blocks_draft(),
+    ),
+    (
+        "drafters",
+        "report.md); of {:,} greedy texts none differs):",
+        [greedy_texts(f"{V4}/specblock/best/temperature-0")],
+    ),
+    (
+        "choosing-drafts",
+        "it reaches {:.2f}× at temperature 0, where the best fixed setting is {:.2f}×, and {:.2f}× at temperature 1, "
+        "where the best is {:.2f}×",
+        trees_that_pay_on_the_dense_pair(),
     ),
     ("drafters", "SpecBlock's drafting costs {:.0f} to {:.0f} % of EAGLE-3's with equal trees", cheaper()),
 ]  # fmt: skip

@@ -33,7 +33,10 @@ ONE_SIZE = {
 _NO_SHIFT = "without shift and valid prefix"
 BEST = ONE_SIZE | {
     **{f"no shift, no mask, chain of {drafts}": f"{_NO_SHIFT} ({drafts})" for drafts in (4, 8)},
-    **{f"no shift, no mask, {nodes} nodes": f"{_NO_SHIFT} (8, {nodes} nodes)" for nodes in (16, 60)},
+    **{f"blocks of three, chain of {drafts}": f"blocks of three ({drafts})" for drafts in (3, 6, 9)},
+    **{f"blocks of two, chain of {drafts}": f"blocks of two ({drafts})" for drafts in (2, 4, 6, 8)},
+    **{f"blocks of two, {nodes} nodes": f"blocks of two (8, {nodes} nodes)" for nodes in (16, 60)},
+    **{f"EAGLE-3, chain of {drafts}": f"EAGLE-3 ({drafts})" for drafts in (2, 3, 5, 6)},
 }
 AUTO = {
     "state head, 4 drafts": "State head (4)",

@@ -67,6 +67,7 @@ from .said import (
     trees_that_pay_on_the_dense_pair,
     updating,
     where_nothing_is_gained,
+    with_another_seed,
     with_more_rows,
     without_one,
 )
@@ -585,6 +586,7 @@ SENTENCES = [
         "where the best is {:.2f}×",
         trees_that_pay_on_the_dense_pair(),
     ),
+    ("drafters", "the chain's tau is {:.2f} with all and {:.2f} without the mask", with_another_seed()),
     ("drafters", "SpecBlock's drafting costs {:.0f} to {:.0f} % of EAGLE-3's with equal trees", cheaper()),
 ]  # fmt: skip
 

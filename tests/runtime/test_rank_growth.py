@@ -118,9 +118,9 @@ def test_a_tree_has_what_is_worth_it(least):
         survival.observe([said], 0 if said > 0.4 else None, are_drawn=False)
     drawn_by = sampler(60)
     drawn_by.admission = Admission(survival, least)
-    tree = grow_blocks(IDS, 6, drawn_by, Talker(12, 3, 5), shape([2, 4, 6, 0], 2))
+    tree = grow_blocks(IDS, 6, drawn_by, Talker(12, 3, 6), shape([2, 4, 6, 0], 2))
     said = {
-        path: math.exp(value) for path, value in all_nodes(Talker(12, 3, 5), [2, 4, 6, 0], 2, 6).items()
+        path: math.exp(value) for path, value in all_nodes(Talker(12, 3, 6), [2, 4, 6, 0], 2, 6).items()
     }  # of the whole path
     of_node = {path: value / said.get(path[:-1], 1.0) for path, value in said.items()}
     worth = {path: math.prod(survival.of_one(of_node[path[: k + 1]]) for k in range(len(path))) for path in of_node}

@@ -50,6 +50,10 @@ def parse_args() -> argparse.Namespace:
     for name in ("tree_budget", "rounds"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(arguments, name)}, expected at least 1.")
+    if arguments.output.is_dir():
+        parser.error(
+            f"--output is {arguments.output}, a folder: expected a file, for example {arguments.output}/trees.png."
+        )
     if arguments.temperature < 0:
         parser.error(f"--temperature is {arguments.temperature}, expected 0 (greedy) or above.")
     return arguments
@@ -162,3 +166,5 @@ if __name__ == "__main__":
         main()
     except (ValueError, OSError) as error:  # what the user can mend
         raise SystemExit(f"Error: {' '.join(str(error).split())}") from None
+    except KeyboardInterrupt:
+        raise SystemExit("Stopped. Nothing is written.") from None

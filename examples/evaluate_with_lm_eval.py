@@ -27,13 +27,17 @@ from typing import Any
 import datasets
 import torch
 from kept_results import keep
-from lm_eval import simple_evaluate
-from lm_eval.models.huggingface import HFLM
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.runtime.stats import SpeculationStats
+
+try:
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+except ImportError as error:
+    raise SystemExit(f"Error: {error}: pip install lm-eval.") from None
 
 TASK = "worked_answers"
 ASKED = "\nPlease reason step by step, and put your final answer within \\boxed{}."

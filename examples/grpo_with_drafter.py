@@ -25,10 +25,14 @@ import torch
 from datasets import Dataset
 from kept_results import keep
 from transformers import AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
 
 from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.benchmark.runner import hardware
+
+try:
+    from trl import GRPOConfig, GRPOTrainer
+except ImportError as error:
+    raise SystemExit(f"Error: {error}: pip install trl.") from None
 
 ASKED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 TITLES = {"alone": "target alone", "drafted": "with the drafter", "adapted": "with the drafter, learning"}

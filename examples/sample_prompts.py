@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hyperdflash.cli.models import check_writable
+from hf_hyperdflash.loading import check_target
 
 MOST_BARREN = 20
 
@@ -52,12 +53,19 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=128, help="longer prompts are left out")
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    args = parser.parse_args()
+    for name in ("count", "batch_size", "max_new_tokens"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected at least 1.")
+    if args.temperature <= 0:
+        parser.error(f"--temperature is {args.temperature}, expected above 0: greedily a target writes one prompt.")
+    return args
 
 
 def main() -> None:
     args = parse_args()
     check_writable(Path(args.output).parent)
+    check_target(args.target)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = "auto" if device == "cuda" else torch.float32

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import argparse
 
-from transformers.cli.serve import Serve
-
 from hf_hyperdflash import load_drafter
+
+try:
+    from transformers.cli.serve import Serve
+except ImportError as error:
+    raise SystemExit(f"Error: {error}.") from None
 
 
 def main() -> None:

@@ -15,10 +15,13 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from safetensors import safe_open
 
+from hf_hyperdflash.loading import check_target
+
 LAST = 100  # steps over which the final losses are means
 
 
 def facts(folder: Path) -> dict[str, Any]:
+    check_target(str(folder))
     config = json.loads((folder / "config.json").read_text())
     training = json.loads((folder / "training.json").read_text())
     with safe_open(folder / "model.safetensors", "pt") as file:

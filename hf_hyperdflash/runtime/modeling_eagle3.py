@@ -93,12 +93,14 @@ class Eagle3Drafter(UnrolledDrafter):
     def _draft(
         self, target: PreTrainedModel, unrolling: Unrolling, ids: torch.Tensor, count: int, sampler: DraftSampler
     ) -> DraftTree:
-        first = 0  # number of the block of the first path
+        first, is_chain = 0, sampler.tree_budget is None  # number of the block of the first path
 
         def steps(k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
             nonlocal first
             states = unrolling.states[:1]
-            if k:
+            if k and is_chain:
+                states = unrolling.along(tokens.to(self.device))
+            elif k:
                 blocks = first + rows.to(self.device)
                 first = len(unrolling.states)
                 states = unrolling.further(blocks, torch.zeros_like(blocks), tokens.to(self.device))

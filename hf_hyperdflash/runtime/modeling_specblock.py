@@ -86,8 +86,7 @@ class SpecBlockDrafter(UnrolledDrafter):
         def steps(k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
             nonlocal of_block
             if k and k % size == 0:
-                last = torch.tensor([len(unrolling.states) - 1], device=self.device)
-                unrolling.further(last, torch.full_like(last, size - 1), tokens.to(self.device))
+                unrolling.along(tokens.to(self.device))
             if k % size == 0:  # one reading of the LM head for all of them
                 of_block = self.logits(target, unrolling.states[-1, : count - k])
             return DraftStep(of_block[k % size][None])

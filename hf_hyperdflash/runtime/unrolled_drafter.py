@@ -148,7 +148,7 @@ class UnrolledDrafter(ReadingDrafter):
         embeds: torch.Tensor,
         positions: torch.Tensor,
         keys_values: Sequence[ContextLayer],
-        mask: torch.Tensor,
+        mask: torch.Tensor | None,
         of_last: bool = False,
     ) -> torch.Tensor:
         """Blocks, one pass.
@@ -158,7 +158,8 @@ class UnrolledDrafter(ReadingDrafter):
             embeds: `[batch, blocks, config.target_hidden_size]`, of the tokens after.
             positions: `[batch, blocks]`, of their first slots.
             keys_values: For each layer, what adds the keys and values of the blocks to those they see.
-            mask: Boolean `[batch, 1, blocks * config.block_size, keys]`, `True` where a slot may look.
+            mask: Boolean `[batch, 1, blocks * config.block_size, keys]`, `True` where a slot may look; `None` for
+                everywhere.
             of_last: Whether only the last block's states are wanted: of the others the last layer makes no more than
                 keys and values.
 
@@ -169,12 +170,12 @@ class UnrolledDrafter(ReadingDrafter):
         slots = torch.arange(self.config.block_size, device=positions.device)
         rotary = self.rotary_emb(hidden, (positions.unsqueeze(-1) + slots).flatten(1))
         kind, size = self.config._attn_implementation, self.config.block_size
-        seen, before = attention_mask_for(kind, mask, hidden.dtype), None
+        seen, before = None if mask is None else attention_mask_for(kind, mask, hidden.dtype), None
         for index, (layer, known) in enumerate(zip(self.layers, keys_values)):
             hidden = self._between(index, hidden)
             if of_last and index == len(self.layers) - 1:
                 before, hidden = cast(Any, layer).reads(hidden[:, :-size]), hidden[:, -size:]
-                seen = attention_mask_for(kind, mask[:, :, -size:], hidden.dtype)
+                seen = None if mask is None else attention_mask_for(kind, mask[:, :, -size:], hidden.dtype)
             hidden = layer(hidden, before, rotary, known, seen)
         return hidden.unflatten(1, (-1, self.config.block_size))
 
@@ -320,7 +321,7 @@ class UnrolledDrafter(ReadingDrafter):
 class Unrolling:
     """The blocks of one round: the last entry's, which is number 0, and those that go on from it.
 
-    Their keys lie behind the context's until [`forget`].
+    Their keys lie behind the context's until [`forget`]. A tree is grown by [`further`], a chain by [`along`].
 
     Args:
         drafter: Whose blocks they are.
@@ -333,6 +334,7 @@ class Unrolling:
         self.size = drafter.config.block_size
         self.states = cast(torch.Tensor, context.states)
         self._before = context.visible(0, 0) - self.size  # keys of the entries before the last
+        self._written = self.size  # keys of blocks
         self._seen = torch.zeros(1, self.size, dtype=torch.bool, device=drafter.device)  # [blocks, keys of blocks]
         self._moved = self._seen.new_zeros(1, dtype=torch.long)
 
@@ -347,7 +349,7 @@ class Unrolling:
         Returns:
             Their states, `[new, config.block_size, config.hidden_size]`. Their numbers are the next.
         """
-        drafter, size, new = self.drafter, self.size, len(tokens)
+        size, new = self.size, len(tokens)
         known = self._seen.shape[1]
         slot_of = torch.arange(known, device=slots.device)
         sees = self._seen[blocks]
@@ -356,23 +358,49 @@ class Unrolling:
         own = torch.eye(new, dtype=torch.bool, device=slots.device)[:, None, :, None] & within[None, :, None]
         mask = torch.cat([sees.repeat_interleave(size, dim=0), own.flatten(2).flatten(0, 1)], dim=-1)
         mask = nn.functional.pad(mask, (self._before, 0), value=True)[None, None]
-        carried = drafter.handed_on(self.states[blocks, slots])[None]
         moved = self._moved[blocks] + slots + 1
-        positions = self.context.position + (moved if drafter.moves else 0 * moved)
-        self.context.make_room(new * size, carried, drafter.config)
-        layers = [self.context.layer(index, 0) for index in range(len(drafter.layers))]
-        embeds = drafter.embed(self.target, tokens[None])
-        states = drafter.run(carried, embeds, positions, layers, mask)[0]
-        self.context.advance(new * size)
+        states = self._run(self.states[blocks, slots], moved, tokens, mask)
         self.states = torch.cat([self.states, states])
         self._moved = torch.cat([self._moved, moved])
         self._seen = torch.cat([self._seen, sees])
         self._seen = nn.functional.pad(self._seen, (0, new * size))
         return states
 
+    def along(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The block that goes on from the last slot of the last one. It sees all that is there, which nothing has to
+        be counted for.
+
+        Args:
+            tokens: With which token, `[1]`.
+
+        Returns:
+            Its states, `[1, config.block_size, config.hidden_size]`; those of the one before are no longer known.
+        """
+        mask = None
+        if self.size > 1:
+            within = torch.ones(self.size, self.size, dtype=torch.bool, device=tokens.device).tril()
+            mask = nn.functional.pad(within, (self._before + self._written, 0), value=True)[None, None]
+        self._moved = self._moved + self.size
+        self.states = self._run(self.states[:, -1], self._moved, tokens, mask)
+        return self.states
+
+    def _run(
+        self, states: torch.Tensor, moved: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        drafter, context, new = self.drafter, self.context, len(tokens) * self.size
+        carried = drafter.handed_on(states)[None]
+        positions = context.position + (moved if drafter.moves else 0 * moved)
+        context.make_room(new, carried, drafter.config)
+        layers = [context.layer(index, 0) for index in range(len(drafter.layers))]
+        embeds = drafter.embed(self.target, tokens[None])
+        found = drafter.run(carried, embeds, positions, layers, mask)[0]
+        context.advance(new)
+        self._written += new
+        return found
+
     def forget(self) -> None:
         """Leave the context as it was."""
-        self.context.advance(self.size - self._seen.shape[1])
+        self.context.advance(self.size - self._written)
 
 
 class _Kept:

@@ -1,4 +1,5 @@
-"""How a tree of blocks grows: breadth first, a few passes of many blocks, as wide at each slot as a rank head says.
+"""How a tree of blocks grows: breadth first, a few passes of many blocks, greedily as wide at each slot as a rank head
+says.
 
 A block's first child at a slot goes on at the next slot of the same block. Every other child, and the first at the
 last slot, is where a later block starts: so each node has children from one place alone.
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .growth import hits_of
+from .growth import hits_of, level_sizes
 from .node_survival import ACCEPTED, Admission
 from .sampling import DraftSampler
 from .tree import ANCHOR, DraftTree
@@ -52,8 +53,10 @@ def grow_blocks(ids: torch.Tensor, count: int, sampler: DraftSampler, blocks: Bl
     """A tree of at most `sampler.tree_budget` nodes, from at most `config.max_blocks` passes.
 
     Greedily its nodes are the most probable ones of those that `config.branching` admits (the paper's pruning, by the
-    product of probabilities along the path). Where the request samples, children are drawn without replacement, and
-    how many a node gets is settled before any of them is drawn, from what the rank head holds of the paths so far.
+    product of probabilities along the path). Where the request samples, children are drawn without replacement, how
+    many a node gets is settled before any of them is drawn, and no rank says it: a draw is accepted or not by how well
+    drafter and target agree, also where each other token is as probable. So it is as in [`~growth.drawn`], a pass
+    having the nodes of as many levels as a block has slots.
 
     Args:
         ids: `[1, seq]`, the text.
@@ -65,7 +68,7 @@ def grow_blocks(ids: torch.Tensor, count: int, sampler: DraftSampler, blocks: Bl
     budget = sampler.tree_budget or count
     growing = _Growing(ids, count, sampler, config.branching)
     starts = [_Start(ANCHOR, 0, 0, 0, 0.0 if not sampler.do_sample else 1.0, ())]
-    made = 0
+    made, sizes = 0, level_sizes(count, budget)
     for level in range(config.max_blocks):
         going_on = starts if level else []
         step = blocks(
@@ -74,8 +77,8 @@ def grow_blocks(ids: torch.Tensor, count: int, sampler: DraftSampler, blocks: Bl
             torch.tensor([start.path[-1] for start in going_on], dtype=torch.long),
         )
         if sampler.do_sample:
-            share = max(1, (budget - len(growing.tokens)) // (config.max_blocks - level))
-            starts = growing.draw(starts, made, step, share)
+            room = budget if level + 1 == config.max_blocks else sum(sizes[: (level + 1) * step.logits.shape[1]])
+            starts = growing.draw(starts, made, step, max(1, room - len(growing.tokens)))
             starts = heapq.nlargest(budget - len(growing.tokens), starts, key=lambda start: start.value)
         else:
             starts = growing.take(starts, made, step)
@@ -137,8 +140,8 @@ class _Growing:
     def draw(self, starts: list[_Start], made: int, step: BlockStep, share: int) -> list[_Start]:
         """Random children at every slot, `share` in all; where later blocks can start."""
         signals = self._signals(step, len(starts))
-        counts, found = self._counts(starts, step, share, signals), []
-        slots = step.logits.shape[1]
+        slots, found = step.logits.shape[1], []
+        counts = self._counts(starts, slots, share, signals)
         for row, start in enumerate(starts):
             node, path = start.node, start.path
             for slot, hits in enumerate(counts[row]):
@@ -198,29 +201,35 @@ class _Growing:
         return step.ranks[..., 0].tolist()
 
     def _counts(
-        self, starts: list[_Start], step: BlockStep, share: int, signals: list[list[float]]
+        self, starts: list[_Start], slots: int, share: int, signals: list[list[float]]
     ) -> list[list[list[float]]]:
-        """For every block and slot, what its children are worth: as many as the slot gets."""
-        widths = self._widths(step, starts)
-        candidates = []
-        for row, start in enumerate(starts):
-            value = start.value
-            for slot in range(min(step.logits.shape[1], self.count - start.depth)):
-                if not widths[row][slot]:
-                    break
-                sure, later, least = signals[row][slot], ACCEPTED[1:], -1.0
-                if self.admission is not None:
-                    survival, least = self.admission
-                    sure, later = survival.of_one(sure), survival.later
-                hits = [value * hit for hit in hits_of(sure, widths[row][slot], later)]
-                candidates += [(hit, -rank, -slot, row) for rank, hit in enumerate(hits) if hit > least]
-                value = hits[0]
+        """For every block and slot, what its children are worth: as many as the slot gets, of `share` in all those
+        that are accepted most often."""
+        survival, least = self.admission or (None, -1.0)
+        later = ACCEPTED[1:] if survival is None else survival.later
+        waiting: list[tuple[float, int, int, int, float, list[float]]] = []  # what is worth most comes first
+
+        def wait(row: int, slot: int, rank: int, parent: float, chances: list[float]) -> None:
+            heapq.heappush(waiting, (-parent * chances[rank], row, slot, rank, parent, chances))
+
+        def reach(row: int, slot: int, parent: float) -> None:
+            sure = ACCEPTED[0] if survival is None else survival.of_one(signals[row][slot])
+            wait(row, slot, 0, parent, hits_of(sure, share, later))
+
         counts: list[list[list[float]]] = [[] for _ in starts]
-        for hit, rank, slot, row in sorted(heapq.nlargest(share, candidates), key=lambda each: (-each[2], -each[1])):
-            if -slot == len(counts[row]):
+        for row, start in enumerate(starts):
+            reach(row, 0, start.value)
+        for _ in range(share):
+            if not waiting or -waiting[0][0] <= least:
+                break
+            value, row, slot, rank, parent, chances = heapq.heappop(waiting)
+            if not rank:
                 counts[row].append([])
-            if -slot < len(counts[row]) and -rank == len(counts[row][-slot]):
-                counts[row][-slot].append(hit)
+                if slot + 1 < min(slots, self.count - starts[row].depth):
+                    reach(row, slot + 1, -value)
+            counts[row][slot].append(-value)
+            if rank + 1 < share:
+                wait(row, slot, rank + 1, parent, chances)
         return counts
 
     def _scores(self, path: tuple[int, ...], logits: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
+from hf_hyperdflash.runtime.growth import level_sizes
 from hf_hyperdflash.runtime.node_survival import Admission, NodeSurvival
 from hf_hyperdflash.runtime.rank_growth import BlockStep, grow_blocks
 from hf_hyperdflash.runtime.sampling import DraftSampler
@@ -144,10 +145,10 @@ def test_processors_see_each_nodes_own_prefix():
     assert set(best) != set(sorted(plain, key=lambda path: -plain[path])[:30])
 
 
-LAWS = [(3, 2, 4, 4, 2), (3, 1, 3, 4, 3), (4, 2, 2, 3, 1)]  # vocabulary, slots, depth, budget, blocks
+LAWS = [(3, 2, 3, 5, 2), (3, 1, 3, 4, 3), (4, 2, 2, 3, 1)]  # vocabulary, slots, depth, budget, blocks
 
 
-@pytest.mark.parametrize("least", [None, 0.12])
+@pytest.mark.parametrize("least", [None, 0.22])
 @pytest.mark.parametrize(("vocabulary", "slots", "depth", "budget", "max_blocks"), LAWS)
 @pytest.mark.parametrize("rule", SAMPLING_RULES)
 def test_text_with_drawn_trees_is_the_targets(rule, vocabulary, slots, depth, budget, max_blocks, least):
@@ -191,6 +192,22 @@ def test_a_budget_is_shared_by_the_passes():
             assert q is not None and q[tree.tokens[node]] > 0
             before = [other for other in tree.children[tree.parents[node]] if other < node]
             assert not q[tree.tokens[before]].any()
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4])
+@pytest.mark.parametrize(("count", "budget"), [(8, 16), (8, 60), (5, 9), (4, 4)])
+def test_a_pass_draws_the_nodes_of_its_levels(slots, count, budget):
+    """Whatever ranks say: a draw is not the first for being the most probable one."""
+    sizes = level_sizes(count, budget)
+    for ranked in (False, True):
+        talker = Talker(40, slots, 7, ranked)
+        tree = grow_blocks(IDS, count, sampler(budget, True), talker, shape([1, 2, 3, 0][: 4 if ranked else 1], count))
+        of_pass = [tree.passes.count(level + 1) for level in range(max(tree.passes))]
+        due = [sum(sizes[: (level + 1) * slots]) for level in range(len(of_pass))]
+        assert sum(of_pass) == budget
+        if slots == 1:
+            assert [tree.depths.count(depth + 1) for depth in range(len(sizes))] == sizes
+        assert [sum(of_pass[: level + 1]) for level in range(len(of_pass))] == due
 
 
 def test_a_tree_knows_which_pass_made_each_node():

@@ -67,7 +67,7 @@ def most_probable(
     width, children = min(width or budget, budget), min(children or budget, budget)
     tokens, parents = ids.new_empty(0), ids.new_empty(0)
     values, signals = torch.empty(0, device=ids.device), torch.empty(0, device=ids.device)
-    least = -math.inf if admission is None or not admission.least else math.log(admission.least)
+    least = -math.inf if admission is None else admission.log_least
     level, rows, of_level = ids[:, -1], ids.new_zeros(1), torch.zeros(1, device=ids.device)
     places, paths = ids.new_full((1,), ANCHOR), ids[:, :0]
     for k in range(count):

@@ -63,3 +63,8 @@ class Admission(NamedTuple):
 
     survival: NodeSurvival
     least: float
+
+    @property
+    def log_least(self) -> float:
+        """Where values of nodes are logarithms."""
+        return math.log(self.least) if self.least else -math.inf

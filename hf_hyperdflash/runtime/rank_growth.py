@@ -114,6 +114,7 @@ class _Growing:
     def take(self, starts: list[_Start], made: int, step: BlockStep) -> list[_Start]:
         """The most probable children at every slot; where later blocks can start."""
         widths, found = self._widths(step, starts), []
+        least = -math.inf if self.admission is None else self.admission.log_least
         slots, shared = step.logits.shape[1], None
         if not len(self.sampler.processors):
             shared = _most_probable(step.logits, max(map(max, widths)))
@@ -126,7 +127,7 @@ class _Growing:
                 else:
                     tokens, gains = shared[0][row][slot], shared[1][row][slot]
                 children = [(token, gain, value + self._chance(gain)) for token, gain in zip(tokens[:width], gains)]
-                children = [child for child in children if child[2] > self._least]
+                children = [child for child in children if child[2] > least]
                 for rank, (token, gain, worth) in enumerate(children):
                     self._add(token, node, worth, math.exp(gain))
                     if rank or slot == slots - 1:
@@ -182,11 +183,6 @@ class _Growing:
         if starts[0].node == ANCHOR and not widths[0][0]:
             widths[0][0] = 1  # a round drafts something
         return widths
-
-    @property
-    def _least(self) -> float:
-        """Of a node's value, where they are logarithms."""
-        return -math.inf if self.admission is None or not self.admission.least else math.log(self.admission.least)
 
     def _chance(self, gain: float) -> float:
         """The logarithm of how probable it is that a node is accepted, of how probable the drafter holds it."""

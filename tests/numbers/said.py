@@ -51,11 +51,11 @@ def cheaper():
     return [min(shares), max(shares)]
 
 
-def in_speed_of_eagle3(kind):
+def in_speed_of_eagle3(kind, run="small-blocks"):
     """SpecBlock's of one kind at both temperatures, each with its fastest shape."""
     shares = []
     for temperature in (0, 1):
-        found = averages(f"{V4}/specblock/best/temperature-{temperature}")
+        found = averages(f"{V4}/specblock/{run}/temperature-{temperature}")
         ours, theirs = (
             max(one["speedup"] for (name, _), one in found.items() if name.startswith(of)) for of in (kind, "EAGLE-3")
         )
@@ -65,8 +65,8 @@ def in_speed_of_eagle3(kind):
 
 def small_blocks_draft():
     """In what part of EAGLE-3's time, by the fastest chain of each: at temperature 0, and at 1."""
-    chains = ("blocks of two (8)", "EAGLE-3 (7)"), ("blocks of two (2)", "EAGLE-3 (5)")
-    found = [averages(f"{V4}/specblock/best/temperature-{at}") for at in (0, 1)]
+    chains = ("blocks of two (6)", "EAGLE-3 (7)"), ("blocks of two (2)", "EAGLE-3 (3)")
+    found = [averages(f"{V4}/specblock/small-blocks/temperature-{at}") for at in (0, 1)]
     return [
         100 * of[ours, at]["draft_ms"] / of[theirs, at]["draft_ms"]
         for at, (of, (ours, theirs)) in enumerate(zip(found, chains))

@@ -571,14 +571,24 @@ SENTENCES = [
     ),
     (
         "drafters",
-        "its chain of 8 drafts for {:.0f} % of the time of EAGLE-3's chain of 7, at temperature 1 its two drafts, one "
-        "pass, for {:.0f} % of that of EAGLE-3's five",
+        "its chain of 6 drafts for {:.0f} % of the time of EAGLE-3's chain of 7, at temperature 1 its two drafts, one "
+        "pass, for {:.0f} % of that of EAGLE-3's three",
         small_blocks_draft(),
     ),
     (
         "drafters",
+        "Without shift and mask it had {:.2f} of EAGLE-3's speed at temperature 0 and {:.2f} at temperature 1, with "
+        "blocks of three {:.2f} and {:.2f}, with blocks of two {:.2f} and {:.2f}, each in its fastest shape",
+        [
+            share
+            for kind in ("without shift and valid prefix", "blocks of three", "blocks of two")
+            for share in in_speed_of_eagle3(kind, "best")
+        ],
+    ),
+    (
+        "drafters",
         "report.md); of {:,} greedy texts none differs):",
-        [greedy_texts(f"{V4}/specblock/best/temperature-0")],
+        [greedy_texts(f"{V4}/specblock/small-blocks/temperature-0")],
     ),
     (
         "choosing-drafts",

@@ -30,10 +30,7 @@ ONE_SIZE = {
     "state head, chain of 6": "State head (6)",
     "state head, 16 nodes": "State head (6, 16 nodes)",
 }
-_NO_SHIFT = "without shift and valid prefix"
 BEST = ONE_SIZE | {
-    **{f"no shift, no mask, chain of {drafts}": f"{_NO_SHIFT} ({drafts})" for drafts in (4, 8)},
-    **{f"blocks of three, chain of {drafts}": f"blocks of three ({drafts})" for drafts in (3, 6, 9)},
     **{f"blocks of two, chain of {drafts}": f"blocks of two ({drafts})" for drafts in (2, 4, 6, 8)},
     **{f"blocks of two, {nodes} nodes": f"blocks of two (8, {nodes} nodes)" for nodes in (16, 60)},
     **{f"EAGLE-3, chain of {drafts}": f"EAGLE-3 ({drafts})" for drafts in (2, 3, 5, 6)},
@@ -88,7 +85,7 @@ def of_ablation_on_the_v4(label):
 
 
 def of_best_settings(label):
-    found = [averages(f"{V4}/specblock/best/temperature-{at}")[BEST[label], at] for at in (0, 1)]
+    found = [averages(f"{V4}/specblock/small-blocks/temperature-{at}")[BEST[label], at] for at in (0, 1)]
     return [of[name] for of in found for name in ("tau", "speedup")] + [found[0]["draft_ms"], found[0]["verify_ms"]]
 
 

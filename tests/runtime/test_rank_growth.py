@@ -15,7 +15,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from hf_hyperdflash.runtime.growth import level_sizes
-from hf_hyperdflash.runtime.node_survival import Admission, NodeSurvival
+from hf_hyperdflash.runtime.node_survival import ACCEPTED, Admission, NodeSurvival
 from hf_hyperdflash.runtime.rank_growth import BlockStep, grow_blocks
 from hf_hyperdflash.runtime.sampling import DraftSampler
 from hf_hyperdflash.runtime.tree import ANCHOR
@@ -208,6 +208,54 @@ def test_a_pass_draws_the_nodes_of_its_levels(slots, count, budget):
         if slots == 1:
             assert [tree.depths.count(depth + 1) for depth in range(len(sizes))] == sizes
         assert [sum(of_pass[: level + 1]) for level in range(len(of_pass))] == due
+
+
+@pytest.mark.parametrize(("count", "budget", "passes"), [(5, 9, 1), (3, 9, 1), (6, 24, 2), (8, 30, 3), (4, 40, 2)])
+@pytest.mark.parametrize("told", [0, 400])
+def test_draws_are_those_that_are_accepted_most_often(count, budget, passes, told):
+    """All places that a pass could draw for, by the product of what is known of each node on the way."""
+    survival, slots = NodeSurvival(), 3
+    for _ in range(told):
+        survival.observe([0.2], None, are_drawn=True)
+        survival.observe([0.8], 0, are_drawn=True)
+        survival.observe([0.8, 0.5, 0.5], None, are_drawn=True)
+    drawn_by, talker = sampler(budget, True), Talker(60, slots, 11)
+    drawn_by.admission = Admission(survival, 0.0) if told else None
+    tree = grow_blocks(IDS, count, drawn_by, talker, shape([1, 0, 0, 0], passes))
+    later = survival.later if told else ACCEPTED[1:]
+
+    def chance(block: tuple, slot: int, rank: int) -> float:
+        first = max(survival.of_one(float(talker.ranks(block, slot)[0])), later[0]) if told else ACCEPTED[0]
+        tried = [first, later[0], *[later[1]] * rank]
+        return math.prod(1 - each for each in tried[:rank]) * tried[rank]
+
+    worth, starts, due = {(): 1.0}, [((), ())], 0
+    for made in range(1, passes + 1):
+        places = []  # (worth, the path before it, its rank), of every place
+        for block, path in starts:
+            for slot in range(min(slots, count - len(path))):
+                at, before = len(places), path
+                for rank in range(budget):
+                    places.append((worth[before] * chance(block, slot, rank), before, rank, block, slot))
+                children = [node for node in paths_of(tree) if node[:-1] == before]
+                if not children:
+                    break
+                path = children[0]
+                worth[path] = places[at][0]
+        nodes = [node for node, of in zip(paths_of(tree), tree.passes) if of == made]
+        best = sorted((place[0] for place in places), reverse=True)[: len(nodes)]
+        next_starts = []
+        for node in nodes:
+            rank = [other for other in paths_of(tree) if other[:-1] == node[:-1]].index(node)
+            value, _, _, block, slot = next(place for place in places if place[1:3] == (node[:-1], rank))
+            worth[node] = value
+            if (rank or slot == slots - 1) and len(node) < count:
+                next_starts.append(((*block, (slot, node[-1])), node))
+        assert sorted((worth[node] for node in nodes), reverse=True) == pytest.approx(best)
+        due += len(nodes)
+        # A later pass has no more blocks than there is room for nodes.
+        starts = sorted(next_starts, key=lambda start: -worth[start[1]])[: budget - due]
+    assert due == len(tree) == budget
 
 
 def test_a_tree_knows_which_pass_made_each_node():

@@ -113,6 +113,31 @@ def test_a_context_is_left_as_it_was(kind, monkeypatch):
     assert len(found[0]) == 5 and len(found[1]) == 8
 
 
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chain_goes_on_as_a_tree_of_one_path(kind, moves):
+    torch.manual_seed(0)
+    target, ids = families.qwen3().eval(), prompt(12)
+    drafter = unrolled(kind, target, **KINDS[kind])
+    drafter.moves, size = moves, drafter.config.block_size
+    with capture_residual(target, drafter.target_layer_ids) as captured:
+        target(ids[:, :-1])
+    context = drafter.new_context()
+    drafter.extend(target, context, captured[0], torch.arange(11)[None], ids[:, 1:])
+    found = []
+    for is_chain in (True, False):
+        unrolling, states = unrolled_drafter.Unrolling(drafter, target, context), []
+        for number, token in enumerate(torch.tensor([[5], [7], [11]])):
+            if is_chain:
+                states.append(unrolling.along(token))
+            else:
+                states.append(unrolling.further(torch.tensor([number]), torch.tensor([size - 1]), token))
+        unrolling.forget()
+        found.append(torch.cat(states))
+    assert found[0].shape == (3, size, drafter.config.hidden_size)
+    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_nobody_reads_is_not_computed(kind):
     """Of all entries but the last no more than keys and values of the last layer, and of a block's slots no reading of

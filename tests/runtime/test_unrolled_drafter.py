@@ -115,6 +115,7 @@ def test_a_context_is_left_as_it_was(kind, monkeypatch):
 
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
 def test_a_chain_goes_on_as_a_tree_of_one_path(kind, moves):
     torch.manual_seed(0)
     target, ids = families.qwen3().eval(), prompt(12)

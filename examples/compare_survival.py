@@ -65,7 +65,7 @@ class Listening(DraftSampler):
 
     def scored(self, prefixes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         scores = super().scored(prefixes, logits)
-        self.heard.append(scores[0].log_softmax(-1))
+        self.heard += scores.log_softmax(-1)
         return scores
 
 

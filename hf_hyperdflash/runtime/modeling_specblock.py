@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from .configuration_specblock import SpecBlockConfig
-from .growth import DraftStep, Steps
 from .layers import HyperDFlashLayer
 from .rank_growth import Blocks, BlockStep, grow_blocks
 from .rank_head import RankHead, rank_features
@@ -75,23 +74,28 @@ class SpecBlockDrafter(UnrolledDrafter):
         self, target: PreTrainedModel, unrolling: Unrolling, ids: torch.Tensor, count: int, sampler: DraftSampler
     ) -> DraftTree:
         if sampler.tree_budget is None:
-            tree = sampler.grow(ids, count, self._chain(target, unrolling, count))
-            return replace(tree, passes=tuple(1 + (depth - 1) // self.config.block_size for depth in tree.depths))
+            return self._chain(target, unrolling, ids, count, sampler)
         return grow_blocks(ids, count, sampler, self._blocks(target, unrolling), self.config)
 
-    def _chain(self, target: PreTrainedModel, unrolling: Unrolling, count: int) -> Steps:
-        size = self.config.block_size
-        of_block = unrolling.states  # logits of the slots of the last block
-
-        def steps(k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
-            nonlocal of_block
-            if k and k % size == 0:
-                unrolling.along(tokens.to(self.device))
-            if k % size == 0:  # one reading of the LM head for all of them
-                of_block = self.logits(target, unrolling.states[-1, : count - k])
-            return DraftStep(of_block[k % size][None])
-
-        return steps
+    def _chain(
+        self, target: PreTrainedModel, unrolling: Unrolling, ids: torch.Tensor, count: int, sampler: DraftSampler
+    ) -> DraftTree:
+        """A block's slots do not know its tokens, so that these are drawn together."""
+        blocks: list[DraftTree] = []
+        for start in range(0, count, self.config.block_size):
+            if blocks and not sampler.is_open():
+                break
+            if blocks:
+                ids = torch.cat([ids, blocks[-1].tokens[None].to(ids.device)], dim=1)
+                unrolling.along(ids[0, -1:].to(self.device))
+            logits = self.logits(target, unrolling.states[-1:, : count - start])
+            blocks.append(sampler.blind(ids, logits))
+            if len(blocks[-1]) < logits.shape[1]:
+                break
+        tree = DraftTree.chain(
+            torch.cat([block.tokens for block in blocks]), [q for block in blocks for q in block.q or ()]
+        )
+        return replace(tree, passes=tuple(1 + k // self.config.block_size for k in range(len(tree))))
 
     def _blocks(self, target: PreTrainedModel, unrolling: Unrolling) -> Blocks:
         def blocks(come_from: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> BlockStep:

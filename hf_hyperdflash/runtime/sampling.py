@@ -87,6 +87,10 @@ class DraftSampler:
         self.tree_budget, self.schedule = tree_budget, schedule
         self.admission: Admission | None = None
 
+    def is_open(self) -> bool:
+        """Whether a chain is to have one more draft, by what is known without it."""
+        return self.schedule is None or self.schedule.is_open()
+
     def scored(self, prefixes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """What drafts are drawn by after prefixes.
 
@@ -104,8 +108,12 @@ class DraftSampler:
             drafts: What follows it on each path, `[paths, drafts]`.
             logits: The drafter's, `[paths, config.vocab_size]`.
         """
-        reads_text = any(type(processor).__name__ not in _WITHOUT_TEXT for processor in self.processors)
-        return self.scored(torch.cat([ids.expand(len(drafts), -1), drafts], dim=1) if reads_text else drafts, logits)
+        text = torch.cat([ids.expand(len(drafts), -1), drafts], dim=1) if self._reads_text else drafts
+        return self.scored(text, logits)
+
+    @property
+    def _reads_text(self) -> bool:
+        return any(type(processor).__name__ not in _WITHOUT_TEXT for processor in self.processors)
 
     def scored_tree(self, ids: torch.Tensor, tree: DraftTree, logits: torch.Tensor) -> torch.Tensor:
         """What the target writes by after the anchor and after each node of a tree, as [`scored`]: one path at a time,
@@ -141,15 +149,31 @@ class DraftSampler:
         return one_of(q).squeeze(1), q[0]
 
     def blind(self, ids: torch.Tensor, logits: torch.Tensor) -> DraftTree:
-        """Drafts from logits that do not depend on them.
+        """Drafts from logits that do not depend on them: drawn all at once, where the request does not ask for more.
 
         Args:
             ids: `[1, seq]`, the text.
             logits: The drafter's, `[1, drafts, config.vocab_size]`.
         """
-        if not (self.do_sample or len(self.processors) or self.tree_budget or self.schedule):
+        if self.tree_budget is not None or self._reads_text or not logits.shape[1]:
+            return self.grow(
+                ids, logits.shape[1], lambda k, tokens, _: DraftStep(logits[:, k].expand(len(tokens), -1))
+            )
+        if not (self.do_sample or len(self.processors) or self.schedule):
             return DraftTree.chain(logits.argmax(-1)[0])
-        return self.grow(ids, logits.shape[1], lambda k, tokens, _: DraftStep(logits[:, k].expand(len(tokens), -1)))
+        scores = self.scored(ids.expand(logits.shape[1], -1), logits[0])
+        scores = scores if self.schedule is None else scores[: self._admitted(scores, self.schedule)]
+        if not self.do_sample:
+            return DraftTree.chain(scores.argmax(-1))
+        q = scores.softmax(-1)
+        return DraftTree.chain(one_of(q).squeeze(1), q.unbind())
+
+    @staticmethod
+    def _admitted(scores: torch.Tensor, schedule: Schedule) -> int:
+        """How many drafts that are drawn by `scores`, `[drafts, config.vocab_size]`, are drawn at all."""
+        signals = signals_of(scores)
+        ends = (k for k, signal in enumerate(signals) if not (schedule.is_open() and schedule.admits(signal)))
+        return next(ends, len(signals))
 
     def grow(self, ids: torch.Tensor, count: int, steps: Steps, width: int | None = None) -> DraftTree:
         """Drafts from logits that know those before them: one after the other, or a tree where the request has a
@@ -175,12 +199,12 @@ class DraftSampler:
         confidence: list[torch.Tensor] = []
         drafts, token, row = ids[:, :0], ids[:, -1], ids.new_zeros(1)
         for k in range(count):
-            if self.schedule is not None and not self.schedule.is_open():
+            if not self.is_open():
                 break
             step = steps(k, token, row)
             scores = self.scored_after(ids, drafts, step.logits)
             # By what is known before the token is drawn: afterwards it would be chosen by what it is.
-            if self.schedule is not None and not self.schedule.admits(signal_of(scores)):
+            if self.schedule is not None and not self.schedule.admits(signals_of(scores)[0]):
                 break
             token, drawn_from = self.draw(scores)
             drafts, q = torch.cat([drafts, token[:, None]], dim=1), [*q, drawn_from]
@@ -235,7 +259,8 @@ def chains_in_step(wanted: Sequence[DraftsWanted], steps: Steps) -> list[DraftTr
     return trees
 
 
-def signal_of(scores: torch.Tensor) -> float:
-    """What tells most of whether the target accepts what is drawn by `scores`, `[1, config.vocab_size]`: how probable
-    the best token is (`examples/compare_survival.py`; more than a confidence head, above all of greedy text)."""
-    return float(scores.softmax(-1).max())
+def signals_of(scores: torch.Tensor) -> list[float]:
+    """What tells most of whether the target accepts what is drawn by `scores`, `[drafts, config.vocab_size]`: how
+    probable the best token is (`examples/compare_survival.py`; more than a confidence head, above all of greedy
+    text)."""
+    return scores.softmax(-1).max(-1).values.tolist()

@@ -12,6 +12,7 @@ from hf_hyperdflash import Eagle3Drafter, SpecBlockDrafter, load_drafter
 from hf_hyperdflash.runtime.binding import capture_residual
 from hf_hyperdflash.runtime.growth import DraftStep
 from hf_hyperdflash.runtime.sampling import DraftSampler
+from hf_hyperdflash.runtime.tree import DraftTree
 
 from ..conftest import prompt
 from ..helpers import oracle_eagle3, oracle_specblock
@@ -131,6 +132,12 @@ class Followed(DraftSampler):
             self.seen.append(step.logits[0])
         self.tree_budget = None
         return super()._path(ids, 0, steps)
+
+    def blind(self, ids, logits):
+        first = len(self.seen)
+        self.seen += logits[0]
+        taken = [*self.tokens, self.tokens[-1]][first : len(self.seen)]  # nothing follows the last
+        return DraftTree.chain(torch.tensor(taken))
 
 
 @torch.no_grad()

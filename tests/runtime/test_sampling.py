@@ -18,12 +18,14 @@ from transformers import (
 )
 from transformers.generation import logits_process as stock
 
+from hf_hyperdflash.runtime.draws import one_of
 from hf_hyperdflash.runtime.growth import DraftStep
 from hf_hyperdflash.runtime.sampling import DraftSampler, DraftsWanted, chains_in_step, without_state
 from hf_hyperdflash.runtime.tree import ANCHOR, DraftTree
 
 from ..conftest import prompt
 from ..helpers.draft_trees import parents_and_tokens, path_to
+from ..helpers.schedules import Asked
 
 VOCAB = 16
 
@@ -70,6 +72,14 @@ STATELESS = {
 }
 PENALTY = inspect.signature(RepetitionPenaltyLogitsProcessor.__init__).parameters
 HERE = [name for name in STATELESS if hasattr(stock, name)]  # not every version has each
+
+
+# Of these, those that look at nothing but scores: what they leave of several drafts can be drawn at once.
+WITHOUT_TEXT = {
+    "TemperatureLogitsWarper", "TopPLogitsWarper", "TopKLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper",
+    "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor",
+    "LogitNormalization", "SuppressTokensLogitsProcessor",
+}  # fmt: skip
 
 
 def made(name: str) -> LogitsProcessor:
@@ -135,8 +145,11 @@ def test_drafts_are_those_of_a_naive_loop(names, do_sample, drafts, dtype, seed)
             scores = processor(text, scores)
         assume(scores.isfinite().any())  # a forced end and a minimal length at once leave nothing to draw
         q.append(scores.softmax(-1)[0])
-        token = torch.multinomial(q[-1], 1) if do_sample else scores.argmax(-1)
+        token = one_of(q[-1]) if do_sample else scores.argmax(-1)
         text = torch.cat([text, token[None]], dim=1)
+    if do_sample and drafts and set(names) <= WITHOUT_TEXT:
+        torch.manual_seed(seed + 1)
+        text = torch.cat([ids, one_of(torch.stack(q)).T], dim=1)
     following = torch.rand(4)
 
     torch.manual_seed(seed + 1)
@@ -152,6 +165,18 @@ def test_drafts_are_those_of_a_naive_loop(names, do_sample, drafts, dtype, seed)
         token, drawn_from = sampler.draw(sampler.scored(ids, logits[:, 0]))
         assert token.tolist() == text[0, 6:7].tolist()
         assert torch.equal(drawn_from, q[0]) if do_sample else drawn_from is None
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("most", [0, 2, 100])
+def test_drafts_that_are_known_together_are_admitted_one_by_one(do_sample, most):
+    torch.manual_seed(0)
+    logits = torch.randn(1, 5, VOCAB) * 3
+    chances = [max(row) for row in logits[0].softmax(-1).tolist()]
+    schedule = Asked(refused=3, most=most)
+    tree = DraftSampler(LogitsProcessorList(), do_sample, schedule=schedule).blind(prompt(6), logits)
+    assert len(tree) == min(most, 3)
+    assert schedule.signals == pytest.approx(chances[: min(most, 4)])
 
 
 @settings(deadline=None, max_examples=60)

@@ -24,6 +24,7 @@ from ..helpers.device_pairs import assert_same_text, small_qwen3, small_target
 from ..helpers.drawn_tokens import assert_drawn_from
 from ..helpers.loops import in_transformers_loop
 from ..helpers.processes import python
+from ..helpers.schedules import Asked
 from ..helpers.unrolled import unrolled
 
 KINDS = {"specblock": {"block_size": 3, "max_blocks": 2}, "eagle3": {"max_blocks": 5}}
@@ -77,6 +78,58 @@ def test_a_gate_is_inherited(kind):
     assert torch.equal(out, plain)
 
 
+class Listening(DraftSampler):
+    """Keeps what the drafts of a chain are drawn from."""
+
+    def __init__(self, schedule: Asked | None = None) -> None:
+        super().__init__(LogitsProcessorList(), True, schedule=schedule)
+        self.seen = []
+
+    def blind(self, ids, logits):
+        self.seen += [(ids, each) for each in logits[0].softmax(-1)]
+        return super().blind(ids, logits)
+
+
+@torch.no_grad()
+def test_a_chain_of_blocks_is_drawn_block_by_block():
+    """Each draft from what its own slot says; and no further block where nothing more is admitted."""
+    torch.manual_seed(0)
+    target, ids = families.qwen3().eval(), prompt(20)
+    drafter = unrolled("specblock", target, block_size=3, max_blocks=3)
+    with capture_residual(target, drafter.target_layer_ids) as captured:
+        target(ids[:, :-1])
+    context, positions = drafter.new_context(), torch.arange(20)[None]
+    drafter.extend(target, context, captured[0], positions[:, :-1], ids[:, 1:])
+
+    def drafted(count, schedule=None):
+        sampler = Listening(schedule)
+        torch.manual_seed(1)
+        return drafter.propose(target, context, ids, positions, count, sampler), sampler.seen
+
+    tree, seen = drafted(8)
+    assert tree.is_chain and tree.passes == (1, 1, 1, 2, 2, 2, 3, 3) and len(seen) == 8
+    for k, (text, q) in enumerate(seen):
+        assert torch.equal(tree.q[k], q)
+        assert text[0].tolist() == [*ids[0].tolist(), *tree.tokens[: k - k % 3].tolist()]
+    schedules = {3: Asked(most=3), 4: Asked(refused=4), 5: Asked(most=5), 6: Asked(refused=6)}
+    for count, schedule in schedules.items():
+        part, asked = drafted(8, schedule)
+        assert len(part) == count and part.passes == tree.passes[:count]
+        assert len(asked) == {3: 3, 4: 6, 5: 6, 6: 8}[count]  # what a further block says is not known before its pass
+
+
+def once(function):
+    """A function that is interrupted from its second call on."""
+    calls = iter([function])
+
+    def called(*given):
+        for first in calls:
+            return first(*given)
+        raise KeyboardInterrupt
+
+    return called
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_context_is_left_as_it_was(kind, monkeypatch):
     """Whatever is drafted, a long prompt in parts, and when drafting is broken off."""
@@ -98,14 +151,9 @@ def test_a_context_is_left_as_it_was(kind, monkeypatch):
             sampler = DraftSampler(LogitsProcessorList(), False, budget)
             found.append(drafter.propose(target, context, ids, positions, 5, sampler))
 
-        class Broken(DraftSampler):
-            def scored_after(self, ids, drafts, logits):
-                if drafts.shape[1] > 2:
-                    raise KeyboardInterrupt
-                return super().scored_after(ids, drafts, logits)
-
-        with pytest.raises(KeyboardInterrupt):
-            drafter.propose(target, context, ids, positions, 5, Broken(LogitsProcessorList(), False, None))
+        with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+            broken.setattr(drafter, "logits", once(drafter.logits))
+            drafter.propose(target, context, ids, positions, 5, DraftSampler(LogitsProcessorList(), False))
         for layer, kept in zip(context.layers, before):
             assert all(torch.equal(part, other) for part, other in zip(layer, kept))
     for one, other in zip(found[:2], found[2:]):

@@ -179,6 +179,36 @@ def behind():
     return max(-ahead(target, temperature) for target in NUMBERS for temperature in (0, 1))
 
 
+def lengthened(*names):
+    """Settings of the training that made the shipped drafter's blocks longer."""
+    settings = json.loads((RESULTS / V4 / "auto" / "long-blocks" / "training.json").read_text())["settings"]
+    return [settings[name] for name in names]
+
+
+def long_blocks(temperature):
+    """How much faster "auto" is with blocks of 16 than the best number, than eight drafts, and than eight of the
+    shipped block, in %."""
+    found = averages(f"{V4}/auto/long-blocks/temperature-{temperature}")
+    speed = {name: of["speedup"] for (name, _), of in found.items() if "nodes" not in name}
+    auto, shipped = speed.pop("long blocks (auto)"), speed.pop("shipped (8)")
+    return [100 * (auto / other - 1) for other in (max(speed.values()), speed["long blocks (8)"], shipped)]
+
+
+def long_blocks_behind():
+    """Greedy, the suite on which "auto" is furthest behind the best fixed number or tree: % behind, both speeds, its
+    name."""
+    speeds_of = defaultdict(dict)
+    with (RESULTS / V4 / "auto" / "long-blocks" / "temperature-0" / "summary.csv").open() as file:
+        for row in csv.DictReader(file):
+            speeds_of[row["suite"]][row["method"]] = float(row["speedup"])
+    behind = []
+    for suite, speeds in speeds_of.items():
+        best = max(speed for name, speed in speeds.items() if name.startswith("long") and "auto" not in name)
+        auto = speeds["long blocks (auto)"]
+        behind.append((100 * (1 - auto / best), auto, best, SUITE_NAMES.get(suite, suite)))
+    return list(max(behind))
+
+
 def greedy_texts(*folders):
     """How many texts drafters wrote at temperature 0, if all of them are the target's own."""
     lines = [line for of in folders for line in (RESULTS / of / "results.jsonl").read_text().splitlines()]

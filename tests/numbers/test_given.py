@@ -52,6 +52,9 @@ GIVEN = {
         f"for {FIRST_LOOK} rounds, then {2 * FIRST_LOOK}, up to {schedule._LATE_LOOKS}, and looked at again",
         f"a round in {LAST_LOOK}, later in {schedule._RARE_LOOKS}, goes without it, and one in {LAST_LOOK} drafts all",
         f"a tree has those, {tree_schedule.MOST_NODES} at most, that are",
+        "(2,987 greedy, 1,592 at temperature 1;",
+        "Eight prompts a suite, at most 96 tokens",
+        "both temperatures at the same time on 2 cores",
     ],
     "concepts": [
         "with probability min(1, `p(x)` / `q(x)`)",

@@ -105,6 +105,13 @@ def of_trees_that_pay(label):
     return [v for at in (0, 1) for v in figures(f"auto/trees-temperature-{at}", method, at, "tau", "speedup")]
 
 
+def of_long_blocks(label):
+    name = label.replace('`"auto"`', "auto").removeprefix("shipped, ").removesuffix(" drafts")
+    name = f"16, {name}" if name.endswith("nodes") else name
+    method = f"{'shipped' if label.startswith('shipped') else 'long blocks'} ({name})"
+    return [v for at in (0, 1) for v in figures(f"auto/long-blocks/temperature-{at}", method, at, "tau", "speedup")]
+
+
 def of_what_tells(label):
     found = json.loads((RESULTS / V4 / "survival" / "figures.json").read_text())["figures"]
     names = ("Brier score", "AUC", "microseconds a round")
@@ -211,6 +218,7 @@ TRACED = [
     ("choosing-drafts", "| | tau / speedup, T = 0", of_auto),
     ("choosing-drafts", "| `tree_budget` | tau / speedup, T = 0", of_trees_that_pay),
     ("choosing-drafts", "| dense pair | tau / speedup, T = 0", of_the_dense_pair),
+    ("choosing-drafts", "| blocks of 16 | tau / speedup, T = 0", of_long_blocks),
     ("choosing-drafts", "| | Brier score, T = 0", of_what_tells),
     (
         "adapting",

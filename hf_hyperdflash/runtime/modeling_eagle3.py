@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from .configuration_eagle3 import Eagle3Config
 from .growth import DraftStep
-from .layers import ContextLayer, HyperDFlashAttention, HyperDFlashLayer, Rotary
+from .layers import ContextLayer, DrafterRMSNorm, HyperDFlashAttention, HyperDFlashLayer, Rotary
 from .sampling import DraftSampler
 from .tree import DraftTree
 from .unrolled_drafter import UnrolledDrafter, Unrolling
@@ -29,7 +28,7 @@ class Eagle3Layer(HyperDFlashLayer):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
         self.self_attn = HyperDFlashAttention(config, reads=2 * config.hidden_size)
-        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = DrafterRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm_before_residual = config.norm_before_residual
 
     def reads(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -68,10 +67,10 @@ class Eagle3Drafter(UnrolledDrafter):
         self.layers = nn.ModuleList(layers)
         width, read, eps = config.target_hidden_size, len(config.target_layer_ids or ()), config.rms_norm_eps
         if config.norm_before_fc:
-            self.input_norm = Qwen3RMSNorm(config.num_paths * width, eps=eps)
+            self.input_norm = DrafterRMSNorm(config.num_paths * width, eps=eps)
         if config.fc_norm:
             paths = config.target_hc_mult
-            self.fc_norms = nn.ModuleList(Qwen3RMSNorm(paths * width, eps=eps) for _ in range(read))
+            self.fc_norms = nn.ModuleList(DrafterRMSNorm(paths * width, eps=eps) for _ in range(read))
         self.post_init()
 
     def condition(self, residual: torch.Tensor) -> torch.Tensor:

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from .block_drafter import BlockDrafter
 from .configuration_hyperdflash import HyperDFlashConfig
 from .heads import HEADS, ConfidenceHead
-from .layers import CausalConvolution, HyperDFlashLayer, HyperDFlashRotaryEmbedding, reset_reducer
+from .layers import CausalConvolution, DrafterRMSNorm, HyperDFlashLayer, HyperDFlashRotaryEmbedding, reset_reducer
 from .mask_token import find_mask_token
 from .pair import check_pair
 from .reducers import REDUCERS, HCGateReducer
@@ -53,12 +52,12 @@ class HyperDFlashDrafter(BlockDrafter):
         self.reducer = REDUCERS[config.reducer]
         for name, module in self.reducer.modules(config).items():
             self.add_module(name, module)
-        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = DrafterRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         if config.hidden_size != config.target_hidden_size:
             self.embed_proj = nn.Linear(config.target_hidden_size, config.hidden_size, bias=False)
             self.head_proj = nn.Linear(config.hidden_size, config.target_hidden_size, bias=False)
         self.layers = nn.ModuleList(HyperDFlashLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = DrafterRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         if config.draft_vocab_size:
             self.lm_head = nn.Linear(config.target_hidden_size, config.draft_vocab_size, bias=False)
             self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))  # of the target's vocabulary

@@ -8,10 +8,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from .configuration_specblock import SpecBlockConfig
-from .layers import HyperDFlashLayer
+from .layers import DrafterRMSNorm, HyperDFlashLayer
 from .rank_growth import Blocks, BlockStep, grow_blocks
 from .rank_head import RankHead, rank_features
 from .sampling import DraftSampler
@@ -36,7 +35,7 @@ class SpecBlockDrafter(UnrolledDrafter):
     def __init__(self, config: SpecBlockConfig) -> None:
         super().__init__(config)
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.condition_norm, self.token_norm, self.slot_norm = (Qwen3RMSNorm(width, eps=eps) for _ in range(3))
+        self.condition_norm, self.token_norm, self.slot_norm = (DrafterRMSNorm(width, eps=eps) for _ in range(3))
         self.slot_embeddings = nn.Embedding(config.block_size, width)
         self.fuse = nn.Linear(3 * width, width, bias=False)
         self.layers = nn.ModuleList(HyperDFlashLayer(config) for _ in range(config.num_hidden_layers))

@@ -15,12 +15,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from .attention_masks import attention_mask_for
 from .configuration_unrolled import UnrolledConfig
 from .heads import HeadOutput
-from .layers import ContextCache, ContextLayer, HyperDFlashRotaryEmbedding, KeysValues, reset_reducer
+from .layers import ContextCache, ContextLayer, DrafterRMSNorm, HyperDFlashRotaryEmbedding, KeysValues, reset_reducer
 from .pair import check_pair
 from .reach import Reach
 from .reading_drafter import ReadingDrafter
@@ -66,7 +65,7 @@ class UnrolledDrafter(ReadingDrafter):
         self.reducer = REDUCERS[config.reducer]
         for name, module in self.reducer.modules(config).items():
             self.add_module(name, module)
-        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = DrafterRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.draft_vocab_size:

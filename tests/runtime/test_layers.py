@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from hf_hyperdflash.runtime.layers import CausalConvolution, ContextCache
+from hf_hyperdflash.runtime.layers import CausalConvolution, ContextCache, DrafterRMSNorm
 from hf_hyperdflash.runtime.reach import Reach
 from hf_hyperdflash.training.blocks import block_mask
 
@@ -24,6 +25,21 @@ def blocks(window=None):
     positions = (anchors.unsqueeze(-1) + torch.arange(7)).flatten(1)
     mask = block_mask(anchors, everywhere, 7, Reach(window))
     return torch.randn(1, 14, 32), positions, None, mask, torch.randn(1, 24, 4, 32), everywhere
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_norm_is_qwen3s(dtype):
+    torch.manual_seed(0)
+    own, stock = DrafterRMSNorm(48, eps=1e-3).to(dtype), Qwen3RMSNorm(48, eps=1e-3).to(dtype)
+    own.weight.data.copy_(stock.weight.data.uniform_(-2, 2))
+    hidden = torch.randn(2, 3, 5, 48).to(dtype)
+    read = [hidden.clone().requires_grad_() for _ in range(2)]
+    found, expected = (norm(x) for norm, x in zip((own, stock), read))
+    assert found.dtype == dtype and torch.equal(found, expected)
+    for out in (found, expected):
+        out.float().square().sum().backward()
+    torch.testing.assert_close(read[0].grad, read[1].grad)
+    torch.testing.assert_close(own.weight.grad, stock.weight.grad)
 
 
 @pytest.mark.parametrize("window", [None, 5])

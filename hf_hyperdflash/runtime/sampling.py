@@ -263,4 +263,4 @@ def signals_of(scores: torch.Tensor) -> list[float]:
     """What tells most of whether the target accepts what is drawn by `scores`, `[drafts, config.vocab_size]`: how
     probable the best token is (`examples/compare_survival.py`; more than a confidence head, above all of greedy
     text)."""
-    return scores.softmax(-1).max(-1).values.tolist()
+    return scores.softmax(-1).amax(-1).tolist()

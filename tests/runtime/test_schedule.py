@@ -246,10 +246,20 @@ def test_what_is_not_known_is_tried():
         while drafts < count and schedule.is_open() and schedule.admits(0.99):
             drafts += 1
         schedule.end(drafts, drafts, seconds(drafts if count else None), False)
-    assert tried == [8, *[8, 0, 1] * 3, 8, 8]  # the first takes longer than others, and counts for nothing
+    assert tried == [8, *[8, 0, 4] * 2, *[8] * 5]  # the first takes longer than others, and counts for nothing
     assert known.costs.further(8)[4] / known.costs.plain == pytest.approx(4 * EACH / PLAIN)
     schedule = Schedule(known)  # the next generation knows
     assert [schedule.begin(100, 8), schedule.begin(100, 3)] == [8, 3]
+
+
+@pytest.mark.parametrize(("room", "half"), [(0, 0), (1, 1), (2, 1), (5, 3)])
+def test_half_of_what_there_is_room_for_is_no_more_than_that(room, half):
+    costs = RoundCosts()
+    tried = [costs.trial(room)]
+    for drafts in (room, None):
+        costs.observe(100, drafts, seconds(drafts))
+        tried.append(costs.trial(room))
+    assert tried == [room, None, half]
 
 
 def test_a_drafter_of_one_token_is_not_tried_for_ever():
@@ -263,6 +273,27 @@ def test_a_drafter_of_one_token_is_not_tried_for_ever():
 
 
 # When drafting stops
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2])
+def test_a_round_is_judged_half_by_what_was_held_of_its_drafts(accepted):
+    known = experienced()
+    known.survival.usual = 0.9
+    for pays in (True, False):  # a look at a drafter that did not pay goes by what came of it
+        schedule, known.rounds = begun(known), 0  # the first counts alone
+        first = known.survival(0.9)
+        held = first + first * known.survival(0.8, first)
+        assert schedule.admits(0.9) and schedule.admits(0.8) and held != pytest.approx(accepted)
+        known.is_drafting = pays
+        schedule.end(2, accepted, seconds(2), True)
+        assert known.tokens == pytest.approx(1 + ((accepted + held) / 2 if pays else accepted))
+
+
+def test_what_a_round_without_drafts_brought_is_what_counts():
+    known = experienced()
+    schedule, known.rounds = begun(known), 0
+    schedule.end(0, 0, seconds(0), False)
+    assert known.tokens == 1
 
 
 def simulated(known: Experience, rounds: int, chance: float, generator: torch.Generator, noise: float = 0.0):

@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+import random
 import re
 import runpy
 import socket
@@ -603,6 +604,92 @@ def check_constant(told: dict[str, float], learned: list[tuple[int, int]], judge
         "bias of the expected length": sum(off) / len(off),
     }
     assert {name: told[name] for name in expected} == pytest.approx(expected)
+
+
+class Exact:
+    """Draws no noise."""
+
+    def gauss(self, *_) -> float:
+        return 0.0
+
+    def random(self) -> float:
+        return 1.0
+
+
+@pytest.fixture(scope="module")
+def auto_script():
+    return SimpleNamespace(**runpy.run_path(str(EXAMPLES / "simulate_auto.py"), run_name="script"))
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_what_is_drafted_from_everywhere_is_what_rounds_draft(auto_script, count):
+    target = AutoModelForCausalLM.from_pretrained(EXAMPLES / "models" / "tiny-deepseek-v4", dtype=torch.float32).eval()
+    tokenizer, drafter = AutoTokenizer.from_pretrained(EXAMPLES / "models" / "tiny-deepseek-v4"), load_drafter(DRAFTER)
+    ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": "Count from 1 to 30."}]}])[0]
+    text = target.generate(ids, max_new_tokens=60, do_sample=False)
+    drafted = auto_script.drafted_everywhere(target, drafter, text, ids.shape[1])
+    assert len(drafted) == text.shape[1] - ids.shape[1] - 1 > 20
+    assert all(0 < signal <= 1 for each in drafted for signal in each.signals)
+    drafter.bind(target)
+    with keep_trees():
+        target.generate(ids, assistant_model=drafter, num_assistant_tokens=count, max_new_tokens=60, do_sample=False)
+    place, spent, rounds = 0, 0.0, auto_script.Rounds(plain=10.0, start=15.0, each=1.0)
+    for tree in drafter.last_stats.trees:
+        here = drafted[place]
+        assert len(tree.drafts) == min(count, len(here.signals))
+        assert len(tree.accepted) == min(count, here.accepted)
+        place, spent = place + len(tree.tokens), spent + 15 + len(tree.drafts)
+    last_alone = len(drafted) - place  # with no room for a draft that is no round of the drafter's
+    assert last_alone in (0, 1)
+    assert auto_script.fixed(count)(drafted, rounds, Exact()) == pytest.approx(spent + 15 * last_alone)
+
+
+def test_rules_are_simulated_over_what_is_drafted(auto_script):
+    rounds, easy, draw = auto_script.Rounds(plain=10.0, start=15.0, each=1.0), [], random.Random(0)
+    for left in range(400, -1, -1):  # from each position, what is left of the text
+        easy.append(auto_script.Drafted([0.99] * min(8, left), min(left, draw.choice((0, 8, 8, 8)))))
+    known = auto_script.Experience()
+    for _ in range(8):
+        took = auto_script.auto(known)(easy, rounds, Exact())
+    best = min(auto_script.fixed(count)(easy, rounds, Exact()) for count in range(1, 9))
+    foreseen = auto_script.by_choice(auto_script.foreseen)(easy, rounds, Exact())
+    assert foreseen < best < 5 * len(easy) and foreseen < took < 1.1 * best
+    hard = [auto_script.Drafted([0.02] * 8, 0)] * 400
+    assert auto_script.by_choice(auto_script.foreseen)(hard, rounds, Exact()) == 10 * len(hard)
+    hopeless = auto_script.Experience()
+    for _ in range(4):
+        took = auto_script.auto(hopeless)(hard, rounds, Exact())
+    assert 10 * len(hard) <= took < 10.3 * len(hard)
+    noisy = [rounds.take(4, random.Random(seed)) for seed in range(2000)]
+    assert 19 < sum(noisy) / len(noisy) < 19.5 and max(noisy) > 25 and min(noisy) < 18
+
+
+def test_what_auto_gains_is_simulated(tmp_path):
+    suites = tmp_path / "suites"
+    suites.mkdir()
+    for name in ("gsm8k", "mbpp"):
+        asked = ["What is 3 plus 4?", "List three fruits.", "Write a function that adds two numbers."]
+        (suites / f"{name}.jsonl").write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in asked))
+    options = {
+        "--target": EXAMPLES / "models" / "tiny-deepseek-v4", "--drafter": DRAFTER, "--suites": suites, "--skip": 1,
+        "--limit": 2, "--prompts": 2, "--orders": 4, "--max-new-tokens": 40, "--plain-ms": 12, "--round-ms": 18,
+        "--draft-ms": 0.6, "--output": tmp_path / "out",
+    }  # fmt: skip
+    printed = run("simulate_auto.py", *(part for option in options.items() for part in option))
+    assert printed.strip() == (tmp_path / "out" / "report.md").read_text().strip()
+    rows = rows_of(printed[printed.index("| rule") :])
+    ahead = {name: float(cells[1].split()[0]) for name, cells in rows.items() if cells[0].endswith("×")}
+    assert [*ahead][1:] == ["auto", "auto, once it has learned", "foresight"]
+    assert next(iter(ahead.values())) <= 0 < ahead["foresight"] == max(ahead.values())
+    for option, value, told in (
+        ("--prompts", 3, "The suite gsm8k has 2 prompts from 2 to 3, expected at least 3 (`--prompts`)."),
+        ("--draft-ms", 0, "`--draft-ms` is 0.0, expected more than 0."),
+        ("--skip", -1, "`--skip` is -1"),
+    ):
+        wrong = {**options, option: value, "--output": tmp_path / "wrong"}
+        result = python(EXAMPLES / "simulate_auto.py", *(part for pair in wrong.items() for part in pair))
+        assert result.returncode == 1 and result.stderr.splitlines()[-1].startswith("Error: ")
+        assert told in result.stderr and "Traceback" not in result.stderr and not (tmp_path / "wrong").exists()
 
 
 def test_errors_of_the_augmented_space_linear_model_are_compared(tmp_path):

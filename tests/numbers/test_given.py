@@ -53,6 +53,8 @@ GIVEN = {
         f"a round in {LAST_LOOK}, later in {schedule._RARE_LOOKS}, goes without it, and one in {LAST_LOOK} drafts all",
         f"a tree has those, {tree_schedule.MOST_NODES} at most, that are",
         "(2,987 greedy, 1,592 at temperature 1;",
+        "(prompts 13 to 20 of each suite)",
+        "hardly any that has to guess can be 8 % ahead",
         "Eight prompts a suite, at most 96 tokens",
         "both temperatures at the same time on 2 cores",
     ],

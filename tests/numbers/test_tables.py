@@ -260,6 +260,8 @@ def test_tables_of_benchmarks_are_the_reports(report):
 
 # Tables whose rows stand in a report as they are.
 ROW_BY_ROW = [
+    ("choosing-drafts", "| V4, at most 8 drafts |", f"{V4}/auto/simulated/report.md"),
+    ("choosing-drafts", "| dense pair, at most 6 |", "tiny-qwen3/auto/simulated/report.md"),
     ("serving", "| requests at a time |", "tiny-qwen3/vllm/report.md"),
     ("benchmarks", "| batch | transformers, deepseek_v4 | 4 drafts | 8 drafts |", f"{V4}/batches/report.md"),
     ("benchmarks", "| batch | transformers, qwen3 | 2 drafts | 4 drafts | 6 drafts |", "tiny-qwen3/batches/report.md"),

@@ -627,7 +627,17 @@ def test_what_is_drafted_from_everywhere_is_what_rounds_draft(auto_script, count
     tokenizer, drafter = AutoTokenizer.from_pretrained(EXAMPLES / "models" / "tiny-deepseek-v4"), load_drafter(DRAFTER)
     ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": "Count from 1 to 30."}]}])[0]
     text = target.generate(ids, max_new_tokens=60, do_sample=False)
+    extend, following = drafter.extend, []
+
+    def heard(target, context, residual, positions, next_ids):
+        assert residual.shape[1] == positions.shape[1] == next_ids.shape[1]
+        following.extend(zip(positions[0].tolist(), next_ids[0].tolist()))
+        extend(target, context, residual, positions, next_ids)
+
+    drafter.extend = heard
     drafted = auto_script.drafted_everywhere(target, drafter, text, ids.shape[1])
+    drafter.extend = extend
+    assert following == list(enumerate(text[0, 1:-1].tolist()))
     assert len(drafted) == text.shape[1] - ids.shape[1] - 1 > 20
     assert all(0 < signal <= 1 for each in drafted for signal in each.signals)
     drafter.bind(target)
@@ -660,8 +670,24 @@ def test_rules_are_simulated_over_what_is_drafted(auto_script):
     for _ in range(4):
         took = auto_script.auto(hopeless)(hard, rounds, Exact())
     assert 10 * len(hard) <= took < 10.3 * len(hard)
+    taken, take = [], rounds.take
+    rounds.take = lambda drafts, draw: taken.append(drafts) or take(drafts, draw)
+    auto_script.auto(auto_script.Experience())(hard, rounds, Exact())
+    assert {None, 0} <= set(taken)  # the drafter is not asked, or says nothing that is worth it
+    rounds.take = take
+    speeds = auto_script.simulate({"a": [hard] * 2}, rounds, most=2, orders=1, prompts=1)
+    assert speeds["2 drafts"][0]["a"] == pytest.approx(10 / 17, rel=0.03)
     noisy = [rounds.take(4, random.Random(seed)) for seed in range(2000)]
     assert 19 < sum(noisy) / len(noisy) < 19.5 and max(noisy) > 25 and min(noisy) < 18
+
+
+def test_the_first_suite_of_an_order_is_shown_by_itself(auto_script):
+    found = {"1 drafts": [{"b": 1.0, "a": 2.0}], "2 drafts": [{"b": 2.0, "a": 2.0}], "auto": [{"b": 1.0, "a": 3.0}]}
+    found |= {auto_script.LEARNED: found["auto"], "foresight": [{"b": 4.0, "a": 4.0}]}
+    rows = rows_of(auto_script.report(found, {}))
+    assert [cell.split()[0] for cell in rows["auto"]] == ["2.00×", "+0.0", "-50.0", "+50.0"]
+    assert [cell.split()[0] for cell in rows["foresight"]] == ["4.00×", *["+100.0"] * 3]
+    assert "1 drafts" not in rows
 
 
 def test_what_auto_gains_is_simulated(tmp_path):

@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kept_results import keep
 from transformers import AutoTokenizer, LogitsProcessorList
 
 from hf_hyperdflash import load_drafter, load_target
+from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.benchmark.suites import load_suite, suites_in
 from hf_hyperdflash.runtime.binding import capture_residual
 from hf_hyperdflash.runtime.sampling import DraftSampler
@@ -114,7 +116,7 @@ def by_choice(choice: Callable[[Drafted], int | None]) -> Rule:
 
 
 def fixed(count: int) -> Rule:
-    return by_choice(lambda drafted: min(count, len(drafted.signals)))
+    return by_choice(lambda drafted: min(count, len(drafted.signals)) or None)  # no room, no drafter
 
 
 def foreseen(drafted: Drafted) -> int | None:
@@ -131,7 +133,7 @@ def auto(experience: Experience) -> Rule:
             while drafts < room and schedule.is_open() and schedule.admits(signals[drafts]):
                 drafts += 1
             accepted = min(text[place].accepted, drafts)
-            took = rounds.take(drafts if schedule.is_asked else None, draw)
+            took = rounds.take(drafts if room else None, draw)
             place, spent = place + 1 + accepted, spent + took
             schedule.end(drafts, accepted, took, is_last=place >= len(text))
         return spent
@@ -168,8 +170,8 @@ def report(found: dict[str, list[dict[str, float]]], facts: dict[str, Any]) -> s
     lines = ["# What `auto` gains", "", "; ".join(f"{name}: {value}" for name, value in facts.items()), ""]
     lines += [
         "Speedup: on average over suites. Over the best number: that which is best of all suites together, in each",
-        "order; first suite, other suites: over the number that is best of each. Foresight drafts what will be",
-        "accepted, no more. Standard errors over the orders in parentheses.", "",
+        "order; first suite, other suites: over the number that is best of each. Once it has learned: from the same",
+        "texts. Foresight drafts what will be accepted, no more. Standard errors over the orders in parentheses.", "",
         "| rule | speedup | over the best number, % | first suite, % | other suites, % |", "|---|---:|---:|---:|---:|",
     ]  # fmt: skip
     for name in [best, "auto", LEARNED, "foresight"]:
@@ -182,12 +184,12 @@ def report(found: dict[str, list[dict[str, float]]], facts: dict[str, Any]) -> s
             ]
             first.append(of_suite[0])
             others.append(statistics.mean(of_suite[1:] or of_suite))
-        cells = " | ".join(f"{statistics.mean(of):+.1f} ({error(of):.1f})" for of in (ahead, first, others))
+        cells = " | ".join(f"{statistics.mean(of):+.1f} ({standard_error(of):.1f})" for of in (ahead, first, others))
         lines.append(f"| {name} | {statistics.mean(means[name]):.2f}× | {cells} |")
     return "\n".join(lines)
 
 
-def error(values: Sequence[float]) -> float:
+def standard_error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
@@ -248,15 +250,15 @@ def main() -> None:
         "prompts of each suite": f"{args.skip + 1} to {args.skip + args.limit}, {args.prompts} an order",
         "orders": args.orders, "new tokens": args.max_new_tokens,
         "milliseconds": f"{args.plain_ms:g} without drafter, {args.round_ms:g} and {args.draft_ms:g} a draft with it",
-        "date": date.today().isoformat(),
+        "date": date.today().isoformat(), "hardware": hardware("cpu"), "torch": torch.__version__,
     }  # fmt: skip
-    text = report(found, facts)
-    (args.output / "report.md").write_text(text + "\n", encoding="utf-8")
-    print(text)
+    told = report(found, facts)
+    keep(told + "\n", args)
+    print(told)
 
 
 if __name__ == "__main__":
     try:
         main()
-    except (ValueError, OSError) as error_:  # what the user can mend
-        raise SystemExit(f"Error: {' '.join(str(error_).split())}") from None
+    except (ValueError, OSError) as error:  # what the user can mend
+        raise SystemExit(f"Error: {' '.join(str(error).split())}") from None

@@ -618,7 +618,9 @@ class Exact:
 
 @pytest.fixture(scope="module")
 def auto_script():
-    return SimpleNamespace(**runpy.run_path(str(EXAMPLES / "simulate_auto.py"), run_name="script"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        return SimpleNamespace(**runpy.run_path(str(EXAMPLES / "simulate_auto.py"), run_name="script"))
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
@@ -651,7 +653,7 @@ def test_what_is_drafted_from_everywhere_is_what_rounds_draft(auto_script, count
         place, spent = place + len(tree.tokens), spent + 15 + len(tree.drafts)
     last_alone = len(drafted) - place  # with no room for a draft that is no round of the drafter's
     assert last_alone in (0, 1)
-    assert auto_script.fixed(count)(drafted, rounds, Exact()) == pytest.approx(spent + 15 * last_alone)
+    assert auto_script.fixed(count)(drafted, rounds, Exact()) == pytest.approx(spent + 10 * last_alone)
 
 
 def test_rules_are_simulated_over_what_is_drafted(auto_script):
@@ -704,6 +706,7 @@ def test_what_auto_gains_is_simulated(tmp_path):
     printed = run("simulate_auto.py", *(part for option in options.items() for part in option))
     assert printed.strip() == (tmp_path / "out" / "report.md").read_text().strip()
     rows = rows_of(printed[printed.index("| rule") :])
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["settings"]["draft_ms"] == 0.6
     ahead = {name: float(cells[1].split()[0]) for name, cells in rows.items() if cells[0].endswith("×")}
     assert [*ahead][1:] == ["auto", "auto, once it has learned", "foresight"]
     assert next(iter(ahead.values())) <= 0 < ahead["foresight"] == max(ahead.values())

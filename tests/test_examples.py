@@ -677,6 +677,8 @@ def test_rules_are_simulated_over_what_is_drafted(auto_script):
     auto_script.auto(auto_script.Experience())(hard, rounds, Exact())
     assert {None, 0} <= set(taken)  # the drafter is not asked, or says nothing that is worth it
     rounds.take = take
+    no_room = [auto_script.Drafted([], 0)]
+    assert auto_script.auto(auto_script.Experience())(no_room, rounds, Exact()) == 10
     speeds = auto_script.simulate({"a": [hard] * 2}, rounds, most=2, orders=1, prompts=1)
     assert speeds["2 drafts"][0]["a"] == pytest.approx(10 / 17, rel=0.03)
     noisy = [rounds.take(4, random.Random(seed)) for seed in range(2000)]

@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import is_gguf_available
 
 from .hub.descriptions import one_of
 from .hub.formats import MARKS, foreign_without_weights, load_foreign, pickles_of
@@ -40,7 +41,7 @@ from .runtime.modeling_hyperdflash import HyperDFlashDrafter
 from .runtime.modeling_mtp import DeepseekV4MTPDrafter
 from .runtime.modeling_specblock import SpecBlockDrafter
 from .runtime.targets import family_of
-from .runtime.weights import check_finite, check_names, check_source, named_dtype
+from .runtime.weights import check_finite, check_names, check_source, named_dtype, resolve_subfolder
 
 # Drafters that this package saves, by a model type or architecture that only their config.json has.
 _KINDS: dict[str, type[SavedDrafter]] = {
@@ -58,6 +59,10 @@ _LOADS: dict[str, Any] = {
     **dict.fromkeys(MARKS, load_foreign),
 }
 _SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # the ways to put a target on several devices
+# Of `from_pretrained`'s options those that say where a target's files are: whatever is read of it is read there.
+_WHERE = (
+    "token", "revision", "code_revision", "subfolder", "cache_dir", "local_files_only", "force_download", "gguf_file",
+)  # fmt: skip
 # What DeepSeek-V4's checkpoints carry themselves.
 _OWN: dict[str, type[DeepseekV4Drafter]] = {
     kind.__name__: kind for kind in (DeepseekV4MTPDrafter, DeepseekV4DSparkDrafter)
@@ -70,19 +75,21 @@ def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) ->
     Args:
         name: Path or Hub id.
         trust_remote_code: Run the code that the target brings along.
-        **kwargs: As of `from_pretrained`.
+        **kwargs: As of `from_pretrained`: `token`, `revision`, `subfolder`, `gguf_file` and others.
 
     Raises:
         ValueError: If it is a drafter, `dtype` is none, or weights are missing or not finite, which transformers goes
             on with.
         OSError: If it cannot be found, or is damaged.
     """
-    check_target(name)
+    name, kwargs = resolve_subfolder(name, kwargs)
+    where = {option: kwargs[option] for option in _WHERE if kwargs.get(option) is not None}
+    check_target(name, **where)
     for dtype in (kwargs.get("dtype"), kwargs.get("torch_dtype")):
         if not isinstance(dtype, dict):  # one for each part of a target
             named_dtype(dtype)
     with _readable(name):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **where)
         target, info = _class_of(config).from_pretrained(
             name, trust_remote_code=trust_remote_code, output_loading_info=True, **kwargs
         )
@@ -115,7 +122,8 @@ def load_drafter(
         target: Its target, if it is loaded: the drafter has to fit it, `drafter.bind(target)` comes next.
         dtype: Of the weights, or its name; by default the target's, or the checkpoint's.
         device: By default that of the target's LM head, or the CPU.
-        **hub_kwargs: For the Hub: `revision`, `token`, `cache_dir`, `local_files_only`, ...
+        **hub_kwargs: Where it is: `subfolder`, and for the Hub `revision`, `token`, `cache_dir`, `local_files_only`,
+            ... Of a repository with several drafters, each in a folder, only the one in `subfolder` is downloaded.
 
     Raises:
         ValueError: If it is no drafter, its tensors are not those of its configuration, naming them, or it does not
@@ -126,6 +134,7 @@ def load_drafter(
         family_of(target)  # says what is no target
     if isinstance(device, str) and device != "meta":
         check_device(device, "device", ())
+    name_or_path, hub_kwargs = resolve_subfolder(name_or_path, hub_kwargs)
     load, dtype = check_drafter(name_or_path, **hub_kwargs), named_dtype(dtype)
     if target is not None:
         head = cast(torch.Tensor, target.get_output_embeddings().weight)
@@ -185,9 +194,18 @@ def check_device(device_map: str, option: str = "--device-map", spread: Collecti
         )
 
 
-def check_target(name: str) -> None:
-    """Raise a `ValueError` or an `OSError` if `name` is not a model to draft for."""
-    fields = _configuration(name, "target")
+def check_target(name: str, *, gguf_file: str | None = None, **hub_kwargs: Any) -> None:
+    """Raise a `ValueError` or an `OSError` if `name` is not a model to draft for.
+
+    Args:
+        name: Path or Hub id.
+        gguf_file: The file of it that holds the model, where that is in GGUF.
+        **hub_kwargs: For the Hub.
+    """
+    if gguf_file is not None:
+        _check_gguf(name, gguf_file)
+        return
+    fields = _configuration(name, "target", **hub_kwargs)
     if load := _loader(fields):
         raise ValueError(f"{name} is {_called(load)}, expected the target that it drafts for: give it as the drafter.")
     kind = fields.get("model_type")
@@ -263,6 +281,13 @@ def check_made_for(target: str, drafter: str, num_draft_tokens: int | str | None
         unloaded.check_num_draft_tokens(num_draft_tokens)
 
 
+def _check_gguf(name: str, file: str) -> None:
+    if not is_gguf_available():
+        raise ValueError(f"`gguf_file` is {file!r}, and there is no package `gguf` (0.10) that reads it: install it.")
+    if Path(name).is_dir() and not Path(name, file).is_file():
+        raise OSError(f"The folder {name} has no {file}, expected the `gguf_file` of a target. Check the name.")
+
+
 def _loader(fields: dict[str, Any]) -> Any:
     told = [fields.get("model_type"), *fields, *(fields.get("architectures") or ())]
     return next((load for mark, load in _LOADS.items() if mark in told), None)
@@ -288,13 +313,17 @@ def _check_weights(name: str | Path, *patterns: str) -> None:
 def _configuration(name: str | Path, what: str, **hub_kwargs: Any) -> dict[str, Any]:
     check_source(name, what)
     if not Path(name).is_dir():
+        cause: OSError | None = None
         try:
-            return PreTrainedConfig.get_config_dict(name, **hub_kwargs)[0]
+            if fields := PreTrainedConfig.get_config_dict(name, **hub_kwargs)[0]:
+                return fields  # of a repository without a config.json there are none
         except OSError as error:
-            raise OSError(
-                f"The folder {name} does not exist, and as a Hub id it has no configuration that can be loaded from "
-                f"here: no {what}. Check the name, the network, HF_HUB_OFFLINE and, for a private one, HF_TOKEN."
-            ) from error
+            cause = error
+        raise OSError(
+            f"The folder {name} does not exist, and as a Hub id it has no configuration that can be loaded from "
+            f"here{_said(hub_kwargs)}: no {what}. Check the name, the network, HF_HUB_OFFLINE and, for a private "
+            "one, HF_TOKEN."
+        ) from cause
     path = Path(name, "config.json")
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -309,6 +338,12 @@ def _configuration(name: str | Path, what: str, **hub_kwargs: Any) -> dict[str, 
             return fields
         raise ValueError(f"The config.json of {name} holds a {type(fields).__name__}, expected an object.")
     raise OSError(f"{path} {why}. Copy or download it again.")
+
+
+def _said(hub_kwargs: dict[str, Any]) -> str:
+    """Which part of a repository was asked for, in words."""
+    asked = [f"`{option}` {hub_kwargs[option]!r}" for option in ("revision", "subfolder") if hub_kwargs.get(option)]
+    return f" ({', '.join(asked)})" if asked else ""
 
 
 @contextmanager

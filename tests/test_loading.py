@@ -14,12 +14,12 @@ from hf_hyperdflash import (
     load_drafter,
     load_target,
 )
-from hf_hyperdflash.hub.formats import export_dflash
+from hf_hyperdflash.hub.formats import export_dflash, load_foreign
 from hf_hyperdflash.loading import check_drafter, check_made_for, load_own_drafter
 
 from .conftest import tiny_config, tiny_drafter, tiny_target
 from .helpers.deepseek_checkpoints import dspark_fields, dspark_shapes, mtp_shapes, random_tensors, write, write_shards
-from .helpers.families import qwen3
+from .helpers.families import llama, qwen3
 from .helpers.unrolled import unrolled
 
 KINDS = ("HyperDFlash", "MTP", "DSpark", "z-lab", "speculators")
@@ -208,3 +208,79 @@ def test_of_a_repository_it_is_the_revision_that_is_asked_for(tmp_path, kind):
     assert loaded.state_dict().keys() == drafter.state_dict().keys()
     with pytest.raises(OSError, match="as a Hub id it has no configuration that can be loaded"):
         load_drafter("org/name", revision="v3", cache_dir=tmp_path / "cache", local_files_only=True)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *UNROLLED])
+def test_a_folder_of_a_folder_is_a_subfolder(tmp_path, kind):
+    target, drafter = written(kind, tmp_path / "all" / "inner")
+    target.save_pretrained(tmp_path / "all" / "target")
+    loaded = load_target(str(tmp_path / "all"), subfolder="target", dtype="float32")
+    assert type(loaded) is type(target)
+    of_others = kind in ("z-lab", "speculators")
+    for load in (load_drafter, load_foreign if of_others else type(drafter).from_pretrained):
+        found = load(tmp_path / "all", subfolder="inner", dtype=torch.float32)
+        assert all(torch.equal(tensor, found.state_dict()[name]) for name, tensor in drafter.state_dict().items())
+    with pytest.raises(OSError, match=r"The folder .*/all/outer does not exist"):
+        load_drafter(tmp_path / "all", subfolder="outer")
+
+
+def test_a_deepseek_v4_in_a_subfolder_has_its_own_drafter(tmp_path):
+    config = tiny_config()
+    write(tmp_path / "inner", config, random_tensors(mtp_shapes(config)))
+    assert isinstance(load_drafter(tmp_path, subfolder="inner"), DeepseekV4MTPDrafter)
+
+
+def write_gguf(path: Path, target) -> None:
+    """A Llama as llama.cpp keeps it: rows of q and k in pairs, as its RoPE turns them."""
+    gguf = pytest.importorskip("gguf")
+    config, writer = target.config, gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    of_layer = {
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    }  # fmt: skip
+    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    for i in range(config.num_hidden_layers):
+        names |= {f"model.layers.{i}.{theirs}": f"blk.{i}.{name}" for theirs, name in of_layer.items()}
+    for theirs, name in names.items():
+        tensor = target.get_parameter(f"{theirs}.weight").detach()
+        if name.endswith(("attn_q", "attn_k")):
+            halves = tensor.unflatten(0, (-1, 2, config.head_dim // 2))
+            tensor = halves.transpose(1, 2).flatten(0, 2)
+        writer.add_tensor(f"{name}.weight", tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_target_in_gguf_is_passed_on_to_transformers(tmp_path):
+    target = llama().eval()
+    write_gguf(tmp_path / "model.gguf", target)
+    loaded = load_target(str(tmp_path), gguf_file="model.gguf", dtype=torch.float32)
+    ids = torch.arange(2, 12)[None]
+    torch.testing.assert_close(loaded(ids).logits, target(ids).logits)
+    drafter = tiny_drafter(loaded)
+    drafter.bind(loaded)
+    drafted = loaded.generate(ids, assistant_model=drafter, max_new_tokens=8, do_sample=False)
+    assert torch.equal(drafted, target.generate(ids, max_new_tokens=8, do_sample=False))
+    (tmp_path / "outer").mkdir()
+    assert type(load_target(str(tmp_path.parent), subfolder=tmp_path.name, gguf_file="model.gguf")) is type(target)
+    with pytest.raises(OSError, match=r"has no other\.gguf, expected the `gguf_file` of a target"):
+        load_target(str(tmp_path), gguf_file="other.gguf")
+
+
+def test_a_target_in_gguf_needs_its_package(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_hyperdflash.loading.is_gguf_available", lambda: False)
+    with pytest.raises(ValueError, match="there is no package `gguf`"):
+        load_target(str(tmp_path), gguf_file="model.gguf")

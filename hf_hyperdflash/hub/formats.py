@@ -21,7 +21,15 @@ from ..runtime.configuration_drafter import DrafterConfig
 from ..runtime.configuration_hyperdflash import HyperDFlashConfig
 from ..runtime.drafter import SavedDrafter
 from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
-from ..runtime.weights import check_draft_ids, check_finite, check_names, check_source, named_dtype, weight_files
+from ..runtime.weights import (
+    check_draft_ids,
+    check_finite,
+    check_names,
+    check_source,
+    named_dtype,
+    resolve_subfolder,
+    weight_files,
+)
 from . import layout_deepspec, layout_eagle3, layout_specblock, layout_speculators, layout_zlab
 
 # Those that can be written, too.
@@ -60,19 +68,19 @@ def load_foreign(
         path_or_id: Folder or Hub id.
         target: Its target, if copies of its embedding and head in the checkpoint are to be compared with it.
         dtype: Of the weights, or its name; the checkpoint's by default.
-        **hub_kwargs: For the Hub: `revision`, `token`, `cache_dir`, `local_files_only`, ...
+        **hub_kwargs: Where it is: `subfolder`, and for the Hub `revision`, `token`, `cache_dir`, `local_files_only`,
+            ...
 
     Raises:
         ValueError: If it is in no such layout, or has parts that cannot be reproduced here, naming them.
         OSError: If it cannot be found, or is not in safetensors.
     """
+    path_or_id, hub_kwargs = resolve_subfolder(path_or_id, hub_kwargs)
     check_source(path_or_id)
     dtype = named_dtype(dtype)
     folder, name = Path(path_or_id), str(path_or_id)
     if not folder.is_dir():
-        folder = Path(
-            snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "pytorch_model.bin"], **hub_kwargs)
-        )
+        folder = _downloaded(name, **hub_kwargs)
     fields = PreTrainedConfig.get_config_dict(folder)[0]
     layout = _layout_of(fields, name)
     config: Any = layout.read(fields, name)
@@ -109,6 +117,15 @@ def load_foreign(
     drafter.load_state_dict(tensors)
     drafter.config._name_or_path = name
     return cast(SavedDrafter, drafter.to(dtype or tensors["norm.weight"].dtype).eval())
+
+
+def _downloaded(name: str, subfolder: str = "", **hub_kwargs: Any) -> Path:
+    """Where a drafter's files are, those of its folder of the repository alone."""
+    inside = f"{subfolder.strip('/')}/" if subfolder else ""
+    wanted = [f"{inside}{file}" for file in ("*.json", "*.safetensors", "pytorch_model.bin")]
+    return Path(
+        snapshot_download(name, allow_patterns=wanted, ignore_patterns=[f"{inside}*/*"], **hub_kwargs), subfolder
+    )
 
 
 def foreign_without_weights(fields: dict[str, Any], name: str) -> SavedDrafter:

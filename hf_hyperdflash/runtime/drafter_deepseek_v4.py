@@ -13,7 +13,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4PreTr
 from .drafter import SavedDrafter
 from .mtp_checkpoint import MTPCheckpoint
 from .targets import family_of
-from .weights import check_finite, check_source, named_dtype
+from .weights import check_finite, check_source, named_dtype, resolve_subfolder
 
 # Our names within a block and DeepSeek's, by prefix, the first that matches; experts, one tensor each there, are
 # handled apart.
@@ -99,6 +99,7 @@ class DeepseekV4Drafter(SavedDrafter, DeepseekV4PreTrainedModel):
             ValueError: If it is a target or another model, or its tensors are not the drafter's.
             OSError: If it cannot be found or its weights are damaged.
         """
+        pretrained_model_name_or_path, kwargs = resolve_subfolder(pretrained_model_name_or_path, kwargs)
         if kwargs.get("state_dict") is None:  # else there is nothing to read
             check_source(pretrained_model_name_or_path)
             fields, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **kwargs)

@@ -33,6 +33,7 @@ def load_complete(
         ValueError: If tensors are missing, unexpected, of another shape or not finite, naming them.
         OSError: If it cannot be found, is no checkpoint in safetensors, or is damaged.
     """
+    name, options = resolve_subfolder(name, options)
     if options.get("state_dict") is None:  # else there is nothing to read
         check_source(name, "drafter", "adapter_config.json")
     if options.get("use_safetensors") is False:
@@ -63,6 +64,20 @@ def load_complete(
     if getattr(drafter, "draft_ids", None) is not None:
         check_draft_ids(drafter.draft_ids, drafter.config.draft_vocab_size, drafter.config.vocab_size, name)
     return (drafter, info) if output_loading_info else drafter
+
+
+def resolve_subfolder(name: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A checkpoint and the options of loading it, where a folder's `subfolder` is a folder of its own: whoever looks
+    into it needs not join the two. Of a repository on the Hub it stays an option.
+
+    Args:
+        name: Folder or Hub id.
+        options: As of `from_pretrained`.
+    """
+    subfolder = options.get("subfolder")
+    if not subfolder or not isinstance(name, (str, Path)) or not Path(name).is_dir():
+        return name, options
+    return str(Path(name, subfolder)), {option: value for option, value in options.items() if option != "subfolder"}
 
 
 def check_source(name: Any, what: str = "drafter", *others: str) -> None:

@@ -32,6 +32,7 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from hf_hyperdflash.runtime.cache_deepseek_v4 import make_rewindable
+from hf_hyperdflash.runtime.cache_name import CACHE
 
 
 @dataclass
@@ -106,7 +107,7 @@ def decode_step(model: PreTrainedModel, arm: Arm, ids: torch.Tensor) -> torch.Te
     synchronize = torch.cuda.synchronize if ids.is_cuda else lambda: None
     synchronize()
     start = time.perf_counter()
-    token = model(ids, past_key_values=arm.cache, logits_to_keep=1).logits.argmax(-1)
+    token = model(ids, **{CACHE: arm.cache}, logits_to_keep=1).logits.argmax(-1)
     if arm.after_step is not None:
         arm.after_step(arm.cache)
     synchronize()

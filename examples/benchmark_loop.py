@@ -37,6 +37,7 @@ from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCau
 
 from hf_hyperdflash import HyperDFlashDrafter
 from hf_hyperdflash.hub.formats import export_dflash, load_foreign
+from hf_hyperdflash.runtime.cache_name import CACHE
 
 Loop = Callable[[torch.Tensor, int], torch.Tensor]  # a prompt `[1, seq]` and how many new tokens, to the text
 
@@ -129,7 +130,7 @@ def our_loop_into_a_cache(target: PreTrainedModel, folder: Path) -> Loop:
     drafter = load_foreign(folder).to(target.device, target.dtype)
     drafter.bind(target)
     return lambda ids, count: target.generate(
-        ids, assistant_model=drafter, max_new_tokens=count, do_sample=False, past_key_values=DynamicCache()
+        ids, assistant_model=drafter, max_new_tokens=count, do_sample=False, **{CACHE: DynamicCache()}
     )
 
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hf_hyperdflash import bind
+from hf_hyperdflash.runtime.cache_name import CACHE, cache_of
 from hf_hyperdflash.runtime.targets import family_of
 
 from .conftest import CSA, HCA, MIXES, perfect, prompt, tiny_target
@@ -90,7 +91,7 @@ def run_case(seed: int) -> tuple[str, str | None]:
         else:
             drafter, trees = RandomTrees(target, [expected[0]], seed=seed, most=chance.choice([3, 8, 20])), {}
         out = target.generate(
-            text, assistant_model=drafter, past_key_values=filled, return_dict_in_generate=keeps_cache,
+            text, assistant_model=drafter, **{CACHE: filled}, return_dict_in_generate=keeps_cache,
             prefill_chunk_size=chunk, **options, **trees,
         )  # fmt: skip
         written = out.sequences if keeps_cache else out
@@ -98,7 +99,7 @@ def run_case(seed: int) -> tuple[str, str | None]:
             return name, f"turn {turn + 1}: {difference(target, written[0], expected[0], options)}"
         if not keeps_cache:
             break
-        filled = chance.choice([out.past_key_values, copy.deepcopy(out.past_key_values)])
+        filled = chance.choice([cache_of(out), copy.deepcopy(cache_of(out))])
         text = torch.cat([expected, prompt(chance.randint(1, 9), seed=seed + 1)], dim=1)
     return name, None
 

@@ -26,9 +26,9 @@ PACKAGE = Path(hf_hyperdflash.__file__).parent
 # A module may import only modules to its left. The families of targets may build on each other.
 ORDER = [
     "aslm",
-    "runtime.version", "runtime.draws", "runtime.tree", "runtime.tree_rows", "runtime.stats", "runtime.verification",
-    "runtime.reducers", "runtime.heads", "runtime.reach", "runtime.attention_masks", "runtime.hooks",
-    "runtime.inference_mode",
+    "runtime.version", "runtime.cache_name", "runtime.draws", "runtime.tree", "runtime.tree_rows", "runtime.stats",
+    "runtime.verification", "runtime.reducers", "runtime.heads", "runtime.reach", "runtime.attention_masks",
+    "runtime.hooks", "runtime.inference_mode",
     "runtime.held_tree", "runtime.cache_ragged", "runtime.cache_linear", "runtime.cache_deepseek_v4",
     "runtime.survival", "runtime.node_survival", "runtime.growth", "runtime.schedule", "runtime.tree_schedule",
     "runtime.batch_schedule", "runtime.sampling",

@@ -13,6 +13,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from .attention_masks import attention_mask_for
 from .batch_prefill import arguments_of, prefill_together, reading_of
 from .batch_schedule import BatchSchedule
+from .cache_name import CACHE
 from .cache_ragged import RaggedCache
 from .decoding import Decoding, speculative_decoding
 from .inference_mode import mode_of_rounds
@@ -115,7 +116,7 @@ def _verify(rows: list[Decoding], rounds: list[RowRound], cache: RaggedCache) ->
         positions[place, : round_.count] = round_.positions(row.row)
     began = first.now()
     inputs = first.target.prepare_inputs_for_generation(
-        ids, next_sequence_length=width, is_first_iteration=False, **{**arguments_of(rows), "past_key_values": cache}
+        ids, next_sequence_length=width, is_first_iteration=False, **{**arguments_of(rows), CACHE: cache}
     )
     inputs |= {"position_ids": positions, "attention_mask": _masks(rows, rounds, cache, width)}
     with first.binding.own_forward(reading, is_round=True):

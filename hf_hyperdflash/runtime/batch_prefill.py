@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .cache_name import CACHE
 from .cache_ragged import CachedRow, RaggedCache
 from .decoding import Decoding
 from .hooks import Reading
@@ -30,7 +31,7 @@ def prefill_together(rows: Sequence[Decoding]) -> RaggedCache:
     chunk, config.prefill_chunk_size = config.prefill_chunk_size or width, None
     for end in [*range(chunk, width, chunk), width]:
         start, config._mask_length = cache.get_seq_length(), end
-        inputs = {**arguments_of(rows), "past_key_values": cache, "logits_to_keep": 1}
+        inputs = {**arguments_of(rows), CACHE: cache, "logits_to_keep": 1}
         inputs["attention_mask"] = prompts["attention_mask"][:, :end]
         inputs["position_ids"] = prompts["position_ids"][:, start:end]
         with first.binding.own_forward(reading):

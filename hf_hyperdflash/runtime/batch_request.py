@@ -11,6 +11,7 @@ import torch
 from transformers.generation.configuration_utils import GenerationConfig
 
 from .batch_decoding import decode_rows, stats_of, written_batch
+from .cache_name import CACHE
 from .decoding import Decoding
 from .request import by_name, ids_asked, setting, way_asked
 from .targets import family_of, is_drafter
@@ -79,9 +80,9 @@ def _check(target: Any, asked: dict[str, Any], size: int, count: int) -> None:
             f"`num_return_sequences` is {count} and `do_sample` False: greedy texts of one prompt are all the same. "
             "Set `do_sample=True`, or leave `num_return_sequences` out."
         )
-    if asked.get("past_key_values") is not None:
+    if asked.get(CACHE) is not None:
         raise ValueError(
-            f"`past_key_values` was passed for {rows}, which differ in length after drafts: pass the whole texts "
+            f"`{CACHE}` was passed for {rows}, which differ in length after drafts: pass the whole texts "
             "without it, or continue one text at a time."
         )
     if asked.get("streamer") is not None:

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
 from .batch_request import STARTS_ONLY, batch_asked
+from .cache_name import CACHE, own_cache_names, renamed_cache
 from .candidates import DraftCandidateGenerator
 from .decoding import Decoding, speculative_decoding
 from .hooks import Reading, ResidualTap
@@ -101,6 +102,7 @@ class BoundTarget(_Mixed):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As of any model, and with a drafter for a batch, too: [`~batch_request`]."""
         generate = super().generate  # type: ignore[misc]
+        kwargs = renamed_cache(kwargs)  # both names are taken, whatever the installed transformers calls it
         asked = inspect.signature(generate).bind(*args, **kwargs).arguments
         default = self.hyperdflash_binding.default
         if default is not None and "assistant_model" not in asked and way_asked(self, asked) is None:
@@ -150,12 +152,12 @@ class BoundTarget(_Mixed):
                 f"`cache_implementation` is {generation_config.cache_implementation!r}, but assisted generation has "
                 "to rewind its cache: leave it out, or use 'dynamic' or 'offloaded'."
             )
-        check_whole(self.hyperdflash_binding.family, model_kwargs.get("past_key_values"))
-        vars(generation_config)["_has_callers_cache"] = model_kwargs.get("past_key_values") is not None
+        check_whole(self.hyperdflash_binding.family, model_kwargs.get(CACHE))
+        vars(generation_config)["_has_callers_cache"] = model_kwargs.get(CACHE) is not None
         super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, *args, **kwargs
         )
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if not is_rewound:  # what an earlier turn with drafts has left recording would keep all keys of this one
             for layer in getattr(cache, "layers", ()):
                 if getattr(layer, "record_past", False):
@@ -229,7 +231,7 @@ class BoundTarget(_Mixed):
         check_fit(cast(PreTrainedModel, self), drafter)
         asked = self._drafts_asked_of(drafter, config)
         num_drafts = (drafter.max_draft_tokens or _MOST_DRAFTS) if asked == AUTO else cast(int, asked)
-        self.hyperdflash_binding.family.make_rewindable(model_kwargs["past_key_values"], num_drafts)
+        self.hyperdflash_binding.family.make_rewindable(model_kwargs[CACHE], num_drafts)
         return num_drafts
 
     @staticmethod
@@ -355,7 +357,7 @@ def capture_residual(target: PreTrainedModel, target_layer_ids: Sequence[int] = 
 def _bound_class(own: type) -> type:
     # The same name: `save_pretrained` writes it to the checkpoint as its architecture.
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    return type(own.__name__, (BoundTarget, own), names)
+    return type(own.__name__, (BoundTarget, own), {**names, **own_cache_names(own)})
 
 
 def _unbound_class(bound: type) -> type:

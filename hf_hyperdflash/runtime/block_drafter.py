@@ -121,7 +121,9 @@ class BlockDrafter(ReadingDrafter):
         drafts = hidden.unflatten(1, (-1, config.block_size))[:, :, config.first_slot :]
         output = along_text(drafts, previous_ids, previous_embeds, self.head, self.confidence_head)
         chooses = self.head is not None and config.head_candidates
-        return output._replace(states=self.readable(output.states), blind=self.readable(drafts) if chooses else None)
+        blind = self.readable(drafts) if chooses else None
+        # Made anew: before torch 2.12 or so a compiled forward knows no `_replace`.
+        return HeadOutput(self.readable(output.states), output.vectors, output.confidence, blind)
 
     def _masks(
         self,

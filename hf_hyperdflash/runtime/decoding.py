@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from .cache_name import CACHE, cache_of
 from .continuation import TORN, context_of, leave_context, padding_of
 from .inference_mode import leaves_nothing, mode_of_rounds
 from .request import AUTO, check_cache, tree_budget_asked
@@ -119,7 +120,7 @@ class Decoding:
             model_kwargs: As prepared by `generate`.
         """
         self.drafter.remember(self.stats)
-        self.kwargs, self.cache = dict(model_kwargs), model_kwargs["past_key_values"]
+        self.kwargs, self.cache = dict(model_kwargs), model_kwargs[CACHE]
         self.nothing = DraftTree.chain(input_ids.new_empty(0))
         mask, positions = self.kwargs.pop("attention_mask", None), self.kwargs.pop("position_ids", None)
         padding = padding_of(self.cache, mask) if self.skips_padding else 0
@@ -210,8 +211,8 @@ class Decoding:
                 setattr(self.cache, TORN, True)
                 raise
             self.row.residuals += self.reading.taken()
-            if outputs.past_key_values is not self.cache:  # remote code may make a cache of its own
-                self.cache = self.kwargs["past_key_values"] = check_cache(outputs.past_key_values)
+            if cache_of(outputs) is not self.cache:  # remote code may make a cache of its own
+                self.cache = self.kwargs[CACHE] = check_cache(cache_of(outputs))
             if end < length and self.row.residuals:
                 self.extend(end)
         self.cache.activate_past_recording()  # after the prompt: there is nothing in it to take back
@@ -387,5 +388,5 @@ class Decoding:
         ids = self.row.ids.clone()
         if not self.config.return_dict_in_generate:
             return ids
-        shown = self.shown.all()
-        return GenerateDecoderOnlyOutput(sequences=cast(Any, ids), past_key_values=self.cache, **shown)
+        shown: dict[str, Any] = {CACHE: self.cache, **self.shown.all()}
+        return GenerateDecoderOnlyOutput(sequences=cast(Any, ids), **shown)

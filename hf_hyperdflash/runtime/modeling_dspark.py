@@ -30,6 +30,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 )
 
 from .block_drafter import BlockDrafter
+from .cache_name import CACHE
 from .configuration_dspark import DeepseekV4DSparkConfig
 from .drafter_deepseek_v4 import DeepseekV4Drafter
 from .heads import ConfidenceHead, MarkovHead
@@ -78,12 +79,13 @@ class DSparkLayer(DeepseekV4DecoderLayer):
         new = 0 if feature is None else feature.shape[1]
         cos, sin = rotary
         keys = None if feature is None else self.keys_values(feature, (cos[:, :new], sin[:, :new]))[0]
+        before: dict[str, Any] = {CACHE: KeysBefore(keys, context)}
         return super().forward(
             streams,
             position_embeddings={"main": (cos[:, new:], sin[:, new:])},
             position_ids=None,
             attention_mask=attention_mask,
-            past_key_values=KeysBefore(keys, context),
+            **before,
         )
 
 

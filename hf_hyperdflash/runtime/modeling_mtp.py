@@ -17,6 +17,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4RotaryEmbedding,
 )
 
+from .cache_name import CACHE
 from .configuration_mtp import DeepseekV4MTPConfig
 from .drafter_deepseek_v4 import DeepseekV4Drafter, Rotary
 from .growth import DraftStep
@@ -100,7 +101,7 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
         residual: torch.Tensor,
         next_embeds: torch.Tensor,
         position_ids: torch.Tensor | None = None,
-        past_key_values: MTPContext | None = None,
+        context: MTPContext | None = None,
         attention_mask: torch.Tensor | None = None,
         rotary: Rotary | None = None,
     ) -> torch.Tensor:
@@ -111,7 +112,7 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
                 this returned for the entry before.
             next_embeds: `[batch, seq, config.hidden_size]`, the target's embeddings of the tokens after.
             position_ids: `[batch, seq]`, true positions of `residual`'s tokens; counted from 0 if left out.
-            past_key_values: The sequence so far. It takes in the new entries' keys.
+            context: The sequence so far. It takes in the new entries' keys.
             attention_mask: Added to the attention's logits, `[batch, 1, seq, past + seq]`; a causal sliding window if
                 left out.
             rotary: Cosines and sines of `position_ids`, where they are known already.
@@ -127,7 +128,7 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
                 position_ids = torch.arange(residual.shape[1], device=residual.device)[None]
             rotary = self._rotary(next_embeds, position_ids)
         if attention_mask is None:
-            past = 0 if past_key_values is None else len(past_key_values)
+            past = 0 if context is None else len(context)
             attention_mask = sliding_mask(residual.shape[1], past, self.config.sliding_window, next_embeds)
         # The norms may return float32, their weights' dtype.
         token = self.e_proj(self.enorm(next_embeds).to(dtype))
@@ -137,7 +138,7 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
             position_embeddings={"main": rotary},
             position_ids=position_ids,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
+            **{CACHE: context},
         )
 
     def collapse(self, streams: torch.Tensor) -> torch.Tensor:
@@ -202,7 +203,7 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
                 rows = rows.to(self.device)
                 ahead.go_on_from(rows)
                 embeds = self._embed(target, tokens[:, None])
-                streams = self(streams[rows], embeds, past_key_values=ahead, rotary=rotary)
+                streams = self(streams[rows], embeds, context=ahead, rotary=rotary)
             return DraftStep(self._logits(target, streams)[:, 0])
 
         tree = sampler.grow(ids, count, steps)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers.generation.configuration_utils import GenerationConfig
 
+from .cache_name import CACHE
 from .continuation import TORN
 from .target_family import TargetFamily
 from .targets import family_of, is_bound
@@ -72,7 +73,7 @@ def check_shapes(asked: dict[str, Any]) -> None:
     ids = ids_asked(asked)
     if ids is None:
         return
-    (rows, length), cache = ids.shape, asked.get("past_key_values")
+    (rows, length), cache = ids.shape, asked.get(CACHE)
     mask, positions = asked.get("attention_mask"), asked.get("position_ids")
     cached = 0 if cache is None else cache.get_seq_length()
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
@@ -117,9 +118,9 @@ def check_request(
     input_ids: torch.Tensor, generation_config: GenerationConfig, synced_gpus: bool, model_kwargs: dict[str, Any]
 ) -> None:
     """Raise a `ValueError` if our loop cannot do what is asked."""
-    if model_kwargs.get("past_key_values") is None:
+    if model_kwargs.get(CACHE) is None:
         raise ValueError("Assisted generation needs a cache: leave `use_cache` at True.")
-    check_cache(model_kwargs["past_key_values"])
+    check_cache(model_kwargs[CACHE])
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("HyperDFlash drafts from token ids: pass `input_ids`, not `inputs_embeds`.")
     if input_ids.shape[1] == 0:
@@ -163,12 +164,12 @@ def check_request(
 
 
 def _check_continuation(length: int, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    cached = model_kwargs["past_key_values"].get_seq_length()
+    cached = model_kwargs[CACHE].get_seq_length()
     mask = model_kwargs.get("attention_mask")
     whole = getattr(generation_config, "_mask_length", length) if mask is None else mask.shape[1]
     if cached and (whole != length or length <= cached):
         raise ValueError(
-            f"`past_key_values` holds {cached} tokens and `input_ids` {length}: expected the whole sequence, what is "
+            f"`{CACHE}` holds {cached} tokens and `input_ids` {length}: expected the whole sequence, what is "
             "in the cache and at least one new token. Concatenate the earlier output and the new turn."
         )
 
@@ -186,11 +187,11 @@ def check_stock_assistance(assistant_model: Any, model_kwargs: dict[str, Any]) -
             "forward only, and an assistant runs several. Use a HyperDFlash drafter, or an assistant without linear "
             "attention."
         )
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(CACHE)
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(
             f"transformers' own assisted decoding would feed the prompt again on top of the {cache.get_seq_length()} "
-            "tokens in `past_key_values`. Leave `past_key_values` out, or use a HyperDFlash drafter, which continues "
+            f"tokens in `{CACHE}`. Leave `{CACHE}` out, or use a HyperDFlash drafter, which continues "
             "correctly."
         )
 
@@ -215,6 +216,6 @@ def check_whole(family: TargetFamily, cache: Any) -> None:
     lengths = family.cached_lengths(cache)
     if len(lengths) > 1 or getattr(cache, TORN, False):
         raise ValueError(
-            "`past_key_values` was interrupted inside a forward or while drafts were taken back: its layers hold "
+            f"`{CACHE}` was interrupted inside a forward or while drafts were taken back: its layers hold "
             f"different tokens (of lengths {sorted(lengths)}), expected the same text in all. Start from a new cache."
         )

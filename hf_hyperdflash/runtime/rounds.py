@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .attention_masks import attention_mask_for
+from .cache_name import CACHE
 from .cache_ragged import CachedRow
 from .row import Row
 from .target_family import TargetFamily, TreeVerification
@@ -77,7 +78,7 @@ class MaskedRound(ChainRound):
 
     def inputs(self, row: Row, kwargs: dict[str, Any]) -> dict[str, Any]:
         ids, anchor = row.with_drafts(self.tree.tokens), row.positions(self.start, self.start + 1)
-        cache = kwargs["past_key_values"]
+        cache = kwargs[CACHE]
         inputs = self._prepared(ids, self.count, kwargs)
         inputs["position_ids"] = anchor + self.rows.depths.to(anchor.device)
         inputs["attention_mask"] = self._masks(cache, row.mask(self.start), ids.device)
@@ -150,7 +151,7 @@ class ForkedRound(ChainRound):
     def inputs(self, row: Row, kwargs: dict[str, Any]) -> dict[str, Any]:
         sequences, end = len(self.paths), self.start + self.length
         row.with_drafts(self.tree.tokens)  # which makes room for positions and mask
-        kwargs["past_key_values"].batch_repeat_interleave(sequences)
+        kwargs[CACHE].batch_repeat_interleave(sequences)
         nodes = torch.tensor([(path + path[-1:] * self.length)[1 : self.length] for path in self.paths]) - 1
         drafts = self.tree.tokens[nodes.to(self.tree.tokens.device)].to(row.text.device)
         of_row = {

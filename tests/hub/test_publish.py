@@ -352,9 +352,9 @@ for name in ("v4", "linear"):
         second.bind(other)
         begun = one.generate(ids, max_new_tokens=8, assistant_model=first, return_dict_in_generate=True, **options)
         for following in (one, other):
-            cache = copy.deepcopy(begun.past_key_values)
+            cache = copy.deepcopy(cache_of(begun))
             text = following.generate(
-                begun.sequences, max_new_tokens=12, assistant_model=second, past_key_values=cache, **options
+                begun.sequences, max_new_tokens=12, assistant_model=second, **{CACHE: cache}, **options
             )
             told["same"].append(torch.equal(text, plain) and second.last_stats.rounds > 0)
         second.unbind(one)

@@ -28,6 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, bind
 from hf_hyperdflash.runtime.binding import capture_residual
 from hf_hyperdflash.runtime.block_path import BlockPath
+from hf_hyperdflash.runtime.cache_name import CACHE, cache_of
 from hf_hyperdflash.runtime.cache_ragged import RaggedCache, RaggedLayer
 from hf_hyperdflash.runtime.heads import HEADS
 from hf_hyperdflash.runtime.sampling import DraftSampler, DraftsWanted
@@ -234,7 +235,7 @@ def test_scores_and_logits_step_by_step(qwen3):
     drafter = RandomTrees(qwen3, [result.sequences[0] for result in plain])
     out = qwen3.generate(ids, assistant_model=drafter, **options)
     lengths = [len(result.scores) for result in plain]
-    assert out.past_key_values is None and len(out.scores) == len(out.logits) == max(lengths) > min(lengths)
+    assert cache_of(out) is None and len(out.scores) == len(out.logits) == max(lengths) > min(lengths)
     for name in ("scores", "logits"):
         for step, of_batch in enumerate(getattr(out, name)):
             assert of_batch.shape == (3, 64)
@@ -532,7 +533,7 @@ def test_a_pipeline_batches(qwen3):
         (dict(num_return_sequences=2, do_sample=False), "`num_return_sequences` is 2 and `do_sample` False"),
         (dict(num_return_sequences=-1), "`num_return_sequences` is -1, expected a whole number"),
         (dict(num_return_sequences=0), "`num_return_sequences` is 0, expected a whole number"),
-        (dict(past_key_values=DynamicCache()), "`past_key_values` was passed for 4 texts"),
+        ({CACHE: DynamicCache()}, f"`{CACHE}` was passed for 4 texts"),
         (dict(streamer=BaseStreamer()), "`streamer` was passed for 4 texts"),
         (dict(output_hidden_states=True), "`output_hidden_states` was asked for of 4 texts"),
         (dict(output_attentions=True), "`output_attentions` was asked for of 4 texts"),
@@ -649,7 +650,7 @@ def test_a_ragged_cache_holds_what_each_rows_own_would(data):
 def test_a_layer_of_ours_is_not_what_transformers_makes_caches_of():
     assert Cache(layers=[RaggedLayer(layer, [2]) for layer in padded_cache([2]).layers]).get_seq_length() == 2
     target = families.llama().eval()
-    cache = target.generate(prompt(4), do_sample=False, max_new_tokens=2, return_dict_in_generate=True).past_key_values
+    cache = cache_of(target.generate(prompt(4), do_sample=False, max_new_tokens=2, return_dict_in_generate=True))
     assert not any(isinstance(layer, RaggedLayer) for layer in cache.layers)
 
 

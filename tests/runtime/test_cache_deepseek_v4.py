@@ -22,6 +22,7 @@ from hf_hyperdflash.runtime.cache_deepseek_v4 import (
     RewindableSlidingCacheLayer,
     make_rewindable,
 )
+from hf_hyperdflash.runtime.cache_name import CACHE
 
 from ..helpers.processes import python
 
@@ -514,11 +515,11 @@ def test_offloading_cache_on_gpu():
     cache.activate_past_recording()
     with torch.no_grad():
         for start in range(0, 30, 5):
-            model(ids[:, start : start + 5], past_key_values=cache)
+            model(ids[:, start : start + 5], **{CACHE: cache})
             cache.crop(0)
-        model(ids[:, 35:], past_key_values=cache)
+        model(ids[:, 35:], **{CACHE: cache})
         cache.crop(-5)
-        logits = model(ids[:, 30:], past_key_values=cache).logits
+        logits = model(ids[:, 30:], **{CACHE: cache}).logits
         expected = model(ids).logits[:, 30:]
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
@@ -729,12 +730,12 @@ def assert_close_state(layer, expected) -> None:
 def assert_same_cache(model, cache, ids) -> None:
     """Cache and next logits equal those of a model that only ever saw `ids`."""
     expected = DynamicCache(config=model.config)
-    model(ids, past_key_values=expected)
+    model(ids, **{CACHE: expected})
     for layer, stock in zip(cache.layers, expected.layers):
         assert_close_state(layer, stock)
     more = ids_of(ids.shape[0], 6, seed=9)
-    logits = model(more, past_key_values=copy.deepcopy(cache)).logits
-    torch.testing.assert_close(logits, model(more, past_key_values=expected).logits, atol=1e-4, rtol=1e-4)
+    logits = model(more, **{CACHE: copy.deepcopy(cache)}).logits
+    torch.testing.assert_close(logits, model(more, **{CACHE: expected}).logits, atol=1e-4, rtol=1e-4)
 
 
 mixes = pytest.mark.parametrize(
@@ -756,13 +757,13 @@ def test_model_after_verification_rounds_equals_one_that_never_saw_the_drafts(co
     model, ids = v4_model(**config), ids_of(2, prompt + 40)
     cache = make_rewindable(DynamicCache(config=model.config), 8)
     cache.activate_past_recording()
-    model(ids[:, :prompt], past_key_values=cache)
+    model(ids[:, :prompt], **{CACHE: cache})
     cache.crop(0)
     length = prompt
     for draft, rejected in ((3, 3), (7, 2), (1, 0), (8, 8), (5, 4), (6, 0), (2, 1)):
         kept = draft - rejected
         block = torch.cat([ids[:, length : length + kept], ids_of(2, rejected, seed=length)], dim=1)
-        model(block, past_key_values=cache)
+        model(block, **{CACHE: cache})
         cache.crop(-rejected)
         length += kept
         assert_same_cache(model, cache, ids[:, :length])
@@ -775,7 +776,7 @@ def test_model_rewinds_several_forwards_and_crops(config):
     cache = make_rewindable(DynamicCache(config=model.config), 16)
     cache.activate_past_recording()
     for start, stop in ((0, 9), (9, 30), (30, 31), (31, 32), (32, 33), (33, 40)):
-        model(ids[:, start:stop], past_key_values=cache)
+        model(ids[:, start:stop], **{CACHE: cache})
     for length in (38, 31, 31, 25):
         cache.crop(length - cache.get_seq_length())
         assert_same_cache(model, cache, ids[:, :length])
@@ -787,10 +788,10 @@ def test_chunked_prefill_and_continuing_from_a_users_own_cache(config):
     model, ids = v4_model(**config), ids_of(2, 40)
     cache = DynamicCache(config=model.config)
     for start in range(0, 30, 7):
-        model(ids[:, start : min(start + 7, 30)], past_key_values=cache)
+        model(ids[:, start : min(start + 7, 30)], **{CACHE: cache})
     make_rewindable(cache, 8).activate_past_recording()
     assert_same_cache(model, cache, ids[:, :30])
-    model(ids[:, 30:], past_key_values=cache)
+    model(ids[:, 30:], **{CACHE: cache})
     cache.crop(-8)
     assert_same_cache(model, cache, ids[:, :32])
 
@@ -804,7 +805,7 @@ def test_prompt_lookup_generates_what_greedy_decoding_generates(config):
         greedy = model.generate(prompt, max_new_tokens=24, do_sample=False)
         cache = make_rewindable(DynamicCache(config=model.config), 8)
         drafted = model.generate(
-            prompt, max_new_tokens=24, do_sample=False, prompt_lookup_num_tokens=4, past_key_values=cache
+            prompt, max_new_tokens=24, do_sample=False, prompt_lookup_num_tokens=4, **{CACHE: cache}
         )
         assert torch.equal(drafted, greedy)
 
@@ -813,6 +814,6 @@ def test_prompt_lookup_generates_what_greedy_decoding_generates(config):
 def test_beam_search_generates_what_the_stock_cache_generates():
     model, prompt = v4_model(layer_types=(HCA, CSA)), ids_of(2, 11)
     cache = make_rewindable(DynamicCache(config=model.config))
-    beams = model.generate(prompt, max_new_tokens=8, num_beams=3, do_sample=False, past_key_values=cache)
+    beams = model.generate(prompt, max_new_tokens=8, num_beams=3, do_sample=False, **{CACHE: cache})
     rescored = model.generate(prompt, max_new_tokens=8, num_beams=3, do_sample=False, use_cache=False)
     assert torch.equal(beams, rescored)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from hf_hyperdflash.runtime.cache_linear import CallRecorder, RewindableLinearLayer, make_linear_rewindable
+from hf_hyperdflash.runtime.cache_name import CACHE
 from hf_hyperdflash.runtime.targets import family_of
 
 from ..conftest import prompt
@@ -49,7 +50,7 @@ def fresh(target):
 
 @torch.no_grad()
 def feed(target, cache, ids):
-    return target(ids, past_key_values=cache, use_cache=True).logits
+    return target(ids, **{CACHE: cache}, use_cache=True).logits
 
 
 def states(cache):

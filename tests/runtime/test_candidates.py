@@ -8,6 +8,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.utils import GenerationMixin
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, bind
+from hf_hyperdflash.runtime.cache_name import CACHE, cache_of
 from hf_hyperdflash.runtime.candidates import DraftCandidateGenerator
 
 from ..conftest import half_right, half_right_about, prompt, tiny_drafter, tiny_target
@@ -152,10 +153,10 @@ def test_a_loop_that_runs_the_target_elsewhere_is_told():
     target = bind(tiny_target(hidden_size=64))
     config = target.generation_config
     config.max_length, config.do_sample = 40, False
-    cache = target.generate(prompt(9), max_new_tokens=2, return_dict_in_generate=True).past_key_values
+    cache = cache_of(target.generate(prompt(9), max_new_tokens=2, return_dict_in_generate=True))
     generator = target._get_candidate_generator(
         generation_config=config, input_ids=prompt(9), assistant_model=tiny_drafter(target), logits_processor=None,
-        model_kwargs={"past_key_values": cache},
+        model_kwargs={CACHE: cache},
     )  # fmt: skip
     with pytest.raises(
         ValueError, match="The target has not been run over the tokens 0 to 8 since the last candidates"

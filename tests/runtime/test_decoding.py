@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_hyperdflash import PromptLookupDrafter, bind, unbind
 from hf_hyperdflash.runtime import continuation
+from hf_hyperdflash.runtime.cache_name import CACHE, cache_of
 from hf_hyperdflash.runtime.stats import SpeculationStats
 from hf_hyperdflash.runtime.tree import DraftTree
 
@@ -148,7 +149,7 @@ def test_dictionary_output_equals_plain_decoding(wide):
         assert [x.shape for x in a] == [x.shape for x in b], step
         for x, y in zip(a, b):
             torch.testing.assert_close(x, y, **close)
-    assert assisted.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+    assert cache_of(assisted).get_seq_length() == cache_of(plain).get_seq_length()
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -158,8 +159,8 @@ def test_continuing_a_chat_from_the_returned_cache(wide, copied):
     second = torch.cat([out.sequences, prompt(7, seed=5)], dim=1)
     expected = wide.generate(second, do_sample=False, max_new_tokens=15)
     drafter = half_right(wide, second, max_new_tokens=15)
-    cache = copy.deepcopy(out.past_key_values) if copied else out.past_key_values
-    again = wide.generate(second, past_key_values=cache, assistant_model=drafter, **options)
+    cache = copy.deepcopy(cache_of(out)) if copied else cache_of(out)
+    again = wide.generate(second, **{CACHE: cache}, assistant_model=drafter, **options)
     assert torch.equal(again.sequences, expected)
 
 
@@ -169,10 +170,10 @@ def test_the_drafters_context_continues_with_the_cache(pair):
     options = dict(do_sample=False, max_new_tokens=12, return_dict_in_generate=True)
     out = target.generate(prompt(14), assistant_model=drafter, **options)
     second = torch.cat([out.sequences, prompt(7, seed=5)], dim=1)
-    continued = target.generate(second, past_key_values=out.past_key_values, assistant_model=drafter, **options)
+    continued = target.generate(second, **{CACHE: cache_of(out)}, assistant_model=drafter, **options)
     fresh = target.generate(second, assistant_model=drafter, **options)
     assert torch.equal(continued.sequences, fresh.sequences)
-    a, b = (out.past_key_values._hyperdflash_context.context for out in (continued, fresh))
+    a, b = (cache_of(out)._hyperdflash_context.context for out in (continued, fresh))
     assert a.end == b.end == continued.sequences.shape[1] - 1 == len(a)
     for context in (a, b):
         drafter.take_in(context)  # what waits for the next block
@@ -188,11 +189,11 @@ def test_a_context_is_its_drafters_own_whatever_ids_are_given_again(pair, monkey
     out = target.generate(prompt(14), assistant_model=first, **options)
     monkeypatch.setattr(continuation, "id", lambda thing: 7, raising=False)  # as if `second` stood where `first` did
     turn = torch.cat([out.sequences, prompt(4, seed=5)], dim=1)
-    again = target.generate(turn, past_key_values=out.past_key_values, assistant_model=second, **options)
-    kept = again.past_key_values._hyperdflash_context
+    again = target.generate(turn, **{CACHE: cache_of(out)}, assistant_model=second, **options)
+    kept = cache_of(again)._hyperdflash_context
     assert kept.is_of(second) and not kept.is_of(first)
     assert len(kept.context.layers) == 1 and len(kept.context) == again.sequences.shape[1] - out.sequences.shape[1]
-    assert pickle.loads(pickle.dumps(again.past_key_values))._hyperdflash_context is None
+    assert pickle.loads(pickle.dumps(cache_of(again)))._hyperdflash_context is None
 
 
 def test_a_context_that_is_not_the_caches_any_more_is_left(pair):
@@ -200,12 +201,12 @@ def test_a_context_that_is_not_the_caches_any_more_is_left(pair):
     target, drafter = pair
     options = dict(do_sample=False, max_new_tokens=8, return_dict_in_generate=True, assistant_model=drafter)
     out = target.generate(prompt(14), **options)
-    cache = out.past_key_values
+    cache = cache_of(out)
     cache.crop(-4)
     kept = cache.get_seq_length()
     changed = torch.cat([out.sequences[:, :kept], prompt(9, seed=5)], dim=1)
-    again = target.generate(changed, past_key_values=cache, **options)
-    context = again.past_key_values._hyperdflash_context.context
+    again = target.generate(changed, **{CACHE: cache}, **options)
+    context = cache_of(again)._hyperdflash_context.context
     assert context.end == again.sequences.shape[1] - 1 and len(context) == context.end - kept
 
 
@@ -214,9 +215,9 @@ def test_continuing_from_the_users_own_cache(wide):
     expected = wide.generate(ids, do_sample=False, max_new_tokens=15)
     cache = DynamicCache(config=wide.config)
     with torch.no_grad():
-        wide(ids[:, :13], past_key_values=cache)
+        wide(ids[:, :13], **{CACHE: cache})
     drafter = half_right(wide, ids, max_new_tokens=15)
-    options = dict(do_sample=False, max_new_tokens=15, past_key_values=cache)
+    options = dict(do_sample=False, max_new_tokens=15, **{CACHE: cache})
     assert torch.equal(wide.generate(ids, assistant_model=drafter, **options), expected)
 
 
@@ -291,10 +292,10 @@ def test_a_mask_of_the_new_turn_alone_is_told_from_ids_of_it(pair):
     whole = torch.cat([out.sequences, prompt(2)], dim=1)
     with pytest.raises(ValueError, match=r"`attention_mask` has the shape .* what is in the cache included"):
         mask = torch.ones(1, 2).long()
-        target.generate(whole, attention_mask=mask, past_key_values=out.past_key_values, **options)
-    with pytest.raises(ValueError, match=r"`past_key_values` holds .* expected the whole sequence"):
+        target.generate(whole, attention_mask=mask, **{CACHE: cache_of(out)}, **options)
+    with pytest.raises(ValueError, match=rf"`{CACHE}` holds .* expected the whole sequence"):
         mask = torch.ones(1, whole.shape[1]).long()
-        target.generate(prompt(2), attention_mask=mask, past_key_values=out.past_key_values, **options)
+        target.generate(prompt(2), attention_mask=mask, **{CACHE: cache_of(out)}, **options)
 
 
 def test_a_tree_budget_that_is_none_is_refused_without_a_drafter_too(pair):
@@ -318,13 +319,13 @@ def test_a_cache_that_drafts_have_filled_keeps_no_more_than_its_window_of_plain_
     target, ids = mistral().eval(), prompt(9)
     options = dict(do_sample=False, max_new_tokens=30, return_dict_in_generate=True)
     plain = target.generate(ids, **options)
-    further = target.generate(plain.sequences, past_key_values=plain.past_key_values, **options)
+    further = target.generate(plain.sequences, **{CACHE: cache_of(plain)}, **options)
     drafter = half_right_about(target, plain.sequences[0])
     drafter.bind(target)
     out = target.generate(ids, assistant_model=drafter, **options)
-    again = target.generate(out.sequences, past_key_values=out.past_key_values, **options)
+    again = target.generate(out.sequences, **{CACHE: cache_of(out)}, **options)
     assert torch.equal(again.sequences, further.sequences)
-    windows = [layer for layer in again.past_key_values.layers if getattr(layer, "sliding_window", None)]
+    windows = [layer for layer in cache_of(again).layers if getattr(layer, "sliding_window", None)]
     assert windows and all(layer.keys.shape[-2] < layer.sliding_window for layer in windows)
 
 
@@ -355,7 +356,7 @@ def test_a_continuation_needs_the_whole_sequence(pair):
     out = target.generate(prompt(9), **options)
     for ids in (prompt(3), out.sequences[:, :-1]):
         with pytest.raises(ValueError, match="whole sequence"):
-            target.generate(ids, past_key_values=out.past_key_values, **options)
+            target.generate(ids, **{CACHE: cache_of(out)}, **options)
 
 
 def test_fewer_drafts_on_request(wide):
@@ -380,7 +381,7 @@ def test_left_padding_changes_nothing(wide, chunk):
     drafter = half_right(wide, ids, max_new_tokens=12, repetition_penalty=1.2)
     out = wide.generate(padded, attention_mask=mask, assistant_model=drafter, return_dict_in_generate=True, **options)
     assert torch.equal(out.sequences[:, :4], padded[:, :4]) and torch.equal(out.sequences[:, 4:], expected)
-    context = out.past_key_values._hyperdflash_context.context
+    context = cache_of(out)._hyperdflash_context.context
     assert len(context) == expected.shape[1] - 1
     # The next turn on the same cache.
     turn = prompt(5, seed=7)
@@ -388,9 +389,7 @@ def test_left_padding_changes_nothing(wide, chunk):
     plain = wide.generate(torch.cat([expected, turn], dim=1), **options)
     again = torch.cat([out.sequences, turn], dim=1)
     mask = (torch.arange(again.shape[1]) >= 4).long()[None]
-    out = wide.generate(
-        again, attention_mask=mask, past_key_values=out.past_key_values, assistant_model=drafter, **options
-    )
+    out = wide.generate(again, attention_mask=mask, **{CACHE: cache_of(out)}, assistant_model=drafter, **options)
     assert torch.equal(out[:, 4:], plain)
 
 
@@ -400,11 +399,11 @@ def test_padding_that_the_cache_has_seen_stays(wide):
     mask[:, :4] = 0
     cache = DynamicCache(config=wide.config)
     with torch.no_grad():
-        wide(padded[:, :13], attention_mask=mask[:, :13], past_key_values=cache)
+        wide(padded[:, :13], attention_mask=mask[:, :13], **{CACHE: cache})
     options = dict(do_sample=False, max_new_tokens=12, attention_mask=mask)
-    expected = wide.generate(padded, past_key_values=copy.deepcopy(cache), **options)
+    expected = wide.generate(padded, **{CACHE: copy.deepcopy(cache)}, **options)
     drafter = half_right(wide, padded, max_new_tokens=12)
-    assert torch.equal(wide.generate(padded, past_key_values=cache, assistant_model=drafter, **options), expected)
+    assert torch.equal(wide.generate(padded, **{CACHE: cache}, assistant_model=drafter, **options), expected)
 
 
 def test_padding_is_no_context():
@@ -418,7 +417,7 @@ def test_padding_is_no_context():
         padded, attention_mask=mask, do_sample=False, max_new_tokens=12, assistant_model=drafter,
         return_dict_in_generate=True,
     )  # fmt: skip
-    context = out.past_key_values._hyperdflash_context.context
+    context = cache_of(out)._hyperdflash_context.context
     assert context.end == 13 + 12 - 1 and len(context) == 9 + 12 - 1
 
 
@@ -564,7 +563,7 @@ def test_a_round_of_many_drafts_is_taken_back_whole(wide):
 
     cache, ids = DynamicCache(config=wide.config), prompt(10)
     drafter = Echo(wide, torch.full((160,), 5), 140)
-    options = dict(do_sample=False, max_new_tokens=160, assistant_model=drafter, past_key_values=cache)
+    options = dict(do_sample=False, max_new_tokens=160, assistant_model=drafter, **{CACHE: cache})
     with pytest.raises(ArithmeticError):
         wide.generate(ids, logits_processor=LogitsProcessorList([Failing()]), **options)
     assert cache.get_seq_length() == 10
@@ -630,7 +629,7 @@ def test_after_an_interruption_the_cache_is_that_of_the_text_so_far(wide, kind):
     for count in range(1, 13):
         drafter = Echo(wide, whole[0], 7) if kind == "echo" else perfect(wide, whole[0])
         cache, streamer = DynamicCache(config=wide.config), StopAt(count)
-        options = dict(do_sample=False, past_key_values=cache, assistant_model=drafter)
+        options = dict(do_sample=False, **{CACHE: cache}, assistant_model=drafter)
         with pytest.raises(ConnectionError):
             wide.generate(ids, max_new_tokens=40, streamer=streamer, **options)
         seen = torch.tensor([streamer.tokens])
@@ -645,7 +644,7 @@ def test_a_criterion_that_raises_before_the_first_token_leaves_the_prompt(wide):
         raise RuntimeError("broken")
 
     ids, cache = prompt(12), DynamicCache(config=wide.config)
-    options = dict(do_sample=False, max_new_tokens=9, past_key_values=cache)
+    options = dict(do_sample=False, max_new_tokens=9, **{CACHE: cache})
     drafter = PromptLookupDrafter(wide)
     with pytest.raises(RuntimeError, match="broken"):
         wide.generate(ids, assistant_model=drafter, logits_processor=LogitsProcessorList([broken]), **options)

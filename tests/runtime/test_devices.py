@@ -27,6 +27,7 @@ from hf_hyperdflash import (
     bind,
 )
 from hf_hyperdflash.runtime.cache_deepseek_v4 import make_rewindable
+from hf_hyperdflash.runtime.cache_name import CACHE, cache_of
 from hf_hyperdflash.runtime.configuration_dspark import DeepseekV4DSparkConfig
 from hf_hyperdflash.training.features import residual_of
 from hf_hyperdflash.training.fingerprint import target_fingerprint
@@ -195,7 +196,7 @@ def test_a_chat_goes_on():
         options = dict(assistant_model=drafter, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
         first = target.generate(prompt(9).to(place), **options)
         second = torch.cat([first.sequences, prompt(4, seed=5).to(place)], dim=1)
-        return on_cpu(target.generate(second, past_key_values=first.past_key_values, **options).sequences)
+        return on_cpu(target.generate(second, **{CACHE: cache_of(first)}, **options).sequences)
 
     expected = turns("cpu")
     with SimulatedDevices():
@@ -211,8 +212,8 @@ def test_a_cache_cropped_reordered_and_offloaded():
         cache = make_rewindable(DynamicCache(config=target.config))
         cache.activate_past_recording()
         ids = prompt(30).to(place)
-        target(ids[:, :14], past_key_values=cache)
-        target(ids[:, 14:20], past_key_values=cache)
+        target(ids[:, :14], **{CACHE: cache})
+        target(ids[:, 14:20], **{CACHE: cache})
         cache.crop(-9)
         cache.batch_repeat_interleave(2)
         cache.reorder_cache(torch.tensor([1, 0]).to(place))
@@ -220,7 +221,7 @@ def test_a_cache_cropped_reordered_and_offloaded():
         for layer in cache.layers:
             layer.offload()
             layer.prefetch()
-        return target(ids[:, 11:], past_key_values=cache).logits
+        return target(ids[:, 11:], **{CACHE: cache}).logits
 
     with torch.no_grad():
         expected = logits("cpu")

@@ -15,6 +15,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from hf_hyperdflash import unbind
+from hf_hyperdflash.runtime.cache_name import CACHE, cache_of
 
 from ..conftest import half_right, prompt, tiny_drafter
 from ..helpers.families import FAMILIES, deepseek_v4_remote_code, llama, qwen3
@@ -117,7 +118,7 @@ def test_a_drafter_that_is_adapted_learns_from_such_rounds(options):
 
 
 @pytest.mark.parametrize(
-    "options", [{"return_dict_in_generate": True}, {"past_key_values": DynamicCache}], ids=["dictionary", "cache"]
+    "options", [{"return_dict_in_generate": True}, {CACHE: DynamicCache}], ids=["dictionary", "cache"]
 )
 def test_not_where_the_caller_keeps_what_is_computed(options):
     """Else a cache that goes on, or scores, could not take part in training."""
@@ -125,7 +126,7 @@ def test_not_where_the_caller_keeps_what_is_computed(options):
     options = {name: value() if value is DynamicCache else value for name, value in options.items()}
     modes, out = modes_of_rounds(target, drafter, prompt(9), **options)
     assert modes == {False}
-    cache = options.get("past_key_values") or out.past_key_values
+    cache = options.get(CACHE) or cache_of(out)
     assert not any(layer.keys.is_inference() for layer in cache.layers)
 
 

@@ -20,6 +20,7 @@ from transformers import (
 from transformers.masking_utils import create_sliding_window_causal_mask
 
 from hf_hyperdflash.runtime.binding import BoundTarget, capture_residual
+from hf_hyperdflash.runtime.cache_name import CACHE, cache_of
 from hf_hyperdflash.runtime.modeling_mtp import DeepseekV4MTPDrafter, sliding_mask
 from hf_hyperdflash.runtime.mtp_checkpoint import dequantize
 from hf_hyperdflash.runtime.sampling import DraftSampler
@@ -163,7 +164,7 @@ def test_the_mask_is_v4s_own(drafter, past, queries):
         config=drafter.config,
         inputs_embeds=like,
         attention_mask=None,
-        past_key_values=cache,
+        **{CACHE: cache},
         position_ids=torch.arange(past, past + queries)[None],
     )
     assert torch.equal(sliding_mask(queries, min(past, WINDOW - 1), WINDOW, like), expected)
@@ -439,7 +440,7 @@ def test_generate_is_lossless_and_counts_its_rounds(count):
     stats = drafter.last_stats
     assert stats.tokens == 30 and stats.draft_positions == count and 1 < stats.tau <= count + 1
     second = torch.cat([expected, prompt(5, seed=7, vocab_size=2000)], dim=1)
-    again = target.generate(second, **options, assistant_model=drafter, past_key_values=out.past_key_values)
+    again = target.generate(second, **options, assistant_model=drafter, **{CACHE: cache_of(out)})
     assert torch.equal(again, target.generate(second, **options))
     torch.manual_seed(0)
     sampled = target.generate(ids, **{**options, "do_sample": True}, assistant_model=drafter)

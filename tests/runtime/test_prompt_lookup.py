@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from hf_hyperdflash import PromptLookupDrafter, bind
+from hf_hyperdflash.runtime.cache_name import CACHE, cache_of
 
 from ..conftest import prompt, tiny_target
 
@@ -48,7 +49,7 @@ def test_sampling_continuing_and_bad_values():
     assert out.sequences.shape == (1, 38) and drafter.last_stats.tokens == 20
     second = torch.cat([out.sequences, prompt(5)], dim=1)
     again = target.generate(
-        second, do_sample=False, max_new_tokens=12, assistant_model=drafter, past_key_values=out.past_key_values
+        second, do_sample=False, max_new_tokens=12, assistant_model=drafter, **{CACHE: cache_of(out)}
     )
     assert torch.equal(again, target.generate(second, do_sample=False, max_new_tokens=12))
     for bad in (0, -1, 2.5, True):

@@ -15,6 +15,7 @@ from transformers import CLIPVisionConfig, DynamicCache, LlavaConfig, LlavaForCo
 
 from hf_hyperdflash import bind
 from hf_hyperdflash.runtime.cache_deepseek_v4 import RewindableHCACacheLayer
+from hf_hyperdflash.runtime.cache_name import CACHE
 from hf_hyperdflash.runtime.rounds import ForkedRound, MaskedRound, verification_of
 from hf_hyperdflash.runtime.row import Row
 from hf_hyperdflash.runtime.target_family import TargetFamily
@@ -33,7 +34,7 @@ def filled_cache(target, ids):
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
     binding = target.hyperdflash_binding
     binding.family.make_rewindable(cache, 16)
-    target(ids, past_key_values=cache)
+    target(ids, **{CACHE: cache})
     cache.activate_past_recording()
     cache.crop(0)
     return cache
@@ -45,7 +46,7 @@ def verified(target, kind, cache, row, tree):
     round_ = kind(binding.family, tree, row.text.shape[1] - 1)
     reading = binding.residual.reader([-1])
     with binding.own_forward(reading, is_round=True):
-        outputs = target(**round_.inputs(row, {"past_key_values": cache, "use_cache": True}), return_dict=True)
+        outputs = target(**round_.inputs(row, {CACHE: cache, "use_cache": True}), return_dict=True)
     return round_, round_.logits(outputs)[0], reading.taken()[0]
 
 
@@ -112,7 +113,7 @@ def test_an_accepted_path_is_looked_up_once_for_all_layers(monkeypatch):
     target = qwen3().eval()
     family, cache = family_of(target), DynamicCache(config=target.config)
     with torch.no_grad():
-        target(prompt(9), past_key_values=cache)
+        target(prompt(9), **{CACHE: cache})
     keys = [layer.keys[:, :, :6].clone() for layer in cache.layers]
     kept = [layer.keys[:, :, [6, 8]].clone() for layer in cache.layers]
     made, tensor = [], torch.tensor
@@ -218,5 +219,5 @@ def test_v4s_caches_are_what_the_accepted_path_alone_would_have_left(number, len
     before = filled_cache(target, row.ids[:, : row.ids.shape[1] - 1 - back])
     more = prompt(6, seed=5)
     torch.testing.assert_close(
-        target(more, past_key_values=again).logits, target(more, past_key_values=before).logits, atol=2e-4, rtol=1e-3
+        target(more, **{CACHE: again}).logits, target(more, **{CACHE: before}).logits, atol=2e-4, rtol=1e-3
     )

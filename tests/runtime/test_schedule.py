@@ -14,6 +14,7 @@ from transformers import LogitsProcessorList
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter
 from hf_hyperdflash.runtime import binding, decoding
+from hf_hyperdflash.runtime.cache_name import CACHE, cache_of
 from hf_hyperdflash.runtime.growth import DraftStep
 from hf_hyperdflash.runtime.sampling import DraftSampler
 from hf_hyperdflash.runtime.schedule import Experience, FixedSchedule, RoundCosts, Schedule
@@ -518,7 +519,7 @@ def test_greedy_text_is_the_targets(make, kind):
     )  # fmt: skip
     gone_on = target.generate(
         whole.sequences, assistant_model=drafter, num_assistant_tokens="auto", max_new_tokens=40, do_sample=False,
-        past_key_values=whole.past_key_values,
+        **{CACHE: cache_of(whole)},
     )  # fmt: skip
     assert torch.equal(gone_on, plain)
 
@@ -563,8 +564,8 @@ def test_what_a_sleeping_drafter_takes_in_late(make, wait, monkeypatch):
         return_dict_in_generate=True,
     )  # fmt: skip
     assert torch.equal(slept.sequences, awake.sequences)
-    contexts = [decoding.context_of(out.past_key_values, drafter) for out in (slept, awake)]
-    assert contexts[0].end == contexts[1].end == slept.past_key_values.get_seq_length()
+    contexts = [decoding.context_of(cache_of(out), drafter) for out in (slept, awake)]
+    assert contexts[0].end == contexts[1].end == cache_of(slept).get_seq_length()
     if missing:
         return
     after, positions = slept.sequences, torch.arange(slept.sequences.shape[1])[None]
@@ -589,8 +590,8 @@ def test_a_sleeping_drafter_has_its_text_where_the_text_ends(target, monkeypatch
             ids, assistant_model=drafter, num_assistant_tokens="auto", max_new_tokens=length, do_sample=False,
             return_dict_in_generate=True,
         )  # fmt: skip
-        context = decoding.context_of(out.past_key_values, drafter)
-        assert context.end == out.past_key_values.get_seq_length() == 11 + length
+        context = decoding.context_of(cache_of(out), drafter)
+        assert context.end == cache_of(out).get_seq_length() == 11 + length
 
 
 def test_what_is_known_is_kept_for_as_long_as_the_target_is_bound(target, monkeypatch):
@@ -654,11 +655,11 @@ def test_where_no_schedule_is(target):
     asked = {"assistant_model": drafter, "max_new_tokens": 40, "do_sample": False}
     trees = target.generate(ids, **asked, num_assistant_tokens="auto", tree_budget=9)
     assert torch.equal(trees, plain) and drafter.last_stats.nodes >= 8 * drafter.last_stats.rounds
-    cache = target.generate(ids, max_new_tokens=1, return_dict_in_generate=True).past_key_values
+    cache = cache_of(target.generate(ids, max_new_tokens=1, return_dict_in_generate=True))
     generator = target._get_candidate_generator(
         generation_config=target._prepare_generation_config(None, num_assistant_tokens="auto", max_length=60)[0],
         input_ids=ids, inputs_tensor=ids, logits_processor=None, assistant_model=drafter,
-        model_kwargs={"past_key_values": cache},
+        model_kwargs={CACHE: cache},
     )  # fmt: skip
     assert generator.num_drafts == 6
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_hyperdflash import PromptLookupDrafter, bind, unbind
+from hf_hyperdflash.runtime.cache_name import CACHE, cache_of
 from hf_hyperdflash.runtime.target_deepseek_v4 import one_token_entries
 
 from ..conftest import CSA, HCA, SLIDING, tiny_drafter, tiny_target
@@ -62,12 +63,12 @@ def test_a_next_turns_prompt_is_run_as_stock_runs_it(seed):
     plain = target.generate(ids, **options)
     turn = torch.cat([plain.sequences, torch.randint(2, 64, (1, 40))], dim=1)
     options |= dict(max_new_tokens=1, output_logits=True)
-    expected = target.generate(turn, past_key_values=plain.past_key_values, **options)
+    expected = target.generate(turn, **{CACHE: cache_of(plain)}, **options)
     drafter.bind(target)
     options["assistant_model"] = drafter
     first = target.generate(ids, **{**options, "max_new_tokens": 30})
     assert torch.equal(first.sequences, plain.sequences)
-    again = target.generate(turn, past_key_values=first.past_key_values, **options)
+    again = target.generate(turn, **{CACHE: cache_of(first)}, **options)
     torch.testing.assert_close(again.logits[0], expected.logits[0], atol=1e-5, rtol=1e-5)
 
 

@@ -31,6 +31,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Index
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, bind, capture_residual, load_target, unbind
 from hf_hyperdflash.runtime.binding import BoundTarget
+from hf_hyperdflash.runtime.cache_name import CACHE, cache_of
 from hf_hyperdflash.runtime.continuation import context_of
 from hf_hyperdflash.runtime.target_family import computable
 from hf_hyperdflash.runtime.targets import family_of
@@ -363,7 +364,7 @@ def test_residual_is_captured_and_gives_the_targets_logits(target):
 def test_plain_decoding_of_a_bound_target_keeps_the_stock_cache(target, drafter):
     drafter.bind(target)
     out = greedy(target, prompt(5), return_dict_in_generate=True)
-    assert {type(layer).__module__ for layer in out.past_key_values.layers} <= {
+    assert {type(layer).__module__ for layer in cache_of(out).layers} <= {
         "transformers.cache_utils",
         "transformers.models.deepseek_v4.modeling_deepseek_v4",
     }
@@ -424,12 +425,12 @@ def test_every_familys_cache_is_as_if_no_draft_had_been(family):
     drafter.bind(family)
     options = dict(do_sample=False, max_new_tokens=24, return_dict_in_generate=True)
     out = family.generate(ids, assistant_model=drafter, **options)
-    cache, written = out.past_key_values, out.sequences
+    cache, written = cache_of(out), out.sequences
     assert cache.get_seq_length() == written.shape[1] - 1 and drafter.last_stats.rounds > 1
     turn = torch.cat([written[:, -1:], prompt(9, seed=3)], dim=1)
     positions = torch.arange(written.shape[1] - 1, written.shape[1] + 9)[None]
     with torch.no_grad():
-        after = family(turn, past_key_values=cache, position_ids=positions, use_cache=True).logits
+        after = family(turn, **{CACHE: cache}, position_ids=positions, use_cache=True).logits
         whole = family(torch.cat([written[:, :-1], turn], dim=1)).logits[:, -10:]
     torch.testing.assert_close(after, whole, atol=1e-3, rtol=1e-3)
 
@@ -456,7 +457,7 @@ def test_every_familys_windows_are_trimmed_by_rounds_that_draft_nothing(family):
     drafter.bind(family)
     options = dict(do_sample=False, max_new_tokens=24, return_dict_in_generate=True)
     out = family.generate(prompt(14), assistant_model=drafter, **options)
-    layers = getattr(out.past_key_values, "layers", [])  # remote code may keep its own
+    layers = getattr(cache_of(out), "layers", [])  # remote code may keep its own
     windows = [layer for layer in layers if getattr(layer, "sliding_window", None)]
     assert all(layer.keys.shape[-2] < layer.sliding_window for layer in windows)
 
@@ -685,7 +686,7 @@ def test_a_prompt_in_chunks_reaches_the_drafter_whole_and_is_never_held_whole(ch
         drafter.extend = counting
         out = target.generate(ids, do_sample=False, max_new_tokens=3, assistant_model=drafter, prefill_chunk_size=size,
                               return_dict_in_generate=True)  # fmt: skip
-        contexts.append(context_of(out.past_key_values, drafter).layers)
+        contexts.append(context_of(cache_of(out), drafter).layers)
         largest.append(seen)
     assert largest[0][0] == 150 and max(largest[1]) <= chunk and sum(largest[1]) == sum(largest[0])
     for one, other in zip(*contexts, strict=True):

@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, bind
 from hf_hyperdflash.runtime.binding import capture_residual
 from hf_hyperdflash.runtime.cache_linear import RewindableLinearLayer
+from hf_hyperdflash.runtime.cache_name import CACHE, cache_of
 from hf_hyperdflash.runtime.heads import HEADS
 from hf_hyperdflash.runtime.request import MOST_NODES
 from hf_hyperdflash.runtime.sampling import DraftSampler
@@ -194,7 +195,7 @@ def test_all_that_is_shown_is_that_of_the_accepted_path(target):
         for a, b in zip(plain[name], assisted[name], strict=True):
             for x, y in zip(a, b, strict=True):
                 torch.testing.assert_close(x, y, **close)
-    assert assisted.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+    assert cache_of(assisted).get_seq_length() == cache_of(plain).get_seq_length()
 
 
 def test_what_is_shown_of_drawn_text_is_that_of_its_prefixes(target):
@@ -225,7 +226,7 @@ def test_a_chat_goes_on_from_the_cache_that_trees_left(target):
     expected = target.generate(whole, do_sample=False, max_new_tokens=16)
     drafter = RandomTrees(target, [first[0], expected[0]])
     out = target.generate(ids, assistant_model=drafter, **options)
-    again = target.generate(whole, past_key_values=out.past_key_values, assistant_model=drafter, **options)
+    again = target.generate(whole, **{CACHE: cache_of(out)}, assistant_model=drafter, **options)
     assert torch.equal(out.sequences, first) and torch.equal(again.sequences, expected)
 
 
@@ -236,7 +237,7 @@ def test_a_filled_stock_cache_is_gone_on_from(target):
     plain = target.generate(ids, do_sample=False, max_new_tokens=3, return_dict_in_generate=True)
     drafter = RandomTrees(target, [expected[0]])
     out = target.generate(
-        expected[:, :34], past_key_values=plain.past_key_values, assistant_model=drafter, do_sample=False,
+        expected[:, :34], **{CACHE: cache_of(plain)}, assistant_model=drafter, do_sample=False,
         max_new_tokens=17,
     )  # fmt: skip
     assert torch.equal(out, expected) and any(map(is_wide, drafter.trees))
@@ -261,16 +262,16 @@ def test_after_an_interruption_inside_a_tree_the_cache_is_that_of_the_text_so_fa
     for count in range(3, 9):
         first = target.generate(ids, do_sample=False, max_new_tokens=1, return_dict_in_generate=True,
                                 assistant_model=PromptLookupDrafter(target))  # fmt: skip
-        cache = first.past_key_values
+        cache = cache_of(first)
         with pytest.raises(KeyboardInterrupt):
             target.generate(
-                first.sequences, past_key_values=cache, assistant_model=RandomTrees(target, [text[0]], seed=count),
+                first.sequences, **{CACHE: cache}, assistant_model=RandomTrees(target, [text[0]], seed=count),
                 do_sample=False, max_new_tokens=19, streamer=StopAt(count),
             )  # fmt: skip
         length = cache.get_seq_length()
         assert length >= 14 and cache.layers[-1].get_seq_length() == length
         out = target.generate(
-            text[:, : length + 1], past_key_values=cache, do_sample=False, max_new_tokens=text.shape[1] - length - 1,
+            text[:, : length + 1], **{CACHE: cache}, do_sample=False, max_new_tokens=text.shape[1] - length - 1,
             assistant_model=RandomTrees(target, [text[0]]),
         )  # fmt: skip
         assert torch.equal(out, text)
@@ -299,7 +300,7 @@ def test_after_an_interrupted_forward_the_cache_is_that_of_the_text_so_far(famil
     for place in (0, len(layers) // 2, len(layers) - 1):
         first = target.generate(ids, do_sample=False, max_new_tokens=1, return_dict_in_generate=True,
                                 assistant_model=PromptLookupDrafter(target))  # fmt: skip
-        cache, drafter = first.past_key_values, kind(target, [text[0]])
+        cache, drafter = cache_of(first), kind(target, [text[0]])
         rounds = []
 
         def interrupt(*_, rounds=rounds):
@@ -309,13 +310,13 @@ def test_after_an_interrupted_forward_the_cache_is_that_of_the_text_so_far(famil
 
         handle = layers[place].register_forward_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
-            target.generate(first.sequences, past_key_values=cache, assistant_model=drafter, do_sample=False,
+            target.generate(first.sequences, **{CACHE: cache}, assistant_model=drafter, do_sample=False,
                             max_new_tokens=19)  # fmt: skip
         handle.remove()
         length = cache.get_seq_length()
         assert 16 <= length < text.shape[1] - 1 and lengths_of_keys(cache) == {length}
         out = target.generate(
-            text[:, : length + 1], past_key_values=cache, do_sample=False, max_new_tokens=text.shape[1] - length - 1,
+            text[:, : length + 1], **{CACHE: cache}, do_sample=False, max_new_tokens=text.shape[1] - length - 1,
             assistant_model=kind(target, [text[0]]),
         )  # fmt: skip
         assert torch.equal(out, text)
@@ -333,15 +334,15 @@ def test_after_an_interruption_between_a_window_and_its_entry_neither_is_there(k
     for norm in norms:
         first = target.generate(ids, do_sample=False, max_new_tokens=1, return_dict_in_generate=True,
                                 assistant_model=PromptLookupDrafter(target))  # fmt: skip
-        cache = first.past_key_values
+        cache = cache_of(first)
         handle = norm.register_forward_hook(interrupted)
         with pytest.raises(KeyboardInterrupt):
-            target.generate(first.sequences, past_key_values=cache, do_sample=False, max_new_tokens=19,
+            target.generate(first.sequences, **{CACHE: cache}, do_sample=False, max_new_tokens=19,
                             assistant_model=kind(target, [text[0]]))  # fmt: skip
         handle.remove()
         length = cache.get_seq_length()
         out = target.generate(
-            text[:, : length + 1], past_key_values=cache, do_sample=False, max_new_tokens=text.shape[1] - length - 1,
+            text[:, : length + 1], **{CACHE: cache}, do_sample=False, max_new_tokens=text.shape[1] - length - 1,
             assistant_model=kind(target, [text[0]]),
         )  # fmt: skip
         assert torch.equal(out, text)
@@ -359,7 +360,7 @@ def test_after_an_interruption_between_an_indexers_keys_and_its_layers_neither_a
     for indexer in indexers:
         first = target.generate(ids, do_sample=False, max_new_tokens=1, return_dict_in_generate=True,
                                 assistant_model=PromptLookupDrafter(target))  # fmt: skip
-        cache, calls = first.past_key_values, []
+        cache, calls = cache_of(first), []
 
         def interrupt(*_, calls=calls):
             calls.append(1)
@@ -368,11 +369,11 @@ def test_after_an_interruption_between_an_indexers_keys_and_its_layers_neither_a
 
         handle = indexer.register_forward_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
-            target.generate(first.sequences, past_key_values=cache, do_sample=False, max_new_tokens=19,
+            target.generate(first.sequences, **{CACHE: cache}, do_sample=False, max_new_tokens=19,
                             assistant_model=kind(target, [text[0]]))  # fmt: skip
         handle.remove()
         assert cache.get_seq_length() == 15
-        out = target.generate(text[:, :16], past_key_values=cache, do_sample=False, max_new_tokens=18,
+        out = target.generate(text[:, :16], **{CACHE: cache}, do_sample=False, max_new_tokens=18,
                               assistant_model=kind(target, [text[0]]))  # fmt: skip
         assert torch.equal(out, text)
         held = {layer.indexer_keys.shape[1] for layer in cache.layers if hasattr(layer, "indexer_keys")}
@@ -389,7 +390,7 @@ def test_a_cache_whose_rewinding_was_interrupted_is_refused(monkeypatch):
     text = target.generate(ids, do_sample=False, max_new_tokens=20)
     first = target.generate(ids, do_sample=False, max_new_tokens=1, return_dict_in_generate=True,
                             assistant_model=PromptLookupDrafter(target))  # fmt: skip
-    again = dict(past_key_values=first.past_key_values, do_sample=False, max_new_tokens=19,
+    again = dict(**{CACHE: cache_of(first)}, do_sample=False, max_new_tokens=19,
                  assistant_model=RandomChains(target, [text[0]]))  # fmt: skip
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(RewindableLinearLayer, "_replay", interrupted)
@@ -407,7 +408,7 @@ def test_a_cache_whose_second_prompt_was_interrupted_is_refused(family):
         drafter = PromptLookupDrafter(target)
         first = target.generate(ids, do_sample=False, max_new_tokens=5, return_dict_in_generate=True,
                                 assistant_model=drafter)  # fmt: skip
-        turn = dict(past_key_values=first.past_key_values, do_sample=False, max_new_tokens=3)
+        turn = dict(**{CACHE: cache_of(first)}, do_sample=False, max_new_tokens=3)
         handle = layers[place].register_forward_hook(interrupted)
         with pytest.raises(KeyboardInterrupt):
             target.generate(torch.cat([first.sequences, prompt(6)], dim=1), assistant_model=drafter, **turn)
@@ -425,7 +426,7 @@ def test_a_cache_of_v4_that_plain_decoding_was_interrupted_in_is_refused():
     inside = [module for name, module in target.named_modules() if name.endswith("compressor.kv_norm")]
     for module in (layers[0], layers[-2], *inside):
         first = target.generate(ids, do_sample=False, max_new_tokens=5, return_dict_in_generate=True)
-        turn = dict(past_key_values=first.past_key_values, do_sample=False, max_new_tokens=3)
+        turn = dict(**{CACHE: cache_of(first)}, do_sample=False, max_new_tokens=3)
         handle = module.register_forward_hook(interrupted)
         with pytest.raises(KeyboardInterrupt):
             target.generate(torch.cat([first.sequences, prompt(6)], dim=1), **turn)

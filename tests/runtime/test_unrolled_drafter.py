@@ -14,6 +14,7 @@ from transformers.generation import logits_process as stock
 from hf_hyperdflash import Eagle3Config, Eagle3Drafter, SpecBlockConfig, SpecBlockDrafter, load_drafter
 from hf_hyperdflash.runtime import reading_drafter, unrolled_drafter
 from hf_hyperdflash.runtime.binding import capture_residual
+from hf_hyperdflash.runtime.cache_name import CACHE, cache_of
 from hf_hyperdflash.runtime.sampling import DraftSampler
 from hf_hyperdflash.runtime.targets import family_of
 from hf_hyperdflash.runtime.tree import DraftTree
@@ -225,7 +226,7 @@ def test_a_chat_goes_on_with_processors(kind):
             drafter.bind(target)
         first = target.generate(ids, **options, **assistant)
         longer = torch.cat([first.sequences, prompt(5, seed=4)], dim=1)
-        given = {"past_key_values": first.past_key_values} if assistant else {}
+        given = {CACHE: cache_of(first)} if assistant else {}
         texts.append(target.generate(longer, **options, **given, **assistant).sequences)
     assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, capture_residual, load_drafter, unbind
+from hf_hyperdflash.runtime.cache_name import CACHE, cache_of
 from hf_hyperdflash.training import adaptation
 from hf_hyperdflash.training.adaptation import AdaptationConfig
 from hf_hyperdflash.training.bandit import Bandit
@@ -120,7 +121,7 @@ def test_a_turn_on_a_filled_cache_is_a_lesson_of_its_own(target, drafter):
         prompt(9), assistant_model=drafter, do_sample=False, max_new_tokens=12, return_dict_in_generate=True
     )
     ids = torch.cat([first.sequences, prompt(5, 1)], dim=1)
-    text = answer(target, drafter, ids, past_key_values=first.past_key_values)
+    text = answer(target, drafter, ids, **{CACHE: cache_of(first)})
     row, start = learning.memory.newest(1)[0], first.sequences.shape[1] - 1
     assert row["position_ids"].tolist() == list(range(start, text.shape[1] - 1))
     assert row["input_ids"][1:].tolist() == text[0, start + 1 : -1].tolist()

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.utils import is_gguf_available
 
 from .hub.descriptions import one_of
-from .hub.formats import MARKS, foreign_without_weights, load_foreign, pickles_of
+from .hub.formats import foreign_layout, foreign_without_weights, kind_not_read, load_foreign, pickles_of
 from .runtime.binding import check_fit
 from .runtime.configuration_eagle3 import Eagle3Config
 from .runtime.configuration_hyperdflash import HyperDFlashConfig
@@ -53,11 +53,7 @@ _KINDS: dict[str, type[SavedDrafter]] = {
 }
 SAVED = tuple(_KINDS.values())
 TRAINED = (HyperDFlashDrafter, DeepseekV4DSparkDrafter, SpecBlockDrafter, Eagle3Drafter)  # by the trainer
-# What loads each kind, others' by a field that only their config.json has.
-_LOADS: dict[str, Any] = {
-    **{mark: kind.from_pretrained for mark, kind in _KINDS.items()},
-    **dict.fromkeys(MARKS, load_foreign),
-}
+_LOADS: dict[str, Any] = {mark: kind.from_pretrained for mark, kind in _KINDS.items()}
 _SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # the ways to put a target on several devices
 # Of `from_pretrained`'s options those that say where a target's files are: whatever is read of it is read there.
 _WHERE = (
@@ -208,6 +204,10 @@ def check_target(name: str, *, gguf_file: str | None = None, **hub_kwargs: Any) 
     fields = _configuration(name, "target", **hub_kwargs)
     if load := _loader(fields):
         raise ValueError(f"{name} is {_called(load)}, expected the target that it drafts for: give it as the drafter.")
+    if unread := kind_not_read(fields):
+        raise ValueError(
+            f"{name} is a drafter of a kind that is not read ({unread}), expected the target that it drafts for."
+        )
     kind = fields.get("model_type")
     if kind not in CONFIG_MAPPING and "auto_map" not in fields:
         raise ValueError(
@@ -242,6 +242,11 @@ def check_drafter(
         with _readable(name):
             own_checkpoint(name, **hub_kwargs)  # says what it has not
         load = load_own_drafter
+    if not load and (kind := kind_not_read(fields)):
+        raise ValueError(
+            f"{name} is a drafter of a kind that is not read ({kind}): expected DFlash, DFlash 2, DSpark, EAGLE-3 or "
+            "SpecBlock. Take one of these for its target, or train one."
+        )
     if not load:
         raise ValueError(
             f"{name} is a model of type {fields.get('model_type')!r}, expected a drafter. One for it is made by "
@@ -289,8 +294,9 @@ def _check_gguf(name: str, file: str) -> None:
 
 
 def _loader(fields: dict[str, Any]) -> Any:
-    told = [fields.get("model_type"), *fields, *(fields.get("architectures") or ())]
-    return next((load for mark, load in _LOADS.items() if mark in told), None)
+    told = [fields.get("model_type"), *(fields.get("architectures") or ())]
+    own = next((load for mark, load in _LOADS.items() if mark in told), None)
+    return own or (load_foreign if foreign_layout(fields) else None)
 
 
 def _called(load: Any) -> str:

@@ -35,8 +35,9 @@ from . import layout_deepspec, layout_eagle3, layout_specblock, layout_speculato
 # Those that can be written, too.
 _LAYOUTS: dict[str, Any] = {"z-lab": layout_zlab, "speculators": layout_speculators, "deepspec": layout_deepspec}
 FORMATS = tuple(_LAYOUTS)
-# A field or architecture of config.json, and the layout that alone has it; the first that is there counts.
-MARKS: dict[str, Any] = {
+# A field or architecture of config.json, and the layout that alone has it; the first that is there counts. EAGLE-3's
+# have no one mark.
+_MARKS: dict[str, Any] = {
     "speculators_model_type": layout_speculators,
     "Qwen3DSparkModel": layout_deepspec,
     "Gemma4DSparkModel": layout_deepspec,
@@ -44,10 +45,14 @@ MARKS: dict[str, Any] = {
     "DFlash2DraftModel": layout_zlab,
     "DFlashDraftModel": layout_zlab,
     "diffspec_draft_token_num": layout_specblock,
-    "LlamaForCausalLMEagle3": layout_eagle3,
-    "eagle_config": layout_eagle3,
+    "LlamaForCausalLMSpecBlock": layout_specblock,
+    "LlamaForCausalLMSpecBlockShift": layout_specblock,
 }
-_EAGLE3 = "eagle3"  # the `speculators_model_type`
+# Drafters that are not read, by a part of what their config.json calls them.
+_NOT_READ = {
+    "peagle": "P-EAGLE", "p_eagle": "P-EAGLE", "medusa": "Medusa", "hydra": "Hydra", "mlpspeculator": "MLP speculator",
+    "mlp_speculator": "MLP speculator", "eagle": "EAGLE-1 or EAGLE-2",
+}  # fmt: skip
 
 
 def load_foreign(
@@ -95,7 +100,11 @@ def load_foreign(
     check_finite(tensors, name)
     if layout in (layout_eagle3, layout_specblock):
         tensors = layout.rename(tensors)
-        config.own_embedding = _has_own_embedding(tensors, target)
+        if layout is layout_eagle3:
+            layout.settle(config, tensors, fields)
+        config.own_embedding |= _has_own("embed_tokens", tensors, target)
+        if config.draft_vocab_size == config.vocab_size and not _has_own("lm_head", tensors, target):
+            config.draft_vocab_size = 0
     if config.draft_vocab_size:
         tensors["draft_ids"] = _draft_ids(tensors, config, name)
     if target is not None and layout not in (layout_eagle3, layout_specblock):
@@ -138,15 +147,34 @@ def foreign_without_weights(fields: dict[str, Any], name: str) -> SavedDrafter:
     return cast(SavedDrafter, getattr(layout, "drafter_class", HyperDFlashDrafter)(layout.read(fields, name)))
 
 
-def _layout_of(fields: dict[str, Any], name: str) -> Any:
-    if fields.get("speculators_model_type") == _EAGLE3:
+def foreign_layout(fields: dict[str, Any]) -> Any:
+    """The layout that a config.json is in; `None` if in none of those that are read."""
+    if "hyperdflash_version" in fields or kind_not_read(fields):
+        return None
+    told = [*fields, *map(str, fields.get("architectures") or ())]
+    if layout_eagle3.SPECULATORS == fields.get("speculators_model_type"):
         return layout_eagle3
-    told = [*fields, *(fields.get("architectures") or ())]
-    layout = next((layout for mark, layout in MARKS.items() if mark in told), None)
+    marked = next((layout for mark, layout in _MARKS.items() if mark in told), None)
+    return marked or (layout_eagle3 if layout_eagle3.fits(fields) else None)
+
+
+def kind_not_read(fields: dict[str, Any]) -> str:
+    """What kind of drafter a config.json is of, if it is of one that is not read; `""` if not."""
+    told = [*(fields.get("architectures") or ()), fields.get("model_type"), fields.get("speculators_model_type")]
+    if "medusa_num_heads" in fields:
+        told.append("medusa")
+    words = " ".join(map(str, told)).lower().replace("eagle3", "").replace("eagle-3", "")
+    return next((kind for part, kind in _NOT_READ.items() if part in words), "")
+
+
+def _layout_of(fields: dict[str, Any], name: str) -> Any:
+    layout = foreign_layout(fields)
     if layout is None:
+        kind = kind_not_read(fields)
+        what = f"a drafter of a kind that is not read ({kind})" if kind else "no drafter"
         raise ValueError(
-            f"{name} is no drafter: expected a config.json in the layout of {', '.join(FORMATS)}, EAGLE-3 or "
-            f"SpecBlock, and it is of a {fields.get('model_type')!r} model."
+            f"{name} is {what}: expected a config.json in the layout of {', '.join(FORMATS)}, EAGLE-3 or SpecBlock, "
+            f"and it is of a {fields.get('model_type')!r} model."
         )
     return layout
 
@@ -156,19 +184,20 @@ def pickles_of(fields: dict[str, Any], name: str) -> tuple[str, ...]:
     return getattr(_layout_of(fields, name), "pickles", ())
 
 
-def _has_own_embedding(tensors: dict[str, torch.Tensor], target: PreTrainedModel | None) -> bool:
-    """Whether there is an embedding that is not known to be a copy of the target's."""
-    given = tensors.get("embed_tokens.weight")
+def _has_own(part: str, tensors: dict[str, torch.Tensor], target: PreTrainedModel | None) -> bool:
+    """Whether there is an `embed_tokens` or `lm_head` that is not known to be a copy of the target's."""
+    given = tensors.get(f"{part}.weight")
     if given is None or target is None:
         return given is not None
-    own = cast(torch.Tensor, target.get_input_embeddings().weight)
+    module = target.get_input_embeddings() if part == "embed_tokens" else target.get_output_embeddings()
+    own = cast(torch.Tensor, module.weight)
     return own.is_meta or own.shape != given.shape or not torch.equal(given.to(own), own)
 
 
 def _draft_ids(tensors: dict[str, torch.Tensor], config: DrafterConfig, name: str) -> torch.Tensor:
     """The tokens of the target's vocabulary that a truncated one has, from `d2t`, what to add to each of its ids."""
     count, offsets, kept = config.draft_vocab_size, tensors.get("d2t"), tensors.get("t2d")
-    if offsets is None and count == config.vocab_size:
+    if count == config.vocab_size and (offsets is None or not offsets.any()):  # SafeAILab's `t2d` may be as empty
         return torch.arange(count)
     if offsets is None:
         raise ValueError(f"{name} drafts {count} of {config.vocab_size} tokens but has no `d2t`.")
@@ -224,8 +253,7 @@ def check_replaceable(folder: str | Path) -> None:
     """Raise a `ValueError` if a folder has a model that an export would replace and that is no export itself."""
     config = Path(folder, "config.json")
     fields = PreTrainedConfig.get_config_dict(folder)[0] if config.is_file() else {}
-    is_exported = any(mark in MARKS for mark in [*fields, *(fields.get("architectures") or ())])
-    if not is_exported and (fields or any(Path(folder).glob("*.safetensors"))):
+    if foreign_layout(fields) is None and (fields or any(Path(folder).glob("*.safetensors"))):
         raise ValueError(
             f"{folder} has a model that is no export ({fields.get('model_type', 'no config.json')}), expected a "
             "folder that may be written over: name another one."

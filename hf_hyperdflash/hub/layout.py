@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
+
+from transformers import GenerationConfig, PreTrainedConfig
 
 from ..runtime.configuration_hyperdflash import HyperDFlashConfig
 from ..runtime.reach import SLIDING
@@ -14,6 +16,28 @@ _SHAPE = (
     "intermediate_size", "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias",
 )  # fmt: skip
 _NEEDED = _SHAPE[:7]  # without which other programs do not agree on a default
+# What `read_shape` and `read_windows` read, for `check_known`.
+SHAPE_FIELDS = (*_SHAPE, "rope_theta", "rope_scaling", "rope_parameters")
+WINDOW_FIELDS = ("layer_types", "sliding_window", "use_sliding_window")
+# Fields of any layout that change nothing of what a drafter computes.
+_HARMLESS = {
+    # Bookkeeping, and how text is generated.
+    *PreTrainedConfig().to_dict(), *vars(GenerationConfig()),
+    "auto_map", "torch_dtype", "name_or_path", "use_cache", "tie_word_embeddings", "pretraining_tp",
+    "attn_implementation", "_attn_implementation", "attention_backend", "speculators_version", "modal_type",
+    # Training.
+    "attention_dropout", "initializer_range", "gradient_checkpointing", "num_anchors", "ttt_length",
+    "step_loss_decay", "loss_decay_gamma", "max_sequence_length", "embed_requires_grad", "output_router_logits",
+    "router_aux_loss_coef", "aux_loss_alpha", "seq_aux",
+    # Of a window that `read_windows` says there is not; heads of the target's that a draft layer has not.
+    "max_window_layers", "num_nextn_predict_layers",
+    # Experts and latent attention, copied from a target: a layer that had them would have other tensors.
+    "decoder_sparse_step", "first_k_dense_replace", "kv_lora_rank", "mlp_only_layers", "moe_intermediate_size",
+    "moe_layer_freq", "n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts",
+    "num_experts_per_tok", "num_local_experts", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+    "routed_scaling_factor", "scoring_func", "shared_expert_intermediate_size", "topk_group", "topk_method",
+    "v_head_dim",
+}  # fmt: skip
 _MARKOV_HEADS = {"vanilla": "markov", "gated": "gated_markov", "rnn": "recurrent"}
 _SELECTOR = {
     "head_rank": "selector_rank", "head_candidates": "selector_top_k", "conv_kernel_size": "conv_kernel_size",
@@ -134,6 +158,51 @@ def read_windows(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
 def num_target_layers_field(config: HyperDFlashConfig) -> dict[str, int]:
     """`num_target_layers`, where it is known: a drafter made before 0.2 does not say."""
     return {"num_target_layers": config.target_num_layers} if config.target_num_layers else {}
+
+
+def check_known(
+    fields: Mapping[str, Any],
+    name: str,
+    reads: Collection[str],
+    neutral: Mapping[str, tuple[Any, ...]] | None = None,
+) -> None:
+    """Refuse by its name a field that may change what a drafter computes and that its layout does not read.
+
+    A layout calls this once for each dictionary of its config.json, the nested ones too. Fields of bookkeeping,
+    generation and training, special tokens, and comments (`_...`) are harmless in all of them. Of what is left,
+
+    * a field in `reads` may say anything: the layout reads it elsewhere;
+    * one in `neutral` has to have one of the values there (or be null): it is not read, and they are what is computed
+      here anyway. `{"is_causal": (True,)}` refuses false;
+    * any other has to be off: null, false, 0 or empty.
+
+    Args:
+        fields: A config.json, or a section of it.
+        name: Of the checkpoint.
+        reads: `SHAPE_FIELDS` and `WINDOW_FIELDS` among them where `read_shape` and `read_windows` are called.
+        neutral: Values, by field.
+
+    Raises:
+        ValueError: Naming the first such field.
+    """
+    neutral = neutral or {}
+    for field, value in fields.items():
+        if field in reads or field in _HARMLESS or value is None:
+            continue
+        if field in neutral:
+            if value not in neutral[field]:
+                expected = ", ".join(repr(one) for one in neutral[field])
+                raise ValueError(f"`{field}` of {name} is {value!r}, which is not supported: expected {expected}.")
+        elif value and not field.startswith("_") and (not field.endswith("_token_id") or _embedded(field)):
+            raise ValueError(
+                f"`{field}` in the config.json of {name} is {value!r}, and nothing is known here of that field: it "
+                "may change what is drafted. Take it out if it does not."
+            )
+
+
+def _embedded(field: str) -> bool:
+    """Whether a special token is one that drafters embed where nothing is known yet."""
+    return any(word in field for word in ("mask", "noise", "ptd"))
 
 
 def refuse(value: Value, name: str, options: Mapping[str, tuple[Any, ...]]) -> None:

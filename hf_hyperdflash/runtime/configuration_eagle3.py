@@ -39,8 +39,8 @@ class Eagle3Config(UnrolledConfig):
         super().check()
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("`norm_before_fc` and `fc_norm` are both True, expected one of them.")
-        if (self.norm_before_fc or self.fc_norm) and self.reducer != "fc":
+        if (self.norm_before_fc or self.fc_norm) and self.reducer not in ("fc", "stream_mean"):
             raise ValueError(
-                f"`reducer` is {self.reducer!r}, expected 'fc' with `norm_before_fc` or `fc_norm`, which norm what it "
-                "projects."
+                f"`reducer` is {self.reducer!r}, expected 'fc' or 'stream_mean' with `norm_before_fc` or `fc_norm`, "
+                "which norm what it projects."
             )

@@ -65,23 +65,26 @@ class Eagle3Drafter(UnrolledDrafter):
         super().__init__(config)
         layers = [Eagle3Layer(config), *(HyperDFlashLayer(config) for _ in range(config.num_hidden_layers - 1))]
         self.layers = nn.ModuleList(layers)
-        width, read, eps = config.target_hidden_size, len(config.target_layer_ids or ()), config.rms_norm_eps
+        read, eps = len(config.target_layer_ids or ()), config.rms_norm_eps
+        width = config.target_hidden_size * (1 if config.reducer == "stream_mean" else config.target_hc_mult)
         if config.norm_before_fc:
-            self.input_norm = DrafterRMSNorm(config.num_paths * width, eps=eps)
+            self.input_norm = DrafterRMSNorm(read * width, eps=eps)
         if config.fc_norm:
-            paths = config.target_hc_mult
-            self.fc_norms = nn.ModuleList(DrafterRMSNorm(paths * width, eps=eps) for _ in range(read))
+            self.fc_norms = nn.ModuleList(DrafterRMSNorm(width, eps=eps) for _ in range(read))
         self.post_init()
 
     def condition(self, residual: torch.Tensor) -> torch.Tensor:
-        if self.config.norm_before_fc:
-            normed = self.input_norm(residual.flatten(2).to(self.dtype))
-            residual = normed.unflatten(2, residual.shape[2:])
-        elif self.config.fc_norm:
-            layers = residual.to(self.dtype).unflatten(2, (len(self.fc_norms), -1)).flatten(3).unbind(2)
-            normed = torch.cat([norm(layer) for norm, layer in zip(self.fc_norms, layers)], dim=-1)
-            residual = normed.unflatten(2, residual.shape[2:])
-        return super().condition(residual)
+        config = self.config
+        if not config.norm_before_fc and not config.fc_norm:
+            return super().condition(residual)
+        layers = residual.to(self.dtype).unflatten(2, (-1, config.target_hc_mult))
+        layers = layers.mean(3) if config.reducer == "stream_mean" else layers.flatten(3)
+        if config.norm_before_fc:
+            normed = self.input_norm(layers.flatten(2))
+        else:
+            normed = torch.cat([norm(layer) for norm, layer in zip(self.fc_norms, layers.unbind(2))], dim=-1)
+        project: Any = self.fc
+        return project(normed)
 
     def _begin(self, condition: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
         return torch.cat([embeds, condition], dim=-1)

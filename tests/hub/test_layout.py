@@ -193,7 +193,7 @@ def test_copies_of_another_target_are_refused(target, tmp_path):
         (DEEPSPEC, {"dspark_bonus_anchor": True}, "`dspark_bonus_anchor` .* is True, which is not supported"),
         (DEEPSPEC, {"sample_from_anchor": False}, "`sample_from_anchor` .* is False, which is not supported"),
         (DEEPSPEC, {"num_target_layers": "4"}, "`num_target_layers` .* is '4', expected an integer"),
-        (SPECULATORS, {"speculators_model_type": "peagle"}, "a 'peagle' speculator, expected one of dflash, dflash2"),
+        (SPECULATORS, {"speculators_model_type": "peagle"}, r"a drafter of a kind that is not read \(P-EAGLE\)"),
         (SPECULATORS, {"markov_head_type": "rnn"}, r"2 missing \(markov_head\.joint_proj"),
         (partial(SPECULATORS, head="rnn"), {"sample_from_anchor": False}, "an 'rnn' head and .* begins at"),
         (DFLASH2, {"is_causal": "yes"}, "`is_causal` .* is 'yes', expected true, false or none"),

@@ -9,6 +9,8 @@ from safetensors.torch import save_file
 from transformers import LogitsProcessorList
 
 from hf_hyperdflash import Eagle3Drafter, SpecBlockDrafter, load_drafter
+from hf_hyperdflash.hub.formats import load_foreign
+from hf_hyperdflash.loading import load_target
 from hf_hyperdflash.runtime.binding import capture_residual
 from hf_hyperdflash.runtime.growth import DraftStep
 from hf_hyperdflash.runtime.sampling import DraftSampler
@@ -111,9 +113,9 @@ def speculators(folder, tensors, kind="llama", **more):
 
 
 @torch.no_grad()
-def read(target, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features of every token, `[seq, 3 * width]`, and embeddings of the tokens after."""
-    with capture_residual(target, LAYERS) as captured:
+def read(target, ids: torch.Tensor, layers=LAYERS) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features of every token, `[seq, layers * width]`, and embeddings of the tokens after."""
+    with capture_residual(target, layers) as captured:
         target(ids)
     return captured[0][0].flatten(1), target.get_input_embeddings()(ids[0, 1:])
 
@@ -173,21 +175,150 @@ def test_eagle3(tmp_path, target, layout, parts, fields):
     tensors = eagle3_tensors(**parts)
     drafter = load_drafter(WRITTEN[layout](tmp_path, tensors, **fields), dtype=torch.float32)
     assert isinstance(drafter, Eagle3Drafter) and drafter.target_layer_ids == LAYERS
-    ids, tokens = prompt(12), [7, 9, 9, 30]
     flags = {name: fields.get(name, False) for name in FLAGS}
     if layout == "safeailab":  # where it says that the LM head reads normed states
         flags["norm_output"] = False
+    check_eagle3(drafter, target, tensors, **flags)
+
+
+@torch.no_grad()
+def check_eagle3(drafter, target, tensors, layers=LAYERS, **flags):
+    """Logits along a path, against loops over the tensors as their publisher names them."""
+    tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    ids, tokens = prompt(12), [7, 9, 9, 30]
     shape = oracle_eagle3.Shape(4, 2, 16, 1e-6, 5000.0, **flags)
-    features, embeds = read(target, ids)
+    features, _ = read(target, ids, layers)
+    embed = oracle_embedding(target, tensors)
+    embeds = torch.stack([embed(token) for token in ids[0, 1:].tolist()])
     known, path = oracle_eagle3.entries(tensors, shape, features[:-1], embeds), []
     expected = [oracle_eagle3.target_logits(tensors, shape, known[-1].out, VOCABULARY)]
     for token in tokens:
-        embed = target.get_input_embeddings()(torch.tensor(token)).detach()
-        path.append(oracle_eagle3.further(tensors, shape, known, path, embed))
+        path.append(oracle_eagle3.further(tensors, shape, known, path, embed(token)))
         expected.append(oracle_eagle3.target_logits(tensors, shape, path[-1].out, VOCABULARY))
+    drafter.check_target(target)
+    assert drafter.target_layer_ids == layers
     for cuts in ((1,), (3, 8)):
         found = drafted(drafter, target, ids, tokens, cuts)
         torch.testing.assert_close(found, torch.stack(expected), atol=2e-4, rtol=1e-3)
+
+
+def oracle_embedding(target, tensors):
+    table = tensors.get("embed_tokens.weight", target.get_input_embeddings().weight).detach()
+    return lambda token: table[token]
+
+
+def whole() -> dict[str, torch.Tensor]:
+    """A head for every token, and no list of them."""
+    return {"lm_head.weight": torch.randn(VOCABULARY, WIDTH) / 4}
+
+
+def listed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"d2t": torch.zeros(VOCABULARY, dtype=torch.long), **tensors}
+
+
+FLAT = {**LAYER, "draft_vocab_size": DRAFTED}
+HUNYUAN = {
+    "attention_head_dim": 128, "cla_share_factor": 2, "class_num": 0, "dense_list": [64, 0], "eod_token_id": 3,
+    "mask_init_id": 12, "norm_type": "rms", "org_vocab_size": 64, "pool_type": "last", "use_cla": False,
+    "use_qk_norm": True, "use_rotary_pos_emb": True, "im_end_id": 5, "tie_word_embeddings": True,
+}  # fmt: skip
+NVIDIA = {
+    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+    "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1,
+    "parallel_draft_heads_num_layers": 1,
+}  # fmt: skip
+IDS = "eagle_aux_hidden_state_layer_ids"
+PUBLISHED = {
+    "SafeAILab, Vicuna": {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40, "bos_token_id": 1},
+    "SafeAILab, without key heads": {"architectures": ["LlamaForCausalLM"], "torch_dtype": "float16"},
+    "AngelSlim": {"architectures": ["Eagle3LlamaForCausalLM"], "num_hidden_layers": 24, "target_model_type": "qwen3"},
+    "AngelSlim, Hunyuan": {"architectures": ["Eagle3LlamaForCausalLM"], **HUNYUAN},
+    "AngelSlim, CosyVoice": {"architectures": ["CosyVoice3Eagle3LlamaForCausalLM"], "sliding_window": 32768},
+    "no architecture": {"max_window_layers": 36, "use_sliding_window": False, "sliding_window": None},
+    "vLLM's ids": {"architectures": ["LlamaForCausalLMEagle3"], IDS: [1, 3, 6]},
+    "NVIDIA": {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {**NVIDIA, IDS: [0, 2, 5]}},
+    "both": {IDS: [1, 3, 6], "eagle_config": {IDS: [0, 2, 5]}, "num_aux_hidden_states": 3},
+    "all layers full": {"layer_types": ["full_attention"], "sliding_window": 8, "use_sliding_window": True},
+}
+
+
+@pytest.mark.parametrize("publisher", PUBLISHED)
+def test_eagle3_as_it_is_published(tmp_path, target, publisher):
+    """Known by its fields, whatever it calls itself; one layer, whatever it says of layers."""
+    tensors = eagle3_tensors()
+    drafter = load_drafter(saved(tmp_path, {**FLAT, **PUBLISHED[publisher]}, tensors), dtype=torch.float32)
+    assert isinstance(drafter, Eagle3Drafter) and drafter.config.num_hidden_layers == 1
+    check_eagle3(drafter, target, tensors, [0, 2, 5] if IDS in str(PUBLISHED[publisher]) else LAYERS)
+
+
+def test_key_heads_are_llamas_where_nothing_is_said(tmp_path):
+    tensors = eagle3_tensors()
+    for part in "kv":
+        tensors[f"midlayer.self_attn.{part}_proj.weight"] = torch.randn(64, 2 * WIDTH)
+    fields = {name: value for name, value in FLAT.items() if name != "num_key_value_heads"}
+    assert load_drafter(saved(tmp_path, fields, tensors)).config.num_key_value_heads == 4
+
+
+def deepspec(folder, **more):
+    """Its layers are Qwen3's, it drafts every token and has copies of the target's embedding and head."""
+    tensors = eagle3_tensors(qk_norm=True)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")} | whole()
+    tensors["fc.weight"] = torch.randn(WIDTH, 5 * WIDTH) / 8
+    tensors["embed_tokens.weight"] = torch.randn(VOCABULARY, WIDTH)
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    fields = {
+        **LAYER, "architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3", "target_layer_ids": [0, 1, 3, 5, 6],
+        "ttt_length": 7, "step_loss_decay": 0.8, "draft_num_hidden_layers": 1, "num_target_layers": 8,
+        "layer_types": ["full_attention"], "target_model_name_or_path": "Qwen/Qwen3-4B", "use_sliding_window": False,
+    }  # fmt: skip
+    return saved(folder, {**fields, **more}, tensors), tensors
+
+
+def test_eagle3_of_deepspec(tmp_path, target):
+    folder, tensors = deepspec(tmp_path)
+    drafter = load_drafter(folder, dtype=torch.float32)
+    assert drafter.config.qk_norm and drafter.config.target_name_or_path == "Qwen/Qwen3-4B"
+    check_eagle3(drafter, target, listed(tensors), [0, 1, 3, 5, 6])
+
+
+def test_copies_of_the_targets_are_shared(tmp_path, target):
+    """Its embedding and head of the whole vocabulary, which DeepSpec's files hold."""
+    _, tensors = deepspec(tmp_path)
+    copies = {
+        "embed_tokens.weight": target.get_input_embeddings().weight.detach().clone(),
+        "lm_head.weight": target.get_output_embeddings().weight.detach().clone(),
+    }
+    tensors |= copies
+    saved(tmp_path, json.loads((tmp_path / "config.json").read_text()), tensors)
+    drafter = load_drafter(tmp_path, target=target, dtype=torch.float32)
+    assert not drafter.config.own_embedding and not drafter.config.draft_vocab_size
+    check_eagle3(drafter, target, listed(tensors), [0, 1, 3, 5, 6])
+
+
+@pytest.mark.parametrize("size", [None, VOCABULARY])
+@pytest.mark.parametrize("written", [safeailab, speculators])
+def test_a_whole_vocabulary_without_a_head_is_drafted_with_the_targets(tmp_path, target, written, size):
+    tensors = {name: tensor for name, tensor in eagle3_tensors().items() if name not in ("d2t", "t2d")}
+    del tensors["lm_head.weight"]
+    drafter = load_drafter(written(tmp_path, tensors, draft_vocab_size=size), dtype=torch.float32)
+    head = {"lm_head.weight": target.get_output_embeddings().weight.detach()}
+    check_eagle3(drafter, target, listed(tensors | head))
+
+
+def test_a_tied_head_is_its_own_embedding(tmp_path, target):
+    tensors = eagle3_tensors() | {"embed_tokens.weight": torch.randn(VOCABULARY, WIDTH)}
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d", "lm_head.weight")}
+    fields = {"draft_vocab_size": None, "tie_word_embeddings": True}
+    drafter = load_drafter(safeailab(tmp_path, tensors, **fields), dtype=torch.float32)
+    check_eagle3(drafter, target, listed({**tensors, "lm_head.weight": tensors["embed_tokens.weight"]}))
+
+
+def test_empty_lists_of_a_whole_vocabulary(tmp_path, target):
+    """SafeAILab's buffers, which are zeros where it drafts every token."""
+    tensors = eagle3_tensors() | whole() | {"t2d": torch.zeros(VOCABULARY, dtype=torch.bool)}
+    tensors["d2t"] = torch.zeros(VOCABULARY, dtype=torch.long)
+    drafter = load_drafter(safeailab(tmp_path, tensors, draft_vocab_size=VOCABULARY), dtype=torch.float32)
+    check_eagle3(drafter, target, tensors)
 
 
 @torch.no_grad()
@@ -323,13 +454,82 @@ def test_an_embedding_that_is_no_copy_is_kept(tmp_path, target):
     ("more", "told"),
     [
         ({"norm_output": False}, "norm_output"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 1]}}, "ascending"),
+        ({"eagle_config": {IDS: [4, 1]}}, "ascending"),
         ({"hidden_size": None}, "hidden_size"),
+        (
+            {"eagle_config": {"use_aux_hidden_state": False, IDS: []}},
+            "`use_aux_hidden_state` .* False, .*expected True",
+        ),
+        ({"use_aux_hidden_state": False}, "`use_aux_hidden_state`"),
+        ({"eagle_config": {"use_last_layernorm": False}}, "`use_last_layernorm` .*expected True"),
+        ({"eagle_config": {"use_mtp_layernorm": True}}, "`use_mtp_layernorm` .*expected False"),
+        ({"eagle_config": {"use_input_layernorm_in_first_layer": False}}, "`use_input_layernorm_in_first_layer`"),
+        ({"eagle_config": {"parallel_draft_step": 3}}, "`parallel_draft_step` .* 3, .*expected 0, 1"),
+        ({"eagle_config": {"next_layer_regular": False}}, "`next_layer_regular`"),
+        ({"eagle_config": {"eh_proj_before_attn": True}}, "`eh_proj_before_attn` .* True, and nothing is known"),
+        ({"eagle_config": [1, 2]}, "`eagle_config` .* expected a dictionary"),
+        ({"target_layer_ids": [0, 2, 5]}, "says twice which layers it reads"),
+        ({IDS: [1, 3, 4]}, "says twice which layers it reads"),
+        ({"eagle_config": None, IDS: [0, 2, 4]}, "reads the embeddings"),
+        ({"num_aux_hidden_states": 5}, "`num_aux_hidden_states` .* 5, but it reads 3"),
+        ({"norm_before_fc": True}, "`norm_before_fc`"),
+        ({"is_causal": False}, "`is_causal`"),
+        ({"logit_scale": 0.25}, "`logit_scale`"),
+        ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor`"),
+        ({"mlp_bias": True}, "`mlp_bias`"),
+        ({"final_logit_softcapping": 30.0}, "`final_logit_softcapping`"),
+        ({"parallel_drafting": True}, "`parallel_drafting`"),
+        ({"ptd_token_id": 5}, "`ptd_token_id`"),
+        ({"mask_token_id": 5}, "`mask_token_id`"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "`quantization_config`"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 8}, "sliding attention"),
+        ({"use_sliding_window": True, "sliding_window": 8}, "sliding attention"),
+        ({"architectures": ["Gemma4Eagle3Model"]}, "Gemma4Eagle3Model, whose layers"),
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "whose layers"),
+        ({"architectures": ["PEagleDraftModel"]}, r"a kind that is not read \(P-EAGLE\)"),
     ],
 )
 def test_what_cannot_be_reproduced_is_refused(tmp_path, more, told):
     with pytest.raises(ValueError, match=told):
         load_drafter(safeailab(tmp_path, eagle3_tensors(), **more))
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"rank_classes": 5}, "`rank_classes`"),
+        ({"is_causal": False}, "`is_causal`"),
+        ({"attention_multiplier": 2.0}, "`attention_multiplier`"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "`use_aux_hidden_state`"),
+    ],
+)
+def test_what_cannot_be_reproduced_of_specblock_is_refused(tmp_path, more, told):
+    folder = specblock(tmp_path, specblock_tensors())
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, "_comment": "that is none", **more}))
+    with pytest.raises(ValueError, match=told):
+        load_drafter(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"architectures": ["EagleLlamaForCausalLM"], "model_type": "llama"}, "EAGLE-1 or EAGLE-2"),
+        ({"model_type": "eagle", "architectures": ["EAGLEModel"]}, "EAGLE-1 or EAGLE-2"),
+        ({"speculators_model_type": "eagle", "transformer_layer_config": {}}, "EAGLE-1 or EAGLE-2"),
+        ({"medusa_num_heads": 4, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}, "Medusa"),
+        ({"architectures": ["MedusaModel"], "model_type": "medusa"}, "Medusa"),
+        ({"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator"}, "MLP speculator"),
+        ({"architectures": ["PEagleDraftModel"], "draft_vocab_size": 40, "model_type": "llama"}, "P-EAGLE"),
+        ({"speculators_model_type": "peagle"}, "P-EAGLE"),
+    ],
+)
+def test_drafters_of_another_kind_are_no_targets(tmp_path, fields, kind):
+    saved(tmp_path, fields, {"fc.weight": torch.zeros(2, 4)})
+    for load in (load_drafter, load_target, load_foreign):
+        with pytest.raises(ValueError, match=f"a kind that is not read .{kind}.") as caught:
+            load(tmp_path)
+        assert "hf-hyperdflash train" not in str(caught.value)
 
 
 def test_too_shallow_a_target_is_refused(tmp_path, target):

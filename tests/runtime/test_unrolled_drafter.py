@@ -350,7 +350,8 @@ SMALL = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 4, "num_key
         (SpecBlockConfig, {"target_hidden_size": 32}, "equal widths"),
         (Eagle3Config, {"block_size": 2}, "`block_size` is 2, expected at least 1 and at most 1"),
         (Eagle3Config, {"fc_norm": True, "norm_before_fc": True}, "both True"),
-        (Eagle3Config, {"fc_norm": True, "reducer": "stream_mean"}, "expected 'fc'"),
+        (Eagle3Config, {"fc_norm": True, "reducer": "hybrid"}, "expected 'fc' or 'stream_mean'"),
+        (Eagle3Config, {"any_streams": True}, "`reducer` is 'fc', expected 'stream_mean' with `any_streams`"),
         (Eagle3Config, {"shift": "yes"}, "no field of `Eagle3Config`"),
     ],
 )

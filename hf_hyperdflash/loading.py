@@ -41,7 +41,7 @@ from .runtime.modeling_hyperdflash import HyperDFlashDrafter
 from .runtime.modeling_mtp import DeepseekV4MTPDrafter
 from .runtime.modeling_specblock import SpecBlockDrafter
 from .runtime.targets import family_of
-from .runtime.weights import check_finite, check_names, check_source, named_dtype, resolve_subfolder
+from .runtime.weights import check_finite, check_names, check_source, named_dtype, resolve_subfolder, weight_files
 
 # Drafters that this package saves, by a model type or architecture that only their config.json has.
 _KINDS: dict[str, type[SavedDrafter]] = {
@@ -256,7 +256,7 @@ def check_drafter(
         named = [_called(one) for one in _LOADS.values() if getattr(one, "__self__", None) in kinds]
         listed = ", ".join(named[:-1]) + " or " * (len(named) > 1) + named[-1]
         raise ValueError(f"{name} is {_called(load)}, expected {listed}, saved by this package.")
-    if needs_weights:
+    if needs_weights and load is not load_own_drafter:  # which may be without the parts that have the target alone
         _check_weights(name, "*.safetensors", *(() if load is not load_foreign else pickles_of(fields, str(name))))
     return load
 
@@ -308,7 +308,11 @@ def _called(load: Any) -> str:
 
 def _check_weights(name: str | Path, *patterns: str) -> None:
     path = Path(name)
-    if path.is_dir() and not any(file for pattern in patterns for file in path.glob(pattern)):
+    if (
+        path.is_dir()
+        and not weight_files(path)
+        and not any(file for pattern in patterns for file in path.glob(pattern))
+    ):
         pickle = next(path.glob("*.bin"), None)
         but = f": {pickle.name} is a pickle, which can run code, and is not read" if pickle else ""
         raise OSError(

@@ -1,6 +1,7 @@
 """Any drafter by its name: which kind it is, and what it is loaded as."""
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -284,3 +285,55 @@ def test_a_target_in_gguf_needs_its_package(tmp_path, monkeypatch):
     monkeypatch.setattr("hf_hyperdflash.loading.is_gguf_available", lambda: False)
     with pytest.raises(ValueError, match="there is no package `gguf`"):
         load_target(str(tmp_path), gguf_file="model.gguf")
+
+
+def _sharded(kind: str, folder) -> tuple[Path, Path]:
+    """A checkpoint of that kind in parts: its index, and one of the parts."""
+    if kind == "a target":
+        qwen3().save_pretrained(folder, max_shard_size="40KB")
+    elif kind == "DeepSeek-V4's own":
+        config = tiny_config()
+        write_shards(folder, config, random_tensors(mtp_shapes(config)))
+    else:
+        _, drafter = written("HyperDFlash" if kind == "ours" else "z-lab", folder)
+        fields = (folder / "config.json").read_text()
+        (folder / "model.safetensors").unlink()
+        drafter.save_pretrained(folder, max_shard_size="40KB")
+        (folder / "config.json").write_text(fields)
+    return folder / "model.safetensors.index.json", max(folder.glob("model-*-of-*.safetensors"))
+
+
+def _emptied(index: Path, shard: Path) -> None:
+    index.write_text('{"metadata": {}}')
+
+
+def _cut(index: Path, shard: Path) -> None:
+    shard.write_bytes(shard.read_bytes()[:-9])
+
+
+DAMAGED = {
+    "no JSON": (lambda index, shard: index.write_text("<html>404</html>"), r"index\.json is no JSON .*line 1"),
+    "a list": (lambda index, shard: index.write_text("[1]"), r"index\.json has no `weight_map`"),
+    "no list of tensors": (_emptied, r"index\.json has no `weight_map`"),
+    "names no files": (lambda index, shard: index.write_text('{"weight_map": {"a": 1}}'), "that names no files"),
+    "no text": (lambda index, shard: index.write_bytes(b"\xff\xfe\x00"), "is no text in UTF-8"),
+    "no index": (lambda index, shard: index.unlink(), r"a part of a checkpoint, but no model\.safetensors\.index"),
+    "no part": (lambda index, shard: shard.unlink(), r"lacks 1 of the \d+ files that its .* lists \(model-"),
+    "a part cut off": (_cut, "are damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+@pytest.mark.parametrize("kind", ["ours", "another program's", "a target", "DeepSeek-V4's own"])
+def test_a_checkpoint_in_parts_that_is_not_whole_is_told_in_one_line(tmp_path, kind, damage):
+    load = load_target if kind == "a target" else partial(load_drafter, dtype="float32")
+    index, shard = _sharded(kind, tmp_path)
+    load(tmp_path)
+    change, message = DAMAGED[damage]
+    change(index, shard)
+    error: type[Exception] = OSError
+    if kind == "DeepSeek-V4's own" and damage in ("no index", "no part"):  # parts without its tensors may be missing
+        error, message = ValueError, r"has no model.*\.safetensors, expected a checkpoint in safetensors"
+    with pytest.raises(error, match=message) as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)

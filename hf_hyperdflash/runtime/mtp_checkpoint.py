@@ -5,7 +5,6 @@ April's releases have the MTP block there, July's and the `-DSpark` repositories
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from safetensors import safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from .weights import listed
+from .weights import indexed, listed
 
 # V4-Flash-Base repeats the target's embedding and LM head in its block.
 _OWN = re.compile(r"mtp\.(\d+)\.(?!emb\.|head\.)")
@@ -66,7 +65,7 @@ class MTPCheckpoint:
         """The file that holds each tensor."""
         index = self._file(SAFE_WEIGHTS_INDEX_NAME)
         if index is not None:
-            shards = json.loads(Path(index).read_text())["weight_map"]
+            shards = indexed(Path(index))
             files = {name: shard for name, shard in shards.items() if _OWN.match(name)}
         else:
             path = cast(str, self._file(SAFE_WEIGHTS_NAME, required=True))

@@ -112,11 +112,52 @@ def check_source(name: Any, what: str = "drafter", *others: str) -> None:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of the files that hold a checkpoint's weights: those that its index lists, or the one that needs none."""
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    if index.is_file():
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    return [SAFE_WEIGHTS_NAME] if (folder / SAFE_WEIGHTS_NAME).is_file() else []
+    """Names of the files that hold a checkpoint's weights: those that its index lists, or the one that needs none; no
+    names if there is neither.
+
+    Raises:
+        OSError: If the index is missing or none, or one of its files is missing.
+    """
+    if not (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        if (folder / SAFE_WEIGHTS_NAME).is_file():
+            return [SAFE_WEIGHTS_NAME]
+        shard = min(folder.glob("model-*-of-*.safetensors"), default=None)
+        if shard is None:
+            return []
+        raise OSError(
+            f"The folder {folder} has {shard.name}, a part of a checkpoint, but no {SAFE_WEIGHTS_INDEX_NAME}, which "
+            "lists the parts. Copy or download that and all of them."
+        )
+    files = sorted(set(indexed(folder / SAFE_WEIGHTS_INDEX_NAME).values()))
+    missing = [file for file in files if not (folder / file).is_file()]
+    if missing:
+        raise OSError(
+            f"The folder {folder} lacks {len(missing)} of the {len(files)} files that its {SAFE_WEIGHTS_INDEX_NAME} "
+            f"lists ({', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}). Copy or download them, too."
+        )
+    return files
+
+
+def indexed(index: Path) -> dict[str, str]:
+    """The file of each tensor, by an index.
+
+    Raises:
+        OSError: If it is none.
+    """
+    try:
+        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        is_index = bool(files) and all(isinstance(file, str) for file in files.values())
+    except json.JSONDecodeError as error:
+        why = f"is no JSON ({error.msg}, line {error.lineno}, column {error.colno})"
+    except UnicodeDecodeError:
+        why = "is no text in UTF-8"
+    except (KeyError, TypeError, AttributeError):
+        why = "has no `weight_map`, expected the name of each tensor's file"
+    else:
+        if is_index:
+            return files
+        why = "has a `weight_map` that names no files"
+    raise OSError(f"{index} {why}. Copy or download it again.")
 
 
 def check_names(name: Any, *, version: str = "", **found: Collection[str]) -> None:

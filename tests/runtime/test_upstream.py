@@ -3,26 +3,46 @@
 A failing test of the first part names what to look at: upstream has moved.
 """
 
+import ast
+import importlib
 import inspect
 import json
 import os
 import shutil
 import subprocess
+from argparse import ArgumentParser
 from pathlib import Path
 
+import accelerate.hooks
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, DeepseekV4ForCausalLM, DynamicCache, FineGrainedFP8Config, GenerationMixin
-from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, LinearAttentionLayer
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DeepseekV4ForCausalLM,
+    DynamicCache,
+    FineGrainedFP8Config,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Trainer,
+)
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache, DeepseekV4HCACache
+
+import hf_hyperdflash
+from hf_hyperdflash import bind
 
 from ..conftest import prompt, tiny_config, tiny_target
 from ..helpers.processes import python
 
 PATCH = Path(__file__).parents[2] / "examples" / "upstream" / "transformers-5.23.0.patch"
 ROOT = Path(__file__).parents[2]
+PACKAGE = Path(hf_hyperdflash.__file__).parent
 MOVED = "transformers has changed what hf_hyperdflash relies on: "
 
 
@@ -90,6 +110,124 @@ def test_v4s_experts_are_fp4_by_its_config_json_alone(tmp_path):
     )
     kinds = {module.gate_up_proj.dtype for name, module in model.named_modules() if name.endswith(".experts")}
     assert kinds == {torch.int8}, MOVED + "where V4's `expert_dtype` is looked for."
+
+
+# Private names of other packages, by who has them, and what we lean on each for.
+PRIVATE = [
+    (GenerationMixin, {
+        "_prepare_generation_config": "to take `tree_budget`, and `num_assistant_tokens` before defaults fill it in",
+        "_prepare_cache_for_generation": "to make the cache's layers rewindable",
+        "_assisted_decoding": "to run our loop",
+        "_get_candidate_generator": "to hand our drafts to transformers' loop",
+        "_prefill": "to run the prompt",
+    }),
+    (GenerationConfig, {"_get_default_generation_params": "to tell 20 drafts that were asked for from the default"}),
+    (PreTrainedModel, {
+        "_is_stateful": "to let a bound V4 through `generate`'s check",
+        "_init_weights": "to start drafters",
+        "_keep_in_fp32_modules_strict": "to keep gates and norms in float32",
+        "_keys_to_ignore_on_load_unexpected": "to load a drafter out of a whole V4 checkpoint",
+        "_no_split_modules": "to place a drafter on several devices",
+        "_supports_attention_backend": "to choose a drafter's attention",
+        "_supports_flash_attn": "to choose a drafter's attention",
+        "_supports_flex_attn": "to choose a drafter's attention",
+        "_supports_sdpa": "to choose a drafter's attention",
+        "_can_set_experts_implementation": "to keep a V4 drafter's experts as they are",
+    }),
+    (PreTrainedConfig(), {
+        "_attn_implementation": "to make the masks that a target's attention takes",
+        "_experts_implementation": "to run a V4 drafter's experts",
+        "_name_or_path": "to remember which target a drafter is for",
+        "_auto_class": "to save a drafter's code with it",
+    }),
+    (CacheLayerMixin, {"_layer_type": "to keep our layers out of the table of layer types"}),
+    (Trainer, {
+        "_determine_best_metric": "to judge a checkpoint by its acceptance",
+        "_save": "to save a drafter with its code",
+        "_save_checkpoint": "to save a checkpoint's record",
+        "_save_rng_state": "to resume anchors as they were drawn",
+        "_push_from_checkpoint": "to push a drafter with its card",
+        "_finish_current_push": "to end a push before the next",
+        "_get_output_dir": "to find a checkpoint's folder",
+        "_prepare_inputs": "to move a batch to the device",
+    }),
+    (nn.Module(), {
+        "_forward_hooks": "to see whether somebody else reads a target's forward",
+        "_forward_pre_hooks": "to see whether somebody else reads a target's forward",
+        "_apply": "to keep RoPE's frequencies in float32",
+    }),
+    (AutoModelForCausalLM, {"_model_mapping": "to tell a model of images and text from a causal LM"}),
+    (ArgumentParser(), {
+        "_option_string_actions": "to demand `--output_dir`",
+        "_negative_number_matcher": "to read `-1` as a layer",
+    }),
+    # What is set on objects, by the source that sets it.
+    (transformers.generation.utils, {
+        "_mask_length": "to go on from a cache",
+        "_pad_token_tensor": "to fill up a batch",
+    }),
+    (transformers.configuration_utils, {"_commit_hash": "to remember a target's revision"}),
+    (accelerate.hooks, {"_hf_hook": "to tell an offloaded LM head"}),
+    (torch._dynamo.eval_frame, {"_orig_mod": "to see the model in a compiled one"}),
+]  # fmt: skip
+
+
+# Strings and attributes that look like these and are our own, or the standard library's.
+OURS = {
+    "_hyperdflash_context", "_hyperdflash_padding", "_hyperdflash_starts_only", "_hyperdflash_torn", "_asdict",
+    "_has_callers_cache", "_num_draft_tokens", "_num_drafts_asked", "_replace", "_acceptance", "_codebook",
+    "_features", "_normalize_context_k", "_runtime", "_VERBOSITY", "_DISABLE_PROGRESS_BARS", "_abc_impl",
+    "_backward_cls",
+}  # fmt: skip
+
+
+def test_each_private_thing_that_we_lean_on_is_there():
+    for owner, purposes in PRIVATE:
+        for name, purpose in purposes.items():
+            is_there = name in inspect.getsource(owner) if inspect.ismodule(owner) else hasattr(owner, name)
+            assert is_there, (
+                f"{MOVED}{name} of {getattr(owner, '__name__', type(owner).__name__)}, which we need {purpose}."
+            )
+
+
+def test_no_other_private_thing_is_leaned_on():
+    known = OURS.union(*(purposes for _, purposes in PRIVATE))
+    assert not (reached_into() | overridden()) - known, "Give it a line in PRIVATE: who has it, and what for."
+
+
+def reached_into() -> set[str]:
+    """Private names that the package reads or writes of what is not its own."""
+    defined, used = set(), set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                defined.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                defined.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                is_own = isinstance(node.ctx, ast.Store) and getattr(node.value, "id", None) == "self"
+                (defined if is_own else used).add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+                used.add(node.value)
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                used |= {alias.name for alias in node.names}
+    return {name for name in used - defined if name.startswith("_") and not name.startswith("__")}
+
+
+def overridden() -> set[str]:
+    """Private names of transformers' classes that classes of the package, a bound target's among them, define anew."""
+    bind(target := tiny_target())
+    classes = {type(target)}
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        if "serving" not in path.parts and path.parent.name != "metrics":  # which need an engine, or `evaluate`
+            classes |= {kind for kind in vars(importlib.import_module(name)).values() if inspect.isclass(kind)}
+    found = set()
+    for kind in classes:
+        ours = [base for base in kind.__mro__ if base.__module__.startswith("hf_hyperdflash")]
+        others = [base for base in kind.__mro__ if base.__module__.startswith(("transformers", "torch"))]
+        found |= {name for base in ours for name in vars(base) if any(name in vars(other) for other in others)}
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
 
 
 # The patch

@@ -40,6 +40,7 @@ from .runtime.modeling_eagle3 import Eagle3Drafter
 from .runtime.modeling_hyperdflash import HyperDFlashDrafter
 from .runtime.modeling_mtp import DeepseekV4MTPDrafter
 from .runtime.modeling_specblock import SpecBlockDrafter
+from .runtime.target_deepseek_v4 import check_computes
 from .runtime.targets import family_of
 from .runtime.weights import check_finite, check_names, check_source, named_dtype, resolve_subfolder, weight_files
 
@@ -86,12 +87,21 @@ def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) ->
             named_dtype(dtype)
     with _readable(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **where)
+        _check_computes(config, kwargs)
         target, info = _class_of(config).from_pretrained(
             name, trust_remote_code=trust_remote_code, output_loading_info=True, **kwargs
         )
     check_names(name, missing=info["missing_keys"])
     check_finite(target.state_dict(), name)
     return cast(PreTrainedModel, target.eval())
+
+
+def _check_computes(config: PreTrainedConfig, asked: dict[str, Any]) -> None:
+    """Raise a `ValueError` before weights are loaded that the installed transformers cannot compute with."""
+    dtype = asked.get("dtype", asked.get("torch_dtype"))
+    is_stock = type(config) is DeepseekV4Config and not getattr(config, "auto_map", None)
+    if is_stock and not isinstance(dtype, dict) and (chosen := named_dtype(dtype) or config.dtype):
+        check_computes(chosen)
 
 
 def _class_of(config: PreTrainedConfig) -> Any:

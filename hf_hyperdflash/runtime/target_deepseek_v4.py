@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -22,6 +23,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4HCACache,
     DeepseekV4HCACompressor,
     DeepseekV4Indexer,
+    DeepseekV4RMSNorm,
 )
 
 from .cache_deepseek_v4 import DEFAULT_MAX_REWIND, make_rewindable
@@ -37,6 +39,24 @@ _VOCAB_SIZE, _MASK_TOKEN = 129280, 128799
 _COMPRESSED = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
 
 
+def check_computes(dtype: torch.dtype) -> None:
+    """Raise a `ValueError` if the installed transformers cannot run a DeepSeek-V4 that it has loaded in `dtype`.
+
+    It keeps the norms in float32, and for float16 some projections, too. Before transformers 5.20 what norms return is
+    float32 like their weights, and a projection in bfloat16 does not take that.
+    """
+    norm = DeepseekV4RMSNorm(1).float()
+    fix = "install transformers 5.20 or later, or load it with dtype='float32'"
+    if dtype == torch.float16:
+        fix = "load it with dtype='bfloat16' (from transformers 5.20 on) or 'float32'"
+    elif norm(torch.zeros(1, 1, dtype=dtype)).dtype == dtype:
+        return
+    raise ValueError(
+        f"The target is a DeepSeek-V4 in {str(dtype).removeprefix('torch.')}, which transformers "
+        f"{transformers.__version__} cannot run: {fix}."
+    )
+
+
 class DeepseekV4(HyperConnected):
     """A DeepSeek-V4, from transformers or from remote code."""
 
@@ -46,6 +66,8 @@ class DeepseekV4(HyperConnected):
 
     def __init__(self, target: PreTrainedModel, trunk: Any) -> None:
         super().__init__(target, trunk)
+        if isinstance(self.norm, DeepseekV4RMSNorm) and self.norm.weight.dtype == torch.float32:
+            check_computes(self.dtype)
         # In DeepSeek's own layout, as remote code has it, the gate's parameters belong to no module.
         is_bare = not isinstance(getattr(trunk, "hc_head", None), nn.Module)
         self._bare: Any = (trunk if hasattr(trunk, "hc_head_fn") else target) if is_bare else None

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import transformers
+from transformers import AutoModelForCausalLM
 
-from hf_hyperdflash import PromptLookupDrafter, bind, unbind
+from hf_hyperdflash import PromptLookupDrafter, bind, load_target, unbind
 from hf_hyperdflash.runtime.cache_name import CACHE, cache_of
 from hf_hyperdflash.runtime.target_deepseek_v4 import one_token_entries
 
-from ..conftest import CSA, HCA, SLIDING, tiny_drafter, tiny_target
+from ..conftest import CSA, HCA, SLIDING, prompt, tiny_drafter, tiny_target
 
 TIES = dict(index_n_heads=1, index_topk=3, layer_types=[CSA, SLIDING, CSA, HCA])
 
@@ -84,3 +86,28 @@ def test_prompts_are_stocks_and_nothing_stays():
             assert torch.equal(target(ids, use_cache=False).logits, stock)
     unbind(target)
     assert not any(module._forward_hooks for module in target.modules())
+
+
+RUNS_BFLOAT16 = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 20)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_run_or_refused_in_one_line(tmp_path, dtype):
+    """As transformers loads it, a DeepSeek-V4 in float16, before 5.20 in bfloat16 too, ends in a RuntimeError."""
+    tiny_target().to(getattr(torch, dtype)).save_pretrained(tmp_path)
+    loads = (
+        lambda: load_target(tmp_path, dtype=dtype),
+        lambda: load_target(tmp_path),  # the checkpoint's own
+        lambda: bind(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)),
+    )
+    for load in loads:
+        if dtype == "bfloat16" and RUNS_BFLOAT16:
+            target = bind(load())
+            out = target.generate(prompt(9), max_new_tokens=4, assistant_model=PromptLookupDrafter(target))
+            assert out.shape[1] == 13
+        else:
+            with pytest.raises(ValueError, match=f"DeepSeek-V4 in {dtype}, which .* cannot run: .*5.20.*float32"):
+                load()
+    assert load_target(tmp_path, dtype="float32").dtype == torch.float32
+    target = bind(tiny_target().to(getattr(torch, dtype)))  # norms and all: every transformers runs it
+    assert target.generate(prompt(9), max_new_tokens=4, assistant_model=PromptLookupDrafter(target)).shape[1] == 13

@@ -309,6 +309,19 @@ def test_trainers_switches_change_no_loss(tmp_path, target, setting):
     assert losses(plain) == pytest.approx(losses(switched), rel=1e-4)
 
 
+def test_a_compiled_drafter_with_heads_has_the_same_losses(tmp_path, target):
+    """Under the oldest torch that is declared, too."""
+    heads = dict(sequential_head="state", head_rank=8, confidence_head=True)
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    runs = []
+    for setting in ({}, compiled):
+        drafter = tiny_drafter(target, **heads)
+        trainer = trainer_for(tmp_path, target, drafter, rows(6), recipe="ours", max_steps=3, **setting)
+        trainer.train()
+        runs.append(losses(trainer))
+    assert runs[0] == pytest.approx(runs[1], rel=1e-4)
+
+
 def test_bf16_and_streaming_train(tmp_path, target):
     drafter = tiny_drafter(target)
     trainer = trainer_for(tmp_path, target, drafter, rows(6).to_iterable_dataset(), bf16=True, max_steps=12)

@@ -11,7 +11,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import transformers
 from transformers.generation.utils import GenerationMixin
+
+from .version import __version__
 
 _NAMES = ("cache", "past_key_values", "cache_params")
 
@@ -23,9 +26,18 @@ def cache_argument(function: Callable[..., Any]) -> str:
     return next((name for name in _NAMES if name in parameters), CACHE)
 
 
-CACHE = next(
-    name for name in _NAMES if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-)
+def _name_in_transformers() -> str:
+    parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    for name in _NAMES:
+        if name in parameters:
+            return name
+    raise ImportError(
+        f"transformers {transformers.__version__} has a name for the cache that hf_hyperdflash {__version__} does not "
+        "know: `pip install -U hf-hyperdflash` and load the drafter with `hf_hyperdflash.load_drafter`."
+    )
+
+
+CACHE = _name_in_transformers()
 """What the installed transformers calls it."""
 
 

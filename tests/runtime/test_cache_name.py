@@ -2,6 +2,7 @@
 
 import ast
 import logging
+import os
 import warnings
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hf_hyperdflash import PromptLookupDrafter, bind, unbind
 from hf_hyperdflash.runtime.cache_name import CACHE, cache_argument, cache_of, renamed_cache
 
 from ..conftest import prompt, tiny_drafter, tiny_target
+from ..helpers.processes import python
 
 PACKAGE = Path(hf_hyperdflash.__file__).parent
 NAMES = ("cache", "past_key_values")
@@ -141,3 +143,22 @@ def test_two_caches_under_two_names_are_left_to_transformers():
     assert renamed_cache(both) is both
     assert renamed_cache({"past_key_values": 2, "input_ids": 3}, "cache") == {"cache": 2, "input_ids": 3}
     assert renamed_cache({"cache": 2}, "past_key_values") == {"past_key_values": 2}
+
+
+def test_a_name_that_is_not_known_ends_in_one_line(tmp_path):
+    """As the code of a drafter says it that was pushed before transformers renamed the cache again."""
+    target = tiny_target()
+    tiny_drafter(target).save_pretrained(tmp_path / "drafter")
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys\n"
+        "sys.modules['hf_hyperdflash'] = None\n"
+        "from transformers import AutoModel, GenerationMixin\n"
+        "def prepare(self, input_ids, memory=None, **kwargs): ...\n"
+        "GenerationMixin.prepare_inputs_for_generation = prepare\n"
+        "AutoModel.from_pretrained('drafter', trust_remote_code=True)\n"
+    )
+    done = python(script, cwd=tmp_path, env=os.environ | {"HF_HOME": str(tmp_path / "home")})
+    assert done.returncode
+    said = done.stderr.splitlines()[-1]
+    assert "has a name for the cache that hf_hyperdflash" in said and "`hf_hyperdflash.load_drafter`" in said

@@ -1,0 +1,28 @@
+"""The GPU script, on a CPU with toys: a part that is there is not run again, one that failed is, and one that does not
+fit is not begun."""
+
+import json
+from pathlib import Path
+
+from .helpers.processes import python
+
+SCRIPT = Path(__file__).parent.parent / "experiments" / "gpu.py"
+
+
+def test_parts_are_written_and_resumed(tmp_path):
+    def run(*arguments: object) -> str:
+        done = python(SCRIPT, tmp_path, "--tiny", "--device", "cpu", *arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    said = run("--only", "machine", "text", "smollm2", "--target", "nowhere", "--drafter", "a", "--prompts", "b")
+    machine, text, failed = (
+        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("machine", "text", "smollm2")
+    )
+    assert machine["bandwidth"]["copy"] > 0 and "machine: " in said
+    assert text["texts"] > 12 and text["differing"] == [] and text["failed"] == {}
+    assert "nowhere" in failed["error"]
+    assert "machine: is there" in run("--only", "machine", "smollm2")
+    assert json.loads((tmp_path / "smollm2.json").read_text())["skipped"].startswith("no --target")
+    assert "deepseek-v4: not begun, 1 s are left" in run("--only", "deepseek-v4", "--seconds", 1)
+    assert not (tmp_path / "deepseek-v4.json").exists()

@@ -21,7 +21,8 @@ import torch
 import transformers
 from benchmark_loss import hardware
 
-from hf_hyperdflash.training.data import load_rows, to_messages
+from hf_hyperdflash.training.data import load_rows
+from hf_hyperdflash.training.messages import to_messages
 
 # What is compared, and the flags that differ from the first line's.
 CACHED = ["--feature_source", "cached"]

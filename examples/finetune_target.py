@@ -20,7 +20,8 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_target
-from hf_hyperdflash.training.data import load_rows, prepare_dataset, to_messages
+from hf_hyperdflash.training.data import load_rows, prepare_dataset
+from hf_hyperdflash.training.messages import to_messages
 from hf_hyperdflash.training.objective import collate
 
 

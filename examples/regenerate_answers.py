@@ -30,7 +30,8 @@ from hf_hyperdflash import load_target
 from hf_hyperdflash.cli.models import check_writable
 from hf_hyperdflash.loading import check_target
 from hf_hyperdflash.runtime.targets import family_of
-from hf_hyperdflash.training.data import Message, load_rows, to_messages
+from hf_hyperdflash.training.data import load_rows, render
+from hf_hyperdflash.training.messages import Message, to_messages, tools_of
 from hf_hyperdflash.training.places import at_row, with_places
 
 Answer = tuple[Message, bool]  # and whether it is cut off, so that it has no end to learn from
@@ -42,30 +43,34 @@ SHAPING = (
 CHUNK = 16  # batches of conversations with several turns that are answered together: their lengths drift apart
 
 
-def name_of(messages: list[Message]) -> str:
-    """What a conversation is recognized by when a run goes on: its system prompt and all user turns."""
-    asked = [[m["role"], m["content"]] for m in messages if m["role"] != "assistant"]
+def name_of(messages: list[Message], tools: list | None = None) -> str:
+    """What a conversation is recognized by when a run goes on: its tools, its system prompt and all user turns."""
+    asked = [[m["role"], m["content"]] for m in messages if m["role"] != "assistant"] + (tools or [])
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
 
 
 class Conversation:
     """Messages so far and user turns that wait; `ids` is the prompt of the next answer."""
 
-    def __init__(self, turns: list[Message]) -> None:
-        self.name, self.waiting = name_of(turns), turns
+    def __init__(self, turns: list[Message], tools: list | None) -> None:
+        self.name, self.waiting, self.tools = name_of(turns, tools), turns, tools
         self.several = sum(m["role"] == "user" for m in turns) > 1
         self.messages: list[Message] = []
         self.truncated = False
 
     def ask(self, tokenizer, args: argparse.Namespace) -> bool:
-        """Go on to the next user turn. False if the conversation is over."""
+        """Go on to the next user turn. False if the conversation is over, as where the chat template refuses more."""
         messages = list(self.messages)
         while self.waiting and (not messages or messages[-1]["role"] != "user"):
             messages.append(self.waiting.pop(0))
         if self.truncated or not messages or messages[-1]["role"] != "user":
             return False
-        mode = {"thinking": args.thinking, "enable_thinking": args.thinking}
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **mode)
+        try:
+            text = render(tokenizer, messages, self.tools, args.thinking, prompt=True)
+        except ValueError:
+            if not self.messages:
+                raise
+            return False
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) > args.max_prompt_length:
             return False
@@ -76,23 +81,34 @@ class Conversation:
 def user_turns(row: dict, suffix: str) -> list[Message]:
     """System and user messages up to the first that depends on an answer of the dataset, as a tool's does."""
     turns = [dict(m) for m in to_messages(row) if m["role"] != "assistant"]
-    if "question" in row:
-        turns[0]["content"] += suffix
-    return list(takewhile(lambda m: m["role"] in ("system", "user"), turns))
+    if row.get("question"):
+        [m for m in turns if m["role"] == "user"][-1]["content"] += suffix
+    return list(takewhile(lambda m: m["role"] in ("system", "developer", "user"), turns))
 
 
 def read_conversations(tokenizer, args: argparse.Namespace) -> list[Conversation]:
     found: dict[str, Conversation] = {}
+    refused: list[str] = []
     read = 0
     for source in args.data:
         rows = load_rows(source, args.split)
         rows = with_places(rows.select(range(min(args.limit or len(rows), len(rows)))), source)
         for row in rows:
-            with at_row(row, read):
-                conversation, read = Conversation(user_turns(row, args.question_suffix)), read + 1
-            if conversation.name not in found and conversation.ask(tokenizer, args):
-                found[conversation.name] = conversation
-    print(f"{len(found)} conversations; {read - len(found)} repeated, too long or without a question")
+            read += 1
+            try:
+                with at_row(row, read - 1):
+                    conversation = Conversation(user_turns(row, args.question_suffix), tools_of(row))
+                    if conversation.name not in found and conversation.ask(tokenizer, args):
+                        found[conversation.name] = conversation
+            except ValueError as error:
+                refused.append(str(error))
+    rest = read - len(found) - len(refused)
+    print(f"{len(found)} conversations; {rest} repeated, too long or without a question")
+    if refused:
+        told = f"{len(refused)} of {read} rows cannot be used, the first of them {refused[0]}"
+        if not found:
+            raise ValueError(told)
+        print(f"Skipped {told}")
     return list(found.values())
 
 
@@ -282,9 +298,8 @@ def main() -> None:
             for over in regenerate(target, tokenizer, chunk, done, args):
                 new = [c for c in over if c.name in todo]
                 for c in new:
-                    file.write(
-                        json.dumps({"messages": c.messages, "truncated": c.truncated, "prompt_id": c.name}) + "\n"
-                    )
+                    row = {"messages": c.messages, "truncated": c.truncated, "prompt_id": c.name}
+                    file.write(json.dumps(row | ({"tools": json.dumps(c.tools)} if c.tools else {})) + "\n")
                     cut.append(c.truncated)
                 file.flush()
                 progress.update(len(new))  # at once: the first of a batch took no less time than all of it

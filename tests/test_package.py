@@ -49,7 +49,7 @@ ORDER = [
     "serving.sglang_config", "serving.sglang_selector", "serving.sglang_last_layer", "serving.sglang_drafter",
     "serving.sglang",
     "loading", "training.chunk_loss",
-    "training.losses", "training.blocks", "training.places", "training.data", "training.teacher",
+    "training.losses", "training.blocks", "training.places", "training.messages", "training.data", "training.teacher",
     "training.locking", "training.fingerprint", "training.features", "training.store", "training.arguments",
     "training.objective", "training.unrolled",
     "training.lessons", "training.bandit", "training.adaptation",

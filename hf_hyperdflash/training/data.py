@@ -1,24 +1,25 @@
-"""Chat datasets: rows to messages, messages to supervised tokens, documents to training rows."""
+"""Chat datasets: conversations to supervised tokens, documents to training rows."""
 
 from __future__ import annotations
 
 import glob
-import json
 import logging
 import os
 import re
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .blocks import anchor_candidates
+from .messages import REASONING, Message, name_of, to_messages, tools_of
 from .places import PLACE, at_row, why_no_text, why_unlike, why_unreadable
 
 if TYPE_CHECKING:
@@ -26,25 +27,35 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Message = dict[str, Any]
 Spans = list[tuple[int, int]]
 
-_ROLES = {
-    **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model"), "assistant"),
-    **dict.fromkeys(("tool", "observation"), "tool"),
-    **{role: role for role in ("system", "developer")},
-}
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _COLUMNS = ("input_ids", "loss_mask", "position_ids")
-# Not in the rows that are returned: a document's tokens before it was cut, and how many of it are an answer's.
-_LENGTH, _ANSWERED = "length", "answered"
-_SKIPPED = (
-    "Skipped %d of %d sequences: too short for a block, which needs two neighbouring tokens of an answer, the first "
-    "of them %s."
-)
-_UNANSWERED = "Skipped %d of %d rows that have no assistant text, the first of them %s."
-_CUT = "Cut %d of %d sequences to %d tokens, %s."
+# Not in the rows that are returned: what is to be said of one, and where it is.
+_SAID, _WHERE = "said", "where"
+_SKIPPED = ("refused", "unanswered", "empty", "short")
+# Of how many rows each is said, of how many there are, and where the first of them is.
+_SENTENCES = {
+    "refused": "Skipped {count} of {of} rows that cannot be used, the first of them {first}: {why}",
+    "unanswered": "Skipped {count} of {of} rows that have no assistant text, the first of them {first}.",
+    "empty": "Skipped {count} of {of} rows whose answer is empty, the first of them {first}.",
+    "short": (
+        "Skipped {count} of {of} sequences: too short for a block, which needs two neighbouring tokens of an answer, "
+        "the first of them {first}."
+    ),
+    "cut": "Cut {count} of {of} sequences to {max_length} tokens, {limit}.",
+    "tail": "Left out what follows the last answer in {count} of {of} rows, the first of them {first}.",
+    "untrained": (
+        "Not trained on are {times} answers in {count} of {of} rows, the first of them {first}: the chat template "
+        "writes them otherwise once the conversation goes on, as without their reasoning, than they are generated."
+    ),
+    **{
+        name: f"The chat template writes no {what} of {{count}} of {{of}} rows, the first of them {{first}}."
+        for name, what in (
+            ("system", "system message"), ("reasoning", "reasoning"), ("tools", "tools"), ("calls", "tool calls"),
+        )
+    },
+}  # fmt: skip
 _FIRST_ROWS = 1000  # of a stream, looked through for a trainable one before training starts
 
 
@@ -128,109 +139,6 @@ def _load_saved(path: str, split: str, streaming: bool) -> Dataset | IterableDat
     return saved.to_iterable_dataset() if streaming else saved
 
 
-def to_messages(row: Mapping[str, Any]) -> list[Message]:
-    """Turn one dataset row into chat messages.
-
-    Understands `messages`, ShareGPT `conversations`, `turns` (user turns only), `instruction`/`input`/`output`,
-    `prompt`/`completion` (texts or lists of messages) and `question`/`answer` (GSM8K's calculator marks are removed
-    and its `#### 7` becomes a sentence with the answer in a box, as the benchmark prompts ask for). A thinking model's
-    reasoning is a message's `reasoning_content`.
-
-    Raises:
-        ValueError: If the row has none of these columns, or a conversation an unknown speaker.
-    """
-    given = {name: value for name, value in row.items() if value is not None and name != PLACE}
-    if given.get("messages"):
-        return _as_messages(given["messages"])
-    if given.get("conversations"):
-        return _as_messages([_from_sharegpt(turn) for turn in _listed(given["conversations"])])
-    if given.get("turns"):
-        return _as_messages([{"role": "user", "content": turn} for turn in _listed(given["turns"])])
-    if "instruction" in given and "output" in given:
-        prompt = "\n".join(str(part) for part in (given["instruction"], given.get("input")) if part)
-        return _exchange(prompt, given["output"])
-    if "prompt" in given and "completion" in given:
-        return _exchange(given["prompt"], given["completion"])
-    if "question" in given and "answer" in given:
-        return _exchange(given["question"], _clean_worked_answer(given["answer"]))
-    empty = sorted(set(row) - set(given) - {PLACE})
-    raise ValueError(
-        f"A row with columns {sorted(given)}{f' and nothing in {empty}' if empty else ''} is no conversation: "
-        "expected messages, conversations, turns, instruction/output, prompt/completion or question/answer. Rename "
-        "the columns of the dataset, or leave such rows out."
-    )
-
-
-def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
-    """The tools that a row's conversation may call, for the chat template: a list of JSON schemas or its JSON text.
-
-    Raises:
-        ValueError: If its `tools` are neither.
-    """
-    given = row.get("tools")
-    if not given:
-        return None
-    try:
-        tools = json.loads(given) if isinstance(given, str) else _without_gaps(given)
-        return _listed(tools, dict) or None
-    except ValueError as error:
-        raise ValueError(
-            f"`tools` is {str(given)[:100]!r}, expected a list of JSON schemas, or the JSON text of one: correct "
-            "it, or leave the column out."
-        ) from error
-
-
-def _without_gaps(part: Any) -> Any:
-    """Without what `datasets` fills with None where other rows have something."""
-    if isinstance(part, dict):
-        return {name: _without_gaps(value) for name, value in part.items() if value is not None}
-    return [_without_gaps(value) for value in part] if isinstance(part, list) else part
-
-
-def _exchange(prompt: Any, answer: Any) -> list[Message]:
-    return _as_messages(prompt, "user") + _as_messages(answer, "assistant")
-
-
-def _as_messages(given: Any, role: str | None = None) -> list[Message]:
-    """A list of messages, or a text of somebody, without the gaps that `datasets` fills with None."""
-    if isinstance(given, str) and role:
-        return [{"role": role, "content": given}]
-    messages = [_without_gaps(message) for message in _listed(given, dict)]
-    for message in messages:
-        speaker, said = message.get("role"), message.get("content")
-        if not isinstance(speaker, str) or speaker not in _ROLES:  # a template would render it as it pleases
-            near = get_close_matches(str(speaker), _ROLES, n=1)
-            raise ValueError(
-                f"Unknown speaker {speaker!r} in a conversation{f' ({near[0]}, perhaps)' if near else ''}: expected "
-                f"one of {sorted(_ROLES)}. Map the dataset's speakers to these."
-            )
-        message["role"] = _ROLES[speaker]
-        if not isinstance(said, (str, list)) and not {"tool_calls", "reasoning_content"} & set(message):
-            raise ValueError(f"A message by {message['role']!r} says {said!r}, expected text. Leave such rows out.")
-    return messages
-
-
-def _listed(given: Any, kind: type = object) -> list[Any]:
-    if isinstance(given, list) and all(isinstance(part, kind) for part in given):
-        return given
-    raise ValueError(f"A conversation is {str(given)[:100]!r}, expected a list of messages.")
-
-
-def _from_sharegpt(turn: Any) -> Message:
-    if not isinstance(turn, Mapping):
-        raise ValueError(f"A turn of a conversation is {turn!r}, expected `from` and `value`.")
-    message = {"role": turn.get("from") or turn.get("role"), "content": turn.get("value") or turn.get("content") or ""}
-    reasoning = turn.get("reasoning_content")
-    return {**message, "reasoning_content": reasoning} if reasoning else message
-
-
-def _clean_worked_answer(answer: Any) -> Any:
-    if not isinstance(answer, str):
-        return answer
-    steps, marker, final = re.sub(r"<<.*?>>", "", answer).partition("\n#### ")
-    return f"{steps}\nThe answer is \\boxed{{{final.strip()}}}." if marker else steps
-
-
 def encode_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],
@@ -241,12 +149,15 @@ def encode_chat(
 
     The answers are the text inside the template's `{% generation %}` tags. In a template without tags, an answer is
     what the conversation up to it adds to its generation prompt; an answer that is rendered differently once the
-    conversation goes on (templates that drop old reasoning) is not supervised. Prompts and answers are tokenized
-    apart, so that their first tokens are those of generation. A turn with `reasoning_content` is in thinking mode.
+    conversation goes on (templates that drop old reasoning) is not supervised. Neither is one whose `train` is False.
+    What follows the last answer is left out. A turn with `reasoning_content` is in thinking mode.
+
+    Tokens are those of the whole text, as the tokenizer writes them. One that reaches from a prompt into an answer,
+    which generation never writes, is written as two where the tokenizer can, else it is not supervised.
 
     Args:
-        tokenizer: The target's tokenizer, byte-level as DeepSeek's.
-        messages: The conversation.
+        tokenizer: The target's tokenizer.
+        messages: The conversation, as [`to_messages`] a row.
         truncated: The last answer hit a token limit: it has no end to learn from, and none is encoded.
         tools: What the assistant may call, as [`tools_of`] a row.
 
@@ -254,77 +165,193 @@ def encode_chat(
         `input_ids` `[seq]` and `loss_mask` `[seq]`, 1 on the tokens of answers including the end of the turn, else 0.
 
     Raises:
-        ValueError: If the tokenizer has no chat template, or an answer is there but none can be located.
+        ValueError: If the tokenizer has no chat template, the template refuses the conversation, or an answer is there
+            but none can be located.
     """
-    text, spans = _answer_spans(tokenizer, messages, tools)
-    spans = [(start, _without_newline(tokenizer, text, start, end)) for start, end in spans]
+    ids, mask, _ = _encoded(tokenizer, messages, truncated, tools)
+    return {"input_ids": ids, "loss_mask": mask}
+
+
+def _encoded(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], truncated: bool, tools: list[Any] | None
+) -> tuple[list[int], list[int], list[str]]:
+    """Tokens, which of them are supervised, and what of the conversation is not: keys of [`_SENTENCES`]."""
+    said = []
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and _is_trained(message)]
+    if answers and answers[-1] + 1 < len(messages):
+        messages, truncated = messages[: answers[-1] + 1], False
+        said.append("tail")
+    text, found = _answer_spans(tokenizer, messages, tools)
+    said += ["untrained"] * found.count(None) + _unwritten(text, messages, tools)
+    spans = [(start, _without_newline(tokenizer, text, start, end)) for start, end in filter(None, found)]
     if truncated and spans and messages[-1]["role"] == "assistant":
         text, spans = _cut_after_answer(text, spans, messages[-1])
-    ids: list[int] = []
-    mask: list[int] = []
-    cursor = 0
-    for start, end in [*spans, (len(text), len(text))]:
-        for piece, supervised in ((text[cursor:start], 0), (text[start:end], 1)):
-            tokens = tokenizer(piece, add_special_tokens=False)["input_ids"] if piece else []
-            ids += tokens
-            mask += [supervised] * len(tokens)
-        cursor = end
-    return {"input_ids": ids, "loss_mask": mask}
+    return (*_tokens(tokenizer, text, spans), said)
+
+
+def _is_trained(message: Message) -> bool:
+    return message.get("train") is not False
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, spans: Spans) -> tuple[list[int], list[int]]:
+    """The tokens of a text, and whether each lies in one of the spans."""
+    ids, ends = _with_ends(tokenizer, text, [cut for span in spans for cut in span])
+    whole = set(ends)
+    astride = [start for start, _ in spans if start and start not in whole]
+    if astride:
+        parts = [
+            (_with_ends(tokenizer, text[start:end], ()), start)
+            for start, end in zip([0, *astride], [*astride, len(text)])
+        ]
+        apart = [token for (tokens, _), _ in parts for token in tokens]
+        if _decoded(tokenizer, apart) == _decoded(tokenizer, ids):  # else a part got a space of its own, say
+            ids, ends = apart, [start + end for (_, those), start in parts for end in those]
+    mask = [0] * len(ids)
+    for start, end in spans:
+        first, stop = bisect_right(ends, start), bisect_right(ends, end)
+        if start and ends[first - 1 : first] != [start]:
+            first += 1
+        # Some end tokens take the white space with them that follows.
+        if 0 < stop < len(ids) and ends[stop - 1] < end and not text[end : ends[stop]].strip():
+            stop += 1
+        mask[first:stop] = [1] * (stop - first)
+    return ids, mask
+
+
+def _with_ends(tokenizer: PreTrainedTokenizerBase, text: str, cuts: Iterable[int]) -> tuple[list[int], list[int]]:
+    """The tokens of a text, and where in it each ends: of a tokenizer without offsets, at the next of `cuts`."""
+    if tokenizer.is_fast:
+        encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return encoding["input_ids"], list(accumulate((end for _, end in encoding["offset_mapping"]), max))
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ends: list[int] = []
+    for cut in sorted({*cuts, len(text)}):
+        before = tokenizer(text[:cut], add_special_tokens=False)["input_ids"]
+        if ids[: len(before)] != before:
+            raise ValueError(
+                f"{type(tokenizer).__name__} does not say where its tokens are, and writes {text[:cut][-20:]!r} "
+                f"otherwise where {text[cut:][:20]!r} follows. Use a fast tokenizer, or leave such rows out."
+            )
+        ends += [cut] * (len(before) - len(ends))
+    return ids, ends
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
 def _answer_spans(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Any] | None
-) -> tuple[str, Spans]:
-    """The rendered conversation and where in it, `text[start:end]`, the answers are."""
-    template = _chat_template(tokenizer)
+) -> tuple[str, list[tuple[int, int] | None]]:
+    """The rendered conversation and where in it, `text[start:end]`, the answers are, None where one cannot be told."""
+    template = _chat_template(tokenizer, tools)
     if not _GENERATION_TAG.search(template):
         return _spans_by_prefix(tokenizer, messages, tools)
     thinking = bool(messages[-1].get("reasoning_content"))
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, "thinking": thinking, "enable_thinking": thinking}
-    # What apply_chat_template renders; its own mask would come from tokens that may straddle prompt and answer.
-    rendered: Any = render_jinja_template(
-        conversations=[messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **variables
-    )
+    with _telling_why():
+        # What apply_chat_template renders, with the text's places instead of the tokens'.
+        rendered: Any = render_jinja_template(
+            conversations=[_spelled(messages, template)],
+            tools=tools,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **variables,
+        )
     (text,), (spans,) = rendered
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if len(spans) == len(answers):
+        spans = [span for span, answer in zip(spans, answers) if _is_trained(answer)]
+    elif not all(map(_is_trained, answers)):
+        raise ValueError(
+            f"Some answers are not to be trained on (`train`), and which ones cannot be told: {len(answers)} answers "
+            f"have {len(spans)} blocks of {{% generation %}} in the chat template's text."
+        )
     return text, [(start, end) for start, end in spans if start < end]
 
 
-def _chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
+def _chat_template(tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None = None) -> str:
     if tokenizer.chat_template:
-        return tokenizer.get_chat_template()
+        return tokenizer.get_chat_template(tools=tools)
     raise ValueError(
         f"The tokenizer {tokenizer.name_or_path!r} has no chat template, so prompts and answers cannot be told apart: "
         "set `tokenizer.chat_template` to a Jinja template (`--chat-template FILE` of `hf-hyperdflash train`)."
     )
 
 
-def _render(
+@contextmanager
+def _telling_why() -> Iterator[None]:
+    """Whatever a template raises, in a line."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if type(error) is TemplateError else f"{type(error).__name__}: "  # its own `raise_exception`
+        why = " ".join(f"{kind}{error}".split())
+        raise ValueError(f"The chat template refuses the conversation ({why}).") from error
+
+
+def _spelled(messages: list[Message], template: str) -> list[Message]:
+    """Reasoning under the names, too, that the template knows it by."""
+    names = [name for name in REASONING[1:] if re.search(rf"""[.'"]{name}\b""", template)]
+    return [
+        {**dict.fromkeys(names, message["reasoning_content"]), **message}
+        if "reasoning_content" in message
+        else message
+        for message in messages
+    ]
+
+
+def _unwritten(text: str, messages: list[Message], tools: list[Any] | None) -> list[str]:
+    """What a row has and its text has not, as the chat template does not know it: keys of [`_SENTENCES`]."""
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    told = {
+        "system": [message.get("content") for message in messages if message["role"] == "system"],
+        "reasoning": [message.get("reasoning_content") for message in messages[-1:]],
+        "tools": [name_of(tool) for tool in tools or ()],
+        "calls": [name_of(call) for call in calls],
+    }
+    return [name for name, parts in told.items() if any(str(part or "").strip() not in text for part in parts)]
+
+
+def render(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],
     tools: list[Any] | None,
     thinking: bool,
     prompt: bool,
 ) -> str:
+    """The text of a conversation, by the tokenizer's chat template.
+
+    Raises:
+        ValueError: If the template refuses it.
+    """
     mode: dict[str, Any] = {"thinking": thinking, "enable_thinking": thinking}
-    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt, **mode)
+    spelled = _spelled(messages, _chat_template(tokenizer, tools))
+    with _telling_why():
+        text = tokenizer.apply_chat_template(
+            spelled, tools=tools, tokenize=False, add_generation_prompt=prompt, **mode
+        )
     return str(text)
 
 
 def _spans_by_prefix(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Any] | None
-) -> tuple[str, Spans]:
+) -> tuple[str, list[tuple[int, int] | None]]:
     thinks = [bool(message.get("reasoning_content")) for message in messages]
-    text = _render(tokenizer, messages, tools, thinks[-1], prompt=False)
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
-    spans = []
+    text = render(tokenizer, messages, tools, thinks[-1], prompt=False)
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and _is_trained(message)]
+    spans: list[tuple[int, int] | None] = []
     for i in answers:
-        through = _render(tokenizer, messages[: i + 1], tools, thinks[i], prompt=False)
+        spans.append(None)
+        if i == 0:  # nothing asked for it
+            continue
+        through = render(tokenizer, messages[: i + 1], tools, thinks[i], prompt=False)
         for thinking in (thinks[i], not thinks[i]):  # the other one where reasoning is written into the content
-            prompt = _render(tokenizer, messages[:i], tools, thinking, prompt=True)
+            prompt = render(tokenizer, messages[:i], tools, thinking, prompt=True)
             if through.startswith(prompt) and text.startswith(through):
-                spans.append((len(prompt), len(through)))
+                spans[-1] = (len(prompt), len(through))
                 break
-    if answers and not spans:
+    if answers[-1:] > [0] and not any(spans):
         raise ValueError(
             f"No answer can be located in the conversation that begins with {str(messages[0])[:200]}: the chat "
             f"template renders {text[-200:]!r}, which does not continue its own generation prompt {prompt[-100:]!r}. "
@@ -352,7 +379,10 @@ def _cut_after_answer(text: str, spans: Spans, message: Message) -> tuple[str, S
 
 
 def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, rows: Iterable[Mapping[str, Any]], thinking: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Iterable[Mapping[str, Any]],
+    thinking: bool = False,
+    at_most: int | None = None,
 ) -> list[torch.Tensor]:
     """Generation prompts of dataset rows: each conversation without its last answer.
 
@@ -361,21 +391,34 @@ def encode_prompts(
         rows: Anything [`to_messages`] understands, with `tools` if there are any. Of several user turns without an
             answer, only the first is asked.
         thinking: Ask for reasoning, by the chat template's `thinking` or `enable_thinking`.
+        at_most: The first so many, and rows that cannot be asked are passed over. By default every row is asked.
 
     Returns:
         One tensor of token ids per row, `[1, seq]`.
 
     Raises:
-        ValueError: If the tokenizer has no chat template, or a row no user turn.
+        ValueError: If the tokenizer has no chat template, or a row (with `at_most`, every row) no user turn, or the
+            template refuses it.
     """
     _chat_template(tokenizer)
-    prompts = []
+    prompts: list[torch.Tensor] = []
+    refused: ValueError | None = None
     for number, row in enumerate(rows):
+        if at_most is not None and len(prompts) == at_most:
+            break
         if not isinstance(row, Mapping):
             raise ValueError(f'Row {number} (the first is 0) is {row!r}, expected a row like {{"turns": ["..."]}}.')
-        with at_row(row, number):
-            text = _render(tokenizer, _asked(to_messages(row)), tools_of(row), thinking, prompt=True)
+        try:
+            with at_row(row, number):
+                text = render(tokenizer, _asked(to_messages(row)), tools_of(row), thinking, prompt=True)
+        except ValueError as error:
+            if at_most is None:
+                raise
+            refused = refused or error
+            continue
         prompts.append(tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"])
+    if refused and not prompts:
+        raise refused
     return prompts
 
 
@@ -447,8 +490,10 @@ def prepare_dataset(
 ) -> Dataset | IterableDataset:
     """Turn conversations into training rows.
 
-    Rows without an anchor, two neighbouring supervised tokens of one document, are skipped. How many, and how many
-    were cut to `max_length`, is logged: at once for a map-style dataset, at every doubling for a streaming one.
+    Skipped are conversations that cannot be read or that the chat template refuses, and rows without an anchor, two
+    neighbouring supervised tokens of one document. How many, why and where the first is, how many were cut to
+    `max_length` and what else of conversations is not trained on is logged: at once for a map-style dataset, at every
+    doubling for a streaming one.
 
     Args:
         dataset: Rows that [`to_messages`] understands (`truncated` marks answers that hit a token limit, `tools` are
@@ -466,8 +511,8 @@ def prepare_dataset(
         count from 0 in every document. As many documents were kept as there are zeros among `position_ids`.
 
     Raises:
-        ValueError: If no row (of the first 1,000 of a stream) has an anchor, or a row is no conversation or does not
-            fit the arguments: with its file and line, if [`with_places`] has been there.
+        ValueError: If no row (of the first 1,000 of a stream) is left, or a tokenized row does not fit the arguments:
+            with its file and line, if [`with_places`] has been there.
     """
     from datasets import Dataset, Features, IterableDataset, Sequence, Value
 
@@ -490,18 +535,19 @@ def prepare_dataset(
     if tokenizer is not None and "input_ids" not in columns:
         _chat_template(tokenizer)  # says that there is none, which is no row's fault
     features = Features({name: Sequence(Value("int32")) for name in _COLUMNS})
+    said = {_SAID: Sequence(Value("string")), _WHERE: Value("string")}
     processes = {} if streaming else {"num_proc": num_proc}
     documents = dataset.with_format(None).map(
         _encode_row,
         with_indices=True,
         fn_kwargs={"tokenizer": tokenizer, "max_length": max_length, "vocab_size": vocab_size},
         remove_columns=columns,
-        features=Features({**features, _LENGTH: Value("int32"), _ANSWERED: Value("int32")}),
+        features=Features({**features, **said}),
         **processes,
     )
     report = _Report(max_length, positions)
-    rows = _in_stream(documents, columns, report) if streaming else _kept(documents, dataset, report, num_proc)
-    rows = rows.remove_columns([_LENGTH, _ANSWERED])
+    rows = _in_stream(documents, columns, report) if streaming else _kept(documents, columns, report, num_proc)
+    rows = rows.remove_columns([_SAID, _WHERE])
     if not packing:
         return rows
     return rows.map(_pack_rows, batched=True, fn_kwargs={"max_length": max_length}, features=features, **processes)
@@ -514,6 +560,7 @@ def _encode_row(
     max_length: int,
     vocab_size: int | None,
 ) -> dict[str, Any]:
+    said: list[str] = []
     with at_row(row, number):
         if row.get("input_ids") is not None and row.get("loss_mask") is not None:
             ids, mask = _tokenized(row, vocab_size)
@@ -523,8 +570,7 @@ def _encode_row(
                 "(`processing_class` of the trainer)."
             )
         else:
-            truncated = bool(row.get("truncated"))
-            ids, mask = encode_chat(tokenizer, to_messages(row), truncated, tools_of(row)).values()
+            ids, mask, said = _encoded_row(row, tokenizer)
         counted = list(range(len(ids)))
         positions, length = row.get("position_ids") or counted, len(ids)
         if length > max_length:
@@ -535,8 +581,27 @@ def _encode_row(
                 )
             ids, mask = truncate(ids, mask, max_length)
             positions = counted[:max_length]
-        counts = {_LENGTH: length, _ANSWERED: sum(mask)}
-        return {"input_ids": ids, "loss_mask": mask, "position_ids": positions, **counts}
+    if not said or said[0] not in _SKIPPED:
+        if not any(mask):
+            said = ["unanswered"]
+        elif not _has_anchor(mask, positions):
+            said = ["short"]
+        elif length > max_length:
+            said.append("cut")
+    where = row.get(PLACE) or f"row {number} (the first is 0)"
+    return {"input_ids": ids, "loss_mask": mask, "position_ids": positions, _SAID: said, _WHERE: where}
+
+
+def _encoded_row(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int], list[str]]:
+    """A conversation's tokens, which are supervised, and what is to be said of it: no row stops a run."""
+    try:
+        messages = to_messages(row)
+        ids, mask, said = _encoded(tokenizer, messages, bool(row.get("truncated")), tools_of(row))
+    except ValueError as error:
+        return [], [], ["refused", str(error)]
+    answers = [message for message in messages if message["role"] == "assistant"]
+    is_empty = answers and not any(map(answers[-1].get, ("content", "reasoning_content", "tool_calls")))
+    return ids, mask, ["empty"] if is_empty and sum(mask) < 2 else said
 
 
 def _tokenized(row: Mapping[str, Any], vocab_size: int | None) -> tuple[list[int], list[int]]:
@@ -556,86 +621,76 @@ def _has_anchor(loss_mask: list[int], position_ids: list[int]) -> bool:
     return bool(anchor_candidates(torch.tensor([loss_mask]).bool(), torch.tensor([position_ids])).any())
 
 
-def _kept(documents: Dataset, dataset: Dataset, report: _Report, num_proc: int | None) -> Dataset:
+def _is_kept(said: list[str]) -> bool:
+    return not said or said[0] not in _SKIPPED
+
+
+def _kept(documents: Dataset, columns: list[str], report: _Report, num_proc: int | None) -> Dataset:
     """The documents that have an anchor."""
-    rows = documents.filter(_has_anchor, input_columns=["loss_mask", "position_ids"], num_proc=num_proc)
-    (unanswered,) = np.nonzero(np.asarray(documents.with_format("numpy")[_ANSWERED]) == 0)
+    rows = documents.filter(_is_kept, input_columns=[_SAID], num_proc=num_proc)
+    for said, where in zip(documents[_SAID], documents[_WHERE]):
+        report.add(said, where)
     if not len(rows):
-        number = int(unanswered[0]) if len(unanswered) else 0
-        raise _no_assistant_text(f"{len(documents)} rows, the first {_place(dataset, number)}", dataset.column_names)
-    if len(unanswered):
-        report.unanswered(len(unanswered), len(documents), _place(dataset, int(unanswered[0])))
-    if skipped := len(documents) - len(rows) - len(unanswered):
-        report.skipped(skipped, len(documents), _first_too_short(documents, dataset))
-    if cut := int((np.asarray(rows.with_format("numpy")[_LENGTH]) > report.max_length).sum()):
-        report.cut(cut, len(rows))
+        raise report.nothing_left(f"{len(documents)} rows", columns)
+    for name in _SENTENCES:
+        report.tell(name)
     return rows
 
 
-def _first_too_short(documents: Dataset, dataset: Dataset) -> str:
-    found = enumerate(zip(documents["loss_mask"], documents["position_ids"]))
-    number = next(i for i, (mask, positions) in found if any(mask) and not _has_anchor(mask, positions))
-    row = dataset[number]
-    answer = {} if row.get("input_ids") is not None else to_messages(row)[-1]
-    is_empty = answer.get("role") == "assistant" and not (answer.get("content") or answer.get("reasoning_content"))
-    return _place(dataset, number) + ", whose answer is empty" * is_empty
-
-
-def _place(dataset: Dataset, number: int) -> str:
-    place = dataset.select_columns([PLACE])[number][PLACE] if PLACE in dataset.column_names else None
-    return place or f"row {number} (the first is 0)"
-
-
 def _in_stream(documents: IterableDataset, columns: list[str], report: _Report) -> IterableDataset:
-    if not any(_has_anchor(row["loss_mask"], row["position_ids"]) for row in documents.take(_FIRST_ROWS)):
-        raise _no_assistant_text(f"the first {_FIRST_ROWS:,} rows", columns)
-    return documents.filter(_Counted(report), input_columns=["loss_mask", "position_ids", _LENGTH, _ANSWERED])
+    seen = _Report(report.max_length)
+    for row in documents.take(_FIRST_ROWS):
+        seen.add(row[_SAID], row[_WHERE])
+        if _is_kept(row[_SAID]):
+            return documents.filter(report.keeps, input_columns=[_SAID, _WHERE])
+    raise seen.nothing_left(f"the first {_FIRST_ROWS:,} rows", columns)
 
 
 class _Report:
     """What is said of rows that are not trained on, or not whole."""
 
-    def __init__(self, max_length: int, positions: int | None) -> None:
+    def __init__(self, max_length: int, positions: int | None = None) -> None:
         self.max_length = max_length
         mend = "`max_length`: raise it to train on all of them"
         self.limit = "all the positions that the target has" if max_length == positions else mend
+        self.seen, self.why = 0, ""
+        self.count: Counter[str] = Counter()
+        self.times: Counter[str] = Counter()
+        self.first: dict[str, str] = {}
 
-    def unanswered(self, count: int, of: int, first: str) -> None:
-        logger.warning(_UNANSWERED, count, of, first)
-
-    def skipped(self, count: int, of: int, first: str) -> None:
-        logger.warning(_SKIPPED, count, of, first)
-
-    def cut(self, count: int, of: int) -> None:
-        logger.warning(_CUT, count, of, self.max_length, self.limit)
-
-
-class _Counted:
-    """[`_has_anchor`] for a stream, whose end is not known: counts so far are logged whenever they have doubled."""
-
-    def __init__(self, report: _Report) -> None:
-        self.report, self.seen, self.skipped, self.cut, self.unanswered, self.first = report, 0, 0, 0, 0, ""
-        self.first_short = ""
-
-    def __call__(self, loss_mask: list[int], position_ids: list[int], length: int, answered: int) -> bool:
+    def add(self, said: list[str], where: str) -> None:
         self.seen += 1
-        if not answered:
-            self.unanswered += 1
-            self.first = self.first or f"number {self.seen} of the stream"
-            if self.unanswered.bit_count() == 1:
-                self.report.unanswered(self.unanswered, self.seen, self.first)
-            return False
-        if not _has_anchor(loss_mask, position_ids):
-            self.skipped += 1
-            self.first_short = self.first_short or f"number {self.seen} of the stream"
-            if self.skipped.bit_count() == 1:
-                self.report.skipped(self.skipped, self.seen, self.first_short)
-            return False
-        if length > self.report.max_length:
-            self.cut += 1
-            if self.cut.bit_count() == 1:
-                self.report.cut(self.cut, self.seen)
-        return True
+        if said[:1] == ["refused"]:
+            said, why = said[:1], said[1]
+            self.why = self.why or why
+        self.times.update(said)
+        for name in set(said):
+            self.count[name] += 1
+            self.first.setdefault(name, where)
+
+    def keeps(self, said: list[str], where: str) -> bool:
+        """Whether a row of a stream, whose end is not known, is kept; counts are told whenever they have doubled."""
+        self.add(said, where)
+        for name in _SENTENCES:
+            if name in said and self.count[name].bit_count() == 1:
+                self.tell(name)
+        return _is_kept(said)
+
+    def tell(self, name: str) -> None:
+        if self.count[name]:
+            logger.warning(self._sentence(name))
+
+    def _sentence(self, name: str) -> str:
+        return _SENTENCES[name].format(
+            count=self.count[name], times=self.times[name], of=self.seen, first=self.first[name], why=self.why,
+            max_length=self.max_length, limit=self.limit,
+        )  # fmt: skip
+
+    def nothing_left(self, where: str, columns: list[str]) -> ValueError:
+        if self.count["refused"]:
+            return ValueError(f"Nothing to train on in {where}. {self._sentence('refused')}")
+        first = next((self.first[name] for name in _SKIPPED if name in self.first), "")
+        return _no_assistant_text(f"{where}, the first {first}", columns)
 
 
 def _no_assistant_text(where: str, columns: list[str]) -> ValueError:

@@ -355,12 +355,11 @@ def _say(args: HyperDFlashTrainingArguments, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _amounts(script: ScriptArguments, trainer: Any) -> str:
+def _amounts(script: ScriptArguments, trainer: Any, asked: int) -> str:
     """How many rows there are of each kind; what was skipped is not among them."""
     rows, held_out = trainer.train_dataset, len(trainer.eval_dataset)
     amount = f"{len(rows)} rows" if hasattr(rows, "__len__") else "a stream"
     of = f"of {script.eval_dataset}" if script.eval_dataset else f"by `--eval_rows {script.eval_rows}`"
-    asked = min(script.eval_prompts, held_out)
     return f"Training on {amount}, {held_out} held out ({of}), {asked} of them to generate from (`--eval_prompts`)."
 
 
@@ -401,10 +400,11 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     for own, theirs in ((LinesAboveBar, ProgressCallback), (Lines, PrinterCallback)):
         if trainer.pop_callback(theirs):
             trainer.add_callback(own)
+    prompts: list[torch.Tensor] = []
     if script.eval_prompts:
-        prompts = encode_prompts(tokenizer, held_out.select(range(min(script.eval_prompts, len(held_out)))))
+        prompts = encode_prompts(tokenizer, held_out, at_most=script.eval_prompts)
         trainer.add_callback(AcceptanceCallback(trainer, prompts, max_new_tokens=script.eval_max_new_tokens))
-    _say(args, _amounts(script, trainer))
+    _say(args, _amounts(script, trainer, len(prompts)))
     if script.overwrite_output_dir:  # now that all is loaded, and training can begin
         if args.process_index == 0:
             remove_checkpoints(folder)

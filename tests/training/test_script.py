@@ -109,6 +109,22 @@ def test_data_that_cannot_be_used_is_said_before_the_target_is_loaded(tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
+IDS = {
+    "ids": ({"input_ids": [1, 2, 2048], "loss_mask": [1, 1, 1]}, r"`input_ids` has 2048, expected ids below 2048"),
+    "below": ({"input_ids": [1, -2, 8], "loss_mask": [1, 1, 1]}, r"`input_ids` has -2, expected ids below 2048"),
+    "hole": ({"input_ids": [1, None, 8], "loss_mask": [1, 1, 1]}, r"`input_ids` has nothing at 1"),
+}
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_tokens_of_another_tokenizer_are_refused_by_file_and_line(tmp_path, name):
+    bad, message = IDS[name]
+    rows = [{"input_ids": [1, 2, 3, 4], "loss_mask": [1, 1, 1, 1]}] * 5
+    good, data = write(tmp_path / "good.jsonl", rows), write(tmp_path / "rows.jsonl", [*rows, bad, *rows])
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:6: .*{message}"):
+        main(flags(tmp_path, data, eval_dataset=good, eval_prompts=0))
+
+
 ROWS = {
     "speaker": (
         {"messages": [{"role": "usr", "content": "q"}, {"role": "assistant", "content": "a"}]},
@@ -116,22 +132,46 @@ ROWS = {
     ),
     "no text": ({"messages": [{"role": "user", "content": None}, {"role": "assistant", "content": "a"}]}, "says None"),
     "nothing": ({"messages": None}, r"nothing in \['messages'\] is no conversation"),
-    "ids": ({"input_ids": [1, 2, 2048], "loss_mask": [1, 1, 1]}, r"`input_ids` has 2048, expected ids below 2048"),
-    "below": ({"input_ids": [1, -2, 8], "loss_mask": [1, 1, 1]}, r"`input_ids` has -2, expected ids below 2048"),
-    "hole": ({"input_ids": [1, None, 8], "loss_mask": [1, 1, 1]}, r"`input_ids` has nothing at 1"),
+    "images": ({**chats(1)[0], "images": ["a.png"]}, r"`images` of a row is "),
+    "template": (
+        {"messages": [{"role": "system", "content": "s"}, *chats(1)[0]["messages"]]},
+        r"The chat template refuses the conversation \(No system message, please\)\.",
+    ),
 }
 
 
+@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_that_cannot_be_used_is_named_by_file_and_line(tmp_path, name):
+def test_a_row_that_cannot_be_used_stops_no_run_and_is_named_by_file_and_line(tmp_path, name, streaming, caplog):
+    """Neither among the rows to train on nor among those to generate from."""
     bad, message = ROWS[name]
-    if "input_ids" in bad:
-        rows = [{"input_ids": [1, 2, 3, 4], "loss_mask": [1, 1, 1, 1]}] * 5
-    else:
-        rows = chats(5)
-    good, data = write(tmp_path / "good.jsonl", rows), write(tmp_path / "rows.jsonl", [*rows, bad, *rows])
-    with pytest.raises(ValueError, match=rf"rows\.jsonl:6: .*{message}"):
-        main(flags(tmp_path, data, eval_dataset=good, eval_prompts=0 if "input_ids" in bad else 1))
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('No system message, please') }}{% endif %}"
+    own = (MODELS / "tiny-deepseek-v4" / "chat_template.jinja").read_text()
+    (tmp_path / "template.jinja").write_text(template + own)
+    rows = chats(5)
+    data = write(tmp_path / "rows.jsonl", [*rows, bad, *rows])
+    held_out = write(tmp_path / "held-out.jsonl", [bad, *rows])
+    arguments = flags(tmp_path, data, eval_dataset=held_out, eval_prompts=2, chat_template=tmp_path / "template.jinja")
+    with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data"):
+        main([*arguments, *(["--streaming"] if streaming else [])])
+    place = r"rows\.jsonl, row 5" if streaming else r"rows\.jsonl:6"
+    of = r"\d+" if streaming else "11"
+    assert any(
+        re.match(rf"Skipped 1 of {of} rows that cannot be used.* \S+{place}: .*{message}", line)
+        for line in caplog.messages
+    )
+    assert any(re.match(rf"Skipped 1 of 6 rows .*held-out\.jsonl:1: .*{message}", line) for line in caplog.messages)
+    caplog.clear()
+    with pytest.raises(ValueError, match=rf"^Nothing to train on in .*only\.jsonl.*: .*{message}"):
+        main(
+            flags(
+                tmp_path,
+                write(tmp_path / "only.jsonl", [bad] * 3),
+                eval_dataset=held_out,
+                output_dir=tmp_path / "o",
+                chat_template=tmp_path / "template.jinja",
+            )
+        )
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 Spans = list[tuple[int, int]]
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_QUOTED = re.compile(r"""'[^']*'|"[^"]*"|\[.*\]|\{.*\}|\d+""")
 _COLUMNS = ("input_ids", "loss_mask", "position_ids")
 # Not in the rows that are returned: what is to be said of one, and where it is.
 _SAID, _WHERE = "said", "where"
@@ -56,6 +57,7 @@ _SENTENCES = {
         )
     },
 }  # fmt: skip
+_REASONS = 8  # told apart; the rest is counted together
 _FIRST_ROWS = 1000  # of a stream, looked through for a trainable one before training starts
 
 
@@ -632,8 +634,7 @@ def _kept(documents: Dataset, columns: list[str], report: _Report, num_proc: int
         report.add(said, where)
     if not len(rows):
         raise report.nothing_left(f"{len(documents)} rows", columns)
-    for name in _SENTENCES:
-        report.tell(name)
+    report.tell_all()
     return rows
 
 
@@ -653,42 +654,57 @@ class _Report:
         self.max_length = max_length
         mend = "`max_length`: raise it to train on all of them"
         self.limit = "all the positions that the target has" if max_length == positions else mend
-        self.seen, self.why = 0, ""
+        self.seen = 0
+        self.why: dict[str, str] = {}  # of each reason that rows are refused for, the words of the first
         self.count: Counter[str] = Counter()
         self.times: Counter[str] = Counter()
         self.first: dict[str, str] = {}
 
-    def add(self, said: list[str], where: str) -> None:
+    def add(self, said: list[str], where: str) -> list[str]:
+        """Count a row, and return what it is counted as."""
         self.seen += 1
         if said[:1] == ["refused"]:
-            said, why = said[:1], said[1]
-            self.why = self.why or why
+            said = [self._reason(said[1])]
         self.times.update(said)
         for name in set(said):
             self.count[name] += 1
             self.first.setdefault(name, where)
+        return said
+
+    def _reason(self, why: str) -> str:
+        """The same words, but for what they quote, are one reason."""
+        reason = f"refused {_QUOTED.sub('', why)}"
+        if reason not in self.why and len(self.why) >= _REASONS:
+            reason = "refused"
+        self.why.setdefault(reason, why)
+        return reason
 
     def keeps(self, said: list[str], where: str) -> bool:
         """Whether a row of a stream, whose end is not known, is kept; counts are told whenever they have doubled."""
-        self.add(said, where)
-        for name in _SENTENCES:
-            if name in said and self.count[name].bit_count() == 1:
+        for name in dict.fromkeys(self.add(said, where)):
+            if self.count[name].bit_count() == 1:
                 self.tell(name)
         return _is_kept(said)
+
+    def tell_all(self) -> None:
+        reasons = sorted(self.why, key=lambda reason: -self.count[reason])
+        for name in dict.fromkeys([*reasons, *_SENTENCES]):
+            self.tell(name)
 
     def tell(self, name: str) -> None:
         if self.count[name]:
             logger.warning(self._sentence(name))
 
     def _sentence(self, name: str) -> str:
-        return _SENTENCES[name].format(
-            count=self.count[name], times=self.times[name], of=self.seen, first=self.first[name], why=self.why,
-            max_length=self.max_length, limit=self.limit,
+        return _SENTENCES["refused" if name in self.why else name].format(
+            count=self.count[name], times=self.times[name], of=self.seen, first=self.first[name],
+            why=self.why.get(name), max_length=self.max_length, limit=self.limit,
         )  # fmt: skip
 
     def nothing_left(self, where: str, columns: list[str]) -> ValueError:
-        if self.count["refused"]:
-            return ValueError(f"Nothing to train on in {where}. {self._sentence('refused')}")
+        if self.why:
+            most = max(self.why, key=lambda reason: self.count[reason])
+            return ValueError(f"Nothing to train on in {where}. {self._sentence(most)}")
         first = next((self.first[name] for name in _SKIPPED if name in self.first), "")
         return _no_assistant_text(f"{where}, the first {first}", columns)
 

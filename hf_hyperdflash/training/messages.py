@@ -81,8 +81,8 @@ def _refuse_unread(given: Mapping[str, Any], unread: tuple[str, ...], of: str = 
         value = given.get(name)
         if value not in (None, "", [], {}) and not (name in REASONING and _is_mode(value)):
             raise ValueError(
-                f"`{name}` of {of} is {str(value)[:60]!r}, and is not read there: what is trained on would be "
-                "something else. Leave such rows out, or the field, where it says nothing."
+                f"`{name}` of {of} is {repr(value)[:60]}, which is not read there: leave the field out if the text is "
+                "the same without it, else the row."
             )
 
 

@@ -50,7 +50,7 @@ def test_history_is_read_before_one_exchange_and_refused_beside_a_conversation(f
         if form in EXCHANGES:
             assert to_messages(row) == [SYSTEM, *BEFORE, Q, A]
         else:
-            with pytest.raises(ValueError, match=r"^`history` of a row is .*, and is not read there"):
+            with pytest.raises(ValueError, match=r"^`history` of a row is .*, which is not read there"):
                 to_messages(row)
     assert to_messages({**FORMS[form], "history": []}) == to_messages(FORMS[form])
     if form in EXCHANGES:
@@ -70,7 +70,7 @@ def test_reasoning_is_read_under_each_of_its_names(name):
         if form in EXCHANGES:
             assert to_messages(row) == [Q, thought]
         else:
-            with pytest.raises(ValueError, match=f"^`{name}` of a row is 'r', and is not read there"):
+            with pytest.raises(ValueError, match=f"^`{name}` of a row is 'r', which is not read there"):
                 to_messages(row)
         for mode in ("on", "off", True, False):  # says that there is some, and where it is all the same
             assert to_messages({**FORMS[form], name: mode}) == to_messages(FORMS[form])
@@ -86,7 +86,7 @@ def test_what_is_no_text_and_what_only_a_template_would_know_is_refused_by_name(
         "images": ["a.png"], "image": "a.png", "videos": ["a.mp4"], "audios": ["a.wav"], "documents": [{"text": "x"}],
         "functions": [{"name": "f"}], "chat_template_kwargs": {"enable_thinking": False},
     }.items():  # fmt: skip
-        with pytest.raises(ValueError, match=f"^`{name}` of a row is .*, and is not read there"):
+        with pytest.raises(ValueError, match=f"^`{name}` of a row is .*, which is not read there"):
             to_messages({**FORMS[form], name: value})
         assert to_messages({**FORMS[form], name: type(value)()}) == to_messages(FORMS[form])
     for name in ("input", "context"):

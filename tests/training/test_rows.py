@@ -277,3 +277,21 @@ def test_an_answer_that_is_not_to_be_trained_on_is_not(template, caplog):
     if twice != template:
         with pytest.raises(ValueError, match="2 answers have 4 blocks"):
             encode_chat(with_template(tokenizer, twice), to_messages({"messages": first}))
+
+
+def test_each_reason_is_told_once_the_most_frequent_first_and_a_few_of_them(caplog):
+    tokenizer, good = with_template(trained("bytes"), LINES), {"messages": chat("hi", "It is three.")}
+    images = [{**good, "images": [f"{n}.png"]} for n in range(3)]
+    speakers = [{"messages": [{"role": name, "content": "q"}]} for name in ("narrator", "judge")]
+    kept, lines = told([speakers[0], good, images[0], speakers[1], *images[1:]], tokenizer, caplog)
+    assert len(kept) == 1 and [line.split(" (the")[0] for line in lines] == [
+        "Skipped 3 of 6 rows that cannot be used, the first of them row 2",
+        "Skipped 2 of 6 rows that cannot be used, the first of them row 0",
+    ]
+    assert "`images` of a row is ['0.png']" in lines[0] and "Unknown speaker 'narrator'" in lines[1]
+    raising = "{% if m.role == 'user' %}{{ raise_exception(m.content) }}{% endif %}{{ m.content }}{% endfor %}"
+    tokenizer.chat_template = "{% for m in messages %}" + raising
+    letters = [{"messages": chat(letter, "It is three.")} for letter in "abcdefghijk"]
+    asked = {"messages": [{"role": "assistant", "content": "It is three."}]}
+    with pytest.raises(ValueError, match=r"^Nothing to train on in 12 rows\. Skipped 3 of 12 rows .*\(i\)\.$"):
+        prepare_dataset([*letters, asked], tokenizer, max_length=60)

@@ -35,7 +35,8 @@ def main() -> None:
         non_blocking=True,
     )  # fmt: skip
     try:
-        target, _ = server._model_manager.load_model_and_processor(f"{arguments.target}@main")
+        manager = server._model_manager  # which knows its models by names of its own
+        target, _ = manager.load_model_and_processor(manager.process_model_name(arguments.target))
         load_drafter(arguments.drafter, target=target).bind(target, as_default=True)
     except Exception as error:
         server.kill_server()

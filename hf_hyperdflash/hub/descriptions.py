@@ -143,8 +143,11 @@ def _somebodys_own(config: Any) -> Description:
 
 def _reducer(config: Any) -> str:
     has_gate = config.target_hc_mult > 1
+    reducer = (
+        "fc" if getattr(config, "any_streams", False) and not has_gate else config.reducer
+    )  # the mean over one is itself
     origin = "inherited from the target's `hc_head`" if has_gate else "learned from nothing, as the target has none"
-    return _REDUCERS[config.reducer].format(layers=_layers(config), origin=origin)
+    return _REDUCERS[reducer].format(layers=_layers(config), origin=origin)
 
 
 def _layers(config: Any) -> str:

@@ -42,6 +42,10 @@ _MARKS: dict[str, Any] = {
     "Qwen3DSparkModel": layout_deepspec,
     "Gemma4DSparkModel": layout_deepspec,
     "dflash_config": layout_zlab,
+    "dspark_config": layout_zlab,
+    "markov_rank": layout_zlab,
+    "DSparkDraftModel": layout_zlab,
+    "DominoDraftModel": layout_zlab,
     "DFlash2DraftModel": layout_zlab,
     "DFlashDraftModel": layout_zlab,
     "diffspec_draft_token_num": layout_specblock,
@@ -110,7 +114,9 @@ def load_foreign(
     if target is not None and layout not in (layout_eagle3, layout_specblock):
         _check_copies(tensors, target, name)
     own = {"embed_tokens.weight"} if getattr(config, "own_embedding", False) else set()
-    for copied in ("embed_tokens.weight", "t2d", "d2t", *(() if config.draft_vocab_size else ("lm_head.weight",))):
+    # speculators' `hc_head_...` are the target's, of its loss.
+    copies = ("embed_tokens.weight", "t2d", "d2t", "hc_head_fn", "hc_head_base", "hc_head_scale")
+    for copied in (*copies, *(() if config.draft_vocab_size else ("lm_head.weight",))):
         if copied not in own:
             tensors.pop(copied, None)
     # What PyPI's dflash saves itself; what it and others read is without the end.
@@ -226,10 +232,12 @@ def check_expressible(config: HyperDFlashConfig, format: str, has_target: bool) 
     holds a part of the target, which is not given."""
     if format not in FORMATS:
         raise ValueError(f"`format` is {format!r}, expected one of {FORMATS}.")
+    is_mean = config.reducer == "stream_mean"
     obstacles = {
-        f"its reducer is {config.reducer!r}, and the layout knows only the dense projection `fc`": config.reducer
-        != "fc",
-        f"its target has {config.target_hc_mult} residual paths, and the layout only one": config.target_hc_mult != 1,
+        f"its reducer is {config.reducer!r}, and the layout knows only a dense projection, `fc`, of one stream or of "
+        "the mean of several": config.reducer != "fc" and not is_mean,
+        f"its target has {config.target_hc_mult} residual paths, and the layout only one": config.target_hc_mult != 1
+        and not is_mean,
         "it reads the last layer's residual, which engines do not hand to a drafter": -1
         in (config.target_layer_ids or ()),
         "its width differs from the target's": config.hidden_size != config.target_hidden_size,

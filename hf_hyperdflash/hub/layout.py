@@ -8,7 +8,7 @@ from typing import Any, cast
 from transformers import GenerationConfig, PreTrainedConfig
 
 from ..runtime.configuration_hyperdflash import HyperDFlashConfig
-from ..runtime.reach import SLIDING
+from ..runtime.reach import FULL, SLIDING
 
 # Fields with one name everywhere.
 _SHAPE = (
@@ -18,7 +18,7 @@ _SHAPE = (
 _NEEDED = _SHAPE[:7]  # without which other programs do not agree on a default
 # What `read_shape` and `read_windows` read, for `check_known`.
 SHAPE_FIELDS = (*_SHAPE, "rope_theta", "rope_scaling", "rope_parameters")
-WINDOW_FIELDS = ("layer_types", "sliding_window", "use_sliding_window")
+WINDOW_FIELDS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 # Fields of any layout that change nothing of what a drafter computes.
 _HARMLESS = {
     # Bookkeeping, and how text is generated.
@@ -43,6 +43,7 @@ _SELECTOR = {
     "head_rank": "selector_rank", "head_candidates": "selector_top_k", "conv_kernel_size": "conv_kernel_size",
     "conv_group_size": "conv_group_size",
 }  # fmt: skip
+SELECTOR_FIELDS = tuple(_SELECTOR.values())
 
 Value = Callable[[str], Any]  # what a config.json says of a field, by its name; None for nothing
 
@@ -55,6 +56,7 @@ def drafter_config(
     block_size: int | None,
     mask_token_id: int | None,
     num_target_layers: int | None = None,
+    target_hidden_size: int | None = None,
     **more: Any,
 ) -> HyperDFlashConfig:
     """The configuration of a drafter in another layout.
@@ -66,6 +68,7 @@ def drafter_config(
         block_size: Slots of a block, the anchor's included.
         mask_token_id: Stands at every other slot.
         num_target_layers: How many the target has, if that is said.
+        target_hidden_size: Width of what is read of a layer, if that is said.
         **more: Fields of [`HyperDFlashConfig`].
 
     Raises:
@@ -92,17 +95,41 @@ def drafter_config(
     try:
         return HyperDFlashConfig(
             **layers,
-            reducer="fc",
-            target_hc_mult=1,
+            **read_streams(shape, target_hidden_size, name),
             target_layer_ids=ids,
             target_num_layers=num_target_layers or 0,
             block_size=block_size,
             mask_token_id=mask_token_id,
-            target_model_type=shape.get("model_type") or "",
+            target_model_type="",  # that of a drafter's layers is no target's
             **more,
         )
     except ValueError as error:
         raise ValueError(f"config.json of {name}: {error}") from error
+
+
+def read_streams(shape: Mapping[str, Any], width: int | None, name: str) -> dict[str, Any]:
+    """Our fields for what is read of a target's residual streams: their mean, as engines hand it to a drafter, however
+    many there are, or all of them side by side, where a drafter's layers say with `hc_mult` how many (speculators'
+    for DeepSeek-V4).
+
+    Args:
+        shape: The fields of its layers.
+        width: Of what is read of a layer of the target's, if that is said.
+        name: Of the checkpoint.
+
+    Raises:
+        ValueError: If what is read is of another width.
+    """
+    own, streams = shape.get("hidden_size"), shape.get("hc_mult") or 1
+    is_dense = streams != 1 and width != own
+    if type(streams) is not int or width not in (None, streams * own if is_dense else own):  # type: ignore[operator]
+        raise ValueError(
+            f"`target_hidden_size` of {name} is {width!r} and `hc_mult` {streams!r}, which is not supported: expected "
+            f"its own width, {own}, or that of so many streams."
+        )
+    if is_dense:
+        return {"reducer": "fc", "target_hc_mult": streams}
+    return {"reducer": "stream_mean", "target_hc_mult": 1, "any_streams": True}
 
 
 def read_shape(shape: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -121,7 +148,21 @@ def read_shape(shape: Mapping[str, Any], name: str) -> dict[str, Any]:
     rope = shape.get("rope_parameters") or {
         "rope_type": "default", **scaling, "rope_theta": shape.get("rope_theta", 10000.0),
     }  # fmt: skip
-    return {**{field: shape[field] for field in _SHAPE if shape.get(field) is not None}, "rope_parameters": rope}
+    shapes = {field: shape[field] for field in _SHAPE if shape.get(field) is not None}
+    return {**shapes, "rope_parameters": _for_text(rope, name)}
+
+
+def _for_text(rope: Any, name: str) -> Any:
+    """RoPE as it is for text, whose position is one and the same on all three axes of M-RoPE: plain."""
+    if not isinstance(rope, dict):
+        return rope
+    if rope.get("partial_rotary_factor") not in (None, 1):
+        raise ValueError(
+            f"`partial_rotary_factor` of {name} is {rope['partial_rotary_factor']!r}, which is not supported: "
+            "expected 1, RoPE on all of a head."
+        )
+    plain = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    return {**plain, "rope_type": "default"} if rope.get("rope_type") == "mrope" else plain
 
 
 def layer_fields(config: HyperDFlashConfig) -> dict[str, Any]:
@@ -138,19 +179,34 @@ def layer_fields(config: HyperDFlashConfig) -> dict[str, Any]:
     }
 
 
-def read_windows(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Our fields for the kinds of its layers and their window.
+def read_windows(fields: Mapping[str, Any], name: str, inner: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Our fields for the kinds of its layers and their window, by whatever field says that there is one:
+    `layer_types`, Qwen3's `use_sliding_window`, which is for layers from `max_window_layers` on, or `use_swa`, which
+    is for all.
+
+    Args:
+        fields: A config.json, or the section of it about layers.
+        name: Of the checkpoint.
+        inner: Its `dflash_config`, where MiMo's and NVIDIA's say it (vLLM's `_resolve_layer_attention`).
 
     Raises:
         ValueError: If a window is meant that is not there.
     """
-    kinds, window = fields.get("layer_types"), fields.get("sliding_window")
-    if not isinstance(kinds, list) or SLIDING not in kinds:
-        return {}
-    if window is None or not fields.get("use_sliding_window"):
+    kinds, used, inner = fields.get("layer_types"), fields.get("use_sliding_window"), inner or {}
+    window = inner.get("swa_window_size") or fields.get("sliding_window")
+    layers = fields.get("num_hidden_layers") or 0
+    if kinds is None and used and window and type(layers) is int:
+        first = fields.get("max_window_layers", 28)
+        kinds = [SLIDING if i >= first else FULL for i in range(layers)]
+    is_windowed = isinstance(kinds, list) and SLIDING in kinds
+    if inner.get("use_swa") and not is_windowed:
+        kinds, is_windowed = [SLIDING] * layers, True
+    if not is_windowed:
+        return {} if kinds is None or all(kind == FULL for kind in kinds) else {"layer_types": kinds}
+    if window is None or (used is False and not inner.get("swa_window_size")):
         raise ValueError(
             f"{name} has sliding attention layers, but its `sliding_window` is {window} and `use_sliding_window` "
-            f"{fields.get('use_sliding_window')}: expected a number of tokens, in use."
+            f"{used}: expected a number of tokens, in use."
         )
     return {"layer_types": kinds, "sliding_window": window}
 
@@ -205,19 +261,6 @@ def _embedded(field: str) -> bool:
     return any(word in field for word in ("mask", "noise", "ptd"))
 
 
-def refuse(value: Value, name: str, options: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise a `ValueError` if a config.json turns on what cannot be reproduced here.
-
-    Args:
-        value: What it says.
-        name: Of the checkpoint.
-        options: Names with the values that mean nothing, beside `None`.
-    """
-    for option, neutral in options.items():
-        if value(option) not in (None, *neutral):
-            raise ValueError(f"`{option}` of {name} is {value(option)!r}, which is not supported: expected none.")
-
-
 # DSpark
 
 
@@ -232,8 +275,8 @@ def read_dspark(value: Value, name: str) -> dict[str, Any]:
         raise ValueError(f"`markov_head_type` of {name} is {kind!r}, expected one of {', '.join(_MARKOV_HEADS)}.")
     return {
         **({"sequential_head": _MARKOV_HEADS[kind], "head_rank": rank} if rank else {}),
-        "confidence_head": value("enable_confidence_head"),
-        "confidence_reads_token": bool(value("confidence_head_with_markov")),
+        "confidence_head": (has_confidence := value("enable_confidence_head")),
+        **({"confidence_reads_token": bool(value("confidence_head_with_markov"))} if has_confidence else {}),
     }
 
 

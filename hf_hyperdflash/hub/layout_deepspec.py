@@ -8,19 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime.configuration_hyperdflash import HyperDFlashConfig
-from .layout import (
-    drafter_config,
-    layer_fields,
-    num_target_layers_field,
-    obstacles_to_dspark,
-    read_dspark,
-    refuse,
-    write_dspark,
-)
+from . import layout_flat
+from .layout import layer_fields, num_target_layers_field, obstacles_to_dspark, write_dspark
 
 _ARCHITECTURE = "Qwen3DSparkModel"
-# Not DeepSpec's: by others who say in its layout what it has no words for.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"dspark_bonus_anchor": (False,), "sample_from_anchor": (True,)}
 
 
 def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
@@ -34,21 +25,7 @@ def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
             f"{name} is a {', '.join(fields['architectures'])}, whose layers are not Qwen3's, which is not "
             f"supported: expected {_ARCHITECTURE}."
         )
-    missing = [field for field in ("markov_rank", "enable_confidence_head") if fields.get(field) is None]
-    if missing:
-        raise ValueError(f"config.json of {name} lacks {', '.join(missing)}.")
-    refuse(fields.get, name, _UNSUPPORTED)
-    if "sliding_attention" in (fields.get("layer_types") or ()):
-        raise ValueError(f"{name} has sliding attention layers: only full attention is supported.")
-    return drafter_config(
-        fields, name,
-        layer_ids=fields.get("target_layer_ids"),
-        block_size=fields.get("block_size"),
-        mask_token_id=fields.get("mask_token_id"),
-        num_target_layers=fields.get("num_target_layers"),
-        sample_from_anchor=True,
-        **read_dspark(fields.get, name),
-    )  # fmt: skip
+    return layout_flat.read(fields, name)
 
 
 def write(config: HyperDFlashConfig) -> dict[str, Any]:

@@ -95,6 +95,8 @@ def read(fields: dict[str, Any], name: str) -> Eagle3Config:
     more = {
         "norm_before_residual": bool(fields.get("norm_before_residual")),
         "fc_norm": bool(fields.get("fc_norm")),
+        # With vLLM's field beside it, EAGLE-3.1's: a further step goes on from the normed state.
+        "norm_output": bool(fields.get("norm_output")) and fields.get("num_aux_hidden_states") is not None,
         "qk_norm": is_deepspec,
         "target_name_or_path": fields.get("target_model_name_or_path") or "",
         "target_model_type": fields.get("target_model_type") or "",

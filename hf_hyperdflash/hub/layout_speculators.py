@@ -10,6 +10,9 @@ from typing import Any
 from ..runtime.configuration_hyperdflash import HyperDFlashConfig
 from ..runtime.reach import SLIDING
 from .layout import (
+    SHAPE_FIELDS,
+    WINDOW_FIELDS,
+    check_known,
     drafter_config,
     is_dflash2,
     layer_fields,
@@ -36,6 +39,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 _HEADS = {"dflash2": read_dflash2, "dspark": read_dspark}
+_READS = (
+    "speculators_model_type", "speculators_config", "transformer_layer_config", "draft_vocab_size", "block_size",
+    "aux_hidden_state_layer_ids", "mask_token_id", "target_hidden_size",
+    *(field for fields in _DEFAULTS.values() for field in fields),
+)  # fmt: skip
+_OF_LAYER = (*SHAPE_FIELDS, *WINDOW_FIELDS, "hc_mult")
 
 
 def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
@@ -48,6 +57,8 @@ def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
     if algorithm not in _DEFAULTS:
         raise ValueError(f"{name} is a {algorithm!r} speculator, expected one of {', '.join(_DEFAULTS)}.")
     layer, method = (section(fields, key, name) for key in ("transformer_layer_config", "speculators_config"))
+    check_known(fields, name, _READS)
+    check_known(layer, name, _OF_LAYER, {"partial_rotary_factor": (1,)})
     value = {**_DEFAULTS[algorithm], **fields}.get
     windows = read_windows(layer, name)
     size = fields.get("draft_vocab_size") or layer.get("vocab_size")
@@ -62,6 +73,7 @@ def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
         layer_ids=[i - 1 if isinstance(i, int) else i for i in fields.get("aux_hidden_state_layer_ids") or ()],
         block_size=fields.get("block_size"),
         mask_token_id=fields.get("mask_token_id"),
+        target_hidden_size=fields.get("target_hidden_size"),
         causal_layers="sliding" if windows and not value("sliding_window_non_causal") else "none",
         **windows,
         sample_from_anchor=bool(value("sample_from_anchor")),

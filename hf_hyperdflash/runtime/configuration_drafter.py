@@ -72,6 +72,8 @@ class DrafterConfig(PreTrainedConfig):
         target_hidden_size: Width of the target; 0 for the drafter's. If it differs from `hidden_size`, the reducer
             cannot have a gate.
         target_hc_mult: Number of residual paths of the target.
+        any_streams: Whether it reads the mean over a target's paths, however many these are: `target_hc_mult` is set
+            when it is bound. Other programs' checkpoints do not say how many.
         target_num_layers: Number of the target's layers, 0 if not known; other programs' layouts say it.
         target_model_type: `config.model_type` of the target.
         target_name_or_path: The target the drafter was made for; binding to another name warns.
@@ -106,6 +108,7 @@ class DrafterConfig(PreTrainedConfig):
     hc_eps: float = 1e-6
     target_hidden_size: int = 0
     target_hc_mult: int = 4
+    any_streams: bool = False
     target_num_layers: int = 0
     target_model_type: str = "deepseek_v4"
     target_name_or_path: str = ""
@@ -261,6 +264,8 @@ class DrafterConfig(PreTrainedConfig):
     def _check_reducer(self) -> None:
         if self.reducer not in REDUCERS:
             raise ValueError(f"`reducer` is {self.reducer!r}, expected one of {tuple(REDUCERS)}.")
+        if self.any_streams and self.reducer != "stream_mean":
+            raise ValueError(f"`reducer` is {self.reducer!r}, expected 'stream_mean' with `any_streams`.")
         check_layer_ids(self.target_layer_ids)
         if self.has_gate and self.hidden_size != self.target_hidden_size:
             raise ValueError(

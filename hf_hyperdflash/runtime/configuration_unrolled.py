@@ -16,8 +16,6 @@ class UnrolledConfig(DrafterConfig):
         qk_norm: Whether its attention normalizes queries and keys.
         usual_layers: Whether it reads the layers 1, n / 2 - 1 and n - 4 of a target of n: `target_layer_ids` are set
             when it is bound. Other programs' checkpoints do not say n.
-        any_streams: Whether it reads the mean over a target's streams, however many these are: `target_hc_mult` is set
-            when it is bound. Other programs' checkpoints do not say how many.
 
     Raises:
         ValueError: If a field, or a pair of them, makes no drafter.
@@ -28,7 +26,6 @@ class UnrolledConfig(DrafterConfig):
     own_embedding: bool = False
     qk_norm: bool = False
     usual_layers: bool = False
-    any_streams: bool = False
 
     bounds = {**DrafterConfig.bounds, "block_size": (1, 2**8), "max_blocks": (1, 2**8)}
     # What other drafters may have.
@@ -38,8 +35,6 @@ class UnrolledConfig(DrafterConfig):
 
     def _check_sizes(self) -> None:
         super()._check_sizes()
-        if self.any_streams and self.reducer != "stream_mean":
-            raise ValueError(f"`reducer` is {self.reducer!r}, expected 'stream_mean' with `any_streams`.")
         is_whole = self.own_embedding and self.draft_vocab_size
         if self.hidden_size != self.target_hidden_size and not is_whole:
             raise ValueError(

@@ -34,7 +34,10 @@ class ReadingDrafter(SavedDrafter):
         return self.config.max_draft_tokens
 
     def check_target(self, target: PreTrainedModel) -> None:
-        """Raise a `ValueError` that names both values if the drafter does not fit `target`."""
+        """Raise a `ValueError` that names both values if the drafter does not fit `target`. One that reads any streams
+        is told here how many these are."""
+        if getattr(self.config, "any_streams", False):
+            self.config.target_hc_mult = family_of(target).paths
         check_pair(self.config, target, type(self).__name__)
 
     def of_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:

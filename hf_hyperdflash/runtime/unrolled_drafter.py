@@ -245,11 +245,9 @@ class UnrolledDrafter(ReadingDrafter):
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Raise a `ValueError` that names both values if the drafter does not fit `target`. One that reads a target's
-        usual layers, or any streams, is told here which and how many these are."""
+        usual layers is told here which these are."""
         if self.config.usual_layers:
             self.config.target_layer_ids = usual_layers(family_of(target).config.num_hidden_layers)
-        if self.config.any_streams:
-            self.config.target_hc_mult = family_of(target).paths
         super().check_target(target)
 
     def check_trainable(self, target: PreTrainedModel) -> None:

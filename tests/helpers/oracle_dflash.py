@@ -19,6 +19,9 @@ the package imports or exports can be held against it. Facts are from the public
   vllm/v1/spec_decode/dflash.py: 1 + num_speculative_tokens queries, the mask slots are sampled)
 - The drafter's own `norm` and then a head without bias. The target's final norm is not applied.
 - RoPE is Qwen3's half-split one, on the normed queries and keys; scores are scaled by head_dim**-0.5.
+- A target with several residual streams (hyper-connections): its feature is their mean, as engines hand it out
+  (vLLM's and SGLang's glm5_next, deepseek_v4). speculators' pull request 524 reads DeepSeek-V4's side by side instead
+  and writes `hc_mult` into `transformer_layer_config`.
 - `block_size` counts the anchor: at most block_size - 1 drafts. vLLM's block is 1 + num_speculative_tokens, the
   current z-lab code cuts the block to the tokens left, its first version always ran block_size slots. Attention
   being bidirectional, that changes the drafts: here the block is as long as the count asks, or `slots`.
@@ -101,6 +104,7 @@ class Drafter:
     windows: list[int | None]
     window_from_anchor: bool
     first: int = 1  # the first slot that predicts
+    side_by_side: bool = False  # a target's streams, not their mean
 
 
 # --- Writing --------------------------------------------------------------------------------------------------------
@@ -137,10 +141,10 @@ def random_body(hidden: int, features: int, layers: int, seed: int) -> Weights:
     return weights
 
 
-def layer_config(target: Target, layers: int, sliding_window: int | None) -> dict[str, Any]:
-    """The Qwen3-like fields both formats share, rope aside. With a window, every layer but the last slides."""
-    config = target.config
-    sliding = 0 if sliding_window is None else layers - 1
+def layer_config(target: Target, layers: int, sliding_window: int | None, all_slide: bool = False) -> dict[str, Any]:
+    """The Qwen3-like fields both formats share, rope aside. With a window, every layer but the last slides, or all."""
+    config = target.config.get_text_config()
+    sliding = 0 if sliding_window is None else layers - (not all_slide)
     return {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -184,8 +188,11 @@ def write_zlab(
     seed: int = 0,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    inner: dict[str, Any] | None = None,
+    outer: dict[str, Any] | None = None,
 ) -> None:
-    """A random drafter in z-lab's layout: the flat config or, `nested`, the newer one. Layer id i: its output."""
+    """A random drafter in z-lab's layout: the flat config or, `nested`, the newer one, with more fields in
+    `dflash_config` and at the top level (`None` takes one out). Layer id i: its output."""
     config = layer_config(target, layers, sliding_window)
     config |= {
         "architectures": ["DFlashDraftModel"],
@@ -201,6 +208,8 @@ def write_zlab(
         config |= {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "transformers_version": "4.57.1"}
     if is_causal is not None:
         config["is_causal"] = is_causal
+    config["dflash_config"] |= inner or {}
+    config = {field: value for field, value in {**config, **(outer or {})}.items() if value is not None}
     save(folder, config, random_body(target.config.hidden_size, len(layer_ids), layers, seed))
 
 
@@ -270,12 +279,19 @@ def write_speculators(
     sliding_window_non_causal: bool = False,
     sample_from_anchor: bool = False,
     verifier_weights: Literal["copied", "omitted", "own"] = "copied",
+    all_slide: bool = False,
+    streams: int = 1,
 ) -> None:
     """A random drafter in speculators' layout. Layer id i: hidden_states[i]. Embedding and head: a copy of the
-    target's, as trained; omitted, as newer versions save; or random "own" ones, to see which a loader uses."""
-    size = target.config.vocab_size
+    target's, as trained; omitted, as newer versions save; or random "own" ones, to see which a loader uses. With
+    `streams` the target's are read side by side, and the file has the buffers of its `hc_head`, of the loss."""
+    text = target.config.get_text_config()
+    size, width = text.vocab_size, text.hidden_size
     drafts = block_size if sample_from_anchor else block_size - 1
-    config = speculators_config(target, layer_config(target, layers, sliding_window), drafts)
+    of_layers = layer_config(target, layers, sliding_window, all_slide)
+    config = speculators_config(target, of_layers | ({"hc_mult": streams} if streams > 1 else {}), drafts)
+    if streams > 1:
+        config["target_hidden_size"] = streams * width
     config |= {
         "aux_hidden_state_layer_ids": layer_ids,
         "block_size": block_size,
@@ -284,7 +300,10 @@ def write_speculators(
         "sample_from_anchor": sample_from_anchor,
         "sliding_window_non_causal": sliding_window_non_causal,
     }
-    weights = random_body(target.config.hidden_size, len(layer_ids), layers, seed)
+    weights = random_body(width, len(layer_ids) * streams, layers, seed)
+    if streams > 1:
+        weights["hc_head_fn"] = torch.zeros(streams, streams * width)
+        weights |= {"hc_head_base": torch.zeros(streams), "hc_head_scale": torch.ones(1)}
     order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
     kept = order[: draft_vocab_size or size].sort().values
     save(folder, config, weights | vocabulary(target, size, kept, verifier_weights, seed))
@@ -300,8 +319,16 @@ def read(folder: str | Path) -> tuple[dict[str, Any], Weights]:
 
 
 def _sliding(config: dict[str, Any]) -> list[bool]:
-    types = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
-    return [kind == "sliding_attention" for kind in types]
+    """Which layers slide. Where `layer_types` are not said, those from `max_window_layers` on, if a window is in use
+    (transformers' Qwen3Config); with `use_swa` and none that slides, all (vLLM's `_resolve_layer_attention`)."""
+    layers = config["num_hidden_layers"]
+    types, is_used = config.get("layer_types"), config.get("use_sliding_window") and config.get("sliding_window")
+    sliding = [kind == "sliding_attention" for kind in types] if types else [False] * layers
+    if types is None and is_used:
+        sliding = [i >= config.get("max_window_layers", 28) for i in range(layers)]
+    if config.get("dflash_config", {}).get("use_swa") and not any(sliding):
+        return [True] * layers
+    return sliding
 
 
 def _zlab_value(config: dict[str, Any], name: str, default: Any = None) -> Any:
@@ -314,15 +341,18 @@ def read_zlab(folder: str | Path) -> Drafter:
     explicit = config.get("is_causal")
     if explicit is None:
         explicit = config.get("dflash_config", {}).get("causal")
+    window = _zlab_value(config, "swa_window_size", config.get("sliding_window"))
+    is_said = bool(config.get("layer_types")) and "sliding_attention" in config["layer_types"]
     return Drafter(
         config=config,
         weights=weights,
         features=[i + 1 for i in _zlab_value(config, "target_layer_ids")],
         mask_token_id=_zlab_value(config, "mask_token_id"),
         block_size=_zlab_value(config, "block_size"),
-        causal=[each if explicit is None else bool(explicit) for each in sliding],
-        windows=[config["sliding_window"] if each else None for each in sliding],
+        causal=[each and is_said if explicit is None else bool(explicit) for each in sliding],
+        windows=[window if each else None for each in sliding],
         window_from_anchor=False,
+        first=1 if not _zlab_value(config, "sample_from_anchor") else 0,
     )
 
 
@@ -339,6 +369,7 @@ def read_speculators(folder: str | Path) -> Drafter:
         causal=[each and not outer.get("sliding_window_non_causal", False) for each in sliding],
         windows=[config["sliding_window"] if each else None for each in sliding],
         window_from_anchor=True,
+        side_by_side=config.get("hc_mult", 1) > 1,
         first=0 if outer.get("sample_from_anchor", outer["speculators_model_type"] == "dspark") else 1,
     )
 
@@ -356,7 +387,7 @@ def _norm(weights: Weights, name: str, x: Tensor, eps: float) -> Tensor:
 
 def _theta(config: dict[str, Any]) -> float:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", "default") != "default":
+    if rope.get("rope_type", rope.get("type", "default")) not in ("default", "mrope"):  # which are the same for text
         raise ValueError(f"the oracle knows only plain RoPE, not {rope}")
     return float(rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"])
 
@@ -448,7 +479,10 @@ def states(drafter: Drafter, target: Target, embedding: Tensor, ids: Tensor, cou
             f"cannot draft {count} in a block of {slots} (at most {drafter.block_size}) after {ids.shape}"
         )
     states = target(ids[:, :-1], output_hidden_states=True).hidden_states
-    features = torch.cat([states[i][0].float() for i in drafter.features], dim=-1)
+    chosen = [states[i][0].float() for i in drafter.features]  # [length, (streams,) D]
+    if chosen[0].dim() == 3:
+        chosen = [each.flatten(1) if drafter.side_by_side else each.mean(1) for each in chosen]
+    features = torch.cat(chosen, dim=-1)
     context = _linear(drafter.weights, "fc", features)
     context = _norm(drafter.weights, "hidden_norm", context, drafter.config["rms_norm_eps"])
     block = torch.tensor([int(ids[0, -1])] + [drafter.mask_token_id] * (slots - 1))

@@ -17,6 +17,12 @@ src/speculators/models/dspark/)
   head), `markov_head_type`, `enable_confidence_head`, `confidence_head_with_markov`, `num_anchors`,
   `num_target_layers`. The file has copies of the target's embedding and head, `embed_tokens.weight` and
   `lm_head.weight`.
+- SpecForge (sgl-project/SpecForge configs/qwen3-8b-dspark.json, specforge/modeling/draft/dspark.py,
+  specforge/algorithms/common/dflash_family_model.py `_build_dspark_labels_and_mask`): as z-lab's, `architectures:
+  ["DSparkDraftModel"]`, in `dflash_config` `projector_type: "dspark"` and the heads' fields, without
+  `enable_confidence_head` there is a head if `confidence_head_alpha` is not 0. Slot k is trained for the token a+k+1,
+  as DeepSpec's. Its `normalize_dflash_export.py` makes `architectures: ["Qwen3DSparkModel"]` and copies the heads'
+  fields to the top level, not the others.
 - speculators: as its DFlash, with the same four fields; `sample_from_anchor` is true where it is not said.
 
 **DFlash 2** (PyPI dflash 0.1.0 dflash/model.py; speculators src/speculators/models/dflash2/)
@@ -31,7 +37,7 @@ src/speculators/models/dspark/)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +75,8 @@ def _random(shapes: dict[str, tuple[int, ...]], seed: int) -> Weights:
 
 def dspark_tensors(target: Target, head: str | None, confidence: str | None, drafted: int, seed: int) -> Weights:
     """Random tensors of DSpark's heads: `head` vanilla, gated, rnn or `None`, `confidence` markov, state or `None`."""
-    size, width = target.config.vocab_size, target.config.hidden_size
+    text = target.config.get_text_config()
+    size, width = text.vocab_size, text.hidden_size
     shapes: dict[str, tuple[int, ...]] = {}
     if head:
         shapes |= {"markov_head.markov_w1.weight": (size, RANK), "markov_head.markov_w2.weight": (drafted, RANK)}
@@ -97,7 +104,8 @@ def _dspark_fields(head: str | None, confidence: str | None) -> dict[str, Any]:
 
 
 def _dflash2_tensors(target: Target, taps: int, group: int, seed: int) -> Weights:
-    size, width = target.config.vocab_size, target.config.hidden_size
+    text = target.config.get_text_config()
+    size, width = text.vocab_size, text.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "candidate_selector.predecessor_codebook": (size, RANK),
         "candidate_selector.successor_codebook": (size, RANK),
@@ -145,6 +153,37 @@ def write_deepspec(
     base.save(folder, config, weights)
 
 
+def write_specforge(
+    folder: str | Path,
+    target: Target,
+    *,
+    layer_ids: list[int],
+    block_size: int,
+    mask_token_id: int,
+    head: str | None = "vanilla",
+    confidence: str | None = None,
+    normalized: bool = False,
+    seed: int = 0,
+) -> None:
+    """A random DSpark drafter as SpecForge writes it, or `normalized` for SGLang. Layer id i: its output."""
+    fields = _dspark_fields(head, confidence)
+    inner = {**fields, "attention_mode": "gqa", "mask_token_id": mask_token_id, "projector_type": "dspark"}
+    config = base.layer_config(target, LAYERS, None) | {
+        "architectures": ["DSparkDraftModel"],
+        "auto_map": {"AutoModel": "dspark.DSparkDraftModel"},
+        "block_size": block_size,
+        "dflash_config": inner
+        | {"target_layer_ids": layer_ids, "confidence_head_alpha": float(confidence is not None)},
+        "num_target_layers": target.config.num_hidden_layers,
+        "rope_scaling": None,
+        "rope_theta": THETA,
+    }
+    if normalized:
+        config |= {"architectures": ["Qwen3DSparkModel"], **fields}
+    weights = base.random_body(target.config.hidden_size, len(layer_ids), LAYERS, seed)
+    base.save(folder, config, weights | dspark_tensors(target, head, confidence, target.config.vocab_size, seed))
+
+
 def write_speculators_dspark(
     folder: str | Path,
     target: Target,
@@ -156,15 +195,18 @@ def write_speculators_dspark(
     confidence: str | None = None,
     draft_vocab_size: int | None = None,
     sample_from_anchor: bool | None = None,
+    sliding_window: int | None = None,
     seed: int = 0,
 ) -> None:
     """A random DSpark drafter in speculators' layout. Layer id i: hidden_states[i]. A truncated vocabulary has a head
-    of its own; else embedding and head are left out, as newer versions do."""
-    size = target.config.vocab_size
+    of its own; else embedding and head are left out, as newer versions do. With a window all layers slide."""
+    text = target.config.get_text_config()
+    size = text.vocab_size
     order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
     kept = order[: draft_vocab_size or size].sort().values
     drafts = block_size - (sample_from_anchor is False)
-    config = base.speculators_config(target, base.layer_config(target, LAYERS, None), drafts, "dspark")
+    of_layers = base.layer_config(target, LAYERS, sliding_window, all_slide=True)
+    config = base.speculators_config(target, of_layers, drafts, "dspark")
     config |= {
         "architectures": ["DSparkDraftModel"],
         "aux_hidden_state_layer_ids": layer_ids,
@@ -174,7 +216,7 @@ def write_speculators_dspark(
         **({} if sample_from_anchor is None else {"sample_from_anchor": sample_from_anchor}),
         **_dspark_fields(head, confidence),
     }
-    weights = base.random_body(target.config.hidden_size, len(layer_ids), LAYERS, seed)
+    weights = base.random_body(text.hidden_size, len(layer_ids), LAYERS, seed)
     weights |= dspark_tensors(target, head, confidence, len(kept), seed)
     base.save(folder, config, weights | base.vocabulary(target, size, kept, "omitted", seed))
 
@@ -191,23 +233,26 @@ def write_dflash2(
     top_k: int = 16,
     taps: int = 2,
     group: int = 16,
+    sliding_window: int | None = None,
     seed: int = 0,
 ) -> None:
-    """A random DFlash 2 drafter, in z-lab's layout (layer id i: its output) or in speculators' (hidden_states[i])."""
-    config = base.layer_config(target, LAYERS, None)
+    """A random DFlash 2 drafter, in z-lab's layout (layer id i: its output) or in speculators' (hidden_states[i]).
+    With a window all layers slide."""
+    text = target.config.get_text_config()
+    config = base.layer_config(target, LAYERS, sliding_window, all_slide=True)
     sizes = {"conv_kernel_size": taps, "conv_group_size": group, "selector_rank": RANK, "selector_top_k": top_k}
     roles = {"mask_token_id": mask_token_id, "block_size": block_size}
     if layout == "speculators":
         config = base.speculators_config(target, config, block_size - 1, "dflash2")
-        config |= {"aux_hidden_state_layer_ids": layer_ids, "draft_vocab_size": target.config.vocab_size}
+        config |= {"aux_hidden_state_layer_ids": layer_ids, "draft_vocab_size": text.vocab_size}
         config |= {**roles, **sizes}
     else:
         config |= {"is_causal": False, "rope_parameters": {"rope_theta": THETA, "rope_type": "default"}}
-        config["num_target_layers"] = target.config.num_hidden_layers
+        config["num_target_layers"] = text.num_hidden_layers
         inner = {**roles, **sizes, "target_layer_ids": layer_ids}
         config |= {"dflash_config": inner} if nested else inner
     config["architectures"] = ["DFlash2DraftModel"]
-    weights = base.random_body(target.config.hidden_size, len(layer_ids), LAYERS, seed)
+    weights = base.random_body(text.hidden_size, len(layer_ids), LAYERS, seed)
     base.save(folder, config, weights | _dflash2_tensors(target, taps, group, seed))
 
 
@@ -233,6 +278,8 @@ def _read_deepspec(folder: str | Path) -> Drafter:
 def _read_any(folder: str | Path, config: dict[str, Any]) -> Drafter:
     if "speculators_model_type" in config:
         return base.read_speculators(folder)
+    if config.get("dflash_config", {}).get("projector_type") == "dspark":
+        return replace(base.read_zlab(folder), first=0)
     return _read_deepspec(folder) if "Qwen3DSparkModel" in config["architectures"] else base.read_zlab(folder)
 
 

@@ -30,6 +30,35 @@ ZLAB = [
     {"nested": False, "layer_ids": [0, 2], "sliding_window": 6},
     {"nested": True, "layer_ids": [1], "sliding_window": 3, "is_causal": False},
     {"nested": True, "layer_ids": [1], "sliding_window": 1, "is_causal": True},
+    # MiMo's and NVIDIA's: all layers slide, none is causal, whatever their types say.
+    {"nested": True, "layer_ids": [1], "inner": {"use_swa": True, "swa_window_size": 6}},
+    {
+        "nested": True,
+        "layer_ids": [1],
+        "inner": {"use_swa": True, "causal": True},
+        "outer": {"use_sliding_window": True, "sliding_window": 6},
+    },
+    # Qwen3's own words for a window, without types of layers.
+    {
+        "nested": True,
+        "layer_ids": [1],
+        "outer": {"layer_types": None, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+        "is_causal": False,
+    },
+    {
+        "nested": True,
+        "layer_ids": [1],
+        "outer": {"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+    },
+    {
+        "nested": False,
+        "layer_ids": [1],
+        "outer": {
+            "rope_theta": 1e4,
+            "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+        },
+    },
+    {"nested": True, "layer_ids": [1], "inner": {"sample_from_anchor": True}},
 ]
 SPECULATORS = [
     {"layer_ids": [1, 3]},
@@ -85,10 +114,10 @@ def whole(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("options", ZLAB)
 def test_zlab(target, tmp_path, options):
     write_zlab(tmp_path, target, **options, **SHAPE)
-    ids = prompt(14)
+    ids, count = prompt(14), 5 if "sample_from_anchor" in options.get("inner", ()) else 4
     drafter = load_foreign(tmp_path, dtype=torch.float32)
-    assert drafter.config.target_layer_ids == options["layer_ids"] and drafter.num_draft_tokens == 4
-    check(drafter, target, zlab_logits(tmp_path, target, ids, 4, slots=5), ids)
+    assert drafter.config.target_layer_ids == options["layer_ids"] and drafter.num_draft_tokens == count
+    check(drafter, target, zlab_logits(tmp_path, target, ids, count, slots=5), ids)
 
 
 @pytest.mark.parametrize("options", SPECULATORS)

@@ -21,6 +21,7 @@ from ..helpers.families import qwen3
 SHAPE: dict[str, Any] = {"block_size": 5, "mask_token_id": 1}
 DEEPSPEC = partial(oracle.write_deepspec, layer_ids=[0, 2], **SHAPE)
 SPECULATORS = partial(oracle.write_speculators_dspark, layer_ids=[1, 3], **SHAPE)
+SPECFORGE = partial(oracle.write_specforge, layer_ids=[0, 2], **SHAPE)
 DFLASH2 = partial(oracle.write_dflash2, layout="z-lab", layer_ids=[0, 2], **SHAPE)
 DFLASH2_SPECULATORS = partial(oracle.write_dflash2, layout="speculators", layer_ids=[1, 3], **SHAPE)
 WRITERS = {
@@ -28,6 +29,9 @@ WRITERS = {
     "deepspec gated": partial(DEEPSPEC, head="gated"),
     "deepspec rnn": partial(DEEPSPEC, head="rnn", confidence="state"),
     "deepspec headless": partial(DEEPSPEC, head=None, confidence="state"),
+    "specforge vanilla": partial(SPECFORGE, confidence="markov"),
+    "specforge headless": partial(SPECFORGE, head=None),
+    "specforge normalized": partial(SPECFORGE, head="gated", confidence="state", normalized=True),
     "speculators vanilla": partial(SPECULATORS, draft_vocab_size=20, confidence="markov"),
     "speculators gated": partial(SPECULATORS, head="gated", sample_from_anchor=False, confidence="markov"),
     "speculators rnn": partial(SPECULATORS, head="rnn", sample_from_anchor=True),
@@ -102,7 +106,7 @@ def test_drafts_are_the_oracles_in_every_round(target, tmp_path, monkeypatch, ca
 @pytest.mark.parametrize(
     ("case", "format"),
     [
-        *((case, "deepspec") for case in WRITERS if "deepspec" in case or case == "speculators rnn"),
+        *((case, "deepspec") for case in WRITERS if case.startswith(("deepspec", "specforge")) or "rnn" in case),
         *((case, "speculators") for case in WRITERS),
         *((case, "z-lab") for case in WRITERS if "dflash2" in case),
     ],
@@ -185,20 +189,30 @@ def test_copies_of_another_target_are_refused(target, tmp_path):
         (DEEPSPEC, {"target_layer_ids": [-1, 2]}, r"reads layers \[-1, 2\].*the embeddings"),
         (DEEPSPEC, {"target_layer_ids": [0, 3]}, "last layer's output"),
         (DEEPSPEC, {"markov_head_type": "fir"}, "`markov_head_type` .* is 'fir', expected one of vanilla, gated, rnn"),
-        (DEEPSPEC, {"markov_rank": None, "enable_confidence_head": None}, "lacks markov_rank, enable_confidence_head"),
+        (DEEPSPEC, {"markov_rank": None}, r"2 unexpected \(markov_head"),
         (DEEPSPEC, {"markov_rank": "8"}, "`head_rank` is '8'"),
         (DEEPSPEC, {"markov_rank": 0}, r"2 unexpected \(markov_head"),
         (DEEPSPEC, {"enable_confidence_head": True}, r"2 missing \(confidence_head"),
-        (DEEPSPEC, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding attention layers"),
-        (DEEPSPEC, {"dspark_bonus_anchor": True}, "`dspark_bonus_anchor` .* is True, which is not supported"),
-        (DEEPSPEC, {"sample_from_anchor": False}, "`sample_from_anchor` .* is False, which is not supported"),
+        (DEEPSPEC, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding attention layers, but its"),
+        (DEEPSPEC, {"dspark_bonus_anchor": True, "sample_from_anchor": True}, "are both True, expected one of them"),
+        (DEEPSPEC, {"sample_from_anchor": "no"}, "`sample_from_anchor` .* is 'no', expected true, false or none"),
+        (DEEPSPEC, {"quantization_config": {"quant_algo": "NVFP4"}}, "`quantization_config` in .* nothing is known"),
+        (SPECFORGE, {"dflash_config": {"projector_type": "domino", "gru_hidden_dim": 8}},
+         "`projector_type` of .* is 'domino', which is not supported: expected dflash or dspark"),
+        (SPECFORGE, {"architectures": ["DominoDraftModel"]}, "`projector_type` of .* is 'domino', which is not"),
         (DEEPSPEC, {"num_target_layers": "4"}, "`num_target_layers` .* is '4', expected an integer"),
         (SPECULATORS, {"speculators_model_type": "peagle"}, r"a drafter of a kind that is not read \(P-EAGLE\)"),
         (SPECULATORS, {"markov_head_type": "rnn"}, r"2 missing \(markov_head\.joint_proj"),
         (partial(SPECULATORS, head="rnn"), {"sample_from_anchor": False}, "an 'rnn' head and .* begins at"),
         (DFLASH2, {"is_causal": "yes"}, "`is_causal` .* is 'yes', expected true, false or none"),
         (DFLASH2, {"final_logit_softcapping": 1.0}, "`final_logit_softcapping` .* is 1.0, which is not supported"),
-        (DFLASH2, {"architectures": ["DFlashDraftModel"]}, "11 unexpected"),
+        (DFLASH2, {"attention_value_scale": 0.5}, "`attention_value_scale` .* is 0.5, which is not supported"),
+        (DFLASH2, {"is_neox_style": False}, "`is_neox_style` .* is False, which is not supported: expected True"),
+        (DFLASH2, {"target_hidden_size": 128}, "`target_hidden_size` .* is 128 and `hc_mult` 1"),
+        (DFLASH2, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+         "`partial_rotary_factor` .* is 0.25"),
+        (DFLASH2, {"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"is \[1, 2\] and `target_layer_ids` \[0, 2\]"),
+        (DFLASH2, {"chunked": 4}, "`chunked` in the config.json of .* nothing is known here of that field"),
         (partial(DFLASH2, nested=False), {"selector_top_k": 0}, "lacks selector_top_k"),
         (partial(DFLASH2, nested=False), {"selector_rank": None, "conv_kernel_size": None}, "lacks selector_rank"),
         (partial(DFLASH2, nested=False), {"conv_kernel_size": 9}, "`conv_kernel_size` is 9"),

@@ -114,10 +114,11 @@ def speculators(folder, tensors, kind="llama", **more):
 
 @torch.no_grad()
 def read(target, ids: torch.Tensor, layers=LAYERS) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features of every token, `[seq, layers * width]`, and embeddings of the tokens after."""
+    """Features of every token, `[seq, layers * width]`, the mean over the streams of each layer, and embeddings of the
+    tokens after."""
     with capture_residual(target, layers) as captured:
         target(ids)
-    return captured[0][0].flatten(1), target.get_input_embeddings()(ids[0, 1:])
+    return captured[0][0].unflatten(1, (len(layers), -1)).mean(2).flatten(1), target.get_input_embeddings()(ids[0, 1:])
 
 
 class Followed(DraftSampler):

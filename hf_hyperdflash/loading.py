@@ -28,7 +28,14 @@ from transformers import (
 from transformers.utils import is_gguf_available
 
 from .hub.descriptions import one_of
-from .hub.formats import foreign_layout, foreign_without_weights, kind_not_read, load_foreign, pickles_of
+from .hub.formats import (
+    foreign_class,
+    foreign_layout,
+    foreign_without_weights,
+    kind_not_read,
+    load_foreign,
+    pickles_of,
+)
 from .runtime.binding import check_fit
 from .runtime.configuration_eagle3 import Eagle3Config
 from .runtime.configuration_hyperdflash import HyperDFlashConfig
@@ -232,6 +239,7 @@ def check_drafter(
     *,
     kinds: Collection[type[SavedDrafter]] = (),
     needs_weights: bool = True,
+    or_others: bool = False,
     **hub_kwargs: Any,
 ) -> Any:
     """Find what loads a drafter.
@@ -240,6 +248,7 @@ def check_drafter(
         name: Path or Hub id.
         kinds: Those of which it must be, saved by this package; any, in any layout, if empty.
         needs_weights: Whether its configuration is not enough.
+        or_others: Whether one of `kinds` in another program's layout will do as well.
         **hub_kwargs: For the Hub.
 
     Raises:
@@ -262,10 +271,12 @@ def check_drafter(
             f"{name} is a model of type {fields.get('model_type')!r}, expected a drafter. One for it is made by "
             f"`hf-hyperdflash train --target {name}`."
         )
-    if kinds and getattr(load, "__self__", None) not in kinds:
+    is_theirs = load is load_foreign and foreign_class(foreign_layout(fields)) in kinds
+    if kinds and getattr(load, "__self__", None) not in kinds and not (is_theirs and or_others):
         named = [_called(one) for one in _LOADS.values() if getattr(one, "__self__", None) in kinds]
         listed = ", ".join(named[:-1]) + " or " * (len(named) > 1) + named[-1]
-        raise ValueError(f"{name} is {_called(load)}, expected {listed}, saved by this package.")
+        step = f": save it first, `load_drafter({str(name)!r}).save_pretrained(FOLDER)`" if is_theirs else ""
+        raise ValueError(f"{name} is {_called(load)}, expected {listed}, saved by this package{step}.")
     if needs_weights and load is not load_own_drafter:  # which may be without the parts that have the target alone
         _check_weights(name, "*.safetensors", *(() if load is not load_foreign else pickles_of(fields, str(name))))
     return load

@@ -121,7 +121,7 @@ def drafter_card(
         license=license,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["hyperdflash", "speculative-decoding", drafts_for, *(tags or ())],
+        tags=["hyperdflash", "speculative-decoding", *filter(None, [drafts_for]), *(tags or ())],
         datasets=_hub_names(training.get("settings", {}).get("dataset")) or None,
         model_name=Path(repo_id).name,
         eval_results=(measured.results if measured else None) or None,

@@ -151,6 +151,8 @@ def _reducer(config: Any) -> str:
 
 
 def _layers(config: Any) -> str:
+    if getattr(config, "usual_layers", False) and not config.target_num_layers:  # of no target yet
+        return "the residual paths after layer 1, one in the middle and the fourth from the end"
     ids = config.target_layer_ids or []
     before = [str(layer) for layer in ids if layer != -1]
     parts = [f"the residual paths after layer{'s' if len(before) > 1 else ''} {_listed(before)}"] if before else []

@@ -121,7 +121,7 @@ def load_foreign(
             tensors.pop(copied, None)
     # What PyPI's dflash saves itself; what it and others read is without the end.
     tensors = {key.replace("_codebook.weight", "_codebook"): tensor for key, tensor in tensors.items()}
-    drafter: Any = getattr(layout, "drafter_class", HyperDFlashDrafter)(config)
+    drafter: Any = foreign_class(layout)(config)
     wanted = drafter.state_dict()
     check_names(
         name,
@@ -150,7 +150,7 @@ def foreign_without_weights(fields: dict[str, Any], name: str) -> SavedDrafter:
         ValueError: If it is in no such layout, or has parts that cannot be reproduced here, naming them.
     """
     layout = _layout_of(fields, name)
-    return cast(SavedDrafter, getattr(layout, "drafter_class", HyperDFlashDrafter)(layout.read(fields, name)))
+    return cast(SavedDrafter, foreign_class(layout)(layout.read(fields, name)))
 
 
 def foreign_layout(fields: dict[str, Any]) -> Any:
@@ -162,6 +162,11 @@ def foreign_layout(fields: dict[str, Any]) -> Any:
         return layout_eagle3
     marked = next((layout for mark, layout in _MARKS.items() if mark in told), None)
     return marked or (layout_eagle3 if layout_eagle3.fits(fields) else None)
+
+
+def foreign_class(layout: Any) -> Any:
+    """What a layout is read as."""
+    return getattr(layout, "drafter_class", HyperDFlashDrafter)
 
 
 def kind_not_read(fields: dict[str, Any]) -> str:

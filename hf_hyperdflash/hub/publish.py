@@ -13,12 +13,14 @@ from tempfile import TemporaryDirectory
 
 from huggingface_hub import CommitInfo, HfApi
 from huggingface_hub.errors import HTTPError
+from transformers import PreTrainedConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from ..runtime.drafter import RECIPE_FILE, SavedDrafter
 from ..runtime.weights import weight_files
 from .cards import PICTURE, TRAINING_RECORD, drafter_card
+from .formats import foreign_layout
 
 _FROM_ITS_FOLDER = ("README.md", TRAINING_RECORD, PICTURE)
 
@@ -103,7 +105,7 @@ def _gather(
     asked only where the drafter's own folder has none."""
     drafter.save_pretrained(folder, max_shard_size=max_shard_size)
     source = Path(drafter.name_or_path or "")
-    if drafter.name_or_path and source.is_dir():
+    if drafter.name_or_path and source.is_dir() and not _is_foreign(source):
         for name in set(_FROM_ITS_FOLDER) & set(drafter_files(source)):
             shutil.copyfile(source / name, folder / name)
     if (folder / "README.md").exists():
@@ -112,6 +114,11 @@ def _gather(
         return "the repository's"
     drafter_card(folder, repo_id=repo_id, tags=tags).save(folder / "README.md")
     return "a new one; where the repository has a card, that stays"
+
+
+def _is_foreign(folder: Path) -> bool:
+    """Whether a drafter there is another program's: its card is about that file, for that program."""
+    return foreign_layout(PreTrainedConfig.get_config_dict(folder)[0]) is not None
 
 
 def drafter_files(folder: str | os.PathLike) -> list[str]:

@@ -35,10 +35,16 @@ class ReadingDrafter(SavedDrafter):
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Raise a `ValueError` that names both values if the drafter does not fit `target`. One that reads any streams
-        is told here how many these are."""
+        is told here how many these are; what kind of model that is and how many layers it has is kept where the
+        configuration, another program's, does not say."""
         if getattr(self.config, "any_streams", False):
             self.config.target_hc_mult = family_of(target).paths
         check_pair(self.config, target, type(self).__name__)
+        config, own = self.config, family_of(target).config
+        if getattr(config, "target_model_type", None) == "":
+            config.target_model_type = own.model_type
+        if getattr(config, "target_num_layers", None) == 0:
+            config.target_num_layers = own.num_hidden_layers
 
     def of_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """`[..., config.vocab_size]` from those of the tokens that can be drafted."""

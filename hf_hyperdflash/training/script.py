@@ -215,6 +215,8 @@ def earlier_drafter(script: ScriptArguments, seed: int) -> SavedDrafter:
     """
     torch.manual_seed(seed)
     drafter: Any = load_drafter(str(script.drafter), dtype=torch.float32)
+    if getattr(drafter.config, "target_name_or_path", None) == "":  # other programs' files mostly do not say
+        drafter.config.target_name_or_path = public_name(script.target)
     heads = _heads(script)
     if not isinstance(drafter, BlockDrafter):
         if wrong := next((name for name in (*heads, "num_draft_tokens") if getattr(script, name)), None):
@@ -376,7 +378,7 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
         )
     check_target(script.target)
     if script.drafter:
-        check_drafter(script.drafter, kinds=TRAINED)
+        check_drafter(script.drafter, kinds=TRAINED, or_others=True)
         check_made_for(script.target, script.drafter)
     earlier = earlier_drafter(script, args.seed) if script.drafter else None
     _say(args, f"Reading {', '.join(script.dataset or ())} ...")

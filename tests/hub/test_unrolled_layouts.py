@@ -7,16 +7,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import LogitsProcessorList
+from typer.testing import CliRunner
 
 from hf_hyperdflash import Eagle3Drafter, SpecBlockDrafter, load_drafter
+from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.hub.formats import load_foreign
+from hf_hyperdflash.hub.publish import planned_push
 from hf_hyperdflash.loading import load_target
 from hf_hyperdflash.runtime.binding import capture_residual
 from hf_hyperdflash.runtime.growth import DraftStep
 from hf_hyperdflash.runtime.sampling import DraftSampler
 from hf_hyperdflash.runtime.tree import DraftTree
 
-from ..conftest import prompt
+from ..conftest import prompt, tiny_target
 from ..helpers import oracle_eagle3, oracle_specblock
 from ..helpers.families import qwen3
 from ..helpers.training import trainer_for
@@ -537,3 +540,49 @@ def test_too_shallow_a_target_is_refused(tmp_path, target):
     drafter = load_drafter(specblock(tmp_path, specblock_tensors()), dtype=torch.float32)
     with pytest.raises(ValueError, match="at least 8 layers"):
         drafter.bind(qwen3())
+
+
+@pytest.mark.parametrize("layout", ["safeailab", "specblock"])
+def test_others_drafters_are_carded_pushed_and_exported_once_they_are_saved(tmp_path, layout):
+    """Each command says so before; afterwards card and push are of ours, not their file's, and know no target yet."""
+    made, tensors = {"safeailab": (safeailab, eagle3_tensors()), "specblock": (specblock, specblock_tensors())}[layout]
+    (theirs := tmp_path / "theirs").mkdir()
+    fields = {"eagle_config": None} if layout == "safeailab" else {}
+    made(theirs, tensors, **fields)
+    (theirs / "README.md").write_text("Serve it with SGLang.")
+    run = CliRunner()
+    for command in (["card", theirs], ["push", theirs, "org/drafter", "--dry-run"]):
+        result = run.invoke(app, [str(word) for word in command])
+        told = f"saved by this package: save it first, `load_drafter('{theirs}').save_pretrained(FOLDER)`."
+        assert told in str(result.exception)
+    drafter = load_drafter(theirs)
+    assert "README.md (a new one" in planned_push(drafter, "org/drafter")
+    drafter.save_pretrained(tmp_path / "ours")
+    result = run.invoke(app, ["card", str(tmp_path / "ours"), "--target", "org/target", "--repo-id", "org/drafter"])
+    card = (tmp_path / "ours" / "README.md").read_text()
+    assert result.exit_code == 0 and "deepseek" not in card and 'from_pretrained("org/target"' in card
+    assert "after layer 1, one in the middle and the fourth from the end" in card
+    assert run.invoke(app, ["push", str(tmp_path / "ours"), "org/drafter", "--dry-run"]).exit_code == 0
+    result = run.invoke(app, ["export", str(theirs), str(tmp_path / "export")])
+    assert "expected a HyperDFlash drafter, saved by this package." in str(result.exception)
+
+
+def test_others_drafters_know_their_target_once_they_are_bound(tmp_path, target):
+    drafter = load_drafter(safeailab(tmp_path, eagle3_tensors()), dtype=torch.float32)
+    assert drafter.config.target_model_type == "" and drafter.config.target_num_layers == 0
+    with pytest.raises(ValueError, match=r"but this target's is 32. Load the drafter's own target or make") as caught:
+        drafter.check_target(tiny_target())
+    assert "deepseek" not in str(caught.value)
+    drafter.check_target(target)
+    assert drafter.config.target_model_type == "qwen3" and drafter.config.target_num_layers == 8
+
+
+@pytest.mark.parametrize("parts", [{}, {"fc_norm": True}])
+def test_of_a_target_with_several_streams_the_mean_is_read(tmp_path, parts):
+    """As those who publish EAGLE-3 for DeepSeek-V4 train it: the mean over the streams of each layer."""
+    target = tiny_target(layer_types=["sliding_attention"] * 8, hidden_size=WIDTH)
+    tensors = eagle3_tensors(**parts)
+    fields = {"vocab_size": target.config.vocab_size, "draft_vocab_size": DRAFTED, **parts}
+    drafter = load_drafter(safeailab(tmp_path, tensors, **fields), target=target, dtype=torch.float32)
+    assert drafter.config.target_hc_mult == 4 and drafter.config.target_model_type == "deepseek_v4"
+    check_eagle3(drafter, target, tensors, fc_norm=bool(parts))

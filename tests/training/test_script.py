@@ -19,9 +19,10 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner
 
-from hf_hyperdflash import DeepseekV4DSparkDrafter, HyperDFlashConfig, load_drafter, load_target
+from hf_hyperdflash import DeepseekV4DSparkDrafter, HyperDFlashConfig, HyperDFlashDrafter, load_drafter, load_target
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.hub.cards import TRAINING_RECORD, drafter_card
+from hf_hyperdflash.hub.formats import export_dflash
 from hf_hyperdflash.runtime.configuration_dspark import DeepseekV4DSparkConfig
 from hf_hyperdflash.training.checkpoints import last_whole
 from hf_hyperdflash.training.flags import check_known, help_text, option_names
@@ -560,3 +561,15 @@ def test_a_run_goes_on_as_itself_alone(tmp_path):
     changed = dict(max_steps=3, logging_steps=1, save_steps=7, eval_prompts=1, learning_rate=1e-4)
     main(flags(tmp_path, data, resume_from_checkpoint="true", **changed))
     assert json.loads((tmp_path / "out" / TRAINING_RECORD).read_text())["settings"]["steps"] == 3
+
+
+def test_somebody_elses_drafter_is_trained_on(tmp_path):
+    """In another program's layout, which does not say what target it is for: afterwards it does."""
+    data, target = write(tmp_path / "rows.jsonl", chats(6)), load_target(MODELS / "tiny-qwen3")
+    drafter = HyperDFlashDrafter.from_target(target, reducer="fc", target_layer_ids=[0, 2], mask_token_id=1)
+    export_dflash(drafter, tmp_path / "theirs")
+    options = dict(drafter=tmp_path / "theirs", layers=None, target=MODELS / "tiny-qwen3")
+    main(flags(tmp_path, data, **options))
+    trained = load_drafter(tmp_path / "out")
+    assert not torch.equal(trained.fc.weight, drafter.fc.weight)
+    assert trained.config.target_name_or_path == "tiny-qwen3" and trained.config.target_model_type == "qwen3"

@@ -13,7 +13,7 @@ from .target_hyper_connections import HyperConnected
 class Glm5Next(HyperConnected):
     """A target whose `hc_head` has no parameters."""
 
-    title = "GLM-5 Next"
+    title = "GLM-5 Next (GLM-5.3-Flash)"
     forked_types = frozenset({"glm5_next_text"})
 
     @classmethod

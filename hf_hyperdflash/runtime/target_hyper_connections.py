@@ -15,8 +15,8 @@ from .target_family import TargetFamily
 class HyperConnected(TargetFamily):
     """A target whose `hc_head` has one gate per residual path."""
 
-    title = "Hunyuan V4"
-    forked_types = frozenset({"hy_v4"})
+    title = "Hunyuan V4 (Hy4)"
+    forked_types = frozenset({"hy_v4", "hy_v4_vl_text"})
 
     @classmethod
     def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:

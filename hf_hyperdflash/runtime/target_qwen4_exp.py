@@ -14,7 +14,7 @@ from .target_family import TargetFamily
 class Qwen4Exp(TargetFamily):
     """A target whose mixer weighs every channel of a path by itself, and norms."""
 
-    title = "Qwen4-Exp"
+    title = "Qwen4-Exp (Qwen3.8-Flash-Next)"
     forked_types = frozenset({"qwen4_exp_text"})
 
     def __init__(self, target: PreTrainedModel, trunk: Any) -> None:

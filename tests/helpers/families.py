@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -115,6 +116,27 @@ def hunyuan_v4() -> PreTrainedModel:
     with torch.no_grad():
         target.model.hc_head.hc_base.normal_()
         target.model.hc_head.hc_scale.fill_(1.3)
+    return target
+
+
+def hunyuan_v4_multimodal() -> PreTrainedModel:
+    """As Hunyuan V4, with rotary positions of three axes, which are one and the same for text, and an indexer that
+    chooses all: with ties its text depends on padding, which the other's hides by chance."""
+    text = dict(
+        **COMMON, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3, n_routed_experts=4,
+        num_experts_per_tok=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+        index_topk=512, index_head_dim=16, index_n_heads=32, hc_mult=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+    )  # fmt: skip
+    vision = dict(
+        num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=2, out_hidden_size=64,
+        max_image_size=64,
+    )  # fmt: skip
+    config = transformers.HYV4VLConfig(text_config=text, vision_config=vision)
+    target = transformers.HYV4VLForConditionalGeneration(config)
+    with torch.no_grad():
+        target.model.language_model.hc_head.hc_base.normal_()
+        target.model.language_model.hc_head.hc_scale.fill_(1.3)
     return target
 
 
@@ -247,3 +269,5 @@ MASKED = [gemma2, gemma3, gpt_oss, llama, mistral, qwen3, *ALSO_MASKED]
 REWINDABLE_QWEN4 = "indexed_attention" in DYNAMIC_LAYER_TYPE_MAPPING
 if REWINDABLE_QWEN4:
     FAMILIES += [qwen4_exp, qwen4_exp_multimodal]
+if hasattr(transformers, "HYV4VLConfig"):  # from 5.24 on
+    FAMILIES.append(hunyuan_v4_multimodal)

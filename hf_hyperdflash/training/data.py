@@ -293,7 +293,7 @@ def _telling_why() -> Iterator[None]:
 
 
 def _spelled(messages: list[Message], template: str) -> list[Message]:
-    """Reasoning under the names, too, that the template knows it by."""
+    """Reasoning under the names, too, that the template knows it by (`thinking` is there with transformers 5.24)."""
     names = [name for name in REASONING[1:] if re.search(rf"""[.'"]{name}\b""", template)]
     return [
         {**dict.fromkeys(names, message["reasoning_content"]), **message}

@@ -599,6 +599,18 @@ def test_the_bar_counts_what_was_done_and_moves_by_batches(regenerate, script, t
     assert first.smoothing == 0  # the mean, not the last batch
 
 
+def test_questions_keep_what_their_row_says_beside_them(regenerate, script, tmp_path):
+    row = {"question": "q", "answer": "a", "system_prompt": "s", "history": [["q0", "a0"]], "messages": None}
+    said = [(m["role"], m["content"]) for m in script.user_turns(row, "!")]
+    assert said == [("system", "s"), ("user", "q0"), ("user", "q!")]
+    assert script.user_turns({"messages": CHATS[0], "question": None}, "!")[0]["content"] == CHATS[0][0]["content"]
+    with (tmp_path / "data.jsonl").open("a") as file:  # a question that is there without tools, too
+        file.write("\n" + json.dumps({"messages": chat("Write a Python function.", "x"), "tools": TOOLS}))
+    rows = [json.loads(line) for line in regenerate("answers.jsonl")]
+    assert [tools_of(row) for row in rows if "tools" in row] == [TOOLS] and len(rows) == 9
+    assert sum(row["messages"][0]["content"] == "Write a Python function." for row in rows if len(row) == 3) >= 1
+
+
 def test_answers_of_other_settings_are_not_mixed(regenerate, script, tmp_path, monkeypatch, capsys):
     whole = regenerate("answers.jsonl")
     truncated = sum(json.loads(line)["truncated"] for line in whole)

@@ -165,6 +165,8 @@ def test_reasoning_is_written_by_the_name_that_the_template_knows():
         messages = to_messages({"messages": [*chat("hi"), {"role": "assistant", name: "so", "content": "It is"}]})
         assert messages[1] == {"role": "assistant", "reasoning_content": "so", "content": "It is"}
         assert supervised(tokenizer, encode_chat(tokenizer, messages)) == ["so!It is</s>"]
+    with_template(tokenizer, CHANNELS.replace("m.thinking", "m['reasoning']"))
+    assert supervised(tokenizer, encode_chat(tokenizer, messages)) == ["so!It is</s>"]
     with_template(tokenizer, BLOCKS)
     assert supervised(tokenizer, encode_chat(tokenizer, messages)) == ["[so]\nIt is</s>"]
 

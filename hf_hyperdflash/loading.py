@@ -49,7 +49,15 @@ from .runtime.modeling_mtp import DeepseekV4MTPDrafter
 from .runtime.modeling_specblock import SpecBlockDrafter
 from .runtime.target_deepseek_v4 import check_computes
 from .runtime.targets import family_of
-from .runtime.weights import check_finite, check_names, check_source, named_dtype, resolve_subfolder, weight_files
+from .runtime.weights import (
+    check_finite,
+    check_names,
+    check_source,
+    named_dtype,
+    resolve_subfolder,
+    tensor_names,
+    weight_files,
+)
 
 # Drafters that this package saves, by a model type or architecture that only their config.json has.
 _KINDS: dict[str, type[SavedDrafter]] = {
@@ -221,7 +229,7 @@ def check_target(name: str, *, gguf_file: str | None = None, **hub_kwargs: Any) 
     fields = _configuration(name, "target", **hub_kwargs)
     if load := _loader(fields):
         raise ValueError(f"{name} is {_called(load)}, expected the target that it drafts for: give it as the drafter.")
-    if unread := kind_not_read(fields):
+    if unread := _not_read(fields, name):
         raise ValueError(
             f"{name} is a drafter of a kind that is not read ({unread}), expected the target that it drafts for."
         )
@@ -261,15 +269,18 @@ def check_drafter(
         with _readable(name):
             own_checkpoint(name, **hub_kwargs)  # says what it has not
         load = load_own_drafter
-    if not load and (kind := kind_not_read(fields)):
+    if not load and (kind := _not_read(fields, name)):
         raise ValueError(
             f"{name} is a drafter of a kind that is not read ({kind}): expected DFlash, DFlash 2, DSpark, EAGLE-3 or "
             "SpecBlock. Take one of these for its target, or train one."
         )
     if not load:
+        # What EAGLE-1's config.json says on the Hub; in a folder the tensors told.
+        is_short = fields.get("num_hidden_layers") == 1 and not Path(name).is_dir()
+        or_eagle = " or an EAGLE-1 drafter, which is not read" if is_short else ""
         raise ValueError(
-            f"{name} is a model of type {fields.get('model_type')!r}, expected a drafter. One for it is made by "
-            f"`hf-hyperdflash train --target {name}`."
+            f"{name} is a model of type {fields.get('model_type')!r}{or_eagle}, expected a drafter. One for a target "
+            f"is made by `hf-hyperdflash train --target {'TARGET' if or_eagle else name}`."
         )
     is_theirs = load is load_foreign and foreign_class(foreign_layout(fields)) in kinds
     if kinds and getattr(load, "__self__", None) not in kinds and not (is_theirs and or_others):
@@ -312,6 +323,22 @@ def _check_gguf(name: str, file: str) -> None:
         raise ValueError(f"`gguf_file` is {file!r}, and there is no package `gguf` (0.10) that reads it: install it.")
     if Path(name).is_dir() and not Path(name, file).is_file():
         raise OSError(f"The folder {name} has no {file}, expected the `gguf_file` of a target. Check the name.")
+
+
+def _not_read(fields: dict[str, Any], name: str | Path) -> str:
+    """What kind of drafter it is, if of one that is not read, by its config.json or, in a folder, by its tensors."""
+    kind = kind_not_read(fields)
+    if kind or foreign_layout(fields) or not Path(name).is_dir():
+        return kind
+    names = {tensor.removeprefix("model.") for tensor in tensor_names(Path(name))}
+    if "fc.weight" not in names:
+        return ""
+    if any(tensor.startswith(("midlayer.", "layers.0.hidden_norm.")) for tensor in names):
+        raise ValueError(
+            f'{name} is an EAGLE-3 drafter by its tensors, but its config.json does not say so: add `"architectures": '
+            '["LlamaForCausalLMEagle3"]` there.'
+        )
+    return "EAGLE-1 or EAGLE-2"
 
 
 def _loader(fields: dict[str, Any]) -> Any:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
-from safetensors import SafetensorError
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from safetensors import SafetensorError, safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 
 def load_complete(
@@ -136,6 +137,25 @@ def weight_files(folder: Path) -> list[str]:
             f"lists ({', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}). Copy or download them, too."
         )
     return files
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """Names of a checkpoint's tensors, of which none is read; none if they are in several pickles, or damaged.
+
+    Raises:
+        OSError: As of [`weight_files`].
+    """
+    names: set[str] = set()
+    for file in weight_files(folder):
+        try:
+            with safe_open(folder / file, "pt") as tensors:
+                names.update(tensors.keys())
+        except SafetensorError:  # what loads it tells
+            return set()
+    if not names and (folder / WEIGHTS_NAME).is_file():
+        with suppress(Exception):  # likewise
+            names.update(torch.load(folder / WEIGHTS_NAME, map_location="meta", weights_only=True, mmap=True))
+    return names
 
 
 def indexed(index: Path) -> dict[str, str]:

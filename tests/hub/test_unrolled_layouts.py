@@ -21,7 +21,7 @@ from hf_hyperdflash.runtime.tree import DraftTree
 
 from ..conftest import prompt, tiny_target
 from ..helpers import oracle_eagle3, oracle_specblock
-from ..helpers.families import qwen3
+from ..helpers.families import llama, qwen3
 from ..helpers.training import trainer_for
 
 LAYERS, WIDTH, VOCABULARY, DRAFTED = [1, 3, 4], 64, 64, 40
@@ -534,6 +534,30 @@ def test_drafters_of_another_kind_are_no_targets(tmp_path, fields, kind):
         with pytest.raises(ValueError, match=f"a kind that is not read .{kind}.") as caught:
             load(tmp_path)
         assert "hf-hyperdflash train" not in str(caught.value)
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_eagle1_is_known_by_its_tensors(tmp_path, pickled):
+    """Its config.json, SafeAILab's, is that of a Llama of one layer."""
+    tensors = {"fc.weight": torch.zeros(WIDTH, 2 * WIDTH), "embed_tokens.weight": torch.zeros(VOCABULARY, WIDTH)}
+    tensors |= {**attention("layers.0", WIDTH), **mlp("layers.0"), "layers.0.post_attention_layernorm.weight": norm()}
+    folder = saved(tmp_path, {**LAYER, "architectures": ["LlamaForCausalLM"]}, tensors)
+    if pickled:
+        (folder / "model.safetensors").unlink()
+        torch.save(tensors, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"a kind that is not read \(EAGLE-1 or EAGLE-2\): expected DFlash, "):
+        load_drafter(folder)
+    with pytest.raises(ValueError, match=r"a kind that is not read \(EAGLE-1 or EAGLE-2\), expected the target"):
+        load_target(folder)
+
+
+def test_eagle3_that_says_nothing_of_it_is_told_what_to_say(tmp_path, target):
+    folder = saved(tmp_path, {**LAYER, "architectures": ["LlamaForCausalLM"]}, eagle3_tensors())
+    for load in (load_drafter, load_target):
+        with pytest.raises(ValueError, match=r"an EAGLE-3 drafter by its tensors.*`\"architectures\": \[\"Llama"):
+            load(folder)
+    llama().save_pretrained(tmp_path / "target")
+    load_target(tmp_path / "target")
 
 
 def test_too_shallow_a_target_is_refused(tmp_path, target):

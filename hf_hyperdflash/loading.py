@@ -274,13 +274,15 @@ def check_drafter(
             f"{name} is a drafter of a kind that is not read ({kind}): expected DFlash, DFlash 2, DSpark, EAGLE-3 or "
             "SpecBlock. Take one of these for its target, or train one."
         )
-    if not load:
-        # What EAGLE-1's config.json says on the Hub; in a folder the tensors told.
-        is_short = fields.get("num_hidden_layers") == 1 and not Path(name).is_dir()
-        or_eagle = " or an EAGLE-1 drafter, which is not read" if is_short else ""
+    if not load and fields.get("num_hidden_layers") == 1 and not Path(name).is_dir():  # where its tensors would tell
         raise ValueError(
-            f"{name} is a model of type {fields.get('model_type')!r}{or_eagle}, expected a drafter. One for a target "
-            f"is made by `hf-hyperdflash train --target {'TARGET' if or_eagle else name}`."
+            f"{name} is a model of type {fields.get('model_type')!r} of one layer, or an EAGLE-1 drafter, whose "
+            "config.json says no more: expected a drafter of a kind that is read."
+        )
+    if not load:
+        raise ValueError(
+            f"{name} is a model of type {fields.get('model_type')!r}, expected a drafter. One for it is made by "
+            f"`hf-hyperdflash train --target {name}`."
         )
     is_theirs = load is load_foreign and foreign_class(foreign_layout(fields)) in kinds
     if kinds and getattr(load, "__self__", None) not in kinds and not (is_theirs and or_others):

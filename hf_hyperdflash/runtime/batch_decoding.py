@@ -100,7 +100,14 @@ def _draft(rows: list[Decoding]) -> list[Any]:
     wanted = [row.begin_round() for row in rows]
     asked = [each for each in wanted if each is not None]
     began = rows[0].now()
-    trees = iter(rows[0].drafter.propose_rows(rows[0].target, asked) if asked else ())
+    proposed = rows[0].drafter.propose_rows(rows[0].target, asked) if asked else []
+    if not isinstance(proposed, (list, tuple)) or len(proposed) != len(asked):
+        given = f"{len(proposed)} of them" if isinstance(proposed, (list, tuple)) else f"a {type(proposed).__name__}"
+        raise ValueError(
+            f"`propose_rows` of the drafter, a {type(rows[0].drafter).__name__}, returned {given}: expected a list of "
+            f"{len(asked)} `DraftTree`s, one for each text that it was asked for."
+        )
+    trees = iter(proposed)
     seconds = (rows[0].now() - began) / max(len(asked), 1)
     for row, each in zip(rows, wanted):
         row.stats.draft_seconds += seconds if each else 0.0

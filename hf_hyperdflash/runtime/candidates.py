@@ -9,7 +9,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from .sampling import DraftSampler
+from .sampling import DraftSampler, check_proposed
 
 
 class DraftCandidateGenerator(CandidateGenerator):
@@ -86,6 +86,7 @@ class DraftCandidateGenerator(CandidateGenerator):
             if count < 1:
                 return input_ids, None
         tree = self.drafter.propose(self.target, self.context, input_ids, positions, count, self.sampler)
+        check_proposed(self.drafter, tree, self._family.config.vocab_size)
         drafts = tree.tokens[None].to(input_ids.device)
         q = [part for part in tree.q or () if part is not None]
         logits = torch.stack(q).log()[None] if q and len(q) == len(tree) else None

@@ -21,7 +21,7 @@ from .inference_mode import leaves_nothing, mode_of_rounds
 from .request import AUTO, check_cache, tree_budget_asked
 from .rounds import ChainRound, round_over, verification_of
 from .row import Row
-from .sampling import DraftSampler, DraftsWanted
+from .sampling import DraftSampler, DraftsWanted, check_proposed
 from .schedule import Experience, FixedSchedule, Schedule
 from .shown import Shown
 from .stats import SpeculationStats, clock
@@ -140,9 +140,12 @@ class Decoding:
     def next_round(self) -> ChainRound:
         """Draft."""
         wanted, began = self.begin_round(), self.now()
-        tree = self.nothing if wanted is None else self.drafter.propose(self.target, *wanted)
+        if wanted is None:
+            return self.drafted(self.nothing)
+        tree = self.drafter.propose(self.target, *wanted)
+        round_ = self.drafted(tree)
         self.stats.draft_seconds += self.now() - began if len(tree) else 0.0
-        return self.drafted(tree)
+        return round_
 
     def begin_round(self) -> DraftsWanted | None:
         """What the drafter is asked for in the next round; `None` for no drafts."""
@@ -159,6 +162,7 @@ class Decoding:
 
     def drafted(self, tree: DraftTree) -> ChainRound:
         """The round that verifies what was drafted."""
+        check_proposed(self.drafter, tree, self.binding.family.config.vocab_size)
         if max(tree.depths, default=0) > self._wanted:
             raise ValueError(
                 f"The drafter made {max(tree.depths)} drafts, one after the other, expected at most {self._wanted}, "

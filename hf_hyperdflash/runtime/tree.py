@@ -40,6 +40,10 @@ class DraftTree:
 
     def __post_init__(self) -> None:
         nodes = len(self.parents)
+        if not isinstance(self.tokens, torch.Tensor):
+            raise ValueError(
+                f"A draft tree has tokens of type {type(self.tokens).__name__}, expected a tensor `[nodes]`."
+            )
         shapes = [list(part.shape) for part in (self.tokens, self.confidence) if part is not None]
         drawn, made, told = (nodes if part is None else len(part) for part in (self.q, self.passes, self.by_head))
         if {drawn, made, told} != {nodes} or any(shape != [nodes] for shape in shapes):

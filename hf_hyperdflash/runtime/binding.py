@@ -19,6 +19,7 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 from .batch_request import STARTS_ONLY, batch_asked
 from .cache_name import CACHE, own_cache_names, renamed_cache
 from .candidates import DraftCandidateGenerator
+from .continuation import count_forwards, stop_recording
 from .decoding import Decoding, speculative_decoding
 from .hooks import Reading, ResidualTap
 from .request import (
@@ -67,7 +68,7 @@ class Binding:
     def __init__(self, family: TargetFamily) -> None:
         self.family = family
         self.residual = ResidualTap(family.layers, family.paths)
-        self.handles = [*self.residual.handles, *family.put_on_hooks()]
+        self.handles = [*self.residual.handles, *family.put_on_hooks(), *count_forwards(family.target)]
 
     @contextmanager
     def own_forward(self, reading: Reading, is_round: bool = False) -> Iterator[None]:
@@ -158,11 +159,9 @@ class BoundTarget(_Mixed):
             generation_config, model_kwargs, generation_mode, *args, **kwargs
         )
         cache = model_kwargs.get(CACHE)
-        if not is_rewound:  # what an earlier turn with drafts has left recording would keep all keys of this one
-            for layer in getattr(cache, "layers", ()):
-                if getattr(layer, "record_past", False):
-                    layer.record_past = False
-        elif isinstance(cache, Cache):  # plain decoding keeps the stock layers
+        if not generation_config.is_assistant:  # whose calls are rounds of one text, and taken back between them
+            stop_recording(cache)  # which loops of others leave on
+        if is_rewound and isinstance(cache, Cache):  # plain decoding keeps the stock layers
             most = generation_config.prompt_lookup_num_tokens, generation_config.num_assistant_tokens
             counts = [count for count in most if isinstance(count, int)]  # what else is asked for is refused later
             self.hyperdflash_binding.family.make_rewindable(cache, max(counts, default=0))
@@ -202,19 +201,22 @@ class BoundTarget(_Mixed):
             decoding.start(input_ids, model_kwargs)
             return decoding if is_row else speculative_decoding(decoding)
         check_stock_assistance(assistant_model, model_kwargs)
-        return super()._assisted_decoding(  # type: ignore[misc]
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            synced_gpus=synced_gpus,
-            streamer=streamer,
-            inputs_tensor=inputs_tensor,
-            assistant_model=assistant_model,
-            assistant_tokenizer=assistant_tokenizer,
-            tokenizer=tokenizer,
-            **model_kwargs,
-        )
+        try:
+            return super()._assisted_decoding(  # type: ignore[misc]
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+                inputs_tensor=inputs_tensor,
+                assistant_model=assistant_model,
+                assistant_tokenizer=assistant_tokenizer,
+                tokenizer=tokenizer,
+                **model_kwargs,
+            )
+        finally:
+            stop_recording(model_kwargs.get(CACHE))
 
     def _get_candidate_generator(self, *args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
         """For transformers' loop and loops of one's own: [`~candidates.DraftCandidateGenerator`]."""
@@ -264,12 +266,11 @@ def bind(target: PreTrainedModel) -> PreTrainedModel:
             version has bound it.
     """
     family = family_of(target)
-    stuck = family.layer_kinds - family.rewindable_kinds
-    if getattr(target, "_is_stateful", False) and stuck:
+    if family.why_not_rewindable:
         raise ValueError(
-            f"A {type(target).__name__} has layers ({', '.join(sorted(stuck))}) with a running state that cannot be "
-            "rewound, so drafts that the target rejects could not be taken back. Use a target whose layers are of "
-            f"these kinds: {', '.join(sorted(family.rewindable_kinds))}."
+            f"A {type(target).__name__} {family.why_not_rewindable}, so drafts that the target rejects could not be "
+            "taken back. Use a target whose layers are of these kinds, in a cache of transformers: "
+            f"{', '.join(sorted(family.rewindable_kinds))}."
         )
     with _BINDING:
         bound_by = getattr(type(target), "bound_by", None)

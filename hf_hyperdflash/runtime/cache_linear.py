@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
@@ -43,6 +44,9 @@ class RewindableLinearLayer(LinearAttentionLayer):
         vars(rewindable).update(vars(layer))
         # Stock recording keeps the convolution's inputs, which some models then update in place: ours keeps states.
         rewindable.record_past = False
+        for index, state in rewindable.conv_states.items() if layer.record_past else ():
+            if state is not None:  # which `pad` makes shorter, too
+                rewindable.conv_states[index] = pad(state, (layer.conv_kernel_size[index] - state.shape[-1], 0))
         rewindable.recording = layer.record_past
         rewindable._forget_call()
         return rewindable
@@ -50,6 +54,11 @@ class RewindableLinearLayer(LinearAttentionLayer):
     def activate_past_recording(self) -> None:
         """From now on, be ready to undo the last forward."""
         self.recording = True
+
+    def stop_recording(self) -> None:
+        """From now on, keep nothing to undo a forward with, its module's inputs and states."""
+        self.recording = False
+        self._forget_call()
 
     def _forget_call(self) -> None:
         self._calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}

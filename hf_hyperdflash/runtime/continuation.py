@@ -1,16 +1,23 @@
-"""What a `generate` call leaves with the target's cache for the next turn: the drafter's context, and unseen
-padding."""
+"""What a `generate` call leaves with the target's cache for the next turn: the drafter's context, and unseen padding;
+and whether the cache is whole."""
 
 from __future__ import annotations
 
 import copy
+import traceback
 import weakref
+from functools import partial
 from typing import Any
 
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
 _CONTEXT, _PADDING = "_hyperdflash_context", "_hyperdflash_padding"
-TORN = "_hyperdflash_torn"  # set on a cache of which some layers may hold what others do not
+# On a cache, how many forwards began to fill it and did not end. Unless it is 0, some parts of the cache may hold what
+# others do not. Counts of tokens tell it of most parts, but a running state has none.
+TORN = "_hyperdflash_torn"
 
 
 class LeftContext:
@@ -61,3 +68,41 @@ def padding_of(cache: Any, mask: Any) -> int:
     if mask is not None and mask.ndim == 2 and cache.get_seq_length() == 0:
         setattr(cache, _PADDING, int(mask[0].long().argmax()))
     return getattr(cache, _PADDING, 0)
+
+
+def count_forwards(target: nn.Module) -> list[RemovableHandle]:
+    """Hooks that count, in [`TORN`], the forwards of a target that fill a cache, from their begin to their end."""
+    return [
+        target.register_forward_pre_hook(partial(_count, 1), with_kwargs=True),
+        target.register_forward_hook(partial(_count, -1), with_kwargs=True),
+    ]
+
+
+def _count(change: int, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None, output: Any = None) -> None:
+    if torch.compiler.is_compiling():  # a graph runs to its end
+        return
+    # torch marks a hook as one with keyword arguments after it is there: a thread between the two passes none.
+    named = kwargs.values() if isinstance(kwargs, dict) else ()
+    for value in (*args, *named):
+        if isinstance(value, Cache):
+            setattr(value, TORN, max(0, getattr(value, TORN, 0) + change))
+
+
+def is_between_writes(cache: Any, error: BaseException) -> bool:
+    """Whether `error` left each part of a cache either as it was or with all of a forward: it did not come inside a
+    method of one of the layers, and layers are what the cache is made of."""
+    layers = {id(layer) for layer in getattr(cache, "layers", ())}
+    inside = (id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__))
+    return bool(layers) and layers.isdisjoint(inside)
+
+
+def stop_recording(cache: Any) -> None:
+    """Let a cache be as one that no draft was taken back from: of a window it holds the keys that a forward reads, and
+    nothing that would undo one. What is recorded between calls would grow with every forward."""
+    for layer in getattr(cache, "layers", ()):
+        if hasattr(layer, "stop_recording"):  # ours, by this code or a drafter's own copy of it
+            layer.stop_recording()
+        elif getattr(layer, "record_past", False):
+            if layer.keys is not None if hasattr(layer, "keys") else any(layer.has_previous_state.values()):
+                layer.crop(0)  # which trims it to what the next forward reads
+            layer.record_past = False

@@ -16,7 +16,7 @@ import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .cache_name import CACHE, cache_of
-from .continuation import TORN, context_of, leave_context, padding_of
+from .continuation import TORN, context_of, is_between_writes, leave_context, padding_of, stop_recording
 from .inference_mode import leaves_nothing, mode_of_rounds
 from .request import AUTO, check_cache, tree_budget_asked
 from .rounds import ChainRound, round_over, verification_of
@@ -46,11 +46,14 @@ def speculative_decoding(decoding: Decoding) -> GenerateDecoderOnlyOutput | torc
     Returns:
         What `generate` returns.
     """
-    decoding.begin(decoding.prefill())
-    with mode_of_rounds(decoding.leaves_nothing):
-        while not decoding.row.finished:
-            round_ = decoding.next_round()
-            decoding.end_round(round_, decoding.verify(round_))
+    try:
+        decoding.begin(decoding.prefill())
+        with mode_of_rounds(decoding.leaves_nothing):
+            while not decoding.row.finished:
+                round_ = decoding.next_round()
+                decoding.end_round(round_, decoding.verify(round_))
+    finally:
+        stop_recording(decoding.cache)
     decoding.stats.loop_seconds = decoding.now() - decoding.began
     return decoding.end()
 
@@ -212,7 +215,7 @@ class Decoding:
                 with self.binding.own_forward(self.reading):
                     outputs = self.target._prefill(self.row.text[:, :end], config, inputs)
             except BaseException:  # as of Ctrl-C: a prompt is not recorded, so that nothing could take it back
-                setattr(self.cache, TORN, True)
+                setattr(self.cache, TORN, 1)
                 raise
             self.row.residuals += self.reading.taken()
             if cache_of(outputs) is not self.cache:  # remote code may make a cache of its own
@@ -269,8 +272,11 @@ class Decoding:
             inputs, began = round_.inputs(self.row, self.kwargs), self.now()
             with self.binding.own_forward(self.reading, is_round=True):
                 outputs = self.target(**inputs, return_dict=True)
-        except BaseException:  # as of Ctrl-C, after which a caller may go on with the cache
-            round_.take_back(self.cache)
+        except BaseException as error:  # as of Ctrl-C, after which a caller may go on with the cache
+            setattr(self.cache, TORN, 1)
+            if is_between_writes(self.cache, error):
+                round_.take_back(self.cache)
+                setattr(self.cache, TORN, 0)
             raise
         self.row.residuals += self.reading.taken()
         self.stats.verify_seconds += self.now() - began
@@ -343,7 +349,7 @@ class Decoding:
         try:
             round_.keep(self.cache, rows)
         except BaseException:  # as of Ctrl-C: some layers are cropped, and others are not
-            setattr(self.cache, TORN, True)
+            setattr(self.cache, TORN, 1)
             raise
         if self.cache.get_seq_length() != kept:
             raise RuntimeError(

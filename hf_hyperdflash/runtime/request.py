@@ -139,6 +139,7 @@ def check_request(
     ]
     if media:
         raise ValueError(f"HyperDFlash drafts text only: leave {media} out, or pass `assistant_model=None`.")
+    _check_texts(model_kwargs[CACHE])
     _check_continuation(input_ids.shape[1], generation_config, model_kwargs)
     chunk = generation_config.prefill_chunk_size
     if chunk is not None and (type(chunk) is not int or chunk < 1):
@@ -160,6 +161,15 @@ def check_request(
         raise ValueError(
             f"`assistant_ensemble_weight` is {generation_config.assistant_ensemble_weight}, expected None: "
             "HyperDFlash is lossless, it does not mix the drafter's distribution into the target's."
+        )
+
+
+def _check_texts(cache: Any) -> None:
+    held = {layer.keys.shape[0] for layer in getattr(cache, "layers", ()) if getattr(layer, "keys", None) is not None}
+    if any(count > 1 for count in held):
+        raise ValueError(
+            f"`{CACHE}` holds {max(held)} texts and `input_ids` one: expected the cache of that text alone. Keep it "
+            f"with `{CACHE}.batch_select_indices`."
         )
 
 
@@ -219,3 +229,13 @@ def check_whole(family: TargetFamily, cache: Any) -> None:
             f"`{CACHE}` was interrupted inside a forward or while drafts were taken back: its layers hold "
             f"different tokens (of lengths {sorted(lengths)}), expected the same text in all. Start from a new cache."
         )
+    for index, layer in enumerate(getattr(cache, "layers", ())):
+        window, keys = getattr(layer, "sliding_window", None), getattr(layer, "keys", None)
+        if window is None or keys is None:
+            continue
+        held, needed = keys.shape[-2] if keys.ndim == 4 else 0, min(int(layer.get_seq_length()), window - 1)
+        if held < needed:
+            raise ValueError(
+                f"`{CACHE}` holds {held} keys of its layer {index}, expected the last {needed}: a `crop` of "
+                "tokens that were not recorded lost the others. Start from a new cache."
+            )

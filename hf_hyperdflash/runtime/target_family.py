@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
 from .attention_masks import MASKED_IMPLEMENTATIONS
 from .cache_linear import CallRecorder, make_linear_rewindable
@@ -17,6 +17,11 @@ from .rope_switch import rope_switch_of
 from .tree_rows import TreeRows
 
 TreeVerification = Literal["mask", "fork", "chain"]
+_PARTS = {
+    "indexer_keys": 1,
+    "indexer_position_ids": -1,
+    "idx_keys": -2,
+}  # of layers with an indexer, and where tokens are
 _MASKED_KINDS = frozenset({"full_attention", "sliding_attention", "of no declared kind"})
 
 
@@ -46,6 +51,7 @@ class TargetFamily:
     rewindable_kinds: ClassVar[frozenset[str]] = frozenset({
         "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "indexed_attention",
         "deepseek_sparse_attention",  # what earlier transformers call it
+        "minimax_m3_sparse",
     })  # fmt: skip
     skips_padding: ClassVar[bool] = False
     # By name: a family that no test covers may read what a mask does not hide.
@@ -140,7 +146,8 @@ class TargetFamily:
 
     @property
     def norm_eps(self) -> float:
-        return getattr(self.config, "rms_norm_eps", getattr(self.config, "norm_eps", 1e-6))
+        said = (getattr(self.config, name, None) for name in ("rms_norm_eps", "norm_eps", "layer_norm_eps"))
+        return next((eps for eps in said if eps is not None), 1e-6)
 
     @property
     def hc_eps(self) -> float:
@@ -170,13 +177,26 @@ class TargetFamily:
     # Drafts that have to be taken back
 
     @property
+    def why_not_rewindable(self) -> str:
+        """Why drafts that it rejects could not be taken back from the cache that `generate` makes for it, in words;
+        empty if they can."""
+        makes_stock_cache = getattr(self.target, "_supports_default_dynamic_cache", None)
+        if makes_stock_cache is not None and not makes_stock_cache():
+            return "makes a cache of its own, which cannot be rewound"
+        stuck = self.layer_kinds - self.rewindable_kinds
+        if not getattr(self.target, "_is_stateful", False):  # remote code may call its kinds what it likes
+            stuck &= DYNAMIC_LAYER_TYPE_MAPPING.keys()
+        return f"has layers ({', '.join(sorted(stuck))}) with a running state that cannot be rewound" if stuck else ""
+
+    @property
     def has_running_state(self) -> bool:
         """Whether a layer keeps one state instead of a key per token: only the last forward can be taken back."""
         return not self.layer_kinds.isdisjoint({"linear_attention", "hybrid"})
 
     def make_rewindable(self, cache: Cache, num_drafts: int) -> None:
-        """Let a cache of the target take back that many drafts and the anchor."""
-        make_linear_rewindable(cache)
+        """Let a cache of the target take back that many drafts and the anchor. Remote code's stays as it is."""
+        if isinstance(cache, Cache):
+            make_linear_rewindable(cache)
 
     def put_on_hooks(self) -> list[RemovableHandle]:
         """What a verification round needs on the target's modules, silent elsewhere."""
@@ -184,9 +204,14 @@ class TargetFamily:
 
     def cached_lengths(self, cache: Any) -> set[int]:
         """How many tokens each part of a cache has seen that counts them: one number, unless a forward was
-        interrupted between two layers. Running states count none."""
-        layers = getattr(cache, "layers", ())
-        return {int(layer.get_seq_length()) for layer in layers if getattr(layer, "keys", None) is not None}
+        interrupted between two of them. Running states count none."""
+        lengths = set()
+        for layer in getattr(cache, "layers", ()):
+            if getattr(layer, "keys", None) is not None:
+                lengths.add(int(layer.get_seq_length()))
+            if not hasattr(layer, "max_cache_len"):  # a static one's are as long as it can hold
+                lengths |= {part.shape[dim] if part.ndim > 1 else 0 for dim, part in _parts_of(layer).values()}
+        return lengths
 
     # Draft trees
 
@@ -229,18 +254,17 @@ class TargetFamily:
         cache.crop(len(kept) - len(rows))
 
     def take_back(self, cache: Any, start: int) -> None:
-        """Leave the first `start` tokens in a cache after a round's forward was interrupted, which some layers saw and
-        others did not."""
+        """Leave the first `start` tokens in a cache after a round's forward was interrupted, which some of its parts
+        saw and others did not."""
         for layer in cache.layers:
+            # A layer's own crop takes as many of an indexer's tokens as of its own, and either may come first.
+            parts = _parts_of(layer)
             if hasattr(layer, "take_back"):  # a running state's, by this code or a drafter's own copy of it
                 layer.take_back(start)
             elif getattr(layer, "keys", None) is not None:  # an MLP has a layer without
                 layer.crop(min(0, start - layer.get_seq_length()))
-            # Positions come before a forward's first layer, and an indexer's keys before its layer's own.
-            if getattr(layer, "indexer_position_ids", None) is not None:
-                layer.indexer_position_ids = layer.indexer_position_ids[..., :start]
-            if getattr(layer, "indexer_keys", None) is not None:
-                layer.indexer_keys = layer.indexer_keys[:, :start]
+            for name, (dim, part) in parts.items():
+                setattr(layer, name, part.narrow(dim, 0, min(start, part.shape[dim])))
 
     def attention_keys(self, layer: Any, keys: int, rows: int, seen: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Where, in a verification round's attention weights, a token finds its keys.
@@ -256,6 +280,11 @@ class TargetFamily:
         """
         past = keys - rows
         return torch.cat([torch.arange(past), past + torch.tensor(seen)]), torch.arange(0)
+
+
+def _parts_of(layer: Any) -> dict[str, tuple[int, torch.Tensor]]:
+    """What an indexer has filled of a cache layer beside its keys and values, and the dimension of tokens."""
+    return {name: (dim, part) for name, dim in _PARTS.items() if (part := getattr(layer, name, None)) is not None}
 
 
 def computable(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

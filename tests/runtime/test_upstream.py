@@ -120,6 +120,7 @@ PRIVATE = [
         "_assisted_decoding": "to run our loop",
         "_get_candidate_generator": "to hand our drafts to transformers' loop",
         "_prefill": "to run the prompt",
+        "_supports_default_dynamic_cache": "to refuse targets that make a cache of their own",
     }),
     (GenerationConfig, {"_get_default_generation_params": "to tell 20 drafts that were asked for from the default"}),
     (PreTrainedModel, {

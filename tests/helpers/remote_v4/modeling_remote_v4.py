@@ -45,6 +45,7 @@ class RemoteV4Cache:
 
     is_compileable = False
     is_croppable = True
+    is_linear = (False,)  # of any layer, which transformers asks from 5.24 on before it goes on with a cache
 
     def __init__(self):
         self.keys = {}

@@ -32,12 +32,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry after the layer: RoPE position, `out` (before the final norm), one key and value per key head."""
+    """One entry after a layer: RoPE position, `out` (before the final norm), one key and value per key head; `before`
+    is what the layer before made of it, for NVIDIA's drafters of several layers."""
 
     position: int
     out: Tensor
     keys: list[Tensor]
     values: list[Tensor]
+    before: Entry | None = None
 
 
 def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -58,10 +60,12 @@ def _rotate(x: Tensor, position: int, theta: float) -> Tensor:
     return torch.stack(turned)
 
 
-def _heads(tensors: dict[str, Tensor], shape: Shape, name: str, a: Tensor, position: int | None) -> list[Tensor]:
+def _heads(
+    tensors: dict[str, Tensor], shape: Shape, name: str, a: Tensor, position: int | None, of: str = "midlayer"
+) -> list[Tensor]:
     """The q, k or v vectors of one entry, one per head; normed where the weight exists, rotated given a position."""
-    flat = tensors[f"midlayer.self_attn.{name}_proj.weight"] @ a
-    norm = tensors.get(f"midlayer.self_attn.{name}_norm.weight")
+    flat = tensors[f"{of}.self_attn.{name}_proj.weight"] @ a
+    norm = tensors.get(f"{of}.self_attn.{name}_norm.weight")
     heads = []
     for h in range(shape.kv_heads if name in ("k", "v") else shape.heads):
         x = flat[h * shape.head_dim : (h + 1) * shape.head_dim]
@@ -81,30 +85,59 @@ def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     return result
 
 
-def _mlp(tensors: dict[str, Tensor], x: Tensor) -> Tensor:
+def _mlp(tensors: dict[str, Tensor], x: Tensor, of: str = "midlayer") -> Tensor:
     """The gated MLP of one vector."""
-    gate = tensors["midlayer.mlp.gate_proj.weight"] @ x
-    up = tensors["midlayer.mlp.up_proj.weight"] @ x
-    return tensors["midlayer.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
+    gate = tensors[f"{of}.mlp.gate_proj.weight"] @ x
+    up = tensors[f"{of}.mlp.up_proj.weight"] @ x
+    return tensors[f"{of}.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
 
 
 def _layer(tensors: dict[str, Tensor], shape: Shape, g: Tensor, e: Tensor, seen: list[Entry], position: int) -> Entry:
     """The layer for one entry of hidden g and embedding e that sees the entries `seen` and itself."""
     normed = _rms(g, tensors["midlayer.hidden_norm.weight"], shape.eps)
     a = torch.cat([_rms(e, tensors["midlayer.input_layernorm.weight"], shape.eps), normed])
-    queries = _heads(tensors, shape, "q", a, position)
-    keys = _heads(tensors, shape, "k", a, position)
-    values = _heads(tensors, shape, "v", a, None)
+    residual = normed if shape.norm_before_residual else g
+    depth = 1 + max([int(name.split(".")[1]) for name in tensors if name.startswith("layers.")], default=0)
+    first = [_of_layer(entry, depth - 1) for entry in seen]
+    entry = _attended(tensors, shape, residual, a, first, position, "midlayer")
+    for layer in range(1, depth):  # as any Llama's
+        a = _rms(entry.out, tensors[f"layers.{layer}.input_layernorm.weight"], shape.eps)
+        known = [_of_layer(entry, depth - 1 - layer) for entry in seen]
+        entry = _attended(tensors, shape, entry.out, a, known, position, f"layers.{layer}", entry)
+    return entry
+
+
+def _of_layer(entry: Entry, back: int) -> Entry:
+    """What the layer `back` layers before the last made of an entry."""
+    for _ in range(back):
+        assert entry.before is not None
+        entry = entry.before
+    return entry
+
+
+def _attended(
+    tensors: dict[str, Tensor],
+    shape: Shape,
+    residual: Tensor,
+    a: Tensor,
+    seen: list[Entry],
+    position: int,
+    of: str,
+    before: Entry | None = None,
+) -> Entry:
+    """One layer's attention over what it made of `seen` and of `a`, added to `residual`, and its MLP."""
+    queries = _heads(tensors, shape, "q", a, position, of)
+    keys = _heads(tensors, shape, "k", a, position, of)
+    values = _heads(tensors, shape, "v", a, None, of)
     attended = []
     for h, query in enumerate(queries):
         group = h // (shape.heads // shape.kv_heads)
         head_keys = [entry.keys[group] for entry in seen] + [keys[group]]
         head_values = [entry.values[group] for entry in seen] + [values[group]]
         attended.append(_attend(query, head_keys, head_values))
-    r = normed if shape.norm_before_residual else g
-    r = r + tensors["midlayer.self_attn.o_proj.weight"] @ torch.cat(attended)
-    out = r + _mlp(tensors, _rms(r, tensors["midlayer.post_attention_layernorm.weight"], shape.eps))
-    return Entry(position, out, keys, values)
+    r = residual + tensors[f"{of}.self_attn.o_proj.weight"] @ torch.cat(attended)
+    out = r + _mlp(tensors, _rms(r, tensors[f"{of}.post_attention_layernorm.weight"], shape.eps), of)
+    return Entry(position, out, keys, values, before)
 
 
 def _fuse(tensors: dict[str, Tensor], shape: Shape, feature: Tensor) -> Tensor:

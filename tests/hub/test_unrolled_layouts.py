@@ -263,6 +263,18 @@ def test_key_heads_are_llamas_where_nothing_is_said(tmp_path):
     assert load_drafter(saved(tmp_path, fields, tensors)).config.num_key_value_heads == 4
 
 
+def test_eagle3_of_several_layers(tmp_path, target):
+    """NVIDIA's may have them; the tensors count, whatever is said of a target's layers."""
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in eagle3_tensors().items()}
+    for i in (1, 2):
+        tensors |= {**attention(f"layers.{i}", WIDTH), **mlp(f"layers.{i}")}
+        tensors |= {f"layers.{i}.{part}.weight": norm() for part in ("input_layernorm", "post_attention_layernorm")}
+    fields = {**FLAT, **PUBLISHED["NVIDIA"], "num_hidden_layers": 94}
+    drafter = load_drafter(saved(tmp_path, fields, tensors), dtype=torch.float32)
+    assert drafter.config.num_hidden_layers == 3
+    check_eagle3(drafter, target, tensors, [0, 2, 5])
+
+
 def deepspec(folder, **more):
     """Its layers are Qwen3's, it drafts every token and has copies of the target's embedding and head."""
     tensors = eagle3_tensors(qk_norm=True)

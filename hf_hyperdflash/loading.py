@@ -115,7 +115,7 @@ def _check_computes(config: PreTrainedConfig, asked: dict[str, Any]) -> None:
     """Raise a `ValueError` before weights are loaded that the installed transformers cannot compute with."""
     dtype = asked.get("dtype", asked.get("torch_dtype"))
     is_stock = type(config) is DeepseekV4Config and not getattr(config, "auto_map", None)
-    if is_stock and not isinstance(dtype, dict) and (chosen := named_dtype(dtype) or config.dtype):
+    if is_stock and not isinstance(dtype, dict) and (chosen := named_dtype(dtype) or named_dtype(config.dtype)):
         check_computes(chosen)
 
 

@@ -107,7 +107,7 @@ GIVEN = {
         "generates from 4 prompts only",
     ],
     "targets": ["(5.23, not 5.17)", "`DistributedConfig(ep_size=...)`, 5.23)", "300 tokens on windows of 4 to 16"],
-    "tools": ["With `batch_size` above 1", "lines 785 and 811 in 5.23.0)"],  # read there in test_snippets.py
+    "tools": ["With `batch_size` above 1", "lines 842 and 872 in 5.24.0)"],  # read there in test_snippets.py
     "training": [
         f"transformers logs the loss every {TrainingArguments.logging_steps:.0f} steps",
         f"as {ScriptArguments.eval_rows} are held out by default",
@@ -134,7 +134,11 @@ GIVEN = {
         "| tau near 1 |",
         "but this target's are 0 to …",
     ],
-    "using": ["0 for the target", "At most 128 tokens can be taken back"],
+    "using": [
+        "in bfloat16 from transformers 5.20 on",
+        "0 for the target",
+        "At most 128 tokens can be taken back",
+    ],
 }
 
 

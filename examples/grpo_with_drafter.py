@@ -99,11 +99,13 @@ def train(way: str, rollouts: int, arguments: argparse.Namespace) -> dict[str, A
     learning = drafter.adapt(target) if way == "adapted" else None
     lines = Path(arguments.data).read_text(encoding="utf-8").splitlines()[: arguments.steps]
     prompts = [[{"role": "user", "content": json.loads(line)["question"] + ASKED}] for line in lines]
+    is_new = "activation_checkpointing" in GRPOConfig.__dataclass_fields__  # from transformers 5.24 on
+    checkpointing = {"activation_checkpointing" if is_new else "gradient_checkpointing": False}
     with TemporaryDirectory() as folder:
         config = GRPOConfig(
             folder, max_steps=arguments.steps, learning_rate=arguments.learning_rate, num_generations=rollouts,
             per_device_train_batch_size=rollouts, max_completion_length=arguments.max_new_tokens, bf16=False,
-            gradient_checkpointing=False, use_cpu=not torch.cuda.is_available(), report_to="none", save_strategy="no",
+            **checkpointing, use_cpu=not torch.cuda.is_available(), report_to="none", save_strategy="no",
             logging_steps=arguments.steps, disable_tqdm=True,
             router_aux_loss_coef=0.0,  # which TRL 1.16 cannot compute for DeepSeek-V4
         )  # fmt: skip

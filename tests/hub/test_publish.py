@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter, __version__
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.hub.publish import drafter_files
+from hf_hyperdflash.runtime.version import series
 
 from ..conftest import prompt, tiny_drafter, tiny_target
 from ..helpers.headed_drafters import learned
@@ -329,6 +330,7 @@ from tests.conftest import prompt, tiny_drafter
 from transformers import AutoModel
 from hf_hyperdflash import HyperDFlashDrafter
 from hf_hyperdflash.runtime.binding import BoundTarget
+from hf_hyperdflash.runtime.cache_name import CACHE, cache_of
 told["same"] = []
 for name in ("v4", "linear"):
     def model():
@@ -371,10 +373,11 @@ def test_bound_by_a_drafters_own_code_or_by_the_package(hub, folder, tmp_path):
 def test_bound_by_code_of_another_version(folder, monkeypatch):
     target, drafter = tiny_target(), tiny_drafter(tiny_target())
     drafter.bind(target)
-    monkeypatch.setattr("hf_hyperdflash.runtime.binding.__version__", "0.2.9")
+    major, minor = series(__version__)
+    monkeypatch.setattr("hf_hyperdflash.runtime.binding.__version__", f"{major}.{minor}.99")
     drafter.bind(target)
-    monkeypatch.setattr("hf_hyperdflash.runtime.binding.__version__", "0.3.0")
-    with pytest.raises(ValueError, match=r"bound by hf_hyperdflash 0\.2\.0.*, and this is 0\.3\.0.*`unbind`"):
+    monkeypatch.setattr("hf_hyperdflash.runtime.binding.__version__", f"{major}.{minor + 1}.0")
+    with pytest.raises(ValueError, match=rf"bound by hf_hyperdflash {major}\.{minor}\..*, and this is .*`unbind`"):
         drafter.bind(target)
     drafter.unbind(target)
     drafter.bind(target)

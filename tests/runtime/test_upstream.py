@@ -164,8 +164,8 @@ PRIVATE = [
     }),
     # What is set on objects, by the source that sets it.
     (transformers.generation.utils, {
-        "_mask_length": "to go on from a cache",
         "_pad_token_tensor": "to fill up a batch",
+        **({} if transformers.__version__.startswith("5.17.") else {"_mask_length": "to go on from a cache"}),
     }),
     (transformers.configuration_utils, {"_commit_hash": "to remember a target's revision"}),
     (accelerate.hooks, {"_hf_hook": "to tell an offloaded LM head"}),

@@ -262,10 +262,11 @@ def bind(target: PreTrainedModel) -> PreTrainedModel:
     transformers' own assisted modes (prompt lookup, a second V4 as assistant: bind that one too).
 
     Raises:
-        ValueError: If it is no target (see [`~targets.family_of`]), its cache cannot be rewound, or code of another
-            version has bound it.
+        ValueError: If it is no target (see [`~targets.family_of`]), transformers cannot run it in its dtype, its cache
+            cannot be rewound, or code of another version has bound it.
     """
     family = family_of(target)
+    family.check_computes()
     if family.why_not_rewindable:
         raise ValueError(
             f"A {type(target).__name__} {family.why_not_rewindable}, so drafts that the target rejects could not be "

@@ -66,8 +66,6 @@ class DeepseekV4(HyperConnected):
 
     def __init__(self, target: PreTrainedModel, trunk: Any) -> None:
         super().__init__(target, trunk)
-        if isinstance(self.norm, DeepseekV4RMSNorm) and self.norm.weight.dtype == torch.float32:
-            check_computes(self.dtype)
         # In DeepSeek's own layout, as remote code has it, the gate's parameters belong to no module.
         is_bare = not isinstance(getattr(trunk, "hc_head", None), nn.Module)
         self._bare: Any = (trunk if hasattr(trunk, "hc_head_fn") else target) if is_bare else None
@@ -101,6 +99,10 @@ class DeepseekV4(HyperConnected):
     @property
     def mask_token_id(self) -> int | None:
         return _MASK_TOKEN if self.config.vocab_size == _VOCAB_SIZE else None
+
+    def check_computes(self) -> None:
+        if isinstance(self.norm, DeepseekV4RMSNorm) and self.norm.weight.dtype == torch.float32:
+            check_computes(self.dtype)
 
     # Caches
 

@@ -174,6 +174,9 @@ class TargetFamily:
     def mask_token_id(self) -> int | None:
         return None
 
+    def check_computes(self) -> None:
+        """Raise a `ValueError` if the installed transformers cannot run the target in the dtype that it has."""
+
     # Drafts that have to be taken back
 
     @property

@@ -118,6 +118,8 @@ class HyperDFlashTrainer(Trainer):
         check_trainable(target)
         config = self.drafter_config = cast(HyperDFlashConfig, model.config)
         _check_trainable(config, args, processing_class, drafter=model, target=target)
+        if args.feature_source == "online":
+            family_of(target).check_computes()
         self.objective: BlockObjective = objective_of(model, target, args)
         self.target = target.eval().requires_grad_(False)
         if getattr(config, "own_embedding", False):

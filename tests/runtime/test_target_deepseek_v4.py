@@ -10,6 +10,7 @@ from hf_hyperdflash.runtime.cache_name import CACHE, cache_of
 from hf_hyperdflash.runtime.target_deepseek_v4 import one_token_entries
 
 from ..conftest import CSA, HCA, SLIDING, prompt, tiny_drafter, tiny_target
+from ..helpers.training import rows, trainer_for
 
 TIES = dict(index_n_heads=1, index_topk=3, layer_types=[CSA, SLIDING, CSA, HCA])
 
@@ -108,6 +109,9 @@ def test_half_precision_is_run_or_refused_in_one_line(tmp_path, dtype):
         else:
             with pytest.raises(ValueError, match=f"DeepSeek-V4 in {dtype}, which .* cannot run: .*5.20.*float32"):
                 load()
+            half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+            with pytest.raises(ValueError, match="cannot run"):
+                trainer_for(tmp_path / "run", half, tiny_drafter(half), rows(2))
     assert load_target(tmp_path, dtype="float32").dtype == torch.float32
     target = bind(tiny_target().to(getattr(torch, dtype)))  # norms and all: every transformers runs it
     assert target.generate(prompt(9), max_new_tokens=4, assistant_model=PromptLookupDrafter(target)).shape[1] == 13

@@ -41,10 +41,9 @@ class ReadingDrafter(SavedDrafter):
             self.config.target_hc_mult = family_of(target).paths
         check_pair(self.config, target, type(self).__name__)
         config, own = self.config, family_of(target).config
-        if getattr(config, "target_model_type", None) == "":
+        if getattr(config, "target_model_type", None) == "":  # ours say it, and stay as they were trained
             config.target_model_type = own.model_type
-        if getattr(config, "target_num_layers", None) == 0:
-            config.target_num_layers = own.num_hidden_layers
+            config.target_num_layers = config.target_num_layers or own.num_hidden_layers
 
     def of_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """`[..., config.vocab_size]` from those of the tokens that can be drafted."""

@@ -247,10 +247,10 @@ def _wrong_with(tree: Any, vocab_size: int) -> str:
     tokens = tree.tokens
     if tokens.is_meta or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         return f"tokens of {tokens.dtype} on {tokens.device}"
-    if tokens.device.type == "cpu" and len(tokens):
-        outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
-        if len(outside):
-            return f"the token {int(outside[0])}"
+    if tokens.device.type == "cpu":  # elsewhere to read them would be to wait
+        outside = next((token for token in tokens.tolist() if not 0 <= token < vocab_size), None)
+        if outside is not None:
+            return f"the token {outside}"
     for q in tree.q or ():
         if q is not None and not (isinstance(q, torch.Tensor) and q.shape == (vocab_size,) and q.is_floating_point()):
             given = f"{q.dtype} {list(q.shape)}" if isinstance(q, torch.Tensor) else type(q).__name__

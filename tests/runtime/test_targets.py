@@ -31,7 +31,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Index
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, bind, capture_residual, load_target, unbind
 from hf_hyperdflash.runtime.binding import BoundTarget
-from hf_hyperdflash.runtime.cache_name import CACHE, cache_of
+from hf_hyperdflash.runtime.cache_name import cache_argument, cache_of
 from hf_hyperdflash.runtime.continuation import context_of
 from hf_hyperdflash.runtime.target_family import computable
 from hf_hyperdflash.runtime.targets import family_of
@@ -430,7 +430,8 @@ def test_every_familys_cache_is_as_if_no_draft_had_been(family):
     turn = torch.cat([written[:, -1:], prompt(9, seed=3)], dim=1)
     positions = torch.arange(written.shape[1] - 1, written.shape[1] + 9)[None]
     with torch.no_grad():
-        after = family(turn, **{CACHE: cache}, position_ids=positions, use_cache=True).logits
+        own_name = cache_argument(type(family).forward)  # remote code's is its own
+        after = family(turn, **{own_name: cache}, position_ids=positions, use_cache=True).logits
         whole = family(torch.cat([written[:, :-1], turn], dim=1)).logits[:, -10:]
     torch.testing.assert_close(after, whole, atol=1e-3, rtol=1e-3)
 

@@ -164,7 +164,7 @@ def stats_of(rows: Sequence[WrittenRow]) -> SpeculationStats:
     stats = SpeculationStats()
     for row in rows:
         stats += row.stats
-    stats.rows = [row.stats for row in rows]
+    stats.of_batch = [row.stats for row in rows]
     return stats
 
 

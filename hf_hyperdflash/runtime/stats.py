@@ -100,7 +100,7 @@ class SpeculationStats:
             an accelerator launches count, not their completion, except under [`exact_timing`].
         verify_seconds: Wall-clock seconds in the target's forwards, prefill excluded.
         loop_seconds: Wall-clock seconds of everything after the prefill; what is not in the other two is our overhead.
-        rows: Of a batch, each row's own. Seconds that several rows share count in equal parts.
+        of_batch: Of a batch of several texts, each row's own. Seconds that several rows share count in equal parts.
     """
 
     rounds: int = 0
@@ -115,12 +115,12 @@ class SpeculationStats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     loop_seconds: float = 0.0
-    rows: list[SpeculationStats] = field(default_factory=list)
+    of_batch: list[SpeculationStats] = field(default_factory=list)
 
     def __str__(self) -> str:
         """In a line; its lists are as long as the text, `repr` has them."""
         rates = ", ".join(f"{100 * rate:.0f}" for rate in self.acceptance) or "none"
-        rows = f" of {len(self.rows)} rows" if self.rows else ""
+        rows = f" of {len(self.of_batch)} rows" if self.of_batch else ""
         return (
             f"{self.tokens} tokens{rows} in {self.rounds} verification round{'s' * (self.rounds != 1)}: "
             f"tau {self.tau:.2f}, drafts accepted at each position, %: {rates}"
@@ -131,7 +131,7 @@ class SpeculationStats:
         self.draft_positions = max(self.draft_positions, other.draft_positions)
         for name in (
             "rounds", "tokens", "nodes", "emitted", "accepted", "written", "by_head", "trees", "draft_seconds",
-            "verify_seconds", "loop_seconds", "rows",
+            "verify_seconds", "loop_seconds", "of_batch",
         ):  # fmt: skip
             setattr(self, name, getattr(self, name) + getattr(other, name))
         return self
@@ -164,6 +164,11 @@ class SpeculationStats:
             drafts = DraftTree(tree.tokens.cpu(), tree.parents, passes=tree.passes, by_head=tree.by_head)
             own = written[-1] if len(written) > len(accepted) else None
             self.trees.append(VerifiedTree(anchor, drafts, accepted, own, self.tokens))
+
+    @property
+    def rows(self) -> list[SpeculationStats]:
+        """Each row's own; of one text these."""
+        return self.of_batch or [self]
 
     @property
     def tau(self) -> float:

@@ -104,6 +104,16 @@ def assert_every_row(target, kind, ids, mask, rows, texts):
     assert stats.draft_seconds + stats.verify_seconds < stats.loop_seconds
 
 
+def test_a_batch_of_one_has_one_rows_statistics(qwen3):
+    """As many as there are texts, so that a loop over batches needs no case for the last one."""
+    ids, mask, rows = padded((9,))
+    drafter = RandomChains(qwen3, alone(qwen3, rows), seed=1)
+    qwen3.generate(ids, attention_mask=mask, assistant_model=drafter, do_sample=False, max_new_tokens=NEW)
+    (row,) = drafter.last_stats.rows
+    assert row == drafter.last_stats and row.tokens == NEW and row.rounds
+    assert " rows" not in str(drafter.last_stats)
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", [families.llama, families.gemma3], ids=lambda family: family.__name__)
 def test_in_every_implementation_of_attention_that_takes_masks(family, implementation):

@@ -59,7 +59,7 @@ def test_they_are_printed_in_a_line():
     rates = "drafts accepted at each position, %: 75, 25"
     assert str(stats) == f"{stats.tokens} tokens in 4 verification rounds: tau {stats.tau:.2f}, {rates}"
     assert f"emitted={stats.emitted}" in repr(stats)  # which has all
-    batch = SpeculationStats(tokens=1, rounds=1, rows=[stats, stats])
+    batch = SpeculationStats(tokens=1, rounds=1, of_batch=[stats, stats])
     assert (
         str(batch) == "1 tokens of 2 rows in 1 verification round: tau 0.00, drafts accepted at each position, %: none"
     )

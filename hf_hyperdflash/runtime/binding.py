@@ -267,6 +267,7 @@ def bind(target: PreTrainedModel) -> PreTrainedModel:
     """
     family = family_of(target)
     family.check_computes()
+    family.check_layers()
     if family.why_not_rewindable:
         raise ValueError(
             f"A {type(target).__name__} {family.why_not_rewindable}, so drafts that the target rejects could not be "
@@ -319,7 +320,7 @@ def check_fit(target: PreTrainedModel, drafter: Any) -> None:
     Raises:
         ValueError: Naming both values, if they do not fit.
     """
-    family_of(target)  # what is no target has no place to remember it at
+    family_of(target).check_layers(drafter.target_layer_ids)  # what is no target has no place to remember it at
     fitting = _fitting.setdefault(target, WeakSet())
     if drafter not in fitting:
         drafter.check_target(target)

@@ -44,7 +44,8 @@ def check_pair(config: Any, target: PreTrainedModel, drafter: str) -> None:
             f"The drafter reads layers {config.target_layer_ids}, but this target's are 0 to "
             f"{own.num_hidden_layers - 1} (-1 for the last)."
         )
-    if getattr(config, "mask_token_id", 0) >= own.vocab_size:
+    family.check_layers(config.target_layer_ids or [-1])
+    if (getattr(config, "mask_token_id", None) or 0) >= own.vocab_size:
         raise ValueError(
             f"The drafter's mask token {config.mask_token_id} is outside the target's vocabulary of {own.vocab_size}."
         )

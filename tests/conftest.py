@@ -100,6 +100,7 @@ class PerfectDrafter(HyperDFlashDrafter):
 def perfect(target, sequence, **fields):
     drafter = tiny_drafter(target, **fields)
     drafter.__class__ = PerfectDrafter
+    drafter.config.mask_token_id = None  # a text of a random model has any token, and a mask token is never drafted
     return drafter.expect(target, sequence.tolist())
 
 

@@ -232,7 +232,10 @@ def _look_at_tokenizer(
     return bool(tokenizer.chat_template)
 
 
-def _look_at_mask_token(found: Diagnosis, token: int, tokenizer: PreTrainedTokenizerBase) -> None:
+def _look_at_mask_token(found: Diagnosis, token: int | None, tokenizer: PreTrainedTokenizerBase) -> None:
+    if token is None:
+        found.facts["mask token"] = "none, but a vector of the drafter's own"
+        return
     mask = tokenizer.convert_ids_to_tokens(token)
     special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
     if mask is not None and token not in special:

@@ -245,6 +245,7 @@ def check_expressible(config: HyperDFlashConfig, format: str, has_target: bool) 
         and not is_mean,
         "it reads the last layer's residual, which engines do not hand to a drafter": -1
         in (config.target_layer_ids or ()),
+        "it has a mask vector of its own, and the layout a token of the target's": config.mask_token_id is None,
         "its width differs from the target's": config.hidden_size != config.target_hidden_size,
         **_LAYOUTS[format].obstacles(config),
     }

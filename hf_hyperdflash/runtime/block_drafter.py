@@ -260,10 +260,17 @@ class BlockDrafter(ReadingDrafter):
         self, target: PreTrainedModel, hidden: torch.Tensor, vectors: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Logits of the tokens that can be drafted, `[..., config.draft_vocab_size or config.vocab_size]`, by the
-        target's LM head, or an own one over fewer tokens, and by the head's table. Of a block's states, as [`forward`]
-        returns them without `previous_ids`: with them they are for the LM head already."""
+        target's LM head, or an own one over fewer tokens, and by the head's table; minus infinity for the mask token,
+        which no text has. Of a block's states, as [`forward`] returns them without `previous_ids`: with them they are
+        for the LM head already."""
         hidden = self.readable(hidden)
-        logits = self.lm_head(hidden) if self.config.draft_vocab_size else family_of(target).logits(hidden)
+        mask = self.config.mask_token_id
+        if self.config.draft_vocab_size:
+            logits = self.lm_head(hidden).masked_fill(self.draft_ids == (-1 if mask is None else mask), -torch.inf)
+        else:
+            logits = family_of(target).logits(hidden)
+            if mask is not None:
+                logits[..., mask] = -torch.inf
         if vectors is None or self.head_table is None:
             return logits
         return logits + nn.functional.linear(vectors, self.head_table).to(logits)

@@ -89,4 +89,5 @@ class BlockPath:
         else:
             rows = self.drafter.head.table[ids.to(vectors.device)]
             scores = blind.gather(-1, ids) + torch.einsum("br,bcr->bc", vectors, rows).to(blind)
-        return (blind - _NO_CANDIDATE).scatter(-1, ids, scores.to(blind))
+        scores = scores.to(blind).masked_fill(blind.gather(-1, ids) == -torch.inf, -torch.inf)  # the mask token
+        return (blind - _NO_CANDIDATE).scatter(-1, ids, scores)

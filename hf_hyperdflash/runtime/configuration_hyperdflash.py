@@ -36,7 +36,8 @@ class HyperDFlashConfig(DrafterConfig):
         block_size: Anchor plus draft positions: 7 is the paper's six drafted steps (section 3.3).
         sample_from_anchor: Whether the anchor's slot drafts as well, so that slot k drafts the token k + 1 after the
             anchor and 7 inputs give 7 drafts (DSpark). The paper's does not: slot k drafts the token k after it.
-        mask_token_id: The token that stands at every draft position of a block's input.
+        mask_token_id: The token that stands at every draft position of a block's input, and is never drafted; `None`
+            for a vector of the drafter's own there.
         sequential_head: What lets each draft know the one before it, `"none"` or one of [`~heads.HEADS`]: `"markov"`,
             `"gated_markov"`, `"recurrent"` (DSpark's), `"selector"` (DFlash 2's), `"state"` (ours).
         head_rank: Width of the head: rank of its tables, or of the state head's correction.
@@ -63,7 +64,7 @@ class HyperDFlashConfig(DrafterConfig):
     window_from: str = "anchor"
     block_size: int = 7
     sample_from_anchor: bool = False
-    mask_token_id: int = 128799
+    mask_token_id: int | None = 128799
     sequential_head: str = "none"
     head_rank: int = 256
     head_candidates: int | None = None
@@ -97,10 +98,10 @@ class HyperDFlashConfig(DrafterConfig):
 
     def _check_sizes(self) -> None:
         super()._check_sizes()
-        if not 0 <= self.mask_token_id < self.vocab_size:
+        if not 0 <= (self.mask_token_id or 0) < self.vocab_size:
             raise ValueError(
                 f"`mask_token_id` is {self.mask_token_id}, outside the vocabulary of {self.vocab_size} tokens. "
-                "Pass the id of a token that never occurs in text."
+                "Pass the id of a token that never occurs in text, or None for a vector of the drafter's own."
             )
 
     def _check_attention(self) -> None:

@@ -36,7 +36,7 @@ class DrafterRMSNorm(Qwen3RMSNorm):
 
 
 def block_inputs(
-    tokens: torch.Tensor, positions: torch.Tensor, block_size: int, mask_token_id: int
+    tokens: torch.Tensor, positions: torch.Tensor, block_size: int, mask_token_id: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A drafter's input: each anchor followed by mask tokens, at consecutive positions (section 2.1).
 
@@ -44,12 +44,13 @@ def block_inputs(
         tokens: The anchors' token ids, `[batch, anchors]`.
         positions: Their true positions, `[batch, anchors]`.
         block_size: Slots per block, the anchor's included.
-        mask_token_id: Stands at every draft position.
+        mask_token_id: Stands at every draft position; `None` for a drafter that puts a vector of its own there, and
+            reads no token.
 
     Returns:
         Token ids and positions, `[batch, anchors * block_size]` each.
     """
-    masks = tokens.new_full((*tokens.shape, block_size - 1), mask_token_id)
+    masks = tokens.new_full((*tokens.shape, block_size - 1), mask_token_id or 0)
     steps = torch.arange(block_size, device=positions.device)
     return torch.cat([tokens.unsqueeze(-1), masks], dim=-1).flatten(1), (positions.unsqueeze(-1) + steps).flatten(1)
 

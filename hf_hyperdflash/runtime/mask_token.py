@@ -1,4 +1,4 @@
-"""Which token of a target's vocabulary stands at the draft positions of a block: one that no text has."""
+"""Which token of a target's vocabulary stands at the draft positions of a block: one that no text has, if any."""
 
 from __future__ import annotations
 
@@ -14,22 +14,29 @@ from .targets import family_of
 
 logger = logging.getLogger(__name__)
 
-_RESERVED = re.compile(r"reserved|unused|place.?holder", re.IGNORECASE)
+# What tokenizers call tokens that are there for later uses, and
+_RESERVED = re.compile(r"reserved|unused|place.?holder|(extra|dummy|control|special)(.id|.token)?.?\d", re.IGNORECASE)
+# the marks between a repository's files, issues and notebooks in a pretraining corpus (StarCoder's names).
+_OF_DOCUMENTS = re.compile(
+    r"repo_?name|file_?(name|sep)|gh_stars|issue_|jupyter_|empty_output|commit_(before|msg|after)"
+)
 
 
-def find_mask_token(target: PreTrainedModel, tokenizer: Any = None) -> int:
-    """A token that can stand for "not known yet"; which one, and why that, is logged.
+def find_mask_token(target: PreTrainedModel, tokenizer: Any = None) -> int | None:
+    """A token that can stand for "not known yet"; which one, and why that, is logged. `None` if there is none: the
+    drafter then has a mask vector of its own.
 
     The tokenizer's mask token; else the first id past the tokenizer's last, where the embedding has rows to spare
-    (what z-lab's drafters for Qwen3 mask with); else a token reserved for such uses; else a padding token that does
-    not end texts, too.
+    (what z-lab's drafters for Qwen3 mask with); else a token reserved for later uses; else a padding token that does
+    not end texts, too; else, where there is a chat template, a special token that marks the parts of documents in
+    pretraining alone. None that the chat template names.
 
     Args:
         target: The target.
         tokenizer: Its tokenizer; where its weights came from, if left out. Nothing is downloaded for that.
 
     Raises:
-        ValueError: If there is none of these, or `tokenizer` is none.
+        ValueError: If `tokenizer` is none.
     """
     if tokenizer is not None and not hasattr(tokenizer, "mask_token_id"):
         raise ValueError(
@@ -41,11 +48,15 @@ def find_mask_token(target: PreTrainedModel, tokenizer: Any = None) -> int:
     tokenizer = tokenizer or _tokenizer_of(target)
     found = next(_candidates(family, tokenizer, _ends(target, config, tokenizer)), None)
     if found is None:
-        raise ValueError(
-            f"No mask token was found for the {config.model_type} target's vocabulary of {config.vocab_size} tokens"
-            f"{'' if tokenizer else ', whose tokenizer is not known: pass `tokenizer`'}. Or pass `mask_token_id` "
-            "(`--mask_token_id`), the id of any token that never occurs in text."
+        logger.warning(
+            "The drafter gets a mask vector of its own: of the %s target's vocabulary of %d tokens, %s. This package "
+            "trains it and drafts with it; other layouts and serving engines need a token: `mask_token_id` "
+            "(`--mask_token_id`), the id of one that never occurs in text.",
+            config.model_type,
+            config.vocab_size,
+            "none is sure to be in no text" if tokenizer else "whose tokenizer is not known (pass `tokenizer`), none",
         )
+        return None
     token, what = found
     logger.warning("The drafter's mask token is %d, %s. `mask_token_id` chooses another.", token, what)
     return token
@@ -63,12 +74,22 @@ def _candidates(family: TargetFamily, tokenizer: Any, ends: set[int]) -> Any:
         unused = max(tokenizer.get_vocab().values()) + 1
         if unused < config.vocab_size:
             yield unused, "the first that the tokenizer does not use"
-        for token, text in sorted((id, text) for text, id in tokenizer.get_added_vocab().items()):
-            if _RESERVED.search(text) and token not in ends:
+        template = str(tokenizer.chat_template or "")
+        added = {
+            id: text
+            for text, id in sorted(tokenizer.get_added_vocab().items(), key=lambda entry: entry[1])
+            if id not in ends and text not in template
+        }
+        for token, text in added.items():
+            if _RESERVED.search(text):
                 yield token, f"{text!r}, which the tokenizer reserves"
     pad = config.pad_token_id if tokenizer is None else tokenizer.pad_token_id
     if pad is not None and 0 <= pad < config.vocab_size and pad not in ends:
         yield pad, "the padding token"
+    if tokenizer is not None and template:  # text that has no template may be such documents
+        for token in reversed(added):
+            if _OF_DOCUMENTS.search(added[token]) and tokenizer.added_tokens_decoder[token].special:
+                yield token, f"{added[token]!r}, which chats have no use for"
 
 
 def _ends(target: PreTrainedModel, config: Any, tokenizer: Any) -> set[int]:

@@ -13,7 +13,14 @@ from transformers import PreTrainedModel
 from .block_drafter import BlockDrafter
 from .configuration_hyperdflash import HyperDFlashConfig
 from .heads import HEADS, ConfidenceHead
-from .layers import CausalConvolution, DrafterRMSNorm, HyperDFlashLayer, HyperDFlashRotaryEmbedding, reset_reducer
+from .layers import (
+    CausalConvolution,
+    DrafterRMSNorm,
+    HyperDFlashLayer,
+    HyperDFlashRotaryEmbedding,
+    block_inputs,
+    reset_reducer,
+)
 from .mask_token import find_mask_token
 from .pair import check_pair
 from .reducers import REDUCERS, HCGateReducer
@@ -22,6 +29,10 @@ from .targets import family_of
 from .weights import named_dtype
 
 logger = logging.getLogger(__name__)
+
+# Of a fresh drafter's states: how many nats above a guess any token may cost it, how often they are halved until it
+# costs no more, and after how many anchors.
+_SURE, _HALVINGS, _ANCHORS = 1.0, 24, 8
 
 # What can be said of heads that a drafter gets later, and of which.
 _HEAD_OF = {
@@ -53,6 +64,8 @@ class HyperDFlashDrafter(BlockDrafter):
         for name, module in self.reducer.modules(config).items():
             self.add_module(name, module)
         self.hidden_norm = DrafterRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.mask_token_id is None:
+            self.mask_embedding = nn.Embedding(1, config.hidden_size)
         if config.hidden_size != config.target_hidden_size:
             self.embed_proj = nn.Linear(config.target_hidden_size, config.hidden_size, bias=False)
             self.head_proj = nn.Linear(config.hidden_size, config.target_hidden_size, bias=False)
@@ -96,7 +109,8 @@ class HyperDFlashDrafter(BlockDrafter):
                 too: sizes and counts without weights.
             reducer: One of [`HyperDFlashConfig`]'s, or `None` for the gate where the paper's conditions hold (a gated
                 collapse in the target, equal widths) and the `fc` fallback, with a logged reason, where not.
-            mask_token_id: A token that no text has; found by [`~mask_token.find_mask_token`] if left out.
+            mask_token_id: A token that no text has; found by [`~mask_token.find_mask_token`] if left out, and where
+                there is none the drafter has a mask vector of its own.
             tokenizer: The target's, for that; the one beside its weights if left out.
             num_draft_tokens: Drafted tokens per round, the block size less the anchor.
             dtype: Of the drafter's weights (the gate stays float32), or its name; the target's residual stream's by
@@ -106,8 +120,8 @@ class HyperDFlashDrafter(BlockDrafter):
                 ([`draft_only`] takes others).
 
         Raises:
-            ValueError: If it is no target, no mask token is found, there is no such field or dtype, or the gate is
-                asked for where it cannot be inherited.
+            ValueError: If it is no target, there is no such field or dtype, or the gate is asked for where it cannot
+                be inherited.
         """
         if type(num_draft_tokens) is not int or num_draft_tokens < 1:
             raise ValueError(f"`num_draft_tokens` is {num_draft_tokens!r}, expected an integer of at least 1.")
@@ -159,7 +173,31 @@ class HyperDFlashDrafter(BlockDrafter):
             part.to(device=device, dtype=torch.float32 if name == "hc_gate" else dtype or family.dtype)
         if config.draft_vocab_size:
             drafter.draft_only(target, torch.arange(config.draft_vocab_size))
+        if target.get_input_embeddings().weight is target.get_output_embeddings().weight:
+            drafter._say_nothing_yet(target)
         return drafter
+
+    @torch.no_grad()
+    def _say_nothing_yet(self, target: PreTrainedModel) -> None:
+        """Let no token stand out in a fresh drafter's logits, by its last norm. Where the target's LM head is its
+        embedding, that is sure otherwise of what is like the token that a slot reads, and training begins with
+        unlearning it. With every other sign turned a state is like no embedding; then it is as small as it has to
+        be."""
+        if self.device.type == "meta":
+            return
+        self.norm.weight[1::2].neg_()
+        config, family = self.config, family_of(target)
+        count = _ANCHORS if config.sample_from_anchor else 1
+        anchors = torch.linspace(0, config.vocab_size - 1, count, device=self.device).long()[:, None]
+        block, _ = block_inputs(anchors, torch.zeros_like(anchors), config.block_size, config.mask_token_id)
+        read = self._begin(family.embed(block).to(self.device, self.dtype))[:, config.first_slot : 2]
+        for _ in range(_HALVINGS):
+            logits = self.logits(target, self._end(read)).float()
+            known = logits.isfinite()
+            guess = logits.logsumexp(-1) - logits.where(known, 0.0).sum(-1) / known.sum(-1)  # of any token, in nats
+            if not bool((guess - known.sum(-1).log()).mean() > _SURE):
+                break
+            self.norm.weight.mul_(0.5)
 
     def with_heads(self, **fields: Any) -> HyperDFlashDrafter:
         """This drafter with heads that it lacks, for training on: they say nothing yet, so it drafts as before.
@@ -200,7 +238,12 @@ class HyperDFlashDrafter(BlockDrafter):
         return self.hidden_norm(self.reducer.reduce(self, residual, self.dtype))
 
     def _begin(self, embeds: torch.Tensor) -> torch.Tensor:
-        return self.embed_proj(embeds) if hasattr(self, "embed_proj") else embeds
+        hidden = self.embed_proj(embeds) if hasattr(self, "embed_proj") else embeds
+        if self.config.mask_token_id is not None:
+            return hidden
+        slots = torch.arange(hidden.shape[1], device=hidden.device) % self.config.block_size
+        mask = self.mask_embedding(torch.zeros_like(slots))
+        return torch.where((slots == 0).unsqueeze(-1), hidden, mask)
 
     def _end(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(hidden)

@@ -64,6 +64,8 @@ class ServedConfig(HyperDFlashConfig):
         kind = (self.rope_parameters or {}).get("rope_type")
         return [
             (self.sample_from_anchor, "sample_from_anchor", "False", f"{TRAIN} `sample_from_anchor=False`"),
+            (self.mask_token_id is None, "mask_token_id", "drafters that read a token at draft positions",
+             f"{TRAIN} `mask_token_id`, the id of one that no text has"),
             (self.hidden_act != "silu", "hidden_act", "'silu'", f"{TRAIN} `hidden_act='silu'`"),
             (self.hidden_size != self.target_hidden_size, "hidden_size",
              f"the target's, {self.target_hidden_size}", f"{TRAIN} `hidden_size={self.target_hidden_size}`"),

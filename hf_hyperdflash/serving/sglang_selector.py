@@ -35,7 +35,7 @@ class HeadSelector(nn.Module):
 
     def __init__(self, config: Any, head: type[SequentialHead] | None) -> None:
         super().__init__()
-        self.count = config.head_candidates or 0
+        self.count, self.mask_token_id = config.head_candidates or 0, config.mask_token_id
         self.head = None if head is None else head(config)
         size = config.draft_vocab_size
         self.lm_head = nn.Linear(config.target_hidden_size, size, bias=False) if size else None
@@ -108,7 +108,11 @@ class HeadSelector(nn.Module):
         return tokens, torch.ones_like(candidate_ids, dtype=torch.float32)
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(states.to(self.rows.dtype), self.rows)  # type: ignore[union-attr, arg-type]
+        logits = nn.functional.linear(states.to(self.rows.dtype), self.rows)  # type: ignore[union-attr, arg-type]
+        if self.draft_ids is None:
+            logits[..., self.mask_token_id] = -torch.inf  # which is never drafted
+            return logits
+        return logits.masked_fill(self.draft_ids == self.mask_token_id, -torch.inf)
 
     def _token_of(self, index: torch.Tensor) -> torch.Tensor:
         return index if self.draft_ids is None else self.draft_ids[index]

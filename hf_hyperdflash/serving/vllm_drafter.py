@@ -133,6 +133,8 @@ class ServedDrafter(DFlashQwen3ForCausalLM):
     def _drafted(self, states: torch.Tensor) -> torch.Tensor:
         """Logits over the tokens that can be drafted, `[..., config.draft_vocab_size]`."""
         flat = self.logits_processor(self.lm_head, states.flatten(0, -2))
+        tokens = self._token_of(torch.arange(flat.shape[-1], device=flat.device))
+        flat = flat.masked_fill(tokens == self.config.mask_token_id, -torch.inf)  # which is never drafted
         return flat.unflatten(0, states.shape[:-1])
 
     def _token_of(self, index: torch.Tensor) -> torch.Tensor:

@@ -65,6 +65,7 @@ class NaiveDSpark:
         tokens, logits, confidences, token = [], [], [], anchor
         for state in self.states(residual, positions, anchor)[:count]:
             scores, confidence = self.scores(state, token)
+            scores[self.config.dspark_noise_token_id] = -torch.inf  # ours: what masks is never drafted
             token = int(choose(scores))
             tokens.append(token)
             logits.append(scores)

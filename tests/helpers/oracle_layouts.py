@@ -325,7 +325,7 @@ def draft(folder: str | Path, target: Target, ids: Tensor, count: int, temperatu
     hidden = base.states(drafter, target, embedding, ids, count, drafter.block_size)
     before, state, tokens, q, confidence = int(ids[0, -1]), torch.zeros(RANK), [], [], []
     for k in range(count):
-        logits = head @ hidden[k]
+        logits = (head @ hidden[k]).masked_fill(kept == drafter.mask_token_id, -torch.inf)  # ours: never drafted
         judged = hidden[k]
         if "markov_head.markov_w1.weight" in weights:
             vector, state = _markov(weights, hidden[k], before, state)

@@ -96,6 +96,7 @@ def drafted(drafter: HyperDFlashDrafter, target, ids: torch.Tensor, count: int) 
 
 def check(drafter, target, expected: torch.Tensor, ids: torch.Tensor) -> None:
     found = drafted(drafter, target, ids, len(expected))
+    expected = expected.index_fill(1, torch.tensor([drafter.config.mask_token_id]), -torch.inf)  # ours: never drafted
     finite = expected.isfinite()
     assert torch.equal(finite, found.isfinite())
     torch.testing.assert_close(found[finite], expected[finite], atol=1e-4, rtol=1e-4)
@@ -145,7 +146,8 @@ def test_a_layer_or_a_slot_off_is_another_drafter(target, tmp_path):
     for field, value in (("target_layer_ids", [1, 2]), ("sample_from_anchor", True)):
         drafter = load_foreign(tmp_path, dtype=torch.float32)
         setattr(drafter.config, field, value)
-        assert (drafted(drafter, target, ids, 4) - expected).abs().max() > 0.01
+        found = drafted(drafter, target, ids, 4)
+        assert (found - expected)[found.isfinite()].abs().max() > 0.01
 
 
 MIXED = {"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]}

@@ -34,10 +34,13 @@ def expected_logits(drafter, target, hidden: torch.Tensor, previous: list[int]) 
     weight = (drafter.lm_head if config.draft_vocab_size else target.get_output_embeddings()).weight.detach().double()
     cap, scaling = getattr(own, "final_logit_softcapping", None), getattr(own, "logits_scaling", 1.0)
 
+    ids = drafter.draft_ids if config.draft_vocab_size else torch.arange(config.vocab_size)
+
     def lm_head(h: np.ndarray) -> np.ndarray:
         logits = weight.numpy() @ h
         if not config.draft_vocab_size:
             logits = logits / scaling if cap is None else cap * np.tanh(logits / cap)
+        logits[ids.numpy() == config.mask_token_id] = -math.inf  # which is never drafted
         return logits
 
     embeds = family_of(target).embed(torch.tensor([previous]))[0].detach().double().numpy()
@@ -46,8 +49,8 @@ def expected_logits(drafter, target, hidden: torch.Tensor, previous: list[int]) 
     expected = []
     for scores in oracle.logits(step, states, previous, embeds, lm_head, config.head_candidates):
         of_all = torch.full((config.vocab_size,), -math.inf)
-        ids = drafter.draft_ids if config.draft_vocab_size else torch.arange(config.vocab_size)
         of_all[ids] = torch.from_numpy(scores).float()
+        of_all[config.mask_token_id] = -math.inf
         expected.append(of_all)
     return expected
 
@@ -82,7 +85,9 @@ def test_logits_follow_the_formulas(kind, fields, family):
         assert found.shape == (1, 64) and step.confidence is None
         kept = expected > -oracle.FAR / 2
         torch.testing.assert_close(found[0, kept], expected[kept], atol=1e-4, rtol=1e-4)
-        assert kept.sum() == (fields["head_candidates"] or fields.get("draft_vocab_size", 64))
+        count = fields["head_candidates"] or fields.get("draft_vocab_size", 64)
+
+        assert not kept[drafter.config.mask_token_id] and 0 <= count - kept.sum() <= 1
         assert not found.softmax(-1)[0, ~kept].any()
 
 
@@ -136,9 +141,9 @@ def test_each_draft_is_drawn_after_the_one_before(kind, fields, request_name):
 @pytest.mark.parametrize("kind", HEADS)
 def test_the_law_of_the_drafts_is_their_q(kind, candidates):
     """Every way that the draws can go, how probable it is, and what the drafts say of it."""
-    target = tiny_target(layer_types=["sliding_attention"], vocab_size=3)
+    target = tiny_target(layer_types=["sliding_attention"], vocab_size=4)  # one of which masks
     drafter = headed(target, kind, head_candidates=candidates, num_draft_tokens=3)
-    ids, total, laws = prompt(6, vocab_size=3), 0.0, set()
+    ids, total, laws = prompt(6, vocab_size=4), 0.0, set()
     for probability, (tree, states) in every_outcome(lambda: proposed(drafter, target, ids, do_sample=True)):
         tokens = tree.tokens.tolist()
         expected = expected_logits(drafter, target, states, [int(ids[0, -1]), *tokens[:-1]])

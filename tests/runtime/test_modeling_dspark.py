@@ -111,7 +111,7 @@ def assert_deepseeks(tree, logits, naive, sequence, stop, choose=torch.argmax):
     assert tree.tokens.tolist() == tokens and tree.is_chain
     torch.testing.assert_close(logits.double(), expected, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(tree.confidence.double(), torch.sigmoid(confidence), atol=1e-5, rtol=1e-4)
-    assert expected.std() > 0.1  # not blind
+    assert expected[expected.isfinite()].std() > 0.1  # not blind
 
 
 # Drafts
@@ -305,7 +305,8 @@ def test_bfloat16_keeps_what_v4_keeps_in_float32(tmp_path, config, tensors, targ
     naive, token = naive_for(tensors, config, target), int(ids[0, 12])
     for k, state in enumerate(naive.states(residual[0], positions[0], token)):
         expected, confidence = naive.scores(state, token)
-        assert torch.nn.functional.cosine_similarity(logits[k].double(), expected, dim=0) > 0.98
+        drafted = logits[k].isfinite()
+        assert torch.nn.functional.cosine_similarity(logits[k, drafted].double(), expected[drafted], dim=0) > 0.98
         assert abs(tree.confidence[k] - torch.sigmoid(confidence)) < 0.1
         token = int(tree.tokens[k])
 

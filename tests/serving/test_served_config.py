@@ -108,6 +108,7 @@ def test_a_saved_drafter_is_read_as_it_was_saved(tmp_path):
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "`rope_parameters` is .*'dynamic'.*, but {} serves a `rope_type` of default, linear, yarn, llama3",
         ),
+        ("vllm sglang", {"mask_token_id": None}, "`mask_token_id` is None, but {} serves drafters that read a token"),
         ("vllm sglang", {"hidden_act": "gelu"}, "`hidden_act` is 'gelu', but {} serves 'silu'"),
         (
             "vllm sglang",

@@ -122,6 +122,7 @@ def examine(
         found.problems.append(str(error))
         return found
     _look_at_memory(found, target, drafter)
+    _look_at_rounding(found, target)
     _compare_fingerprints(found, target, drafter.config)
     if _look_at_tokenizer(found, target, drafter.config, tokenizer):
         ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": text}]} for text in prompts])
@@ -147,6 +148,14 @@ def examine(
             if not found.problems and enough:
                 _recommend(found, target, drafter, ids, max_new_tokens, disable_tqdm)
     return found
+
+
+def _look_at_rounding(found: Diagnosis, target: PreTrainedModel) -> None:
+    if getattr(target, "is_loaded_in_8bit", False):
+        found.remarks.append(
+            "The target is loaded in 8 bits by bitsandbytes, whose forwards over several tokens round otherwise than "
+            "over one, so greedy texts differ from those without a drafter. Load it in 4 bits where they must not."
+        )
 
 
 def _look_at_memory(found: Diagnosis, target: PreTrainedModel, drafter: SavedDrafter) -> None:

@@ -36,7 +36,7 @@ from .request import (
 from .rope_switch import check_restart
 from .schedule import Experience
 from .target_family import TargetFamily
-from .targets import family_of, is_bound, is_drafter
+from .targets import check_without_virtual_tokens, family_of, is_bound, is_drafter
 from .version import __version__, series
 
 # `bind` and `unbind` change a target as a whole, and each drafter is checked once for a target that is bound.
@@ -182,6 +182,7 @@ class BoundTarget(_Mixed):
         tokenizer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
+        check_without_virtual_tokens(self)
         if is_drafter(assistant_model):
             check_request(input_ids, generation_config, synced_gpus, model_kwargs)
             num_drafts = self._prepare_drafting(assistant_model, generation_config, model_kwargs)

@@ -110,4 +110,8 @@ def _hand_out(readings: PerThread[Reading], layer: int, paths: int, output: Any)
             reading.take(layer, residual.unflatten(2, (paths, -1)) if residual.ndim == 3 else residual)
 
 
-_hand_out_of_graph = torch.compiler.disable(_hand_out)  # a compiled layer leaves its graph here
+# A compiled layer leaves its graph here.
+_hand_out_of_graph = torch.compiler.disable(
+    _hand_out,
+    reason="a drafter reads this layer of its bound target: compile the target with `fullgraph=False`",
+)

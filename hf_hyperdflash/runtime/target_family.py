@@ -114,7 +114,7 @@ class TargetFamily:
         why, fix = "", "Use prompt lookup (`PromptLookupDrafter`), which reads no layer"
         if streams > 1:
             why = f"each hands on {streams} streams (AltUp)"
-        elif any(i % count >= count - shared for i in layer_ids):
+        elif shared and any(i % count >= count - shared for i in layer_ids):
             why = f"from {count - shared} on they use keys of earlier ones, and only a prompt's last token runs them"
             fix += f", or read some of 0 to {count - shared - 1} (`target_layer_ids`)"
         if why and layer_ids:

@@ -39,6 +39,7 @@ def family_of(target: PreTrainedModel) -> TargetFamily:
         return binding.family
     if is_drafter(target):
         raise ValueError(f"The target is a {type(target).__name__}, a drafter: pass the model that it drafts for.")
+    check_without_virtual_tokens(target)
     if not isinstance(target, PreTrainedModel):
         given = repr(target) if isinstance(target, (str, type)) else f"a {type(target).__name__}"
         inside = _inside(target)
@@ -54,6 +55,20 @@ def family_of(target: PreTrainedModel) -> TargetFamily:
             "`AutoModelForCausalLM.from_pretrained(...)`."
         )
     return family(target, trunk)
+
+
+def check_without_virtual_tokens(target: Any) -> None:
+    """Raise a `ValueError` if a target is wrapped by PEFT for prompt or prefix tuning, or generates for such a
+    wrapper, which is how PEFT's `generate` runs it."""
+    preparing = getattr(target, "prepare_inputs_for_generation", None)
+    for wrapper in (target, getattr(preparing, "__self__", None)):
+        tuning: Any = getattr(wrapper, "active_peft_config", None) if hasattr(wrapper, "get_base_model") else None
+        if getattr(tuning, "is_prompt_learning", False):
+            raise ValueError(
+                f"The target is tuned by PEFT's {tuning.peft_type.value}, whose virtual tokens are in its cache and "
+                "in no text, so that drafts have no place after them: generate without a drafter, or train a LoRA "
+                "adapter and merge it (`merge_and_unload()`)."
+            )
 
 
 def _inside(wrapper: Any) -> str | None:

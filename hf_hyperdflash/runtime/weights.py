@@ -103,7 +103,13 @@ def check_source(name: Any, what: str = "drafter", *others: str) -> None:
                 f"The folder {name} does not exist, and it is no Hub id (org/name): no {what}. Check the name{where}."
             ) from error
     elif not any(Path(name, file).is_file() for file in ("config.json", *others)):
-        if Path(name, "adapter_config.json").is_file():
+        adapter = Path(name, "adapter_config.json")
+        if adapter.is_file() and "num_virtual_tokens" in adapter.read_text(encoding="utf-8"):
+            raise OSError(
+                f"The folder {name} has a PEFT adapter for prompt or prefix tuning, expected a whole {what}: its "
+                f"virtual tokens cannot be merged into a {what}. Train a LoRA adapter, and merge that."
+            )
+        if adapter.is_file():
             raise OSError(
                 f"The folder {name} has a PEFT adapter, expected a whole {what}: load the {what} that it was trained "
                 f"from, then save `PeftModel.from_pretrained({what}, {str(name)!r}).merge_and_unload()` with "
@@ -215,7 +221,7 @@ def check_finite(tensors: Mapping[str, torch.Tensor], name: Any) -> None:
 
 
 def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Names of the tensors with NaN or infinity. What is quantized, or not in this process, is not looked at."""
+    """Names of the tensors with NaN or infinity. Integers, and what is not in this process, are not looked at."""
     return [name for name, tensor in tensors if not _is_finite(tensor)]
 
 
@@ -237,6 +243,8 @@ def check_draft_ids(
 def _is_finite(tensor: torch.Tensor) -> bool:
     values = tensor.detach()
     values = values.to_local() if hasattr(values, "to_local") else values  # FSDP's shard
+    if hasattr(values, "__tensor_flatten__"):  # torchao's, which is made of others: integers and their scales
+        return all(_is_finite(getattr(values, part)) for part in values.__tensor_flatten__()[0])
     if values.is_meta or not values.numel() or not values.is_floating_point() or values.dtype.itemsize == 1:
         return True
     lowest, highest = values.aminmax()  # one pass without a temporary; a NaN is both

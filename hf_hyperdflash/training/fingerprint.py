@@ -117,6 +117,9 @@ def tensor_digest(name: str, value: torch.Tensor) -> str:
             "ZeRO-3, or load the target outside of ZeRO-3."
         )
     value = value.full_tensor() if hasattr(value, "full_tensor") else value
+    if hasattr(value, "__tensor_flatten__"):  # torchao's, which is made of others
+        parts = value.__tensor_flatten__()[0]
+        return _combine(tensor_digest(f"{name}.{part}", getattr(value, part)) for part in parts)
     chunks = [_as_short_as_exact(chunk) for chunk in value.flatten().split(_CHUNK)]
     sums = torch.stack([_mixed_sum(chunk) for chunk in chunks]).tolist()
     return _sha256(f"{name} {list(value.shape)} {[(str(c.dtype), s) for c, s in zip(chunks, sums)]}")

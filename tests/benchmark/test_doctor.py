@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -328,6 +329,12 @@ def test_no_chat_template(target, drafter, tokenizer):
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = None
     assert "no chat template" in problem(examine(target, drafter, plain, **FEW))
+
+
+def test_eight_bits_round_by_width():
+    found = doctor.Diagnosis()
+    doctor._look_at_rounding(found, SimpleNamespace(is_loaded_in_8bit=True))
+    assert "8 bits by bitsandbytes" in found.remarks[0] and "4 bits" in found.remarks[0] and not found.problems
 
 
 def test_an_ordinary_mask_token(target, drafter, tokenizer):

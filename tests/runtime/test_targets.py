@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -601,6 +601,26 @@ def test_states_of_other_kinds_are_refused():
         bind(target)
 
 
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig, PromptEncoderConfig])
+def test_virtual_tokens_are_refused(kind, tmp_path):
+    """By the wrapper, by the target inside that generates for it, and by what was saved of it."""
+    target, told = qwen3().eval(), r"tuned by PEFT's .*, whose virtual tokens are .* LoRA"
+    target.config.pad_token_id = 0
+    drafter = tiny_drafter(target)
+    wrapped = get_peft_model(target, kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(ValueError, match=told):
+        drafter.bind(wrapped)
+    drafter.bind(wrapped.get_base_model())
+    with pytest.raises(ValueError, match=told) as caught:
+        wrapped.generate(input_ids=prompt(5), assistant_model=drafter, max_new_tokens=4, do_sample=False)
+    assert "\n" not in str(caught.value)
+    expected = greedy(target, prompt(5))  # as it is without the wrapper
+    assert torch.equal(greedy(target, prompt(5), assistant_model=drafter), expected)
+    wrapped.save_pretrained(tmp_path)
+    with pytest.raises(OSError, match=r"prompt or prefix tuning, .* cannot be merged into a target"):
+        load_target(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("family", "ids", "told"),
     [
@@ -670,6 +690,22 @@ def test_a_bound_target_is_one_graph_where_nobody_reads_it():
         bind(target)
         whole = torch.compile(target.model, backend="eager", fullgraph=True)
         torch.testing.assert_close(target.lm_head(whole(ids).last_hidden_state), expected)
+
+
+def test_a_graph_that_may_not_break_says_what_to_do():
+    torch._dynamo.reset()
+    target = qwen3().eval()
+    drafter = tiny_drafter(target)
+    drafter.bind(target)
+    expected, own = greedy(target, prompt(5)), target.forward
+    target.forward = torch.compile(own, backend="eager", fullgraph=True)
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match=r"bound target: compile the target with `fullgraph=False`"
+    ):
+        greedy(target, prompt(5), assistant_model=drafter)
+    target.forward = torch.compile(own, backend="eager", fullgraph=False)
+    assert torch.equal(greedy(target, prompt(5), assistant_model=drafter), expected)
+    torch._dynamo.reset()  # what was tried in vain is tried no more
 
 
 def test_a_target_with_compiled_parts_writes_the_same_text(target, drafter):

@@ -36,8 +36,10 @@ from hf_hyperdflash.training.objective import BlockObjective, collate, read_laye
 from hf_hyperdflash.training.store import FeatureCache
 
 from ..conftest import MODELS, prompt, tiny_target
+from ..helpers import families
 from ..helpers.headed_drafters import headless
 from ..helpers.processes import python
+from ..helpers.quantization import as_int8
 from ..helpers.training import (
     headed_drafter,
     losses,
@@ -769,6 +771,23 @@ def test_arguments_out_of_range_are_told_with_what_is_expected(tmp_path, monkeyp
     monkeypatch.setattr("hf_hyperdflash.training.arguments.is_torch_bf16_gpu_available", lambda: False)
     with pytest.raises(ValueError, match=rf"`{name}` is {value!r}, expected {expected}"):
         HyperDFlashTrainingArguments(str(tmp_path), **{name: value})
+
+
+def test_a_target_of_torchaos_weights_trains_a_drafter_that_knows_it(tmp_path):
+    """Its weights know no operation but a linear layer's: they are looked at by what they are made of."""
+    target = as_int8(families.llama().eval())
+    drafter = tiny_drafter(target, target_layer_ids=[1])
+    trainer = trainer_for(tmp_path, target, drafter, rows(6))
+    trainer.train()
+    trainer.save_model()
+    recorded = load_drafter(tmp_path).config.target_fingerprint
+    assert changed_parts(recorded, target) == []
+    layer = target.model.layers[0].mlp.up_proj
+    layer.weight.data_[0, 0] += 1
+    assert changed_parts(recorded, target) == ["body"]
+    layer.weight.scale[3] = math.nan
+    with pytest.raises(ValueError, match=r"not finite.*up_proj"):
+        trainer_for(tmp_path, target, drafter, rows(6))
 
 
 def test_a_mask_token_that_the_tokenizer_does_not_use_will_do(tmp_path):

@@ -36,7 +36,7 @@ from .request import (
 from .rope_switch import check_restart
 from .schedule import Experience
 from .target_family import TargetFamily
-from .targets import check_without_virtual_tokens, family_of, is_bound, is_drafter
+from .targets import check_layers, check_without_virtual_tokens, family_of, is_bound, is_drafter
 from .version import __version__, series
 
 # `bind` and `unbind` change a target as a whole, and each drafter is checked once for a target that is bound.
@@ -268,7 +268,7 @@ def bind(target: PreTrainedModel) -> PreTrainedModel:
     """
     family = family_of(target)
     family.check_computes()
-    family.check_layers()
+    check_layers(family)
     if family.why_not_rewindable:
         raise ValueError(
             f"A {type(target).__name__} {family.why_not_rewindable}, so drafts that the target rejects could not be "
@@ -321,7 +321,7 @@ def check_fit(target: PreTrainedModel, drafter: Any) -> None:
     Raises:
         ValueError: Naming both values, if they do not fit.
     """
-    family_of(target).check_layers(drafter.target_layer_ids)  # what is no target has no place to remember it at
+    check_layers(family_of(target), drafter.target_layer_ids)  # what is no target has no place to remember it at
     fitting = _fitting.setdefault(target, WeakSet())
     if drafter not in fitting:
         drafter.check_target(target)

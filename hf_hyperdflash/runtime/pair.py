@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from .targets import family_of
+from .targets import check_layers, family_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def check_pair(config: Any, target: PreTrainedModel, drafter: str) -> None:
             f"The drafter reads layers {config.target_layer_ids}, but this target's are 0 to "
             f"{own.num_hidden_layers - 1} (-1 for the last)."
         )
-    family.check_layers(config.target_layer_ids or [-1])
+    check_layers(family, config.target_layer_ids or [-1])
     if (getattr(config, "mask_token_id", None) or 0) >= own.vocab_size:
         raise ValueError(
             f"The drafter's mask token {config.mask_token_id} is outside the target's vocabulary of {own.vocab_size}."

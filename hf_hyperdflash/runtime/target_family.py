@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -99,28 +98,6 @@ class TargetFamily:
     def collapse_modules(self) -> tuple[nn.Module, ...]:
         """What of the collapse and the norm has parameters."""
         return (self.norm,)
-
-    def check_layers(self, layer_ids: Sequence[int] = ()) -> None:
-        """Raise a `ValueError` if a drafter cannot read these layers (-1 for the last), because their output is not
-        one state for each token of a prompt, or if nothing can be drafted for the target at all."""
-        own, count = self.config, len(self.layers)
-        loops = max(getattr(own, name, 1) for name in ("n_recurrent_loops", "loop_num_passes"))
-        if loops > 1:
-            raise ValueError(
-                f"A {own.model_type} target runs layers {loops} times for each token, and a drafter can neither read "
-                "them nor be taken back from what its cache keeps of each time: generate with it as it is."
-            )
-        streams, shared = getattr(own, "altup_num_inputs", 1), getattr(own, "num_kv_shared_layers", 0) or 0
-        why, fix = "", "Use prompt lookup (`PromptLookupDrafter`), which reads no layer"
-        if streams > 1:
-            why = f"each hands on {streams} streams (AltUp)"
-        elif shared and any(i % count >= count - shared for i in layer_ids):
-            why = f"from {count - shared} on they use keys of earlier ones, and only a prompt's last token runs them"
-            fix += f", or read some of 0 to {count - shared - 1} (`target_layer_ids`)"
-        if why and layer_ids:
-            raise ValueError(
-                f"The drafter reads layers {list(layer_ids)} of a {own.model_type} target, but {why}. {fix}."
-            )
 
     # Embedding and head, which drafters share
 

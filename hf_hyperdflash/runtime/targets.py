@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -55,6 +56,32 @@ def family_of(target: PreTrainedModel) -> TargetFamily:
             "`AutoModelForCausalLM.from_pretrained(...)`."
         )
     return family(target, trunk)
+
+
+def check_layers(family: Any, layer_ids: Sequence[int] = ()) -> None:
+    """Raise a `ValueError` if a drafter cannot read these layers (-1 for the last), because their output is not
+    one state for each token of a prompt, or if nothing can be drafted for the target at all.
+
+    Args:
+        family: The target's, of this code or of the copy of it that a drafter brought along.
+        layer_ids: What the drafter reads.
+    """
+    own, count = family.config, len(family.layers)
+    loops = max(getattr(own, name, 1) for name in ("n_recurrent_loops", "loop_num_passes"))
+    if loops > 1:
+        raise ValueError(
+            f"A {own.model_type} target runs layers {loops} times for each token, and a drafter can neither read "
+            "them nor be taken back from what its cache keeps of each time: generate with it as it is."
+        )
+    streams, shared = getattr(own, "altup_num_inputs", 1), getattr(own, "num_kv_shared_layers", 0) or 0
+    why, fix = "", "Use prompt lookup (`PromptLookupDrafter`), which reads no layer"
+    if streams > 1:
+        why = f"each hands on {streams} streams (AltUp)"
+    elif shared and any(i % count >= count - shared for i in layer_ids):
+        why = f"from {count - shared} on they use keys of earlier ones, and only a prompt's last token runs them"
+        fix += f", or read some of 0 to {count - shared - 1} (`target_layer_ids`)"
+    if why and layer_ids:
+        raise ValueError(f"The drafter reads layers {list(layer_ids)} of a {own.model_type} target, but {why}. {fix}.")
 
 
 def check_without_virtual_tokens(target: Any) -> None:

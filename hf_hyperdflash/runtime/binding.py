@@ -267,14 +267,8 @@ def bind(target: PreTrainedModel) -> PreTrainedModel:
             cannot be rewound, or code of another version has bound it.
     """
     family = family_of(target)
-    family.check_computes()
-    check_layers(family)
-    if family.why_not_rewindable:
-        raise ValueError(
-            f"A {type(target).__name__} {family.why_not_rewindable}, so drafts that the target rejects could not be "
-            "taken back. Use a target whose layers are of these kinds, in a cache of transformers: "
-            f"{', '.join(sorted(family.rewindable_kinds))}."
-        )
+    if not is_bound(target):  # else its family may be of a drafter's own, older code, which has checked what it knows
+        _check_bindable(family)
     with _BINDING:
         bound_by = getattr(type(target), "bound_by", None)
         if bound_by is None:
@@ -286,6 +280,18 @@ def bind(target: PreTrainedModel) -> PreTrainedModel:
                 "`unbind` the target first."
             )
     return target
+
+
+def _check_bindable(family: TargetFamily) -> None:
+    """Raise a `ValueError` if a target cannot run, if its layers cannot be read, or if its cache cannot be rewound."""
+    family.check_computes()
+    check_layers(family)
+    if family.why_not_rewindable:
+        raise ValueError(
+            f"A {type(family.target).__name__} {family.why_not_rewindable}, so drafts that the target rejects could "
+            "not be taken back. Use a target whose layers are of these kinds, in a cache of transformers: "
+            f"{', '.join(sorted(family.rewindable_kinds))}."
+        )
 
 
 def unbind(target: PreTrainedModel) -> PreTrainedModel:

@@ -7,12 +7,13 @@ import subprocess
 import sysconfig
 import venv
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter, __version__
+from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter, __version__, bind
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.hub.publish import drafter_files
 from hf_hyperdflash.runtime.version import series
@@ -368,6 +369,14 @@ def test_bound_by_a_drafters_own_code_or_by_the_package(hub, folder, tmp_path):
     """Their classes have the same names and other modules; a cache that one left is continued by the other."""
     told = run(hub, folder, tmp_path, "import copy\n" + TWINS)
     assert told["same"] == [True] * 8
+
+
+def test_a_target_that_older_code_has_bound_is_bound(folder):
+    """Its family has what that code gave it, and no more."""
+    target = tiny_target()
+    bind(target)
+    vars(target)["hyperdflash_binding"].family = SimpleNamespace(target=target)
+    assert bind(target) is target
 
 
 def test_bound_by_code_of_another_version(folder, monkeypatch):

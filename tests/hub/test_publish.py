@@ -320,8 +320,8 @@ def test_a_push_without_network_is_one_line(folder, tmp_path):
     code = "from hf_hyperdflash.cli.app import run; run()"
     result = python("-c", code, "push", folder / "drafter", "org/name", env=environment, cwd=tmp_path)
     assert result.returncode == 1
-    *_, last = result.stderr.strip().splitlines()
-    assert last.startswith("Error: org/name could not be pushed, the Hub was not reached"), result.stderr
+    told = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert len(told) == 1 and told[0].startswith("Error: org/name could not be pushed, the Hub was not reached")
     assert "Traceback" not in result.stderr
 
 

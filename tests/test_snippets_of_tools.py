@@ -55,13 +55,15 @@ class Server:
 
     def __init__(self, name, **options):
         inspect.signature(serve.Serve.__init__).bind(self, name, **options)
-        self._model_manager = SimpleNamespace(load_model_and_processor=self.loaded)
+        self._model_manager = SimpleNamespace(
+            load_model_and_processor=self.loaded, process_model_name=model_manager.ModelManager.process_model_name
+        )
 
     @staticmethod
     def loaded(name):
         inspect.signature(model_manager.ModelManager.load_model_and_processor).bind(None, name)
-        path, _, revision = name.partition("@")
-        assert revision == "main"
+        path = name.removesuffix("@main")  # which transformers before 5.24 adds to a folder, too
+        assert name == model_manager.ModelManager.process_model_name(path)
         return load_target(path, dtype="float32"), AutoTokenizer.from_pretrained(path)
 
 

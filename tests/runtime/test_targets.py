@@ -683,6 +683,9 @@ def test_compiled_layers_pass_their_residual():
                 torch.testing.assert_close(one, other)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 12), reason="earlier torch takes no function into a graph that has a branch out of it"
+)
 def test_a_bound_target_is_one_graph_where_nobody_reads_it():
     target, ids = qwen3().eval(), prompt(9)
     with torch.no_grad():

@@ -799,7 +799,7 @@ def run(name: str, output: Path, settings: Settings, seconds: float) -> None:
                 print(f"{name}: {time.perf_counter() - began:6.1f} s  {key}: {json.dumps(value)[:700]}", flush=True)
     except (Exception, TookTooLong) as error:
         found["error"] = f"{type(error).__name__}: {error}"[:2000]
-        found["where"] = traceback.format_exc().splitlines()[-12:]
+        found["where"] = traceback.format_exc().replace(f"{ROOT}/", "").splitlines()[-12:]
         print(f"{name}: {found['error']}", *found["where"], sep="\n  ", flush=True)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 # Of a fresh drafter's states: how many nats above a guess any token may cost it, how often they are halved until it
 # costs no more, and after how many anchors.
-_SURE, _HALVINGS, _ANCHORS = 1.0, 24, 8
+_ANCHORS = 8
 
 # What can be said of heads that a drafter gets later, and of which.
 _HEAD_OF = {
@@ -191,13 +191,7 @@ class HyperDFlashDrafter(BlockDrafter):
         anchors = torch.linspace(0, config.vocab_size - 1, count, device=self.device).long()[:, None]
         block, _ = block_inputs(anchors, torch.zeros_like(anchors), config.block_size, config.mask_token_id)
         read = self._begin(family.embed(block).to(self.device, self.dtype))[:, config.first_slot : 2]
-        for _ in range(_HALVINGS):
-            logits = self.logits(target, self._end(read)).float()
-            known = logits.isfinite()
-            guess = logits.logsumexp(-1) - logits.where(known, 0.0).sum(-1) / known.sum(-1)  # of any token, in nats
-            if not bool((guess - known.sum(-1).log()).mean() > _SURE):
-                break
-            self.norm.weight.mul_(0.5)
+        self._quieten(lambda: self.logits(target, self._end(read)))
 
     def with_heads(self, **fields: Any) -> HyperDFlashDrafter:
         """This drafter with heads that it lacks, for training on: they say nothing yet, so it drafts as before.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from .targets import family_of
 from .weights import check_draft_ids
 
 _STATES_AT_ONCE = 64  # whose logits of the whole vocabulary exist
+_SURE, _HALVINGS = 1.0, 24
 
 
 class ReadingDrafter(SavedDrafter):
@@ -90,6 +92,23 @@ class ReadingDrafter(SavedDrafter):
                 part = slice(start, start + _STATES_AT_ONCE)
                 logits = family_of(target).logits(states[part]) - nothing
                 weight[:, part] = logits[:, ids.to(logits.device)].T.to(weight)
+
+    @torch.no_grad()
+    def _quieten(self, logits: Callable[[], torch.Tensor]) -> None:
+        """Make a fresh drafter's last norm so small that a guess of any token costs at most about a nat more than
+        among equals: an LM head that is the target's embedding has large rows, and is sure of tokens by chance, so
+        that training would begin with unlearning it.
+
+        Args:
+            logits: Returns what it says of some states, `[..., tokens]`, each time that it is asked.
+        """
+        for _ in range(_HALVINGS):
+            guesses = logits().float()
+            known = guesses.isfinite()
+            cost = guesses.logsumexp(-1) - guesses.where(known, 0.0).sum(-1) / known.sum(-1)  # of any token, in nats
+            if not bool((cost - known.sum(-1).log()).mean() > _SURE):
+                break
+            self.norm.weight.mul_(0.5)
 
     @property
     def dtype(self) -> torch.dtype:

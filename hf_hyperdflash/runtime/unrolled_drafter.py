@@ -31,6 +31,7 @@ from .tree import DraftTree
 from .weights import named_dtype
 
 _ENTRIES_AT_ONCE = 256  # of a prompt: their mask is as large as the square of their slots
+_FRESH_STATES = 8  # of which a new drafter is to be sure of nothing
 
 
 class EntryContext(ContextCache):
@@ -117,6 +118,11 @@ class UnrolledDrafter(ReadingDrafter):
         if config.own_embedding:
             with torch.no_grad():
                 drafter.embed_tokens.weight.copy_(family.embed(torch.arange(config.vocab_size)[None])[0])
+        is_tied = target.get_input_embeddings().weight is target.get_output_embeddings().weight
+        if is_tied and drafter.device.type != "meta":
+            states = torch.randn(_FRESH_STATES, config.hidden_size, generator=torch.Generator().manual_seed(0))
+            states = states.to(drafter.device, drafter.dtype)
+            drafter._quieten(lambda: drafter.drafted_logits(target, drafter.norm(states)))
         return drafter.eval()
 
     # What a subclass says

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from hf_hyperdflash import HyperDFlashDrafter, capture_residual, load_drafter
+from hf_hyperdflash import Eagle3Drafter, HyperDFlashDrafter, SpecBlockDrafter, capture_residual, load_drafter
 from hf_hyperdflash.benchmark.doctor import Diagnosis, _look_at_mask_token
 from hf_hyperdflash.hub.formats import FORMATS, check_expressible
 from hf_hyperdflash.runtime.heads import HEADS
@@ -90,8 +90,19 @@ def test_a_fresh_block_is_sure_of_nothing(tied, fields, mask):
         assert first_loss(drafter, tied) > guess + 5
 
 
+@pytest.mark.parametrize("kind", [Eagle3Drafter, SpecBlockDrafter])
+@pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 24}, {"own_embedding": True}], ids=str)
+def test_fresh_entries_are_sure_of_nothing(tied, kind, fields):
+    drafter = kind.from_target(tied, **fields)
+    guess = math.log(fields.get("draft_vocab_size", 64))
+    assert first_loss(drafter, tied) < guess + 1.5
+    drafter.norm.weight.data.fill_(1.0)
+    assert first_loss(drafter, tied) > guess + 1.5
+
+
 def test_with_a_head_of_its_own_a_target_leaves_the_norm_alone(qwen3):
     assert torch.equal(tiny_drafter(qwen3).norm.weight, torch.ones(64))
+    assert torch.equal(Eagle3Drafter.from_target(qwen3).norm.weight, torch.ones(64))
 
 
 @pytest.fixture

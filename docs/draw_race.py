@@ -29,7 +29,7 @@ from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.benchmark.runner import environment
 from hf_hyperdflash.training.data import encode_prompts
 
-RECORD, PICTURE = ROOT / "examples" / "results" / "tiny-deepseek-v4" / "race" / "race.json", PICTURES / "race.svg"
+RECORD, PICTURE = ROOT / "experiments" / "results" / "tiny-deepseek-v4" / "race" / "race.json", PICTURES / "race.svg"
 TARGET, DRAFTER = "tiny-deepseek-v4", "tiny-deepseek-v4-hyperdflash"
 PROMPT = "Tom has 12 marbles and gives 5 to his sister. How many are left?"
 MAX_NEW_TOKENS, PAIRS = 96, 15

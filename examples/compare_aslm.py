@@ -6,7 +6,7 @@ a Mackey-Glass series and the first coordinate of the Lorenz system, predicted f
 inputs and training targets are noisy. Kernel ridge regression chooses width and penalty on the last fifth of the
 training rows, and so does the last ASLM its number of neighbours; the others are set beforehand.
 
-    OMP_NUM_THREADS=1 python examples/compare_aslm.py --output examples/results/aslm
+    OMP_NUM_THREADS=1 python examples/compare_aslm.py --output experiments/results/aslm
 """
 
 from __future__ import annotations

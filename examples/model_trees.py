@@ -5,7 +5,7 @@ once and, of E experts of which each token chooses k, E (1 - (1 - k/E)^n); so a 
 and not on a mixture of experts. How long texts would be accepted there is not known: tau is that of the benchmark
 given, of a small target and its drafter. Attention over the context, activations and launches are left out.
 
-    python examples/model_trees.py --results examples/results/tiny-deepseek-v4/trees
+    python examples/model_trees.py --results experiments/results/tiny-deepseek-v4/trees
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ import json
 import os
 import platform
 import random
+import re
 import signal
 import statistics
 import sys
@@ -799,7 +800,8 @@ def run(name: str, output: Path, settings: Settings, seconds: float) -> None:
                 print(f"{name}: {time.perf_counter() - began:6.1f} s  {key}: {json.dumps(value)[:700]}", flush=True)
     except (Exception, TookTooLong) as error:
         found["error"] = f"{type(error).__name__}: {error}"[:2000]
-        found["where"] = traceback.format_exc().replace(f"{ROOT}/", "").splitlines()[-12:]
+        here = f"{ROOT}/|{Path(torch.__file__).parents[1]}/"  # no folder of this machine is kept
+        found["where"] = re.sub(here, "", traceback.format_exc()).splitlines()[-12:]
         print(f"{name}: {found['error']}", *found["where"], sep="\n  ", flush=True)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

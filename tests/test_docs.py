@@ -19,7 +19,8 @@ from .helpers.processes import python
 
 ROOT = Path(__file__).parent.parent
 DOCS, PACKAGE = ROOT / "docs", ROOT / "hf_hyperdflash"
-LINKED = [*sorted((ROOT / "model_cards").glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+LINKED = [page for part in ("examples", "experiments") for page in sorted((ROOT / part).rglob("*.md"))]
+LINKED += sorted((ROOT / "model_cards").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md")), *LINKED]
 
 
@@ -150,7 +151,7 @@ def test_the_race_is_its_record():
 
 def test_the_races_record_is_what_the_target_writes():
     """Of the README's first prompt, alone and with the drafter, whose rounds the record has."""
-    record = json.loads((ROOT / "examples" / "results" / "tiny-deepseek-v4" / "race" / "race.json").read_text())
+    record = json.loads((ROOT / "experiments" / "results" / "tiny-deepseek-v4" / "race" / "race.json").read_text())
     plain, drafted, run = record["plain"], record["drafted"], record["run"]
     assert f'"content": "{run["prompt"]}"' in snippets(PAGES[0])[0]
     models = ROOT / "examples" / "models"
@@ -185,7 +186,7 @@ def test_the_site(tmp_path):
     assert ran.returncode == 0, ran.stdout + ran.stderr
     made = {path.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("*")}
     assert {f"{page.stem}.html" for page in DOCS.glob("*.md")} <= made
-    assert {"overview.html", "CHANGELOG.html", "examples/results/tiny-deepseek-v4/trees/draft_trees.png"} <= made
+    assert {"overview.html", "CHANGELOG.html", "experiments/results/tiny-deepseek-v4/trees/draft_trees.png"} <= made
     assert not any(name.endswith(".py") for name in made)
     contributing = (tmp_path / "site" / "CONTRIBUTING.html").read_text()
     items = re.findall(r"^ *(?:\d+\.|-) ", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)

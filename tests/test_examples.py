@@ -29,7 +29,8 @@ from .conftest import prompt, tiny_drafter, tiny_target
 from .helpers.oracle_aslm import Oracle
 from .helpers.processes import python
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
 DRAFTER = str(EXAMPLES / "models" / "tiny-deepseek-v4-hyperdflash")
 
 
@@ -155,7 +156,11 @@ def test_two_rules_of_verification_judge_the_same_drafts(tmp_path):
 
 def test_what_is_kept_names_no_folder_of_a_machine():
     """Of any result that is committed."""
-    kept = [path for path in (EXAMPLES / "results").rglob("*") if path.suffix in (".json", ".jsonl", ".md", ".csv")]
+    kept = [
+        path
+        for path in (ROOT / "experiments" / "results").rglob("*")
+        if path.suffix in (".json", ".jsonl", ".md", ".csv")
+    ]
     found = [
         (path.name, place)
         for path in kept
@@ -165,7 +170,7 @@ def test_what_is_kept_names_no_folder_of_a_machine():
 
 
 def test_a_dense_target_reads_as_much_for_any_tree_and_experts_more_for_every_node():
-    said = run("model_trees.py", "--results", EXAMPLES / "results" / "tiny-deepseek-v4" / "trees")
+    said = run("model_trees.py", "--results", ROOT / "experiments" / "results" / "tiny-deepseek-v4" / "trees")
     rows = [
         line.strip("| ").split(" | ") for line in said.splitlines() if line.startswith(("| chain of", "| 8", "| 64"))
     ]

@@ -27,7 +27,7 @@ from ..helpers.processes import python
 from ..helpers.unrolled import unrolled
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "examples" / "results" / "tiny-deepseek-v4" / "heads"
+RESULTS = ROOT / "experiments" / "results" / "tiny-deepseek-v4" / "heads"
 METHOD = "State head (8)"
 
 
@@ -187,7 +187,7 @@ def shipped_card(target: str, results: Path, method: str, figure: str, output: P
     arguments = [
         "card", str(ROOT / name), "--results", str(results), "--method", method, "--repo-id", name, "--target",
         f"examples/models/{target}", "--license", "apache-2.0", "--dtype", "float32", "--figure",
-        f"../examples/results/{target}/{figure}/acceptance.png", "--notes", str(parts / f"{drafter}-training.md"),
+        f"../experiments/results/{target}/{figure}/acceptance.png", "--notes", str(parts / f"{drafter}-training.md"),
         "--limits", str(parts / f"{drafter}-limits.md"), "--output", str(output),
     ]  # fmt: skip
     result = CliRunner().invoke(app, arguments)
@@ -197,7 +197,7 @@ def shipped_card(target: str, results: Path, method: str, figure: str, output: P
 
 CARDS = [
     ("tiny-deepseek-v4", RESULTS, METHOD, "heads"),
-    ("tiny-qwen3", ROOT / "examples" / "results" / "tiny-qwen3" / "drafter", "HyperDFlash (6)", "drafter"),
+    ("tiny-qwen3", ROOT / "experiments" / "results" / "tiny-qwen3" / "drafter", "HyperDFlash (6)", "drafter"),
 ]
 
 

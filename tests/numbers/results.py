@@ -8,7 +8,7 @@ from functools import cache
 
 from .pages import ROOT
 
-RESULTS = ROOT / "examples" / "results"
+RESULTS = ROOT / "experiments" / "results"
 V4 = "tiny-deepseek-v4"
 
 

@@ -532,7 +532,7 @@ SENTENCES = [
         "benchmarks",
         "the hybrid has {:.2f}× / {:.2f} and vanilla DFlash {:.2f}× / {:.2f}, {:.2f}× ({} to {}) and {:.2f} "
         "tokens ({} to {}) "
-        "behind ([figures](../examples/results/tiny-deepseek-v4/seed-1/report.md)); over both seeds {:.2f}× "
+        "behind ([figures](../experiments/results/tiny-deepseek-v4/seed-1/report.md)); over both seeds {:.2f}× "
         "/ {:.2f} and "
         "{:.2f}× / {:.2f}.",
         [
@@ -635,7 +635,7 @@ def test_dates_are_the_reports():
     for page, text in PAGES.items():
         folder = ROOT if page == "README" else ROOT / "docs"
         for paragraph in text.split("\n\n"):
-            links = re.findall(r"\]\(([^)\s]*examples/results/[^)\s#]+\.md)", paragraph)
+            links = re.findall(r"\]\(([^)\s]*experiments/results/[^)\s#]+\.md)", paragraph)
             said = re.findall(r"2026-\d\d-\d\d|(?:torch|transformers)\s\d\.\d+\.\d+", paragraph)
             if links and said:
                 reports = "".join((folder / link).read_text() for link in links).replace(":", "")

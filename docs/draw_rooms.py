@@ -1,6 +1,6 @@
-"""Draw the package's rooms and their imports into CONTRIBUTING.md, from the code.
+"""Draw the package's rooms and their imports into docs/site/rooms.md, from the code.
 
-python docs/draw_rooms.py            # writes the part between the two marks
+python docs/draw_rooms.py            # writes the page
 python docs/draw_rooms.py --check    # exit status 1 if it is not what the code says
 """
 
@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGE, PAGE = ROOT / "hf_hyperdflash", ROOT / "CONTRIBUTING.md"
-BEGIN, END = "<!-- rooms: docs/draw_rooms.py -->", "<!-- end of rooms -->"
+PACKAGE, PAGE = ROOT / "hf_hyperdflash", ROOT / "docs" / "site" / "rooms.md"
 ORDER = ("aslm", "runtime", "hub", "serving", "loading", "training", "benchmark", "display", "cli", "metrics")
 
 
@@ -70,24 +69,21 @@ def rooms() -> str:
         return next(kind for start, kind in kinds.items() if name.startswith(start)) if family.match(name) else name
 
     inside = {(room(a), room(b)) for a, b in graph if wing_of(a) == wing_of(b) == "runtime"}
-    lines = ["Who imports whom, wing by wing:", "", *flowchart(wings), ""]
+    lines = ["# Map of the package", "", "`docs/draw_rooms.py` writes this page from the code; a test compares.", ""]
+    lines += ["Who imports whom, room by room:", "", *flowchart(wings), ""]
     lines += ["Inside the runtime:", "", *flowchart({(a, b) for a, b in inside if a != b}), ""]
     lines += ["| file | what |", "|---|---|"]
     for path in there.values():
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         what = re.split(r"\n\n", text)[0].replace("\n", " ").replace("|", "\\|")
         lines.append(f"| `{path.relative_to(PACKAGE).as_posix()}` | {what} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, ""])
 
 
 def main() -> int:
-    page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    drawn = f"{before}{BEGIN}\n\n{rooms()}\n\n{END}{after}"
     if "--check" in sys.argv:
-        return int(drawn != page)
-    PAGE.write_text(drawn, encoding="utf-8")
+        return int(rooms() != PAGE.read_text(encoding="utf-8"))
+    PAGE.write_text(rooms(), encoding="utf-8")
     return 0
 
 

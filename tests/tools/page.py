@@ -1,4 +1,4 @@
-"""The commands of docs/tools.md, with files of this repository for the names in capitals."""
+"""The commands of docs/serving.md, with files of this repository for the names in capitals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILLED_IN = {"TARGET": NAME, "DRAFTER": f"{NAME}-hyperdflash", "python": sys.exe
 
 def command(begins: str, **names: str) -> list[str]:
     """The page's one command that begins so, and what else is filled in."""
-    lines = "\n".join(snippets(ROOT / "docs" / "tools.md", "bash")).splitlines()
+    lines = "\n".join(snippets(ROOT / "docs" / "serving.md", "bash")).splitlines()
     (words,) = [shlex.split(line) for line in lines if line.startswith(begins)]
     filled_in = {**FILLED_IN, **names}
     words = [filled_in.get(word, word) for word in words]

@@ -1,4 +1,4 @@
-"""The snippets and commands of docs/tools.md that need lm-eval or TRL, as they are there; `test_serve.py` has the
+"""The snippets and commands of docs/serving.md that need lm-eval or TRL, as they are there; `test_serve.py` has the
 server's."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .page import command
 
 
 def snippet(begins: str) -> str:
-    page = (MODELS.parent.parent / "docs" / "tools.md").read_text()
+    page = (MODELS.parent.parent / "docs" / "serving.md").read_text()
     (found,) = [code.partition("```")[0] for code in page.split("```python\n")[1:] if code.startswith(begins)]
     return found
 

@@ -105,7 +105,7 @@ def test_a_drafter_that_does_not_fit_ends_the_server(tmp_path):
 
 def test_the_pages_snippet_drafts():
     """Seen from inside: the drafter is asked, in the server's thread."""
-    page = (MODELS.parent.parent / "docs" / "tools.md").read_text()
+    page = (MODELS.parent.parent / "docs" / "serving.md").read_text()
     (snippet,) = [code for code in page.split("```python\n") if code.startswith("from transformers.cli.serve")]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

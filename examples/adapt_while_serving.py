@@ -47,7 +47,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--drafter", required=True)
-    parser.add_argument("--tuned", help="the target after a fine-tuning (finetune_target.py)")
+    parser.add_argument("--tuned", help="the target after a fine-tuning (examples/finetune_target.py)")
     parser.add_argument("--suites", required=True, help="folder of prompt suites, as of `hf-hyperdflash benchmark`")
     parser.add_argument("--stream", nargs="+", required=True, help="[tuned:]suite:requests")
     parser.add_argument("--output", required=True)

@@ -13,7 +13,7 @@ from hf_hyperdflash.aslm import AugmentedSpaceLinearModel
 
 from .helpers.oracle_aslm import Oracle
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "compare_aslm.py"
+EXAMPLE = Path(__file__).parent.parent / "experiments" / "compare_aslm.py"
 FEW = settings(max_examples=150, deadline=None)
 
 

@@ -35,17 +35,17 @@ DRAFTER = str(EXAMPLES / "models" / "tiny-deepseek-v4-hyperdflash")
 
 
 def run(script: str, *arguments: object) -> str:
-    result = python(EXAMPLES / script, *arguments)
+    result = python(ROOT / script, *arguments)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
 def test_trees_are_drawn_as_they_were(tmp_path):
     text = ["--prompt", "What is 3 plus 4?", "--rounds", 2, "--tree-budget", 9]
-    said = run("draw_trees.py", *text, "--output", tmp_path / "new" / "trees.png")
+    said = run("examples/draw_trees.py", *text, "--output", tmp_path / "new" / "trees.png")
     assert f"{tmp_path / 'new' / 'trees.png'}: 2 rounds, " in said
     assert (tmp_path / "new" / "trees.png").stat().st_size > 5000
-    drawing = runpy.run_path(str(EXAMPLES / "draw_trees.py"))
+    drawing = runpy.run_path(str(ROOT / "examples/draw_trees.py"))
     target = AutoModelForCausalLM.from_pretrained(EXAMPLES / "models" / "tiny-deepseek-v4").eval()
     tokenizer, drafter = AutoTokenizer.from_pretrained(EXAMPLES / "models" / "tiny-deepseek-v4"), load_drafter(DRAFTER)
     drafter.bind(target)
@@ -60,30 +60,34 @@ def test_trees_are_drawn_as_they_were(tmp_path):
 @pytest.mark.parametrize(
     ("script", "arguments", "told"),
     [
-        ("draw_trees.py", ["--target", "nowhere"], "The folder nowhere does not exist, and as a Hub id"),
+        ("examples/draw_trees.py", ["--target", "nowhere"], "The folder nowhere does not exist, and as a Hub id"),
         (
-            "draw_trees.py",
+            "examples/draw_trees.py",
             ["--drafter", DRAFTER.replace("deepseek-v4", "qwen3")],
             "was made for a target with `hc_mult` 1",
         ),
-        ("draw_trees.py", ["--tree-budget", 2000], "`tree_budget` is 2000, expected the most nodes"),
-        ("model_trees.py", ["--results", "nowhere"], "No such file or directory: 'nowhere/summary.csv'"),
-        ("target_card.py", ["nowhere", "--template", "a", "--output", "b"], "The folder nowhere does not exist"),
+        ("examples/draw_trees.py", ["--tree-budget", 2000], "`tree_budget` is 2000, expected the most nodes"),
         (
-            "target_card.py",
+            "experiments/benchmark",
+            ["tree_cost", "--results", "nowhere"],
+            "No such file or directory: 'nowhere/summary.csv'",
+        ),
+        ("tools/target_card.py", ["nowhere", "--template", "a", "--output", "b"], "The folder nowhere does not exist"),
+        (
+            "tools/target_card.py",
             [DRAFTER, "--template", "a", "--output", "b"],
             "drafter, expected the target that it drafts",
         ),
         (
-            "sample_prompts.py",
+            "tools/sample_prompts.py",
             ["--target", DRAFTER, "--output", "b"],
             "drafter, expected the target that it drafts for",
         ),
-        ("profile_round.py", ["--layers", 0], "`target_layer_ids` is [1, 0, -2], expected"),
+        ("experiments/benchmark", ["rounds", "--layers", 0], "`target_layer_ids` is [1, 0, -2], expected"),
     ],
 )
 def test_a_script_says_what_is_wrong_in_one_line(script, arguments, told):
-    result = python(EXAMPLES / script, *arguments)
+    result = python(ROOT / script, *arguments)
     *_, last = result.stderr.splitlines()
     assert result.returncode == 1 and last.startswith("Error: ") and told in last, result.stderr
     assert "Traceback" not in result.stderr
@@ -92,14 +96,14 @@ def test_a_script_says_what_is_wrong_in_one_line(script, arguments, told):
 @pytest.mark.parametrize(
     ("script", "option", "value", "expected"),
     [
-        ("draw_trees.py", "--output", EXAMPLES, "a folder: expected a file, for example "),
-        ("sample_prompts.py", "--batch-size", 0, "expected at least 1."),
-        ("sample_prompts.py", "--temperature", 0, "expected above 0: greedily a target writes one prompt."),
+        ("examples/draw_trees.py", "--output", EXAMPLES, "a folder: expected a file, for example "),
+        ("tools/sample_prompts.py", "--batch-size", 0, "expected at least 1."),
+        ("tools/sample_prompts.py", "--temperature", 0, "expected above 0: greedily a target writes one prompt."),
     ],
 )
 def test_a_script_says_what_an_option_may_be(script, option, value, expected):
-    needed = ["--target", "nowhere", *["--output", "a.jsonl"] * (script == "sample_prompts.py")]
-    result = python(EXAMPLES / script, *needed, option, value)
+    needed = ["--target", "nowhere", *["--output", "a.jsonl"] * (script == "tools/sample_prompts.py")]
+    result = python(ROOT / script, *needed, option, value)
     *_, last = result.stderr.splitlines()
     assert result.returncode == 2 and f"{option} is {value}" in last and expected in last, result.stderr
 
@@ -107,15 +111,15 @@ def test_a_script_says_what_an_option_may_be(script, option, value, expected):
 @pytest.mark.parametrize(
     ("script", "package", "told"),
     [
-        ("evaluate_with_lm_eval.py", "lm_eval", "pip install lm-eval."),
-        ("grpo_with_drafter.py", "trl", "pip install trl."),
-        ("serve_with_drafter.py", "transformers.cli.serve", "transformers.cli.serve"),
+        ("examples/evaluate_with_lm_eval.py", "lm_eval", "pip install lm-eval."),
+        ("examples/grpo_with_drafter.py", "trl", "pip install trl."),
+        ("examples/serve_with_drafter.py", "transformers.cli.serve", "transformers.cli.serve"),
     ],
 )
 def test_a_script_names_the_package_that_it_lacks(script, package, told):
     """As it is run without that package, whether this machine has it or not."""
     lacking = f"import runpy, sys; sys.modules[{package!r}] = None; sys.path.insert(0, {str(EXAMPLES)!r}); "
-    result = python("-c", lacking + f"runpy.run_path({str(EXAMPLES / script)!r}, run_name='__main__')")
+    result = python("-c", lacking + f"runpy.run_path({str(ROOT / script)!r}, run_name='__main__')")
     assert result.returncode == 1 and result.stderr.startswith("Error: ") and told in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
@@ -126,7 +130,8 @@ def test_batches_are_measured_beside_transformers_own(tmp_path):
     )
     name = EXAMPLES / "models" / "tiny-qwen3"
     said = run(
-        "benchmark_batches.py", "--target", name, "--drafter", f"{name}-hyperdflash", "--data", tmp_path, "--suites",
+        "experiments/benchmark", "batches",
+        "--target", name, "--drafter", f"{name}-hyperdflash", "--data", tmp_path, "--suites",
         "sums", "--batch-sizes", 1, 3, "--drafts", 2, "--max-new-tokens", 6, "--runs", 1, "--output", tmp_path / "out",
     )  # fmt: skip
     assert "Of 6 texts with a drafter 0 differ from that of the prompt alone, of 6 of transformers' own" in said
@@ -142,7 +147,8 @@ def test_two_rules_of_verification_judge_the_same_drafts(tmp_path):
     (tmp_path / "sums.jsonl").write_text("".join(f'{{"turns": ["What is {i} plus {i * i}?"]}}\n' for i in (3, 14)))
     name = EXAMPLES / "models" / "tiny-qwen3"
     said = run(
-        "compare_verification.py", "--target", name, "--drafter", f"{name}-hyperdflash", "--data", tmp_path,
+        "experiments/compare_verification.py",
+        "--target", name, "--drafter", f"{name}-hyperdflash", "--data", tmp_path,
         "--max-new-tokens", 24, "--drafts", 6, "--nodes", 16, "--judged", 60, "--output", tmp_path / "out",
     )  # fmt: skip
     assert (tmp_path / "out" / "report.md").read_text().strip() in said
@@ -170,7 +176,12 @@ def test_what_is_kept_names_no_folder_of_a_machine():
 
 
 def test_a_dense_target_reads_as_much_for_any_tree_and_experts_more_for_every_node():
-    said = run("model_trees.py", "--results", ROOT / "experiments" / "results" / "tiny-deepseek-v4" / "trees")
+    said = run(
+        "experiments/benchmark",
+        "tree_cost",
+        "--results",
+        ROOT / "experiments" / "results" / "tiny-deepseek-v4" / "trees",
+    )
     rows = [
         line.strip("| ").split(" | ") for line in said.splitlines() if line.startswith(("| chain of", "| 8", "| 64"))
     ]
@@ -183,7 +194,7 @@ def test_a_dense_target_reads_as_much_for_any_tree_and_experts_more_for_every_no
 
 
 def test_what_rows_cost_is_counted_from_tokens_and_operations():
-    said = run("model_training.py").splitlines()
+    said = run("experiments/benchmark", "training_cost").splitlines()
     rows = [line for line in said if line.startswith(("| 5,000", "| 50,000", "| 500,000"))]
     assert len(rows) == 6
     # A token of Qwen3-8B is two operations a weight, all but the embedding's 0.6e9 of 8.2e9.
@@ -193,7 +204,14 @@ def test_what_rows_cost_is_counted_from_tokens_and_operations():
 
 def test_quickstart_limits_its_own_prompts_too(tmp_path):
     shown = run(
-        "quickstart.py", "--limit", 1, "--max-new-tokens", 3, "--quiet", "--picture", tmp_path / "acceptance.png"
+        "examples/quickstart.py",
+        "--limit",
+        1,
+        "--max-new-tokens",
+        3,
+        "--quiet",
+        "--picture",
+        tmp_path / "acceptance.png",
     )
     assert "\n1 verification round, " in shown
     assert "all 1 " in shown and "A baker" not in shown and (tmp_path / "acceptance.png").is_file()
@@ -208,7 +226,7 @@ def rows_of(table: str) -> dict[str, list[str]]:
 
 
 def test_benchmark_of_the_loop_compares_what_writes_and_drafts_the_same():
-    shown = run("benchmark_loop.py", *LOOP, "--prompts", 2, "--runs", 2)
+    shown = run("experiments/benchmark", "loop", *LOOP, "--prompts", 2, "--runs", 2)
     rows = rows_of(shown)
     assert "ours" in rows and all(row[0] == "the target's" for row in rows.values()), shown
     assert len({(row[1], row[2]) for row in rows.values()}) == 1  # rounds, tau
@@ -218,29 +236,30 @@ def test_benchmark_of_the_loop_compares_what_writes_and_drafts_the_same():
 
 
 def test_profile_of_a_round_counts_kernels_and_waits():
-    shown = run("profile_round.py", *LOOP)
+    shown = run("experiments/benchmark", "rounds", *LOOP)
     rows = rows_of(shown)
     assert all(row[0] == "the target's" and float(row[2]) > 100 for row in rows.values()), shown
     assert rows["ours"][3] == "1.0" and "decoding.py" in shown.split("Where ours waits")[1].split("Where")[0]
 
 
 def test_trace_of_a_generate():
-    shown = run("trace_generate.py")
+    shown = run("experiments/trace_generate.py")
     assert shown.startswith("2 rounds: ") and " file switches" in shown and "decoding.py to " in shown
 
 
 HEADS = ["--vocab-size", 300, "--hidden-size", 128, "--layers", 1, "--repeats", 1, "--context", 8]
 
 
-def shown_here(monkeypatch, capsys, script, *arguments) -> str:
-    """What a script prints, run in this process."""
-    monkeypatch.setattr("sys.argv", [script, *map(str, arguments)])
-    runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+def shown_here(monkeypatch, capsys, name, *arguments) -> str:
+    """What a measurement prints, run in this process."""
+    monkeypatch.setattr("sys.argv", ["experiments/benchmark", name, *map(str, arguments)])
+    monkeypatch.setattr("sys.path", [*sys.path])
+    runpy.run_path(str(ROOT / "experiments" / "benchmark"), run_name="__main__")
     return capsys.readouterr().out
 
 
 def test_benchmark_of_heads_counts_and_times_each(monkeypatch, capsys):
-    shown = shown_here(monkeypatch, capsys, "benchmark_heads.py", *HEADS)
+    shown = shown_here(monkeypatch, capsys, "heads", *HEADS)
     counted, small, large = (rows for rows in shown.split("## ")[1:])
     lines = [line.strip("| ").split(" | ") for line in counted.splitlines() if line.startswith("| ")][2:]
     within = {(kind, candidates): cells[-1] for kind, candidates, *cells in lines}
@@ -252,7 +271,7 @@ def test_benchmark_of_heads_counts_and_times_each(monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def heads_script():
-    return runpy.run_path(str(EXAMPLES / "benchmark_heads.py"))
+    return runpy.run_path(str(ROOT / "experiments" / "benchmark" / "heads.py"))
 
 
 def test_operations_are_those_that_torch_counts(heads_script):
@@ -316,7 +335,7 @@ def test_candidates_of_a_trained_head(tmp_path, monkeypatch, capsys):
         target, num_hidden_layers=1, mask_token_id=3, sequential_head="state", head_rank=8, head_candidates=5
     ).save_pretrained(tmp_path)
     shown = shown_here(
-        monkeypatch, capsys, "benchmark_heads.py", "--drafter", tmp_path, "--candidates", 0, 5, "--limit", 1,
+        monkeypatch, capsys, "heads", "--drafter", tmp_path, "--candidates", 0, 5, "--limit", 1,
         "--max-new-tokens", 4,
     )  # fmt: skip
     rows = rows_of(shown)
@@ -340,7 +359,7 @@ def test_benchmark_of_heads_says_what_is_wrong(tmp_path, monkeypatch, capsys, ar
         HyperDFlashDrafter(config).save_pretrained(name)
     Path("torn.jsonl").write_text('{"turns"')
     with pytest.raises(SystemExit) as stopped:
-        shown_here(monkeypatch, capsys, "benchmark_heads.py", *arguments)
+        shown_here(monkeypatch, capsys, "heads", *arguments)
     assert str(stopped.value.code).startswith("Error: ") and message in str(stopped.value.code)
 
 
@@ -358,15 +377,15 @@ def test_quickstart_says_what_is_wrong(tmp_path, monkeypatch, capsys, arguments,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"turns": ["What is 2 plus 2?"]}\n{"turns": "What?"}\n')
     (tmp_path / "empty.jsonl").write_text("")
-    monkeypatch.setattr("sys.argv", ["quickstart.py", *arguments])
+    monkeypatch.setattr("sys.argv", ["examples/quickstart.py", *arguments])
     with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(EXAMPLES / "quickstart.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / "examples/quickstart.py"), run_name="__main__")
     said = f"{stopped.value.code} {capsys.readouterr().err}"
     assert message in said and "Traceback" not in said
 
 
 def test_without_other_programs_nothing_is_compared():
-    when, _, said, *_ = run("compare_unrolled.py").splitlines()
+    when, _, said, *_ = run("experiments/compare_unrolled.py").splitlines()
     assert f"torch {torch.__version__}, transformers {transformers.__version__}" in when and "EAGLE" not in when
     assert said.startswith(("- speculators is not compared", "- EAGLE-3, speculators"))
 
@@ -377,17 +396,17 @@ def test_from_text_to_a_working_pair(tmp_path):
     data.write_text("\n".join(map(json.dumps, rows)))
     toy = ["--vocab-size", 300, "--hidden-size", 64, "--layers", 3, "--batch-size", 2, "--seq-length", 48]
     toy += ["--no-compile", "--save-every", 1]
-    run("train_tiny_target.py", "--data", data, "--output", target_dir, "--steps", 8, *toy)
+    run("tools/train_tiny_target.py", "--data", data, "--output", target_dir, "--steps", 8, *toy)
     before = load_file(target_dir / "model.safetensors")
     assert "Going on from step 8" in run(
-        "train_tiny_target.py", "--data", data, "--output", target_dir, "--steps", 8, *toy
+        "tools/train_tiny_target.py", "--data", data, "--output", target_dir, "--steps", 8, *toy
     )
     after = load_file(target_dir / "model.safetensors")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
     arguments = ["--target", target_dir, "--data", data, "--output", answers, "--max-new-tokens", 12]
-    run("regenerate_answers.py", *arguments, "--limit", 20)
-    run("regenerate_answers.py", *arguments, "--limit", 24)  # goes on: the first 20 are there
+    run("examples/regenerate_answers.py", *arguments, "--limit", 20)
+    run("examples/regenerate_answers.py", *arguments, "--limit", 24)  # goes on: the first 20 are there
     rewritten = [json.loads(line)["messages"] for line in answers.read_text().splitlines()]
     assert len(rewritten) == len({messages[0]["content"] for messages in rewritten}) == 24
 
@@ -396,9 +415,9 @@ def test_from_text_to_a_working_pair(tmp_path):
     training = ["--target", target_dir, "--dataset", answers, "--eval_dataset", held_out, "--eval_prompts", 2]
     training += ["--report_to", "none", "--save_dtype", "float32"]
     training += ["--eval_max_new_tokens", 8, "--per_device_train_batch_size", 8, "--max_length", 64, "--use_cpu"]
-    run("train_drafter.py", *training, "--output_dir", first, "--layers", 1, "--num_train_epochs", 2)
+    run("examples/train_drafter.py", *training, "--output_dir", first, "--layers", 1, "--num_train_epochs", 2)
     second = ["--stage", 2, "--drafter", first, "--num_train_epochs", 1, "--eval_strategy", "epoch"]
-    run("train_drafter.py", *training, "--output_dir", drafter_dir, *second)
+    run("examples/train_drafter.py", *training, "--output_dir", drafter_dir, *second)
     facts, before = (json.loads((folder / "training.json").read_text()) for folder in (drafter_dir, first))
     assert (before["settings"]["learning_rate"], facts["settings"]["learning_rate"]) == (8e-4, 1e-4)
     assert facts["metrics"]["eval_loss"] < before["metrics"]["eval_loss"] + 0.05
@@ -412,7 +431,18 @@ def test_from_text_to_a_working_pair(tmp_path):
     grid = ["--target", target_dir, "--answers", answers, "--eval-answers", held_out, "--max-length", 64]
     grid += ["--work-dir", tmp_path / "grid", "--reducers", "fc", "--sources", "1,-1"]
     grid += ["--kl-weights", 0, "--learning-rates", "1e-3", "2e-3"]
-    printed = run("compare_reducers.py", *grid, "--", "--max_steps", 2, "--layers", 1, "--num_anchors", 4, "--use_cpu")
+    printed = run(
+        "experiments/compare_reducers.py",
+        *grid,
+        "--",
+        "--max_steps",
+        2,
+        "--layers",
+        1,
+        "--num_anchors",
+        4,
+        "--use_cpu",
+    )
     assert "| layers read | fc |" in printed and f"| 1,-1 | {8 * 64 * 64:,} |" in printed
     with (tmp_path / "grid" / "grid.csv").open() as file:
         measured = [
@@ -437,7 +467,7 @@ def test_from_text_to_a_working_pair(tmp_path):
         "ours",
     ]
     heads += ["--layers", 1, "--intermediate", 1, "--state-rank", 8, "--size-of", "hc_gate", "--max-length", 64]
-    printed = run("compare_heads.py", *heads, "--", "--max_steps", 2, "--num_anchors", 4, "--use_cpu")
+    printed = run("experiments/compare_heads.py", *heads, "--", "--max_steps", 2, "--num_anchors", 4, "--use_cpu")
     blind, headed = ([cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines()[-2:])
     assert blind[:4] == ["hc_gate", "none", "ours", "0"] and headed[1] == "state"
     sizes = [int(cells[4].replace(",", "")) for cells in (blind, headed)]
@@ -451,7 +481,7 @@ def test_from_text_to_a_working_pair(tmp_path):
     choosing += [answers, "--eval-answers", held_out, "--eval-sampled", held_out, "--max-length", 64]
     choosing += ["--work-dir", tmp_path / "choosing", "--weights", 0, 9, "--candidates", 9, 1]
     shared = ["--recipe", "ours", "--max_steps", 2, "--learning_rate", 0.1, "--num_anchors", 4, "--use_cpu"]
-    printed = run("compare_candidates.py", *choosing, "--", *shared)
+    printed = run("experiments/compare_candidates.py", *choosing, "--", *shared)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines()[-5:]]
     assert rows[0] == ["candidates", "weight 0", "9"] and [row[0].split()[0] for row in rows[2:]] == ["all", "9", "1"]
     with (tmp_path / "choosing" / "candidates.csv").open() as file:
@@ -469,8 +499,8 @@ def test_from_text_to_a_working_pair(tmp_path):
 
     dense = tmp_path / "dense"
     tiny = ["--tokenizer", target_dir, "--hidden-size", 64, "--steps", 3, "--batch-size", 2, "--seq-length", 48]
-    run("train_tiny_qwen3.py", "--data", data, "--output", dense, *tiny)
-    assert "Saved to" in run("train_tiny_qwen3.py", "--data", data, "--output", dense, *tiny)  # goes on
+    run("tools/train_tiny_qwen3.py", "--data", data, "--output", dense, *tiny)
+    assert "Saved to" in run("tools/train_tiny_qwen3.py", "--data", data, "--output", dense, *tiny)  # goes on
     suites = tmp_path / "suites"
     suites.mkdir()
     (suites / "sums.jsonl").write_text(json.dumps({"turns": ["What is 3 plus 4?"]}) + "\n")
@@ -490,7 +520,7 @@ def test_from_text_to_a_working_pair(tmp_path):
     ]
     cells += ["--work-dir", tmp_path / "specblock", "--cells", "SpecBlock", "EAGLE-3", "without shift"]
     cells += ["--parameters", 200_000, "--budgets", 6, "--max-new-tokens", 8, "--max-length", 64]
-    printed = run("compare_specblock.py", *cells, "--", "--max_steps", 2, "--num_anchors", 4, "--use_cpu")
+    printed = run("experiments/compare_specblock.py", *cells, "--", "--max_steps", 2, "--num_anchors", 4, "--use_cpu")
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line[:2] == "| "]
     sizes = {name: int(size.replace(",", "")) for name, size, *_ in table[1:4]}
     assert list(sizes) == ["SpecBlock", "EAGLE-3", "without shift"]
@@ -499,7 +529,7 @@ def test_from_text_to_a_working_pair(tmp_path):
     assert all(f"{name} ({drafts}, 6 nodes)" in report for name, drafts in zip(sizes, (8, 7, 8)))
 
     tuned = ["--steps", 2, "--save-steps", 1, "--steps-ahead", 2, "--max-length", 64, "--output", tmp_path / "mtp"]
-    run("train_mtp.py", "--target", target_dir, "--dataset", answers, *tuned)
+    run("experiments/train_mtp.py", "--target", target_dir, "--dataset", answers, *tuned)
     assert not (tmp_path / "mtp" / "checkpoint.pt").exists()  # only a killed run leaves one
     mtp = DeepseekV4MTPDrafter.from_pretrained(tmp_path / "mtp", dtype=torch.float32)
     native = DeepseekV4MTPDrafter.from_target(target_dir, dtype=torch.float32)
@@ -519,7 +549,7 @@ def test_from_text_to_a_working_pair(tmp_path):
 
 
 def sampled(output: Path, *arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, EXAMPLES / "sample_prompts.py", "--target", EXAMPLES / "models" / "tiny-qwen3"]
+    command = [sys.executable, ROOT / "tools/sample_prompts.py", "--target", EXAMPLES / "models" / "tiny-qwen3"]
     command += ["--output", output, "--count", 12, *arguments]
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, timeout=300)
 
@@ -535,11 +565,13 @@ def test_prompts_are_sampled_past_a_batch_without_a_new_one(tmp_path):
     assert "20 batches in a row of 2 prompts with at most 1 tokens have no new one that ends; 0 are" in result.stderr
 
 
-@pytest.mark.parametrize("script", ["regenerate_answers.py", "sample_prompts.py"])
+@pytest.mark.parametrize("script", ["examples/regenerate_answers.py", "tools/sample_prompts.py"])
 def test_where_rows_go_is_looked_at_before_the_target_is(tmp_path, script):
     (tmp_path / "file").write_text("")
     arguments = ["--target", "nowhere", "--output", tmp_path / "file" / "rows.jsonl"]
-    result = python(EXAMPLES / script, *arguments, *["--data", "rows.jsonl"] * (script == "regenerate_answers.py"))
+    result = python(
+        ROOT / script, *arguments, *["--data", "rows.jsonl"] * (script == "examples/regenerate_answers.py")
+    )
     told = f"Error: {tmp_path / 'file'} cannot be made, because {tmp_path / 'file'} is a file. Choose another folder."
     assert result.returncode == 1 and result.stderr.strip() == told
 
@@ -573,7 +605,7 @@ def test_survival_is_predicted_on_rounds_held_out(tmp_path):
         "--output",
         tmp_path / "out",
     ]
-    printed = run("compare_survival.py", *names, "--limit", 4, "--max-new-tokens", 40)
+    printed = run("experiments/compare_survival.py", *names, "--limit", 4, "--max-new-tokens", 40)
     assert printed.strip() == (tmp_path / "out" / "report.md").read_text().strip()
     figures = json.loads((tmp_path / "out" / "figures.json").read_text())
     assert all(learned > 5 and judged > 5 for learned, judged in figures["rounds"].values())
@@ -623,8 +655,8 @@ class Exact:
 @pytest.fixture(scope="module")
 def auto_script():
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXAMPLES)
-        return SimpleNamespace(**runpy.run_path(str(EXAMPLES / "simulate_auto.py"), run_name="script"))
+        patch.syspath_prepend(ROOT / "experiments")
+        return SimpleNamespace(**runpy.run_path(str(ROOT / "experiments/simulate_auto.py"), run_name="script"))
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
@@ -709,7 +741,7 @@ def test_what_auto_gains_is_simulated(tmp_path):
         "--limit": 2, "--prompts": 2, "--orders": 4, "--max-new-tokens": 40, "--plain-ms": 12, "--round-ms": 18,
         "--draft-ms": 0.6, "--output": tmp_path / "out",
     }  # fmt: skip
-    printed = run("simulate_auto.py", *(part for option in options.items() for part in option))
+    printed = run("experiments/simulate_auto.py", *(part for option in options.items() for part in option))
     assert printed.strip() == (tmp_path / "out" / "report.md").read_text().strip()
     rows = rows_of(printed[printed.index("| rule") :])
     assert json.loads((tmp_path / "out" / "results.json").read_text())["settings"]["draft_ms"] == 0.6
@@ -722,18 +754,18 @@ def test_what_auto_gains_is_simulated(tmp_path):
         ("--skip", -1, "`--skip` is -1"),
     ):
         wrong = {**options, option: value, "--output": tmp_path / "wrong"}
-        result = python(EXAMPLES / "simulate_auto.py", *(part for pair in wrong.items() for part in pair))
+        result = python(ROOT / "experiments/simulate_auto.py", *(part for pair in wrong.items() for part in pair))
         assert result.returncode == 1 and result.stderr.splitlines()[-1].startswith("Error: ")
         assert told in result.stderr and "Traceback" not in result.stderr and not (tmp_path / "wrong").exists()
 
 
 def test_errors_of_the_augmented_space_linear_model_are_compared(tmp_path):
-    printed = run("compare_aslm.py", "--seeds", 1, "--train", 80, "--output", tmp_path)
+    printed = run("experiments/compare_aslm.py", "--seeds", 1, "--train", 80, "--output", tmp_path)
     assert printed.strip() == (tmp_path / "report.md").read_text().strip()
     assert (tmp_path / "errors.png").stat().st_size > 5000
     results = json.loads((tmp_path / "results.json").read_text())["results"]
     told = {(row["problem"], row["noise"], row["method"]): row["error"] for row in results}
-    drawn = list(runpy.run_path(str(EXAMPLES / "compare_aslm.py"))["problems"](80, 0))
+    drawn = list(runpy.run_path(str(ROOT / "experiments/compare_aslm.py"))["problems"](80, 0))
     assert len(drawn) == 24 and len(told) == len(results) == 24 * 6
     for problem, noise, learned, (inputs, clean) in drawn:
         oracle = Oracle(penalty=0.1, neighbours=1)
@@ -754,7 +786,7 @@ def test_a_stream_with_a_tuned_target_is_served_by_each_policy(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     target = EXAMPLES / "models" / "tiny-deepseek-v4"
     tuned = ["--output", tmp_path / "tuned", "--steps", 2, "--batch-size", 2]
-    printed = run("finetune_target.py", "--target", target, "--dataset", tmp_path / "rows.jsonl", *tuned)
+    printed = run("examples/finetune_target.py", "--target", target, "--dataset", tmp_path / "rows.jsonl", *tuned)
     assert f"Saved to {tmp_path / 'tuned'}: loss" in printed
     suites = tmp_path / "suites"
     suites.mkdir()
@@ -764,7 +796,9 @@ def test_a_stream_with_a_tuned_target_is_served_by_each_policy(tmp_path):
     output = tmp_path / "out"
     stream = ["mbpp:2", "gsm8k:6", "tuned:gsm8k:8"]
     served = ["--target", target, "--tuned", tmp_path / "tuned", "--drafter", DRAFTER, "--suites", suites]
-    printed = run("adapt_while_serving.py", *served, "--max-new-tokens", 16, "--stream", *stream, "--output", output)
+    printed = run(
+        "examples/adapt_while_serving.py", *served, "--max-new-tokens", 16, "--stream", *stream, "--output", output
+    )
     assert printed.strip() == (output / "report.md").read_text().strip()
     found = json.loads((output / "results.json").read_text())["served"]
     assert found.keys() == {"never", "always", "bandit"} and all(len(lines) == 16 for lines in found.values())
@@ -780,8 +814,8 @@ def test_a_stream_with_a_tuned_target_is_served_by_each_policy(tmp_path):
 
 @pytest.fixture
 def serve_v4(monkeypatch):
-    """`examples/serve_deepseek_v4.py` as a module: what of it needs no server."""
-    monkeypatch.syspath_prepend(EXAMPLES)
+    """`experiments/serve_deepseek_v4.py` as a module: what of it needs no server."""
+    monkeypatch.syspath_prepend(ROOT / "experiments")
     monkeypatch.setenv("HYPERDFLASH_DEEPSEEK_V4_PATHS", "1")  # as it sets it itself
     import serve_deepseek_v4
 

@@ -296,6 +296,6 @@ def chains_in_step(wanted: Sequence[DraftsWanted], steps: Steps) -> list[DraftTr
 
 def signals_of(scores: torch.Tensor) -> list[float]:
     """What tells most of whether the target accepts what is drawn by `scores`, `[drafts, config.vocab_size]`: how
-    probable the best token is (`examples/compare_survival.py`; more than a confidence head, above all of greedy
+    probable the best token is (`experiments/compare_survival.py`; more than a confidence head, above all of greedy
     text)."""
     return scores.softmax(-1).amax(-1).tolist()

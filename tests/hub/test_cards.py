@@ -237,7 +237,7 @@ def test_a_shipped_cards_snippets_run(tmp_path, target):
 @pytest.mark.parametrize("name", ["tiny-deepseek-v4", "tiny-qwen3"])
 def test_a_shipped_targets_card_is_what_the_script_writes(tmp_path, name):
     parts = ROOT / "model_cards" / "parts" / f"{name}.md"
-    command = [ROOT / "examples" / "target_card.py", MODELS / name, "--template", parts]
+    command = [ROOT / "tools" / "target_card.py", MODELS / name, "--template", parts]
     run = python(*command, "--output", tmp_path / "card.md", env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert run.returncode == 0, run.stderr[-2000:]
     assert (tmp_path / "card.md").read_text() == (ROOT / "model_cards" / f"{name}.md").read_text()

@@ -261,7 +261,7 @@ def waits_of_a_round(accepted: int, do_sample: bool, **fields) -> Counter[str]:
 
 @pytest.mark.parametrize("accepted, greedy, sampled", [(6, 1, 1), (3, 1, 1), (0, 1, 1)])
 def test_the_host_waits_no_more_often_than_it_did(accepted, greedy, sampled):
-    """What `examples/profile_round.py` counts on a Qwen3. All of it is in our loop, none in the target or the
+    """What `experiments/benchmark rounds` counts on a Qwen3. All of it is in our loop, none in the target or the
     drafter."""
     for do_sample, most in ((False, greedy), (True, sampled)):
         waits = waits_of_a_round(accepted, do_sample)

@@ -1,4 +1,4 @@
-"""`examples/serve_deepseek_v4.py` from its start to its exit status, with vLLM on a CPU and the shipped Qwen3 pair.
+"""`experiments/serve_deepseek_v4.py` from its start to its exit status, with vLLM on a CPU and the shipped Qwen3 pair.
 
 What it says of the paths needs DeepSeek-V4 on GPUs; that every claim can pass and fail does not. Nothing here asserts
 which of two servers is faster.
@@ -22,14 +22,14 @@ from ..conftest import MODELS
 
 pytest.importorskip("vllm", reason="vLLM is not installed: .ci/vllm makes an environment that has it")
 
-EXAMPLES = MODELS.parent
+EXPERIMENTS = MODELS.parents[1] / "experiments"
 DRAFTER = MODELS / "tiny-qwen3-hyperdflash"
 LINE = re.compile(r"^(pass|FAIL)  ([^:]+): (.+)$", re.MULTILINE)
 
 
 @pytest.fixture
 def script(monkeypatch) -> Any:
-    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.syspath_prepend(EXPERIMENTS)
     import serve_deepseek_v4
 
     return serve_deepseek_v4
@@ -54,7 +54,7 @@ def started(tmp_path):
         }  # fmt: skip
         words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        command = [sys.executable, EXAMPLES / "serve_deepseek_v4.py", *words]
+        command = [sys.executable, EXPERIMENTS / "serve_deepseek_v4.py", *words]
         running.append(subprocess.Popen(command, **pipes))
         return running[-1]
 

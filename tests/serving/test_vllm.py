@@ -213,7 +213,7 @@ def test_the_documented_command_serves(served, monkeypatch):
     )
     with urllib.request.urlopen(request) as answer:
         assert json.load(answer)["choices"][0]["token_ids"] == text
-    monkeypatch.syspath_prepend(MODELS.parent)
+    monkeypatch.syspath_prepend(MODELS.parents[1] / "experiments")
     from serve_deepseek_v4 import gaps
 
     with torch.no_grad():

@@ -8,12 +8,12 @@ are below `experiments/results`; `{T}` in a path stands for 0 and 1, where each 
 
     average FOLDER METHOD T FIELD    one figure of a benchmark's `summary.csv`: FIELD (tau, speedup) at temperature T,
                                      averaged over the suites as in the report
-    averages FOLDER [METHOD ...]     a table of speedup / tau at each temperature; every method if none is named
+    averages FOLDER [METHOD ...]     a table of speedup (tau) at each temperature; every method if none is named
     cell REPORT ROW COLUMN FORMAT    one cell of a report: the first line that begins with ROW, COLUMN from 0
     rows REPORT HEADER [TEXT]        a table of a report: the first line that begins with HEADER, and the rows below it
                                      that contain TEXT
 
-Below a table stand its date, machine, versions and settings, and links to the whole reports.
+Below a table stand its date, its number of prompts, and links to reports, which have machine, versions and settings.
 """
 
 from __future__ import annotations
@@ -71,19 +71,17 @@ def averages(page: Path, path: str, *methods: str) -> str:
 
 
 def shown(of: dict[str, float], fastest: float) -> str:
-    """Speedup / tau, the fastest in bold."""
+    """Speedup (tau), the fastest in bold."""
     speed = f"{of['speedup']:.2f}×"
-    return f"{f'**{speed}**' if of['speedup'] == fastest else speed} / {of['tau']:.2f}"
+    return f"{f'**{speed}**' if of['speedup'] == fastest else speed} ({of['tau']:.2f})"
 
 
 def settings(page: Path, of: list[Path]) -> str:
-    """When, where and with what a benchmark ran, by its report's head."""
+    """When and with how much text a benchmark ran, by its report's head."""
     said = dict(re.findall(r"^- ([\w ]+): (.*)$", (of[0] / "report.md").read_text(encoding="utf-8"), re.MULTILINE))
-    versions = re.findall(r"(?:torch|transformers) [\d.]+\d", said["versions"])
-    prompts = f"{said['limit']} prompts of each suite, at most {said['max new tokens']} tokens"
-    links = [link(page, folder / "report.md", "all figures" if len(of) == 1 else folder.name[-1]) for folder in of]
-    reports = links[0] if len(of) == 1 else f"all figures at T = {' and '.join(links)}"
-    return f"{said['date']}, {said['hardware']}, {', '.join(versions)}; {prompts}; {reports}."
+    prompts = f"{said['limit']} prompts a suite, {said['max new tokens']} tokens"
+    reports = [link(page, folder / "report.md", text) for folder, text in zip(of, ("report", "T = 1"))]
+    return f"{said['date']}, {prompts}: {', '.join(reports)}."
 
 
 def link(page: Path, path: Path, text: str) -> str:
@@ -95,7 +93,7 @@ def rows(page: Path, report: str, header: str, text: str = "") -> str:
     below = dropwhile(lambda line: not line.startswith(header), lines)
     head, rule, *body = takewhile(lambda line: line.startswith("|"), below)
     date = re.search(r"\b20\d\d-\d\d-\d\d\b", "\n".join(lines))
-    source = f"{date[0] + ': ' if date else ''}{link(page, RESULTS / report, 'machine, versions and settings')}."
+    source = f"{date[0] + ': ' if date else ''}{link(page, RESULTS / report, 'report')}."
     return "\n".join([head, rule, *(row for row in body if text in row), "", source])
 
 

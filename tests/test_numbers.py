@@ -14,6 +14,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "model_cards" / "parts").glob("*.md")),
 ]
+PAGES += sorted((ROOT / "experiments" / "results").rglob("README.md"))
 BLOCK = '<!-- result: average tiny-deepseek-v4/heads "State head (8)" 0 {} -->{}<!-- end -->'
 
 

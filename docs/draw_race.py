@@ -27,7 +27,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.benchmark.runner import environment
-from hf_hyperdflash.training.data import encode_prompts
+from hf_hyperdflash.training.data.rows import encode_prompts
 
 RECORD, PICTURE = ROOT / "experiments" / "results" / "tiny-deepseek-v4" / "race" / "race.json", PICTURES / "race.svg"
 TARGET, DRAFTER = "tiny-deepseek-v4", "tiny-deepseek-v4-hyperdflash"

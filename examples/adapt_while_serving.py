@@ -35,8 +35,8 @@ from transformers import AutoTokenizer
 from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.benchmark.suites import load_suite
-from hf_hyperdflash.training.adaptation import POLICIES
-from hf_hyperdflash.training.data import encode_prompts
+from hf_hyperdflash.training.adaptation.adaptation import POLICIES
+from hf_hyperdflash.training.data.rows import encode_prompts
 
 NAMES = {"never": "no adaptation", "always": "always", "bandit": "where it pays"}
 COLOURS = {"never": "#777777", "always": "#c44e52", "bandit": "#4c72b0"}

@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
-from hf_hyperdflash.runtime.stats import VerifiedTree, keep_trees
-from hf_hyperdflash.runtime.tree import ANCHOR, DraftTree
-from hf_hyperdflash.training.data import encode_prompts
+from hf_hyperdflash.decoding.stats import VerifiedTree, keep_trees
+from hf_hyperdflash.training.data.rows import encode_prompts
+from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
 
 MODELS = Path(__file__).parent / "models"
 ACCEPTED, REJECTED, OWN = "#0072B2", "#B5B5B5", "#D55E00"

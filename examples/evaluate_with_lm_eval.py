@@ -31,7 +31,7 @@ from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.benchmark.runner import hardware
-from hf_hyperdflash.runtime.stats import SpeculationStats
+from hf_hyperdflash.decoding.stats import SpeculationStats
 
 try:
     from lm_eval import simple_evaluate

@@ -20,9 +20,9 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_target
-from hf_hyperdflash.training.data import load_rows, prepare_dataset
-from hf_hyperdflash.training.messages import to_messages
-from hf_hyperdflash.training.objective import collate
+from hf_hyperdflash.training.data.messages import to_messages
+from hf_hyperdflash.training.data.rows import load_rows, prepare_dataset
+from hf_hyperdflash.training.losses.objective import collate
 
 
 def parse_args() -> argparse.Namespace:

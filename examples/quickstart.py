@@ -26,7 +26,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from hf_hyperdflash import HyperDFlashDrafter
-from hf_hyperdflash.runtime.stats import SpeculationStats
+from hf_hyperdflash.decoding.stats import SpeculationStats
 
 MODELS = Path(__file__).parent / "models"
 PROMPTS = [

@@ -28,11 +28,11 @@ from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_target
 from hf_hyperdflash.cli.models import check_writable
-from hf_hyperdflash.loading import check_target
-from hf_hyperdflash.runtime.targets import family_of
-from hf_hyperdflash.training.data import load_rows, render
-from hf_hyperdflash.training.messages import Message, to_messages, tools_of
-from hf_hyperdflash.training.places import at_row, with_places
+from hf_hyperdflash.hub.loading import check_target
+from hf_hyperdflash.targets.registry import family_of
+from hf_hyperdflash.training.data.messages import Message, to_messages, tools_of
+from hf_hyperdflash.training.data.places import at_row, with_places
+from hf_hyperdflash.training.data.rows import load_rows, render
 
 Answer = tuple[Message, bool]  # and whether it is cut off, so that it has no end to learn from
 

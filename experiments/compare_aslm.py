@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_hyperdflash.aslm import AugmentedSpaceLinearModel
+from hf_hyperdflash.auto.aslm import AugmentedSpaceLinearModel
 
 MOST = 256  # centres of a bounded store
 NOISE = (0.0, 0.02, 0.1, 0.3)  # standard deviation, in shares of the clean signal's

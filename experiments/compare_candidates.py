@@ -28,7 +28,7 @@ from transformers import AutoTokenizer, PrinterCallback
 from hf_hyperdflash import HyperDFlashDrafter, load_target
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.training.arguments import HyperDFlashTrainingArguments
-from hf_hyperdflash.training.data import load_rows, prepare_dataset
+from hf_hyperdflash.training.data.rows import load_rows, prepare_dataset
 from hf_hyperdflash.training.trainer import HyperDFlashTrainer
 
 TRAIN = Path(__file__).parent.parent / "examples" / "train_drafter.py"

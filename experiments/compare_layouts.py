@@ -32,10 +32,10 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from hf_hyperdflash import HyperDFlashDrafter, load_drafter
+from hf_hyperdflash.decoding.bind import capture_residual
+from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.hub.formats import export_dflash
-from hf_hyperdflash.runtime.binding import capture_residual
-from hf_hyperdflash.runtime.draws import one_of
-from hf_hyperdflash.runtime.sampling import DraftSampler
+from hf_hyperdflash.trees.acceptance import one_of
 
 WIDTH, LAYERS, BLOCK, MASK, RANK, VOCABULARY, DRAFTED = 64, 6, 5, 1, 8, 96, 40
 READ = [1, 2, 4]  # the target's layers whose output the drafters read
@@ -109,7 +109,7 @@ def our_round(drafter: Any, target: PreTrainedModel, ids: Tensor, count: int, dr
     context, positions = drafter.new_context(), torch.arange(ids.shape[1])[None]
     drafter.extend(target, context, captured[0], positions[:, :-1], ids[:, 1:])
     sampler = DraftSampler(LogitsProcessorList(), draws is not None)
-    with patch("hf_hyperdflash.runtime.sampling.one_of", draws or one_of):
+    with patch("hf_hyperdflash.drafters.sampling.one_of", draws or one_of):
         tree = drafter.propose(target, context, ids, positions, count, sampler)
     q = None if draws is None else torch.stack(tree.q)
     return Round(ids, tree.tokens.tolist(), draws.used if draws else [], q, tree.confidence)

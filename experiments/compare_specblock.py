@@ -24,9 +24,9 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_target
-from hf_hyperdflash.training.data import load_rows, prepare_dataset
+from hf_hyperdflash.training.data.rows import load_rows, prepare_dataset
+from hf_hyperdflash.training.features.store import FeatureCache
 from hf_hyperdflash.training.script import new_drafter, parse
-from hf_hyperdflash.training.store import FeatureCache
 
 TRAIN = Path(__file__).parent.parent / "examples" / "train_drafter.py"
 SPECBLOCK = ["--drafter_type", "specblock", "--recipe", "specblock"]

@@ -28,11 +28,11 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
-from hf_hyperdflash.aslm import AugmentedSpaceLinearModel
+from hf_hyperdflash.auto.aslm import AugmentedSpaceLinearModel
+from hf_hyperdflash.auto.survival import Survival
 from hf_hyperdflash.benchmark.suites import load_suite, suites_in
-from hf_hyperdflash.runtime.sampling import DraftSampler
-from hf_hyperdflash.runtime.survival import Survival
-from hf_hyperdflash.training.data import encode_prompts
+from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.training.data.rows import encode_prompts
 
 FEATURES = ("confidence", "top", "gap", "entropy", "drawn before", "recent", "position")
 _LAST = 0.9  # of the running mean of accepted shares

@@ -27,9 +27,9 @@ from torch import nn
 from transformers import LlamaConfig, LogitsProcessorList, Qwen3Config
 
 from hf_hyperdflash import load_drafter
-from hf_hyperdflash.runtime.rank_head import rank_features
-from hf_hyperdflash.runtime.sampling import DraftSampler
-from hf_hyperdflash.runtime.unrolled_drafter import Unrolling
+from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.drafters.unrolled.drafter import Unrolling
+from hf_hyperdflash.drafters.unrolled.rank_head import rank_features
 
 WIDTH, VOCABULARY, DRAFTED, LENGTH, THETA = 64, 64, 40, 10, 5000.0
 SHAPE = {
@@ -99,7 +99,7 @@ def compare_eagle(checkout: str) -> str:
         for path in paths.tolist()
         for k in range(sum(place > 0 for place in path))
     }
-    with TemporaryDirectory() as folder, patch("hf_hyperdflash.runtime.growth.SHARPENED", 1.0):
+    with TemporaryDirectory() as folder, patch("hf_hyperdflash.trees.growth.SHARPENED", 1.0):
         drafter = ours(folder, model, flat(config, architectures=["LlamaForCausalLMEagle3"]))
         drafter.config.tree_width = 4
         *_, (_, context) = taken_in(drafter, features, tokens[:, 1:])

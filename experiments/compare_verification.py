@@ -5,7 +5,7 @@
 
 Draft by draft from the anchor on is what speculative sampling does (Leviathan et al.; SpecInfer for trees), and ours
 where a logits processor is not known to be stateless. Else a path is settled from its end (`traversal_walk` in
-`hf_hyperdflash/runtime/verification.py`). Both are run on the same prompts in turns, beside the target alone; and for
+`hf_hyperdflash/trees/acceptance.py`). Both are run on the same prompts in turns, beside the target alone; and for
 every round of the second, both rules judge its very drafts again, `--judged` times each, so that their accepted
 lengths differ by the rule alone.
 """
@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.benchmark.suites import load_suite, suites_in
-from hf_hyperdflash.runtime.verification import sampled_walk, traversal_walk
+from hf_hyperdflash.trees.acceptance import sampled_walk, traversal_walk
 
 ALONE, DOWN, UP = "target alone", "from the anchor", "from the end"
 

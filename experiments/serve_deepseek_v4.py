@@ -25,8 +25,8 @@ from typing import Any
 
 from serve_vllm import CLIENTS, NAME, Server, ServerEnded, many_clients, prompts_of
 
-from hf_hyperdflash.benchmark.endpoint import EndpointSettings, fetch, measure
-from hf_hyperdflash.serving.vllm import PATHS
+from hf_hyperdflash.benchmark.served.endpoint import EndpointSettings, fetch, measure
+from hf_hyperdflash.serving.vllm.plugin import PATHS
 
 SUITES = ["gsm8k", "humaneval", "mt-bench"]
 NEARLY = 0.2  # nats between the two best tokens, below which another order of additions may choose the other

@@ -29,11 +29,11 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
-from hf_hyperdflash.benchmark.endpoint import EndpointSettings, fetch, measure, read_counters
 from hf_hyperdflash.benchmark.runner import commit, hardware
-from hf_hyperdflash.benchmark.served_counts import DraftCounters
+from hf_hyperdflash.benchmark.served.endpoint import EndpointSettings, fetch, measure, read_counters
+from hf_hyperdflash.benchmark.served.served_counts import DraftCounters
 from hf_hyperdflash.benchmark.suites import load_suite
-from hf_hyperdflash.runtime.stats import SpeculationStats
+from hf_hyperdflash.decoding.stats import SpeculationStats
 
 NAME = "served"  # of the target, by the server
 CLIENTS = 16

@@ -26,12 +26,12 @@ from measured import keep
 from transformers import AutoTokenizer, LogitsProcessorList
 
 from hf_hyperdflash import load_drafter, load_target
+from hf_hyperdflash.auto.schedule import Experience, FixedSchedule, Schedule
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.benchmark.suites import load_suite, suites_in
-from hf_hyperdflash.runtime.binding import capture_residual
-from hf_hyperdflash.runtime.sampling import DraftSampler
-from hf_hyperdflash.runtime.schedule import Experience, FixedSchedule, Schedule
-from hf_hyperdflash.training.data import encode_prompts
+from hf_hyperdflash.decoding.bind import capture_residual
+from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.training.data.rows import encode_prompts
 
 LEARNED = "auto, once it has learned"
 NOISE, HICCUPS, HICCUP = 0.04, 0.02, 2.0  # of a round's time: its spread, how many take longer, and how much longer

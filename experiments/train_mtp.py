@@ -21,9 +21,9 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hyperdflash import DeepseekV4MTPDrafter
-from hf_hyperdflash.training.data import load_rows, prepare_dataset
-from hf_hyperdflash.training.objective import Batch, collate
-from hf_hyperdflash.training.store import FeatureCache
+from hf_hyperdflash.training.data.rows import load_rows, prepare_dataset
+from hf_hyperdflash.training.features.store import FeatureCache
+from hf_hyperdflash.training.losses.objective import Batch, collate
 
 
 def parse_args() -> argparse.Namespace:

@@ -8,24 +8,24 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from .runtime.version import __version__
+from .version import __version__
 
 _MODULE_OF = {
-    "load_target": "loading",
-    "load_drafter": "loading",
-    "bind": "runtime.binding",
-    "unbind": "runtime.binding",
-    "capture_residual": "runtime.binding",
-    "HyperDFlashConfig": "runtime.configuration_hyperdflash",
-    "Drafter": "runtime.drafter",
-    "HyperDFlashDrafter": "runtime.modeling_hyperdflash",
-    "DeepseekV4DSparkDrafter": "runtime.modeling_dspark",
-    "Eagle3Config": "runtime.configuration_eagle3",
-    "Eagle3Drafter": "runtime.modeling_eagle3",
-    "SpecBlockConfig": "runtime.configuration_specblock",
-    "SpecBlockDrafter": "runtime.modeling_specblock",
-    "DeepseekV4MTPDrafter": "runtime.modeling_mtp",
-    "PromptLookupDrafter": "runtime.prompt_lookup",
+    "load_target": "hub.loading",
+    "load_drafter": "hub.loading",
+    "bind": "decoding.bind",
+    "unbind": "decoding.bind",
+    "capture_residual": "decoding.bind",
+    "HyperDFlashConfig": "drafters.blocks.configuration_hyperdflash",
+    "Drafter": "drafters.base",
+    "HyperDFlashDrafter": "drafters.blocks.modeling_hyperdflash",
+    "DeepseekV4DSparkDrafter": "drafters.deepseek_v4.modeling_dspark",
+    "Eagle3Config": "drafters.unrolled.configuration_eagle3",
+    "Eagle3Drafter": "drafters.unrolled.modeling_eagle3",
+    "SpecBlockConfig": "drafters.unrolled.configuration_specblock",
+    "SpecBlockDrafter": "drafters.unrolled.modeling_specblock",
+    "DeepseekV4MTPDrafter": "drafters.deepseek_v4.modeling_mtp",
+    "PromptLookupDrafter": "drafters.prompt_lookup",
     "AcceptanceCallback": "training.acceptance",
     "measure_acceptance": "training.acceptance",
     "HyperDFlashTrainingArguments": "training.arguments",

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hf_hyperdflash import bind
-from hf_hyperdflash.runtime.cache_name import CACHE, cache_of
-from hf_hyperdflash.runtime.targets import family_of
+from hf_hyperdflash.targets.caches.name import CACHE, cache_of
+from hf_hyperdflash.targets.registry import family_of
 
 from .conftest import CSA, HCA, MIXES, perfect, prompt, tiny_target
 from .helpers.families import FAMILIES

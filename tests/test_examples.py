@@ -20,10 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter, load_drafter, measure_acceptance
-from hf_hyperdflash.runtime.block_path import BlockPath
-from hf_hyperdflash.runtime.configuration_hyperdflash import HyperDFlashConfig
-from hf_hyperdflash.runtime.stats import keep_trees
-from hf_hyperdflash.training.data import encode_prompts
+from hf_hyperdflash.decoding.stats import keep_trees
+from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
+from hf_hyperdflash.drafters.blocks.path import BlockPath
+from hf_hyperdflash.training.data.rows import encode_prompts
 
 from .conftest import prompt, tiny_drafter, tiny_target
 from .helpers.oracle_aslm import Oracle

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from fnmatch import fnmatch
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -19,64 +18,20 @@ from hf_hyperdflash import (
     HyperDFlashDrafter,
     SpecBlockDrafter,
 )
+from hf_hyperdflash.drafters.saved import flat_code
 
 from .helpers.processes import python
 
 PACKAGE = Path(hf_hyperdflash.__file__).parent
-# A module may import only modules to its left. The families of targets may build on each other.
-ORDER = [
-    "aslm",
-    "runtime.version", "runtime.cache_name", "runtime.draws", "runtime.tree", "runtime.tree_rows", "runtime.stats",
-    "runtime.verification", "runtime.reducers", "runtime.heads", "runtime.reach", "runtime.attention_masks",
-    "runtime.hooks", "runtime.inference_mode",
-    "runtime.held_tree", "runtime.cache_ragged", "runtime.cache_linear", "runtime.cache_deepseek_v4",
-    "runtime.survival", "runtime.node_survival", "runtime.growth", "runtime.schedule", "runtime.tree_schedule",
-    "runtime.batch_schedule", "runtime.sampling",
-    "runtime.rank_head", "runtime.rank_growth",
-    "runtime.stopping", "runtime.continuation", "runtime.row", "runtime.rope_switch", "runtime.target_family",
-    "runtime.target_*",
-    "runtime.targets", "runtime.pair", "runtime.rounds", "runtime.shown",
-    "runtime.request", "runtime.decoding", "runtime.batch_prefill", "runtime.batch_decoding", "runtime.batch_request",
-    "runtime.candidates", "runtime.binding", "runtime.recipe",
-    "runtime.configuration_drafter", "runtime.configuration_unrolled",
-    "runtime.configuration_*", "runtime.block_path", "runtime.weights", "runtime.mask_token", "runtime.layers",
-    "runtime.joint_context",
-    "runtime.drafter", "runtime.reading_drafter", "runtime.block_drafter", "runtime.unrolled_drafter",
-    "runtime.mtp_checkpoint", "runtime.drafter_deepseek_v4",
-    "runtime.modeling_*", "runtime.prompt_lookup", "hub.descriptions", "hub.cards",
-    "hub.layout", "hub.layout_*", "hub.formats", "hub.publish",
-    "serving.ordered_drafts", "serving.served_config", "serving.vllm_config", "serving.vllm", "serving.vllm_*",
-    "serving.sglang_config", "serving.sglang_selector", "serving.sglang_last_layer", "serving.sglang_drafter",
-    "serving.sglang",
-    "loading", "training.chunk_loss",
-    "training.losses", "training.blocks", "training.places", "training.messages", "training.data", "training.teacher",
-    "training.locking", "training.fingerprint", "training.features", "training.store", "training.arguments",
-    "training.objective", "training.unrolled",
-    "training.lessons", "training.bandit", "training.adaptation",
-    "training.acceptance", "training.checkpoints", "training.identity", "training.record",
-    "training.trainer", "training.flags",
-    "training.progress",
-    "training.script",
-    "benchmark.intervals", "benchmark.other_settings", "benchmark.recommended",
-    "benchmark.doctor", "benchmark.suites", "benchmark.results",
-    "benchmark.runner", "benchmark.served_counts", "benchmark.endpoint", "benchmark.reliability",
-    "benchmark.calibration", "benchmark.figures", "benchmark.report", "display.text", "display.tree",
-    "cli.options", "cli.models", "cli.live_line", "cli.who_wrote", "cli.generate",
-    "cli.train", "cli.calibrate", "cli.measure", "cli.share", "cli.app",
-]  # fmt: skip
+# A room may import only rooms to its left. `serving` stands beside them: engines import it, and nothing here does.
+ROOMS = ["version", "trees", "targets", "drafters", "auto", "decoding", "hub", "training", "benchmark", "cli"]
+# `drafter.bind(target)` is the one call upwards, and the statistics of a generation the one type.
+UPWARDS = {("drafters.base", "decoding.bind"), ("drafters.base", "decoding.stats")}
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
     for path in PACKAGE.rglob("*.py")
     if path.stem != "__init__" and path.parent.name != "metrics"
 }
-
-
-def place(module: str) -> int:
-    if module in ORDER:
-        return ORDER.index(module)
-    places = [i for i, pattern in enumerate(ORDER) if fnmatch(module, pattern)]
-    assert places, f"{module} has no place in ORDER"
-    return places[0]
 
 
 def imports_of(module: str) -> set[str]:
@@ -92,59 +47,71 @@ def imports_of(module: str) -> set[str]:
 
 
 def test_imports_run_one_way():
-    assert not [pattern for pattern in ORDER if not any(fnmatch(module, pattern) for module in MODULES)]
-    graph = {module: imports_of(module) for module in MODULES}
+    graph = {module: {b for b in imports_of(module) if (module, b) not in UPWARDS} for module in MODULES}
     list(TopologicalSorter(graph).static_order())  # raises on a circle
-    wrong = [(a, b) for a, imported in graph.items() for b in imported if place(b) > place(a)]
+    rooms = {module: module.partition(".")[0] for module in MODULES if not module.startswith("serving.")}
+    assert set(rooms.values()) == set(ROOMS)
+    wrong = [
+        (a, b)
+        for a, room in rooms.items()
+        for b in graph[a]
+        if b not in rooms or ROOMS.index(rooms[b]) > ROOMS.index(room)
+    ]
     assert not wrong
     # What `evaluate` loads from a path is copied elsewhere first.
-    assert not any("from ." in path.read_text() for path in (PACKAGE / "metrics").glob("*.py"))
+    assert not any("from ." in path.read_text() for path in (PACKAGE / "benchmark" / "metrics").glob("*.py"))
+
+
+@pytest.mark.parametrize("room", ROOMS[1:] + ["serving"])
+def test_a_room_can_be_looked_over(room):
+    """At most 12 files and rooms within it, of which each has at most 8 files."""
+    own = [path for path in (PACKAGE / room).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    assert len([path for path in own if path.stem != "__init__"]) <= 12
+    for inner in (path for path in own if path.is_dir()):
+        assert len([path for path in inner.glob("*.py") if path.stem != "__init__"]) <= 8
+        assert not [path for path in inner.iterdir() if (path / "__init__.py").exists()]
 
 
 def test_what_serves_imports_reducers_heads_and_configuration_alone():
     """An engine runs them in its own loop: nothing of ours that needs transformers' models."""
     served = {module for module in MODULES if module.startswith("serving.")}
-    allowed = {"runtime.reducers", "runtime.heads", "runtime.reach", "runtime.configuration_hyperdflash"} | served
+    parts = {f"drafters.parts.{name}" for name in ("reducers", "heads", "block_attention")}
+    allowed = {*parts, "drafters.blocks.configuration_hyperdflash"} | served
     assert served and not {b for module in served for b in imports_of(module)} - allowed
+    assert {b for part in parts for b in imports_of(part)} <= {*parts, "targets.gate"}
     importing = {module for module in MODULES if imports_of(module) & served}
     assert importing <= served  # nobody needs it
 
 
+def test_trees_are_torch_alone():
+    assert (
+        run(
+            "import sys, hf_hyperdflash.trees.growth, hf_hyperdflash.trees.acceptance, hf_hyperdflash.trees.layout; "
+            "print('transformers' in sys.modules)"
+        )
+        == "False"
+    )
+
+
 DRAFTERS = [HyperDFlashDrafter, DeepseekV4MTPDrafter, DeepseekV4DSparkDrafter, SpecBlockDrafter, Eagle3Drafter]
-WITHOUT_WEIGHTS = ["prompt_lookup.py"]  # drafters that are not saved
+NOT_CARRIED = {"datasets", "peft", "evaluate", "matplotlib", "tqdm", "jinja2", "rich", "typer", "numpy", "filelock"}
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_saved_drafter_carries_what_drafting_needs_and_nothing_else(drafter):
-    code = drafter.code_files()
-    assert {path.parent for path in code} == {PACKAGE / "runtime"}
-    # Nothing that trains, writes cards or pushes, by what it would take.
-    imported = {
-        alias.name if isinstance(node, ast.Import) else node.module or ""
-        for path in code
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        for alias in node.names
-    }
-    roots = {name.partition(".")[0] for name in imported}
-    assert not roots & {
-        "datasets",
-        "peft",
-        "evaluate",
-        "matplotlib",
-        "tqdm",
-        "jinja2",
-        "rich",
-        "typer",
-        "numpy",
-        "filelock",
-    }
-    assert not any("trainer" in name.lower() for name in imported)
-
-
-def test_the_runtime_is_what_drafters_carry():
-    carried = {path.name for drafter in DRAFTERS for path in drafter.code_files()}
-    assert {path.name for path in (PACKAGE / "runtime").glob("*.py")} - carried == {"__init__.py", *WITHOUT_WEIGHTS}
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_saved_drafter_carries_what_drafting_needs_and_nothing_else(kind):
+    path = Path(sys.modules[kind.__module__].__file__)
+    code = flat_code(path)
+    assert next(name for name in code if name == f"{'_'.join(path.relative_to(PACKAGE).with_suffix('').parts)}.py")
+    # Nothing that trains, writes cards or pushes, by what it would take; no other drafter.
+    nodes = [node for text in code.values() for node in ast.walk(ast.parse(text))]
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert not {name.partition(".")[0] for name in imported} & NOT_CARRIED
+    assert {name.partition("_")[0] for name in code} == {"version.py", *ROOMS[1:6]}
+    assert sum("_modeling_" in name for name in code) == 1
+    # Flat: each import is of a file beside it.
+    assert {f"{node.module}.py" for node in nodes if isinstance(node, ast.ImportFrom) and node.level} <= set(code)
+    assert all(node.level <= 1 for node in nodes if isinstance(node, ast.ImportFrom))
 
 
 def test_reducers_are_torch_alone():
@@ -155,7 +122,7 @@ for other in ("transformers", "accelerate", "huggingface_hub", "safetensors", "n
     sys.modules[other] = None
 from types import SimpleNamespace
 import torch
-from hf_hyperdflash.runtime.reducers import REDUCERS
+from hf_hyperdflash.drafters.parts.reducers import REDUCERS
 config = SimpleNamespace(hidden_size=8, target_hidden_size=8, target_hc_mult=2, target_layer_ids=[0, -1], num_paths=4,
                          rms_norm_eps=1e-6, hc_eps=1e-6, path_norm=True)
 for reducer in REDUCERS.values():
@@ -177,7 +144,7 @@ for other in ("transformers", "accelerate", "huggingface_hub", "safetensors", "n
     sys.modules[other] = None
 from types import SimpleNamespace
 import torch
-from hf_hyperdflash.runtime.heads import HEADS, ConfidenceHead, along_text
+from hf_hyperdflash.drafters.parts.heads import HEADS, ConfidenceHead, along_text
 config = SimpleNamespace(target_hidden_size=8, vocab_size=9, draft_vocab_size=0, head_rank=4, rms_norm_eps=1e-6)
 for kind in HEADS.values():
     head = kind(config)
@@ -228,7 +195,7 @@ import transformers.generation.utils, torch.utils.data, tqdm.auto
 before = set(sys.modules)
 import hf_hyperdflash
 for name in hf_hyperdflash.__all__:
-    if not hf_hyperdflash._MODULE_OF.get(name, "").startswith(("training.", "benchmark.", "metrics.")):
+    if not hf_hyperdflash._MODULE_OF.get(name, "").startswith(("training.", "benchmark.")):
         getattr(hf_hyperdflash, name)
 own = ("hf_hyperdflash", "transformers", "tokenizers")
 print(sorted(m for m in set(sys.modules) - before if not m.startswith(own)))

@@ -11,8 +11,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipelin
 from transformers.dynamic_module_utils import check_imports
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, Eagle3Drafter, HyperDFlashDrafter, load_target
-from hf_hyperdflash.training.data import encode_prompts
-from hf_hyperdflash.training.fingerprint import as_words, target_fingerprint
+from hf_hyperdflash.training.data.rows import encode_prompts
+from hf_hyperdflash.training.features.fingerprint import as_words, target_fingerprint
 
 from .conftest import MODELS
 from .helpers.processes import python

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from hf_hyperdflash import Drafter, Eagle3Drafter, HyperDFlashDrafter, SpecBlockDrafter, load_drafter, load_target
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.hub.formats import export_dflash
-from hf_hyperdflash.runtime.growth import DraftStep
 from hf_hyperdflash.training.flags import help_text
+from hf_hyperdflash.trees.growth import DraftStep
 
 from .conftest import MODELS, prompt, tiny_target
 from .helpers.hub_server import HubServer

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hyperdflash.cli.models import check_writable
-from hf_hyperdflash.loading import check_target
+from hf_hyperdflash.hub.loading import check_target
 
 MOST_BARREN = 20
 

@@ -15,7 +15,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from safetensors import safe_open
 
-from hf_hyperdflash.loading import check_target
+from hf_hyperdflash.hub.loading import check_target
 
 LAST = 100  # steps over which the final losses are means
 

@@ -23,7 +23,7 @@ from transformers import (
     default_data_collator,
 )
 
-from hf_hyperdflash.training.data import load_rows
+from hf_hyperdflash.training.data.rows import load_rows
 
 SHIPPED = Path(__file__).parent.parent / "examples" / "models" / "tiny-deepseek-v4"
 

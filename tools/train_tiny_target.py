@@ -25,8 +25,8 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, PreTrainedToke
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
 
 from hf_hyperdflash import DeepseekV4MTPDrafter
-from hf_hyperdflash.training.data import load_rows
-from hf_hyperdflash.training.messages import Message, to_messages
+from hf_hyperdflash.training.data.messages import Message, to_messages
+from hf_hyperdflash.training.data.rows import load_rows
 
 BOS, EOS, PAD, MASK = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>", "<｜mask｜>"
 USER, ASSISTANT, THINK, END_THINK = "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"

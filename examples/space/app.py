@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import gradio as gr
 from transformers.generation.streamers import BaseStreamer
 
+from hf_hyperdflash.cli.display.text import Piece, Pieces, text_html
+from hf_hyperdflash.cli.display.tree import tree_html, tree_text
 from hf_hyperdflash.cli.models import load
-from hf_hyperdflash.display.text import Piece, Pieces, text_html
-from hf_hyperdflash.display.tree import tree_html, tree_text
-from hf_hyperdflash.runtime.stats import SpeculationStats, VerifiedTree, keep_trees
-from hf_hyperdflash.training.data import encode_prompts
+from hf_hyperdflash.decoding.stats import SpeculationStats, VerifiedTree, keep_trees
+from hf_hyperdflash.training.data.rows import encode_prompts
 
 HERE = Path(__file__).resolve().parent
 SHIPPED = {"tiny DeepSeek-V4": "tiny-deepseek-v4", "tiny Qwen3": "tiny-qwen3"}

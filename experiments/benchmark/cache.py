@@ -31,8 +31,8 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
-from hf_hyperdflash.runtime.cache_deepseek_v4 import make_rewindable
-from hf_hyperdflash.runtime.cache_name import CACHE
+from hf_hyperdflash.targets.caches.deepseek_v4 import make_rewindable
+from hf_hyperdflash.targets.caches.name import CACHE
 
 
 @dataclass

@@ -37,14 +37,14 @@ from transformers import (
 )
 
 from hf_hyperdflash import HyperDFlashDrafter, load_drafter, load_target, measure_acceptance
-from hf_hyperdflash.benchmark.doctor import PROMPTS
+from hf_hyperdflash.benchmark.doctor.doctor import PROMPTS
 from hf_hyperdflash.benchmark.runner import hardware
-from hf_hyperdflash.loading import check_target, load_tokenizer
-from hf_hyperdflash.runtime.block_path import BlockPath
-from hf_hyperdflash.runtime.configuration_hyperdflash import HyperDFlashConfig
-from hf_hyperdflash.runtime.sampling import DraftSampler
-from hf_hyperdflash.training.data import encode_prompts, load_rows
-from hf_hyperdflash.training.places import with_places
+from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
+from hf_hyperdflash.drafters.blocks.path import BlockPath
+from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.hub.loading import check_target, load_tokenizer
+from hf_hyperdflash.training.data.places import with_places
+from hf_hyperdflash.training.data.rows import encode_prompts, load_rows
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 RANKS = {"markov": 256, "gated_markov": 256, "recurrent": 256, "selector": 256, "state": 512}

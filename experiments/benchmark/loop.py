@@ -37,7 +37,7 @@ from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCau
 
 from hf_hyperdflash import HyperDFlashDrafter
 from hf_hyperdflash.hub.formats import export_dflash, load_foreign
-from hf_hyperdflash.runtime.cache_name import CACHE
+from hf_hyperdflash.targets.caches.name import CACHE
 
 Loop = Callable[[torch.Tensor, int], torch.Tensor]  # a prompt `[1, seq]` and how many new tokens, to the text
 

@@ -17,7 +17,7 @@ from benchmark.tree_cost import FOR_QWEN3_8B, QWEN3_8B, dense
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, Qwen3ForCausalLM
 
 from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainingArguments
-from hf_hyperdflash.runtime.configuration_hyperdflash import HyperDFlashConfig
+from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 
 HEAD = dict(sequential_head="state", head_rank=512, head_candidates=1024)
 

@@ -21,7 +21,7 @@ from benchmark.heads import BF16, Cost, block, lm_head, step, table, verificatio
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from hf_hyperdflash import HyperDFlashDrafter
-from hf_hyperdflash.runtime.configuration_hyperdflash import HyperDFlashConfig
+from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 
 QWEN3_8B = Qwen3Config(
     vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,

@@ -16,10 +16,10 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..runtime.block_drafter import BlockDrafter
-from ..runtime.stats import SpeculationStats
-from ..runtime.tree import DraftTree
+from ..decoding.stats import SpeculationStats
+from ..drafters.blocks.drafter import BlockDrafter
 from ..training.acceptance import bound
+from ..trees.tree import DraftTree
 from .reliability import Reliability, fit_temperatures, given_those_before, reliability, through
 
 LEAST_ROUNDS = 100  # to fit on, and to measure on

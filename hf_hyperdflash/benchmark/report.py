@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from ..drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
+from ..drafters.weights import weight_files
 from ..hub.cards import Measured
-from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
-from ..runtime.weights import weight_files
-from ..training.fingerprint import module_fingerprint
+from ..training.features.fingerprint import module_fingerprint
 from .calibration import BeforeAfter, Calibration
 from .figures import acceptance_figure, reliability_figure, speedup_figure
 from .intervals import Interval

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..runtime.stats import SpeculationStats
+from ..decoding.stats import SpeculationStats
 from .intervals import Interval, draw, interval
 from .suites import SUITES, in_order
 

@@ -26,11 +26,11 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from ..runtime.request import check_tree_budget
-from ..runtime.stats import clock, exact_timing
-from ..training.data import encode_prompts
-from ..training.fingerprint import as_words, module_fingerprint, target_fingerprint
-from ..training.locking import only_writer
+from ..decoding.request import check_tree_budget
+from ..decoding.stats import clock, exact_timing
+from ..training.data.rows import encode_prompts
+from ..training.features.fingerprint import as_words, module_fingerprint, target_fingerprint
+from ..training.features.locking import only_writer
 from .results import MODES, OF_ROUNDS, TARGET_ONLY, Generation, key_of, read_lines
 from .suites import SUITES, load_suite
 

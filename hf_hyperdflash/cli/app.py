@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from ..runtime.version import __version__
+from ..version import __version__
 from .calibrate import calibrate
 from .generate import generate
 from .measure import benchmark, doctor, sweep

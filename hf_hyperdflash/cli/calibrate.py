@@ -71,8 +71,8 @@ def _prompts(
     from .. import loading
     from ..benchmark.calibration import check_amount, check_confidence
     from ..benchmark.figures import import_matplotlib
-    from ..training.data import encode_prompts, load_rows
-    from ..training.places import with_places
+    from ..training.data.places import with_places
+    from ..training.data.rows import encode_prompts, load_rows
 
     kind = loading.check_drafter(str(drafter), kinds=loading.TRAINED).__self__  # whose `from_pretrained` it is
     check_confidence(kind.config_class.from_pretrained(drafter))

@@ -41,9 +41,9 @@ def generate(
     from rich.console import Console
     from transformers import TextStreamer
 
-    from ..runtime.stats import keep_trees
-    from ..training.data import encode_prompts
-    from .who_wrote import WhoWrote
+    from ..decoding.stats import keep_trees
+    from ..training.data.rows import encode_prompts
+    from .display.who_wrote import WhoWrote
 
     assistant = loaded[drafter]
     assistant.bind(model)

@@ -39,8 +39,8 @@ def doctor(
     anything is."""
     announce("target", target)
     model, tokenizer, loaded = load(target, [drafter], dtype, device_map, threads, trust_remote_code)
-    from ..benchmark.doctor import PROMPTS, examine
-    from ..runtime.binding import unbind
+    from ..benchmark.doctor.doctor import PROMPTS, examine
+    from ..decoding.bind import unbind
 
     unbind(model)
     diagnosis = examine(
@@ -98,8 +98,8 @@ def benchmark(
     settings = _announced(target, output, suite, data, mode, temperature, limit, max_new_tokens, seed)
     asked = [(path, count) for _, count, *_, path in named] + [(target, None)] * bool(mtp)
     model, tokenizer, loaded = _loaded(settings, target, asked, dtype, device_map, threads, trust_remote_code)
+    from ..drafters.prompt_lookup import PromptLookupDrafter
     from ..hub.descriptions import title
-    from ..runtime.prompt_lookup import PromptLookupDrafter
 
     compared: list[Compared] = []
     if mtp:
@@ -216,7 +216,7 @@ def _ask(
         if value:
             raise ValueError(f"`{option}` is {value}, but a server at `--endpoint` has its own: leave one out.")
     check_writable(output)
-    from ..benchmark.endpoint import EndpointSettings, run_endpoint
+    from ..benchmark.served.endpoint import EndpointSettings, run_endpoint
 
     folder = None if data is None else str(data)
     settings = EndpointSettings(

@@ -65,7 +65,7 @@ def load_checked(
     import torch
 
     from .. import loading
-    from ..runtime.binding import bind
+    from ..decoding.bind import bind
 
     if threads:
         torch.set_num_threads(threads)

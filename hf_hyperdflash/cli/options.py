@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from typer import Argument, BadParameter, Option
 
-MOST_NODES = 1024  # of `runtime.request`, which takes seconds to import
+MOST_NODES = 1024  # of `decoding.request`, which takes seconds to import
 _DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 
 

@@ -49,7 +49,7 @@ def card(
     from ..benchmark.report import measured
     from ..hub.cards import drafter_card, is_hub_name
     from ..hub.descriptions import read_config
-    from ..loading import SAVED, check_drafter
+    from ..hub.loading import SAVED, check_drafter
 
     check_drafter(str(folder), kinds=SAVED, needs_weights=False)
     output, picture = output or folder / "README.md", "acceptance.png"
@@ -110,10 +110,10 @@ def export(
     """Write a drafter in another program's layout, if that has words for it, and say how to serve it."""
     check_writable(folder)
     announce("drafter", drafter)
+    from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
+    from ..drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
     from ..hub.formats import check_expressible, check_replaceable, export_dflash
-    from ..loading import check_drafter, check_made_for, check_target, load_target
-    from ..runtime.configuration_hyperdflash import HyperDFlashConfig
-    from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
+    from ..hub.loading import check_drafter, check_made_for, check_target, load_target
 
     check_replaceable(folder)
     check_drafter(drafter, kinds=[HyperDFlashDrafter])
@@ -147,8 +147,8 @@ def push(
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
+    from ..hub.loading import SAVED, check_drafter
     from ..hub.publish import planned_push
-    from ..loading import SAVED, check_drafter
 
     try:
         validate_repo_id(repo_id)

@@ -15,7 +15,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import safe_open
 
-from ..runtime.weights import weight_files
+from ..drafters.weights import weight_files
 from .descriptions import describe, read_config, shares_all
 
 TRAINING_RECORD, PICTURE = "training.json", "acceptance.png"

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from huggingface_hub.errors import StrictDataclassError
 
-from ..runtime.configuration_dspark import DeepseekV4DSparkConfig
-from ..runtime.configuration_eagle3 import Eagle3Config
-from ..runtime.configuration_hyperdflash import HyperDFlashConfig
-from ..runtime.configuration_mtp import DeepseekV4MTPConfig
-from ..runtime.configuration_specblock import SpecBlockConfig
+from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
+from ..drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
+from ..drafters.deepseek_v4.configuration_mtp import DeepseekV4MTPConfig
+from ..drafters.unrolled.configuration_eagle3 import Eagle3Config
+from ..drafters.unrolled.configuration_specblock import SpecBlockConfig
 
 _REDUCERS = {
     "hc_gate": "Its reducer is HyperDFlash's gate, {origin}, over {layers}.",

@@ -17,11 +17,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..runtime.configuration_drafter import DrafterConfig
-from ..runtime.configuration_hyperdflash import HyperDFlashConfig
-from ..runtime.drafter import SavedDrafter
-from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
-from ..runtime.weights import (
+from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
+from ..drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
+from ..drafters.configuration import DrafterConfig
+from ..drafters.saved import SavedDrafter
+from ..drafters.weights import (
     check_draft_ids,
     check_finite,
     check_names,
@@ -30,27 +30,27 @@ from ..runtime.weights import (
     resolve_subfolder,
     weight_files,
 )
-from . import layout_deepspec, layout_eagle3, layout_specblock, layout_speculators, layout_zlab
+from .layouts import deepspec, eagle3, specblock, speculators, zlab
 
 # Those that can be written, too.
-_LAYOUTS: dict[str, Any] = {"z-lab": layout_zlab, "speculators": layout_speculators, "deepspec": layout_deepspec}
+_LAYOUTS: dict[str, Any] = {"z-lab": zlab, "speculators": speculators, "deepspec": deepspec}
 FORMATS = tuple(_LAYOUTS)
 # A field or architecture of config.json, and the layout that alone has it; the first that is there counts. EAGLE-3's
 # have no one mark.
 _MARKS: dict[str, Any] = {
-    "speculators_model_type": layout_speculators,
-    "Qwen3DSparkModel": layout_deepspec,
-    "Gemma4DSparkModel": layout_deepspec,
-    "dflash_config": layout_zlab,
-    "dspark_config": layout_zlab,
-    "markov_rank": layout_zlab,
-    "DSparkDraftModel": layout_zlab,
-    "DominoDraftModel": layout_zlab,
-    "DFlash2DraftModel": layout_zlab,
-    "DFlashDraftModel": layout_zlab,
-    "diffspec_draft_token_num": layout_specblock,
-    "LlamaForCausalLMSpecBlock": layout_specblock,
-    "LlamaForCausalLMSpecBlockShift": layout_specblock,
+    "speculators_model_type": speculators,
+    "Qwen3DSparkModel": deepspec,
+    "Gemma4DSparkModel": deepspec,
+    "dflash_config": zlab,
+    "dspark_config": zlab,
+    "markov_rank": zlab,
+    "DSparkDraftModel": zlab,
+    "DominoDraftModel": zlab,
+    "DFlash2DraftModel": zlab,
+    "DFlashDraftModel": zlab,
+    "diffspec_draft_token_num": specblock,
+    "LlamaForCausalLMSpecBlock": specblock,
+    "LlamaForCausalLMSpecBlockShift": specblock,
 }
 # Drafters that are not read, by a part of what their config.json calls them.
 _NOT_READ = {
@@ -102,16 +102,16 @@ def load_foreign(
     if not tensors:
         raise OSError(f"{name} has no model.safetensors: drafters are read from safetensors only, not from pickles.")
     check_finite(tensors, name)
-    if layout in (layout_eagle3, layout_specblock):
+    if layout in (eagle3, specblock):
         tensors = layout.rename(tensors)
-        if layout is layout_eagle3:
+        if layout is eagle3:
             layout.settle(config, tensors, fields)
         config.own_embedding |= _has_own("embed_tokens", tensors, target)
         if config.draft_vocab_size == config.vocab_size and not _has_own("lm_head", tensors, target):
             config.draft_vocab_size = 0
     if config.draft_vocab_size:
         tensors["draft_ids"] = _draft_ids(tensors, config, name)
-    if target is not None and layout not in (layout_eagle3, layout_specblock):
+    if target is not None and layout not in (eagle3, specblock):
         _check_copies(tensors, target, name)
     own = {"embed_tokens.weight"} if getattr(config, "own_embedding", False) else set()
     # speculators' `hc_head_...` are the target's, of its loss.
@@ -158,10 +158,10 @@ def foreign_layout(fields: dict[str, Any]) -> Any:
     if "hyperdflash_version" in fields or kind_not_read(fields):
         return None
     told = [*fields, *map(str, fields.get("architectures") or ())]
-    if layout_eagle3.SPECULATORS == fields.get("speculators_model_type"):
-        return layout_eagle3
+    if eagle3.SPECULATORS == fields.get("speculators_model_type"):
+        return eagle3
     marked = next((layout for mark, layout in _MARKS.items() if mark in told), None)
-    return marked or (layout_eagle3 if layout_eagle3.fits(fields) else None)
+    return marked or (eagle3 if eagle3.fits(fields) else None)
 
 
 def foreign_class(layout: Any) -> Any:
@@ -256,7 +256,7 @@ def check_expressible(config: HyperDFlashConfig, format: str, has_target: bool) 
             "transformers, or train a `reducer='fc'` drafter over intermediate layers of a target with one residual "
             "stream."
         )
-    if _LAYOUTS[format] is layout_deepspec and not has_target:
+    if _LAYOUTS[format] is deepspec and not has_target:
         raise ValueError(
             "DeepSpec's layout holds copies of the target's embedding and LM head: give the target (`target=`, or "
             "`--target` on the command line)."
@@ -305,7 +305,7 @@ def export_dflash(
         ids = tensors.pop("draft_ids")
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    if target is not None and layout is layout_deepspec:
+    if target is not None and layout is deepspec:
         tensors |= _copies(target)
     fields = {**layout.write(config), "dtype": str(drafter.dtype).removeprefix("torch.")}
     folder.mkdir(parents=True, exist_ok=True)

@@ -17,8 +17,8 @@ from transformers import PreTrainedConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from ..runtime.drafter import RECIPE_FILE, SavedDrafter
-from ..runtime.weights import weight_files
+from ..drafters.saved import NOTE, RECIPE_FILE, SavedDrafter
+from ..drafters.weights import weight_files
 from .cards import PICTURE, TRAINING_RECORD, drafter_card
 from .formats import foreign_layout
 
@@ -108,8 +108,10 @@ def _gather(
     if drafter.name_or_path and source.is_dir() and not _is_foreign(source):
         for name in set(_FROM_ITS_FOLDER) & set(drafter_files(source)):
             shutil.copyfile(source / name, folder / name)
-    if (folder / "README.md").exists():
+    card = folder / "README.md"
+    if NOTE not in card.read_text():
         return "the folder's own"
+    card.unlink()
     if has_card():
         return "the repository's"
     drafter_card(folder, repo_id=repo_id, tags=tags).save(folder / "README.md")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ..runtime.heads import SequentialHead
+from ..drafters.parts.heads import SequentialHead
 
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from ..runtime.configuration_hyperdflash import HyperDFlashConfig
-from ..runtime.reach import FULL, SLIDING
+from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
+from ..drafters.parts.block_attention import FULL, SLIDING
 
 # Other drafters of this package, by their model type, and why engines' block drafting is not for them.
 OTHERS = {

@@ -15,9 +15,9 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..runtime.binding import bind, unbind
-from ..runtime.stats import SpeculationStats
-from ..runtime.targets import is_bound
+from ..decoding.bind import bind, unbind
+from ..decoding.stats import SpeculationStats
+from ..targets.registry import is_bound
 
 # Metrics of generation, and of the trainer's own evaluations.
 _GENERATED = r"tau|mean_accepted_drafts|tokens_per_second|(conditional_)?acceptance_\d+"

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
-from .store import FEATURE_DTYPES
+from .features.store import FEATURE_DTYPES
 
 KL_TEACHERS = ("hc_head", "mean_pool")
 FEATURE_SOURCES = ("online", "cached")

@@ -18,7 +18,14 @@ from transformers import HfArgumentParser, PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..loading import (
+from ..drafters.blocks.drafter import BlockDrafter
+from ..drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
+from ..drafters.parts.heads import HEADS
+from ..drafters.parts.reducers import REDUCERS
+from ..drafters.saved import SavedDrafter
+from ..drafters.unrolled.modeling_eagle3 import Eagle3Drafter
+from ..drafters.unrolled.modeling_specblock import SpecBlockDrafter
+from ..hub.loading import (
     TRAINED,
     check_device,
     check_drafter,
@@ -28,21 +35,14 @@ from ..loading import (
     load_target,
     load_tokenizer,
 )
-from ..runtime.block_drafter import BlockDrafter
-from ..runtime.drafter import SavedDrafter
-from ..runtime.heads import HEADS
-from ..runtime.modeling_eagle3 import Eagle3Drafter
-from ..runtime.modeling_hyperdflash import HyperDFlashDrafter
-from ..runtime.modeling_specblock import SpecBlockDrafter
-from ..runtime.reducers import REDUCERS
 from .acceptance import AcceptanceCallback, check_metric
 from .arguments import HyperDFlashTrainingArguments
-from .checkpoints import earlier_run, last_whole, remove_checkpoints, share_modes, to_resume
-from .data import encode_prompts, load_rows
+from .data.places import with_places
+from .data.rows import encode_prompts, load_rows
 from .flags import STAGES, ScriptArguments, unknown_flag
-from .places import with_places
-from .progress import Lines, LinesAboveBar
-from .record import public_name
+from .runs.checkpoints import earlier_run, last_whole, remove_checkpoints, share_modes, to_resume
+from .runs.progress import Lines, LinesAboveBar
+from .runs.record import public_name
 from .trainer import HyperDFlashTrainer
 
 _LEAST = {

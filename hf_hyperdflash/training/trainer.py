@@ -22,31 +22,31 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
 from transformers.utils.hub import PushInProgress
 
+from ..decoding.stats import SpeculationStats
+from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
+from ..drafters.parts.heads import HeadOutput
+from ..drafters.saved import SavedDrafter
+from ..drafters.weights import not_finite
 from ..hub.cards import drafter_card
 from ..hub.publish import drafter_files, reaching_hub
-from ..runtime.configuration_hyperdflash import HyperDFlashConfig
-from ..runtime.drafter import SavedDrafter
-from ..runtime.heads import HeadOutput
-from ..runtime.stats import SpeculationStats
-from ..runtime.targets import family_of
-from ..runtime.weights import not_finite
+from ..targets.registry import family_of
 from .acceptance import AcceptanceCallback, check_metric
 from .arguments import MAX_LENGTH, HyperDFlashTrainingArguments
-from .blocks import (
+from .data.blocks import (
     expected_rounds,
     sample_anchors,
     walk_rounds,
 )
-from .checkpoints import CHECKPOINT, earlier_run, last_whole, share_modes, to_resume
-from .data import frequent_tokens, prepare_dataset
-from .features import residual_of
-from .fingerprint import as_words, target_fingerprint
-from .identity import RUN_RECORD, check_same_run, data_digest, identity
-from .losses import IGNORE_INDEX
-from .objective import Batch, BlockObjective, collate, read_layers
-from .record import write_record
-from .store import FeatureCache
-from .unrolled import objective_of
+from .data.rows import frequent_tokens, prepare_dataset
+from .features.features import residual_of
+from .features.fingerprint import as_words, target_fingerprint
+from .features.store import FeatureCache
+from .losses.losses import IGNORE_INDEX
+from .losses.objective import Batch, BlockObjective, collate, read_layers
+from .losses.unrolled import objective_of
+from .runs.checkpoints import CHECKPOINT, earlier_run, last_whole, share_modes, to_resume
+from .runs.identity import RUN_RECORD, check_same_run, data_digest, identity
+from .runs.record import write_record
 
 logger = logging.getLogger(__name__)
 

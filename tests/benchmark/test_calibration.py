@@ -15,8 +15,8 @@ from hf_hyperdflash.benchmark import calibration
 from hf_hyperdflash.benchmark.calibration import Rounds, calibrate, fitted, rounds_of, save_temperatures
 from hf_hyperdflash.benchmark.reliability import fit_temperatures, given_those_before, reliability, through
 from hf_hyperdflash.benchmark.report import print_calibration, write_calibration
-from hf_hyperdflash.runtime.configuration_dspark import DeepseekV4DSparkConfig
-from hf_hyperdflash.training.fingerprint import module_fingerprint
+from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
+from hf_hyperdflash.training.features.fingerprint import module_fingerprint
 
 from ..conftest import SLIDING, PerfectDrafter, prompt, tiny_config, tiny_drafter, tiny_target
 from ..helpers.confidence import simulated

@@ -12,16 +12,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 from typer.testing import CliRunner
 
 from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTrainingArguments, load_drafter
-from hf_hyperdflash.benchmark import doctor, recommended
-from hf_hyperdflash.benchmark.doctor import PROMPTS, examine
+from hf_hyperdflash.benchmark.doctor.doctor import PROMPTS, doctor, examine, recommended
+from hf_hyperdflash.benchmark.doctor.other_settings import Comparison, Setting
+from hf_hyperdflash.benchmark.doctor.recommended import Timed
 from hf_hyperdflash.benchmark.intervals import Interval
-from hf_hyperdflash.benchmark.other_settings import Comparison, Setting
-from hf_hyperdflash.benchmark.recommended import Timed
 from hf_hyperdflash.cli.app import app
-from hf_hyperdflash.runtime.drafter import SavedDrafter
-from hf_hyperdflash.runtime.tree import DraftTree
-from hf_hyperdflash.training.data import encode_prompts
-from hf_hyperdflash.training.fingerprint import as_words, target_fingerprint
+from hf_hyperdflash.drafters.saved import SavedDrafter
+from hf_hyperdflash.training.data.rows import encode_prompts
+from hf_hyperdflash.training.features.fingerprint import as_words, target_fingerprint
+from hf_hyperdflash.trees.tree import DraftTree
 
 from ..conftest import MODELS, tiny_drafter, tiny_target
 from ..helpers.families import qwen3

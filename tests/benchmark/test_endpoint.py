@@ -11,13 +11,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from typer.testing import CliRunner
 
-from hf_hyperdflash.benchmark.endpoint import (
+from hf_hyperdflash.benchmark.served.endpoint import (
     EndpointSettings,
     check_server,
     measure,
     read_counters,
 )
-from hf_hyperdflash.benchmark.served_counts import DraftCounters, sglang_counted, total
+from hf_hyperdflash.benchmark.served.served_counts import DraftCounters, sglang_counted, total
 from hf_hyperdflash.cli.app import app
 
 METRICS = """\

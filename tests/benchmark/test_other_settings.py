@@ -7,16 +7,16 @@ import torch
 from transformers import LogitsProcessorList
 
 from hf_hyperdflash import HyperDFlashConfig, bind
-from hf_hyperdflash.benchmark.intervals import Interval
-from hf_hyperdflash.benchmark.other_settings import (
+from hf_hyperdflash.benchmark.doctor.other_settings import (
     Setting,
     compare_settings,
     draft_every_round,
     leads_over_first,
     matters,
 )
-from hf_hyperdflash.runtime.sampling import DraftSampler
-from hf_hyperdflash.training.features import residual_of
+from hf_hyperdflash.benchmark.intervals import Interval
+from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.training.features.features import residual_of
 
 from ..conftest import CSA, SLIDING, prompt, tiny_drafter, tiny_target
 

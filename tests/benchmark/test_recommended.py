@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from hf_hyperdflash import DeepseekV4MTPDrafter
-from hf_hyperdflash.benchmark import recommended
+from hf_hyperdflash.benchmark.doctor.doctor import recommended
+from hf_hyperdflash.benchmark.doctor.recommended import Timed, count_generations, recommendation, time_settings
 from hf_hyperdflash.benchmark.intervals import Interval
-from hf_hyperdflash.benchmark.recommended import Timed, count_generations, recommendation, time_settings
 
 from ..conftest import perfect, prompt, tiny_drafter, tiny_target
 from ..helpers.families import granite_hybrid, qwen3

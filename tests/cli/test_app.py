@@ -16,8 +16,8 @@ from hf_hyperdflash import HyperDFlashDrafter
 from hf_hyperdflash.cli import options
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.cli.app import run as entry_point
-from hf_hyperdflash.runtime.request import MOST_NODES
-from hf_hyperdflash.training.fingerprint import changed_parts
+from hf_hyperdflash.decoding.request import MOST_NODES
+from hf_hyperdflash.training.features.fingerprint import changed_parts
 from hf_hyperdflash.training.script import main as train_main
 
 from ..conftest import MODELS, tiny_drafter, tiny_target
@@ -583,7 +583,7 @@ def test_an_answer_that_was_cut_off_says_so():
 
 
 def test_how_many_drafts_is_looked_at_before_the_target_is_loaded(monkeypatch, capsys):
-    monkeypatch.setattr("hf_hyperdflash.loading.load_target", lambda *a, **k: pytest.fail("the target was loaded"))
+    monkeypatch.setattr("hf_hyperdflash.hub.loading.load_target", lambda *a, **k: pytest.fail("the target was loaded"))
     code, lines = ended(monkeypatch, capsys, *ASK, "--num-draft-tokens", "99")
     assert code == 1 and "cannot draft 99 tokens a round: expected a whole number from 1 to 8" in lines[-1]
 

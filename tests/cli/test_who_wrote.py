@@ -20,10 +20,10 @@ from rich.text import Text
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
-from hf_hyperdflash.cli.live_line import LiveLine, column_after
-from hf_hyperdflash.cli.who_wrote import COLOURS, TARGET, WhoWrote, style_of
-from hf_hyperdflash.display.text import BY_HEAD, pieces_of
-from hf_hyperdflash.runtime.stats import keep_trees
+from hf_hyperdflash.cli.display.live_line import LiveLine, column_after
+from hf_hyperdflash.cli.display.text import BY_HEAD, pieces_of
+from hf_hyperdflash.cli.display.who_wrote import COLOURS, TARGET, WhoWrote, style_of
+from hf_hyperdflash.decoding.stats import keep_trees
 
 from ..conftest import MODELS, half_right, prompt, tiny_target
 
@@ -219,7 +219,7 @@ def test_the_speed_beneath_is_of_whole_rounds(monkeypatch):
     """The prompt's token, then a round of three after a second and one of two after another half."""
     stats = SimpleNamespace(written=[], by_head=[], rounds=0, tokens=0, tau=0.0)
     now, told = 7.0, []
-    monkeypatch.setattr("hf_hyperdflash.cli.who_wrote.time.perf_counter", lambda: now)
+    monkeypatch.setattr("hf_hyperdflash.cli.display.who_wrote.time.perf_counter", lambda: now)
     monkeypatch.setattr(LiveLine, "write", lambda self, text, style, beneath: told.append(beneath))
     with WhoWrote(Bytes(), SimpleNamespace(last_stats=stats), Console(file=io.StringIO())) as streamer:
         streamer.put(torch.tensor([[1]]))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from hf_hyperdflash.runtime.tree import ANCHOR, DraftTree
-from hf_hyperdflash.runtime.verification import Step, sampled_walk, traversal_walk
+from hf_hyperdflash.trees.acceptance import Step, sampled_walk, traversal_walk
+from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
 
 SAMPLING_RULES = [sampled_walk, traversal_walk]
 

@@ -9,10 +9,10 @@ import torch
 from transformers import LogitsProcessorList
 
 from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
-from hf_hyperdflash.runtime.layers import block_inputs
-from hf_hyperdflash.runtime.sampling import DraftSampler
-from hf_hyperdflash.runtime.targets import family_of
-from hf_hyperdflash.runtime.tree import DraftTree
+from hf_hyperdflash.drafters.parts.layers import block_inputs
+from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.targets.registry import family_of
+from hf_hyperdflash.trees.tree import DraftTree
 
 from ..conftest import tiny_drafter
 from .oracle_heads import EPSILON

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_hyperdflash.runtime.schedule import FixedSchedule
+from hf_hyperdflash.auto.schedule import FixedSchedule
 
 
 class Asked(FixedSchedule):

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from hf_hyperdflash import HyperDFlashDrafter
-from hf_hyperdflash.runtime.heads import HEADS
+from hf_hyperdflash.drafters.parts.heads import HEADS
 
 from ..conftest import tiny_drafter
 from .headed_drafters import learned

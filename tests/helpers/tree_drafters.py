@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hf_hyperdflash.runtime.drafter import Drafter
-from hf_hyperdflash.runtime.tree import DraftTree
+from hf_hyperdflash.drafters.base import Drafter
+from hf_hyperdflash.trees.tree import DraftTree
 
 
 class RandomTrees(Drafter):

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter, HyperDFlashDrafter, load_drafter
 from hf_hyperdflash.benchmark.report import measured
 from hf_hyperdflash.cli.app import app
+from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
 from hf_hyperdflash.hub.cards import Measured, drafter_card
-from hf_hyperdflash.runtime.configuration_dspark import DeepseekV4DSparkConfig
 
 from ..conftest import MODELS, tiny_config, tiny_drafter
 from ..helpers.deepseek_checkpoints import dspark_fields

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from hf_hyperdflash import HyperDFlashDrafter
 from hf_hyperdflash.cli.app import app
+from hf_hyperdflash.decoding.bind import capture_residual
+from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.hub.formats import export_dflash, load_foreign
-from hf_hyperdflash.runtime.binding import capture_residual
-from hf_hyperdflash.runtime.sampling import DraftSampler
 
 from ..conftest import prompt, tiny_drafter, tiny_target
 from ..helpers.families import qwen3

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter, __version__, bind
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.hub.publish import drafter_files
-from hf_hyperdflash.runtime.version import series
+from hf_hyperdflash.version import series
 
 from ..conftest import prompt, tiny_drafter, tiny_target
 from ..helpers.headed_drafters import learned
@@ -330,8 +330,8 @@ import tests.helpers.families as families
 from tests.conftest import prompt, tiny_drafter
 from transformers import AutoModel
 from hf_hyperdflash import HyperDFlashDrafter
-from hf_hyperdflash.runtime.binding import BoundTarget
-from hf_hyperdflash.runtime.cache_name import CACHE, cache_of
+from hf_hyperdflash.decoding.bind import BoundTarget
+from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 told["same"] = []
 for name in ("v4", "linear"):
     def model():
@@ -383,9 +383,9 @@ def test_bound_by_code_of_another_version(folder, monkeypatch):
     target, drafter = tiny_target(), tiny_drafter(tiny_target())
     drafter.bind(target)
     major, minor = series(__version__)
-    monkeypatch.setattr("hf_hyperdflash.runtime.binding.__version__", f"{major}.{minor}.99")
+    monkeypatch.setattr("hf_hyperdflash.decoding.bind.__version__", f"{major}.{minor}.99")
     drafter.bind(target)
-    monkeypatch.setattr("hf_hyperdflash.runtime.binding.__version__", f"{major}.{minor + 1}.0")
+    monkeypatch.setattr("hf_hyperdflash.decoding.bind.__version__", f"{major}.{minor + 1}.0")
     with pytest.raises(ValueError, match=rf"bound by hf_hyperdflash {major}\.{minor}\..*, and this is .*`unbind`"):
         drafter.bind(target)
     drafter.unbind(target)

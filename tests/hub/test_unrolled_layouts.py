@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 
 from hf_hyperdflash import Eagle3Drafter, SpecBlockDrafter, load_drafter
 from hf_hyperdflash.cli.app import app
+from hf_hyperdflash.decoding.bind import capture_residual
+from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.hub.formats import load_foreign
+from hf_hyperdflash.hub.loading import load_target
 from hf_hyperdflash.hub.publish import planned_push
-from hf_hyperdflash.loading import load_target
-from hf_hyperdflash.runtime.binding import capture_residual
-from hf_hyperdflash.runtime.growth import DraftStep
-from hf_hyperdflash.runtime.sampling import DraftSampler
-from hf_hyperdflash.runtime.tree import DraftTree
+from hf_hyperdflash.trees.growth import DraftStep
+from hf_hyperdflash.trees.tree import DraftTree
 
 from ..conftest import prompt, tiny_target
 from ..helpers import oracle_eagle3, oracle_specblock
@@ -356,7 +356,7 @@ def test_eagle3s_dynamic_tree(tmp_path, target):
             tensors, shape, known, lambda token: table(torch.tensor(token)), VOCABULARY, 3, 3, budget
         )
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("hf_hyperdflash.runtime.growth.SHARPENED", 1.0)
+            patch.setattr("hf_hyperdflash.trees.growth.SHARPENED", 1.0)
             sampler = DraftSampler(LogitsProcessorList(), False, budget)
             tree = drafter.propose(target, context, ids, positions, 3, sampler)
         found = {tuple(tree.tokens[tree.path(node)].tolist()) for node in range(len(tree))}

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from hf_hyperdflash.runtime.block_path import BlockPath
-from hf_hyperdflash.runtime.heads import HEADS
-from hf_hyperdflash.runtime.targets import family_of
+from hf_hyperdflash.drafters.blocks.path import BlockPath
+from hf_hyperdflash.drafters.parts.heads import HEADS
 from hf_hyperdflash.serving.ordered_drafts import ordered_logits
+from hf_hyperdflash.targets.registry import family_of
 
 from ..conftest import tiny_target
 from ..helpers import families

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from hf_hyperdflash import load_drafter, load_target
-from hf_hyperdflash.benchmark.endpoint import EndpointSettings, fetch, measure
-from hf_hyperdflash.benchmark.served_counts import sglang_interval, sglang_rounds
+from hf_hyperdflash.benchmark.served.endpoint import EndpointSettings, fetch, measure
+from hf_hyperdflash.benchmark.served.served_counts import sglang_interval, sglang_rounds
 
 from ..conftest import MODELS, prompt, tiny_drafter
 from ..helpers.served_drafters import DRAFTERS, gate_over_layers, llama, our_drafts, qwen3, stirred
@@ -195,5 +195,5 @@ def test_installing_it_changes_nothing_for_others(tmp_path):
     *_, line = ran.stdout.splitlines()
     known, theirs, ours, added, config = json.loads(line)
     assert not known  # a process that loads no model pays for none
-    assert theirs == "sglang.srt.models.qwen3" and ours == "hf_hyperdflash.serving.sglang_drafter"
+    assert theirs == "sglang.srt.models.qwen3" and ours == "hf_hyperdflash.serving.sglang.drafter"
     assert added == ["HyperDFlashDrafter"] and config.startswith("transformers.")

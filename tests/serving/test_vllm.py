@@ -32,8 +32,8 @@ from transformers import (
 )
 
 from hf_hyperdflash import load_drafter, load_target
+from hf_hyperdflash.drafters.parts.heads import along_text
 from hf_hyperdflash.hub.formats import export_dflash
-from hf_hyperdflash.runtime.heads import along_text
 
 from ..conftest import MODELS, prompt, tiny_drafter
 from ..helpers.served_drafters import COMMON, DRAFTERS, gate_over_layers, llama, our_drafts, qwen3, stirred
@@ -309,7 +309,7 @@ def test_registering_changes_nothing_for_others():
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from vllm import ModelRegistry
 
-    from hf_hyperdflash.serving.vllm import ARCHITECTURES, register
+    from hf_hyperdflash.serving.vllm.plugin import ARCHITECTURES, register
 
     def known() -> tuple[dict[str, Any], set[str]]:
         return {name: value for name, value in ModelRegistry.models.items()}, set(CONFIG_MAPPING._extra_content)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_hyperdflash.serving.vllm_config import reads_paths
+from hf_hyperdflash.serving.vllm.config import reads_paths
 
 from ..conftest import tiny_drafter, tiny_target
 from ..helpers.headed_drafters import learned
@@ -36,7 +36,7 @@ class Trunk(nn.Module):
 
 
 def target_with(trunk: Trunk, config: Any) -> Any:
-    from hf_hyperdflash.serving.vllm_deepseek_v4 import DeepseekV4WithPaths
+    from hf_hyperdflash.serving.vllm.deepseek_v4 import DeepseekV4WithPaths
 
     made = DeepseekV4WithPaths.__new__(DeepseekV4WithPaths)
     nn.Module.__init__(made)
@@ -46,8 +46,8 @@ def target_with(trunk: Trunk, config: Any) -> Any:
 
 def combined(config: Any, modules: dict[str, nn.Module], states: torch.Tensor) -> torch.Tensor:
     """By the served drafter's own method, with a drafter's modules."""
-    from hf_hyperdflash.runtime.reducers import REDUCERS
-    from hf_hyperdflash.serving.vllm_drafter import ServedDrafter
+    from hf_hyperdflash.drafters.parts.reducers import REDUCERS
+    from hf_hyperdflash.serving.vllm.drafter import ServedDrafter
 
     made = ServedDrafter.__new__(ServedDrafter)
     nn.Module.__init__(made)
@@ -91,7 +91,7 @@ def test_the_states_of_another_target_are_refused():
 def test_it_takes_vllms_place_only_where_asked(monkeypatch):
     from vllm import ModelRegistry
 
-    from hf_hyperdflash.serving.vllm import DEEPSEEK_V4, PATHS, register
+    from hf_hyperdflash.serving.vllm.plugin import DEEPSEEK_V4, PATHS, register
 
     own = {name: ModelRegistry.models[name] for name in DEEPSEEK_V4}
     try:

@@ -26,10 +26,10 @@ import yaml
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
-from hf_hyperdflash.display.text import colour_of, pieces_of
-from hf_hyperdflash.display.tree import token_text, tree_text
-from hf_hyperdflash.runtime.stats import keep_trees
-from hf_hyperdflash.training.data import encode_prompts
+from hf_hyperdflash.cli.display.text import colour_of, pieces_of
+from hf_hyperdflash.cli.display.tree import token_text, tree_text
+from hf_hyperdflash.decoding.stats import keep_trees
+from hf_hyperdflash.training.data.rows import encode_prompts
 
 from ..conftest import MODELS
 

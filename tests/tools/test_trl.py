@@ -12,7 +12,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
-from hf_hyperdflash.runtime.targets import is_bound
+from hf_hyperdflash.targets.registry import is_bound
 
 from ..conftest import MODELS
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import BatchEncoding, EarlyStoppingCallback, TrainerCallback
 
 from hf_hyperdflash import bind
-from hf_hyperdflash.runtime.binding import BoundTarget
+from hf_hyperdflash.decoding.bind import BoundTarget
 
 from ..conftest import CSA, SLIDING, prompt, tiny_drafter, tiny_target
 
@@ -29,8 +29,8 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 
-from hf_hyperdflash.metrics.acceptance_length import AcceptanceLength
-from hf_hyperdflash.metrics.per_position_acceptance import PerPositionAcceptance
+from hf_hyperdflash.benchmark.metrics.acceptance_length import AcceptanceLength
+from hf_hyperdflash.benchmark.metrics.per_position_acceptance import PerPositionAcceptance
 from hf_hyperdflash.training import acceptance
 from hf_hyperdflash.training.acceptance import AcceptanceCallback, gathered, measure_acceptance
 from hf_hyperdflash.training.arguments import HyperDFlashTrainingArguments

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, capture_residual, load_drafter, unbind
-from hf_hyperdflash.runtime.cache_name import CACHE, cache_of
-from hf_hyperdflash.training import adaptation
-from hf_hyperdflash.training.adaptation import AdaptationConfig
-from hf_hyperdflash.training.bandit import Bandit
-from hf_hyperdflash.training.lessons import Lesson, Memory
-from hf_hyperdflash.training.objective import collate
+from hf_hyperdflash.targets.caches.name import CACHE, cache_of
+from hf_hyperdflash.training.adaptation.adaptation import AdaptationConfig, adaptation
+from hf_hyperdflash.training.adaptation.bandit import Bandit
+from hf_hyperdflash.training.adaptation.lessons import Lesson, Memory
+from hf_hyperdflash.training.losses.objective import collate
 
 from ..conftest import prompt, tiny_drafter, tiny_target
 from ..helpers.families import qwen3

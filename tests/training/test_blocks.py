@@ -3,9 +3,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hyperdflash.runtime.layers import block_inputs
-from hf_hyperdflash.runtime.reach import Reach
-from hf_hyperdflash.training.blocks import (
+from hf_hyperdflash.drafters.parts.block_attention import Reach
+from hf_hyperdflash.drafters.parts.layers import block_inputs
+from hf_hyperdflash.training.data.blocks import (
     anchor_candidates,
     anchor_seeds,
     block_labels,

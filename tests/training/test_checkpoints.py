@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
-from hf_hyperdflash.training.checkpoints import defect, last_whole
+from hf_hyperdflash.training.runs.checkpoints import defect, last_whole
 
 from ..conftest import tiny_target
 from ..helpers.processes import python

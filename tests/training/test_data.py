@@ -12,8 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_hyperdflash.training.blocks import anchor_candidates
-from hf_hyperdflash.training.data import (
+from hf_hyperdflash.training.data.blocks import anchor_candidates
+from hf_hyperdflash.training.data.messages import to_messages, tools_of
+from hf_hyperdflash.training.data.places import with_places
+from hf_hyperdflash.training.data.rows import (
     encode_chat,
     encode_prompts,
     load_rows,
@@ -21,8 +23,6 @@ from hf_hyperdflash.training.data import (
     prepare_dataset,
     truncate,
 )
-from hf_hyperdflash.training.messages import to_messages, tools_of
-from hf_hyperdflash.training.places import with_places
 
 from ..conftest import MODELS
 
@@ -410,13 +410,13 @@ def test_prepared_rows_stay_as_they_are():
 
 def test_short_rows_are_counted(tokenizer, caplog):
     rows = Dataset.from_list([{"question": "q", "answer": "a" if i % 4 else ""} for i in range(40)])
-    with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data"):
+    with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data.rows"):
         assert len(prepare_dataset(rows, tokenizer, max_length=20)) == 30
     assert [r.getMessage() for r in caplog.records] == [
         "Skipped 10 of 40 rows whose answer is empty, the first of them row 0 (the first is 0)."
     ]
     caplog.clear()
-    with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data"):
+    with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data.rows"):
         assert len(list(prepare_dataset(rows.to_iterable_dataset(), tokenizer, max_length=20))) == 30
     counts = [r.getMessage().split(" rows")[0] for r in caplog.records]
     assert counts == ["Skipped 1 of 1", "Skipped 2 of 5", "Skipped 4 of 13", "Skipped 8 of 29"]
@@ -443,19 +443,19 @@ def test_rows_without_an_answer_are_told_apart_from_those_that_are_too_short(tok
     lines = [{"messages": CHATS[0]}, short, asked, {"messages": CHATS[0]}, asked]
     path.write_text("\n".join(map(json.dumps, lines)))
     rows = with_places(load_rows(str(path)), str(path))
-    with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data"):
+    with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data.rows"):
         assert len(prepare_dataset(rows, tokenizer, max_length=20)) == 2
     told = [record.getMessage() for record in caplog.records]
     assert told[0] == f"Skipped 2 of 5 rows that have no assistant text, the first of them {path}:3."
     assert told[1] == f"Skipped 1 of 5 rows whose answer is empty, the first of them {path}:2."
     caplog.clear()
     stream = with_places(load_rows(str(path), streaming=True), str(path))
-    with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data"):
+    with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data.rows"):
         assert len(list(prepare_dataset(stream, tokenizer, max_length=20))) == 2
     assert any(f"no assistant text, the first of them {path}, row 2." in line for line in caplog.messages)
     assert any(f"answer is empty, the first of them {path}, row 1." in line for line in caplog.messages)
     caplog.clear()
-    with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data"):
+    with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data.rows"):
         prepare_dataset(
             [{"input_ids": [1, 2, 3], "loss_mask": mask} for mask in ([0, 1, 1], [0, 1, 0])], None, max_length=9
         )

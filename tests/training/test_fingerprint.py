@@ -7,8 +7,8 @@ import torch
 from accelerate import cpu_offload
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from hf_hyperdflash.runtime.configuration_hyperdflash import HyperDFlashConfig
-from hf_hyperdflash.training.fingerprint import (
+from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
+from hf_hyperdflash.training.features.fingerprint import (
     as_words,
     changed_parts,
     config_fields,
@@ -44,7 +44,7 @@ def splitmix_sum(data: bytes) -> int:
     ids=lambda value: str(value.dtype),
 )  # fmt: skip
 def test_a_tensor_s_digest_is_the_sum_it_says(monkeypatch, value):
-    monkeypatch.setattr("hf_hyperdflash.training.fingerprint._CHUNK", 16)
+    monkeypatch.setattr("hf_hyperdflash.training.features.fingerprint._CHUNK", 16)
     stored = value.float() if value.dtype == torch.float16 else value  # more bits of mantissa than bfloat16 has
     chunks = [chunk.view(torch.uint8).numpy().tobytes() for chunk in stored.flatten().split(16)]
     expected = [(str(stored.dtype), splitmix_sum(chunk)) for chunk in chunks]

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from hf_hyperdflash.training.messages import to_messages
+from hf_hyperdflash.training.data.messages import to_messages
 
 Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 SYSTEM = {"role": "system", "content": "s"}

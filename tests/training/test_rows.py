@@ -7,8 +7,8 @@ import re
 import pytest
 from datasets import Dataset
 
-from hf_hyperdflash.training.data import encode_chat, encode_prompts, prepare_dataset
-from hf_hyperdflash.training.messages import to_messages
+from hf_hyperdflash.training.data.messages import to_messages
+from hf_hyperdflash.training.data.rows import encode_chat, encode_prompts, prepare_dataset
 
 from ..helpers.tokenizers import JoiningPieces, SlowPieces, trained
 
@@ -173,7 +173,7 @@ def test_reasoning_is_written_by_the_name_that_the_template_knows():
 
 def told(rows, tokenizer, caplog, **options):
     caplog.clear()
-    with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data"):
+    with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data.rows"):
         kept = prepare_dataset(rows, tokenizer, max_length=60, **options)
         return kept.to_list() if isinstance(kept, Dataset) else list(kept), list(caplog.messages)
 

@@ -21,12 +21,12 @@ from typer.testing import CliRunner
 
 from hf_hyperdflash import DeepseekV4DSparkDrafter, HyperDFlashConfig, HyperDFlashDrafter, load_drafter, load_target
 from hf_hyperdflash.cli.app import app
+from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
 from hf_hyperdflash.hub.cards import TRAINING_RECORD, drafter_card
 from hf_hyperdflash.hub.formats import export_dflash
-from hf_hyperdflash.runtime.configuration_dspark import DeepseekV4DSparkConfig
-from hf_hyperdflash.training.checkpoints import last_whole
 from hf_hyperdflash.training.flags import check_known, help_text, option_names
-from hf_hyperdflash.training.progress import line_of
+from hf_hyperdflash.training.runs.checkpoints import last_whole
+from hf_hyperdflash.training.runs.progress import line_of
 from hf_hyperdflash.training.script import _shown_once, main, make_parser
 
 from ..conftest import MODELS
@@ -153,7 +153,7 @@ def test_a_row_that_cannot_be_used_stops_no_run_and_is_named_by_file_and_line(tm
     data = write(tmp_path / "rows.jsonl", [*rows, bad, *rows])
     held_out = write(tmp_path / "held-out.jsonl", [bad, *rows])
     arguments = flags(tmp_path, data, eval_dataset=held_out, eval_prompts=2, chat_template=tmp_path / "template.jinja")
-    with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data"):
+    with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data.rows"):
         main([*arguments, *(["--streaming"] if streaming else [])])
     place = r"rows\.jsonl, row 5" if streaming else r"rows\.jsonl:6"
     of = r"\d+" if streaming else "11"
@@ -268,10 +268,10 @@ def test_of_several_processes_one_tells_of_loading(process, monkeypatch, caplog)
     done = CliRunner().invoke(app, ["train", "--stage", "x"])
     assert ("Loading PyTorch" in done.stderr) is (process == 0)
     with _shown_once(SimpleNamespace(process_index=process, disable_tqdm=True)):
-        logging.getLogger("hf_hyperdflash.runtime.mask_token").warning("The drafter's mask token is 3")
+        logging.getLogger("hf_hyperdflash.targets.mask_token").warning("The drafter's mask token is 3")
         assert not datasets.utils.is_progress_bar_enabled()
     assert len(caplog.messages) == 1 - process and datasets.utils.is_progress_bar_enabled()
-    logging.getLogger("hf_hyperdflash.runtime.mask_token").warning("again")
+    logging.getLogger("hf_hyperdflash.targets.mask_token").warning("again")
     assert caplog.messages[-1] == "again"
 
 

@@ -21,9 +21,9 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from hf_hyperdflash.training import store
-from hf_hyperdflash.training.store import FeatureCache
-from hf_hyperdflash.training.teacher import teacher_states
+from hf_hyperdflash.training.features.features import store
+from hf_hyperdflash.training.features.store import FeatureCache
+from hf_hyperdflash.training.losses.teacher import teacher_states
 
 from ..conftest import MODELS, tiny_target
 from ..helpers.training import packed_rows, run_alone

@@ -26,14 +26,14 @@ from hf_hyperdflash import (
     load_drafter,
     load_target,
 )
+from hf_hyperdflash.drafters.parts.heads import HEADS
 from hf_hyperdflash.hub.cards import drafter_card
-from hf_hyperdflash.runtime.heads import HEADS
 from hf_hyperdflash.training.arguments import RECIPES
-from hf_hyperdflash.training.checkpoints import last_whole
-from hf_hyperdflash.training.data import encode_prompts
-from hf_hyperdflash.training.fingerprint import changed_parts
-from hf_hyperdflash.training.objective import BlockObjective, collate, read_layers
-from hf_hyperdflash.training.store import FeatureCache
+from hf_hyperdflash.training.data.rows import encode_prompts
+from hf_hyperdflash.training.features.fingerprint import changed_parts
+from hf_hyperdflash.training.features.store import FeatureCache
+from hf_hyperdflash.training.losses.objective import BlockObjective, collate, read_layers
+from hf_hyperdflash.training.runs.checkpoints import last_whole
 
 from ..conftest import MODELS, prompt, tiny_target
 from ..helpers import families

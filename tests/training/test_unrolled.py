@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
 from hf_hyperdflash import HyperDFlashTrainer, HyperDFlashTrainingArguments, capture_residual
-from hf_hyperdflash.runtime.rank_head import rank_classes, rank_features
-from hf_hyperdflash.training.losses import IGNORE_INDEX, rank_loss
-from hf_hyperdflash.training.objective import collate, read_layers
+from hf_hyperdflash.drafters.unrolled.rank_head import rank_classes, rank_features
+from hf_hyperdflash.training.losses.losses import IGNORE_INDEX, rank_loss
+from hf_hyperdflash.training.losses.objective import collate, read_layers
 
 from ..conftest import CSA, SLIDING, prompt, tiny_target
 from ..helpers import oracle_eagle3, oracle_specblock

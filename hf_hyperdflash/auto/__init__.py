@@ -1,0 +1,1 @@
+"""What pays: how much to draft where the request says "auto"."""

@@ -1,0 +1,1 @@
+"""What is wrong with a target and its drafter."""

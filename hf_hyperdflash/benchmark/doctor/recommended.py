@@ -1,0 +1,127 @@
+"""Which settings of `generate` to begin with, by timing some on a few prompts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+from transformers import DynamicCache, PreTrainedModel
+
+from ...decoding.request import AUTO
+from ...decoding.rounds import verification_of
+from ...decoding.stats import clock, exact_timing
+from ...targets.registry import family_of
+from ..intervals import Interval, draw, interval
+
+TEMPERATURES = (0.0, 1.0)
+_MOST_PROMPTS = 8
+_SAME = 1.05  # times as fast: what changes from run to run
+
+
+class Timed(NamedTuple):
+    """Some settings, as a call says them, and the speed with them as a multiple of the target's alone, between which
+    values it lies were other prompts drawn, and how many times as fast the fastest settings are."""
+
+    settings: dict[str, Any]
+    speedup: Interval
+    fastest: Interval
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+        return f"`{told}` {self.speedup.value:.2f}x ({self.speedup.low:.2f} to {self.speedup.high:.2f})"
+
+    @property
+    def near(self) -> bool:
+        """Whether it cannot be told from the fastest."""
+        return self.fastest.low <= 1 or self.fastest.value <= _SAME
+
+
+def time_settings(
+    target: PreTrainedModel,
+    drafter: Any,
+    prompts: Sequence[torch.Tensor],
+    *,
+    temperature: float = 0.0,
+    max_new_tokens: int = 64,
+    disable_tqdm: bool | None = True,
+) -> list[Timed]:
+    """Time plain generation and some settings, in turns on the same prompts, the fastest first.
+
+    Args:
+        target: The target, bound.
+        drafter: Its drafter.
+        prompts: Token ids `[1, seq]`, of which 8 are used.
+        temperature: 0 is greedy; others sample from the whole distribution.
+        max_new_tokens: Most new tokens per prompt.
+        disable_tqdm: `False` for a progress bar on stderr, `None` for one where that is a terminal.
+    """
+    tried: list[dict[str, Any]] = [{}, *_settings(target, drafter)]
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    if temperature:
+        options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    some, now = prompts[:_MOST_PROMPTS], clock(target.device)
+    shape = len(some) + 1, len(tried)
+    seconds, tokens = np.zeros(shape), np.zeros(shape)
+    label = f"timing settings, temperature {temperature:g}"
+    progress = tqdm(some, desc=label, unit="prompt", leave=False, disable=disable_tqdm)
+    for number, prompt in enumerate(itertools.chain(some[:1], progress)):  # the first one twice: once to warm up
+        ids = prompt.to(target.device)
+        for place, settings in enumerate(tried):
+            assistant = {"assistant_model": drafter, **settings} if settings else {}
+            torch.manual_seed(number)
+            with exact_timing():
+                began = now()
+                text: Any = target.generate(ids, attention_mask=torch.ones_like(ids), **options, **assistant)  # type: ignore[operator]
+                seconds[number, place] = now() - began
+            tokens[number, place] = text.shape[1] - ids.shape[1]
+    return _ranked(tried[1:], tokens[1:], seconds[1:])
+
+
+def count_generations(target: PreTrainedModel, drafter: Any, prompts: int) -> int:
+    """How many texts [`time_settings`] generates from so many prompts at one temperature."""
+    return (1 + min(prompts, _MOST_PROMPTS)) * (1 + len(_settings(target, drafter)))
+
+
+def _ranked(tried: list[dict[str, Any]], tokens: np.ndarray, seconds: np.ndarray) -> list[Timed]:
+    """`[prompts, 1 + settings]`, the target alone first."""
+    if len(tokens) > 1:
+        drawn = draw(len(tokens), np.random.default_rng(0))
+    else:
+        drawn = np.ones((2, 1))  # of one prompt there is nothing to draw
+    rates = (drawn @ tokens) / (drawn @ seconds)
+    speedups = rates[:, 1:] / rates[:, :1]
+    ahead = speedups[:, [speedups[0].argmax()]] / speedups
+    timed = [Timed(*parts) for parts in zip(tried, map(interval, speedups.T), map(interval, ahead.T))]
+    return sorted(timed, key=lambda each: -each.speedup.value)
+
+
+def _settings(target: PreTrainedModel, drafter: Any) -> list[dict[str, Any]]:
+    most = drafter.max_draft_tokens or 6
+    counts = sorted({max(1, most // 4), max(1, most // 2), most})
+    found: list[dict[str, Any]] = [{"num_assistant_tokens": count} for count in [*counts, AUTO]]
+    if verification_of(family_of(target), DynamicCache(config=target.config)) != "chain":
+        found.append({"num_assistant_tokens": most, "tree_budget": AUTO})
+    return found
+
+
+def recommendation(timed: Sequence[Timed]) -> str:
+    """What to begin with, why, and how the rest did: of those that are faster than the target alone and cannot be told
+    from the fastest, that which goes by itself, or else the shortest to write."""
+    fastest = timed[0]
+    faster = [each for each in timed if each.speedup.low > 1 and each.speedup.value >= _SAME]
+    tried = ", ".join(map(str, timed))
+    if not faster and (fastest.speedup.low > 1 or all(each.speedup.high < 1 for each in timed)):
+        return f"no drafter: nothing that was tried is clearly faster than the target alone; {tried}"
+    if not faster:
+        return f"cannot be told: nothing that was tried is certain to be faster than the target alone; {tried}"
+    near = [each for each in faster if each.near] or faster
+    by_itself = [each for each in near if each.settings == {"num_assistant_tokens": AUTO}]
+    best = min(by_itself or near, key=lambda each: len(each.settings))
+    merit = "finds its number by itself" if by_itself else "is shorter to write"
+    why = "" if best is fastest else f", within noise of the fastest, and {merit}"
+    others = "; ".join(str(each) for each in timed if each is not best)
+    return f"{best} the target alone{why}" + f" (others: {others})" * bool(others)

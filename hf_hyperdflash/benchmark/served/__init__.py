@@ -1,0 +1,1 @@
+"""The prompt suites against a server."""

@@ -1,0 +1,1 @@
+"""Decoding with a drafter: what `generate` is asked for, the loop, its rounds, what comes out."""

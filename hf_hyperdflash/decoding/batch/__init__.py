@@ -1,0 +1,1 @@
+"""Several sequences that share the forwards of their target."""

@@ -1,0 +1,396 @@
+"""Binding: one target instance, made ready for assisted generation and given back as it was."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
+
+from ..auto.schedule import Experience
+from ..targets.caches.name import CACHE, own_cache_names, renamed_cache
+from ..targets.family import TargetFamily
+from ..targets.hooks import Reading, ResidualTap
+from ..targets.registry import check_layers, check_without_virtual_tokens, family_of, is_bound, is_drafter
+from ..targets.rope_switch import check_restart
+from ..version import __version__, series
+from .batch.request import STARTS_ONLY, batch_asked
+from .candidates import DraftCandidateGenerator
+from .continuation import count_forwards, stop_recording
+from .loop import Decoding, speculative_decoding
+from .request import (
+    AUTO,
+    by_name,
+    check_request,
+    check_shapes,
+    check_stock_assistance,
+    check_whole,
+    drafts_asked,
+    tree_budget_asked,
+    way_asked,
+)
+
+# `bind` and `unbind` change a target as a whole, and each drafter is checked once for a target that is bound.
+_BINDING = threading.Lock()
+_MOST_DRAFTS = 8  # of a drafter that can draft any number, where as many as pay are asked for
+_fitting: WeakKeyDictionary[PreTrainedModel, WeakSet[Any]] = WeakKeyDictionary()
+# The drafters that have bound a target and not unbound it: it stays bound while there are some.
+_binders: WeakKeyDictionary[PreTrainedModel, WeakSet[Any]] = WeakKeyDictionary()
+# Of a bound target's drafters, greedy and sampling.
+_experiences: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[Any, dict[bool, Experience]]] = WeakKeyDictionary()
+
+if TYPE_CHECKING:
+    _Mixed = PreTrainedModel  # what `bind` mixes `BoundTarget` into
+else:
+    _Mixed = object
+
+
+class Binding:
+    """What hangs on a bound target, from [`bind`] to [`unbind`]. Plain forwards run as if it were not there.
+
+    Args:
+        family: The target, as one of its family.
+
+    Attributes:
+        default: The drafter of calls that name none ([`~drafters.base.Drafter.bind`]).
+    """
+
+    default: Any = None
+
+    def __init__(self, family: TargetFamily) -> None:
+        self.family = family
+        self.residual = ResidualTap(family.layers, family.paths)
+        self.handles = [*self.residual.handles, *family.put_on_hooks(), *count_forwards(family.target)]
+
+    @contextmanager
+    def own_forward(self, reading: Reading, is_round: bool = False) -> Iterator[None]:
+        """Run one forward of ours inside: what others run on the target, logits processors for example, is not seen.
+
+        Args:
+            reading: Of `residual.reader`, to which the forward adds its residual paths.
+            is_round: Whether it verifies drafts, of consecutive positions, or runs a prompt.
+        """
+        ends = [self.residual.readings.add(reading)]
+        if is_round:
+            ends.append(self.family.rounds.add({}))
+        try:
+            yield
+        finally:
+            for end in ends:
+                end()
+
+
+class BoundTarget(_Mixed):
+    """Mixed into the class of one target instance by [`bind`]: rewindable caches and HyperDFlash drafting.
+
+    Attributes:
+        bound_by: Version of this code; [`is_bound`] looks for it.
+        hyperdflash_binding: From [`bind`] to [`unbind`].
+    """
+
+    _is_stateful = False  # what stock transformers refuses assisted generation for: our caches can rewind
+    bound_by = __version__
+    hyperdflash_binding: Binding
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any model, and with a drafter for a batch, too: [`~decoding.batch.request`]."""
+        generate = super().generate  # type: ignore[misc]
+        kwargs = renamed_cache(kwargs)  # both names are taken, whatever the installed transformers calls it
+        asked = inspect.signature(generate).bind(*args, **kwargs).arguments
+        default = self.hyperdflash_binding.default
+        if default is not None and "assistant_model" not in asked and way_asked(self, asked) is None:
+            kwargs["assistant_model"] = asked["assistant_model"] = default
+        assistant: Any = by_name(asked).get("assistant_model")
+        if assistant is not None and not hasattr(assistant, "config") and "custom_generate" not in by_name(asked):
+            raise ValueError(
+                f"`assistant_model` is {assistant!r}, expected a drafter: load it with `hf_hyperdflash.load_drafter` "
+                "first."
+            )
+        if is_drafter(assistant):
+            assistant.remember(None)  # of an earlier call's, where this one turns out not to draft
+            check_shapes(by_name(asked))
+        request = batch_asked(self, asked)
+        if request is None:
+            return generate(*args, **kwargs)
+        return request.written(generate(**row, **{STARTS_ONLY: True}) for row in request.rows)
+
+    def _prepare_generation_config(
+        self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any
+    ) -> tuple[GenerationConfig, dict[str, Any]]:
+        asked = [
+            kwargs.get("num_assistant_tokens"),
+            drafts_asked(generation_config),
+            drafts_asked(self.generation_config),
+        ]
+        budget = {name: kwargs.pop(name) for name in ("tree_budget", STARTS_ONLY) if name in kwargs}
+        config, model_kwargs = super()._prepare_generation_config(  # type: ignore[misc]
+            generation_config, *args, **kwargs
+        )
+        vars(config).update(budget)
+        tree_budget_asked(config)
+        config._num_drafts_asked = next((count for count in asked if count is not None), None)
+        return config, model_kwargs
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        is_rewound = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
+        if is_rewound and generation_config.cache_implementation not in (None, "dynamic", "offloaded"):
+            raise ValueError(
+                f"`cache_implementation` is {generation_config.cache_implementation!r}, but assisted generation has "
+                "to rewind its cache: leave it out, or use 'dynamic' or 'offloaded'."
+            )
+        check_whole(self.hyperdflash_binding.family, model_kwargs.get(CACHE))
+        vars(generation_config)["_has_callers_cache"] = model_kwargs.get(CACHE) is not None
+        super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, generation_mode, *args, **kwargs
+        )
+        cache = model_kwargs.get(CACHE)
+        if not generation_config.is_assistant:  # whose calls are rounds of one text, and taken back between them
+            stop_recording(cache)  # which loops of others leave on
+        if is_rewound and isinstance(cache, Cache):  # plain decoding keeps the stock layers
+            most = generation_config.prompt_lookup_num_tokens, generation_config.num_assistant_tokens
+            counts = [count for count in most if isinstance(count, int)]  # what else is asked for is refused later
+            self.hyperdflash_binding.family.make_rewindable(cache, max(counts, default=0))
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
+
+    def _assisted_decoding(
+        self,
+        input_ids: torch.LongTensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        inputs_tensor: torch.Tensor | None = None,
+        assistant_model: Any = None,
+        assistant_tokenizer: Any = None,
+        tokenizer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        check_without_virtual_tokens(self)
+        if is_drafter(assistant_model):
+            check_request(input_ids, generation_config, synced_gpus, model_kwargs)
+            num_drafts = self._prepare_drafting(assistant_model, generation_config, model_kwargs)
+            is_row = vars(generation_config).pop(STARTS_ONLY, False)
+            decoding = Decoding(
+                self,
+                assistant_model,
+                num_drafts,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                streamer=streamer,
+                experience=self._experience_with(assistant_model, generation_config),
+                is_row=is_row,
+            )
+            check_restart(decoding.binding.family.config, input_ids.shape[1], generation_config.max_length)
+            decoding.start(input_ids, model_kwargs)
+            return decoding if is_row else speculative_decoding(decoding)
+        check_stock_assistance(assistant_model, model_kwargs)
+        try:
+            return super()._assisted_decoding(  # type: ignore[misc]
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+                inputs_tensor=inputs_tensor,
+                assistant_model=assistant_model,
+                assistant_tokenizer=assistant_tokenizer,
+                tokenizer=tokenizer,
+                **model_kwargs,
+            )
+        finally:
+            stop_recording(model_kwargs.get(CACHE))
+
+    def _get_candidate_generator(self, *args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
+        """For transformers' loop and loops of one's own: [`~decoding.candidates.DraftCandidateGenerator`]."""
+        if not is_drafter(assistant_model):
+            return super()._get_candidate_generator(  # type: ignore[misc]
+                *args, assistant_model=assistant_model, **kwargs
+            )
+        config, model_kwargs = kwargs["generation_config"], kwargs["model_kwargs"]
+        num_drafts = self._prepare_drafting(assistant_model, config, model_kwargs)
+        return DraftCandidateGenerator(self, assistant_model, num_drafts, config, kwargs.get("logits_processor"))
+
+    def _prepare_drafting(self, drafter: Any, config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
+        """Check the pair, make the cache ready, and tell how many tokens to draft a round."""
+        check_fit(cast(PreTrainedModel, self), drafter)
+        asked = self._drafts_asked_of(drafter, config)
+        num_drafts = (drafter.max_draft_tokens or _MOST_DRAFTS) if asked == AUTO else cast(int, asked)
+        self.hyperdflash_binding.family.make_rewindable(model_kwargs[CACHE], num_drafts)
+        return num_drafts
+
+    @staticmethod
+    def _drafts_asked_of(drafter: Any, config: GenerationConfig) -> int | str:
+        asked = getattr(config, "_num_drafts_asked", None)
+        return drafter.num_draft_tokens if asked is None else drafter.check_num_draft_tokens(asked)
+
+    def _experience_with(self, drafter: Any, config: GenerationConfig) -> Experience | None:
+        """What is known of the drafter with this target, where what pays is asked for."""
+        if AUTO not in (self._drafts_asked_of(drafter, config), tree_budget_asked(config)):
+            return None
+        drafters = _experiences.setdefault(cast(PreTrainedModel, self), WeakKeyDictionary())
+        return drafters.setdefault(drafter, {}).setdefault(bool(config.do_sample), Experience())
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # The bound class exists only in memory: copies and pickles are rebuilt from the class it was made of.
+        state = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))[2:]
+        return _new_bound, (_unbound_class(type(self)),), *state
+
+
+def bind(target: PreTrainedModel) -> PreTrainedModel:
+    """Prepare one target instance for assisted generation: its class becomes a subclass that can rewind its cache.
+
+    Its layers get hooks that are silent outside our own forwards. Nothing else about the target changes, and
+    [`unbind`] undoes both. `drafter.bind(target)` does the same after checking the pair. Needed without a drafter for
+    transformers' own assisted modes (prompt lookup, a second V4 as assistant: bind that one too).
+
+    Raises:
+        ValueError: If it is no target (see [`~targets.registry.family_of`]), transformers cannot run it in its dtype,
+            its cache cannot be rewound, or code of another version has bound it.
+    """
+    family = family_of(target)
+    if not is_bound(target):  # else its family may be of a drafter's own, older code, which has checked what it knows
+        _check_bindable(family)
+    with _BINDING:
+        bound_by = getattr(type(target), "bound_by", None)
+        if bound_by is None:
+            vars(target)["hyperdflash_binding"] = Binding(family)
+            target.__class__ = _bound_class(cast(type, type(target)))
+        elif series(bound_by) != series(__version__):
+            raise ValueError(
+                f"The target is bound by hf_hyperdflash {bound_by}, and this is {__version__}, which may not fit. "
+                "`unbind` the target first."
+            )
+    return target
+
+
+def _check_bindable(family: TargetFamily) -> None:
+    """Raise a `ValueError` if a target cannot run, if its layers cannot be read, or if its cache cannot be rewound."""
+    family.check_computes()
+    check_layers(family)
+    if family.why_not_rewindable:
+        raise ValueError(
+            f"A {type(family.target).__name__} {family.why_not_rewindable}, so drafts that the target rejects could "
+            "not be taken back. Use a target whose layers are of these kinds, in a cache of transformers: "
+            f"{', '.join(sorted(family.rewindable_kinds))}."
+        )
+
+
+def unbind(target: PreTrainedModel) -> PreTrainedModel:
+    """Give a bound target its own class back; a target that is not bound stays as it is.
+
+    Raises:
+        ValueError: If the instance's class was changed again after binding (by FSDP2, for example).
+    """
+    with _BINDING:
+        if is_bound(target):
+            own = _unbound_class(type(target))
+            if type(target).__mro__[2] is not own:
+                raise ValueError(
+                    f"The class of this target was changed again after binding, to {type(target).__mro__[0]}. Undo "
+                    "that first."
+                )
+            for handle in vars(target).pop("hyperdflash_binding").handles:
+                handle.remove()
+            target.__class__ = own
+            for kept in (_fitting, _binders, _experiences):
+                cast(Any, kept).pop(target, None)
+    return target
+
+
+def bind_with(target: PreTrainedModel, drafter: Any, as_default: bool) -> None:
+    """What [`~drafters.base.Drafter.bind`] does."""
+    check_fit(target, drafter)
+    bind(target)
+    _binders.setdefault(target, WeakSet()).add(drafter)
+    if as_default:
+        cast(BoundTarget, target).hyperdflash_binding.default = drafter
+
+
+def unbind_from(target: PreTrainedModel, drafter: Any) -> None:
+    """What [`~drafters.base.Drafter.unbind`] does."""
+    if not is_bound(target):
+        return
+    others, binding = _binders.setdefault(target, WeakSet()), cast(BoundTarget, target).hyperdflash_binding
+    others.discard(drafter)
+    if not others:
+        unbind(target)
+    elif binding.default is drafter:
+        binding.default = None
+
+
+def check_fit(target: PreTrainedModel, drafter: Any) -> None:
+    """Check that a drafter fits a target, once for as long as the target is bound.
+
+    Raises:
+        ValueError: Naming both values, if they do not fit.
+    """
+    check_layers(family_of(target), drafter.target_layer_ids)  # what is no target has no place to remember it at
+    fitting = _fitting.setdefault(target, WeakSet())
+    if drafter not in fitting:
+        drafter.check_target(target)
+        fitting.add(drafter)
+
+
+@contextmanager
+def capture_residual(target: PreTrainedModel, target_layer_ids: Sequence[int] = (-1,)) -> Iterator[list[torch.Tensor]]:
+    """Collect the residual paths of every forward that this thread runs inside the context.
+
+    Args:
+        target: The target. One that is not bound gets hooks for the time, which torch does not expect to go while
+            another thread runs it: bind it where several threads do.
+        target_layer_ids: After which layers: -1 is the last, whose paths are the pre-collapse residual. Empty
+            for nothing.
+
+    Yields:
+        A list that grows by one tensor per forward, `[batch, seq, paths, config.hidden_size]` with `config.hc_mult`
+        paths per layer, in the order of `target_layer_ids`.
+    """
+    family, is_kept = family_of(target), is_bound(target)
+    tap = (
+        cast(BoundTarget, target).hyperdflash_binding.residual if is_kept else ResidualTap(family.layers, family.paths)
+    )
+    reading = tap.reader(target_layer_ids)
+    end = tap.readings.add(reading) if target_layer_ids else None
+    try:
+        yield reading.captured
+    finally:
+        if end is not None:
+            end()
+        for handle in () if is_kept else tap.handles:
+            handle.remove()
+
+
+@functools.cache
+def _bound_class(own: type) -> type:
+    # The same name: `save_pretrained` writes it to the checkpoint as its architecture.
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    return type(own.__name__, (BoundTarget, own), {**names, **own_cache_names(own)})
+
+
+def _unbound_class(bound: type) -> type:
+    mro = bound.__mro__
+    return next(after for mixed, after in pairwise(mro) if "bound_by" in vars(mixed))
+
+
+def _new_bound(own: type) -> Any:
+    return object.__new__(_bound_class(own))

@@ -1,0 +1,119 @@
+"""Our drafters in transformers' own protocol, for its assisted loop and for loops of one's own."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from ..drafters.sampling import DraftSampler, check_proposed
+
+
+class DraftCandidateGenerator(CandidateGenerator):
+    """Candidates from a drafter, in a loop that calls the bound target once a round and crops its cache.
+
+    A bound target's `_get_candidate_generator(assistant_model=drafter, ...)` makes one; `target.generate(...,
+    assistant_model=drafter)` runs our own loop instead, which is exact where transformers' loop is not: that one runs
+    past stop strings inside a block, feeds the prompt again when it goes on from a filled cache, cannot hand out
+    DeepSeek-V4's hidden states (`output_hidden_states`), and lets its compressors pool left padding with text.
+    Elsewhere the tokens are the same. It is to be used by one thread, the one that makes it, and reads the first
+    forward of the target after each call of [`get_candidates`].
+
+    Args:
+        target: A bound target.
+        drafter: Its drafter.
+        num_drafts: Most drafts a round.
+        generation_config: The request's.
+        logits_processor: The request's.
+    """
+
+    requires_model_outputs = True
+    model_kwargs_overrides: dict[str, Any] = {}
+
+    def __init__(
+        self,
+        target: Any,
+        drafter: Any,
+        num_drafts: int,
+        generation_config: Any,
+        logits_processor: LogitsProcessorList | None = None,
+    ) -> None:
+        self.target, self.drafter, self.num_drafts = target, drafter, num_drafts
+        self.max_length = generation_config.max_length
+        self.sampler = DraftSampler(logits_processor or LogitsProcessorList(), generation_config.do_sample)
+        self.context = drafter.new_context()
+        binding = target.hyperdflash_binding
+        self._family = binding.family
+        self._reading = binding.residual.reader(drafter.target_layer_ids, most=1)
+        weakref.finalize(self, binding.residual.readings.add(self._reading))
+
+    def get_candidates(  # type: ignore[override]
+        self,
+        input_ids: torch.LongTensor,
+        model_kwargs: dict[str, Any] | None = None,
+        model_outputs: Any = None,
+        is_first_iteration: bool = False,
+        n_last_matches: int = 0,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The text and drafts after it.
+
+        Args:
+            input_ids: `[1, seq]`, the accepted tokens.
+            model_kwargs: Of the target, with its `position_ids`.
+            model_outputs: Of its last forward, over the drafts of the last call.
+            is_first_iteration: Whether the prompt is still to be run: there is nothing to draft from yet.
+            n_last_matches: How many of the last drafts were accepted.
+
+        Returns:
+            `[1, seq + drafts]`, and logits `[1, drafts, config.vocab_size]` of the distributions that they were drawn
+            from; `None` if they were not drawn at random.
+        """
+        end = input_ids.shape[1] - 1  # of what the target has seen
+        count = min(self.num_drafts, self.max_length - end - 2)
+        if is_first_iteration or count < 1:
+            self._reading.captured.clear()
+            return input_ids, None
+        if not self.context.end:  # the prompt's forward is over
+            weakref.finalize(self, self._family.rounds.add({}))
+        positions = self._positions(input_ids, (model_kwargs or {}).get("attention_mask"))
+        self._take_in(input_ids, positions, end)
+        if self._family.rope_switch is not None:
+            count = int(min(count, self._family.rope_switch.most_drafts(1 + int(positions[0, -1]))))
+            if count < 1:
+                return input_ids, None
+        tree = self.drafter.propose(self.target, self.context, input_ids, positions, count, self.sampler)
+        check_proposed(self.drafter, tree, self._family.config.vocab_size)
+        drafts = tree.tokens[None].to(input_ids.device)
+        q = [part for part in tree.q or () if part is not None]
+        logits = torch.stack(q).log()[None] if q and len(q) == len(tree) else None
+        return torch.cat([input_ids, drafts], dim=1), logits
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Nothing to update: the next call of [`get_candidates`] sees what was accepted."""
+
+    def _take_in(self, ids: torch.Tensor, positions: torch.Tensor, end: int) -> None:
+        """Give the drafter the tokens that the target's last forward was right about, without padding."""
+        start, residual = self.context.end, None
+        if self.drafter.target_layer_ids:
+            if not self._reading.captured or self._reading.captured[0].shape[1] < end - start:
+                raise ValueError(
+                    f"The target has not been run over the tokens {start} to {end} since the last candidates: "
+                    "expected one forward a round, in the thread that made the generator, and an empty cache at first."
+                )
+            residual = self._reading.captured.pop()[:, : end - start]
+        real = slice(int((positions[0] < 0).sum()) if not start else 0, None)
+        positions, following = positions.clamp(min=0)[:, start:end], ids[:, start + 1 : end + 1]
+        residual = None if residual is None else residual[:, real]
+        self.drafter.extend(self.target, self.context, residual, positions[:, real], following[:, real])
+        self.context.end = end
+
+    @staticmethod
+    def _positions(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """True positions `[1, seq]`, below 0 for padding on the left."""
+        counted = torch.ones_like(ids) if mask is None else mask[:, : ids.shape[1]]
+        missing = ids.shape[1] - counted.shape[1]
+        return torch.nn.functional.pad(counted, (0, missing), value=1).cumsum(-1) - 1

@@ -1,0 +1,241 @@
+"""What is asked of `generate` with a drafter: how many drafts, and whether it can be done at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.generation.configuration_utils import GenerationConfig
+
+from ..drafters.base import AUTO
+from ..targets.caches.name import CACHE
+from ..targets.family import TargetFamily
+from ..targets.registry import family_of, is_bound
+from .continuation import TORN
+
+# Ways to write that are not ours, by the argument that asks for each.
+_WAYS = ("num_beams", "custom_generate", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "is_assistant")
+_BESIDE = ("prompt_lookup_num_tokens", "use_mtp", "dola_layers")  # with a drafter they would be left out in silence
+_MEDIA = ("pixel_values", "mm_encoder_outputs", "input_features")  # prefixes of `generate`'s arguments
+
+
+MOST_NODES = 1024  # of a draft tree: the masks and scores of many more fill any memory
+
+
+def drafts_asked(config: GenerationConfig | None) -> Any:
+    """`num_assistant_tokens`, but not where transformers filled in its own default of 20 with all its others, as
+    pipelines let it do: later, a 20 of the caller's looks the same."""
+    if config is None:
+        return None
+    defaults = {name: value for name, value in config._get_default_generation_params().items() if value is not None}
+    is_filled = all(getattr(config, name, None) is not None for name in defaults)
+    asked = config.num_assistant_tokens
+    return None if is_filled and asked == defaults.get("num_assistant_tokens") else asked
+
+
+def by_name(asked: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `generate` by name, as `inspect.signature` binds them, without the `kwargs` around some."""
+    return {**{name: value for name, value in asked.items() if name != "kwargs"}, **asked.get("kwargs", {})}
+
+
+def ids_asked(asked: dict[str, Any]) -> torch.Tensor | None:
+    """The prompts `[rows, seq]` of `generate`'s arguments by name; `None` if there are none such."""
+    ids = asked.get("inputs")
+    ids = asked.get("input_ids") if ids is None else ids
+    return ids if isinstance(ids, torch.Tensor) and ids.ndim == 2 else None
+
+
+def setting(target: Any, asked: dict[str, Any], name: str) -> Any:
+    """What an argument or else a generation configuration says."""
+    configs = [config for config in (asked.get("generation_config"), target.generation_config) if config is not None]
+    said = [asked.get(name), *(getattr(config, name, None) for config in configs)]
+    return next((value for value in said if value is not None), None)
+
+
+def way_asked(target: Any, asked: dict[str, Any]) -> str | None:
+    """The argument of `generate` that asks for another way to write than one token after the other, if one does.
+
+    Args:
+        target: A bound target.
+        asked: The arguments, by name.
+    """
+    said = {name: setting(target, by_name(asked), name) for name in _WAYS}
+    said["num_beams"] = (said["num_beams"] or 1) > 1
+    return next((name for name, value in said.items() if value), None)
+
+
+def check_shapes(asked: dict[str, Any]) -> None:
+    """Raise a `ValueError` if mask or positions are not those of the tokens: transformers takes some that are not.
+
+    Args:
+        asked: The arguments of `generate`, by name.
+    """
+    ids = ids_asked(asked)
+    if ids is None:
+        return
+    (rows, length), cache = ids.shape, asked.get(CACHE)
+    mask, positions = asked.get("attention_mask"), asked.get("position_ids")
+    cached = 0 if cache is None else cache.get_seq_length()
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        is_of_new_ids = cached and mask.shape[1] > length  # which `_check_continuation` has words for
+        if mask.shape[0] != rows or (mask.shape[1] != length and not is_of_new_ids):
+            raise ValueError(
+                f"`attention_mask` has the shape {list(mask.shape)} and `input_ids` {list(ids.shape)}, expected a "
+                "column for each token, what is in the cache included: pass the tokenizer's own mask, or leave it out."
+            )
+    new = length - cached
+    if isinstance(positions, torch.Tensor) and not new <= positions.shape[-1] <= length:
+        raise ValueError(
+            f"`position_ids` has the shape {list(positions.shape)}, expected one for each of the {new} tokens that "
+            "are not in the cache: pass so many, or leave it out."
+        )
+
+
+def tree_budget_asked(config: GenerationConfig) -> Any:
+    """`tree_budget`: the most nodes of a draft tree, or `"auto"`; `None` for chains.
+
+    Raises:
+        ValueError: If it is no number of nodes.
+    """
+    return check_tree_budget(getattr(config, "tree_budget", None))
+
+
+def check_tree_budget(budget: Any) -> Any:
+    """Return `budget` if a draft tree can have so many nodes, or if it is `"auto"` or `None`.
+
+    Raises:
+        ValueError: If not.
+    """
+    if budget not in (None, AUTO) and (type(budget) is not int or not 1 <= budget <= MOST_NODES):
+        raise ValueError(
+            f"`tree_budget` is {budget!r}, expected the most nodes of a draft tree, a whole number from 1 to "
+            f"{MOST_NODES}, 'auto' for what pays, or None for one chain of drafts."
+        )
+    return budget
+
+
+def check_request(
+    input_ids: torch.Tensor, generation_config: GenerationConfig, synced_gpus: bool, model_kwargs: dict[str, Any]
+) -> None:
+    """Raise a `ValueError` if our loop cannot do what is asked."""
+    if model_kwargs.get(CACHE) is None:
+        raise ValueError("Assisted generation needs a cache: leave `use_cache` at True.")
+    check_cache(model_kwargs[CACHE])
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError("HyperDFlash drafts from token ids: pass `input_ids`, not `inputs_embeds`.")
+    if input_ids.shape[1] == 0:
+        raise ValueError(
+            f"The prompt is empty: `input_ids` has the shape {list(input_ids.shape)}, expected at least one token in "
+            "it. Pass a text, or the tokenizer's first token."
+        )
+    if input_ids.shape[0] > 1:
+        raise ValueError(
+            f"Our loop was given {input_ids.shape[0]} texts, expected one: `target.generate` makes rows of a batch."
+        )
+    media = [
+        name
+        for name, value in model_kwargs.items()
+        if name.startswith(_MEDIA) and (isinstance(value, torch.Tensor) or value)
+    ]
+    if media:
+        raise ValueError(f"HyperDFlash drafts text only: leave {media} out, or pass `assistant_model=None`.")
+    _check_texts(model_kwargs[CACHE])
+    _check_continuation(input_ids.shape[1], generation_config, model_kwargs)
+    chunk = generation_config.prefill_chunk_size
+    if chunk is not None and (type(chunk) is not int or chunk < 1):
+        raise ValueError(
+            f"`prefill_chunk_size` is {chunk!r}, expected a whole number of tokens, at least 1, or None for the "
+            "prompt in one piece."
+        )
+    for name in _BESIDE:
+        if value := getattr(generation_config, name, None):
+            raise ValueError(
+                f"`{name}` is {value!r} beside a drafter, expected one of the two: leave it or `assistant_model` out."
+            )
+    if synced_gpus:
+        raise ValueError(
+            "`synced_gpus=True` is not supported with a HyperDFlash drafter: ranks that finish early would wait for "
+            "forwards that never come. Gather the target's parameters (or use tensor parallelism) for generation."
+        )
+    if generation_config.assistant_ensemble_weight is not None:
+        raise ValueError(
+            f"`assistant_ensemble_weight` is {generation_config.assistant_ensemble_weight}, expected None: "
+            "HyperDFlash is lossless, it does not mix the drafter's distribution into the target's."
+        )
+
+
+def _check_texts(cache: Any) -> None:
+    held = {layer.keys.shape[0] for layer in getattr(cache, "layers", ()) if getattr(layer, "keys", None) is not None}
+    if any(count > 1 for count in held):
+        raise ValueError(
+            f"`{CACHE}` holds {max(held)} texts and `input_ids` one: expected the cache of that text alone. Keep it "
+            f"with `{CACHE}.batch_select_indices`."
+        )
+
+
+def _check_continuation(length: int, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    cached = model_kwargs[CACHE].get_seq_length()
+    mask = model_kwargs.get("attention_mask")
+    whole = getattr(generation_config, "_mask_length", length) if mask is None else mask.shape[1]
+    if cached and (whole != length or length <= cached):
+        raise ValueError(
+            f"`{CACHE}` holds {cached} tokens and `input_ids` {length}: expected the whole sequence, what is "
+            "in the cache and at least one new token. Concatenate the earlier output and the new turn."
+        )
+
+
+def check_stock_assistance(assistant_model: Any, model_kwargs: dict[str, Any]) -> None:
+    """Raise a `ValueError` if transformers' loop would go wrong with this assistant."""
+    if getattr(assistant_model, "_is_stateful", False):
+        raise ValueError(
+            f"The assistant, a {type(assistant_model).__name__}, cannot rewind its cache. Call "
+            "`hf_hyperdflash.bind(assistant_model)` first."
+        )
+    if is_bound(assistant_model) and family_of(assistant_model).has_running_state:
+        raise ValueError(
+            f"The assistant, a {type(assistant_model).__name__}, has linear attention, which can take back the last "
+            "forward only, and an assistant runs several. Use a HyperDFlash drafter, or an assistant without linear "
+            "attention."
+        )
+    cache = model_kwargs.get(CACHE)
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError(
+            f"transformers' own assisted decoding would feed the prompt again on top of the {cache.get_seq_length()} "
+            f"tokens in `{CACHE}`. Leave `{CACHE}` out, or use a HyperDFlash drafter, which continues "
+            "correctly."
+        )
+
+
+def check_cache(cache: Any) -> Any:
+    """Return a cache that drafts can be taken back from.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    if not getattr(cache, "is_croppable", False):
+        raise ValueError(
+            f"Assisted generation cannot rewind a {type(cache).__name__}: leave `cache_implementation` out. A cache "
+            "of remote code needs `is_croppable = True` and a `crop(-n)` that takes back the last n tokens."
+        )
+    return cache
+
+
+def check_whole(family: TargetFamily, cache: Any) -> None:
+    """Raise a `ValueError` if the layers of a target's cache, the caller's, hold different tokens: going on with it
+    would write other text."""
+    lengths = family.cached_lengths(cache)
+    if len(lengths) > 1 or getattr(cache, TORN, False):
+        raise ValueError(
+            f"`{CACHE}` was interrupted inside a forward or while drafts were taken back: its layers hold "
+            f"different tokens (of lengths {sorted(lengths)}), expected the same text in all. Start from a new cache."
+        )
+    for index, layer in enumerate(getattr(cache, "layers", ())):
+        window, keys = getattr(layer, "sliding_window", None), getattr(layer, "keys", None)
+        if window is None or keys is None:
+            continue
+        held, needed = keys.shape[-2] if keys.ndim == 4 else 0, min(int(layer.get_seq_length()), window - 1)
+        if held < needed:
+            raise ValueError(
+                f"`{CACHE}` holds {held} keys of its layer {index}, expected the last {needed}: a `crop` of "
+                "tokens that were not recorded lost the others. Start from a new cache."
+            )

@@ -1,0 +1,1 @@
+"""Drafters: what all of them are, and each kind."""

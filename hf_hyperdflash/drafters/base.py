@@ -1,0 +1,252 @@
+"""What a drafter is: the few methods that the loop asks for, and what all drafters have in common."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+
+from ..trees.tree import DraftTree
+from .sampling import DraftSampler, DraftsWanted
+
+if TYPE_CHECKING:
+    from ..decoding.stats import SpeculationStats
+
+AUTO = "auto"  # `num_assistant_tokens`, `tree_budget`: what pays for itself
+
+
+class _LastStats(threading.local):
+    """Of this thread's last generation with each drafter; gone with the thread."""
+
+    def __init__(self) -> None:
+        self.of: WeakKeyDictionary[Any, SpeculationStats | None] = WeakKeyDictionary()
+
+
+_last_stats = _LastStats()
+
+
+class Drafter:
+    """Drafts for a target: `drafter.bind(target)` once, then `target.generate(**inputs, assistant_model=drafter)`.
+
+    A drafter is a subclass with [`propose`] and, if it reads the target, `target_layer_ids` and [`extend`]. Several
+    threads may draft with one: what belongs to a sequence is in its context, which [`new_context`] makes.
+
+    Attributes:
+        config: Of its own, or the target's: `generate` compares vocabularies.
+        target_layer_ids: Whose residual paths it reads, as in [`~decoding.bind.capture_residual`]; empty for none.
+        max_draft_tokens: The most tokens that one round can draft; `None` for any number.
+        learner: Hears what is generated with it, while it learns ([`adapt`]).
+    """
+
+    config: Any
+    target_layer_ids: Sequence[int] = ()
+    max_draft_tokens: int | None = None
+    learner: Any = None
+
+    # What a drafter does
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Raise a `ValueError` that names both values if the drafter does not fit `target`."""
+
+    def new_context(self) -> Any:
+        """State of one sequence, with an attribute `end`, 0 at first: tokens that were taken in, which the loop
+        counts."""
+        return SeenTokens()
+
+    def extend(
+        self,
+        target: PreTrainedModel,
+        context: Any,
+        residual: torch.Tensor,
+        position_ids: torch.Tensor,
+        next_ids: torch.Tensor,
+    ) -> None:
+        """Take in accepted tokens, also where no layer is read. The first token of a text is the next of none, and so
+        only in [`propose`]'s `ids`.
+
+        Args:
+            target: The target, for its embedding.
+            context: Of the sequence; changed.
+            residual: `[1, new, paths, config.hidden_size]` of `target_layer_ids`, `None` if they are empty.
+            position_ids: The tokens' true positions, `[1, new]`.
+            next_ids: The token that follows each, `[1, new]`.
+        """
+
+    def propose(
+        self,
+        target: PreTrainedModel,
+        context: Any,
+        ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        count: int,
+        sampler: DraftSampler,
+    ) -> DraftTree:
+        """Draft up to `count` tokens after the anchor, or a tree of that depth; the context stays as it was.
+
+        Args:
+            target: The target, for its embedding and LM head.
+            context: Of the sequence; holds all of `ids` but the anchor.
+            ids: `[1, seq]`, the accepted tokens, the anchor last. Padding on the left is there where the target was
+                given it: not of DeepSeek-V4, and not in a batch.
+            position_ids: `[1, seq]`, their true positions.
+            count: How many, one after the other.
+            sampler: Draws tokens as the request asks for, a chain of them or a tree.
+        """
+        raise NotImplementedError(f"A {type(self).__name__} has no `propose`.")
+
+    def propose_rows(self, target: PreTrainedModel, wanted: Sequence[DraftsWanted]) -> list[DraftTree]:
+        """As [`propose`], for several texts that share their rounds: one after the other, where a drafter knows no way
+        to draft them in one pass."""
+        return [self.propose(target, *each) for each in wanted]
+
+    def observe(self, context: Any, tree: DraftTree, logits: torch.Tensor, accepted: list[int]) -> None:
+        """Hear what the target said about a round: for drafters that learn while they serve. A drafter that has this
+        method has no round run in inference mode, in which nothing can be kept to learn from
+        ([`~decoding.inference_mode`]).
+
+        Args:
+            context: Of the sequence.
+            tree: What was drafted.
+            logits: The target's, after the anchor and after each node, `[nodes + 1, config.vocab_size]`, float32.
+            accepted: Nodes from the anchor on.
+        """
+
+    @property
+    def hears(self) -> bool:
+        """Whether it is told what the target says about each round, and may keep it."""
+        return getattr(self.observe, "__func__", None) is not Drafter.observe
+
+    # Use with a target
+
+    def bind(self, target: PreTrainedModel, as_default: bool = False) -> None:
+        """Check that the drafter fits `target` and prepare that one instance for assisted generation.
+
+        Afterwards `target.generate(**inputs, assistant_model=drafter)` drafts with it, `num_assistant_tokens` a round.
+        With `tree_budget` a round is a draft tree of at most so many nodes, as deep as that. More nodes, more tokens
+        accepted a round, and a dearer round: each node costs a mixture of experts more experts, and a dense target
+        next to nothing while it waits for its weights. 1024 are the most.
+
+        Either may be `"auto"`: as many drafts or nodes as pay for themselves, and none where none does. What rounds
+        take and bring is measured while it generates, on this machine and for these texts, and kept until the target
+        is unbound. What is drawn at random then depends on time, too: give numbers where a seed has to give the same
+        text again.
+
+        Only that instance changes: its class, to a subclass, and hooks on its layers that are silent outside our
+        forwards; [`unbind`] restores it.
+
+        Args:
+            target: The target.
+            as_default: Whether `target.generate` drafts with it where no `assistant_model` is passed, until the target
+                is unbound or gets another default: for tools that call `generate` themselves. `assistant_model=None`
+                is plain generation then, and a call that asks for another way (beams, prompt lookup,
+                `custom_generate`) gets that.
+
+        Raises:
+            ValueError: If drafter and target do not fit, naming both values.
+        """
+        from ..decoding.bind import bind_with  # the one call upwards: everything else here is below decoding
+
+        bind_with(target, self, as_default)
+
+    def unbind(self, target: PreTrainedModel) -> None:
+        """Undo [`bind`]: with the last drafter that has bound it, `target` gets its own class back.
+        `hf_hyperdflash.unbind(target)` gives it back at once."""
+        from ..decoding.bind import unbind_from
+
+        unbind_from(target, self)
+
+    def generate(self, *args: Any, **kwargs: Any) -> None:
+        """A drafter does not generate, it assists its target: what a target that is not bound calls.
+
+        Raises:
+            ValueError: Always, saying what to call.
+        """
+        raise ValueError(
+            "A HyperDFlash drafter works only through a target that is bound to it. Call `drafter.bind(target)` "
+            "once, then `target.generate(**inputs, assistant_model=drafter)`."
+        )
+
+    def adapt(self, target: PreTrainedModel, **options: Any) -> Any:
+        """Learn while serving: from now on, or inside a `with`, between generations with `target`.
+
+        Every verification tells what the target would have written, for free. Where the text changes, or the target
+        was fine-tuned, the drafter follows. Text stays the target's own. Off unless it is asked for: an update takes
+        time of the request that has just ended, and three times the drafter's parameters in float32 are kept beside
+        it. See [`~training.adaptation.adaptation.AdaptationConfig`].
+
+        Args:
+            target: The target that it serves.
+            **options: Fields of [`~training.adaptation.adaptation.AdaptationConfig`].
+
+        Returns:
+            An [`~training.adaptation.adaptation.Adaptation`], with `stop()`, `reset()` to the weights that the drafter
+            came with, and `log`, what was decided after each request. [`save_pretrained`] saves the drafter as it is
+            then.
+
+        Raises:
+            ValueError: If the drafter cannot learn, or an option is none.
+        """
+        if find_spec("hf_hyperdflash") is None:
+            raise ValueError("Learning while serving needs the package: `pip install hf-hyperdflash`.")
+        return import_module("hf_hyperdflash.training.adaptation.adaptation").adapt(self, target, **options)
+
+    _supports_logits_to_keep = generate  # which transformers asks an assistant before that
+
+    @property
+    def num_draft_tokens(self) -> int | str:
+        """Tokens drafted per round, where `generate` is not told (`num_assistant_tokens`); `"auto"` for as many as pay
+        for themselves. Set to `None` it is what the drafter came with: all that it can, where that has an end."""
+        return vars(self).get("_num_draft_tokens") or self.max_draft_tokens or self._usual_drafts
+
+    @num_draft_tokens.setter
+    def num_draft_tokens(self, value: int | str | None) -> None:
+        vars(self)["_num_draft_tokens"] = None if value is None else self.check_num_draft_tokens(value)
+
+    def check_num_draft_tokens(self, value: int | str) -> int | str:
+        """Return `value` if this drafter can draft that many tokens per round, or if it is `"auto"`.
+
+        Raises:
+            ValueError: If not.
+        """
+        most, is_count = self.max_draft_tokens, type(value) is int
+        if value == AUTO or (is_count and 1 <= cast(int, value) <= (most or cast(int, value))):
+            return value
+        numbers = f"from 1 to {most}" if most else "of at least 1"
+        advice = self._about_drafts if is_count and cast(int, value) > 0 else ""
+        if is_count and value == 0:
+            advice = " Leave `assistant_model` out for plain generation."
+        raise ValueError(
+            f"This drafter cannot draft {value!r} tokens a round: expected a whole number {numbers}, or 'auto'."
+            + advice
+        )
+
+    _about_drafts = ""  # why so many, and what to do for more
+    _usual_drafts = 1  # of a drafter that can draft any number
+
+    # Statistics belong to a generation, and this is where a thread finds those of its last one
+
+    @property
+    def last_stats(self) -> SpeculationStats | None:
+        """Of this thread's last `generate` with the drafter; `None` before the first, and where that one could not
+        draft (beams, for example, are transformers' own)."""
+        return _last_stats.of.get(self)
+
+    def remember(self, stats: SpeculationStats | None) -> None:
+        """Let `stats` be this thread's last."""
+        _last_stats.of[self] = stats
+
+
+class SeenTokens:
+    """The context of a drafter that keeps nothing of a sequence.
+
+    Attributes:
+        end: Tokens of the sequence that were taken in.
+    """
+
+    end = 0

@@ -1,0 +1,1 @@
+"""Drafters of blocks: HyperDFlash, with DFlash and DSpark as two of its shapes."""

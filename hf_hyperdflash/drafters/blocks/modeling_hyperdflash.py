@@ -1,0 +1,263 @@
+"""The HyperDFlash drafter: a block of tokens in one pass from the target's pre-collapse residual."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...targets.family import TargetFamily
+from ...targets.mask_token import find_mask_token
+from ...targets.registry import family_of
+from ..parts.heads import HEADS, ConfidenceHead
+from ..parts.layers import (
+    CausalConvolution,
+    DrafterRMSNorm,
+    HyperDFlashLayer,
+    HyperDFlashRotaryEmbedding,
+    block_inputs,
+    reset_reducer,
+)
+from ..parts.reducers import REDUCERS, HCGateReducer
+from ..reading import check_pair
+from ..weights import named_dtype
+from .configuration_hyperdflash import HyperDFlashConfig
+from .drafter import BlockDrafter
+
+logger = logging.getLogger(__name__)
+
+# Of a fresh drafter's states: how many nats above a guess any token may cost it, how often they are halved until it
+# costs no more, and after how many anchors.
+_ANCHORS = 8
+
+# What can be said of heads that a drafter gets later, and of which.
+_HEAD_OF = {
+    "sequential_head": "sequential_head", "head_rank": "sequential_head", "head_candidates": "sequential_head",
+    "confidence_head": "confidence_head", "confidence_reads_token": "confidence_head",
+}  # fmt: skip
+
+
+class HyperDFlashDrafter(BlockDrafter):
+    """Drafts a block of tokens in one pass from the target's pre-collapse residual (paper, Figure 2).
+
+    The target's embedding and LM head are shared: they belong to the target, are passed in where needed, and are
+    neither copied nor saved. Use [`from_target`] to make a drafter for a target, `drafter.bind(target)` to prepare the
+    target, then `target.generate(**inputs, assistant_model=drafter)`.
+    """
+
+    config: HyperDFlashConfig
+    hc_gate: HCGateReducer
+    config_class = HyperDFlashConfig
+    base_model_prefix = "drafter"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["HyperDFlashLayer"]
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
+    _keep_in_fp32_modules_strict = ["hc_gate"]
+
+    def __init__(self, config: HyperDFlashConfig) -> None:
+        super().__init__(config)
+        self.reducer = REDUCERS[config.reducer]
+        for name, module in self.reducer.modules(config).items():
+            self.add_module(name, module)
+        self.hidden_norm = DrafterRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.mask_token_id is None:
+            self.mask_embedding = nn.Embedding(1, config.hidden_size)
+        if config.hidden_size != config.target_hidden_size:
+            self.embed_proj = nn.Linear(config.target_hidden_size, config.hidden_size, bias=False)
+            self.head_proj = nn.Linear(config.hidden_size, config.target_hidden_size, bias=False)
+        self.layers = nn.ModuleList(HyperDFlashLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = DrafterRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.draft_vocab_size:
+            self.lm_head = nn.Linear(config.target_hidden_size, config.draft_vocab_size, bias=False)
+            self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))  # of the target's vocabulary
+        memory = 0
+        if config.sequential_head != "none":
+            head = HEADS[config.sequential_head](config)
+            self.add_module(head.key, head)
+            memory = head.memory_size if config.confidence_reads_token else 0
+        self.confidence_head = ConfidenceHead(config, memory) if config.confidence_head else None
+        self.rotary_emb = HyperDFlashRotaryEmbedding(config)  # type: ignore[arg-type]
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        reset_reducer(module, self.config.initializer_range)
+        if isinstance(module, CausalConvolution):
+            module.reset()
+
+    @classmethod
+    def from_target(
+        cls,
+        target: PreTrainedModel,
+        *,
+        reducer: str | None = None,
+        mask_token_id: int | None = None,
+        tokenizer: Any = None,
+        num_draft_tokens: int = 6,
+        dtype: torch.dtype | str | None = None,
+        **config_fields: Any,
+    ) -> HyperDFlashDrafter:
+        """Build an untrained drafter fitted to a target, its gate inherited from the target's `hc_head`.
+
+        Args:
+            target: The model to draft for. It is read, not changed. Of one on the meta device the drafter is there
+                too: sizes and counts without weights.
+            reducer: One of [`HyperDFlashConfig`]'s, or `None` for the gate where the paper's conditions hold (a gated
+                collapse in the target, equal widths) and the `fc` fallback, with a logged reason, where not.
+            mask_token_id: A token that no text has; found by [`~targets.mask_token.find_mask_token`] if left out, and
+                where there is none the drafter has a mask vector of its own.
+            tokenizer: The target's, for that; the one beside its weights if left out.
+            num_draft_tokens: Drafted tokens per round, the block size less the anchor.
+            dtype: Of the drafter's weights (the gate stays float32), or its name; the target's residual stream's by
+                default.
+            **config_fields: Any field of [`HyperDFlashConfig`], overriding what the target suggests. With a
+                `draft_vocab_size` the drafter has so many of the rows of the target's LM head, the first ones
+                ([`draft_only`] takes others).
+
+        Raises:
+            ValueError: If it is no target, there is no such field or dtype, or the gate is asked for where it cannot
+                be inherited.
+        """
+        if type(num_draft_tokens) is not int or num_draft_tokens < 1:
+            raise ValueError(f"`num_draft_tokens` is {num_draft_tokens!r}, expected an integer of at least 1.")
+        dtype = named_dtype(dtype)
+        HyperDFlashConfig.check_fields(config_fields)
+        family = family_of(target)
+        own = family.config
+        width = config_fields.get("hidden_size", own.hidden_size)
+        obstacle = _gate_obstacle(family, width)
+        if reducer is None:
+            reducer = "fc" if obstacle else "hc_gate"
+            if obstacle:
+                logger.warning("HyperDFlash falls back to reducer='fc': %s.", obstacle)
+        elif obstacle and reducer in REDUCERS and REDUCERS[reducer].has_gate:
+            raise ValueError(f"`reducer={reducer!r}` cannot be used: {obstacle}. Pass `reducer='fc'` or leave it out.")
+        head_dim = config_fields.get("head_dim", min(128, family.head_dim))
+        heads = max(1, width // head_dim)
+        fields: dict[str, Any] = {
+            "vocab_size": own.vocab_size,
+            "hidden_size": width,
+            "head_dim": head_dim,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads // 4 if heads % 4 == 0 else heads,
+            "intermediate_size": 3 * width,
+            "rms_norm_eps": family.norm_eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": family.rope_theta},
+            "max_position_embeddings": own.max_position_embeddings,
+            # Engines' layouts, which are for targets with one stream, have no words for a window that all slots share.
+            "sliding_window": None if family.paths == 1 else min(2048, own.max_position_embeddings),
+            "block_size": num_draft_tokens + (0 if config_fields.get("sample_from_anchor") else 1),
+            "mask_token_id": find_mask_token(target, tokenizer) if mask_token_id is None else mask_token_id,
+            "hc_eps": family.hc_eps,
+            "target_hidden_size": own.hidden_size,
+            "target_hc_mult": family.paths,
+            "target_num_layers": own.num_hidden_layers,
+            "target_model_type": own.model_type,
+            "target_name_or_path": target.config._name_or_path,
+            "target_revision": getattr(target.config, "_commit_hash", None) or "",
+        }
+        config = HyperDFlashConfig(reducer=reducer, **{**fields, **config_fields})
+        check_pair(config, target, cls.__name__)
+        device = cls.device_for(target)
+        with torch.device("meta") if device.type == "meta" else nullcontext():
+            drafter = cls(config)
+        if config.has_gate:
+            drafter.hc_gate.inherit(family.gate())
+        for name, part in drafter.named_children():
+            # Not all at once: the gate would be rounded on its way.
+            part.to(device=device, dtype=torch.float32 if name == "hc_gate" else dtype or family.dtype)
+        if config.draft_vocab_size:
+            drafter.draft_only(target, torch.arange(config.draft_vocab_size))
+        if target.get_input_embeddings().weight is target.get_output_embeddings().weight:
+            drafter._say_nothing_yet(target)
+        return drafter
+
+    @torch.no_grad()
+    def _say_nothing_yet(self, target: PreTrainedModel) -> None:
+        """Let no token stand out in a fresh drafter's logits, by its last norm. Where the target's LM head is its
+        embedding, that is sure otherwise of what is like the token that a slot reads, and training begins with
+        unlearning it. With every other sign turned a state is like no embedding; then it is as small as it has to
+        be."""
+        if self.device.type == "meta":
+            return
+        self.norm.weight[1::2].neg_()
+        config, family = self.config, family_of(target)
+        count = _ANCHORS if config.sample_from_anchor else 1
+        anchors = torch.linspace(0, config.vocab_size - 1, count, device=self.device).long()[:, None]
+        block, _ = block_inputs(anchors, torch.zeros_like(anchors), config.block_size, config.mask_token_id)
+        read = self._begin(family.embed(block).to(self.device, self.dtype))[:, config.first_slot : 2]
+        self._quieten(lambda: self.logits(target, self._end(read)))
+
+    def with_heads(self, **fields: Any) -> HyperDFlashDrafter:
+        """This drafter with heads that it lacks, for training on: they say nothing yet, so it drafts as before.
+
+        Args:
+            **fields: Of [`HyperDFlashConfig`]: `sequential_head`, `confidence_head`, and what is said of them.
+
+        Returns:
+            A new drafter in this one's dtype and on its device; this one stays as it is.
+
+        Raises:
+            ValueError: If a field is not of a head, the head is there already, or a value does not fit.
+        """
+        for name, value in fields.items():
+            head = _HEAD_OF.get(name)
+            if head is None:
+                raise ValueError(f"`{name}` is not of a head: expected some of {', '.join(_HEAD_OF)}.")
+            if head not in fields:
+                raise ValueError(f"`{name}` is {value!r}, but of no new head: add `{head}`, or leave it out.")
+            if (own := getattr(self.config, head)) not in ("none", False):
+                raise ValueError(
+                    f"`{head}` is {fields[head]!r}, but the drafter has one already ({own!r}): leave it out to train "
+                    "that one."
+                )
+        if self.config.confidence_head:  # which has no weights for a token that it did not read
+            fields["confidence_reads_token"] = self.head is not None and self.config.confidence_reads_token
+        config = HyperDFlashConfig.from_dict({**self.config.to_dict(), **fields})
+        config._attn_implementation = self.config._attn_implementation
+        grown = type(self)(config)
+        grown.load_state_dict(self.state_dict(), strict=False)
+        for name, part in grown.named_children():
+            part.to(device=self.device, dtype=torch.float32 if name == "hc_gate" else self.dtype)
+        return grown
+
+    # The block
+
+    def reduce(self, residual: torch.Tensor) -> torch.Tensor:
+        return self.hidden_norm(self.reducer.reduce(self, residual, self.dtype))
+
+    def _begin(self, embeds: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed_proj(embeds) if hasattr(self, "embed_proj") else embeds
+        if self.config.mask_token_id is not None:
+            return hidden
+        slots = torch.arange(hidden.shape[1], device=hidden.device) % self.config.block_size
+        mask = self.mask_embedding(torch.zeros_like(slots))
+        return torch.where((slots == 0).unsqueeze(-1), hidden, mask)
+
+    def _end(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(hidden)
+        return self.head_proj(hidden) if hasattr(self, "head_proj") else hidden
+
+    # Use with a target
+
+    def bind(self, target: PreTrainedModel, as_default: bool = False) -> None:
+        """As of any drafter; its configuration takes the target's special tokens, which transformers' pipelines
+        compare."""
+        super().bind(target, as_default)
+        own = target.config.get_text_config(decoder=True)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(self.config, name, getattr(own, name, None))
+
+
+def _gate_obstacle(family: TargetFamily, width: int) -> str | None:
+    """Why the gate cannot be inherited (the paper's conditions, section 2.2), or `None`."""
+    if family.why_ungated:
+        return family.why_ungated
+    if width != family.config.hidden_size:
+        return f"the drafter's hidden size {width} differs from the target's {family.config.hidden_size}"
+    return None

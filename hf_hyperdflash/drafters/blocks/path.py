@@ -1,0 +1,93 @@
+"""A block's draft positions one after the other, each with the token chosen before it, on one path or on several."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel
+
+from ...targets.registry import family_of
+from ...trees.growth import DraftStep
+from ...trees.tree import DraftTree
+from ..parts.heads import ConfidenceHead, SequentialHead
+
+# Below any candidate's logit: chosen only where a request's processors leave no candidate.
+_NO_CANDIDATE = 1e4
+
+
+class BlockPath:
+    """The logits of one block's draft positions, which a sequential head makes known to each other.
+
+    Args:
+        drafter: With `config`, `logits`, `head` and `confidence_head`.
+        target: For its embedding and LM head.
+        hidden: The block's states, `[1, drafts, config.target_hidden_size]`.
+    """
+
+    def __init__(self, drafter: Any, target: PreTrainedModel, hidden: torch.Tensor) -> None:
+        self.drafter, self.target, self.hidden, self.config = drafter, target, hidden, drafter.config
+        self.head: SequentialHead | None = drafter.head
+        self.confidence_head: ConfidenceHead | None = drafter.confidence_head
+        self._carried: torch.Tensor | None = None
+        count = 0 if self.head is None else self.config.head_candidates or 0
+        # [1, drafts, drafted vocabulary], without the head; nothing asks for it where that scores every token anew.
+        is_asked = self.head is None or self.head.table is not None or count
+        self._blind = drafter.logits(target, hidden) if is_asked else None
+        self._candidates = None if self._blind is None or not count else self._blind.topk(count, dim=-1).indices
+
+    def __call__(self, k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
+        """What follows each of several paths at draft position `k`; once for each k, in order.
+
+        Args:
+            k: The draft position.
+            tokens: The last of each path, `[paths]`.
+            rows: Which path of the call before each goes on from, `[paths]`.
+        """
+        hidden, memory = self.hidden[:, k].expand(len(tokens), -1), None
+        blind = None if self._blind is None else self._blind[:, k].expand(len(tokens), -1)
+        if self.head is None:
+            logits = cast(torch.Tensor, blind)
+        else:
+            tokens, rows = tokens.to(hidden.device), rows.to(hidden.device)
+            embeds = self._embeds(tokens) if self.head.reads_embeds else None
+            carried = None if self._carried is None else self._carried[rows]
+            states, vectors, memory, self._carried = self.head(hidden, tokens, embeds, carried)
+            if blind is None:
+                logits = self.drafter.logits(self.target, states)
+            elif self._candidates is None:
+                logits = blind + torch.nn.functional.linear(vectors, self.drafter.head.table).to(blind)
+            else:
+                ids = self._candidates[:, k].expand(len(tokens), -1)
+                logits = self._best(blind.float(), ids, states, vectors)
+        return DraftStep(self.drafter.of_vocabulary(logits), self._confidence(k, hidden, memory))
+
+    def told(self, tree: DraftTree) -> DraftTree:
+        """A tree of this block, with which of its nodes the head chose: where the block alone holds another token more
+        probable, before the request's processors."""
+        blind = self.drafter.logits(self.target, self.hidden) if self._blind is None else self._blind
+        alone = self.drafter.of_vocabulary(blind)[0].argmax(-1).tolist()
+        drafts = zip(tree.tokens.tolist(), tree.depths)
+        return replace(tree, by_head=tuple(token != alone[depth - 1] for token, depth in drafts))
+
+    def _confidence(self, k: int, hidden: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor | None:
+        if self.confidence_head is None:
+            return None
+        temperature = (self.config.confidence_temperatures or [1.0] * (k + 1))[k]
+        return torch.sigmoid(self.confidence_head(hidden, memory).float() / temperature)
+
+    def _embeds(self, tokens: torch.Tensor) -> torch.Tensor:
+        return family_of(self.target).embed(tokens[:, None])[:, 0]
+
+    def _best(
+        self, blind: torch.Tensor, ids: torch.Tensor, states: torch.Tensor, vectors: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Of the block's best tokens; the others stand far below."""
+        if vectors is None:
+            scores = self.drafter.logits_of(self.target, states, ids)
+        else:
+            rows = self.drafter.head.table[ids.to(vectors.device)]
+            scores = blind.gather(-1, ids) + torch.einsum("br,bcr->bc", vectors, rows).to(blind)
+        scores = scores.to(blind).masked_fill(blind.gather(-1, ids) == -torch.inf, -torch.inf)  # the mask token
+        return (blind - _NO_CANDIDATE).scatter(-1, ids, scores)

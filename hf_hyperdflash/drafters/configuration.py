@@ -1,0 +1,290 @@
+"""What every drafter's configuration says that makes states of its own from the target's residual paths."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
+
+from ..version import __version__, series
+from .parts.reducers import REDUCERS
+
+logger = logging.getLogger(__name__)
+
+# By transformers, in any model's config.json.
+_WRITTEN_BESIDE = ("auto_map", "torch_dtype", "quantization_config", "use_cache")
+_TYPES: dict[str, tuple[Any, str]] = {
+    "int": (int, "an integer"),
+    "float": ((int, float), "a number"),
+    "bool": (bool, "True or False"),
+    "str": (str, "a string"),
+}
+
+
+def check_layer_ids(ids: Any) -> None:
+    """Raise a `ValueError` if `ids` are not layers that a drafter can read."""
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise ValueError(
+            f"`target_layer_ids` is {ids!r}, expected a list of layer numbers: [-1] or [2, -1], for example."
+        )
+    order = [math.inf if i == -1 else i for i in ids]  # the last layer comes last
+    if not ids or min(ids) < -1 or order != sorted(set(order)):
+        raise ValueError(
+            f"`target_layer_ids` is {ids}, expected ascending layer numbers from 0, each once, and -1, the "
+            "pre-collapse residual, at the end: [-1], [2] or [2, -1] for example."
+        )
+
+
+class DrafterConfig(PreTrainedConfig):
+    r"""Shape of a drafter's layers and of the target that it reads.
+
+    Args:
+        vocab_size: Vocabulary of the target, whose embedding and LM head the drafter shares.
+        hidden_size: Width of the drafter's layers.
+        num_hidden_layers: Number of drafter layers. The context is injected in each.
+        num_attention_heads: Query heads.
+        num_key_value_heads: Key and value heads, a divisor of `num_attention_heads`.
+        head_dim: Width of a head.
+        intermediate_size: Width of the MLP.
+        hidden_act: Activation of the MLP.
+        rms_norm_eps: Epsilon of every RMSNorm, the reducer's included.
+        rope_parameters: RoPE of the drafter; positions are the target's true positions.
+        max_position_embeddings: Longest position RoPE is made for.
+        draft_vocab_size: How many tokens it can draft, with an LM head of its own for them; 0 for all, with the
+            target's. Only for drafters of other formats.
+        target_layer_ids: Whose residual paths the drafter reads, ascending: -1 is the last layer's output, the
+            pre-collapse residual, which is the paper's source and the default; other numbers are intermediate layers,
+            counted from 0.
+        reducer: How the paths become the conditioning feature. `"hc_gate"`: the paper's, gates inherited from the
+            target's `hc_head` (Eq. 1), per layer read. `"fc"`: vanilla DFlash's dense projection of all paths read.
+            `"hybrid"`: ours, the gate of the last layer read plus a normed dense projection of the others (of the
+            same, where only one is read), which counts for nothing at first. `"stream_mean"`: the mean over the paths
+            of each layer, then a projection.
+        path_norm: Whether a gate normalizes each path before summing (section 2.2, "per-path RMSNorm").
+        hc_eps: The target's offset on each gate.
+        target_hidden_size: Width of the target; 0 for the drafter's. If it differs from `hidden_size`, the reducer
+            cannot have a gate.
+        target_hc_mult: Number of residual paths of the target.
+        any_streams: Whether it reads the mean over a target's paths, however many these are: `target_hc_mult` is set
+            when it is bound. Other programs' checkpoints do not say how many.
+        target_num_layers: Number of the target's layers, 0 if not known; other programs' layouts say it.
+        target_model_type: `config.model_type` of the target.
+        target_name_or_path: The target the drafter was made for; binding to another name warns.
+        target_revision: Its commit on the Hub, if it came from there.
+        target_fingerprint: Digests of its head, its other weights and its configuration, see
+            [`~training.features.fingerprint.as_words`], `-` for what was not loaded.
+        attention_bias: Whether the attention projections have biases.
+        initializer_range: Standard deviation of fresh weights.
+        bos_token_id, eos_token_id, pad_token_id: The target's, by which transformers' pipelines tell that the two
+            share a tokenizer.
+        hyperdflash_version: Of the package that saved the drafter.
+
+    Raises:
+        ValueError: If a field, or a pair of them, makes no drafter.
+    """
+
+    vocab_size: int = 129280
+    hidden_size: int = 4096
+    num_hidden_layers: int = 5
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 8
+    head_dim: int = 128
+    intermediate_size: int = 12288
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    rope_parameters: RopeParameters | dict | None = None
+    max_position_embeddings: int = 1048576
+    draft_vocab_size: int = 0
+    target_layer_ids: list[int] | None = None
+    reducer: str = "hc_gate"
+    path_norm: bool = True
+    hc_eps: float = 1e-6
+    target_hidden_size: int = 0
+    target_hc_mult: int = 4
+    any_streams: bool = False
+    target_num_layers: int = 0
+    target_model_type: str = "deepseek_v4"
+    target_name_or_path: str = ""
+    target_revision: str = ""
+    target_fingerprint: str = ""
+    attention_bias: bool = False
+    initializer_range: float = 0.02
+    bos_token_id: int | None = None
+    eos_token_id: list[int] | int | None = None
+    pad_token_id: int | None = None
+    hyperdflash_version: str = ""
+
+    # Lowest and highest values: beyond any model, within what can be tried without filling a machine's memory.
+    bounds = {
+        "vocab_size": (1, 2**24), "draft_vocab_size": (0, 2**24), "hidden_size": (1, 2**17),
+        "target_hidden_size": (0, 2**17), "intermediate_size": (1, 2**20), "num_hidden_layers": (1, 2**10),
+        "num_attention_heads": (1, 2**12), "num_key_value_heads": (1, 2**12), "head_dim": (1, 2**13),
+        "target_hc_mult": (1, 2**8), "max_position_embeddings": (1, 2**40), "target_num_layers": (0, 2**16),
+    }  # fmt: skip
+    why = dict[str, str]()  # what is said of a bound beside it
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.check_fields({name: getattr(self, name) for name in self.own_fields()})
+        self.check_fields({name: kwargs[name] for name in self._unknown(kwargs)})
+        super().__post_init__(**kwargs)
+        if self.target_hidden_size == 0:
+            self.target_hidden_size = self.hidden_size
+        if self.target_layer_ids is None:
+            self.target_layer_ids = [-1]
+        self._complete()
+        self.check()
+
+    def _complete(self) -> None:
+        """Set what depends on other fields."""
+
+    @classmethod
+    def own_fields(cls) -> dict[str, str]:
+        """The types of a drafter's fields, without those that any model's configuration has."""
+        kinds = [kind for kind in cls.__mro__ if issubclass(kind, DrafterConfig)]
+        return {
+            name: str(kind.__annotations__[name])
+            for kind in reversed(kinds)
+            for name in vars(kind).get("__annotations__", {})
+        }
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As of any configuration, but only from a drafter's: another model's fields would make a drafter of defaults.
+
+        Raises:
+            ValueError: If it is another model's, or a field makes no drafter.
+        """
+        kind = config_dict.get("model_type", cls.model_type)
+        if kind != cls.model_type:
+            raise ValueError(
+                f"The configuration is of a {kind!r} model, expected {cls.model_type!r}. Pass the path or Hub id of a "
+                "HyperDFlash drafter, not of its target or of another model; DFlash drafters of others are read by "
+                "`hf_hyperdflash.load_drafter`."
+            )
+        unknown = cls._unknown(config_dict)
+        cls._compare_versions(config_dict, unknown)
+        known = {name: value for name, value in config_dict.items() if name not in unknown}
+        loaded = super().from_dict(known, **kwargs)
+        (loaded[0] if isinstance(loaded, tuple) else loaded).check()  # what `kwargs` changed too
+        return loaded
+
+    @classmethod
+    def _unknown(cls, given: Iterable[str]) -> list[str]:
+        """Those names that are no field of ours, and none that transformers has or writes in every configuration."""
+        names = [name for name in given if name not in _WRITTEN_BESIDE]
+        plain = cls() if names else None
+        return [name for name in names if not hasattr(plain, name)]
+
+    @classmethod
+    def _compare_versions(cls, config_dict: dict[str, Any], unknown: list[str]) -> None:
+        """Warn where the file may say what this version does not understand."""
+        saved = str(config_dict.get("hyperdflash_version") or "")
+        if unknown or series(saved) > series(__version__):
+            logger.warning(
+                "The drafter was saved by hf_hyperdflash %s, and this is %s%s. Install that version, or let the "
+                "drafter bring its own code: `AutoModel.from_pretrained(..., trust_remote_code=True)`.",
+                saved or "of an unknown version",
+                __version__,
+                f", which ignores its {', '.join(unknown)}" if unknown else "",
+            )
+
+    @classmethod
+    def check_fields(cls, given: Mapping[str, Any]) -> None:
+        """Check fields by themselves, before anything is made of them.
+
+        Raises:
+            ValueError: If a name in `given` is no field (the nearest is told), or its value is not what it takes.
+        """
+        known = [field.name for field in fields(cls)]
+        for name, value in given.items():
+            if name not in known:
+                near = get_close_matches(name, known, 1)
+                raise ValueError(
+                    f"`{name}` is no field of `{cls.__name__}`{f': did you mean `{near[0]}`?' if near else '.'}"
+                )
+            cls._check_type(name, value)
+            lowest, highest = cls.bounds.get(name, (-math.inf, math.inf))
+            if name in cls.bounds and value is not None and not lowest <= value <= highest:
+                raise ValueError(
+                    f"`{name}` is {value}, expected at least {lowest} and at most {highest}{cls.why.get(name, '')}."
+                )
+
+    @classmethod
+    def _check_type(cls, name: str, value: Any) -> None:
+        kind, *others = cls.own_fields().get(name, "Any").split(" | ")
+        if kind in _TYPES and not (value is None and others):
+            of_type, expected = _TYPES[kind]
+            if not isinstance(value, of_type) or (isinstance(value, bool) and kind != "bool"):
+                raise ValueError(f"`{name}` is {value!r}, expected {expected}{' or None' if others else ''}.")
+            if kind == "float" and not 0 <= value < math.inf:
+                raise ValueError(f"`{name}` is {value}, expected a finite number of at least 0.")
+        if name == "rope_parameters" and not isinstance(value, (dict, type(None))):
+            raise ValueError(f"`rope_parameters` is {value!r}, expected a dictionary with `rope_theta`.")
+
+    def check(self) -> None:
+        """Raise a `ValueError` if a field, or a pair of them, makes no drafter."""
+        self.check_fields({name: getattr(self, name) for name in self.own_fields()})
+        self._check_sizes()
+        self._check_functions()
+        self._check_reducer()
+
+    def _check_sizes(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"`num_attention_heads` is {self.num_attention_heads}, expected a multiple of `num_key_value_heads` "
+                f"({self.num_key_value_heads})."
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"`head_dim` is {self.head_dim}, expected an even number: RoPE rotates pairs.")
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(
+                f"`draft_vocab_size` is {self.draft_vocab_size}, expected at most the `vocab_size` of "
+                f"{self.vocab_size}."
+            )
+
+    def _check_functions(self) -> None:
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` is {self.hidden_act!r}, expected one of {', '.join(sorted(ACT2FN))}.")
+        rope = self.rope_parameters or {}
+        kind, theta = rope.get("rope_type"), rope.get("rope_theta")
+        if kind not in ("default", *ROPE_INIT_FUNCTIONS):
+            raise ValueError(
+                f"`rope_parameters` has the `rope_type` {kind!r}, expected default, {', '.join(ROPE_INIT_FUNCTIONS)}."
+            )
+        if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
+            raise ValueError(f"`rope_parameters` has the `rope_theta` {theta!r}, expected a positive number.")
+
+    def _check_reducer(self) -> None:
+        if self.reducer not in REDUCERS:
+            raise ValueError(f"`reducer` is {self.reducer!r}, expected one of {tuple(REDUCERS)}.")
+        if self.any_streams and self.reducer != "stream_mean":
+            raise ValueError(f"`reducer` is {self.reducer!r}, expected 'stream_mean' with `any_streams`.")
+        check_layer_ids(self.target_layer_ids)
+        if self.has_gate and self.hidden_size != self.target_hidden_size:
+            raise ValueError(
+                f"`reducer={self.reducer!r}` needs equal widths, but the drafter's `hidden_size` is "
+                f"{self.hidden_size} and "
+                f"the target's {self.target_hidden_size}. Use `reducer='fc'` or the target's width."
+            )
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether the reducer has a gate to inherit."""
+        return REDUCERS[self.reducer].has_gate
+
+    @property
+    def num_paths(self) -> int:
+        """Residual paths that the drafter reads: `target_hc_mult` of each layer in `target_layer_ids`."""
+        return len(self.target_layer_ids or ()) * self.target_hc_mult
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """The most tokens one round can draft."""
+        raise NotImplementedError(f"A {type(self).__name__} has no `max_draft_tokens`.")

@@ -1,0 +1,190 @@
+"""What DeepSeek-V4's checkpoints carry to draft with, their `mtp.*` tensors, whatever number format they have.
+
+April's releases have the MTP block there, July's and the `-DSpark` repositories a DSpark drafter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from ..weights import indexed, listed
+
+# V4-Flash-Base repeats the target's embedding and LM head in its block.
+_OWN = re.compile(r"mtp\.(\d+)\.(?!emb\.|head\.)")
+_SCALES = (".scale", ".weight_scale_inv")
+
+# FP4 is E2M1: sign, two bits of exponent, one of mantissa.
+_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_FP4_DTYPES = (torch.int8, getattr(torch, "float4_e2m1fn_x2", torch.int8))
+_FP4_BLOCK = (1, 32)
+
+
+class MTPCheckpoint:
+    """The `mtp.*` tensors of a checkpoint in safetensors, by DeepSeek's names.
+
+    Files are fetched when tensors are read, and only those with such tensors in them.
+
+    Args:
+        name: Path or Hub id.
+        config: The checkpoint's.
+        hub_kwargs: For `cached_file`.
+
+    Raises:
+        ValueError: If there are no such tensors.
+    """
+
+    def __init__(self, name: str, config: Any, hub_kwargs: dict[str, Any]) -> None:
+        if not name:
+            raise ValueError(
+                "The target was not loaded from a checkpoint (`config._name_or_path` is empty), so there is none to "
+                "read the `mtp.*` tensors from. Pass a path or Hub id."
+            )
+        self.name, self.config, self.hub_kwargs = name, config, hub_kwargs
+        files = self._files()
+        self.scales = {name: file for name, file in files.items() if name.endswith(_SCALES)}
+        self.weights = {name: file for name, file in files.items() if name not in self.scales}
+
+    @property
+    def blocks(self) -> int:
+        """How many V4 blocks there are."""
+        return len({cast(re.Match, _OWN.match(name))[1] for name in self.weights})
+
+    @property
+    def drafter(self) -> str:
+        """The class that reads it."""
+        return "DeepseekV4DSparkDrafter" if "mtp.0.main_proj.weight" in self.weights else "DeepseekV4MTPDrafter"
+
+    def _files(self) -> dict[str, str]:
+        """The file that holds each tensor."""
+        index = self._file(SAFE_WEIGHTS_INDEX_NAME)
+        if index is not None:
+            shards = indexed(Path(index))
+            files = {name: shard for name, shard in shards.items() if _OWN.match(name)}
+        else:
+            path = cast(str, self._file(SAFE_WEIGHTS_NAME, required=True))
+            with safe_open(path, "pt") as file:
+                files = {name: SAFE_WEIGHTS_NAME for name in file.keys() if _OWN.match(name)}
+        if not files:
+            raise ValueError(
+                f"{self.name} has no `mtp.*` tensors, expected those of DeepSeek-V4's own drafter. transformers' "
+                "`save_pretrained` drops them: pass the path or Hub id of the original checkpoint."
+            )
+        return files
+
+    def _file(self, file: str, required: bool = False) -> str | None:
+        path = cached_file(self.name, file, _raise_exceptions_for_missing_entries=False, **self.hub_kwargs)
+        if path is None and required:
+            raise ValueError(
+                f"{self.name} has no {file}, expected a checkpoint in safetensors. Pass the path or Hub id of one."
+            )
+        return path
+
+    def check_drafter(self, name: str) -> None:
+        """Check that the checkpoint is one for the drafter of that name.
+
+        Raises:
+            ValueError: If it is for another one.
+        """
+        if self.drafter != name:
+            raise ValueError(
+                f"{self.name} carries no {name}, but another drafter: call `{self.drafter}.from_target(...)`, or "
+                "`load_drafter(...)` for whichever a checkpoint has."
+            )
+
+    def check_names(self, expected: Iterable[str]) -> None:
+        """Check that the checkpoint holds exactly the tensors `expected`.
+
+        Raises:
+            ValueError: If not, naming some.
+        """
+        expected = set(expected)
+        stray = [name for name in self.scales if f"{_stem(name)}.weight" not in self.weights]
+        missing = [name for name in expected if name not in self.weights]
+        unexpected = [name for name in [*self.weights, *stray] if name not in expected]
+        if missing or unexpected:
+            raise ValueError(
+                f"The `mtp.*` tensors of {self.name} are not those of the drafter that its config describes: "
+                f"{listed(missing=missing, unexpected=unexpected)}. Use a complete checkpoint with its own config."
+            )
+
+    def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and dequantized tensors, one at a time: V4-Flash's are 13 GB a block in bfloat16."""
+        files = sorted({*self.scales.values(), *self.weights.values()})
+        paths = {file: cast(str, self._file(file, required=True)) for file in files}
+        scales = {_stem(name): tensor for name, tensor in _read(self.scales, paths, device)}
+        block_size = _block_size(self.config)
+        for name, tensor in _read(self.weights, paths, device):
+            yield name, dequantize(tensor, scales.get(_stem(name)), block_size, name)
+
+
+def _block_size(config: Any) -> tuple[int, int]:
+    """Rows and columns that share a scale in the checkpoint's FP8 weights."""
+    quantization = getattr(config, "quantization_config", None) or {}
+    if not isinstance(quantization, dict):  # an object in a loaded target
+        quantization = quantization.to_dict()
+    rows, columns = quantization.get("weight_block_size") or (128, 128)
+    return int(rows), int(columns)
+
+
+def _stem(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _read(names: dict[str, str], paths: dict[str, str], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    for shard, path in paths.items():
+        with safe_open(path, "pt", device=str(device)) as file:
+            for name in [name for name in names if names[name] == shard]:
+                yield name, file.get_tensor(name)
+
+
+def dequantize(
+    weight: torch.Tensor, scale: torch.Tensor | None, block_size: tuple[int, int], name: str = "weight"
+) -> torch.Tensor:
+    """Multiply every block of a quantized weight with its scale; a weight that is not quantized stays as it is.
+
+    Args:
+        weight: FP8, `[out, in]`, or FP4, two values to a byte, `[out, in / 2]`.
+        scale: Per block `[ceil(out / rows), ceil(in / columns)]`, E8M0 (as such or as bytes) or float32. FP4 has
+            blocks of 1 x 32.
+        block_size: Rows and columns of an FP8 block.
+        name: For the message.
+
+    Returns:
+        `[out, in]`, float32 if it was quantized.
+
+    Raises:
+        ValueError: If weight and scale do not belong together.
+    """
+    is_fp4 = weight.dtype in _FP4_DTYPES
+    is_quantized = is_fp4 or weight.dtype == torch.float8_e4m3fn
+    if not is_quantized and scale is None:
+        return weight
+    if is_fp4:
+        weight, block_size = _unpack_fp4(weight), _FP4_BLOCK
+    grid = [-(-size // block) for size, block in zip(weight.shape, block_size)]
+    if not is_quantized or scale is None or list(scale.shape) != grid:
+        raise ValueError(
+            f"`{name}`, {weight.dtype} of shape {list(weight.shape)}, has "
+            f"{'no scale' if scale is None else f'a scale of shape {list(scale.shape)}'}, expected "
+            f"{f'one of shape {grid}: blocks of {list(block_size)}' if is_quantized else 'none'}. Check "
+            "`quantization_config` in the checkpoint's config."
+        )
+    # E8M0 is the biased exponent of a power of two; some writers store the bare byte.
+    scale = (scale.float() - 127).exp2() if scale.dtype == torch.uint8 else scale.float()
+    for dim, block in enumerate(block_size):
+        scale = scale.repeat_interleave(block, dim).narrow(dim, 0, weight.shape[dim])
+    return weight.float() * scale
+
+
+def _unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
+    """`[out, in / 2]` bytes to `[out, in]`: the low half of a byte comes first, as transformers unpacks it."""
+    packed = packed.contiguous().view(torch.uint8)
+    codes = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
+    return torch.tensor(_FP4_VALUES, device=packed.device)[codes.long()]

@@ -1,0 +1,121 @@
+"""Configuration of DeepSeek-V4's DSpark drafter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
+
+from ..blocks.configuration_hyperdflash import HyperDFlashConfig, check_temperatures
+from ..configuration import check_layer_ids
+from ..parts.block_attention import SLIDING, Reach
+from .configuration_mtp import of_blocks
+
+# DeepSeek's names of what we call the same in every drafter of blocks.
+_DEEPSEEK_FIELDS = {
+    "block_size": "dspark_block_size",
+    "mask_token_id": "dspark_noise_token_id",
+    "head_rank": "dspark_markov_rank",
+    "target_layer_ids": "dspark_target_layer_ids",
+}
+
+
+class DeepseekV4DSparkConfig(DeepseekV4Config):
+    """A DeepSeek-V4's configuration, for its DSpark drafter alone. `num_hidden_layers` are the drafter's blocks, and
+    `sliding_window` is how many tokens before the anchor a block sees.
+
+    Args:
+        block_size: Inputs of a block, the anchor and mask tokens; each drafts the token after it.
+        mask_token_id: The token that stands after the anchor.
+        head_rank: Of the Markov head.
+        target_layer_ids: Of the target's layers whose residual paths it reads, ascending from 0; -1 for the last.
+        confidence_temperatures: As of [`HyperDFlashConfig`].
+        target_name_or_path, target_revision, target_fingerprint: As of [`HyperDFlashConfig`].
+        hyperdflash_version: Of the package that saved the drafter.
+
+    Raises:
+        ValueError: If a field makes no drafter.
+    """
+
+    model_type = "deepseek_v4_dspark"
+
+    block_size: int = 5
+    mask_token_id: int = 128799
+    head_rank: int = 256
+    target_layer_ids: list[int] | None = None
+    confidence_temperatures: list[float] | None = None
+    target_name_or_path: str = ""
+    target_revision: str = ""
+    target_fingerprint: str = ""
+    hyperdflash_version: str = ""
+
+    # As every drafter of this kind is, in the words of [`HyperDFlashConfig`].
+    sample_from_anchor = confidence_head = True
+    first_slot = head_candidates = draft_vocab_size = 0
+    sequential_head = "markov"
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kind of every layer."""
+        return [SLIDING] * self.num_hidden_layers
+
+    def reach(self, kind: str) -> Reach:
+        """What slots see in layers of a kind."""
+        return Reach(self.sliding_window)
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.target_layer_ids is None:
+            self.target_layer_ids = [-1]
+        check_layer_ids(self.target_layer_ids)
+        HyperDFlashConfig.check_fields({name: getattr(self, name) for name in ("block_size", "head_rank")})
+        check_temperatures(self.confidence_temperatures, self.max_draft_tokens)
+        if type(self.mask_token_id) is not int or not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"`mask_token_id` is {self.mask_token_id!r}, outside the vocabulary of {self.vocab_size} tokens."
+            )
+
+    @classmethod
+    def of_target(cls, config: DeepseekV4Config, blocks: int = 3) -> DeepseekV4DSparkConfig:
+        """The drafter of so many blocks that a target with this configuration, `dspark_*` fields among it, carries.
+
+        Raises:
+            ValueError: If it has no such fields, or one that makes no drafter.
+        """
+        if missing := [name for name in _DEEPSEEK_FIELDS.values() if not hasattr(config, name)]:
+            raise ValueError(
+                f"The config.json of {config._name_or_path or 'the target'} has no `{missing[0]}`, expected the "
+                "fields of its DSpark drafter: use the one that belongs to the checkpoint."
+            )
+        fields = {ours: getattr(config, theirs) for ours, theirs in _DEEPSEEK_FIELDS.items()}
+        ids, last = fields["target_layer_ids"], config.num_hidden_layers - 1
+        if isinstance(ids, list) and last in ids:  # the residual that training reads anyway, by the name that it has
+            fields["target_layer_ids"] = [-1 if i == last else i for i in ids]
+        return of_blocks(
+            cls,
+            config,
+            blocks,
+            target_name_or_path=config._name_or_path,
+            target_revision=getattr(config, "_commit_hash", None) or "",
+            **fields,
+        )
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """The most tokens one round can draft."""
+        return self.block_size
+
+    @property
+    def num_paths(self) -> int:
+        """Residual paths that the drafter reads: `hc_mult` of each layer in `target_layer_ids`."""
+        return len(self.target_layer_ids or ()) * self.hc_mult
+
+    @property
+    def target_hc_mult(self) -> int:
+        """As the drafter's own blocks have."""
+        return self.hc_mult
+
+    @property
+    def target_hidden_size(self) -> int:
+        """As wide as the drafter."""
+        return self.hidden_size

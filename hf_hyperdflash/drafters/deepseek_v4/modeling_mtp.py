@@ -1,0 +1,254 @@
+"""DeepSeek-V4's native drafter: the multi-token-prediction block that its checkpoints carry as `mtp.0.*`."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
+    DeepseekV4DecoderLayer,
+    DeepseekV4HyperHead,
+    DeepseekV4RMSNorm,
+    DeepseekV4RotaryEmbedding,
+)
+
+from ...targets.caches.name import CACHE
+from ...targets.registry import family_of
+from ...trees.growth import DraftStep
+from ...trees.tree import DraftTree
+from ..sampling import DraftSampler
+from .configuration_mtp import DeepseekV4MTPConfig
+from .drafter import DeepseekV4Drafter, Rotary
+
+
+class MTPContext:
+    """What the block keeps of one sequence: the keys of its last accepted entries, and its streams after the last.
+
+    Stands in for a transformers cache in the block's attention. Tensors are replaced, never written to: a shallow copy
+    can run ahead, and the original is as it was.
+
+    Args:
+        sliding_window: `config.sliding_window`; a query sees itself and `sliding_window - 1` keys before it.
+    """
+
+    def __init__(self, sliding_window: int) -> None:
+        self.sliding_window = sliding_window
+        self.end = 0  # position after the last token seen, in tokens of the sequence
+        self.keys: torch.Tensor | None = None  # [sequences, 1, at most sliding_window - 1, config.head_dim]
+        self.streams: torch.Tensor | None = None  # [1, 1, config.hc_mult, config.hidden_size]
+
+    def __len__(self) -> int:
+        """Keys of the past that the next entry can see."""
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def go_on_from(self, rows: torch.Tensor) -> None:
+        """Be as many sequences as there are `rows`, each going on from that one of those so far."""
+        if self.keys is not None:
+            self.keys = self.keys[rows]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append keys `[sequences, 1, new, config.head_dim]`, which are values too; return all, old ones first."""
+        full = key_states if self.keys is None else torch.cat([self.keys, key_states], dim=2)
+        self.keys = full[:, :, max(full.shape[2] - (self.sliding_window - 1), 0) :]
+        return full, full
+
+
+class DeepseekV4MTPDrafter(DeepseekV4Drafter):
+    """Drafts one token at a time from the target's pre-collapse residual with the block that V4 was trained with.
+
+    The block's entry `t` is made of the residual after token `t` and the embedding of token `t + 1`; the LM head reads
+    token `t + 2` from what comes out. To draft further, the streams that come out stand in for the next residual.
+
+    Use [`from_target`], `drafter.bind(target)` once, then `target.generate(**inputs, assistant_model=drafter)`.
+
+    Args:
+        config: A DeepSeek-V4's configuration, of which this model makes one block: sliding-window attention and a
+            mixture of experts with learned routing. It is copied, not changed.
+    """
+
+    config: DeepseekV4MTPConfig
+    config_class = DeepseekV4MTPConfig
+    _usual_drafts = 3
+    base_model_prefix = "mtp"
+    target_layer_ids = [-1]  # reads the residual after the last layer, before it is collapsed
+    _keep_in_fp32_modules_strict = [*DeepseekV4Drafter._keep_in_fp32_modules_strict, "enorm", "hnorm"]
+
+    def __init__(self, config: DeepseekV4Config) -> None:
+        is_block = isinstance(config, DeepseekV4MTPConfig)
+        super().__init__(config if is_block else DeepseekV4MTPConfig.of_target(config))
+        hidden, eps = self.config.hidden_size, self.config.rms_norm_eps
+        self.e_proj, self.h_proj = nn.Linear(hidden, hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
+        self.enorm, self.hnorm, self.norm = (DeepseekV4RMSNorm(hidden, eps) for _ in range(3))
+        self.block = DeepseekV4DecoderLayer(self.config, layer_idx=0)
+        self.hc_head = DeepseekV4HyperHead(self.config)
+        self.rotary_emb = DeepseekV4RotaryEmbedding(self.config)
+        self.post_init()
+
+    def _place(self, name: str) -> tuple[str, str]:
+        return "mtp.0.", name.removeprefix("block.")
+
+    # The block
+
+    def forward(
+        self,
+        residual: torch.Tensor,
+        next_embeds: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        context: MTPContext | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary: Rotary | None = None,
+    ) -> torch.Tensor:
+        """Run the block: the one path that training and generation share.
+
+        Args:
+            residual: `[batch, seq, config.hc_mult, config.hidden_size]`, the target's pre-collapse residual, or what
+                this returned for the entry before.
+            next_embeds: `[batch, seq, config.hidden_size]`, the target's embeddings of the tokens after.
+            position_ids: `[batch, seq]`, true positions of `residual`'s tokens; counted from 0 if left out.
+            context: The sequence so far. It takes in the new entries' keys.
+            attention_mask: Added to the attention's logits, `[batch, 1, seq, past + seq]`; a causal sliding window if
+                left out.
+            rotary: Cosines and sines of `position_ids`, where they are known already.
+
+        Returns:
+            The block's streams, `[batch, seq, config.hc_mult, config.hidden_size]`, for [`collapse`] and for the next
+            step.
+        """
+        dtype = self.e_proj.weight.dtype
+        residual, next_embeds = residual.to(dtype), next_embeds.to(dtype)
+        if rotary is None:
+            if position_ids is None:
+                position_ids = torch.arange(residual.shape[1], device=residual.device)[None]
+            rotary = self._rotary(next_embeds, position_ids)
+        if attention_mask is None:
+            past = 0 if context is None else len(context)
+            attention_mask = sliding_mask(residual.shape[1], past, self.config.sliding_window, next_embeds)
+        # The norms may return float32, their weights' dtype.
+        token = self.e_proj(self.enorm(next_embeds).to(dtype))
+        streams = token.unsqueeze(2) + self.h_proj(self.hnorm(residual).to(dtype))
+        return self.block(
+            streams,
+            position_embeddings={"main": rotary},
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            **{CACHE: context},
+        )
+
+    def collapse(self, streams: torch.Tensor) -> torch.Tensor:
+        """Streams `[batch, seq, config.hc_mult, config.hidden_size]` to the states that the target's LM head reads,
+        `[batch, seq, config.hidden_size]`."""
+        return self.norm(self.hc_head(streams))
+
+    # Drafting
+
+    def new_context(self) -> MTPContext:
+        """An empty context for one sequence."""
+        return MTPContext(self.config.sliding_window)
+
+    @torch.no_grad()
+    def extend(
+        self,
+        target: PreTrainedModel,
+        context: MTPContext,
+        residual: torch.Tensor,
+        position_ids: torch.Tensor,
+        next_ids: torch.Tensor,
+    ) -> None:
+        """Take accepted tokens into the context.
+
+        Args:
+            target: The target, for its embedding.
+            context: Of the sequence; changed.
+            residual: `[1, seq, config.hc_mult, config.hidden_size]`, the target's pre-collapse residual. `seq` may be
+                0.
+            position_ids: `[1, seq]`, true positions.
+            next_ids: `[1, seq]`, the tokens that follow each.
+        """
+        if residual.shape[1] == 0:
+            return
+        # One layer: nothing before the last entry's window reaches what is drafted from here on.
+        window = self.config.sliding_window
+        residual, position_ids, next_ids = residual[:, -window:], position_ids[:, -window:], next_ids[:, -window:]
+        streams = self(residual.to(self.device), self._embed(target, next_ids), position_ids.to(self.device), context)
+        context.streams = streams[:, -1:].clone()  # not a view that keeps the rest alive
+
+    @torch.no_grad()
+    def propose(
+        self,
+        target: PreTrainedModel,
+        context: MTPContext,
+        ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        count: int,
+        sampler: DraftSampler,
+    ) -> DraftTree:
+        """Draft the tokens after `ids` one by one, nothing from an empty context."""
+        if context.streams is None:
+            return DraftTree.chain(ids.new_empty(0))
+        ahead, streams = copy.copy(context), context.streams
+        further = torch.arange(count - 1, device=self.device)
+        cos, sin = self._rotary(streams, position_ids[:, -1:].to(self.device) + further)
+
+        def steps(k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
+            nonlocal streams
+            if k:
+                rotary = cos[:, k - 1 : k], sin[:, k - 1 : k]
+                rows = rows.to(self.device)
+                ahead.go_on_from(rows)
+                embeds = self._embed(target, tokens[:, None])
+                streams = self(streams[rows], embeds, context=ahead, rotary=rotary)
+            return DraftStep(self._logits(target, streams)[:, 0])
+
+        tree = sampler.grow(ids, count, steps)
+        return replace(tree, passes=tree.depths)
+
+    def _embed(self, target: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+        return family_of(target).embed(ids).to(self.device)
+
+    def _logits(self, target: PreTrainedModel, streams: torch.Tensor) -> torch.Tensor:
+        return family_of(target).logits(self.collapse(streams)).float()
+
+    # Use with a target
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Check that the drafter fits `target`.
+
+        Raises:
+            ValueError: Naming both values, if they cannot work together.
+        """
+        family = family_of(target)
+        targets_sizes = (family.config.vocab_size, family.config.hidden_size, family.paths)
+        for what, targets in zip(("vocab_size", "hidden_size", "hc_mult"), targets_sizes):
+            drafters = getattr(self.config, what)
+            if drafters != targets:
+                raise ValueError(
+                    f"The MTP drafter is of a model with `{what}` {drafters}, but this target's is {targets}. Load "
+                    "the target's own with `DeepseekV4MTPDrafter.from_target(target)`."
+                )
+
+
+def sliding_mask(queries: int, past: int, window: int, like: torch.Tensor) -> torch.Tensor | None:
+    """The mask that V4's own model builds: causal, `window` keys wide, added to the attention's logits.
+
+    Args:
+        queries: New entries.
+        past: Keys before them, at most `window - 1`.
+        window: `config.sliding_window`.
+        like: Gives dtype and device.
+
+    Returns:
+        `[1, 1, queries, past + queries]`, or `None` for a single query, which sees all there is.
+    """
+    if queries == 1:
+        return None
+    keys = torch.arange(past + queries, device=like.device)
+    distance = keys[past:, None] - keys
+    mask = torch.zeros(distance.shape, dtype=like.dtype, device=like.device)
+    return mask.masked_fill_((distance < 0) | (distance >= window), torch.finfo(like.dtype).min)[None, None]

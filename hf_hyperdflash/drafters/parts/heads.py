@@ -1,0 +1,284 @@
+"""Sequential heads: how a draft knows the one before it, and how sure the drafter is of it.
+
+A block gives a state h_k for each draft position, all at once and blind to each other. A head turns h_k and the token
+x_{k-1} chosen before it (the anchor, for the first) into a state z_k and a vector v_k, and the draft's logits are
+`LMHead(z_k) + table v_k`. One step is cheap beside the block; it is the same in training, over all blocks at once.
+
+Torch alone, so that a serving engine can import them. Modules are called as in DeepSpec's and z-lab's checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+
+from ...targets.gate import unit_rms
+
+
+class HeadStep(NamedTuple):
+    """What a head says of one draft position.
+
+    Attributes:
+        states: z_k `[..., config.target_hidden_size]`, for the LM head.
+        vectors: v_k `[..., config.head_rank]`, for the head's table; `None` if it has none.
+        memory: What it knows of the token before, `[..., head.memory_size]`.
+        carried: For the next step.
+    """
+
+    states: torch.Tensor
+    vectors: torch.Tensor | None
+    memory: torch.Tensor
+    carried: torch.Tensor | None
+
+
+class HeadOutput(NamedTuple):
+    """What heads say of whole blocks.
+
+    Attributes:
+        states: `[..., drafts, config.target_hidden_size]`, for the LM head.
+        vectors: `[..., drafts, config.head_rank]`, for the head's table; `None` without one.
+        confidence: `[..., drafts]`, the logit of each draft's acceptance; `None` without a confidence head.
+        blind: `[..., drafts, config.target_hidden_size]`, the block's own states for the LM head, where a head chooses
+            among their best tokens; else `None`.
+        ranks: `[..., drafts, 4]`, a rank head's logits; `None` without one.
+    """
+
+    states: torch.Tensor
+    vectors: torch.Tensor | None = None
+    confidence: torch.Tensor | None = None
+    blind: torch.Tensor | None = None
+    ranks: torch.Tensor | None = None
+
+
+class SilentLinear(nn.Linear):
+    """A linear layer that says nothing at first: with it a fresh drafter drafts as it would without."""
+
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+
+class SequentialHead(nn.Module):
+    """A head, one step at a time: `head(state, token, embeds, carried)`.
+
+    Attributes:
+        key: Its module's name in a drafter.
+        candidates: How many of the block's best tokens it chooses among by default; 0 for all.
+        reads_embeds: Whether it reads the target's embedding of the token before.
+        memory_size: Width of [`HeadStep`]'s `memory`.
+    """
+
+    key: ClassVar[str]
+    candidates: ClassVar[int] = 0
+    reads_embeds: ClassVar[bool] = False
+    memory_size: int
+
+    def forward(
+        self, hidden: torch.Tensor, ids: torch.Tensor, embeds: torch.Tensor | None, carried: torch.Tensor | None
+    ) -> HeadStep:
+        """One draft position.
+
+        Args:
+            hidden: The block's h_k, `[..., config.target_hidden_size]`.
+            ids: The token before, `[...]`.
+            embeds: The target's embedding of it, `[..., config.target_hidden_size]`, where the head reads it.
+            carried: What the step before gave; `None` at the first.
+        """
+        raise NotImplementedError(f"A {type(self).__name__} has no `forward`.")
+
+    @classmethod
+    def candidates_of(cls, vocabulary: int) -> int:
+        """Among how many of so many tokens it chooses by default; 0 for all."""
+        return min(cls.candidates, vocabulary)
+
+    @property
+    def table(self) -> torch.Tensor | None:
+        """`[config.draft_vocab_size or config.vocab_size, config.head_rank]`, what turns vectors into logits."""
+        return None
+
+
+class MarkovHead(SequentialHead):
+    """A bigram table of low rank: v_k = W1[x_{k-1}] (DSpark)."""
+
+    key = "markov_head"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        rank = self.memory_size = config.head_rank
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = SilentLinear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
+
+    def forward(
+        self, hidden: torch.Tensor, ids: torch.Tensor, embeds: torch.Tensor | None, carried: torch.Tensor | None
+    ) -> HeadStep:
+        memory = self.markov_w1(ids)
+        vectors, carried = self.vectors(hidden, memory, carried)
+        return HeadStep(hidden, vectors, memory, carried)
+
+    def vectors(
+        self, hidden: torch.Tensor, memory: torch.Tensor, carried: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """v_k, and what the next step is given."""
+        return memory, None
+
+    @property
+    def table(self) -> torch.Tensor:
+        return self.markov_w2.weight
+
+
+class GatedMarkovHead(MarkovHead):
+    """The same, with a gate that reads the state: v_k = sigmoid(W [h_k; e] + b) * e, e = W1[x_{k-1}] (DSpark)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.gate_proj = nn.Linear(config.target_hidden_size + config.head_rank, config.head_rank)
+
+    def vectors(
+        self, hidden: torch.Tensor, memory: torch.Tensor, carried: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return torch.sigmoid(self.gate_proj(torch.cat([hidden, memory], dim=-1))) * memory, None
+
+
+class RecurrentHead(MarkovHead):
+    """A state of the whole path: [g; c; o] = W [s_{k-1}; W1[x_{k-1}]; h_k] + b, s_k = sigmoid(g) s_{k-1} +
+    (1 - sigmoid(g)) tanh(c), v_k = tanh(o), s_0 = 0 (DSpark)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        rank = config.head_rank
+        self.joint_proj = nn.Linear(2 * rank + config.target_hidden_size, 3 * rank)
+
+    def vectors(
+        self, hidden: torch.Tensor, memory: torch.Tensor, carried: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        state = torch.zeros_like(memory) if carried is None else carried
+        gate, candidate, out = self.joint_proj(torch.cat([state, memory, hidden], dim=-1)).chunk(3, dim=-1)
+        gate = torch.sigmoid(gate)
+        return torch.tanh(out), gate * state + (1 - gate) * torch.tanh(candidate)
+
+
+class SelectorHead(SequentialHead):
+    """Two codebooks: v_k = A[x_{k-1}] * (P h_k), the table is B; it chooses among the block's 16 best (DFlash 2)."""
+
+    key = "candidate_selector"
+    candidates = 16
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        rank = self.memory_size = config.head_rank
+        self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(config.draft_vocab_size or config.vocab_size, rank))
+        self.hidden_projection = nn.Linear(config.target_hidden_size, rank, bias=False)
+
+    def forward(
+        self, hidden: torch.Tensor, ids: torch.Tensor, embeds: torch.Tensor | None, carried: torch.Tensor | None
+    ) -> HeadStep:
+        memory = nn.functional.embedding(ids, self.predecessor_codebook)
+        return HeadStep(hidden, memory * self.hidden_projection(hidden), memory, None)
+
+    @property
+    def table(self) -> torch.Tensor:
+        return self.successor_codebook
+
+    def reset(self, std: float) -> None:
+        """Fresh weights, with which it says nothing."""
+        nn.init.normal_(self.predecessor_codebook, std=std)
+        nn.init.zeros_(self.successor_codebook)
+
+
+class StateHead(SequentialHead):
+    """Ours: corrects the state itself, z_k = h_k + D(silu(g) * u), [g; u] = U [norm(h_k); norm(e(x_{k-1}));
+    norm(z_{k-1})], z_0 = 0. It has no table of the vocabulary's size: e is the target's embedding, and what reads z_k
+    is the target's LM head, of which only the rows of the block's best tokens are read again."""
+
+    key = "state_head"
+    candidates = 1024
+    reads_embeds = True
+
+    @classmethod
+    def candidates_of(cls, vocabulary: int) -> int:
+        # Here a choice only saves time: to gather rows of a small vocabulary's LM head takes longer than all of it.
+        return cls.candidates if vocabulary > 8 * cls.candidates else 0
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        width = self.memory_size = config.target_hidden_size
+        self.eps = config.rms_norm_eps
+        self.up_proj = nn.Linear(3 * width, 2 * config.head_rank, bias=False)
+        self.down_proj = SilentLinear(config.head_rank, width, bias=False)
+
+    def forward(
+        self, hidden: torch.Tensor, ids: torch.Tensor, embeds: torch.Tensor | None, carried: torch.Tensor | None
+    ) -> HeadStep:
+        if embeds is None:
+            raise ValueError("A state head reads the embedding of the token before, expected `embeds`.")
+        before = torch.zeros_like(hidden) if carried is None else carried
+        memory = unit_rms(embeds.to(hidden.dtype), self.eps)
+        read = torch.cat([unit_rms(hidden, self.eps), memory, unit_rms(before, self.eps)], dim=-1)
+        gate, up = self.up_proj(read).chunk(2, dim=-1)
+        states = hidden + self.down_proj(nn.functional.silu(gate) * up)
+        return HeadStep(states, None, memory, states)
+
+
+class ConfidenceHead(nn.Module):
+    """The logit of a draft's acceptance once those before it are: w^T [h_k; memory of x_{k-1}] + b (DSpark), at first
+    even odds. What it reads is detached: it judges drafts and does not shape them.
+
+    Args:
+        config: The drafter's.
+        memory_size: Of its sequential head; 0 if the confidence reads the state alone.
+        bias: Whether there is a b.
+    """
+
+    key = "confidence_head"
+
+    def __init__(self, config: Any, memory_size: int, bias: bool = True) -> None:
+        super().__init__()
+        self.proj = SilentLinear(config.target_hidden_size + memory_size, 1, bias=bias)
+        self.memory_size = memory_size
+
+    def forward(self, hidden: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
+        read = torch.cat([hidden, memory], dim=-1) if self.memory_size and memory is not None else hidden
+        return self.proj(read.detach()).squeeze(-1)
+
+
+def along_text(
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    embeds: torch.Tensor | None,
+    head: SequentialHead | None,
+    confidence_head: ConfidenceHead | None,
+) -> HeadOutput:
+    """What heads say of blocks whose tokens are known, as in training.
+
+    Args:
+        hidden: The blocks' states, `[..., drafts, config.target_hidden_size]`.
+        ids: The token before each draft position, `[..., drafts]`.
+        embeds: The target's embeddings of them, where the head reads them.
+        head: The drafter's.
+        confidence_head: The drafter's.
+    """
+    steps: list[HeadStep] = []
+    if head is not None:
+        carried = None
+        for k in range(hidden.shape[-2]):
+            step = head(hidden[..., k, :], ids[..., k], None if embeds is None else embeds[..., k, :], carried)
+            steps, carried = [*steps, step], step.carried
+    memory = torch.stack([step.memory for step in steps], dim=-2) if steps else None
+    vectors = [step.vectors for step in steps if step.vectors is not None]
+    return HeadOutput(
+        torch.stack([step.states for step in steps], dim=-2) if steps else hidden,
+        torch.stack(vectors, dim=-2) if vectors else None,
+        None if confidence_head is None else confidence_head(hidden, memory),
+    )
+
+
+HEADS: dict[str, type[SequentialHead]] = {
+    "markov": MarkovHead,
+    "gated_markov": GatedMarkovHead,
+    "recurrent": RecurrentHead,
+    "selector": SelectorHead,
+    "state": StateHead,
+}

@@ -1,0 +1,292 @@
+"""What blocks of a drafter are made of: their input, attention over an injected context, and that context's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    eager_attention_forward,
+    rotate_half,
+)
+
+from .block_attention import Reach
+from .reducers import HCGateReducer, RMSNorm
+
+KeysValues = tuple[torch.Tensor, torch.Tensor]
+Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
+ContextLayer = Callable[[torch.Tensor, torch.Tensor], KeysValues]  # as [`ContextCache.layer`] makes it
+
+
+class DrafterRMSNorm(Qwen3RMSNorm):
+    """Qwen3's, bit for bit on a CPU, in one call, for which a GPU has one kernel: a small layer costs what launches
+    do."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        normed = nn.functional.rms_norm(hidden_states.float(), self.weight.shape, None, self.variance_epsilon)
+        return self.weight * normed.to(hidden_states.dtype)
+
+
+def block_inputs(
+    tokens: torch.Tensor, positions: torch.Tensor, block_size: int, mask_token_id: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A drafter's input: each anchor followed by mask tokens, at consecutive positions (section 2.1).
+
+    Args:
+        tokens: The anchors' token ids, `[batch, anchors]`.
+        positions: Their true positions, `[batch, anchors]`.
+        block_size: Slots per block, the anchor's included.
+        mask_token_id: Stands at every draft position; `None` for a drafter that puts a vector of its own there, and
+            reads no token.
+
+    Returns:
+        Token ids and positions, `[batch, anchors * block_size]` each.
+    """
+    masks = tokens.new_full((*tokens.shape, block_size - 1), mask_token_id or 0)
+    steps = torch.arange(block_size, device=positions.device)
+    return torch.cat([tokens.unsqueeze(-1), masks], dim=-1).flatten(1), (positions.unsqueeze(-1) + steps).flatten(1)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return x * cos + rotate_half(x) * sin
+
+
+class HyperDFlashAttention(nn.Module):
+    """Attention of a block over the injected context and, in both directions, over itself.
+
+    It goes through transformers' attention interface: `config._attn_implementation` chooses.
+
+    Args:
+        config: The drafter's.
+        reads: Width of what it reads; the drafter's if left out.
+    """
+
+    is_causal = False
+
+    def __init__(self, config: Any, reads: int | None = None) -> None:
+        super().__init__()
+        width, dim = reads or config.hidden_size, config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.config, self.head_dim, self.scaling = config, dim, dim**-0.5
+        self.num_key_value_groups = heads // kv_heads
+        self.q_proj = nn.Linear(width, heads * dim, bias=config.attention_bias)
+        self.k_proj = nn.Linear(width, kv_heads * dim, bias=config.attention_bias)
+        self.v_proj = nn.Linear(width, kv_heads * dim, bias=config.attention_bias)
+        self.o_proj = nn.Linear(heads * dim, config.hidden_size, bias=config.attention_bias)
+        self.q_norm, self.k_norm = (
+            DrafterRMSNorm(dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
+        )
+
+    def keys_values(self, hidden: torch.Tensor, rotary: Rotary) -> KeysValues:
+        """Keys and values `[batch, config.num_key_value_heads, seq, config.head_dim]` of context or block states."""
+        keys = self.k_norm(self._heads(self.k_proj(hidden))).transpose(1, 2)
+        values = self._heads(self.v_proj(hidden)).transpose(1, 2)
+        return _rotate(keys, *rotary), values
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        feature: torch.Tensor | None,
+        rotary: Rotary,
+        context: ContextLayer | None,
+        attention_mask: Any,
+    ) -> torch.Tensor:
+        length, cos, sin = hidden.shape[1], *rotary
+        keys, values = self.keys_values(hidden if feature is None else torch.cat([feature, hidden], dim=1), rotary)
+        if context is not None:
+            keys, values = context(keys, values)
+        queries = self.q_norm(self._heads(self.q_proj(hidden))).transpose(1, 2)
+        queries = _rotate(queries, cos[..., -length:, :], sin[..., -length:, :])
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        out, _ = attend(self, queries, keys, values, attention_mask, scaling=self.scaling, is_causal=False)
+        return self.o_proj(out.flatten(2))
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(*x.shape[:-1], -1, self.head_dim)
+
+
+class HyperDFlashRotaryEmbedding(Qwen3RotaryEmbedding):
+    """RoPE whose frequencies stay float32 in a drafter of another dtype: rounded to bfloat16, they turn the queries
+    and keys of position 1,000 by up to a radian too far.
+
+    Its cosines and sines are of all heads, `[batch, 1, seq, config.head_dim]`, once for all layers.
+    """
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Rotary:
+        cos, sin = super().forward(x, position_ids)
+        return cos.unsqueeze(1), sin.unsqueeze(1)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        return super()._apply(lambda tensor: fn(tensor) if tensor.is_meta else tensor.to(fn(tensor).device), recurse)
+
+
+def reset_reducer(module: nn.Module, std: float) -> None:
+    """Fresh weights of a reducer's module: half-open gates on every path, near the mean of the paths, where `hc_head`
+    starts too; a norm that says nothing yet."""
+    if isinstance(module, HCGateReducer):
+        init.normal_(module.hc_fn, mean=0.0, std=std)
+        init.zeros_(module.hc_base)
+        init.ones_(module.hc_scale)
+    elif isinstance(module, RMSNorm):
+        init.zeros_(module.weight)
+
+
+class CausalConvolution(nn.Module):
+    """Of a few taps over the slots of a block, before and after a sublayer, with a kernel per channel and a dynamic
+    one per group of channels, which the sublayer's input says (DFlash 2)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.block_size, self.taps = config.block_size, config.conv_kernel_size
+        self.groups = config.hidden_size // config.conv_group_size
+        self.base_kernel = nn.Parameter(torch.empty(2, self.taps, config.hidden_size))
+        self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * self.groups, bias=False)
+
+    def forward(self, hidden: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The sublayer's `[batch, blocks * config.block_size, config.hidden_size]` for an input of that shape."""
+        dynamic = self.kernel_projection(hidden).unflatten(-1, (2, self.taps, self.groups))
+        out = sublayer(self._convolve(hidden, dynamic[..., 0, :, :], self.base_kernel[0]))
+        return self._convolve(out, dynamic[..., 1, :, :], self.base_kernel[1])
+
+    def _convolve(self, hidden: torch.Tensor, dynamic: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        slots = hidden.unflatten(1, (-1, self.block_size)).unflatten(-1, (self.groups, -1))
+        kernels = base.unflatten(-1, (self.groups, -1)) + dynamic.unflatten(1, (-1, self.block_size)).unsqueeze(-1)
+        out = slots * kernels[..., 0, :, :]
+        for tap in range(1, self.taps):
+            before = nn.functional.pad(slots[:, :, :-tap], (0, 0, 0, 0, tap, 0))
+            out = out + before * kernels[..., tap, :, :]
+        return out.flatten(-2).flatten(1, 2)
+
+    def reset(self) -> None:
+        """Fresh weights: every slot as it is."""
+        itself = torch.zeros_like(self.base_kernel)
+        itself[:, 0] = 1.0
+        init.copy_(self.base_kernel, itself)
+        init.zeros_(self.kernel_projection.weight)
+
+
+class HyperDFlashLayer(GradientCheckpointingLayer):
+    """A Qwen3-style block: attention with QK-norm, gated MLP, pre-norm residuals.
+
+    What is new to the context comes as the conditioning feature, whose keys and values every layer makes of its own;
+    what is there already is read from `context`. So wrappers that shard or checkpoint a layer see everything it
+    computes.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.self_attn = HyperDFlashAttention(config)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = DrafterRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = DrafterRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.has_convolutions = config.conv_kernel_size > 0
+        if self.has_convolutions:
+            self.attention_conv, self.mlp_conv = CausalConvolution(config), CausalConvolution(config)
+
+    def reads(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What attention makes keys and values of."""
+        return self.input_layernorm(hidden)
+
+    def keys_values(self, feature: torch.Tensor, rotary: Rotary) -> KeysValues:
+        """Of the context alone, as [`HyperDFlashAttention.keys_values`]."""
+        return self.self_attn.keys_values(feature, rotary)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        feature: torch.Tensor | None,
+        rotary: Rotary,
+        context: ContextLayer | None,
+        attention_mask: Any,
+    ) -> torch.Tensor:
+        """`[batch, queries, config.hidden_size]` to the same; `rotary` is of the feature's tokens, then the
+        block's."""
+
+        def attend(normed: torch.Tensor) -> torch.Tensor:
+            return self.self_attn(normed, feature, rotary, context, attention_mask)
+
+        normed = self.reads(hidden)
+        hidden = hidden + (self.attention_conv(normed, attend) if self.has_convolutions else attend(normed))
+        normed = self.post_attention_layernorm(hidden)
+        return hidden + (self.mlp_conv(normed, self.mlp) if self.has_convolutions else self.mlp(normed))
+
+
+class ContextCache:
+    """Keys and values of the accepted tokens, computed once per token and layer.
+
+    A block's are written after them to be read, and overwritten by what comes next. The buffer grows by doubling:
+    neither a new token nor a block copies the context.
+
+    Args:
+        reaches: Of every layer.
+
+    Attributes:
+        window: How many of the last tokens any layer sees; `None` for all.
+        end: Position after the last token seen, in tokens of the sequence.
+        pending: Residual and positions of the last of them, which go in with the next block.
+    """
+
+    def __init__(self, reaches: Sequence[Reach]) -> None:
+        self._windows = [reach.context for reach in reaches]
+        self.window = None if None in self._windows else max(window for window in self._windows if window is not None)
+        self.end = 0
+        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._buffer: torch.Tensor | None = None  # [layers, 2, batch, kv_heads, capacity, head_dim]
+        self._of_layer: list[KeysValues] = []  # views of it
+        self._start = self._stop = 0  # the filled part of it
+
+    def make_room(self, count: int, like: torch.Tensor, config: Any) -> None:
+        """Let `count` tokens be written after those that are there; `like` `[batch, ...]` gives dtype and device."""
+        old, kept = self._buffer, self._stop - self._start
+        if old is None or self._stop + count > old.shape[4]:
+            shape = config.num_hidden_layers, 2, like.shape[0], config.num_key_value_heads
+            self._buffer = like.new_empty(*shape, 2 * (kept + count) + 64, config.head_dim)
+            if old is not None:
+                self._buffer[..., :kept, :] = old[..., self._start : self._stop, :]
+            self._of_layer = [(keys, values) for keys, values in self._buffer]
+            self._start, self._stop = 0, kept
+
+    def layer(self, index: int, new: int) -> ContextLayer:
+        """What one layer's attention calls with keys and values `[batch, kv_heads, new + queries, head_dim]`, to get
+        those that the queries see: of the context, which `new` tokens are added to, and of the queries themselves."""
+
+        def update(keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
+            stop, start = self._stop + keys.shape[2], self._first_visible(self._stop + new, self._windows[index])
+            own_keys, own_values = self._of_layer[index]
+            own_keys[:, :, self._stop : stop] = keys
+            own_values[:, :, self._stop : stop] = values
+            return own_keys[:, :, start:stop], own_values[:, :, start:stop]
+
+        return update
+
+    def visible(self, index: int, new: int) -> int:
+        """How many tokens of the context a layer sees, `new` ones among them."""
+        stop = self._stop + new
+        return stop - self._first_visible(stop, self._windows[index])
+
+    def advance(self, new: int) -> None:
+        """Keep the first `new` of the tokens that were written."""
+        self._stop += new
+        self._start = self._first_visible(self._stop, self.window)
+
+    def _first_visible(self, stop: int, window: int | None) -> int:
+        return self._start if window is None else max(self._start, stop - window)
+
+    @property
+    def layers(self) -> list[KeysValues]:
+        """Visible keys and values of every layer, views of `[batch, kv_heads, visible, head_dim]`."""
+        buffer = () if self._buffer is None else self._buffer[..., self._start : self._stop, :]
+        return [(keys, values) for keys, values in buffer]
+
+    def __len__(self) -> int:
+        """Tokens that the next block sees."""
+        count = self._stop - self._start + (0 if self.pending is None else self.pending[1].shape[1])
+        return count if self.window is None else min(count, self.window)

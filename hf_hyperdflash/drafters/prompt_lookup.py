@@ -1,0 +1,58 @@
+"""Prompt lookup as a drafter: the rival that needs no weights, in the loop and with the statistics of the others."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from ..targets.registry import family_of
+from ..trees.tree import DraftTree
+from .base import Drafter
+from .sampling import DraftSampler
+
+
+class PromptLookupDrafter(Drafter):
+    """Drafts what followed the last tokens where they occurred before (transformers' own prompt lookup).
+
+    `generate(prompt_lookup_num_tokens=...)` on a bound target drafts the same tokens in transformers' loop; this one
+    keeps statistics, stops at stop strings and continues from a filled cache.
+
+    Args:
+        target: The target, of which only the configuration is kept.
+        num_draft_tokens: Most drafted tokens per round.
+        max_matching_ngram_size: Longest run of last tokens to look for.
+
+    Raises:
+        ValueError: If it is no target (see [`~targets.registry.family_of`]), or either number is less than 1.
+    """
+
+    def __init__(self, target: PreTrainedModel, num_draft_tokens: int = 10, max_matching_ngram_size: int = 2) -> None:
+        family_of(target)  # which says what a target is, if it is none
+        self.config = target.config  # `generate` compares vocabularies
+        self._usual_drafts = self.num_draft_tokens = num_draft_tokens
+        if type(max_matching_ngram_size) is not int or max_matching_ngram_size < 1:
+            raise ValueError(
+                f"`max_matching_ngram_size` is {max_matching_ngram_size!r}, expected an integer of at least 1."
+            )
+        self.max_matching_ngram_size = max_matching_ngram_size
+
+    def propose(
+        self,
+        target: PreTrainedModel,
+        context: Any,
+        ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        count: int,
+        sampler: DraftSampler,
+    ) -> DraftTree:
+        """Draft at most `count` tokens, none if the last tokens are new."""
+        lookup = PromptLookupCandidateGenerator(
+            num_output_tokens=count,
+            max_matching_ngram_size=self.max_matching_ngram_size,
+            max_length=ids.shape[1] + count + 1,
+        )
+        candidates, _ = lookup.get_candidates(cast(torch.LongTensor, ids))
+        return DraftTree.chain(candidates[0, ids.shape[1] :])

@@ -1,0 +1,178 @@
+"""A drafter whose configuration says what it reads of its target and what it drafts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..targets.registry import check_layers, family_of
+from .saved import SavedDrafter
+from .weights import check_draft_ids
+
+_STATES_AT_ONCE = 64  # whose logits of the whole vocabulary exist
+_SURE, _HALVINGS = 1.0, 24
+
+
+class ReadingDrafter(SavedDrafter):
+    """What block drafters and drafters of entries share: `config.target_layer_ids`, `config.max_draft_tokens` and a
+    vocabulary that may be truncated (`config.draft_vocab_size`, `draft_ids`)."""
+
+    norm: Any
+    lm_head: torch.nn.Linear
+    draft_ids: torch.Tensor
+
+    @property
+    def target_layer_ids(self) -> list[int]:  # type: ignore[override]
+        """Whose residual paths the drafter reads."""
+        return self.config.target_layer_ids or []
+
+    @property
+    def max_draft_tokens(self) -> int:  # type: ignore[override]
+        """The most tokens one after the other that one round can draft."""
+        return self.config.max_draft_tokens
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Raise a `ValueError` that names both values if the drafter does not fit `target`. One that reads any streams
+        is told here how many these are; what kind of model that is and how many layers it has is kept where the
+        configuration, another program's, does not say."""
+        if getattr(self.config, "any_streams", False):
+            self.config.target_hc_mult = family_of(target).paths
+        check_pair(self.config, target, type(self).__name__)
+        config, own = self.config, family_of(target).config
+        if getattr(config, "target_model_type", None) == "":  # ours say it, and stay as they were trained
+            config.target_model_type = own.model_type
+            config.target_num_layers = config.target_num_layers or own.num_hidden_layers
+
+    def of_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """`[..., config.vocab_size]` from those of the tokens that can be drafted."""
+        if not self.config.draft_vocab_size:
+            return logits
+        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+        return full.index_copy_(-1, self.draft_ids, logits)
+
+    @property
+    def head_table(self) -> torch.Tensor | None:
+        """What its sequential head scores tokens with, `[config.draft_vocab_size or config.vocab_size,
+        config.head_rank]`, if it has one."""
+        return None
+
+    @property
+    def vocabulary_table(self) -> torch.Tensor | None:
+        """What it scores tokens with itself, beside the target's LM head or instead: the table of its head, or its own
+        LM head's weight `[config.draft_vocab_size, ...]` with that beside it."""
+        of_head = self.head_table
+        if not self.config.draft_vocab_size:
+            return of_head
+        own = self.lm_head.weight
+        return own if of_head is None else torch.cat([own, of_head], dim=-1)
+
+    @torch.no_grad()
+    def draft_only(self, target: PreTrainedModel, ids: torch.Tensor) -> None:
+        """Let it draft these tokens alone, at first as the target's LM head would score them where that reads states
+        as wide as the drafter's.
+
+        Args:
+            target: Its target.
+            ids: `[config.draft_vocab_size]`, all different.
+
+        Raises:
+            ValueError: If they are not so many tokens of the target's vocabulary.
+        """
+        config, weight = self.config, self.lm_head.weight
+        check_draft_ids(ids, config.draft_vocab_size, config.vocab_size, "the drafter", then="")
+        self.draft_ids.copy_(ids)
+        if weight.shape[1] == config.target_hidden_size and not weight.is_meta:
+            states = torch.eye(weight.shape[1], device=weight.device)
+            nothing = family_of(target).logits(torch.zeros_like(states[:1]))  # a bias
+            for start in range(0, len(states), _STATES_AT_ONCE):
+                part = slice(start, start + _STATES_AT_ONCE)
+                logits = family_of(target).logits(states[part]) - nothing
+                weight[:, part] = logits[:, ids.to(logits.device)].T.to(weight)
+
+    @torch.no_grad()
+    def _quieten(self, logits: Callable[[], torch.Tensor]) -> None:
+        """Make a fresh drafter's last norm so small that a guess of any token costs at most about a nat more than
+        among equals: an LM head that is the target's embedding has large rows, and is sure of tokens by chance, so
+        that training would begin with unlearning it.
+
+        Args:
+            logits: Returns what it says of some states, `[..., tokens]`, each time that it is asked.
+        """
+        for _ in range(_HALVINGS):
+            guesses = logits().float()
+            known = guesses.isfinite()
+            cost = guesses.logsumexp(-1) - guesses.where(known, 0.0).sum(-1) / known.sum(-1)  # of any token, in nats
+            if not bool((cost - known.sum(-1).log()).mean() > _SURE):
+                break
+            self.norm.weight.mul_(0.5)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format of the layers; a gate is always float32."""
+        return self.norm.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layers are."""
+        return self.norm.weight.device
+
+    @staticmethod
+    def device_for(target: PreTrainedModel) -> torch.device:
+        """Where a new drafter belongs: with the target's LM head, or on the CPU where that is offloaded."""
+        head: Any = target.get_output_embeddings()
+        is_offloaded = head.weight.is_meta and hasattr(head, "_hf_hook")
+        return torch.device("cpu") if is_offloaded else head.weight.device
+
+
+logger = logging.getLogger(__name__)
+
+
+def check_pair(config: Any, target: PreTrainedModel, drafter: str) -> None:
+    """Check that a drafter's configuration fits a target; warn where only the target's name differs.
+
+    Args:
+        config: The drafter's.
+        target: The target.
+        drafter: Its class, for the message.
+
+    Raises:
+        ValueError: Naming both values, if they cannot work together.
+    """
+    family = family_of(target)
+    own = family.config
+    kind = getattr(config, "target_model_type", "")
+    kind = f", a {kind} model," if kind else ""
+    for what, drafters, targets in (
+        ("vocab_size", config.vocab_size, own.vocab_size),
+        ("hidden_size", config.target_hidden_size, own.hidden_size),
+        ("hc_mult", config.target_hc_mult, family.paths),
+    ):
+        if drafters != targets:
+            raise ValueError(
+                f"The drafter was made for a target with `{what}` {drafters}, but this target's is {targets}. Load "
+                f"the drafter's own target{kind} or make a drafter with `{drafter}.from_target(target)`."
+            )
+    deepest = max(config.target_layer_ids or [-1])
+    if own.num_hidden_layers and deepest >= own.num_hidden_layers:  # loaded without layers: for its head alone
+        raise ValueError(
+            f"The drafter reads layers {config.target_layer_ids}, but this target's are 0 to "
+            f"{own.num_hidden_layers - 1} (-1 for the last)."
+        )
+    check_layers(family, config.target_layer_ids or [-1])
+    if (getattr(config, "mask_token_id", None) or 0) >= own.vocab_size:
+        raise ValueError(
+            f"The drafter's mask token {config.mask_token_id} is outside the target's vocabulary of {own.vocab_size}."
+        )
+    made_for, given = PurePath(config.target_name_or_path).name, PurePath(target.config._name_or_path).name
+    if made_for and given and made_for.lower() != given.lower():
+        logger.warning(
+            "The drafter was made for %r and is used with %r: the text stays the target's own, but fewer drafts may "
+            "be accepted.",
+            config.target_name_or_path,
+            target.config._name_or_path,
+        )

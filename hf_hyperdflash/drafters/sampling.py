@@ -1,0 +1,306 @@
+"""How drafts are drawn for a request: greedily or at random, after those logits processors that may run on drafts.
+
+A draft that the target rejects was never part of the text, so a processor that remembers what it was called with must
+not see it. Drafting without one costs acceptance, never correctness: what is drafted is verified with all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as stock
+
+from ..trees.acceptance import one_of
+from ..trees.growth import Admission, DraftStep, Steps, drawn, most_probable, width_for
+from ..trees.tree import ANCHOR, DraftTree
+
+# What they return depends on the prefix and the scores that they are given, and on nothing that came before.
+_STATELESS = {
+    "EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor", "EpsilonLogitsWarper",
+    "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "InfNanRemoveLogitsProcessor", "LogitNormalization", "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper", "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor",
+    "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper", "WatermarkLogitsProcessor",
+}  # fmt: skip
+
+# Of these, what never looks at the prefix.
+_WITHOUT_TEXT = {
+    "EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor", "LogitNormalization", "MinPLogitsWarper",
+    "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper",
+    "TopPLogitsWarper", "TypicalLogitsWarper",
+}  # fmt: skip
+
+
+def without_state(processors: LogitsProcessorList) -> LogitsProcessorList:
+    """Those of `processors`, in their order, that are transformers' own and known to keep no state."""
+    known = {getattr(stock, name, None) for name in _STATELESS}  # not every version has each
+    return LogitsProcessorList(_for_paths(processor) for processor in processors if type(processor) in known)
+
+
+def _for_paths(processor: Any) -> Any:
+    """The same for any number of paths of one text: a repetition penalty counts the padding of each row of a batch,
+    and refuses another number of rows."""
+    padding = getattr(processor, "prompt_ignore_length", None)
+    if not isinstance(padding, torch.Tensor) or len(padding) != 1:
+        return processor
+    of_paths = copy.copy(processor)
+    of_paths.prompt_ignore_length = int(padding)
+    return of_paths
+
+
+class Schedule(Protocol):
+    """Admits the drafts of a chain one by one ([`~auto.schedule.Schedule`])."""
+
+    def is_open(self) -> bool: ...
+    def admits(self, signal: float) -> bool: ...
+
+
+class DraftSampler:
+    """Draws drafted tokens of one row as its request draws text.
+
+    Args:
+        processors: The request's.
+        do_sample: Whether it samples.
+        tree_budget: The most nodes of a draft tree; `None` for chains.
+        schedule: Admits the drafts of a chain one by one; `None` for as many as are asked for.
+
+    Attributes:
+        admission: Of the nodes of a tree; `None` for as many as are asked for.
+        has_all_processors: Whether all of the request's may run on drafts.
+    """
+
+    def __init__(
+        self,
+        processors: LogitsProcessorList,
+        do_sample: bool,
+        tree_budget: int | None = None,
+        schedule: Schedule | None = None,
+    ) -> None:
+        self.processors, self.do_sample = without_state(processors), do_sample
+        self.has_all_processors = len(self.processors) == len(processors)
+        self.tree_budget, self.schedule = tree_budget, schedule
+        self.admission: Admission | None = None
+
+    def is_open(self) -> bool:
+        """Whether a chain is to have one more draft, by what is known without it."""
+        return self.schedule is None or self.schedule.is_open()
+
+    def scored(self, prefixes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """What drafts are drawn by after prefixes.
+
+        Args:
+            prefixes: `[paths, seq]`, the text and the drafts before.
+            logits: The drafter's, `[paths, config.vocab_size]`.
+        """
+        return self.processors(cast(Any, prefixes), cast(Any, logits.to(prefixes.device, torch.float32)))
+
+    def scored_after(self, ids: torch.Tensor, drafts: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """As [`scored`], without a copy of the text for every path where nobody reads it.
+
+        Args:
+            ids: `[1, seq]`, the text.
+            drafts: What follows it on each path, `[paths, drafts]`.
+            logits: The drafter's, `[paths, config.vocab_size]`.
+        """
+        text = torch.cat([ids.expand(len(drafts), -1), drafts], dim=1) if self._reads_text else drafts
+        return self.scored(text, logits)
+
+    @property
+    def _reads_text(self) -> bool:
+        return any(type(processor).__name__ not in _WITHOUT_TEXT for processor in self.processors)
+
+    def scored_tree(self, ids: torch.Tensor, tree: DraftTree, logits: torch.Tensor) -> torch.Tensor:
+        """What the target writes by after the anchor and after each node of a tree, as [`scored`]: one path at a time,
+        as before 5.20 or so a processor may know but one.
+
+        Args:
+            ids: `[1, seq]`, the text.
+            tree: The drafts.
+            logits: The target's, `[nodes + 1, config.vocab_size]`.
+        """
+        if not len(self.processors):
+            return logits
+        scores = []
+        for node in range(ANCHOR, len(tree)):
+            path = torch.tensor(tree.path(node), dtype=torch.long, device=tree.tokens.device)
+            drafts = tree.tokens[path].to(ids.device)[None]
+            scores.append(self.scored_after(ids, drafts, logits[node + 1 : node + 2].clone()))
+        return torch.cat(scores)
+
+    def draw(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A token.
+
+        Args:
+            scores: From [`scored`], `[1, config.vocab_size]`.
+
+        Returns:
+            The token, `[1]`, and the distribution `[config.vocab_size]` that it was drawn from; `None` if it is the
+            most probable one.
+        """
+        if not self.do_sample:
+            return scores.argmax(-1), None
+        q = scores.softmax(-1)
+        return one_of(q).squeeze(1), q[0]
+
+    def blind(self, ids: torch.Tensor, logits: torch.Tensor) -> DraftTree:
+        """Drafts from logits that do not depend on them: drawn all at once, where the request does not ask for more.
+
+        Args:
+            ids: `[1, seq]`, the text.
+            logits: The drafter's, `[1, drafts, config.vocab_size]`.
+        """
+        if self.tree_budget is not None or self._reads_text or not logits.shape[1]:
+            return self.grow(
+                ids, logits.shape[1], lambda k, tokens, _: DraftStep(logits[:, k].expand(len(tokens), -1))
+            )
+        if not (self.do_sample or len(self.processors) or self.schedule):
+            return DraftTree.chain(logits.argmax(-1)[0])
+        scores = self.scored(ids.expand(logits.shape[1], -1), logits[0])
+        scores = scores if self.schedule is None else scores[: self._admitted(scores, self.schedule)]
+        if not self.do_sample:
+            return DraftTree.chain(scores.argmax(-1))
+        q = scores.softmax(-1)
+        return DraftTree.chain(one_of(q).squeeze(1), q.unbind())
+
+    @staticmethod
+    def _admitted(scores: torch.Tensor, schedule: Schedule) -> int:
+        """How many drafts that are drawn by `scores`, `[drafts, config.vocab_size]`, are drawn at all."""
+        signals = signals_of(scores)
+        ends = (k for k, signal in enumerate(signals) if not (schedule.is_open() and schedule.admits(signal)))
+        return next(ends, len(signals))
+
+    def grow(self, ids: torch.Tensor, count: int, steps: Steps, width: int | None = None) -> DraftTree:
+        """Drafts from logits that know those before them: one after the other, or a tree where the request has a
+        budget for one.
+
+        Args:
+            ids: `[1, seq]`, the text.
+            count: How many, one after the other.
+            steps: The drafter.
+            width: Of a tree of most probable nodes, how many of a level go on at most, and how many children each
+                has; `None` for as many as are worth it.
+        """
+        if self.tree_budget is None or not count:
+            return self._path(ids, count, steps)
+        scored = partial(self.scored_after, ids)
+        if self.do_sample:
+            return drawn(ids, count, self.tree_budget, steps, scored, self.admission)
+        going_on = width or width_for(self.tree_budget)
+        return most_probable(ids, count, self.tree_budget, steps, scored, going_on, width, self.admission)
+
+    def _path(self, ids: torch.Tensor, count: int, steps: Steps) -> DraftTree:
+        q: list[torch.Tensor | None] = []
+        confidence: list[torch.Tensor] = []
+        drafts, token, row = ids[:, :0], ids[:, -1], ids.new_zeros(1)
+        for k in range(count):
+            if not self.is_open():
+                break
+            step = steps(k, token, row)
+            scores = self.scored_after(ids, drafts, step.logits)
+            # By what is known before the token is drawn: afterwards it would be chosen by what it is.
+            if self.schedule is not None and not self.schedule.admits(signals_of(scores)[0]):
+                break
+            token, drawn_from = self.draw(scores)
+            drafts, q = torch.cat([drafts, token[:, None]], dim=1), [*q, drawn_from]
+            confidence += [] if step.confidence is None else [step.confidence]
+        tree = DraftTree.chain(drafts[0], q if self.do_sample else None)
+        return replace(tree, confidence=torch.cat(confidence)) if confidence else tree
+
+
+class DraftsWanted(NamedTuple):
+    """What a drafter's [`~drafters.base.Drafter.propose`] is called with for one text, beside the target."""
+
+    context: Any
+    ids: torch.Tensor
+    position_ids: torch.Tensor
+    drafts: int
+    sampler: DraftSampler
+
+
+def check_proposed(drafter: Any, tree: Any, vocab_size: int) -> None:
+    """Check what a drafter's [`~drafters.base.Drafter.propose`] returned, without a wait for the device: ids are read
+    where they are on the host.
+
+    Raises:
+        ValueError: If it is no draft tree of the target's vocabulary, naming the drafter's class.
+    """
+    if wrong := _wrong_with(tree, vocab_size):
+        raise ValueError(
+            f"`propose` of the drafter, a {type(drafter).__name__}, returned {wrong}: expected a `DraftTree` of token "
+            f"ids from 0 to {vocab_size - 1}, each with the distribution `[{vocab_size}]` that it was drawn from, or "
+            "None."
+        )
+
+
+def _wrong_with(tree: Any, vocab_size: int) -> str:
+    """What of a tree cannot be verified, in words; empty if nothing."""
+    if not all(
+        hasattr(tree, name) for name in ("tokens", "parents", "q", "depths")
+    ):  # a copy of this code has its own
+        return "None" if tree is None else f"a {type(tree).__name__}"
+    tokens = tree.tokens
+    if tokens.is_meta or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        return f"tokens of {tokens.dtype} on {tokens.device}"
+    if tokens.device.type == "cpu":  # elsewhere to read them would be to wait
+        outside = next((token for token in tokens.tolist() if not 0 <= token < vocab_size), None)
+        if outside is not None:
+            return f"the token {outside}"
+    for q in tree.q or ():
+        if q is not None and not (isinstance(q, torch.Tensor) and q.shape == (vocab_size,) and q.is_floating_point()):
+            given = f"{q.dtype} {list(q.shape)}" if isinstance(q, torch.Tensor) else type(q).__name__
+            return f"a distribution that is {given}"
+    return ""
+
+
+def chains_in_step(wanted: Sequence[DraftsWanted], steps: Steps) -> list[DraftTree]:
+    """Chains of several texts from logits that know the drafts before, one draft of all at a time.
+
+    Args:
+        wanted: One per text, for chains without a schedule.
+        steps: The drafter, with the texts as paths.
+    """
+    tokens = torch.cat([each.ids[:, -1] for each in wanted])
+    drafts, rows = tokens.new_empty(len(wanted), 0), torch.arange(len(wanted), device=tokens.device)
+    is_plain = all(not each.sampler.do_sample and not len(each.sampler.processors) for each in wanted)
+    drawn_from: list[list[torch.Tensor | None]] = [[] for _ in wanted]
+    confidence: list[torch.Tensor] = []
+    for k in range(max(each.drafts for each in wanted)):
+        step = steps(k, tokens, rows)
+        if is_plain:
+            tokens = step.logits.argmax(-1).to(tokens.device)
+        else:
+            draws = [
+                each.sampler.draw(each.sampler.scored_after(each.ids, drafts[row][None], step.logits[row][None]))
+                for row, each in enumerate(wanted)
+            ]
+            tokens = torch.cat([token for token, _ in draws])
+            for row, (_, q) in enumerate(draws):
+                drawn_from[row].append(q)
+        drafts = torch.cat([drafts, tokens[:, None]], dim=1)
+        confidence += [] if step.confidence is None else [step.confidence]
+    trees = []
+    for row, each in enumerate(wanted):
+        tree = DraftTree.chain(
+            drafts[row, : each.drafts], drawn_from[row][: each.drafts] if each.sampler.do_sample else None
+        )
+        sure = torch.stack([of_step[row] for of_step in confidence[: each.drafts]]) if confidence else None
+        trees.append(replace(tree, confidence=sure))
+    return trees
+
+
+def signals_of(scores: torch.Tensor) -> list[float]:
+    """What tells most of whether the target accepts what is drawn by `scores`, `[drafts, config.vocab_size]`: how
+    probable the best token is (`experiments/compare_survival.py`; more than a confidence head, above all of greedy
+    text)."""
+    return scores.softmax(-1).amax(-1).tolist()

@@ -1,0 +1,229 @@
+"""A drafter with weights, and the code that goes with them.
+
+Transformers' remote code knows folders without subfolders: what a drafter runs on is written flat, `trees/growth.py`
+as `trees_growth.py`, with its imports rewritten.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import GenerationConfig, PreTrainedModel
+
+from ..version import __version__
+from .base import Drafter
+from .custom_generate import RECIPE
+from .weights import load_complete
+
+RECIPE_FILE = "custom_generate/generate.py"
+NOTE = "<!-- hf_hyperdflash: no card yet -->"  # in a README that is about the code alone
+# What `save_pretrained(push_to_hub=True)` may be given besides.
+_PUSHING = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
+_ROOMS = Path(__file__).parents[1]
+
+
+class SavedDrafter(Drafter, PreTrainedModel):
+    """A drafter with weights: saved with code, and loaded whole."""
+
+    config: Any
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        # Transformers reads it of an assistant before it calls `generate`.
+        self.generation_config = GenerationConfig()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As of any model, but only a whole one in safetensors ([`~drafters.weights.load_complete`]).
+
+        Raises:
+            ValueError: If it is no drafter of this kind, or its tensors are not those of its configuration.
+            OSError: If it cannot be found or its weights are damaged.
+        """
+        return load_complete(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
+
+    def get_input_embeddings(self) -> None:  # type: ignore[override]
+        """None: they are the target's. (accelerate asks, to shard them by themselves.)"""
+
+    @classmethod
+    def is_remote_code(cls) -> bool:
+        """No: where it is, transformers would write code once more, by the class, which FSDP2 makes a subclass of."""
+        return False
+
+    @classmethod
+    def _own_class(cls) -> type:
+        """The class that loads what this one saves: FSDP2 makes a subclass of its own, which is in no file."""
+        for kind in cls.__mro__:
+            module = sys.modules.get(kind.__module__)
+            if getattr(module, kind.__name__, None) is kind and getattr(module, "__file__", None):
+                break
+        if not issubclass(kind, SavedDrafter) or kind is SavedDrafter:
+            raise ValueError(
+                f"A {cls.__name__} is from {cls.__module__}: what a saved drafter runs on is copied from the file of "
+                "its class. Put the class into a file of its own."
+            )
+        return kind
+
+    def carried_code(self) -> dict[str, str]:
+        """The code that the drafter runs on, by the names of flat files: its own module and all that this imports.
+
+        Of the families of targets it has those of its target's kin and those with one stream.
+
+        Raises:
+            ValueError: If the class is in no file, or its file imports from above its folder.
+        """
+        return flat_code(Path(str(sys.modules[self._own_class().__module__].__file__)), self._other_families())
+
+    def _other_families(self) -> set[Path]:
+        """Files of families that the drafter's target is not of, where its configuration tells."""
+        kind, streams = getattr(self.config, "target_model_type", ""), getattr(self.config, "target_hc_mult", None)
+        if not kind or streams is None or kind.startswith("deepseek_v4"):
+            return set()
+        others = ("deepseek_v4", "hyper_connections") if streams == 1 else ("deepseek_v4",)
+        return {_ROOMS / "targets" / f"{name}.py" for name in others}
+
+    def save_pretrained(  # type: ignore[override]
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        push_to_hub: bool = False,
+        with_code: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """As of any model. The folder also gets the code with which plain transformers drafts without this package,
+        and, if it has no README.md, one that says what that code is.
+
+        Args:
+            save_directory: The folder, made if needed.
+            is_main_process: Whether this process writes.
+            push_to_hub: Whether to [`push_to_hub`] too.
+            with_code: Whether to write the code; `load_drafter` needs none.
+            **kwargs: As of any model, and of [`push_to_hub`].
+
+        Raises:
+            OSError: If it is a file, or the disk is full.
+        """
+        folder = Path(save_directory)
+        if folder.is_file():  # where transformers logs an error and saves nothing
+            raise OSError(f"{save_directory} is a file, expected a folder for the drafter: choose another name.")
+        of_push = {name: kwargs.pop(name) for name in _PUSHING if name in kwargs}
+        code = self.carried_code() if with_code else {}
+        self.config.hyperdflash_version = __version__
+        self.config._auto_class = None  # as of `is_remote_code`
+        vars(self.config).pop("auto_map", None)
+        if with_code:
+            own = self._own_class()
+            places = {"AutoConfig": own.config_class, "AutoModel": own}  # type: ignore[attr-defined]
+            self.config.auto_map = {auto: f"{_flat_module(kind)}.{kind.__name__}" for auto, kind in places.items()}
+        try:
+            super().save_pretrained(folder, is_main_process=is_main_process, token=of_push.get("token"), **kwargs)
+        except SafetensorError as error:  # what safetensors makes of the system's
+            raise OSError(
+                f"The drafter cannot be written to {folder} ({error}): make room there, or choose another folder."
+            ) from error
+        if is_main_process and with_code:
+            (folder / RECIPE_FILE).parent.mkdir(exist_ok=True)
+            (folder / RECIPE_FILE).write_text(RECIPE.read_text())
+            for name, text in code.items():
+                (folder / name).write_text(text)
+            if not (folder / "README.md").exists():
+                (folder / "README.md").write_text(f"---\nlibrary_name: transformers\n---\n\n{NOTE}\n\n{about_code()}")
+        if is_main_process and push_to_hub:
+            self.push_to_hub(of_push.pop("repo_id", folder.name), **of_push)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> Any:  # type: ignore[override]
+        """Upload drafter, code and model card in one commit. The target's embedding and head are no part of it.
+
+        Args:
+            repo_id: The repository, `"org/name"`, made if needed.
+            **options: Of [`~hub.publish.push_drafter`]: `commit_message`, `private`, `token`, `revision`, `create_pr`,
+                `tags`, ...
+
+        A drafter's own code, without the package, knows no cards: it is pushed on as any model is.
+
+        Raises:
+            OSError: If the Hub cannot be reached.
+        """
+        if find_spec("hf_hyperdflash") is None:
+            return super().push_to_hub(repo_id, **options)  # type: ignore[arg-type]
+        return import_module("hf_hyperdflash.hub.publish").push_drafter(self, repo_id, **options)
+
+
+def about_code() -> str:
+    """What somebody wants to know who is asked to trust the code beside a drafter, as Markdown."""
+    return f"""## The code here
+
+hf_hyperdflash {__version__} wrote it: the part of the package that drafts, in flat files. Transformers runs it only
+with `trust_remote_code=True`. `pip install hf-hyperdflash` runs the same weights with newer code, and nothing from
+here: `hf_hyperdflash.load_drafter(...)`.
+
+`drafter.bind(target)` changes that one target: its class becomes a subclass whose `generate` can draft and whose cache
+can give tokens back, and its layers get hooks that do nothing in other calls. `drafter.unbind(target)` undoes both.
+`custom_generate` does the same for one call. The code loads no weights but this repository's, and no other code.
+"""
+
+
+def flat_code(module: Path, left_out: set[Path] = frozenset()) -> dict[str, str]:  # type: ignore[assignment]
+    """A module and all that it imports from its package or folder, with names and imports for one flat folder.
+
+    Args:
+        module: The file, of this package, or of a folder of its own.
+        left_out: Files that are not written: what is imported of them is an empty tuple there.
+
+    Returns:
+        Texts by file name.
+
+    Raises:
+        ValueError: If an import leads out of the folder, or names no module.
+    """
+    root = _ROOMS if module.is_relative_to(_ROOMS) else module.parent
+    texts: dict[Path, str] = {}
+    to_do = [module]
+    while to_do:
+        path = to_do.pop()
+        if path not in texts:
+            texts[path], imported = _flattened(path, root, left_out)
+            to_do += imported
+    return {f"{_flat_name(path, root)}.py": text for path, text in sorted(texts.items())}
+
+
+def _flattened(path: Path, root: Path, left_out: set[Path]) -> tuple[str, list[Path]]:
+    """The text of a file for a flat folder, and the files that it imports."""
+    lines, imported = path.read_text().splitlines(keepends=True), []
+    for node in ast.walk(ast.parse("".join(lines))):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        place = path.parents[node.level - 1].joinpath(*(node.module or "").split(".")).with_suffix(".py")
+        if not node.module or not place.is_relative_to(root):
+            raise ValueError(
+                f"{path}, line {node.lineno}: expected `from .module import name` within {root}, as what a saved "
+                "drafter runs on is written into one flat folder."
+            )
+        if place in left_out:
+            names = " = ".join(name.asname or name.name for name in node.names)
+            lines[node.lineno - 1] = f"{names} = ()  # type: ignore  # of other targets than this drafter's\n"
+            lines[node.lineno : node.end_lineno] = [""] * (node.end_lineno - node.lineno)  # type: ignore[operator]
+            continue
+        imported.append(place)
+        lines[node.lineno - 1] = re.sub(
+            r"from\s+\.[\w.]*", f"from .{_flat_name(place, root)}", lines[node.lineno - 1], count=1
+        )
+    return "".join(lines), imported
+
+
+def _flat_name(path: Path, root: Path) -> str:
+    return "_".join(path.relative_to(root).with_suffix("").parts)
+
+
+def _flat_module(kind: type) -> str:
+    """The name of the flat file that a class is in."""
+    path = Path(str(sys.modules[kind.__module__].__file__))
+    return _flat_name(path, _ROOMS if path.is_relative_to(_ROOMS) else path.parent)

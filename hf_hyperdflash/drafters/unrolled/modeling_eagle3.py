@@ -1,0 +1,112 @@
+"""EAGLE-3: a token at a time from three of the target's layers, each further one from the drafter's own state.
+
+Read in SafeAILab's `cnets.py` and speculators 0.9, whose checkpoints `load_drafter` reads. The first layer attends
+over the normed embedding of the next token beside the normed state, and adds to the state; other layers, where there
+are any, are as usual.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...trees.growth import DraftStep
+from ...trees.tree import DraftTree
+from ..parts.layers import ContextLayer, DrafterRMSNorm, HyperDFlashAttention, HyperDFlashLayer, Rotary
+from ..sampling import DraftSampler
+from .configuration_eagle3 import Eagle3Config
+from .drafter import UnrolledDrafter, Unrolling
+
+
+class Eagle3Layer(HyperDFlashLayer):
+    """The first layer, over embedding and state side by side."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config)
+        self.self_attn = HyperDFlashAttention(config, reads=2 * config.hidden_size)
+        self.hidden_norm = DrafterRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm_before_residual = config.norm_before_residual
+
+    def reads(self, hidden: torch.Tensor) -> torch.Tensor:
+        embeds, state = hidden.chunk(2, dim=-1)
+        return torch.cat([self.input_layernorm(embeds), self.hidden_norm(state)], dim=-1)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        feature: torch.Tensor | None,
+        rotary: Rotary,
+        context: ContextLayer | None,
+        attention_mask: Any,
+    ) -> torch.Tensor:
+        """`[batch, queries, 2 * config.hidden_size]` to `[batch, queries, config.hidden_size]`."""
+        state = hidden.chunk(2, dim=-1)[1]
+        residual = self.hidden_norm(state) if self.norm_before_residual else state
+        hidden = residual + self.self_attn(self.reads(hidden), feature, rotary, context, attention_mask)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle3Drafter(UnrolledDrafter):
+    """Drafts one token at a time, or a tree of them, from three of the target's layers and then from its own states.
+
+    Use [`from_target`] or `load_drafter`, `drafter.bind(target)` once, then
+    `target.generate(**inputs, assistant_model=drafter, tree_budget=60)`.
+    """
+
+    config: Eagle3Config
+    config_class = Eagle3Config
+    _no_split_modules = ["Eagle3Layer", "HyperDFlashLayer"]
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config)
+        layers = [Eagle3Layer(config), *(HyperDFlashLayer(config) for _ in range(config.num_hidden_layers - 1))]
+        self.layers = nn.ModuleList(layers)
+        read, eps = len(config.target_layer_ids or ()), config.rms_norm_eps
+        width = config.target_hidden_size * (1 if config.reducer == "stream_mean" else config.target_hc_mult)
+        if config.norm_before_fc:
+            self.input_norm = DrafterRMSNorm(read * width, eps=eps)
+        if config.fc_norm:
+            self.fc_norms = nn.ModuleList(DrafterRMSNorm(width, eps=eps) for _ in range(read))
+        self.post_init()
+
+    def condition(self, residual: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        if not config.norm_before_fc and not config.fc_norm:
+            return super().condition(residual)
+        layers = residual.to(self.dtype).unflatten(2, (-1, config.target_hc_mult))
+        layers = layers.mean(3) if config.reducer == "stream_mean" else layers.flatten(3)
+        if config.norm_before_fc:
+            normed = self.input_norm(layers.flatten(2))
+        else:
+            normed = torch.cat([norm(layer) for norm, layer in zip(self.fc_norms, layers.unbind(2))], dim=-1)
+        project: Any = self.fc
+        return project(normed)
+
+    def _begin(self, condition: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
+        return torch.cat([embeds, condition], dim=-1)
+
+    def handed_on(self, states: torch.Tensor) -> torch.Tensor:
+        return self.norm(states) if self.config.norm_output else states
+
+    def _draft(
+        self, target: PreTrainedModel, unrolling: Unrolling, ids: torch.Tensor, count: int, sampler: DraftSampler
+    ) -> DraftTree:
+        first, is_chain = 0, sampler.tree_budget is None  # number of the block of the first path
+
+        def steps(k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
+            nonlocal first
+            states = unrolling.states[:1]
+            if k and is_chain:
+                states = unrolling.along(tokens.to(self.device))
+            elif k:
+                blocks = first + rows.to(self.device)
+                first = len(unrolling.states)
+                states = unrolling.further(blocks, torch.zeros_like(blocks), tokens.to(self.device))
+            return DraftStep(self.logits(target, states[:, 0]))
+
+        tree = sampler.grow(ids, count, steps, width=self.config.tree_width)
+        return replace(tree, passes=tree.depths)

@@ -1,0 +1,111 @@
+"""SpecBlock: blocks of dependent draft positions, a tree of them in a few passes (SpecBlock, arXiv 2605.07243)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...trees.tree import DraftTree
+from ..parts.layers import DrafterRMSNorm, HyperDFlashLayer
+from ..sampling import DraftSampler
+from .configuration_specblock import SpecBlockConfig
+from .drafter import UnrolledDrafter, Unrolling
+from .rank_growth import Blocks, BlockStep, grow_blocks
+from .rank_head import RankHead, rank_features
+
+_LOGITS_AT_ONCE = 256
+
+
+class SpecBlockDrafter(UnrolledDrafter):
+    """Drafts blocks whose slots know each other, and later blocks from any slot of an earlier one.
+
+    Use [`from_target`] or `load_drafter`, `drafter.bind(target)` once, then
+    `target.generate(**inputs, assistant_model=drafter, tree_budget=60)`.
+    """
+
+    config: SpecBlockConfig
+    config_class = SpecBlockConfig
+    _no_split_modules = ["HyperDFlashLayer"]
+    moves = False  # the authors' checkpoints are trained and used so
+
+    def __init__(self, config: SpecBlockConfig) -> None:
+        super().__init__(config)
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.condition_norm, self.token_norm, self.slot_norm = (DrafterRMSNorm(width, eps=eps) for _ in range(3))
+        self.slot_embeddings = nn.Embedding(config.block_size, width)
+        self.fuse = nn.Linear(3 * width, width, bias=False)
+        self.layers = nn.ModuleList(HyperDFlashLayer(config) for _ in range(config.num_hidden_layers))
+        shifts = config.num_hidden_layers - 1 if config.shift else 0
+        self.shift_proj = nn.ModuleList(nn.Linear(2 * width, width, bias=False) for _ in range(shifts))
+        self.rank_head = RankHead(config) if config.rank_head else None
+        self.post_init()
+
+    def _begin(self, condition: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
+        size = self.config.block_size
+        told = torch.cat([self.condition_norm(condition), self.token_norm(embeds)], dim=-1).unsqueeze(2)
+        if self.config.broadcast:
+            told = told.expand(-1, -1, size, -1)
+        else:
+            told = nn.functional.pad(told, (0, 0, 0, size - 1))
+        slots = self.slot_norm(self.slot_embeddings.weight).expand(*told.shape[:3], -1)
+        return self.fuse(torch.cat([told, slots], dim=-1)).flatten(1, 2)
+
+    def _between(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        if not index or not self.config.shift:
+            return hidden
+        slots = hidden.unflatten(1, (-1, self.config.block_size))
+        before = torch.cat([slots[:, :, :1], slots[:, :, :-1]], dim=2)
+        return self.shift_proj[index - 1](torch.cat([slots, before], dim=-1)).flatten(1, 2)
+
+    def _ranks(self, normed: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
+        if self.rank_head is None:
+            return None
+        states = normed.flatten(0, -2)
+        with torch.no_grad():
+            features = torch.cat([rank_features(head(chunk)) for chunk in states.detach().split(_LOGITS_AT_ONCE)])
+        return self.rank_head(states, features.to(states.device)).unflatten(0, normed.shape[:-1])
+
+    def _draft(
+        self, target: PreTrainedModel, unrolling: Unrolling, ids: torch.Tensor, count: int, sampler: DraftSampler
+    ) -> DraftTree:
+        if sampler.tree_budget is None:
+            return self._chain(target, unrolling, ids, count, sampler)
+        return grow_blocks(ids, count, sampler, self._blocks(target, unrolling), self.config)
+
+    def _chain(
+        self, target: PreTrainedModel, unrolling: Unrolling, ids: torch.Tensor, count: int, sampler: DraftSampler
+    ) -> DraftTree:
+        """A block's slots do not know its tokens, so that these are drawn together."""
+        blocks: list[DraftTree] = []
+        for start in range(0, count, self.config.block_size):
+            if blocks and not sampler.is_open():
+                break
+            if blocks:
+                ids = torch.cat([ids, blocks[-1].tokens[None].to(ids.device)], dim=1)
+                unrolling.along(ids[0, -1:].to(self.device))
+            logits = self.logits(target, unrolling.states[-1:, : count - start])
+            blocks.append(sampler.blind(ids, logits))
+            if len(blocks[-1]) < logits.shape[1]:
+                break
+        tree = DraftTree.chain(
+            torch.cat([block.tokens for block in blocks]), [q for block in blocks for q in block.q or ()]
+        )
+        return replace(tree, passes=tuple(1 + k // self.config.block_size for k in range(len(tree))))
+
+    def _blocks(self, target: PreTrainedModel, unrolling: Unrolling) -> Blocks:
+        def blocks(come_from: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> BlockStep:
+            states = unrolling.states[:1]
+            if len(come_from):
+                states = unrolling.further(*(each.to(self.device) for each in (come_from, slots, tokens)))
+            normed = self.norm(states)
+            drafted = self.drafted_logits(target, normed)
+            ranks = None
+            if self.rank_head is not None:
+                ranks = self.rank_head(normed, rank_features(drafted).to(normed.device)).float().softmax(-1)
+            return BlockStep(self.of_vocabulary(drafted), ranks)
+
+        return blocks

@@ -1,0 +1,250 @@
+"""How a tree of blocks grows: breadth first, a few passes of many blocks, greedily as wide at each slot as a rank head
+says.
+
+A block's first child at a slot goes on at the next slot of the same block. Every other child, and the first at the
+last slot, is where a later block starts: so each node has children from one place alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ...trees.growth import ACCEPTED, Admission, hits_of, level_sizes
+from ...trees.tree import ANCHOR, DraftTree
+from ..sampling import DraftSampler
+
+
+class BlockStep(NamedTuple):
+    """What a drafter says in one pass over several blocks.
+
+    Attributes:
+        logits: `[blocks, slots, config.vocab_size]`.
+        ranks: How probable it is that the target's token has rank 1, 2 to 4, 5 to 10, or a later one among them,
+            `[blocks, slots, 4]`; `None` without a rank head.
+    """
+
+    logits: torch.Tensor
+    ranks: torch.Tensor | None
+
+
+Blocks = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], BlockStep]
+"""From numbers of blocks, slots of theirs and tokens that were chosen there, `[new]` each: blocks that go on from
+there. Nothing for the first block. Blocks are numbered as they are made."""
+
+
+class _Start(NamedTuple):
+    """Where a block starts: after which node, at which slot of which block, with what before it."""
+
+    node: int
+    block: int
+    slot: int
+    depth: int
+    value: float
+    path: tuple[int, ...]  # of drafted tokens
+
+
+def grow_blocks(ids: torch.Tensor, count: int, sampler: DraftSampler, blocks: Blocks, config: Any) -> DraftTree:
+    """A tree of at most `sampler.tree_budget` nodes, from at most `config.max_blocks` passes.
+
+    Greedily its nodes are the most probable ones of those that `config.branching` admits (the paper's pruning, by the
+    product of probabilities along the path). Where the request samples, children are drawn without replacement, how
+    many a node gets is settled before any of them is drawn, and no rank says it: a draw is accepted or not by how well
+    drafter and target agree, also where each other token is as probable. So it is as in [`~trees.growth.drawn`], a
+    pass having the nodes of as many levels as a block has slots.
+
+    Args:
+        ids: `[1, seq]`, the text.
+        count: Its greatest depth.
+        sampler: Of the request.
+        blocks: The drafter.
+        config: With `branching` and `max_blocks`.
+    """
+    budget = sampler.tree_budget or count
+    growing = _Growing(ids, count, sampler, config.branching)
+    starts = [_Start(ANCHOR, 0, 0, 0, 0.0 if not sampler.do_sample else 1.0, ())]
+    made, sizes = 0, level_sizes(count, budget)
+    for level in range(config.max_blocks):
+        going_on = starts if level else []
+        step = blocks(
+            torch.tensor([start.block for start in going_on], dtype=torch.long),
+            torch.tensor([start.slot for start in going_on], dtype=torch.long),
+            torch.tensor([start.path[-1] for start in going_on], dtype=torch.long),
+        )
+        if sampler.do_sample:
+            room = budget if level + 1 == config.max_blocks else sum(sizes[: (level + 1) * step.logits.shape[1]])
+            starts = growing.draw(starts, made, step, max(1, room - len(growing.tokens)))
+            starts = heapq.nlargest(budget - len(growing.tokens), starts, key=lambda start: start.value)
+        else:
+            starts = growing.take(starts, made, step)
+            least = min(heapq.nlargest(budget, growing.values), default=math.inf)
+            starts = heapq.nlargest(budget, [each for each in starts if each.value >= least], lambda each: each.value)
+        made += len(step.logits)
+        growing.passes += [level + 1] * (len(growing.tokens) - len(growing.passes))
+        if not starts:
+            break
+    return growing.tree(budget)
+
+
+class _Growing:
+    """Nodes so far.
+
+    Args:
+        ids: `[1, seq]`, the text.
+        count: The greatest depth.
+        sampler: Of the request.
+        branching: Children by class.
+    """
+
+    def __init__(self, ids: torch.Tensor, count: int, sampler: DraftSampler, branching: list[int]) -> None:
+        self.ids, self.count, self.sampler, self.branching = ids, count, sampler, torch.tensor(branching)
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.values: list[float] = []
+        self.q: list[torch.Tensor] = []
+        self.signals: list[float] = []  # what the drafter says of each
+        self.admission: Admission | None = sampler.admission
+        self.passes: list[int] = []
+
+    def take(self, starts: list[_Start], made: int, step: BlockStep) -> list[_Start]:
+        """The most probable children at every slot; where later blocks can start."""
+        widths, found = self._widths(step, starts), []
+        least = -math.inf if self.admission is None else self.admission.log_least
+        slots, shared = step.logits.shape[1], None
+        if not len(self.sampler.processors):
+            shared = _most_probable(step.logits, max(map(max, widths)))
+        for row, start in enumerate(starts):
+            node, value, path = start.node, start.value, start.path
+            for slot in range(min(slots, self.count - start.depth)):
+                width = widths[row][slot]
+                if shared is None:
+                    tokens, gains = _most_probable(self._scores(path, step.logits[row, slot]), width)
+                else:
+                    tokens, gains = shared[0][row][slot], shared[1][row][slot]
+                children = [(token, gain, value + self._chance(gain)) for token, gain in zip(tokens[:width], gains)]
+                children = [child for child in children if child[2] > least]
+                for rank, (token, gain, worth) in enumerate(children):
+                    self._add(token, node, worth, math.exp(gain))
+                    if rank or slot == slots - 1:
+                        found.append(self._start(made + row, slot, start.depth, path))
+                if not children:
+                    break
+                node = len(self.tokens) - len(children)
+                value, path = self.values[node], (*path, self.tokens[node])
+        return [each for each in found if each.depth < self.count]
+
+    def draw(self, starts: list[_Start], made: int, step: BlockStep, share: int) -> list[_Start]:
+        """Random children at every slot, `share` in all; where later blocks can start."""
+        signals = self._signals(step, len(starts))
+        slots, found = step.logits.shape[1], []
+        counts = self._counts(starts, slots, share, signals)
+        for row, start in enumerate(starts):
+            node, path = start.node, start.path
+            for slot, hits in enumerate(counts[row]):
+                left = self._scores(path, step.logits[row, slot]).softmax(-1)
+                draws = torch.multinomial(left, min(len(hits), len(left)))  # one after the other
+                draws = draws[left[draws] > 0]
+                for rank, token in enumerate(draws.tolist()):
+                    rest = left.index_fill(0, draws[:rank], 0.0)
+                    self.q.append(rest / rest.sum())
+                    self._add(token, node, hits[rank], signals[row][slot])
+                    if rank or slot == slots - 1:
+                        found.append(self._start(made + row, slot, start.depth, path))
+                node = len(self.tokens) - len(draws)
+                path = (*path, self.tokens[node])
+        return [each for each in found if each.depth < self.count]
+
+    def tree(self, budget: int) -> DraftTree:
+        """The best of them, `budget` at most."""
+        if len(self.tokens) <= budget:
+            kept = list(range(len(self.tokens)))
+        else:  # of equals the earlier one: no child without its parent
+            kept = sorted(sorted(range(len(self.tokens)), key=lambda node: (-self.values[node], node))[:budget])
+        number = {ANCHOR: ANCHOR, **{node: place for place, node in enumerate(kept)}}
+        tokens = self.ids.new_tensor([self.tokens[node] for node in kept])
+        parents = tuple(number[self.parents[node]] for node in kept)
+        q = tuple(self.q[node] for node in kept) if self.q else None
+        confidence = (
+            None
+            if self.admission is None
+            else tokens.new_tensor([self.signals[node] for node in kept], dtype=torch.float32)
+        )
+        return DraftTree(tokens, parents, q, confidence, passes=tuple(self.passes[node] for node in kept))
+
+    def _widths(self, step: BlockStep, starts: list[_Start]) -> list[list[int]]:
+        if step.ranks is None:
+            return [[int(self.branching[0])] * step.logits.shape[1]] * len(starts)
+        widths = self.branching[step.ranks.argmax(-1).cpu()].tolist()
+        if starts[0].node == ANCHOR and not widths[0][0]:
+            widths[0][0] = 1  # a round drafts something
+        return widths
+
+    def _chance(self, gain: float) -> float:
+        """The logarithm of how probable it is that a node is accepted, of how probable the drafter holds it."""
+        if self.admission is None or gain == -math.inf:
+            return gain
+        return math.log(self.admission.survival.of_one(math.exp(gain)))
+
+    def _signals(self, step: BlockStep, blocks: int) -> list[list[float]]:
+        """How probable the rank head holds it that the target's token is the best one, by block and slot."""
+        if step.ranks is None:
+            return [[ACCEPTED[0]] * step.logits.shape[1]] * blocks
+        return step.ranks[..., 0].tolist()
+
+    def _counts(
+        self, starts: list[_Start], slots: int, share: int, signals: list[list[float]]
+    ) -> list[list[list[float]]]:
+        """For every block and slot, what its children are worth: as many as the slot gets, of `share` in all those
+        that are accepted most often."""
+        survival, least = self.admission or (None, -1.0)
+        later = ACCEPTED[1:] if survival is None else survival.later
+        waiting: list[tuple[float, int, int, int, float, list[float]]] = []  # what is worth most comes first
+
+        def wait(row: int, slot: int, rank: int, parent: float, chances: list[float]) -> None:
+            heapq.heappush(waiting, (-parent * chances[rank], row, slot, rank, parent, chances))
+
+        def reach(row: int, slot: int, parent: float) -> None:
+            sure = ACCEPTED[0] if survival is None else survival.of_one(signals[row][slot])
+            wait(row, slot, 0, parent, hits_of(sure, share, later))
+
+        counts: list[list[list[float]]] = [[] for _ in starts]
+        for row, start in enumerate(starts):
+            reach(row, 0, start.value)
+        for _ in range(share):
+            if not waiting or -waiting[0][0] <= least:
+                break
+            value, row, slot, rank, parent, chances = heapq.heappop(waiting)
+            if not rank:
+                counts[row].append([])
+                if slot + 1 < min(slots, self.count - starts[row].depth):
+                    reach(row, slot + 1, -value)
+            counts[row][slot].append(-value)
+            if rank + 1 < share:
+                wait(row, slot, rank + 1, parent, chances)
+        return counts
+
+    def _scores(self, path: tuple[int, ...], logits: torch.Tensor) -> torch.Tensor:
+        if not len(self.sampler.processors):
+            return logits.float().to(self.ids.device)
+        drafts = self.ids.new_tensor(path, dtype=torch.long)[None]
+        return self.sampler.scored_after(self.ids, drafts, logits[None])[0]
+
+    def _add(self, token: int, parent: int, value: float, signal: float) -> None:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.values.append(value)
+        self.signals.append(signal)
+
+    def _start(self, block: int, slot: int, depth: int, path: tuple[int, ...]) -> _Start:
+        node = len(self.tokens) - 1
+        return _Start(node, block, slot, depth + slot + 1, self.values[node], (*path, self.tokens[node]))
+
+
+def _most_probable(logits: torch.Tensor, width: int) -> tuple[list, list]:
+    """The best tokens and their log-probabilities, of `[..., vocabulary]`."""
+    best = logits.float().log_softmax(-1).topk(min(width, logits.shape[-1]))
+    return best.indices.tolist(), best.values.tolist()

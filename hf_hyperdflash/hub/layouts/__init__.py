@@ -1,0 +1,1 @@
+"""Others' layouts of drafters, one file each."""

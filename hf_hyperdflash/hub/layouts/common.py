@@ -1,0 +1,352 @@
+"""What others' layouts of block drafters have in common: the words of a Qwen3 model, of DSpark and of DFlash 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, cast
+
+from transformers import GenerationConfig, PreTrainedConfig
+
+from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
+from ...drafters.parts.block_attention import FULL, SLIDING
+
+# Fields with one name everywhere.
+_SHAPE = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias",
+)  # fmt: skip
+_NEEDED = _SHAPE[:7]  # without which other programs do not agree on a default
+# What `read_shape` and `read_windows` read, for `check_known`.
+SHAPE_FIELDS = (*_SHAPE, "rope_theta", "rope_scaling", "rope_parameters")
+WINDOW_FIELDS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+# Fields of any layout that change nothing of what a drafter computes.
+_HARMLESS = {
+    # Bookkeeping, and how text is generated.
+    *PreTrainedConfig().to_dict(), *vars(GenerationConfig()),
+    "auto_map", "torch_dtype", "name_or_path", "use_cache", "tie_word_embeddings", "pretraining_tp",
+    "attn_implementation", "_attn_implementation", "attention_backend", "speculators_version", "modal_type",
+    # Training.
+    "attention_dropout", "initializer_range", "gradient_checkpointing", "num_anchors", "ttt_length",
+    "step_loss_decay", "loss_decay_gamma", "max_sequence_length", "embed_requires_grad", "output_router_logits",
+    "router_aux_loss_coef", "aux_loss_alpha", "seq_aux",
+    # Of a window that `read_windows` says there is not; heads of the target's that a draft layer has not.
+    "max_window_layers", "num_nextn_predict_layers",
+    # Experts and latent attention, copied from a target: a layer that had them would have other tensors.
+    "decoder_sparse_step", "first_k_dense_replace", "kv_lora_rank", "mlp_only_layers", "moe_intermediate_size",
+    "moe_layer_freq", "n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts",
+    "num_experts_per_tok", "num_local_experts", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+    "routed_scaling_factor", "scoring_func", "shared_expert_intermediate_size", "topk_group", "topk_method",
+    "v_head_dim",
+}  # fmt: skip
+_MARKOV_HEADS = {"vanilla": "markov", "gated": "gated_markov", "rnn": "recurrent"}
+_SELECTOR = {
+    "head_rank": "selector_rank", "head_candidates": "selector_top_k", "conv_kernel_size": "conv_kernel_size",
+    "conv_group_size": "conv_group_size",
+}  # fmt: skip
+SELECTOR_FIELDS = tuple(_SELECTOR.values())
+
+Value = Callable[[str], Any]  # what a config.json says of a field, by its name; None for nothing
+
+
+def drafter_config(
+    shape: Mapping[str, Any],
+    name: str,
+    *,
+    layer_ids: list[int] | None,
+    block_size: int | None,
+    mask_token_id: int | None,
+    num_target_layers: int | None = None,
+    target_hidden_size: int | None = None,
+    **more: Any,
+) -> HyperDFlashConfig:
+    """The configuration of a drafter in another layout.
+
+    Args:
+        shape: The fields of its Qwen3 layers.
+        name: Of the checkpoint, for errors.
+        layer_ids: The layers of the target whose output it reads, counted from 0.
+        block_size: Slots of a block, the anchor's included.
+        mask_token_id: Stands at every other slot.
+        num_target_layers: How many the target has, if that is said.
+        target_hidden_size: Width of what is read of a layer, if that is said.
+        **more: Fields of [`HyperDFlashConfig`].
+
+    Raises:
+        ValueError: If one is missing, or they make no drafter.
+    """
+    ids = layer_ids
+    if not ids or block_size is None or mask_token_id is None:
+        raise ValueError(
+            f"config.json of {name} lacks `target_layer_ids` ({ids}), `block_size` ({block_size}) or `mask_token_id` "
+            f"({mask_token_id})."
+        )
+    layers = read_shape(shape, name)
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise ValueError(f"{name} reads layers {ids}, expected integers.")
+    if num_target_layers is not None and type(num_target_layers) is not int:
+        raise ValueError(f"`num_target_layers` of {name} is {num_target_layers!r}, expected an integer.")
+    if min(ids) < 0 or (num_target_layers and max(ids) >= num_target_layers - 1):
+        raise ValueError(
+            f"{name} reads layers {ids} of its target's {num_target_layers or '?'}: the embeddings and the last "
+            "layer's output, which is normed in some programs and not in others, are not supported."
+        )
+    if ids != sorted(set(ids)):
+        raise ValueError(f"{name} reads layers {ids}, expected ascending ones, each once.")
+    try:
+        return HyperDFlashConfig(
+            **layers,
+            **read_streams(shape, target_hidden_size, name),
+            target_layer_ids=ids,
+            target_num_layers=num_target_layers or 0,
+            block_size=block_size,
+            mask_token_id=mask_token_id,
+            target_model_type="",  # that of a drafter's layers is no target's
+            **more,
+        )
+    except ValueError as error:
+        raise ValueError(f"config.json of {name}: {error}") from error
+
+
+def read_streams(shape: Mapping[str, Any], width: int | None, name: str) -> dict[str, Any]:
+    """Our fields for what is read of a target's residual streams: their mean, as engines hand it to a drafter, however
+    many there are, or all of them side by side, where a drafter's layers say with `hc_mult` how many (speculators'
+    for DeepSeek-V4).
+
+    Args:
+        shape: The fields of its layers.
+        width: Of what is read of a layer of the target's, if that is said.
+        name: Of the checkpoint.
+
+    Raises:
+        ValueError: If what is read is of another width.
+    """
+    own, streams = shape.get("hidden_size"), shape.get("hc_mult") or 1
+    is_dense = streams != 1 and width != own
+    if type(streams) is not int or width not in (None, streams * own if is_dense else own):  # type: ignore[operator]
+        raise ValueError(
+            f"`target_hidden_size` of {name} is {width!r} and `hc_mult` {streams!r}, which is not supported: expected "
+            f"its own width, {own}, or that of so many streams."
+        )
+    if is_dense:
+        return {"reducer": "fc", "target_hc_mult": streams}
+    return {"reducer": "stream_mean", "target_hc_mult": 1, "any_streams": True}
+
+
+def read_shape(shape: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Our fields for the shape of layers and their RoPE.
+
+    Raises:
+        ValueError: If one is missing or no such thing.
+    """
+    missing = [field for field in _NEEDED if shape.get(field) is None]
+    if missing:
+        raise ValueError(f"config.json of {name} lacks {', '.join(missing)}.")
+    scaling = shape.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise ValueError(f"`rope_scaling` in the config.json of {name} is {scaling!r}, expected a dictionary.")
+    scaling = {("rope_type" if key == "type" else key): value for key, value in scaling.items()}
+    rope = shape.get("rope_parameters") or {
+        "rope_type": "default", **scaling, "rope_theta": shape.get("rope_theta", 10000.0),
+    }  # fmt: skip
+    shapes = {field: shape[field] for field in _SHAPE if shape.get(field) is not None}
+    return {**shapes, "rope_parameters": _for_text(rope, name)}
+
+
+def _for_text(rope: Any, name: str) -> Any:
+    """RoPE as it is for text, whose position is one and the same on all three axes of M-RoPE: plain."""
+    if not isinstance(rope, dict):
+        return rope
+    if rope.get("partial_rotary_factor") not in (None, 1):
+        raise ValueError(
+            f"`partial_rotary_factor` of {name} is {rope['partial_rotary_factor']!r}, which is not supported: "
+            "expected 1, RoPE on all of a head."
+        )
+    plain = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    return {**plain, "rope_type": "default"} if rope.get("rope_type") == "mrope" else plain
+
+
+def layer_fields(config: HyperDFlashConfig) -> dict[str, Any]:
+    """The fields of its layers, RoPE aside, as transformers' Qwen3 has them."""
+    return {
+        "model_type": "qwen3",
+        **{name: getattr(config, name) for name in _SHAPE},
+        "layer_types": config.kinds,
+        "sliding_window": config.sliding_window,
+        "use_sliding_window": config.sliding_window is not None,
+        "tie_word_embeddings": False,
+        "attention_dropout": 0.0,
+        "initializer_range": config.initializer_range,
+    }
+
+
+def read_windows(fields: Mapping[str, Any], name: str, inner: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Our fields for the kinds of its layers and their window, by whatever field says that there is one:
+    `layer_types`, Qwen3's `use_sliding_window`, which is for layers from `max_window_layers` on, or `use_swa`, which
+    is for all.
+
+    Args:
+        fields: A config.json, or the section of it about layers.
+        name: Of the checkpoint.
+        inner: Its `dflash_config`, where MiMo's and NVIDIA's say it (vLLM's `_resolve_layer_attention`).
+
+    Raises:
+        ValueError: If a window is meant that is not there.
+    """
+    kinds, used, inner = fields.get("layer_types"), fields.get("use_sliding_window"), inner or {}
+    window = inner.get("swa_window_size") or fields.get("sliding_window")
+    layers = fields.get("num_hidden_layers") or 0
+    if kinds is None and used and window and type(layers) is int:
+        first = fields.get("max_window_layers", 28)
+        kinds = [SLIDING if i >= first else FULL for i in range(layers)]
+    is_windowed = isinstance(kinds, list) and SLIDING in kinds
+    if inner.get("use_swa") and not is_windowed:
+        kinds, is_windowed = [SLIDING] * layers, True
+    if not is_windowed:
+        return {} if kinds is None or all(kind == FULL for kind in kinds) else {"layer_types": kinds}
+    if window is None or (used is False and not inner.get("swa_window_size")):
+        raise ValueError(
+            f"{name} has sliding attention layers, but its `sliding_window` is {window} and `use_sliding_window` "
+            f"{used}: expected a number of tokens, in use."
+        )
+    return {"layer_types": kinds, "sliding_window": window}
+
+
+def num_target_layers_field(config: HyperDFlashConfig) -> dict[str, int]:
+    """`num_target_layers`, where it is known: a drafter made before 0.2 does not say."""
+    return {"num_target_layers": config.target_num_layers} if config.target_num_layers else {}
+
+
+def check_known(
+    fields: Mapping[str, Any],
+    name: str,
+    reads: Collection[str],
+    neutral: Mapping[str, tuple[Any, ...]] | None = None,
+) -> None:
+    """Refuse by its name a field that may change what a drafter computes and that its layout does not read.
+
+    A layout calls this once for each dictionary of its config.json, the nested ones too. Fields of bookkeeping,
+    generation and training, special tokens, and comments (`_...`) are harmless in all of them. Of what is left,
+
+    * a field in `reads` may say anything: the layout reads it elsewhere;
+    * one in `neutral` has to have one of the values there (or be null): it is not read, and they are what is computed
+      here anyway. `{"is_causal": (True,)}` refuses false;
+    * any other has to be off: null, false, 0 or empty.
+
+    Args:
+        fields: A config.json, or a section of it.
+        name: Of the checkpoint.
+        reads: `SHAPE_FIELDS` and `WINDOW_FIELDS` among them where `read_shape` and `read_windows` are called.
+        neutral: Values, by field.
+
+    Raises:
+        ValueError: Naming the first such field.
+    """
+    neutral = neutral or {}
+    for field, value in fields.items():
+        if field in reads or field in _HARMLESS or value is None:
+            continue
+        if field in neutral:
+            if value not in neutral[field]:
+                expected = ", ".join(repr(one) for one in neutral[field])
+                raise ValueError(f"`{field}` of {name} is {value!r}, which is not supported: expected {expected}.")
+        elif value and not field.startswith("_") and (not field.endswith("_token_id") or _embedded(field)):
+            raise ValueError(
+                f"`{field}` in the config.json of {name} is {value!r}, and nothing is known here of that field: it "
+                "may change what is drafted. Take it out if it does not."
+            )
+
+
+def _embedded(field: str) -> bool:
+    """Whether a special token is one that drafters embed where nothing is known yet."""
+    return any(word in field for word in ("mask", "noise", "ptd"))
+
+
+# DSpark
+
+
+def read_dspark(value: Value, name: str) -> dict[str, Any]:
+    """Our fields for DSpark's two heads.
+
+    Raises:
+        ValueError: If its kind of Markov head is not known.
+    """
+    rank, kind = value("markov_rank"), str(value("markov_head_type")).lower()
+    if rank and kind not in _MARKOV_HEADS:
+        raise ValueError(f"`markov_head_type` of {name} is {kind!r}, expected one of {', '.join(_MARKOV_HEADS)}.")
+    return {
+        **({"sequential_head": _MARKOV_HEADS[kind], "head_rank": rank} if rank else {}),
+        "confidence_head": (has_confidence := value("enable_confidence_head")),
+        **({"confidence_reads_token": bool(value("confidence_head_with_markov"))} if has_confidence else {}),
+    }
+
+
+def write_dspark(config: HyperDFlashConfig) -> dict[str, Any]:
+    """DSpark's fields for our two heads."""
+    kind = next((kind for kind, head in _MARKOV_HEADS.items() if head == config.sequential_head), None)
+    return {
+        "markov_rank": config.head_rank if kind else 0,
+        "markov_head_type": kind or "vanilla",
+        "enable_confidence_head": config.confidence_head,
+        "confidence_head_with_markov": bool(kind) and config.confidence_reads_token,
+    }
+
+
+def obstacles_to_dspark(config: HyperDFlashConfig) -> dict[str, bool]:
+    """Reasons why a drafter is no DSpark drafter, and whether they hold."""
+    has_markov_head = config.sequential_head in _MARKOV_HEADS.values()
+    return {
+        f"DSpark has no {config.sequential_head!r} head": not has_markov_head and config.sequential_head != "none",
+        "DSpark's layers have no convolutions": config.conv_kernel_size > 0,
+        f"it drafts among the block's {config.head_candidates} best tokens, and DSpark among all": has_markov_head
+        and bool(config.head_candidates),
+        "its confidence is calibrated, which DSpark's layouts have no words for: load it with "
+        "`from_pretrained(..., confidence_temperatures=None)`": config.confidence_temperatures is not None,
+    }
+
+
+# DFlash 2
+
+
+def is_dflash2(config: HyperDFlashConfig) -> bool:
+    """Whether a drafter has a part that only DFlash 2 has."""
+    return config.sequential_head == "selector" or config.conv_kernel_size > 0
+
+
+def read_dflash2(value: Value, name: str) -> dict[str, Any]:
+    """Our fields for DFlash 2's selector and convolutions.
+
+    Raises:
+        ValueError: If one is missing.
+    """
+    missing = [theirs for theirs in _SELECTOR.values() if not value(theirs)]
+    if missing:
+        raise ValueError(f"config.json of {name} lacks {', '.join(missing)}.")
+    return {"sequential_head": "selector", **{ours: value(theirs) for ours, theirs in _SELECTOR.items()}}
+
+
+def write_dflash2(config: HyperDFlashConfig) -> dict[str, Any]:
+    """DFlash 2's fields for our selector and convolutions."""
+    fields = {theirs: getattr(config, ours) for ours, theirs in _SELECTOR.items()}
+    return {**fields, "selector_top_k": config.head_candidates or config.vocab_size}
+
+
+def obstacles_to_dflash2(config: HyperDFlashConfig) -> dict[str, bool]:
+    """Reasons why a drafter is no DFlash 2 drafter, and whether they hold."""
+    return {
+        f"DFlash 2 has the 'selector' head, and this drafter has {config.sequential_head!r}": config.sequential_head
+        != "selector",
+        "DFlash 2 has convolutions in its layers, and this drafter has none": config.conv_kernel_size == 0,
+        "DFlash 2 has no confidence head": config.confidence_head,
+        "DFlash 2 has no truncated vocabulary": bool(config.draft_vocab_size),
+    }
+
+
+def section(fields: Mapping[str, Any], key: str, name: str) -> dict[str, Any]:
+    """A part of a config.json.
+
+    Raises:
+        ValueError: If it is no dictionary.
+    """
+    if not isinstance(fields.get(key), dict):
+        raise ValueError(f"`{key}` in the config.json of {name} is {fields.get(key)!r}, expected a dictionary.")
+    return cast("dict[str, Any]", fields[key])

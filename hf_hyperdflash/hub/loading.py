@@ -1,0 +1,464 @@
+"""Targets and drafters by name: what is named is looked at first, minutes may lie before it is loaded."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from jinja2 import TemplateSyntaxError
+from safetensors import SafetensorError
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    DeepseekV4Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import is_gguf_available
+
+from ..decoding.bind import check_fit
+from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
+from ..drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
+from ..drafters.deepseek_v4.drafter import DeepseekV4Drafter, own_checkpoint
+from ..drafters.deepseek_v4.modeling_dspark import DeepseekV4DSparkDrafter
+from ..drafters.deepseek_v4.modeling_mtp import DeepseekV4MTPDrafter
+from ..drafters.saved import SavedDrafter
+from ..drafters.unrolled.configuration_eagle3 import Eagle3Config
+from ..drafters.unrolled.configuration_specblock import SpecBlockConfig
+from ..drafters.unrolled.modeling_eagle3 import Eagle3Drafter
+from ..drafters.unrolled.modeling_specblock import SpecBlockDrafter
+from ..drafters.weights import (
+    check_finite,
+    check_names,
+    check_source,
+    named_dtype,
+    resolve_subfolder,
+    tensor_names,
+    weight_files,
+)
+from ..targets.deepseek_v4 import check_computes
+from ..targets.registry import family_of
+from .descriptions import one_of
+from .formats import (
+    foreign_class,
+    foreign_layout,
+    foreign_without_weights,
+    kind_not_read,
+    load_foreign,
+    pickles_of,
+)
+
+# Drafters that this package saves, by a model type or architecture that only their config.json has.
+_KINDS: dict[str, type[SavedDrafter]] = {
+    HyperDFlashConfig.model_type: HyperDFlashDrafter,
+    SpecBlockConfig.model_type: SpecBlockDrafter,
+    Eagle3Config.model_type: Eagle3Drafter,
+    DeepseekV4MTPDrafter.__name__: DeepseekV4MTPDrafter,
+    DeepseekV4DSparkDrafter.__name__: DeepseekV4DSparkDrafter,
+}
+SAVED = tuple(_KINDS.values())
+TRAINED = (HyperDFlashDrafter, DeepseekV4DSparkDrafter, SpecBlockDrafter, Eagle3Drafter)  # by the trainer
+_LOADS: dict[str, Any] = {mark: kind.from_pretrained for mark, kind in _KINDS.items()}
+_SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # the ways to put a target on several devices
+# Of `from_pretrained`'s options those that say where a target's files are: whatever is read of it is read there.
+_WHERE = (
+    "token", "revision", "code_revision", "subfolder", "cache_dir", "local_files_only", "force_download", "gguf_file",
+)  # fmt: skip
+# What DeepSeek-V4's checkpoints carry themselves.
+_OWN: dict[str, type[DeepseekV4Drafter]] = {
+    kind.__name__: kind for kind in (DeepseekV4MTPDrafter, DeepseekV4DSparkDrafter)
+}
+
+
+def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) -> PreTrainedModel:
+    """Load a target of any family, in eval mode: a causal LM, or the multimodal class where a family has no other.
+
+    Args:
+        name: Path or Hub id.
+        trust_remote_code: Run the code that the target brings along.
+        **kwargs: As of `from_pretrained`: `token`, `revision`, `subfolder`, `gguf_file` and others.
+
+    Raises:
+        ValueError: If it is a drafter, `dtype` is none, or weights are missing or not finite, which transformers goes
+            on with.
+        OSError: If it cannot be found, or is damaged.
+    """
+    name, kwargs = resolve_subfolder(name, kwargs)
+    where = {option: kwargs[option] for option in _WHERE if kwargs.get(option) is not None}
+    check_target(name, **where)
+    for dtype in (kwargs.get("dtype"), kwargs.get("torch_dtype")):
+        if not isinstance(dtype, dict):  # one for each part of a target
+            named_dtype(dtype)
+    with _readable(name):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **where)
+        _check_computes(config, kwargs)
+        target, info = _class_of(config).from_pretrained(
+            name, trust_remote_code=trust_remote_code, output_loading_info=True, **kwargs
+        )
+    check_names(name, missing=info["missing_keys"])
+    check_finite(target.state_dict(), name)
+    return cast(PreTrainedModel, target.eval())
+
+
+def _check_computes(config: PreTrainedConfig, asked: dict[str, Any]) -> None:
+    """Raise a `ValueError` before weights are loaded that the installed transformers cannot compute with."""
+    dtype = asked.get("dtype", asked.get("torch_dtype"))
+    is_stock = type(config) is DeepseekV4Config and not getattr(config, "auto_map", None)
+    if is_stock and not isinstance(dtype, dict) and (chosen := named_dtype(dtype) or named_dtype(config.dtype)):
+        check_computes(chosen)
+
+
+def _class_of(config: PreTrainedConfig) -> Any:
+    kind: Any = AutoModelForCausalLM
+    if type(config) in AutoModelForImageTextToText._model_mapping and type(config) not in kind._model_mapping:
+        return AutoModelForImageTextToText
+    return kind
+
+
+def load_drafter(
+    name_or_path: str | Path,
+    *,
+    target: PreTrainedModel | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    **hub_kwargs: Any,
+) -> SavedDrafter:
+    """Load a drafter of any kind, in eval mode: ours, the one that a DeepSeek-V4 carries, or one in z-lab's,
+    speculators' or DeepSpec's layout.
+
+    Args:
+        name_or_path: Folder or Hub id. Which kind it is is read from its config.json, and of a DeepSeek-V4, whose MTP
+            block or DSpark drafter it is then, from the names of its tensors.
+        target: Its target, if it is loaded: the drafter has to fit it, `drafter.bind(target)` comes next.
+        dtype: Of the weights, or its name; by default the target's, or the checkpoint's.
+        device: By default that of the target's LM head, or the CPU.
+        **hub_kwargs: Where it is: `subfolder`, and for the Hub `revision`, `token`, `cache_dir`, `local_files_only`,
+            ... Of a repository with several drafters, each in a folder, only the one in `subfolder` is downloaded.
+
+    Raises:
+        ValueError: If it is no drafter, its tensors are not those of its configuration, naming them, or it does not
+            fit the target.
+        OSError: If it cannot be found, is not in safetensors, or is damaged.
+    """
+    if target is not None:
+        family_of(target)  # says what is no target
+    if isinstance(device, str) and device != "meta":
+        check_device(device, "device", ())
+    name_or_path, hub_kwargs = resolve_subfolder(name_or_path, hub_kwargs)
+    load, dtype = check_drafter(name_or_path, **hub_kwargs), named_dtype(dtype)
+    if target is not None:
+        head = cast(torch.Tensor, target.get_output_embeddings().weight)
+        dtype, device = dtype or target.dtype, device or (None if head.is_meta else head.device)
+    options: dict[str, Any] = {"device_map": {"": device or "cpu"}}
+    if load in (load_foreign, load_own_drafter):
+        options = {"target": target} if load is load_foreign else {"device": device}
+    with _readable(name_or_path):
+        drafter = load(name_or_path, dtype=dtype or "auto", **options, **hub_kwargs)
+    if target is not None:
+        check_fit(target, drafter)
+    return cast(SavedDrafter, drafter.to(device or "cpu"))
+
+
+def load_own_drafter(
+    target: PreTrainedModel | str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    **hub_kwargs: Any,
+) -> DeepseekV4Drafter:
+    """The drafter that a DeepSeek-V4's checkpoint carries: April's MTP block, July's DSpark drafter.
+
+    Args:
+        target: As of [`DeepseekV4Drafter.from_target`], as everything else.
+
+    Raises:
+        ValueError: If it is no DeepSeek-V4, or its checkpoint has no drafter.
+    """
+    kind = _OWN[own_checkpoint(target, **hub_kwargs).drafter]
+    return kind.from_target(target, dtype=dtype, device=device, **hub_kwargs)
+
+
+def check_device(device_map: str, option: str = "--device-map", spread: Collection[str] = _SPREAD) -> None:
+    """Raise a `ValueError` if a model cannot be put there.
+
+    Args:
+        device_map: A device, or one of `spread`.
+        option: What it was given as.
+        spread: The ways to put it on several devices.
+    """
+    if device_map in spread:
+        return
+    try:
+        device = torch.device(device_map)
+    except RuntimeError as error:
+        raise ValueError(
+            f"`{option}` is {device_map!r}, expected {', '.join([*spread, 'a device such as cpu or cuda:0'])}."
+        ) from error
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if here else 0
+    if device.type != "cpu" and (here is None or device.type != here.type or (device.index or 0) >= count):
+        seen = f"{count} devices of type {here}" if here else "only a cpu"
+        raise ValueError(
+            f"`{option}` is {device_map!r}, but this torch sees {seen}. Leave it out, or install torch for your "
+            "accelerator."
+        )
+
+
+def check_target(name: str, *, gguf_file: str | None = None, **hub_kwargs: Any) -> None:
+    """Raise a `ValueError` or an `OSError` if `name` is not a model to draft for.
+
+    Args:
+        name: Path or Hub id.
+        gguf_file: The file of it that holds the model, where that is in GGUF.
+        **hub_kwargs: For the Hub.
+    """
+    if gguf_file is not None:
+        _check_gguf(name, gguf_file)
+        return
+    fields = _configuration(name, "target", **hub_kwargs)
+    if load := _loader(fields):
+        raise ValueError(f"{name} is {_called(load)}, expected the target that it drafts for: give it as the drafter.")
+    if unread := _not_read(fields, name):
+        raise ValueError(
+            f"{name} is a drafter of a kind that is not read ({unread}), expected the target that it drafts for."
+        )
+    kind = fields.get("model_type")
+    if kind not in CONFIG_MAPPING and "auto_map" not in fields:
+        raise ValueError(
+            f"The config.json of {name} has `model_type` {kind!r}, expected one that transformers "
+            f"{transformers.__version__} knows. Update transformers, or correct it."
+        )
+    _check_weights(name, "*.safetensors", "*.bin")
+
+
+def check_drafter(
+    name: str | Path,
+    *,
+    kinds: Collection[type[SavedDrafter]] = (),
+    needs_weights: bool = True,
+    or_others: bool = False,
+    **hub_kwargs: Any,
+) -> Any:
+    """Find what loads a drafter.
+
+    Args:
+        name: Path or Hub id.
+        kinds: Those of which it must be, saved by this package; any, in any layout, if empty.
+        needs_weights: Whether its configuration is not enough.
+        or_others: Whether one of `kinds` in another program's layout will do as well.
+        **hub_kwargs: For the Hub.
+
+    Raises:
+        ValueError: If it is no drafter.
+        OSError: If there is none, or it is not whole.
+    """
+    fields = _configuration(name, "drafter", **hub_kwargs)
+    load = _loader(fields)
+    if not load and fields.get("model_type") == DeepseekV4Config.model_type:
+        with _readable(name):
+            own_checkpoint(name, **hub_kwargs)  # says what it has not
+        load = load_own_drafter
+    if not load and (kind := _not_read(fields, name)):
+        raise ValueError(
+            f"{name} is a drafter of a kind that is not read ({kind}): expected DFlash, DFlash 2, DSpark, EAGLE-3 or "
+            "SpecBlock. Take one of these for its target, or train one."
+        )
+    if not load and fields.get("num_hidden_layers") == 1 and not Path(name).is_dir():  # where its tensors would tell
+        raise ValueError(
+            f"{name} is a model of type {fields.get('model_type')!r} of one layer, or an EAGLE-1 drafter, whose "
+            "config.json says no more: expected a drafter of a kind that is read."
+        )
+    if not load:
+        raise ValueError(
+            f"{name} is a model of type {fields.get('model_type')!r}, expected a drafter. One for it is made by "
+            f"`hf-hyperdflash train --target {name}`."
+        )
+    is_theirs = load is load_foreign and foreign_class(foreign_layout(fields)) in kinds
+    if kinds and getattr(load, "__self__", None) not in kinds and not (is_theirs and or_others):
+        named = [_called(one) for one in _LOADS.values() if getattr(one, "__self__", None) in kinds]
+        listed = ", ".join(named[:-1]) + " or " * (len(named) > 1) + named[-1]
+        step = f": save it first, `load_drafter({str(name)!r}).save_pretrained(FOLDER)`" if is_theirs else ""
+        raise ValueError(f"{name} is {_called(load)}, expected {listed}, saved by this package{step}.")
+    if needs_weights and load is not load_own_drafter:  # which may be without the parts that have the target alone
+        _check_weights(name, "*.safetensors", *(() if load is not load_foreign else pickles_of(fields, str(name))))
+    return load
+
+
+def check_made_for(target: str, drafter: str, num_draft_tokens: int | str | None = None) -> None:
+    """Raise the `ValueError` of binding if a drafter is not for a target, or that of drafting if it cannot draft so
+    many tokens, by their configurations, before weights are loaded. Both have passed `check_target` and
+    `check_drafter`.
+
+    Left for later: targets with code of their own, which may not be built without weights, and the drafter of another
+    DeepSeek-V4's checkpoint.
+    """
+    load = check_drafter(drafter)
+    if load is load_own_drafter or "auto_map" in _configuration(target, "target"):
+        return
+    with _readable(target):
+        config = AutoConfig.from_pretrained(target)
+    config._name_or_path = ""  # only a name that differs is warned of once it is loaded
+    with torch.device("meta"), _readable(drafter):
+        if load is load_foreign:
+            unloaded = foreign_without_weights(_configuration(drafter, "drafter"), drafter)
+        else:
+            kind = load.__self__
+            unloaded = kind(kind.config_class.from_pretrained(drafter))
+        unloaded.check_target(_class_of(config).from_config(config))
+    if num_draft_tokens is not None:
+        unloaded.check_num_draft_tokens(num_draft_tokens)
+
+
+def _check_gguf(name: str, file: str) -> None:
+    if not is_gguf_available():
+        raise ValueError(f"`gguf_file` is {file!r}, and there is no package `gguf` (0.10) that reads it: install it.")
+    if Path(name).is_dir() and not Path(name, file).is_file():
+        raise OSError(f"The folder {name} has no {file}, expected the `gguf_file` of a target. Check the name.")
+
+
+def _not_read(fields: dict[str, Any], name: str | Path) -> str:
+    """What kind of drafter it is, if of one that is not read, by its config.json or, in a folder, by its tensors."""
+    kind = kind_not_read(fields)
+    if kind or foreign_layout(fields) or not Path(name).is_dir():
+        return kind
+    names = {tensor.removeprefix("model.") for tensor in tensor_names(Path(name))}
+    if "fc.weight" not in names:
+        return ""
+    if any(tensor.startswith(("midlayer.", "layers.0.hidden_norm.")) for tensor in names):
+        raise ValueError(
+            f'{name} is an EAGLE-3 drafter by its tensors, but its config.json does not say so: add `"architectures": '
+            '["LlamaForCausalLMEagle3"]` there.'
+        )
+    return "EAGLE-1 or EAGLE-2"
+
+
+def _loader(fields: dict[str, Any]) -> Any:
+    told = [fields.get("model_type"), *(fields.get("architectures") or ())]
+    own = next((load for mark, load in _LOADS.items() if mark in told), None)
+    return own or (load_foreign if foreign_layout(fields) else None)
+
+
+def _called(load: Any) -> str:
+    """What a loader loads, in words."""
+    if load is load_own_drafter:
+        return "a DeepSeek-V4 with a drafter of its own"
+    return "a drafter in another program's layout" if load is load_foreign else one_of(load.__self__.config_class)
+
+
+def _check_weights(name: str | Path, *patterns: str) -> None:
+    path = Path(name)
+    if (
+        path.is_dir()
+        and not weight_files(path)
+        and not any(file for pattern in patterns for file in path.glob(pattern))
+    ):
+        pickle = next(path.glob("*.bin"), None)
+        but = f": {pickle.name} is a pickle, which can run code, and is not read" if pickle else ""
+        raise OSError(
+            f"The folder {name} has no weights, expected model.safetensors{but}. Save or download them there."
+        )
+
+
+def _configuration(name: str | Path, what: str, **hub_kwargs: Any) -> dict[str, Any]:
+    check_source(name, what)
+    if not Path(name).is_dir():
+        cause: OSError | None = None
+        try:
+            if fields := PreTrainedConfig.get_config_dict(name, **hub_kwargs)[0]:
+                return fields  # of a repository without a config.json there are none
+        except OSError as error:
+            cause = error
+        raise OSError(
+            f"The folder {name} does not exist, and as a Hub id it has no configuration that can be loaded from "
+            f"here{_said(hub_kwargs)}: no {what}. Check the name, the network, HF_HUB_OFFLINE and, for a private "
+            "one, HF_TOKEN."
+        ) from cause
+    path = Path(name, "config.json")
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        why = f"is no JSON ({error.msg}, line {error.lineno}, column {error.colno})"
+    except UnicodeDecodeError:
+        why = "is no text in UTF-8"
+    except OSError as error:
+        why = f"cannot be read ({error.strerror})"
+    else:
+        if isinstance(fields, dict):
+            return fields
+        raise ValueError(f"The config.json of {name} holds a {type(fields).__name__}, expected an object.")
+    raise OSError(f"{path} {why}. Copy or download it again.")
+
+
+def _said(hub_kwargs: dict[str, Any]) -> str:
+    """Which part of a repository was asked for, in words."""
+    asked = [f"`{option}` {hub_kwargs[option]!r}" for option in ("revision", "subfolder") if hub_kwargs.get(option)]
+    return f" ({', '.join(asked)})" if asked else ""
+
+
+@contextmanager
+def _readable(name: str | Path) -> Iterator[None]:
+    """Say in one line what is wrong with a checkpoint's files where transformers does not."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(
+            f"The weights of {name} are damaged ({error}): a file is cut off, or no safetensors. Copy or download it "
+            "again."
+        ) from error
+    except StrictDataclassError as error:
+        raise ValueError(f"The config.json of {name} has a wrong value: {error}") from error
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        option = str(error).rpartition(" ")[2]
+        raise ValueError(
+            f"{option} is no option of loading {name}, expected those of `from_pretrained`: correct its name, or "
+            "leave it out."
+        ) from error
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(
+            f"The weights of {name} have other shapes than its config.json says: the two are of different models. "
+            "Copy or download both again."
+        ) from error
+
+
+def load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """A target's tokenizer.
+
+    Raises:
+        OSError: If there is none, or it cannot be read.
+        ValueError: If its chat template is none.
+    """
+    with _readable(name):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        except (StrictDataclassError, ImportError):  # which have their own words
+            raise
+        except Exception as error:
+            raise OSError(
+                f"{name} has no tokenizer that can be loaded ({type(error).__name__}: "
+                f"{textwrap.shorten(str(error), 150)}). Save the target's own there (tokenizer.json, "
+                "tokenizer_config.json)."
+            ) from error
+    try:
+        if tokenizer.chat_template:
+            tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"The chat template of {name} is no Jinja template: {error.message}, line {error.lineno}. Correct its "
+            "chat_template.jinja."
+        ) from error
+    return tokenizer

@@ -1,0 +1,121 @@
+"""A HyperDFlash drafter as a model of SGLang: its DFlash layers, with this package's reducers and heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from sglang.srt.models.dflash import DFlashDraftModel
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from ...drafters.parts.heads import HEADS, ConfidenceHead
+from ...drafters.parts.reducers import REDUCERS
+from .config import check_served_pair
+from .last_layer import hand_out_last_layer
+from .selector import HeadSelector
+
+# Both models are there, and nothing has been sized or captured yet.
+BOTH_LOADED = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2.alloc_memory_pool"
+
+
+class ServedDrafter(DFlashDraftModel):
+    """SGLang's DFlash drafter, whose context is made by one of our reducers and whose drafts may know each other."""
+
+    def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
+        super().__init__(config=config, quant_config=quant_config, prefix=prefix)
+        self.reducer = REDUCERS[config.reducer]
+        del self.fc
+        for name, module in self.reducer.modules(config).items():
+            self.add_module(name, module)
+        self.lm_head: Any = None  # where SGLang puts the target's for a selector
+        head = HEADS.get(config.sequential_head)
+        if head is not None or config.draft_vocab_size:
+            self.candidate_selector = HeadSelector(config, head)
+        self.requires_grad_(False)
+        for parameter in self.parameters():
+            parameter.fill_(torch.nan)  # so that one that is not loaded shows
+        HookRegistry.register(BOTH_LOADED, introduce, HookType.BEFORE)
+        HookRegistry.apply_hooks()
+
+    def meet(self, target: torch.nn.Module, target_config: Any) -> None:
+        """Take what is needed of a target.
+
+        Args:
+            target: The model.
+            target_config: SGLang's `ModelConfig` of it.
+
+        Raises:
+            ValueError: If SGLang cannot run the drafter with its target as it was started.
+        """
+        check_served_pair(self.config, target_config.hf_text_config, self.block_size - 1, target_config.context_len)
+        if -1 in self.config.target_layer_ids:
+            hand_out_last_layer(target, len(self.config.target_layer_ids))
+        if self.candidate_selector is not None:
+            self.candidate_selector.meet(target, target_config.hf_text_config)
+
+    # What the blocks are conditioned on
+
+    def project_target_hidden(self, target_hidden: torch.Tensor) -> torch.Tensor:
+        """The layers' states of each token, one after the other, `[tokens, config.num_paths *
+        config.target_hidden_size]`, to the conditioning feature `[tokens, config.hidden_size]`, normed."""
+        read, width = len(self.config.target_layer_ids), self.config.target_hidden_size
+        if target_hidden.shape[-1] != read * width:
+            raise ValueError(
+                f"The drafter reads {read} layers of {width}, but the target hands out {target_hidden.shape[-1]} "
+                "numbers of each token: serve the drafter's own target."
+            )
+        residual = target_hidden.unflatten(-1, (read, width)).unsqueeze(0)
+        return self.hidden_norm(self.reducer.reduce(self, residual, self.norm.weight.dtype).squeeze(0))
+
+    # Blocks
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: Any,
+        input_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Blocks one after the other, `[blocks * config.block_size]`, to their states."""
+        if input_embeds is not None:  # which SGLang hands on in bfloat16, whatever type the models have
+            input_embeds = input_embeds.to(self.norm.weight.dtype)
+        return super().forward(input_ids, positions, forward_batch, input_embeds=input_embeds, **kwargs)
+
+    # Drafts, where SGLang's own choice, the best token of each position by the target's LM head, is not the drafter's
+
+    def compute_candidates(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for the drafts of states `[drafts, config.hidden_size]`: tokens and logits `[drafts, 1]`."""
+        return hidden.new_zeros(len(hidden), 1, dtype=torch.long), hidden.new_zeros(len(hidden), 1)
+
+    # Weights
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """As a drafter's folder has them. A confidence head is left out: SGLang verifies every draft.
+
+        Raises:
+            RuntimeError: If not all are there.
+        """
+        selected, theirs = {}, []
+        for name, weight in weights:
+            if self.candidate_selector is not None and self.candidate_selector.owns(name):
+                selected[name] = weight
+            elif name.partition(".")[0] != ConfidenceHead.key:
+                theirs.append((name, weight))
+        super().load_weights(theirs)
+        if self.candidate_selector is not None:
+            self.candidate_selector.load(selected)
+        missing = [name for name, parameter in self.named_parameters() if parameter.isnan().any()]
+        if missing:
+            raise RuntimeError(
+                f"The drafter's folder has no numbers for {', '.join(missing)}: expected every weight of its "
+                "config.json. Save it again with `save_pretrained`."
+            )
+
+
+def introduce(worker: Any, *_: Any, **__: Any) -> None:
+    """Before SGLang's worker makes room for both models: let a drafter of ours meet its target."""
+    if isinstance(worker.draft_model, ServedDrafter):
+        runner = worker.target_worker.model_runner
+        worker.draft_model.meet(runner.model, runner.model_config)

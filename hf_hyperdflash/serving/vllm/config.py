@@ -1,0 +1,70 @@
+"""A drafter's configuration as vLLM reads it, and what of drafters vLLM cannot run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...drafters.parts.block_attention import FULL, SLIDING
+from ..served_config import TRAIN, ServedConfig, Started, check_same_target, check_started, layers_read
+
+
+class VLLMConfig(ServedConfig):
+    """With `dflash_config`, and `n_predict`, from which vLLM takes the number of drafts where a user names none."""
+
+    engine = "vLLM"
+
+    def _say_in_engines_words(self) -> None:
+        words: dict[str, Any] = {"mask_token_id": self.mask_token_id, "target_layer_ids": layers_read(self)}
+        if self.causal_layers != "sliding":
+            words["causal"] = self.causal_layers == "all"
+        if self.window_from == "slot" and SLIDING in self.kinds:
+            words["swa_window_size"] = self.sliding_window
+            words["use_swa"] = FULL not in self.kinds
+        self.dflash_config = words
+        self.n_predict = self.block_size - 1
+
+    def _beyond_engine(self) -> list[tuple[bool, str, str, str]]:
+        return [
+            (self.conv_kernel_size > 0, "conv_kernel_size", "0", f"{TRAIN} `conv_kernel_size=0`"),
+            (reads_paths(self) and self.target_layer_ids != [-1], "target_layer_ids",
+             "the residual paths of the last layer alone, [-1]",
+             f"{TRAIN} `target_layer_ids=[-1]`, or with `reducer='stream_mean'`"),
+        ]  # fmt: skip
+
+
+def reads_paths(config: Any) -> bool:
+    """Whether a drafter, by its configuration, reads more residual paths than one of a layer, each by itself."""
+    return getattr(config, "target_hc_mult", 1) > 1 and config.reducer != "stream_mean"
+
+
+def check_served_pair(config: Any, target: Any, drafts: int, longest: int) -> None:
+    """Check that vLLM can run a drafter with a target as it was started.
+
+    Args:
+        config: The drafter's [`VLLMConfig`], or one with its fields.
+        target: The configuration of the target's text model.
+        drafts: `num_speculative_tokens`.
+        longest: `--max-model-len`.
+
+    Raises:
+        ValueError: If not: what it is, what was expected, and what to do.
+    """
+    check_same_target(config, target)
+    check_started(config, Started(VLLMConfig.engine, drafts, longest, "num_speculative_tokens", "--max-model-len"))
+
+
+def check_one_number_of_drafts(config: Any, by_batch_size: Any) -> None:
+    """Check that vLLM always runs the block that a drafter was trained with, however many requests there are.
+
+    Args:
+        config: As of [`check_served_pair`].
+        by_batch_size: `num_speculative_tokens_per_batch_size`.
+
+    Raises:
+        ValueError: If not: what it is, what was expected, and what to do.
+    """
+    if by_batch_size and config.causal_layers != "all":
+        raise ValueError(
+            f"`num_speculative_tokens_per_batch_size` is {by_batch_size}, but the draft positions of the drafter's "
+            "block see each other, and vLLM would run another block than was trained: leave it out."
+        )

@@ -1,0 +1,1 @@
+"""Caches of targets that give tokens back: what each kind of layer has to keep for that."""

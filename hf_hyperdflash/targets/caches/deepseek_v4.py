@@ -1,0 +1,642 @@
+"""Cache layers for DeepSeek-V4's attention that can be cropped after the target has verified a draft.
+
+The stock compressed layers keep a running compressor state (open window, compressed entries, overlap between windows)
+that their `crop` does not touch, so a rejected draft stays in it; the stock sliding layer loses keys when it is
+cropped twice in a row. The layers here keep, while recording is on, the keys that left the sliding window recently and
+one record per window that recently closed: what the compressor held before it closed. `crop` takes them back.
+
+How far back a crop can go depends on the tokens alone, not on the kind of layer or its windows: `max_rewind` tokens
+from the longest sequence seen, and never past what came before recording. So all layers of a cache refuse the same
+crops, the first one included, and a refused `Cache.crop` leaves all of them as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache, DeepseekV4HCACache
+
+from ...trees.layout import TreeRows
+from .held_tree import HeldTree, Parts
+
+DEFAULT_MAX_REWIND = 128
+
+
+class _ClosedWindow(NamedTuple):
+    """What it takes to open one compressor window again.
+
+    `kv` and `gate` are the window's raw projections, `[batch, compress_rate, features]`, the gate without the
+    position bias. `overlap_kv` and `overlap_gate` are CSA's overlap state before the window closed,
+    `[batch, compress_rate, features // 2]`, the gate *with* the position bias; `None` for HCA and for window 0.
+    """
+
+    kv: torch.Tensor
+    gate: torch.Tensor
+    overlap_kv: torch.Tensor | None = None
+    overlap_gate: torch.Tensor | None = None
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a small view of a large storage, so that the view does not keep all of it alive."""
+    if torch.compiler.is_compiling():  # which knows no storages
+        return tensor.clone()
+    is_compact = tensor.untyped_storage().nbytes() <= 2 * tensor.nbytes
+    return tensor if is_compact else tensor.clone()
+
+
+def _last(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """The last `count` positions of `keys`, `[batch, 1, positions, head_dim]`, or all of them if there are fewer."""
+    return keys[:, :, max(keys.shape[-2] - count, 0) :]
+
+
+def _checked_max_rewind(max_rewind: int) -> int:
+    if isinstance(max_rewind, bool) or not isinstance(max_rewind, int) or max_rewind < 1:
+        raise ValueError(
+            f"`max_rewind` is {max_rewind!r}, expected an integer of at least 1: the number of tokens that a crop can "
+            "undo. Pass at least the drafter's block size."
+        )
+    return max_rewind
+
+
+class _RewindableKeys(DynamicSlidingWindowLayer):
+    """Sliding-window keys, which are also the values, with a `crop` that brings back keys that left the window.
+
+    Shared by the layers below; those that hold more state extend `_forget_past`, `_rewind`, `reset` and `_map_state`.
+    """
+
+    # A subclass that names a layer type replaces the stock class in every cache of the process.
+    _layer_type: Any = None
+
+    # None until the first forward; the methods below use them only after it.
+    keys: Any
+    values: Any
+    held: HeldTree | None = None  # while a draft tree is verified
+
+    @classmethod
+    def from_stock(cls, layer: DynamicSlidingWindowLayer, max_rewind: int = DEFAULT_MAX_REWIND) -> Any:
+        """Build a rewindable layer that continues from `layer`'s state; what led to that state is not recorded.
+
+        Args:
+            layer: Stock layer of the same kind. It must not be used afterwards: its state is shared.
+            max_rewind: As for the constructor.
+
+        Raises:
+            ValueError: If `max_rewind` is not an integer of at least 1, or if `layer` was cropped by the stock class
+                in a way that lost keys or left the removed tokens in a compressor.
+        """
+        rewindable = cls.__new__(cls)
+        vars(rewindable).update(vars(layer))
+        rewindable._take_over_keys()
+        rewindable._start_recording(max_rewind)
+        return rewindable
+
+    def _take_over_keys(self) -> None:
+        """Keep the stock layer's keys of the window; its values are equal to them but another tensor."""
+        if not self.is_initialized:
+            return
+        needed = min(self.cumulative_length, self.sliding_window - 1)
+        if needed > 0 and self.keys.shape[-2] < needed:
+            raise ValueError(
+                f"The cache layer has seen {self.cumulative_length} tokens, but holds keys of the last "
+                f"{self.keys.shape[-2]} only, expected {needed}: the stock `crop` lost the others. Start from a new "
+                "cache, or call `make_rewindable` before the first crop."
+            )
+        if self.keys.dim() == 4:  # not yet so in a layer that was initialized early
+            self.keys = _last(self.keys, needed)
+        self.values = self.keys
+
+    def _start_recording(self, max_rewind: int) -> None:
+        self.max_rewind = _checked_max_rewind(max_rewind)
+        self._forget_past()
+
+    def _forget_past(self) -> None:
+        # The shortest length that a crop can go back to. The same in all layers of a cache: see the module's
+        # docstring.
+        self._shortest_length = self.cumulative_length
+        # The recorded keys, older ones included; `keys` is then a view of its last `sliding_window - 1` positions.
+        self._recorded_keys: torch.Tensor | None = None
+
+    def activate_past_recording(self) -> None:
+        """Record what comes from here on; nothing of a long prompt is kept alive by what stays of it."""
+        super().activate_past_recording()
+        if self.cumulative_length:
+            self._rewind(self.cumulative_length)
+
+    # Growing
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the new keys, which are also the values, and return those the new queries can see.
+
+        Args:
+            key_states: `[batch, 1, seq, config.head_dim]`.
+            value_states: The same tensor: V4 has one projection for keys and values.
+
+        Returns:
+            Keys and values (one tensor), `[batch, 1, min(length, sliding_window - 1) + seq, config.head_dim]` with
+            `length` the sequence length before this call, as `get_mask_sizes` announces.
+
+        Raises:
+            ValueError: If `value_states` is another tensor than `key_states`.
+        """
+        if value_states is not key_states:
+            raise ValueError(
+                f"`update` got values of shape {tuple(value_states.shape)} that are not the keys, expected the same "
+                "tensor twice: V4 has one projection for both. Use a rewindable layer with DeepSeek-V4 only."
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        full = torch.cat([self._past_keys if self.record_past else self.keys, key_states], dim=-2)
+        visible = _last(full, self.sliding_window - 1 + key_states.shape[-2])
+        if self.held is not None:
+            self.held.keys = key_states
+            return visible, visible
+        self.cumulative_length += key_states.shape[-2]
+        if self.record_past:
+            self._shortest_length = max(self._shortest_length, self.cumulative_length - self.max_rewind)
+            self._set_recorded_keys(_last(full, self.sliding_window - 1 + self.max_rewind))
+        else:
+            self._forget_past()
+            self.keys = self.values = _last(full, self.sliding_window - 1)
+        return visible, visible
+
+    @property
+    def _past_keys(self) -> Any:
+        return self.keys if self._recorded_keys is None else self._recorded_keys
+
+    def _set_recorded_keys(self, keys: torch.Tensor) -> None:
+        self._recorded_keys = _compact(keys)
+        self.keys = self.values = _last(self._recorded_keys, self.sliding_window - 1)
+
+    # Draft trees
+
+    @property
+    def can_hold_trees(self) -> bool:
+        """Whether all is known that the windows of a draft tree are made of."""
+        return True
+
+    def hold(self, rows: TreeRows) -> None:
+        """Let the next forward be one over a draft tree, which changes the layer only when [`keep`] is called."""
+        self.held = HeldTree(rows)
+
+    def keep(self, kept: list[int]) -> None:
+        """Take in the rows `kept` of the draft tree, a path from the anchor on, as if they had come alone."""
+        held, self.held = self.held, None
+        if held is not None and kept:
+            self._take_in(held, kept)
+
+    def _take_in(self, held: HeldTree, kept: list[int]) -> None:
+        keys = held.at(held.keys, kept, dim=2)
+        self.update(keys, keys)
+
+    # Rewinding
+
+    @property
+    def undoable_tokens(self) -> int:
+        """How many of the last tokens `crop` can undo now: the same number in every layer of a cache."""
+        return self.cumulative_length - self._shortest_length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens: the state becomes that of a layer that never saw them.
+
+        A refused crop leaves the layer as it was.
+
+        Args:
+            tokens_to_remove: Minus the number of tokens. 0 leaves the state as it is.
+
+        Raises:
+            ValueError: If `tokens_to_remove` is positive, or asks for more tokens than the layer holds.
+            RuntimeError: If the tokens are more than `undoable_tokens`.
+        """
+        count = -int(tokens_to_remove)
+        self._check_crop(count)
+        if 0 < count < self.cumulative_length:
+            self._rewind(self.cumulative_length - count)
+        elif count:
+            self.reset()
+
+    def _check_crop(self, count: int) -> None:
+        length, undoable = self.cumulative_length, self.undoable_tokens
+        if count < 0:
+            raise ValueError(
+                f"`crop` was called with a positive value ({-count}), expected 0 or a negative one. Pass minus the "
+                "number of tokens to remove."
+            )
+        if count > length:
+            raise ValueError(
+                f"`crop` was asked to remove {count} tokens, but the layer holds {length}. Remove at most {length}, "
+                "or call `reset`."
+            )
+        if count > undoable:
+            reason = (
+                f"it records {self.max_rewind} tokens (`max_rewind`), starting when recording was switched on. Pass a "
+                "larger `max_rewind` to `make_rewindable`, or switch recording on earlier."
+                if self.record_past
+                else "past recording is off. Call `activate_past_recording` before the tokens arrive."
+            )
+            raise RuntimeError(
+                f"`crop` was asked to remove {count} tokens, but only the last {undoable} of the {length} in the "
+                f"layer can be undone: {reason}"
+            )
+
+    def _rewind(self, length: int) -> None:
+        keys = self._past_keys
+        keys = keys[:, :, : keys.shape[-2] - (self.cumulative_length - length)]
+        self.cumulative_length = length
+        self._set_recorded_keys(keys)
+
+    # The rest of the cache interface
+
+    def reset(self) -> None:
+        """Forget all tokens and records; recording stays on if it was."""
+        # Not by way of `super()`: in transformers 5.17 that zeroes the keys and keeps them.
+        self.keys = self.values = None
+        self.is_initialized = False
+        self.cumulative_length = 0
+        self._forget_past()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the batch, records included, for beam search."""
+        self._map_state(lambda state: state.index_select(0, beam_idx.to(state.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence of the batch, records included, `repeats` times."""
+        self._map_state(lambda state: state.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only the sequences `indices` of the batch, records included."""
+        self._map_state(lambda state: state[indices, ...])
+
+    def _map_state(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply `change` to every tensor of the layer, all of which have the batch as their first dimension."""
+        if self.cumulative_length > 0:
+            self._map_keys(change)
+
+    def _map_keys(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        # Once for keys and values: the stock methods would split them into two tensors.
+        if self._recorded_keys is None:
+            self.keys = self.values = change(self.keys)
+        else:
+            self._set_recorded_keys(change(self._recorded_keys))
+
+    def offload(self) -> None:
+        """Move the keys to the CPU. The compressor works right after, in the same forward, so its state stays."""
+        if self.is_initialized:
+            self._map_keys(lambda keys: keys.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Move offloaded keys back to the layer's device ahead of time."""
+        if self.is_initialized and self.keys.device != self.device:
+            self._map_keys(lambda keys: keys.to(self.device, non_blocking=True))
+
+
+class RewindableSlidingCacheLayer(_RewindableKeys):
+    """Cache layer of a V4 sliding-window block that can be cropped any number of times, in step with the others.
+
+    After `crop(-n)` the layer equals, bit for bit, one that never saw the last `n` tokens. While recording is on, it
+    keeps at most twice `sliding_window + max_rewind` keys, however many forwards pass without a crop; with recording
+    off, half of what the stock layer keeps, since keys and values are one tensor
+    `[batch, 1, positions, config.head_dim]`.
+
+    Args:
+        sliding_window: `config.sliding_window`.
+        max_rewind: How many tokens a crop can undo while recording is on. At least 1.
+
+    Raises:
+        ValueError: If `max_rewind` is not an integer of at least 1.
+    """
+
+    def __init__(self, sliding_window: int, max_rewind: int = DEFAULT_MAX_REWIND, **kwargs: Any) -> None:
+        super().__init__(sliding_window, **kwargs)
+        self._start_recording(max_rewind)
+
+
+class RewindableHCACacheLayer(_RewindableKeys, DeepseekV4HCACache):
+    """Cache layer of a heavily-compressed attention block with a `crop` that also rewinds the compressor.
+
+    After `crop(-n)` every tensor and counter equals, bit for bit, that of a layer that never saw the last `n` tokens.
+    While recording is on (`activate_past_recording`), any number of forwards can be undone in any number of crops, up
+    to `max_rewind` tokens back from the longest sequence seen; what came before recording was switched on stays
+    (`undoable_tokens` says how far back a crop can go). With recording off, results and memory are those of the stock
+    layer.
+
+    Recording costs, however long the prompt, at most twice `sliding_window + max_rewind` keys and the raw projections
+    of four times `max_rewind + compress_rate` tokens; about half of that in steady decoding.
+
+    Keys and values are one tensor `[batch, 1, positions, config.head_dim]`, as in the stock layer; compressed entries
+    are `[batch, entries, config.head_dim]` (`config.index_head_dim` for the indexer).
+
+    Args:
+        config: Config of the model, for the sliding window and the compression rate.
+        max_rewind: How many tokens a crop can undo while recording is on. At least 1.
+
+    Raises:
+        ValueError: If `max_rewind` is not an integer of at least 1.
+    """
+
+    # Their values are None until the first forward; the methods below use them only after it.
+    buffer_kv: dict[str, Any]
+    buffer_gate: dict[str, Any]
+    compressed_kv: dict[str, Any]
+
+    def __init__(self, config: DeepseekV4Config, max_rewind: int = DEFAULT_MAX_REWIND, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        self._start_recording(max_rewind)
+
+    def _take_over_keys(self) -> None:
+        super()._take_over_keys()
+        for name, buffer in self.buffer_kv.items():
+            compressed_tokens = self.entry_count[name] * self.compress_rate
+            seen = compressed_tokens if buffer is None else compressed_tokens + buffer.shape[1]
+            if buffer is not None and seen != self.cumulative_length:
+                raise ValueError(
+                    f"The cache layer holds keys of {self.cumulative_length} tokens, but its {name} has seen {seen}: "
+                    "the stock `crop` removed tokens from the keys only, and the compressor still holds them. Start "
+                    "from a new cache, or call `make_rewindable` before the first crop."
+                )
+
+    def _forget_past(self) -> None:
+        super()._forget_past()
+        # Per name, the last windows that closed while recording: the newest is the one before the open window. Those
+        # that the windows of a draft tree read are kept in any case.
+        before: dict[str, list[_ClosedWindow]] = getattr(self, "_closed_windows", {})
+        self._closed_windows = {
+            name: before[name][max(len(before[name]) - self._windows_read, 0) :] if name in before else []
+            for name in self.entry_count
+        }
+        # Per name, what a compressor held before the tokens whose entries are on the way.
+        self._unfinished: dict[str, tuple[list[torch.Tensor | None], int, list[_ClosedWindow]]] = {}
+
+    def store_compression_weights(
+        self, name: str, kv: torch.Tensor, gate: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Buffer the new projections, `[batch, seq, features]`, and return the windows that they close.
+
+        Returns:
+            As the stock layer: raw `kv` and `gate` of the closed windows, `[batch, windows * compress_rate,
+            features]`, and the position of the first one.
+        """
+        if self.held is not None:
+            open_window = self.buffer_kv[name], self.buffer_gate[name]
+            before, entries = self._window_before(name, kv, gate), self.entry_count[name]
+            return self.held.close_windows(name, self.compress_rate, entries, before, open_window, (kv, gate))
+        states = [state[name] for state in self._compressor_states()]
+        self._unfinished[name] = states, self.entry_count[name], list(self._closed_windows[name])
+        closed_kv, closed_gate, first_position = super().store_compression_weights(name, kv, gate)
+        if not closed_kv.shape[1]:
+            return closed_kv, closed_gate, first_position
+        self._record_windows(name, closed_kv, closed_gate)
+        if self.record_past:
+            self.buffer_kv[name] = _compact(self.buffer_kv[name])
+            self.buffer_gate[name] = _compact(self.buffer_gate[name])
+        return closed_kv, closed_gate, first_position
+
+    def _record_windows(self, name: str, kv: torch.Tensor, gate: torch.Tensor) -> None:
+        most = self._max_closed_windows if self.record_past else self._windows_read
+        tokens = min(kv.shape[1], most * self.compress_rate)
+        if tokens == 0:
+            return
+        kv, gate = _compact(kv[:, -tokens:]), _compact(gate[:, -tokens:])
+        windows = zip(kv.split(self.compress_rate, dim=1), gate.split(self.compress_rate, dim=1))
+        journal = self._closed_windows[name]
+        journal.extend(_ClosedWindow(*window) for window in windows)
+        del journal[:-most]
+
+    _windows_read = 0  # how many windows before it one is made of besides
+
+    @property
+    def _max_closed_windows(self) -> int:
+        return -(-self.max_rewind // self.compress_rate) + self._windows_read
+
+    def _window_before(
+        self, name: str, kv: torch.Tensor, gate: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Projections of the last closed window, where the next one is made of them too."""
+        return None
+
+    def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
+        """Append entries `[batch, windows, features]` and return all there are, `[batch, entries, features]`; those of
+        a draft tree are not appended."""
+        if self.held is None:
+            known = super().update_compressor_states(name, compressed)
+            self._unfinished.pop(name, None)
+            return known
+        entries = self.held.hold_entries(name, compressed)
+        known = self.compressed_kv[name]
+        return entries if known is None else torch.cat([known, entries], dim=1)
+
+    def _take_in(self, held: HeldTree, kept: list[int]) -> None:
+        super()._take_in(held, kept)
+        for name, (kv, gate) in held.projections.items():
+            self.store_compression_weights(name, held.at(kv, kept), held.at(gate, kept))
+            self._take_in_windows(held, name, held.closed(name, kept))
+
+    def _take_in_windows(self, held: HeldTree, name: str, closed: list[int]) -> None:
+        self.update_compressor_states(name, held.at(held.entries[name], closed))
+
+    def entries_in_round(self, name: str) -> int:
+        """Entries that the last forward saw, those of a draft tree included."""
+        return self.entry_count[name] + (0 if self.held is None else self.held.entries[name].shape[1])
+
+    def entries_seen(self, name: str, row: int, rows: int) -> torch.Tensor:
+        """Which entries a row of the last forward, of `rows` rows, sees: their numbers."""
+        if self.held is not None:
+            before = self.entry_count[name]
+            return torch.cat([torch.arange(before), before + self.held.seen(name)[row].nonzero()[:, 0]])
+        return torch.arange((self.cumulative_length - (rows - 1 - row)) // self.compress_rate)
+
+    def take_back(self, start: int) -> None:
+        """Undo what the layer has seen of a forward that was interrupted, even between a window and its entry.
+
+        Args:
+            start: Tokens before it.
+        """
+        for name, (states, entries, journal) in self._unfinished.items():
+            for kind, state in zip(self._compressor_states(), states):
+                kind[name] = state
+            self.entry_count[name], self._closed_windows[name] = entries, journal
+        self._unfinished.clear()
+        self.crop(min(0, start - self.cumulative_length))
+
+    def _rewind(self, length: int) -> None:
+        for name, buffer in self.buffer_kv.items():
+            if buffer is not None:
+                self._rewind_compressor(name, length)
+        super()._rewind(length)
+
+    def _rewind_compressor(self, name: str, length: int) -> None:
+        entries, open_tokens = divmod(length, self.compress_rate)
+        if entries < self.entry_count[name]:
+            journal = self._closed_windows[name]
+            kept = len(journal) - (self.entry_count[name] - entries)
+            self._reopen_window(name, journal[kept])
+            del journal[kept:]
+            self.compressed_kv[name] = self.compressed_kv[name][:, :entries]
+            self.entry_count[name] = entries
+        self.buffer_kv[name] = _compact(self.buffer_kv[name][:, :open_tokens])
+        self.buffer_gate[name] = _compact(self.buffer_gate[name][:, :open_tokens])
+
+    def _reopen_window(self, name: str, window: _ClosedWindow) -> None:
+        self.buffer_kv[name], self.buffer_gate[name] = window.kv, window.gate
+
+    def reset(self) -> None:
+        """Forget all tokens and records; recording stays on if it was."""
+        super().reset()
+        self._closed_windows = {name: [] for name in self.entry_count}
+        for name in self.entry_count:
+            self.buffer_kv[name] = self.buffer_gate[name] = self.compressed_kv[name] = None
+            self.entry_count[name] = 0
+
+    def _map_state(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super()._map_state(change)
+        for states in self._compressor_states():
+            for name, state in states.items():
+                states[name] = None if state is None else change(state)
+        for journal in self._closed_windows.values():
+            journal[:] = [
+                _ClosedWindow(*(None if state is None else change(state) for state in window))  # type: ignore[arg-type]
+                for window in journal
+            ]
+
+    def _compressor_states(self) -> list[dict[str, torch.Tensor | None]]:
+        return [self.buffer_kv, self.buffer_gate, self.compressed_kv]
+
+
+class RewindableCSACacheLayer(RewindableHCACacheLayer, DeepseekV4CSACache):
+    """Cache layer of a compressed-sparse attention block with a `crop` that also rewinds compressor and indexer.
+
+    As [`RewindableHCACacheLayer`], for two compressors (`"compressor"` and `"indexer"`) whose windows overlap. The
+    projections of the last closed window are kept also where recording is off.
+    """
+
+    _windows_read = 1
+
+    @property
+    def can_hold_trees(self) -> bool:
+        return all(self._closed_windows[name] for name, entries in self.entry_count.items() if entries)
+
+    def _window_before(self, name: str, kv: torch.Tensor, gate: torch.Tensor) -> Parts:
+        if self.entry_count[name]:
+            return self._closed_windows[name][-1][:2]
+        shape = kv.shape[0], self.compress_rate, kv.shape[2]
+        return kv.new_zeros(shape), gate.new_full(shape, torch.finfo(gate.dtype).min)  # which weighs nothing
+
+    def _take_in_windows(self, held: HeldTree, name: str, closed: list[int]) -> None:
+        if closed:
+            kv, gate = (held.at(part, closed) for part in held.overlaps[name])
+            self.update_overlap_state(name, kv, gate, kv.shape[-1] // 2)
+        super()._take_in_windows(held, name, closed)
+
+    def update_overlap_state(
+        self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Hand out the overlap state of the window before the chunk and keep that of the chunk's last window.
+
+        Args:
+            chunk_kv: The windows that just closed, `[batch, windows, compress_rate, 2 * head_dim]`.
+            chunk_gate: Their gates with the position bias, same shape.
+            head_dim: `config.head_dim`, or `config.index_head_dim` for the indexer.
+
+        Returns:
+            As the stock layer: kv and gate of the window before, `[batch, compress_rate, head_dim]`, or `None` twice.
+        """
+        if self.held is not None:  # each window comes behind the one that it overlaps with
+            self.held.hold_overlaps(name, chunk_kv, chunk_gate)
+            return None, None
+        prior_kv, prior_gate = super().update_overlap_state(name, chunk_kv, chunk_gate, head_dim)
+        if self.record_past:
+            overlaps_kv = [prior_kv, *self._overlaps_within(chunk_kv, head_dim)]
+            overlaps_gate = [prior_gate, *self._overlaps_within(chunk_gate, head_dim)]
+            # `store_compression_weights` has just recorded the chunk's windows, at the end of the journal.
+            journal = self._closed_windows[name]
+            for index in range(-min(len(journal), len(overlaps_kv)), 0):
+                window = journal[index]._replace(overlap_kv=overlaps_kv[index], overlap_gate=overlaps_gate[index])
+                journal[index] = window
+        return prior_kv, prior_gate
+
+    def _overlaps_within(self, chunk: torch.Tensor, head_dim: int) -> list[torch.Tensor]:
+        """What the chunk's windows after the first find as overlap, for as many windows as a journal keeps."""
+        first = max(chunk.shape[1] - 1 - self._max_closed_windows, 0)
+        return list(chunk[:, first:-1, :, :head_dim].clone().unbind(1))
+
+    def _reopen_window(self, name: str, window: _ClosedWindow) -> None:
+        super()._reopen_window(name, window)
+        self.overlap_kv[name], self.overlap_gate[name] = window.overlap_kv, window.overlap_gate
+
+    def reset(self) -> None:
+        """Forget all tokens and records; recording stays on if it was."""
+        super().reset()
+        for name in self.overlap_kv:
+            self.overlap_kv[name] = self.overlap_gate[name] = None
+
+    def _compressor_states(self) -> list[dict[str, torch.Tensor | None]]:
+        return [*super()._compressor_states(), self.overlap_kv, self.overlap_gate]
+
+
+_REWINDABLE_CLASSES: dict[type, type[_RewindableKeys]] = {
+    DynamicSlidingWindowLayer: RewindableSlidingCacheLayer,
+    DeepseekV4HCACache: RewindableHCACacheLayer,
+    DeepseekV4CSACache: RewindableCSACacheLayer,
+}
+
+
+def make_rewindable(cache: Cache, max_rewind: int = DEFAULT_MAX_REWIND) -> Cache:
+    """Swap, in place, every stock layer of a V4 target's cache for a rewindable one.
+
+    Only for the cache of a DeepSeek-V4: the swapped sliding-window layers, too, take keys and values to be one tensor.
+
+    State is carried over, so a filled cache continues as before; only what arrives while recording is on afterwards
+    can be undone. Rewindable layers stay as they are, except that the largest `max_rewind` applies from now on.
+
+    All layers can undo the same number of tokens, so a refused `Cache.crop` leaves the whole cache as it was.
+
+    Args:
+        cache: The target's cache, empty or filled.
+        max_rewind: How many tokens a crop can undo: at least the longest draft.
+
+    Returns:
+        The same cache.
+
+    Raises:
+        TypeError: If `cache` is not a `Cache`, or holds a foreign subclass of a stock layer, whose `crop` cannot be
+            vouched for. Its layers then stay.
+        ValueError: If `max_rewind` is not an integer of at least 1, or a layer was cropped by the stock class. The
+            layers then stay.
+    """
+    if not isinstance(cache, Cache):
+        raise TypeError(
+            f"`make_rewindable` got a {type(cache).__name__}, expected a transformers `Cache`. Pass "
+            "`DynamicCache(config=model.config)`."
+        )
+    _checked_max_rewind(max_rewind)
+    cache.layers[:] = [_rewindable(layer, max_rewind) for layer in cache.layers]
+    rewindable: list[Any] = [layer for layer in cache.layers if _is_rewindable(layer)]
+    reach = max([max_rewind, *(layer.max_rewind for layer in rewindable)])
+    for layer in rewindable:
+        layer.max_rewind = reach
+    return cache
+
+
+def _is_rewindable(layer: Any) -> bool:
+    """By what it can do, not by its class: a drafter that brought its own copy of this code may have made the
+    layer."""
+    return hasattr(type(layer), "undoable_tokens") and hasattr(layer, "max_rewind")
+
+
+def _rewindable(layer: Any, max_rewind: int) -> Any:
+    if _is_rewindable(layer):
+        return layer
+    if type(layer) in _REWINDABLE_CLASSES:
+        return _REWINDABLE_CLASSES[type(layer)].from_stock(layer, max_rewind)
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        raise TypeError(
+            f"The cache holds a {type(layer).__name__}, a subclass of a stock cache layer that `make_rewindable` does "
+            "not know. Build the cache with `DynamicCache(config=model.config)`, or subclass a rewindable layer "
+            "instead."
+        )
+    return layer

@@ -1,0 +1,253 @@
+"""DeepSeek-V4, all of it: its gate in both layouts, its caches and its indexer.
+
+An indexer's scores are sums over heads of ReLU terms, so many entries can have a score of exactly 0. Which of them
+`topk` takes depends on how many entries there are, and a verification round has those that its drafts close besides.
+The target's text would then depend on how it was cut into forwards; stock DeepSeek-V4's does. Here a round's indexers
+choose the entries that they would choose for one token at a time.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
+    DeepseekV4HCACache,
+    DeepseekV4HCACompressor,
+    DeepseekV4Indexer,
+    DeepseekV4RMSNorm,
+)
+
+from ..trees.layout import TreeRows
+from .caches.deepseek_v4 import DEFAULT_MAX_REWIND, make_rewindable
+from .caches.held_tree import HeldTree, best_seen
+from .family import TreeVerification
+from .gate import path_gates
+from .hooks import PerThread
+from .hyper_connections import HyperConnected, read_gate
+
+# This vocabulary has no mask token; the id is what DeepSeek's own DSpark drafter masks with.
+_VOCAB_SIZE, _MASK_TOKEN = 129280, 128799
+_COMPRESSED = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
+
+
+def check_computes(dtype: torch.dtype) -> None:
+    """Raise a `ValueError` if the installed transformers cannot run a DeepSeek-V4 that it has loaded in `dtype`.
+
+    It keeps the norms in float32, and for float16 some projections, too. Before transformers 5.20 what norms return is
+    float32 like their weights, and a projection in bfloat16 does not take that.
+    """
+    norm = DeepseekV4RMSNorm(1).float()
+    fix = "install transformers 5.20 or later, or load it with dtype='float32'"
+    if dtype == torch.float16:
+        fix = "load it with dtype='bfloat16' (from transformers 5.20 on) or 'float32'"
+    elif norm(torch.zeros(1, 1, dtype=dtype)).dtype == dtype:
+        return
+    raise ValueError(
+        f"The target is a DeepSeek-V4 in {str(dtype).removeprefix('torch.')}, which transformers "
+        f"{transformers.__version__} cannot run: {fix}."
+    )
+
+
+class DeepseekV4(HyperConnected):
+    """A DeepSeek-V4, from transformers or from remote code."""
+
+    title = "DeepSeek-V4"
+    rewindable_kinds = HyperConnected.rewindable_kinds | _COMPRESSED
+    skips_padding = True  # its compressors pool padding with text
+
+    def __init__(self, target: PreTrainedModel, trunk: Any) -> None:
+        super().__init__(target, trunk)
+        # In DeepSeek's own layout, as remote code has it, the gate's parameters belong to no module.
+        is_bare = not isinstance(getattr(trunk, "hc_head", None), nn.Module)
+        self._bare: Any = (trunk if hasattr(trunk, "hc_head_fn") else target) if is_bare else None
+
+    @classmethod
+    def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:
+        config = target.config.get_text_config(decoder=True)
+        is_named = config.model_type == "deepseek_v4" or bool(
+            _COMPRESSED & set(getattr(config, "layer_types", None) or ())
+        )
+        is_bare = hasattr(trunk, "hc_head_fn") or hasattr(target, "hc_head_fn")
+        return is_bare or (is_named and super().fits(target, trunk))
+
+    @property
+    def paths(self) -> int:
+        return self.config.hc_mult if self._bare is None else self._bare.hc_head_fn.shape[0]
+
+    def gate(self) -> dict[str, torch.Tensor]:
+        return super().gate() if self._bare is None else read_gate(self._bare, "hc_head_")
+
+    def collapse(self, residual: torch.Tensor) -> torch.Tensor:
+        if self._bare is None:
+            return super().collapse(residual)
+        gates = path_gates(residual, **self.gate(), norm_eps=self.norm_eps, hc_eps=self.hc_eps)
+        return self.trunk.norm((gates.unsqueeze(-1) * residual).sum(dim=2).to(residual.dtype))
+
+    @property
+    def collapse_modules(self) -> tuple[nn.Module, ...]:
+        return super().collapse_modules if self._bare is None else (self.trunk.norm,)
+
+    @property
+    def mask_token_id(self) -> int | None:
+        return _MASK_TOKEN if self.config.vocab_size == _VOCAB_SIZE else None
+
+    def check_computes(self) -> None:
+        if isinstance(self.norm, DeepseekV4RMSNorm) and self.norm.weight.dtype == torch.float32:
+            check_computes(self.dtype)
+
+    # Caches
+
+    def make_rewindable(self, cache: Cache, num_drafts: int) -> None:
+        """Let a cache take back that many drafts and the anchor, compressors and all."""
+        super().make_rewindable(cache, num_drafts)
+        layers = getattr(cache, "layers", ())
+        if self.config.model_type == "deepseek_v4" or any(isinstance(layer, DeepseekV4HCACache) for layer in layers):
+            make_rewindable(cache, max(DEFAULT_MAX_REWIND, num_drafts + 1))
+
+    def cached_lengths(self, cache: Any) -> set[int]:
+        """Each compressor counts its tokens, and a layer without keys has seen none."""
+        lengths = super().cached_lengths(cache)
+        for layer in getattr(cache, "layers", ()):
+            lengths.add(layer.get_seq_length())
+            for name, entries in getattr(layer, "entry_count", {}).items():
+                buffered = layer.buffer_kv[name]
+                lengths.add(entries * layer.compress_rate + (0 if buffered is None else buffered.shape[1]))
+        return lengths
+
+    def attention_keys(self, layer: Any, keys: int, rows: int, seen: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compressed entries, one per closed window, come after the keys."""
+        if not hasattr(layer, "entry_count"):
+            return super().attention_keys(layer, keys, rows, seen)
+        keys -= layer.entries_in_round("compressor")
+        of_tokens, _ = super().attention_keys(layer, keys, rows, seen)
+        return of_tokens, keys + layer.entries_seen("compressor", seen[-1], rows)
+
+    # Draft trees
+
+    @property
+    def tree_verification(self) -> TreeVerification:
+        is_stock = self.config.model_type == "deepseek_v4" and self.config._attn_implementation == "eager"
+        return "mask" if is_stock else "fork"
+
+    @property
+    def joins_rows(self) -> bool:
+        return False  # a cache layer counts the windows of one text
+
+    def can_mask(self, cache: Any) -> bool:
+        return all(getattr(layer, "can_hold_trees", False) for layer in cache.layers)
+
+    def hold(self, cache: Any, rows: TreeRows) -> None:
+        for layer in cache.layers:
+            layer.hold(rows)
+
+    def keep(self, cache: Any, rows: TreeRows, kept: list[int]) -> None:
+        for layer in cache.layers:
+            layer.keep(kept)
+
+    def take_back(self, cache: Any, start: int) -> None:
+        for layer in cache.layers:
+            layer.keep([])
+        super().take_back(cache, start)
+
+    # The indexer
+
+    def put_on_hooks(self) -> list[RemovableHandle]:
+        """Hooks on compressors and their indexers, in verification rounds only: they choose as for one token at a
+        time, and each node of a draft tree among the entries on its own path."""
+        handles = super().put_on_hooks()
+        for module in self.target.modules():
+            if isinstance(module, DeepseekV4Indexer):
+                scored = partial(_scored, self.rounds, module)
+                handles.append(module.scorer.register_forward_hook(scored))
+                handles.append(module.register_forward_hook(partial(_chosen, self.rounds)))
+            elif isinstance(module, DeepseekV4HCACompressor):
+                handles.append(module.register_forward_hook(partial(_compressed, self.rounds)))
+        return handles
+
+
+Rounds = PerThread[dict[nn.Module, torch.Tensor]]  # scores by indexer until it has chosen
+
+
+def _scored(rounds: Rounds, indexer: nn.Module, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    if rounds:  # apart from what follows, so that a compiled indexer stays one graph where nothing is verified
+        _remember(rounds, indexer, output)
+
+
+def _chosen(rounds: Rounds, indexer: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return _choose_again(rounds, indexer, args, output) if rounds else output
+
+
+def _compressed(rounds: Rounds, compressor: Any, args: Any, output: Any) -> Any:
+    return _see_own_path(args, output) if rounds else output
+
+
+@torch.compiler.disable  # as the hooks that hand out the residual
+def _remember(rounds: Rounds, indexer: nn.Module, scores: torch.Tensor) -> None:
+    for round_ in rounds.get(get_ident(), ())[-1:]:
+        round_[indexer] = scores
+
+
+@torch.compiler.disable
+def _choose_again(rounds: Rounds, indexer: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    for round_ in rounds.get(get_ident(), ())[-1:]:
+        scores, position_ids = round_.pop(indexer, None), args[2]
+        held = _held(args)
+        if held is not None and scores is not None:
+            return best_seen(scores, held.seen("indexer"), min(indexer.index_topk, scores.shape[2]))
+        # Else there is nothing to choose, or it is chosen as for one token.
+        if scores is not None and scores.shape[1] > 1 and scores.shape[2] > indexer.index_topk:
+            return one_token_entries(scores, position_ids, indexer.compress_rate, indexer.index_topk)
+    return output
+
+
+@torch.compiler.disable
+def _see_own_path(args: Any, output: Any) -> Any:
+    held, (entries, bias) = _held(args), output
+    if held is None or bias is None:
+        return output
+    seen = held.seen("compressor").to(bias.device)
+    bias = torch.zeros_like(bias)
+    bias[..., bias.shape[-1] - seen.shape[1] :].masked_fill_(~seen, -torch.inf)
+    return entries, bias
+
+
+def _held(args: Any) -> HeldTree | None:
+    """The draft tree in the cache layer that a compressor is called with."""
+    cache, layer = args[3:5]
+    return None if cache is None else getattr(cache.layers[layer], "held", None)
+
+
+def one_token_entries(
+    scores: torch.Tensor, position_ids: torch.Tensor, compress_rate: int, top_k: int
+) -> torch.Tensor:
+    """The entries with the highest scores of each position, among those that were there when it was the last one.
+
+    Args:
+        scores: `[batch, seq, entries]` of the indexer's scorer, all entries there are after the last position.
+        position_ids: `[batch or 1, seq]`, consecutive.
+        compress_rate: Tokens an entry.
+        top_k: `config.index_topk`.
+
+    Returns:
+        `[batch, seq, top_k]`, -1 where there were fewer entries.
+    """
+    seq, entries = scores.shape[1:]
+    there = ((position_ids + 1) // compress_rate).unsqueeze(-1)
+    entries_of = torch.full((*scores.shape[:2], top_k), -1, device=scores.device)
+    closed = -(-(seq - 1) // compress_rate)  # at most so many by the forward itself; a count is no wait for the device
+    for count in range(max(entries - closed, 1), entries + 1):
+        found = scores[..., :count].topk(min(top_k, count), dim=-1).indices
+        entries_of = torch.where(there == count, F.pad(found, (0, top_k - found.shape[-1]), value=-1), entries_of)
+    return entries_of
+
+
+FAMILIES = (DeepseekV4,)

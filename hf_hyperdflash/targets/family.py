@@ -1,0 +1,299 @@
+"""What the package needs to know of a target, and what differs from family to family."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
+
+from ..trees.layout import TreeRows
+from .attention_masks import MASKED_IMPLEMENTATIONS
+from .caches.linear import CallRecorder, make_linear_rewindable
+from .hooks import PerThread
+from .rope_switch import rope_switch_of
+
+TreeVerification = Literal["mask", "fork", "chain"]
+_PARTS = {
+    "indexer_keys": 1,
+    "indexer_position_ids": -1,
+    "idx_keys": -2,
+}  # of layers with an indexer, and where tokens are
+_MASKED_KINDS = frozenset({"full_attention", "sliding_attention", "of no declared kind"})
+
+
+class TargetFamily:
+    """A target as drafters and the loop see it.
+
+    This class is right for a causal LM with one residual stream that ends in `model.norm` and an LM head. Other
+    families are subclasses, a file each, and say what differs.
+
+    Attributes:
+        title: How the family is called.
+        paths: Residual paths that leave its decoder layers.
+        why_ungated: Why a drafter cannot inherit a gate from it, in words; empty if it can.
+        rewindable_kinds: Of `config.layer_types`, those whose cache layers can be rewound after [`make_rewindable`].
+        mask_token_id: A token that no text of the family has, where the vocabulary alone does not tell; `None` if not
+            known.
+        skips_padding: Whether its text would depend on how much padding there is, so that it is not to see any.
+        masked_types: Of `config.model_type`, those whose draft trees one masked forward verifies.
+        forked_types: Those whose draft trees are verified with a row per path.
+        rounds: Threads whose forwards verify drafts.
+        rope_switch: Where its rotary frequencies depend on the length of the text; `None` where they never do.
+        layers: The decoder layers; the last one's output is the pre-collapse residual.
+        norm: The final norm, applied after the collapse; `None` where the collapse has its own.
+    """
+
+    title: ClassVar[str] = "causal LM with one residual stream (`model.layers` and `model.norm`)"
+    rewindable_kinds: ClassVar[frozenset[str]] = frozenset({
+        "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "indexed_attention",
+        "deepseek_sparse_attention",  # what earlier transformers call it
+        "minimax_m3_sparse",
+    })  # fmt: skip
+    skips_padding: ClassVar[bool] = False
+    # By name: a family that no test covers may read what a mask does not hide.
+    masked_types: ClassVar[frozenset[str]] = frozenset({
+        "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3_text", "gemma4_text",
+    })  # fmt: skip
+    forked_types: ClassVar[frozenset[str]] = frozenset({"qwen3_next", "qwen3_5_text"})
+
+    def __init__(self, target: PreTrainedModel, trunk: Any) -> None:
+        self.target, self.trunk = target, trunk
+        self.config: Any = target.config.get_text_config(decoder=True)
+        self.layers: nn.ModuleList = trunk.layers
+        self.norm: Any = getattr(trunk, "norm", None)
+        self.rounds: PerThread[dict[nn.Module, torch.Tensor]] = PerThread()
+        self.rope_switch = rope_switch_of(self.config)
+
+    @classmethod
+    def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:
+        """Whether `target`, whose decoder layers are in `trunk`, is of this family."""
+        config = target.config.get_text_config(decoder=True)
+        return hasattr(trunk, "norm") and not any(hasattr(config, name) for name in ("hc_mult", "hc_count"))
+
+    # The end of the trunk
+
+    @property
+    def paths(self) -> int:
+        return 1
+
+    @property
+    def why_ungated(self) -> str:
+        return f"a {self.config.model_type} target has one residual stream, and no gate that collapses several"
+
+    def gate(self) -> dict[str, torch.Tensor]:
+        """The collapse's `hc_fn` `[paths, paths * config.hidden_size]`, `hc_base` `[paths]` and `hc_scale` `[1]`,
+        copied; empty if it has another form."""
+        return {}
+
+    def collapse(self, residual: torch.Tensor) -> torch.Tensor:
+        """The pre-collapse residual `[batch, seq, paths, config.hidden_size]` to what the LM head reads,
+        `[batch, seq, config.hidden_size]`."""
+        return self.norm(residual.squeeze(2))
+
+    @property
+    def collapse_modules(self) -> tuple[nn.Module, ...]:
+        """What of the collapse and the norm has parameters."""
+        return (self.norm,)
+
+    # Embedding and head, which drafters share
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """What the first layer reads of `ids` `[batch, seq]`, `[batch, seq, config.hidden_size]`, on their device."""
+        embedding: Any = self.target.get_input_embeddings()
+        weight = embedding.weight
+        return embedding(ids if weight.is_meta else ids.to(weight.device)).to(ids.device)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's logits from `states` `[..., config.hidden_size]` of any dtype and device."""
+        head: Any = self.target.get_output_embeddings()
+        return self.after_head(head(computable(states, head.weight)))
+
+    def logits_of(self, states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The logits of some tokens alone, by the LM head's rows of them.
+
+        Args:
+            states: `[batch, config.hidden_size]` of any dtype and device.
+            ids: `[batch, tokens]`.
+
+        Returns:
+            `[batch, tokens]`, where the head is.
+        """
+        head: Any = self.target.get_output_embeddings()
+        weight = head.weight
+        is_plain = type(weight) in (torch.Tensor, nn.Parameter) and weight.is_floating_point() and not weight.is_meta
+        if not is_plain or weight.itemsize == 1:  # offloaded, sharded or quantized: it has no rows to be read
+            logits = self.logits(states)
+            return logits.gather(-1, ids.to(logits.device))
+        ids = ids.to(weight.device)
+        logits = torch.einsum("bd,bcd->bc", computable(states, weight), weight[ids])
+        return self.after_head(logits if head.bias is None else logits + head.bias[ids])
+
+    def after_head(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the model does to what its LM head gives."""
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    # Sizes
+
+    @property
+    def layer_kinds(self) -> set[str]:
+        """Kinds of its layers, by the configuration."""
+        return set(getattr(self.config, "layer_types", None) or ["of no declared kind"])
+
+    @property
+    def norm_eps(self) -> float:
+        said = (getattr(self.config, name, None) for name in ("rms_norm_eps", "norm_eps", "layer_norm_eps"))
+        return next((eps for eps in said if eps is not None), 1e-6)
+
+    @property
+    def hc_eps(self) -> float:
+        """What is added to each gate."""
+        return getattr(self.config, "hc_eps", 1e-6)
+
+    @property
+    def head_dim(self) -> int:
+        layers = getattr(self.config, "per_layer_config", None)  # where they differ, transformers tells none of all
+        config = layers[0] if layers else self.config
+        return getattr(config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+
+    @property
+    def rope_theta(self) -> float:
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        of_layers = [rope[kind] for kind in ("main", "full_attention") if isinstance(rope.get(kind), dict)]
+        return float((of_layers[0] if of_layers else rope).get("rope_theta", 10000.0))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the residual stream."""
+        embedding: Any = self.target.get_input_embeddings()
+        return embedding.weight.dtype
+
+    @property
+    def mask_token_id(self) -> int | None:
+        return None
+
+    def check_computes(self) -> None:
+        """Raise a `ValueError` if the installed transformers cannot run the target in the dtype that it has."""
+
+    # Drafts that have to be taken back
+
+    @property
+    def why_not_rewindable(self) -> str:
+        """Why drafts that it rejects could not be taken back from the cache that `generate` makes for it, in words;
+        empty if they can."""
+        makes_stock_cache = getattr(self.target, "_supports_default_dynamic_cache", None)
+        if makes_stock_cache is not None and not makes_stock_cache():
+            return "makes a cache of its own, which cannot be rewound"
+        stuck = self.layer_kinds - self.rewindable_kinds
+        if not getattr(self.target, "_is_stateful", False):  # remote code may call its kinds what it likes
+            stuck &= DYNAMIC_LAYER_TYPE_MAPPING.keys()
+        return f"has layers ({', '.join(sorted(stuck))}) with a running state that cannot be rewound" if stuck else ""
+
+    @property
+    def has_running_state(self) -> bool:
+        """Whether a layer keeps one state instead of a key per token: only the last forward can be taken back."""
+        return not self.layer_kinds.isdisjoint({"linear_attention", "hybrid"})
+
+    def make_rewindable(self, cache: Cache, num_drafts: int) -> None:
+        """Let a cache of the target take back that many drafts and the anchor. Remote code's stays as it is."""
+        if isinstance(cache, Cache):
+            make_linear_rewindable(cache)
+
+    def put_on_hooks(self) -> list[RemovableHandle]:
+        """What a verification round needs on the target's modules, silent elsewhere."""
+        return CallRecorder(self.layers).handles if self.has_running_state else []
+
+    def cached_lengths(self, cache: Any) -> set[int]:
+        """How many tokens each part of a cache has seen that counts them: one number, unless a forward was
+        interrupted between two of them. Running states count none."""
+        lengths = set()
+        for layer in getattr(cache, "layers", ()):
+            if getattr(layer, "keys", None) is not None:
+                lengths.add(int(layer.get_seq_length()))
+            if not hasattr(layer, "max_cache_len"):  # a static one's are as long as it can hold
+                lengths |= {part.shape[dim] if part.ndim > 1 else 0 for dim, part in _parts_of(layer).values()}
+        return lengths
+
+    # Draft trees
+
+    @property
+    def tree_verification(self) -> TreeVerification:
+        """How its draft trees are verified: by one forward with a mask of ancestors, by one with a row per path, or
+        not at all, so that drafts are a chain."""
+        kind = self.config.model_type
+        if kind in self.masked_types and self.layer_kinds <= _MASKED_KINDS:
+            return "mask" if self.config._attn_implementation in MASKED_IMPLEMENTATIONS else "fork"
+        return "fork" if kind in self.masked_types | self.forked_types else "chain"
+
+    def can_mask(self, cache: Cache) -> bool:
+        """Whether a masked forward can go on from this cache; else paths are forked."""
+        return True
+
+    @property
+    def joins_rows(self) -> bool:
+        """Whether one forward serves the rows of a batch, whose texts differ in length: where a mask hides all that a
+        row is not to see, and rotary frequencies are not those of the longest. Else they are written one after the
+        other."""
+        return self.tree_verification == "mask" and self.rope_switch is None
+
+    def hold(self, cache: Cache, rows: TreeRows) -> None:
+        """Prepare a cache for a masked forward over a draft tree."""
+
+    def keep(self, cache: Any, rows: TreeRows, kept: list[int]) -> None:
+        """Leave of a draft tree's rows those of the accepted path in the cache.
+
+        Args:
+            cache: As a masked forward left it.
+            rows: All of the forward.
+            kept: The path's, from the anchor on.
+        """
+        for layer in cache.layers if kept != list(range(len(kept))) else ():
+            for states in (layer.keys, layer.values):
+                if states is not None:  # in place: what follows the path is cut off
+                    last = states[:, :, -len(rows) :]
+                    last[:, :, : len(kept)] = last.index_select(2, rows.numbers(kept, states.device))
+        cache.crop(len(kept) - len(rows))
+
+    def take_back(self, cache: Any, start: int) -> None:
+        """Leave the first `start` tokens in a cache after a round's forward was interrupted, which some of its parts
+        saw and others did not."""
+        for layer in cache.layers:
+            # A layer's own crop takes as many of an indexer's tokens as of its own, and either may come first.
+            parts = _parts_of(layer)
+            if hasattr(layer, "take_back"):  # a running state's, by this code or a drafter's own copy of it
+                layer.take_back(start)
+            elif getattr(layer, "keys", None) is not None:  # an MLP has a layer without
+                layer.crop(min(0, start - layer.get_seq_length()))
+            for name, (dim, part) in parts.items():
+                setattr(layer, name, part.narrow(dim, 0, min(start, part.shape[dim])))
+
+    def attention_keys(self, layer: Any, keys: int, rows: int, seen: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where, in a verification round's attention weights, a token finds its keys.
+
+        Args:
+            layer: Of the cache, as the round left it.
+            keys: How many keys the weights are over.
+            rows: Rows of the round.
+            seen: Those that it sees, its own last.
+
+        Returns:
+            The keys of tokens, in the order of the text, and the other entries that were there for it.
+        """
+        past = keys - rows
+        return torch.cat([torch.arange(past), past + torch.tensor(seen)]), torch.arange(0)
+
+
+def _parts_of(layer: Any) -> dict[str, tuple[int, torch.Tensor]]:
+    """What an indexer has filled of a cache layer beside its keys and values, and the dimension of tokens."""
+    return {name: (dim, part) for name, dim in _PARTS.items() if (part := getattr(layer, name, None)) is not None}
+
+
+def computable(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`values` where `weight` is and in its dtype. An offloaded module fetches its inputs itself, and a quantized
+    weight's dtype is not one to compute in."""
+    dtype = weight.dtype if weight.dtype.is_floating_point and weight.dtype.itemsize > 1 else values.dtype
+    return values.to(dtype=dtype, device=values.device if weight.is_meta else weight.device)

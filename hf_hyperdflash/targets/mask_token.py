@@ -1,0 +1,115 @@
+"""Which token of a target's vocabulary stands at the draft positions of a block: one that no text has, if any."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from .family import TargetFamily
+from .registry import family_of
+
+logger = logging.getLogger(__name__)
+
+# What tokenizers call tokens that are there for later uses, and
+_RESERVED = re.compile(r"reserved|unused|place.?holder|(extra|dummy|control|special)(.id|.token)?.?\d", re.IGNORECASE)
+# the marks between a repository's files, issues and notebooks in a pretraining corpus (StarCoder's names).
+_OF_DOCUMENTS = re.compile(
+    r"repo_?name|file_?(name|sep)|gh_stars|issue_|jupyter_|empty_output|commit_(before|msg|after)"
+)
+
+
+def find_mask_token(target: PreTrainedModel, tokenizer: Any = None) -> int | None:
+    """A token that can stand for "not known yet"; which one, and why that, is logged. `None` if there is none: the
+    drafter then has a mask vector of its own.
+
+    The tokenizer's mask token; else the first id past the tokenizer's last, where the embedding has rows to spare
+    (what z-lab's drafters for Qwen3 mask with); else a token reserved for later uses; else a padding token that does
+    not end texts, too; else, where there is a chat template, a special token that marks the parts of documents in
+    pretraining alone. None that the chat template names.
+
+    Args:
+        target: The target.
+        tokenizer: Its tokenizer; where its weights came from, if left out. Nothing is downloaded for that.
+
+    Raises:
+        ValueError: If `tokenizer` is none.
+    """
+    if tokenizer is not None and not hasattr(tokenizer, "mask_token_id"):
+        raise ValueError(
+            f"`tokenizer` is {tokenizer!r:.60}, expected a tokenizer: load it with `AutoTokenizer.from_pretrained` "
+            "first."
+        )
+    family = family_of(target)
+    config = family.config
+    tokenizer = tokenizer or _tokenizer_of(target)
+    found = next(_candidates(family, tokenizer, _ends(target, config, tokenizer)), None)
+    if found is None:
+        logger.warning(
+            "The drafter gets a mask vector of its own: of the %s target's vocabulary of %d tokens, %s. This package "
+            "trains it and drafts with it; other layouts and serving engines need a token: `mask_token_id` "
+            "(`--mask_token_id`), the id of one that never occurs in text.",
+            config.model_type,
+            config.vocab_size,
+            "none is sure to be in no text" if tokenizer else "whose tokenizer is not known (pass `tokenizer`), none",
+        )
+        return None
+    token, what = found
+    logger.warning("The drafter's mask token is %d, %s. `mask_token_id` chooses another.", token, what)
+    return token
+
+
+def _candidates(family: TargetFamily, tokenizer: Any, ends: set[int]) -> Any:
+    """Pairs of a token and what it is, the best first."""
+    if tokenizer is not None:
+        if tokenizer.mask_token_id is not None:
+            yield tokenizer.mask_token_id, f"the tokenizer's {tokenizer.mask_token!r}"
+    config = family.config
+    if family.mask_token_id is not None:
+        yield family.mask_token_id, "the target family's own"
+    if tokenizer is not None:
+        unused = max(tokenizer.get_vocab().values()) + 1
+        if unused < config.vocab_size:
+            yield unused, "the first that the tokenizer does not use"
+        template = str(tokenizer.chat_template or "")
+        added = {
+            id: text
+            for text, id in sorted(tokenizer.get_added_vocab().items(), key=lambda entry: entry[1])
+            if id not in ends and text not in template
+        }
+        for token, text in added.items():
+            if _RESERVED.search(text):
+                yield token, f"{text!r}, which the tokenizer reserves"
+    pad = config.pad_token_id if tokenizer is None else tokenizer.pad_token_id
+    if pad is not None and 0 <= pad < config.vocab_size and pad not in ends:
+        yield pad, "the padding token"
+    if tokenizer is not None and template:  # text that has no template may be such documents
+        for token in reversed(added):
+            if _OF_DOCUMENTS.search(added[token]) and tokenizer.added_tokens_decoder[token].special:
+                yield token, f"{added[token]!r}, which chats have no use for"
+
+
+def _ends(target: PreTrainedModel, config: Any, tokenizer: Any) -> set[int]:
+    """Tokens that texts begin or end with, or that stand for what the tokenizer does not know."""
+    ends: set[int] = set()
+    for owner in (config, target.generation_config, tokenizer):
+        for name in ("bos_token_id", "eos_token_id", "unk_token_id"):
+            value = getattr(owner, name, None)
+            ends |= set(value if isinstance(value, list) else [] if value is None else [value])
+    return ends
+
+
+def _tokenizer_of(target: PreTrainedModel) -> Any:
+    from transformers import AutoTokenizer
+
+    name = target.config._name_or_path
+    if not name:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever it is, the target does without a tokenizer
+        logger.info("No tokenizer was found with the target, in %s: %s", Path(name).name, error)
+        return None

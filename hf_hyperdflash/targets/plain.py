@@ -1,0 +1,82 @@
+"""Targets with one residual stream that differ from the usual causal LM: gpt-oss, Granite, hybrids of Mamba-2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .family import TargetFamily
+
+# `<|reserved_200000|>`, which the chat format leaves unused and other DFlash drafters for it mask with.
+_VOCAB_SIZE, _MASK_TOKEN = 201088, 200000
+
+
+class GptOss(TargetFamily):
+    """A target whose padding token ends texts, too, and is no mask token."""
+
+    title = "gpt-oss"
+    masked_types = frozenset({"gpt_oss"})
+
+    @classmethod
+    def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:
+        # Also the text part of a multimodal class: here nothing lies in the head.
+        return target.config.get_text_config(decoder=True).model_type in cls.masked_types
+
+    @property
+    def mask_token_id(self) -> int | None:
+        return _MASK_TOKEN if self.config.vocab_size == _VOCAB_SIZE else None
+
+
+class Granite(TargetFamily):
+    """A target that scales its embeddings and its logits."""
+
+    title = "Granite"
+    forked_types = frozenset({"granitemoehybrid"})
+
+    @classmethod
+    def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:
+        # Not the text part of a multimodal class, whose head is of its own and scales nothing.
+        return target.config.model_type.startswith("granite") and hasattr(target.config, "logits_scaling")
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().embed(ids) * self.config.embedding_multiplier
+
+    def after_head(self, logits: torch.Tensor) -> torch.Tensor:
+        return super().after_head(logits) / self.config.logits_scaling
+
+
+class MambaHybrid(TargetFamily):
+    """A target with Mamba-2 layers beside attention, or both in a layer. Its last norm has another name. Falcon-H1
+    scales embeddings and logits.
+
+    Stock Nemotron-H keeps to its least time step (`config.time_step_min`) in forwards of several tokens only: its
+    logits depend a little on how a text is cut into forwards, and drafted text may differ where two tokens are almost
+    equal. Jamba is none of them: its Mamba-1 layers start from nothing in every forward of several tokens.
+    """
+
+    title = "Bamba, Falcon-H1, Nemotron-H"
+    rewindable_kinds = TargetFamily.rewindable_kinds | {"hybrid", "mlp", "moe"}
+    forked_types = frozenset({"bamba", "falcon_h1", "nemotron_h"})
+
+    def __init__(self, target: PreTrainedModel, trunk: Any) -> None:
+        super().__init__(target, trunk)
+        self.norm = trunk.norm_f if hasattr(trunk, "norm_f") else trunk.final_layernorm
+
+    @classmethod
+    def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:
+        return target.config.model_type in cls.forked_types
+
+    @property
+    def norm_eps(self) -> float:
+        return getattr(self.config, "layer_norm_epsilon", super().norm_eps)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().embed(ids) * getattr(self.config, "embedding_multiplier", 1.0)
+
+    def after_head(self, logits: torch.Tensor) -> torch.Tensor:
+        return super().after_head(logits) * getattr(self.config, "lm_head_multiplier", 1.0)
+
+
+FAMILIES: tuple[type[TargetFamily], ...] = (GptOss, Granite, MambaHybrid)

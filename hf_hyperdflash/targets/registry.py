@@ -1,0 +1,110 @@
+"""The families of targets, and which one a target is of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .deepseek_v4 import FAMILIES as DEEPSEEK_V4
+from .family import TargetFamily
+from .hyper_connections import FAMILIES as HYPER_CONNECTIONS
+from .plain import FAMILIES as PLAIN
+
+# The first that fits counts. Code that goes with a saved drafter has those of its target's kin and the plain ones.
+FAMILIES: tuple[type[TargetFamily], ...] = (*DEEPSEEK_V4, *HYPER_CONNECTIONS, *PLAIN, TargetFamily)
+
+
+def family_of(target: PreTrainedModel) -> TargetFamily:
+    """A target as one of its family.
+
+    Raises:
+        ValueError: If the model is of no known family, or has residual paths of a kind that is not known.
+    """
+    if binding := getattr(target, "__dict__", {}).get("hyperdflash_binding"):
+        return binding.family
+    if is_drafter(target):
+        raise ValueError(f"The target is a {type(target).__name__}, a drafter: pass the model that it drafts for.")
+    check_without_virtual_tokens(target)
+    if not isinstance(target, PreTrainedModel):
+        given = repr(target) if isinstance(target, (str, type)) else f"a {type(target).__name__}"
+        inside = _inside(target)
+        fix = f"pass what it wraps, its `{inside}`" if inside else "load it with `hf_hyperdflash.load_target` first"
+        raise ValueError(f"The target is {given}, expected a model: {fix}.")
+    trunk = _trunk(target)
+    family = next((family for family in FAMILIES if family.fits(target, trunk)), None) if trunk is not None else None
+    if family is None:
+        name = getattr(getattr(target, "config", None), "model_type", type(target).__name__)
+        known = ", ".join(family.title for family in FAMILIES[:-1])
+        raise ValueError(
+            f"The target is a {name} model: expected one of {known}, or a {TargetFamily.title}. Load the target with "
+            "`AutoModelForCausalLM.from_pretrained(...)`."
+        )
+    return family(target, trunk)
+
+
+def check_layers(family: Any, layer_ids: Sequence[int] = ()) -> None:
+    """Raise a `ValueError` if a drafter cannot read these layers (-1 for the last), because their output is not
+    one state for each token of a prompt, or if nothing can be drafted for the target at all.
+
+    Args:
+        family: The target's, of this code or of the copy of it that a drafter brought along.
+        layer_ids: What the drafter reads.
+    """
+    own, count = family.config, len(family.layers)
+    loops = max(getattr(own, name, 1) for name in ("n_recurrent_loops", "loop_num_passes"))
+    if loops > 1:
+        raise ValueError(
+            f"A {own.model_type} target runs layers {loops} times for each token, and a drafter can neither read "
+            "them nor be taken back from what its cache keeps of each time: generate with it as it is."
+        )
+    streams, shared = getattr(own, "altup_num_inputs", 1), getattr(own, "num_kv_shared_layers", 0) or 0
+    why, fix = "", "Use prompt lookup (`PromptLookupDrafter`), which reads no layer"
+    if streams > 1:
+        why = f"each hands on {streams} streams (AltUp)"
+    elif shared and any(i % count >= count - shared for i in layer_ids):
+        why = f"from {count - shared} on they use keys of earlier ones, and only a prompt's last token runs them"
+        fix += f", or read some of 0 to {count - shared - 1} (`target_layer_ids`)"
+    if why and layer_ids:
+        raise ValueError(f"The drafter reads layers {list(layer_ids)} of a {own.model_type} target, but {why}. {fix}.")
+
+
+def check_without_virtual_tokens(target: Any) -> None:
+    """Raise a `ValueError` if a target is wrapped by PEFT for prompt or prefix tuning, or generates for such a
+    wrapper, which is how PEFT's `generate` runs it."""
+    preparing = getattr(target, "prepare_inputs_for_generation", None)
+    for wrapper in (target, getattr(preparing, "__self__", None)):
+        tuning: Any = getattr(wrapper, "active_peft_config", None) if hasattr(wrapper, "get_base_model") else None
+        if getattr(tuning, "is_prompt_learning", False):
+            raise ValueError(
+                f"The target is tuned by PEFT's {tuning.peft_type.value}, whose virtual tokens are in its cache and "
+                "in no text, so that drafts have no place after them: generate without a drafter, or train a LoRA "
+                "adapter and merge it (`merge_and_unload()`)."
+            )
+
+
+def _inside(wrapper: Any) -> str | None:
+    """Where the model is in what wraps it: PEFT's, `torch.compile`'s, a data-parallel one's, a pipeline's."""
+    if hasattr(wrapper, "get_base_model") and not isinstance(wrapper, type):
+        return "get_base_model()"
+    places = ("_orig_mod", "module", "model")
+    return next((place for place in places if isinstance(getattr(wrapper, place, None), PreTrainedModel)), None)
+
+
+def _trunk(target: PreTrainedModel) -> Any:
+    """The module that runs the decoder layers."""
+    places = (target.get_decoder(), target.base_model, target)
+    return next((place for place in places if isinstance(getattr(place, "layers", None), nn.ModuleList)), None)
+
+
+def is_bound(model: Any) -> bool:
+    """Whether `model` is a bound target, by this code or by the copy of it that a drafter brought along."""
+    return hasattr(type(model), "bound_by")
+
+
+def is_drafter(model: Any) -> bool:
+    """Whether `model` drafts through our loop, a [`~drafters.base.Drafter`]: wrapped and remote-code drafters count
+    too."""
+    return all(callable(getattr(model, name, None)) for name in ("check_target", "extend", "propose"))

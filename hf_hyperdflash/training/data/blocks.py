@@ -1,0 +1,164 @@
+"""Anchors, blocks, labels and masks: what training and generation lay out alike."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...drafters.parts.block_attention import Reach
+from ..losses.losses import IGNORE_INDEX
+
+_EVERYTHING = Reach()
+
+
+def anchor_candidates(loss_mask: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    """Where a block can start, `[batch, seq]`: at supervised tokens that one of the same document follows.
+
+    Args:
+        loss_mask: `[batch, seq]`, `True` on assistant tokens.
+        position_ids: `[batch, seq]`, counting from 0 in every packed document.
+    """
+    follows = (position_ids[:, 1:] == position_ids[:, :-1] + 1) & loss_mask[:, 1:]
+    return loss_mask & torch.nn.functional.pad(follows, (0, 1))
+
+
+def sample_anchors(
+    candidates: torch.Tensor, num_anchors: int | None = None, seeds: Sequence[int] = ()
+) -> torch.Tensor:
+    """Draw anchors among the candidates of each row, without repetition; all of them, unless told how many.
+
+    Args:
+        candidates: `[batch, seq]` of [`anchor_candidates`].
+        num_anchors: Most anchors per row.
+        seeds: One per row, [`anchor_seeds`]. What is drawn does not depend on the rest of the batch or on padding.
+
+    Returns:
+        Indices into the row, `[batch, anchors]`, ascending; -1 where a row has fewer than another, and at least one.
+    """
+    drawn = [row.nonzero().flatten() for row in candidates]
+    for i, seed in enumerate(seeds):
+        order = torch.randperm(len(drawn[i]), generator=torch.Generator().manual_seed(seed))
+        drawn[i] = drawn[i][order[:num_anchors].sort().values.to(drawn[i].device)]
+    padded = torch.nn.utils.rnn.pad_sequence(drawn, batch_first=True, padding_value=-1)
+    return padded if padded.shape[1] else padded.new_full((len(drawn), 1), -1)
+
+
+def anchor_seeds(input_ids: torch.Tensor, loss_mask: torch.Tensor, seed: int, step: int) -> list[int]:
+    """One seed per row from the run's seed, the optimizer step and the supervised text.
+
+    No random state is involved: a resumed run, another batch layout and another number of processes draw the same
+    anchors.
+    """
+    start = zlib.crc32(f"{seed},{step}".encode())
+    return [zlib.crc32(ids[mask].cpu().numpy().tobytes(), start) for ids, mask in zip(input_ids, loss_mask)]
+
+
+def block_labels(
+    input_ids: torch.Tensor, loss_mask: torch.Tensor, position_ids: torch.Tensor, anchors: torch.Tensor, drafts: int
+) -> torch.Tensor:
+    """Labels `[batch, anchors, drafts]`: draft position k of anchor a is the token at a+k; -100 from the first token
+    on that is not supervised or belongs to another document, and for missing anchors."""
+    steps = torch.arange(1, drafts + 1, device=input_ids.device)
+    first = anchors.clamp(min=0)
+    at = first.unsqueeze(-1) + steps
+    inside = (at < input_ids.shape[1]) & (anchors >= 0).unsqueeze(-1)
+    flat = at.clamp(max=input_ids.shape[1] - 1).flatten(1)
+    same_document = position_ids.gather(1, flat).view_as(at) == position_ids.gather(1, first).unsqueeze(-1) + steps
+    supervised = loss_mask.gather(1, flat).view_as(at) & same_document & inside
+    labels = input_ids.gather(1, flat).view_as(at)
+    return labels.masked_fill(supervised.long().cumprod(-1) == 0, IGNORE_INDEX)
+
+
+def previous_tokens(input_ids: torch.Tensor, anchors: torch.Tensor, drafts: int) -> torch.Tensor:
+    """The token before each draft position, `[batch, anchors, drafts]`: the anchor, then the text's, which drafting
+    has chosen there too wherever the draft counts. Whatever stands behind the row's end carries no label."""
+    at = anchors.clamp(min=0).unsqueeze(-1) + torch.arange(drafts, device=anchors.device)
+    return input_ids.gather(1, at.clamp(max=input_ids.shape[1] - 1).flatten(1)).view_as(at)
+
+
+def block_mask(
+    anchors: torch.Tensor, position_ids: torch.Tensor, block_size: int, reach: Reach = _EVERYTHING
+) -> torch.Tensor:
+    """Who sees whom: a block sees its document strictly before its anchor, and itself, as far as it reaches.
+
+    Args:
+        anchors: Indices `[batch, anchors]`, -1 for missing ones (they see only their own block).
+        position_ids: `[batch, context]`, counting from 0 in every packed document.
+        block_size: Slots per block.
+        reach: Of its slots.
+
+    Returns:
+        Boolean `[batch, 1, anchors * block_size, context + anchors * block_size]`.
+    """
+    device, count = anchors.device, anchors.shape[1]
+    documents = position_ids.gather(1, anchors.clamp(min=0)).unsqueeze(-1)  # tokens of each before its anchor
+    back = anchors.unsqueeze(-1) - torch.arange(position_ids.shape[1], device=device)
+    slots = torch.arange(block_size, device=device).view(-1, 1)
+    before = (back > 0) & (back <= documents)
+    sees_context = before.unsqueeze(2) & reach.seen(slots, back.unsqueeze(2))
+    sees_context = sees_context.expand(-1, -1, block_size, -1).flatten(1, 2)
+    block = torch.arange(count, device=device).repeat_interleave(block_size)
+    sees_block = (block.unsqueeze(-1) == block) & reach.seen_slots(block_size, device).repeat(count, count)
+    sees_block = sees_block.expand(len(anchors), -1, -1)
+    return torch.cat([sees_context, sees_block], dim=-1).unsqueeze(1)
+
+
+def block_masks(config: Any, anchors: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """[`block_mask`] of every kind of layer that a drafter has."""
+    kinds = dict.fromkeys(config.kinds)
+    return {kind: block_mask(anchors, position_ids, config.block_size, config.reach(kind)) for kind in kinds}
+
+
+def walk_rounds(anchors: torch.Tensor, matched: torch.Tensor, available: torch.Tensor) -> list[tuple[int, int]]:
+    """Verification rounds that generation would need for a text it wrote itself.
+
+    Starts at the first anchor of each supervised stretch; a round that accepts n drafts goes on from the token after
+    them, as generation does. Unlike an average over random anchors this does not favour easy stretches, where rounds
+    are long and few.
+
+    Args:
+        anchors: Indices of every candidate of one row, `[anchors]`, ascending, -1 ignored.
+        matched: How many drafts in a row equal the text, `[anchors]`.
+        available: How many tokens of the same stretch follow the anchor, at least up to one more than can be drafted,
+            `[anchors]`.
+
+    Returns:
+        Per round, emitted tokens and accepted drafts.
+    """
+    at = {a: (m, n) for a, m, n in zip(anchors.tolist(), matched.tolist(), available.tolist()) if a >= 0}
+    rounds, position = [], -1
+    for anchor, (accepted, left) in at.items():
+        if anchor < position:  # emitted by an earlier round
+            continue
+        emitted = min(accepted + 1, left)
+        rounds.append((emitted, accepted))
+        position = anchor + emitted
+    return rounds
+
+
+def expected_rounds(anchors: torch.Tensor, acceptance: torch.Tensor, available: torch.Tensor) -> float:
+    """How many verification rounds sampling is to be expected to need for a text, which [`walk_rounds`] counts for
+    greedy decoding.
+
+    Args:
+        anchors: Indices of every candidate of one row, `[anchors]`, ascending, -1 ignored.
+        acceptance: How probable each draft's acceptance is once those before it are accepted, `[anchors, drafts]`.
+        available: How many tokens of the same stretch follow the anchor, at least up to one more than can be drafted,
+            `[anchors]`.
+
+    Returns:
+        The sum over anchors of the probability that a round starts there.
+    """
+    starts = {anchor: 0.0 for anchor in anchors.tolist() if anchor >= 0}
+    for anchor, rates, left in zip(anchors.tolist(), acceptance.tolist(), available.tolist()):
+        if anchor < 0:
+            continue
+        probability = starts[anchor] = starts[anchor] if anchor - 1 in starts else 1.0  # a stretch starts with a round
+        for emitted, rate in enumerate([*rates[:left], 0.0][:left], start=1):
+            if anchor + emitted in starts:
+                starts[anchor + emitted] += probability * (1 - rate)
+            probability *= rate
+    return sum(starts.values())

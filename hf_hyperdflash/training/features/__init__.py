@@ -1,0 +1,1 @@
+"""The target's residual streams of a data set, computed once."""

@@ -1,0 +1,1 @@
+"""What a drafter learns from, and its loss."""

@@ -1,0 +1,235 @@
+"""What a drafter learns from rows of text: blocks laid at anchors, what the drafter says there, and its loss.
+
+The trainer and whoever learns while serving have it in common. No process group, no optimizer, no random state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...drafters.parts.heads import HEADS, HeadOutput
+from ...drafters.parts.layers import block_inputs
+from ...targets.registry import family_of
+from ..arguments import LOSS_WEIGHTS
+from ..data.blocks import anchor_candidates, anchor_seeds, block_labels, block_masks, previous_tokens, sample_anchors
+from .chunk import student_logits
+from .losses import DrafterLoss, drafter_loss, loss_counts, places_of, position_weights
+from .teacher import check_teacher, teacher_states
+
+Batch = dict[str, torch.Tensor]
+
+
+def collate(rows: Sequence[dict[str, Any]]) -> Batch:
+    """Pad rows on the right; positions go on counting, so that padding belongs to the last document, which it follows.
+
+    Args:
+        rows: `input_ids`, `loss_mask`, `position_ids` of `[seq]` each and, from a feature cache, `residual`
+            `[seq, config.hc_mult, config.hidden_size]`.
+
+    Returns:
+        The same names, `[batch, seq]` and `[batch, seq, config.hc_mult, config.hidden_size]`.
+    """
+    names = [name for name in ("input_ids", "loss_mask", "position_ids", "residual") if name in rows[0]]
+    columns = {name: [torch.as_tensor(row[name]) for row in rows] for name in names}
+    batch: Batch = {name: nn.utils.rnn.pad_sequence(values, batch_first=True) for name, values in columns.items()}
+    for row, positions in zip(batch["position_ids"], columns["position_ids"]):
+        row[len(positions) :] = positions[-1] + torch.arange(1, len(row) - len(positions) + 1)
+    batch["loss_mask"] = batch["loss_mask"].bool()
+    return batch
+
+
+def read_layers(config: Any) -> list[int]:
+    """Layers that training reads: the drafter's and, for the teacher, the last."""
+    ids = list(config.target_layer_ids or ())
+    return ids if ids[-1] == -1 else [*ids, -1]
+
+
+class BlockObjective:
+    """Of drafters whose blocks each stand by themselves.
+
+    Args:
+        drafter: Whose configuration and vocabulary these are, wrapped by PEFT or not.
+        target: Its target.
+        args: With `num_anchors`, `seed`, `kl_temperature`, `kl_teacher`, `loss_chunk_size` and what a recipe sets, as
+            [`HyperDFlashTrainingArguments`] have.
+
+    Raises:
+        ValueError: If the target cannot be such a teacher.
+
+    Attributes:
+        loss_weights: Of the loss's terms, 0 where the drafter has not what is trained by one.
+        kl_positions: How many draft positions are distilled.
+        trains_acceptance: Whether the loss needs the probability that each draft is accepted.
+        chooses: Whether a head chooses among the best tokens of the block's own logits.
+    """
+
+    def __init__(self, drafter: Any, target: PreTrainedModel, args: Any) -> None:
+        check_teacher(target, args.kl_teacher)
+        config = drafter.config
+        self.drafter, self.config, self.target, self.args = drafter, config, target, args
+        self.weights = self._position_weights(args.loss_decay)
+        self.kl_weights: torch.Tensor | None = None
+        self.loss_weights: dict[str, float] = {name: getattr(args, name) for name in LOSS_WEIGHTS}
+        if not config.confidence_head:
+            self.loss_weights["confidence_weight"] = 0.0
+        self.chooses = config.sequential_head in HEADS and bool(config.head_candidates)
+        if not self.chooses:
+            self.loss_weights["blind_weight"] = 0.0
+        self.kl_positions = (args.kl_positions or config.max_draft_tokens) if args.kl_weight else 0
+        self.trains_acceptance = bool(args.tv_weight) or config.confidence_head
+
+    def _position_weights(self, decay: float | None) -> torch.Tensor | None:
+        return position_weights(self.config.max_draft_tokens, decay)
+
+    def lay(self, batch: Batch, step: int, num_anchors: int | None = None) -> None:
+        """Add to a batch of [`collate`] `anchors`, `steps` and `labels`, as they are drawn for an optimizer step: at
+        most so many anchors in a row, or as the arguments say."""
+        seeds = anchor_seeds(batch["input_ids"], batch["loss_mask"], self.args.seed, step)
+        batch["anchors"] = sample_anchors(self.candidates(batch), num_anchors or self.args.num_anchors, seeds)
+        batch["steps"] = self.steps(step)
+        labels = self.following(batch, batch["anchors"], int(batch["steps"].max()) + 1)
+        batch["labels"] = labels[:, :, batch["steps"].to(labels.device)].contiguous()
+
+    def candidates(self, batch: Batch) -> torch.Tensor:
+        """Where drafting can start, `[batch, seq]`."""
+        return anchor_candidates(batch["loss_mask"], batch["position_ids"])
+
+    def steps(self, step: int | None = None) -> torch.Tensor:
+        """How many tokens after the anchor the token before each draft position stands, `[drafts]`: in an optimizer
+        step, or, without one, where drafting has it."""
+        return torch.arange(self.config.max_draft_tokens)
+
+    def following(self, batch: Batch, anchors: torch.Tensor, count: int) -> torch.Tensor:
+        """So many tokens after each anchor, `[batch, anchors, count]`, see [`block_labels`]."""
+        return block_labels(batch["input_ids"], batch["loss_mask"], batch["position_ids"], anchors, count)
+
+    def counts(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """What the losses of batches are divided by, of all of them, see [`loss_counts`]."""
+        labels = [batch["labels"].flatten(0, 1) for batch in batches]
+        return torch.as_tensor(sum(loss_counts(each, self.kl_positions, self.weights) for each in labels))
+
+    def drafted(
+        self, drafter: nn.Module, batch: Batch, anchors: torch.Tensor, residual: torch.Tensor, steps: torch.Tensor
+    ) -> HeadOutput:
+        """Run the blocks of `anchors` as generation runs one, each draft after the text's token before it.
+
+        Generation draws that token itself: it is the text's as long as all drafts before were right, and what comes
+        after a wrong one never counts. So predictions are those of greedy drafting wherever they matter.
+
+        Args:
+            drafter: The drafter, wrapped for distributed training or not.
+            batch: `input_ids` and `position_ids`, `[batch, seq]`.
+            anchors: Indices into the rows, `[batch, anchors]`, -1 for missing ones.
+            residual: `[batch, seq, paths, config.target_hidden_size]` of the same rows, paths of [`read_layers`].
+            steps: Of [`steps`].
+
+        Returns:
+            What the target's LM head reads, `[batch, anchors, config.max_draft_tokens, config.target_hidden_size]`,
+            and what the heads say beside.
+        """
+        config = self.config
+        first, size = anchors.clamp(min=0), config.block_size
+        anchor_ids, anchor_positions = (batch[name].gather(1, first) for name in ("input_ids", "position_ids"))
+        tokens, positions = block_inputs(anchor_ids, anchor_positions, size, config.mask_token_id)
+        previous = previous_tokens(batch["input_ids"], anchors, config.max_draft_tokens)
+        head = HEADS.get(config.sequential_head)
+        with torch.no_grad():
+            embeds = family_of(self.target).embed(tokens)
+            read = None if head is None or not head.reads_embeds else family_of(self.target).embed(previous)
+        return drafter(
+            embeds,
+            positions,
+            attention_mask=block_masks(config, anchors, batch["position_ids"]),
+            residual=residual[:, :, : config.num_paths],
+            residual_position_ids=batch["position_ids"],
+            previous_ids=previous,
+            previous_embeds=read,
+        )
+
+    def loss(
+        self,
+        drafted: HeadOutput,
+        anchors: torch.Tensor,
+        labels: torch.Tensor,
+        residual: torch.Tensor,
+        steps: torch.Tensor,
+        table: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
+        needs_acceptance: bool = False,
+    ) -> DrafterLoss:
+        """What the drafter is to make small.
+
+        Args:
+            drafted: Of [`drafted`].
+            anchors: `[batch, anchors]`.
+            labels: `[batch, anchors, config.max_draft_tokens]`.
+            residual: `[batch, seq, paths, config.target_hidden_size]`.
+            steps: Of [`steps`].
+            table: The drafter's `vocabulary_table`, whole.
+            counts: Of the whole optimizer step; default: of these labels.
+            needs_acceptance: Whether acceptance is told also where no term of the loss needs it.
+        """
+        everywhere = self.trains_acceptance or needs_acceptance
+        taught = self.config.max_draft_tokens if everywhere else self.kl_positions
+        states, vectors, confidence, blind, _ = (None if part is None else part.flatten(0, 1) for part in drafted)
+        states, vectors = self._read(cast(torch.Tensor, states), vectors)
+        return drafter_loss(
+            states,
+            labels.flatten(0, 1),
+            self.teacher(anchors, residual, steps[:taught]) if taught else None,
+            kl_temperature=self.args.kl_temperature,
+            kl_positions=self.kl_positions,
+            kl_weights=self.kl_weights,
+            weights=self.weights,
+            counts=counts,
+            vectors=vectors,
+            table=table,
+            confidence=confidence,
+            blind=blind,
+            candidates=self.config.head_candidates or 0,
+            draft_ids=self.draft_ids,
+            head=self.head,
+            chunk_size=self.args.loss_chunk_size,
+            **self.loss_weights,
+        )
+
+    @property
+    def draft_ids(self) -> torch.Tensor | None:
+        """The tokens that can be drafted, `[config.draft_vocab_size]`, where these are not all."""
+        return self.drafter.draft_ids if self.config.draft_vocab_size else None
+
+    def scores(self, states: torch.Tensor, vectors: torch.Tensor | None, table: torch.Tensor | None) -> torch.Tensor:
+        """The drafter's logits of n drafts, `[n, config.draft_vocab_size or config.vocab_size]`, of its states and its
+        head's vectors by its `vocabulary_table`."""
+        return student_logits(self.head, *self._read(states, vectors), table)
+
+    def places(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Where tokens stand among those that these logits are of, -1 for what cannot be drafted."""
+        return tokens if self.draft_ids is None else places_of(tokens, self.draft_ids)
+
+    def _read(self, states: torch.Tensor, vectors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """An LM head of the drafter's own stands beside its head's table, and so do what the two read."""
+        if self.draft_ids is None or vectors is None:
+            return states, vectors
+        return torch.cat([states, vectors.to(states)], dim=-1), None
+
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's LM head."""
+        return family_of(self.target).logits(states).to(states.device)
+
+    @torch.no_grad()
+    def teacher(self, anchors: torch.Tensor, residual: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+        """A draft position learns from the target's state at the token before it (section 2.3), `steps` after the
+        anchor: `[blocks, positions, hidden_size]`. Where blocks overlap, a state is computed once."""
+        batch, length = residual.shape[:2]
+        at = (anchors.clamp(min=0).unsqueeze(-1) + steps.to(anchors.device)).clamp(max=length - 1)
+        rows = length * torch.arange(batch, device=at.device)
+        places, of_place = (at + rows[:, None, None]).unique(return_inverse=True)
+        final = residual.flatten(0, 1)[places, -self.config.target_hc_mult :]
+        states = teacher_states(self.target, final.unsqueeze(0), self.args.kl_teacher).to(residual.device)
+        return states[0, of_place].flatten(0, 1)

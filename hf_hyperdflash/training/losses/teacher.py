@@ -1,0 +1,42 @@
+"""The teacher: what the target's LM head reads, from a residual that is there already."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel
+
+from ...targets.family import computable
+from ...targets.registry import family_of
+
+
+def teacher_states(target: PreTrainedModel, residual: torch.Tensor, kl_teacher: str = "hc_head") -> torch.Tensor:
+    """What the target's LM head reads at each position, from the pre-collapse residual, without another forward.
+
+    Args:
+        target: The target.
+        residual: `[batch, seq, config.hc_mult, config.hidden_size]`.
+        kl_teacher: `"hc_head"` for the target's own collapse, whose logits are the target's next-token logits;
+            `"mean_pool"` for the mean of the paths, the paper's teacher (section 2.3).
+
+    Returns:
+        `[batch, seq, config.hidden_size]`.
+
+    Raises:
+        ValueError: If the mean is asked for and the target has no final norm to put after it.
+    """
+    check_teacher(target, kl_teacher)
+    family, head = family_of(target), cast(Any, target.get_output_embeddings()).weight
+    residual = computable(residual, head).to(family.dtype)
+    states = cast(Any, family.norm)(residual.mean(dim=2)) if kl_teacher == "mean_pool" else family.collapse(residual)
+    return computable(states, head)
+
+
+def check_teacher(target: PreTrainedModel, kl_teacher: str) -> None:
+    """Raise a `ValueError` if `target` cannot be such a teacher (see [`teacher_states`])."""
+    if kl_teacher == "mean_pool" and family_of(target).norm is None:
+        model_type = family_of(target).config.model_type
+        raise ValueError(
+            f"`kl_teacher` is 'mean_pool', but a {model_type} target has no norm after its collapse. Use 'hc_head'."
+        )

@@ -1,0 +1,1 @@
+"""What a run leaves and how it goes on: checkpoints, identity, record, progress."""

@@ -1,0 +1,122 @@
+"""Which checkpoints of a training run are whole, so that a run that was killed while it saved one can go on."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import stat
+import zipfile
+from pathlib import Path
+from typing import Literal
+
+from safetensors import SafetensorError, safe_open
+
+from ...hub.cards import TRAINING_RECORD
+
+# Of each, one pattern must be there: as one process writes it, several do, FSDP or DeepSpeed (`global_step*`) does.
+_PARTS = {
+    "weights": ("*.safetensors", "*/adapter_model.safetensors", "pytorch_model_fsdp*", "global_step*"),
+    "optimizer": ("optimizer*", "*-optimizer.pt", "global_step*"),
+    "schedule": ("scheduler.pt", "global_step*"),
+    "random state": ("rng_state*.pth",),
+    "trainer state": ("trainer_state.json",),
+}
+CHECKPOINT = re.compile(r"checkpoint-\d+")  # the name of one
+
+
+def defect(folder: Path) -> str | None:
+    """What keeps a run from going on from a checkpoint, in words; `None` if nothing does.
+
+    Args:
+        folder: What transformers' `Trainer` wrote, on its own or with FSDP or DeepSpeed.
+    """
+    if not folder.is_dir():
+        return "there is no such folder"
+    missing = [part for part, patterns in _PARTS.items() if not any(any(folder.glob(name)) for name in patterns)]
+    if missing == ["optimizer", "schedule", "random state"]:
+        return "it has weights alone (`save_only_model`): begin a new run with them as its drafter"
+    if missing:
+        return f"it has no {', no '.join(missing)}"
+    broken = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if _is_cut_off(path)]
+    return f"{', '.join(broken)} cannot be read" if broken else None
+
+
+def _is_cut_off(path: Path) -> bool:
+    """Whether a file ends too early, as those do that a killed process was writing. What it holds is not read."""
+    if path.suffix in (".pt", ".pth"):
+        return not zipfile.is_zipfile(path)  # looks for the directory at the end, which `torch.save` writes last
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt"):  # compares the header with the file's length
+                return False
+        if path.suffix == ".json":
+            json.loads(path.read_text())
+    except (ValueError, SafetensorError):
+        return True
+    return False
+
+
+def last_whole(output_dir: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that a run can go on from, and a line for every newer one that it cannot."""
+    skipped: list[str] = []
+    for folder in _named(output_dir):
+        reason = defect(folder)
+        if reason is None:
+            return folder, skipped
+        skipped.append(f"{folder}: {reason}")
+    return None, skipped
+
+
+def to_resume(wanted: str | Literal[True], output_dir: Path) -> tuple[Path, list[str]]:
+    """The checkpoint that a run goes on from, and a line for every newer one that was skipped.
+
+    Args:
+        wanted: A checkpoint's folder, or `True` for the newest whole one.
+        output_dir: The run's.
+
+    Raises:
+        ValueError: If there is none, or the wanted one is not whole.
+    """
+    last, skipped = last_whole(output_dir)
+    if wanted is not True:
+        if (reason := defect(Path(wanted))) is None:
+            return Path(wanted), []
+        instead = f"The newest whole one is {last}." if last else f"There is no whole one in {output_dir}."
+        raise ValueError(f"`resume_from_checkpoint` is {str(wanted)!r}, but {reason}. {instead}")
+    if last is None:
+        found = f": {'; '.join(skipped)}" if skipped else ""
+        raise ValueError(
+            f"No checkpoint in {output_dir} to go on from{found}. Leave `resume_from_checkpoint` out to begin anew."
+        )
+    return last, skipped
+
+
+def _named(output_dir: Path) -> list[Path]:
+    """Checkpoints, whole or not, the newest first."""
+    named = [path for path in output_dir.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name)]
+    return sorted(named, key=lambda path: int(path.name.partition("-")[2]), reverse=True)
+
+
+def earlier_run(output_dir: Path) -> str | None:
+    """What a folder holds of a run that was there before, in words."""
+    if named := _named(output_dir):
+        return f"{len(named)} checkpoint{'s' * (len(named) > 1)} of an earlier run, up to {named[0].name}"
+    if (output_dir / TRAINING_RECORD).exists() or any(output_dir.glob("*.safetensors")):
+        return "a trained drafter"
+    return None
+
+
+def remove_checkpoints(output_dir: Path) -> None:
+    """Those of an earlier run. Its drafter stays until this run has one."""
+    for folder in _named(output_dir):
+        shutil.rmtree(folder)
+
+
+def share_modes(folder: Path) -> None:
+    """Give the weights and code that the trainer's `save_model` wrote the mode that the umask gives, as other files of
+    a run have it: safetensors makes its own for their owner alone, and code has that of an installed package."""
+    mode = stat.S_IMODE((folder / "training_args.bin").stat().st_mode)
+    for pattern in ("*.safetensors", "*.py", "custom_generate/*.py"):
+        for path in folder.glob(pattern):
+            path.chmod(mode)

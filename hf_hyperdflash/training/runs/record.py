@@ -1,0 +1,54 @@
+"""`training.json`: what a model card needs to know of a run as it happened, without this machine's folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ...hub.cards import TRAINING_RECORD
+
+REPORTED = (
+    "learning_rate", "lr_scheduler_type", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size",
+    "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "seed", "recipe",
+    "kl_temperature", "kl_teacher", "num_anchors", "loss_decay", "rank_weight", "valid_prefix", "feature_source",
+    "feature_dtype", "packing",
+)  # fmt: skip
+
+
+def write_record(trainer: Any, folder: Path) -> None:
+    """Beside the drafter that a run of [`HyperDFlashTrainer`] ended in: its settings, its last metrics and how tau
+    went."""
+    history = [line for line in trainer.state.log_history if "eval_tau" in line]
+    facts = {"settings": _settings(trainer), "metrics": trainer.measured, "history": history}
+    (folder / TRAINING_RECORD).write_text(json.dumps(facts, indent=1, default=str))
+
+
+def _settings(trainer: Any) -> dict[str, Any]:
+    args, state = trainer.args, trainer.state
+    return {
+        "target": public_name(trainer.target.config._name_or_path),
+        **trainer.described,
+        **{name: getattr(args, name) for name in REPORTED},
+        **trainer.objective.loss_weights,
+        "max_length": trainer.max_length,
+        "kl_positions": trainer.objective.kl_positions or None,
+        "num_draft_tokens": trainer.drafter_config.max_draft_tokens,
+        "steps": state.global_step,
+        "schedule_steps": state.max_steps,  # more if the run was stopped early
+        "warmup_steps": args.get_warmup_steps(state.max_steps),
+        "epochs": round(state.epoch or 0, 3),
+        "train_rows": _amount(trainer.train_dataset),
+        "held_out_rows": _amount(trainer.eval_dataset),
+    }
+
+
+def _amount(rows: Any) -> int | None:
+    if isinstance(rows, dict):
+        return sum(_amount(part) or 0 for part in rows.values())
+    return len(rows) if hasattr(rows, "__len__") else None
+
+
+def public_name(source: str) -> str:
+    """A Hub name as it is, a path without its folders."""
+    return Path(source).name if Path(source).exists() else source

@@ -1,0 +1,143 @@
+"""What of a draft tree the target accepts: rules over one row's tree and the target's scores, and nothing else.
+
+[`greedy_walk`] and [`sampled_walk`] walk down from the anchor. They ask for what the target says after a node only
+once that node is accepted, so that logits processors see every accepted prefix once and in order. [`traversal_walk`]
+looks at the whole tree first, and so accepts more of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from .tree import ANCHOR, DraftTree
+
+Step = tuple[int, int | None]
+"""A token that the target writes, and the node that drafted it; `None` for the target's own, the last of a round."""
+
+
+def greedy_walk(tree: DraftTree, drafts: Sequence[int], choice_after: Callable[[int], int]) -> Iterator[Step]:
+    """Accept what the target would have chosen.
+
+    Args:
+        tree: The drafts.
+        drafts: `tree.tokens`, on the host.
+        choice_after: The target's token after a node, or after the anchor ([`ANCHOR`]).
+
+    Yields:
+        Accepted drafts from the anchor on, then the target's own token.
+    """
+    node: int | None = ANCHOR
+    while node is not None:
+        token = choice_after(node)
+        node = next((child for child in tree.children.get(node, ()) if drafts[child] == token), None)
+        yield token, node
+
+
+def sampled_walk(
+    tree: DraftTree, drafts: Sequence[int], distribution_after: Callable[[int], torch.Tensor]
+) -> Iterator[Step]:
+    """Accept at random, so that the text is distributed as the target's, whatever the drafts are.
+
+    Siblings that were drawn at random are tried one after the other: each is accepted with probability min(1, p/q),
+    and else `p` becomes what it has more of than `q` (Leviathan et al., algorithm 1, with one draft; SpecInfer,
+    algorithm 2, with several). What is left of `p` is drawn from; a sibling that was not drawn at random is right if
+    it comes out.
+
+    Args:
+        tree: The drafts.
+        drafts: `tree.tokens`, on the host.
+        distribution_after: The target's distribution `[config.vocab_size]` after a node, or after the anchor
+            ([`ANCHOR`]).
+
+    Yields:
+        As [`greedy_walk`].
+    """
+    node: int | None = ANCHOR
+    while node is not None:
+        token, node = _drawn(tree, drafts, tree.children.get(node, []), distribution_after(node))
+        yield token, node
+
+
+def traversal_walk(tree: DraftTree, p: torch.Tensor) -> Iterator[Step]:
+    """Accept at random, so that the text is distributed as the target's, and as much as can be had of each path.
+
+    [`sampled_walk`] gives a path up at its first rejected draft. Here a path is settled from its end: that it is
+    accepted as far as a node or further has the probability min(1, w p/q), where w is that of its parent, so that a
+    draft which the target likes better than the drafter makes up for one before it which it likes less. What is left
+    of w and p once all below a sibling is rejected goes to the next, and last to the node itself. Of a chain that is
+    block verification (Sun et al., arXiv 2403.10444, algorithm 2), of trees traversal verification (Weng et al.,
+    arXiv 2505.12398). A draft that was not drawn at random is one of probability 1.
+
+    Args:
+        tree: The drafts.
+        p: The target's distributions after the anchor and after each node, `[nodes + 1, config.vocab_size]`.
+
+    Yields:
+        As [`greedy_walk`]. All is settled before the first, with one wait for the device.
+    """
+    tokens, certain = tree.tokens.to(p.device), torch.ones_like(p[0, :1])
+    weights, left = [certain], [p[0]]  # of the anchor and of each node
+    for node, parent in enumerate(tree.parents):
+        weight, more, drafted = weights[parent + 1], left[parent + 1], tokens[node : node + 1]
+        q = tree.q[node] if tree.q else None
+        q = torch.zeros_like(more).scatter(0, drafted, 1.0) if q is None else q
+        weights.append((weight * more.gather(0, drafted) / q.gather(0, drafted)).clamp(max=1))
+        left.append(p[node + 1])
+        more = (weight * more - q).clamp(min=0)
+        total = more.sum()
+        rejected = 1 - weight + total  # all below this node
+        weights[parent + 1] = torch.where(rejected > 0, total / rejected, weight)
+        left[parent + 1] = torch.where(total > 0, more / total, left[parent + 1])
+    order = _upwards(tree)
+    held = torch.cat([weights[node + 1] for node in order[:-1]] + [certain])
+    place = one_of(held * torch.cat([certain, (1 - held[:-1]).cumprod(0)]))
+    own = one_of(torch.stack([left[node + 1] for node in order]).index_select(0, place)[0])
+    last, token, *drafts = torch.cat([place, own, tokens]).cpu().tolist()
+    for node in tree.path(order[last]):
+        yield drafts[node], node
+    yield token, None
+
+
+def _upwards(tree: DraftTree) -> list[int]:
+    """All nodes, each after what follows it and after its earlier siblings; the anchor last."""
+    order, waiting = [], [ANCHOR]
+    while waiting:
+        order.append(waiting.pop())
+        waiting += tree.children.get(order[-1], ())
+    return order[::-1]
+
+
+def _drawn(tree: DraftTree, drafts: Sequence[int], siblings: list[int], p: torch.Tensor) -> Step:
+    fixed: dict[int, int] = {}
+    for node in siblings:
+        q, token = tree.q[node] if tree.q else None, drafts[node]
+        if q is None:
+            fixed.setdefault(token, node)
+            continue
+        ratio = p[token] / q[token]
+        if bool(torch.rand_like(ratio) < ratio):
+            return token, node
+        p = _left(p, q)
+    token = int(torch.multinomial(p, num_samples=1))
+    return token, fixed.get(token)
+
+
+def _left(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """What `p` has more of than `q`, as a distribution."""
+    more = (p - q).clamp(min=0)
+    total = more.sum()
+    return torch.where(total > 0, more / total, p)  # rounding can leave nothing where the two are equal
+
+
+def one_of(weights: torch.Tensor) -> torch.Tensor:
+    """An index, drawn with a probability in proportion to its weight: of clocks that run so fast, the first to ring.
+
+    Args:
+        weights: `[..., values]`, at least 0, and not all of them 0.
+
+    Returns:
+        `[..., 1]`.
+    """
+    return (weights / torch.empty_like(weights).exponential_()).argmax(-1, keepdim=True)

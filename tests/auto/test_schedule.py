@@ -1,0 +1,796 @@
+"""As many drafts as pay: what is admitted, what is measured, when drafting stops; the text stays the target's."""
+
+import copy
+import itertools
+import math
+import pickle
+from collections import defaultdict
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LogitsProcessorList
+
+from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter
+from hf_hyperdflash.auto.schedule import Experience, FixedSchedule, RoundCosts, Schedule
+from hf_hyperdflash.auto.tree_schedule import TreeSchedule, Turns
+from hf_hyperdflash.decoding import bind as binding
+from hf_hyperdflash.decoding import loop as decoding
+from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.targets.caches.name import CACHE, cache_of
+from hf_hyperdflash.trees.growth import DraftStep
+from hf_hyperdflash.trees.tree import DraftTree
+
+from ..conftest import half_right, prompt, tiny_drafter, tiny_target
+from ..helpers.draft_trees import SAMPLING_RULES, steps_by
+from ..helpers.enumerated_draws import every_outcome
+from ..helpers.families import qwen3
+from ..helpers.headed_drafters import headed
+from ..helpers.unrolled import unrolled
+
+PLAIN, START, EACH = 0.020, 0.026, 0.002  # seconds of a round: without its drafter, with it, and of each draft
+
+
+def seconds(drafts: int | None) -> float:
+    return PLAIN if drafts is None else START + EACH * drafts
+
+
+def experienced(tokens: float = 3.0, span: float = 0.04) -> Experience:
+    """Of rounds that cost as above, and write `tokens` in `span` seconds."""
+    known = Experience(tokens=tokens, rounds=100)
+    for drafts in (8, None, 1, 4) * 3:
+        known.costs.observe(100, drafts, seconds(drafts))
+    known.share = span * known.costs.plain / PLAIN
+    return known
+
+
+def begun(known: Experience, room: int = 8) -> Schedule:
+    """In a round that is not its generation's first."""
+    schedule = Schedule(known)
+    schedule.begin(99, room)
+    schedule.end(0, 0, 0.03, False)
+    known.is_drafting, known.waited = True, 0
+    assert schedule.begin(100, room) == room
+    return schedule
+
+
+# What is admitted
+
+
+@given(st.lists(st.floats(0.01, 0.99), min_size=1, max_size=8), st.floats(1.0, 8.0), st.floats(0.02, 0.08))
+def test_admitted_are_as_many_as_gain_most(chances, tokens, span):
+    known = experienced(tokens, span)
+    schedule = begun(known, len(chances))
+    admitted = 0
+    while admitted < len(chances) and schedule.is_open() and schedule.admits(chances[admitted]):
+        admitted += 1
+    rate = max(tokens / span, 1 / PLAIN)
+    through = list(itertools.accumulate(chances, lambda a, b: a * b))
+    gains = [sum(through[:count]) - rate * EACH * count for count in range(len(chances) + 1)]
+    assert gains[admitted] == pytest.approx(max(gains), abs=1e-9)
+
+
+def test_nothing_is_asked_of_the_drafter_that_even_a_certain_draft_would_not_pay():
+    schedule = begun(experienced(5.0, 0.04))  # a draft has to be accepted in a quarter of all rounds
+    assert schedule.is_open() and schedule.admits(0.4) and schedule.is_open() and not schedule.admits(0.5)
+    assert schedule.admits(0.7) and schedule.is_open() and not schedule.admits(0.8)
+    schedule = begun(experienced(5.0, 0.009))  # more than any draft can bring
+    assert not schedule.is_open() and not schedule.admits(1.0)
+
+
+def test_a_tree_that_nobody_admitted_is_cut_without_a_look_at_it():
+    chain = DraftTree.chain(torch.arange(6), list(torch.eye(6)))
+    schedule = begun(experienced(5.0, 0.04))
+    cut = schedule.cut(chain)
+    assert cut.tokens.tolist() == [0, 1, 2] and len(cut.q) == 3  # 0.7 of each: 0.34 after three, 0.24 after four
+    assert schedule.cut(chain) is chain  # they have been admitted
+    assert FixedSchedule().cut(chain) is chain
+    tree = DraftTree(torch.arange(3), (-1, -1, 0))
+    assert begun(experienced(5.0, 0.04)).cut(tree) is tree
+
+
+def test_drafts_of_a_bad_path_are_counted_by_themselves():
+    """Settled from its end, such a path survives further drafts that a good one would not."""
+    known = experienced(3.0, 0.06)
+    for i in range(400):
+        reached, share = ((1.0, 0.4), (0.2, 0.9))[i % 2]
+        known.survival.observe(0.6, i // 2 % 10 < 10 * share, reached)
+    assert known.survival(0.6, 1.0) < 0.5 < 0.8 < known.survival(0.6, 0.2)
+    assert known.survival(0.6, 0.5) == pytest.approx(0.65, abs=0.15)  # not seen: as all are
+    schedule = begun(known)
+    chances = []
+    for _ in range(4):
+        before = schedule._reached
+        schedule.admits(0.6)
+        chances.append(schedule._reached / before)
+    assert chances[0] < 0.5 and max(chances[1:]) > 0.6
+
+
+def test_only_drafts_whose_fate_is_known_are_counted():
+    for accepted, is_last, told in (
+        (2, False, [1, 1, 0]),
+        (2, True, [1, 1]),
+        (0, False, [0]),
+        (4, False, [1, 1, 1, 1]),
+    ):
+        known = experienced(3.0, 0.06)
+        schedule = begun(known)
+        heard = []
+        known.survival.observe = lambda signal, right, reached, heard=heard: heard.append((signal, right))
+        signals = [0.9, 0.91, 0.92, 0.93]
+        assert all(map(schedule.admits, signals))
+        schedule.end(4, accepted, 0.03, is_last)
+        assert heard == list(zip(signals, map(bool, told)))
+
+
+# What is measured
+
+
+def test_costs_are_found_under_noise_and_when_the_machine_slows_down():
+    generator = torch.Generator().manual_seed(0)
+    costs = RoundCosts()
+    assert costs.plain == 0.0 and costs.further(2) == [0.0] * 3
+
+    def run(rounds: int, slower: float, choices: list[int | None]) -> None:
+        for i in range(rounds):
+            drafts = choices[i % len(choices)]
+            noise = 1 + 0.1 * float(torch.rand((), generator=generator) - 0.5)
+            hiccup = 20 if i % 37 == 5 else 1
+            costs.observe(100, drafts, slower * seconds(drafts) * noise * hiccup)
+
+    def share_of_8() -> float:
+        return costs.further(8)[8] / costs.plain
+
+    run(300, 1.0, [8, None, 1, 4, 8, 6, 2])
+    assert share_of_8() == pytest.approx(8 * EACH / PLAIN, rel=0.15)
+    run(60, 2.0, [8])  # and nothing else is tried
+    run(8, 2.0, [None])
+    assert share_of_8() == pytest.approx(8 * EACH / PLAIN, rel=0.25)
+    for _ in range(60):
+        costs.observe(5000, 8, 6 * seconds(8))  # a longer text
+    for _ in range(8):
+        costs.observe(5000, None, 6 * seconds(None))
+        costs.observe(100, None, 2 * seconds(None))
+    assert share_of_8() == pytest.approx(8 * EACH / PLAIN, rel=0.25)
+
+
+def test_drafts_that_cost_as_much_together_as_one_are_admitted_together():
+    """Kernels have widths: four drafts more take no longer than one."""
+    known, generator = Experience(), torch.Generator().manual_seed(0)
+    for _ in range(600):
+        drafts = int(torch.randint(0, 9, (), generator=generator))
+        known.costs.observe(100, drafts, START + (0.012 if drafts > 4 else 0.0))
+        known.costs.observe(100, None, PLAIN)
+    known.tokens, known.share, known.rounds = 3.0, 0.04 * known.costs.plain / PLAIN, 100  # 0.9 tokens in 12 ms
+    prices = [share * PLAIN / known.costs.plain for share in known.costs.further(8)]
+    assert prices[4] < 0.004 and prices[8] - prices[5] < 0.004 and prices[5] - prices[4] > 0.007
+    for chance, count in ((0.7, 4), (0.95, 8)):
+        schedule = begun(known)
+        admitted = 0
+        while admitted < 8 and schedule.is_open() and schedule.admits(chance):
+            admitted += 1
+        assert admitted == count
+
+
+def test_after_an_uncertain_draft_the_usual_ones_are_counted_on():
+    """What four drafts cost together is one's price, and those after a hard token are as good as ever."""
+    known = Experience(tokens=3.0, rounds=100)
+    for _ in range(200):
+        for drafts in range(9):
+            known.costs.observe(100, drafts, START + 0.008 * math.ceil(drafts / 4))
+        known.costs.observe(100, None, PLAIN)
+        known.survival.observe(0.95, True)
+    known.share = 0.04 * known.costs.plain / PLAIN
+    price = known.costs.further(4)[4] * known.tokens / known.share
+    assert 0.3 * (1 + 0.3 + 0.3**2 + 0.3**3) < price < 0.3 * 3
+    assert begun(known).admits(0.3) and known.survival.usual > 0.9
+    known.survival.usual = 0.3
+    assert not begun(known).admits(0.3)
+
+
+def test_a_number_that_was_seldom_seen_does_not_make_larger_ones_dear():
+    known, generator = RoundCosts(), torch.Generator().manual_seed(0)
+    for i in range(600):
+        drafts = (1, 5, 8)[i % 3]
+        known.observe(100, drafts, START + EACH * drafts + 0.001 * float(torch.rand((), generator=generator)))
+    for _ in range(8):
+        known.observe(100, 2, 1.25 * (START + EACH * 8))  # as dear as none is, by chance
+        for _ in range(8):
+            known.observe(100, 1, START + EACH)
+    told = known.further(8)
+    share = (told[5] - told[1]) / (told[8] - told[1])
+    assert told == sorted(told) and share == pytest.approx(4 / 7, rel=0.2)
+
+
+def test_a_machine_that_gets_slower_changes_nothing_of_what_pays():
+    """All numbers of drafts get dearer alike, and less is written in a second: were it not so, noise would decide."""
+    known = experienced()
+    for drafts in (4, None, 8, 1) * 100:
+        known.costs.observe(100, drafts, seconds(drafts))
+
+    def admitted() -> int:
+        schedule, count = begun(known), 0
+        while count < 8 and schedule.is_open() and schedule.admits(0.7):
+            count += 1
+        return count
+
+    before = admitted()
+    for drafts in (4, None, 8, 1) * 10:
+        known.costs.observe(100, drafts, 1.6 * seconds(drafts))
+    assert 2 < before < 8 and admitted() == before
+
+
+def test_slow_first_rounds_do_not_make_many_drafts_dear():
+    """A drafter's first round with a number of drafts takes twice as long, and what is tried first comes first."""
+    known = Experience()
+    schedule, seen, made = Schedule(known), set(), []
+    for _ in range(60):
+        count, drafts = schedule.begin(100, 8), 0
+        while drafts < count and schedule.is_open() and schedule.admits(0.9):
+            drafts += 1
+        key = drafts if count else None
+        took = seconds(key) * (1 if key in seen or key is None else 2)
+        seen.add(key)
+        made.append(drafts)
+        schedule.end(drafts, drafts, took, False)
+    assert made[-20:] == [8] * 20
+    assert known.costs.further(8)[8] / known.costs.plain == pytest.approx(8 * EACH / PLAIN, rel=0.1)
+
+
+def test_what_is_not_known_is_tried():
+    known, tried = Experience(), []
+    schedule = Schedule(known)
+    for _ in range(12):
+        count = schedule.begin(100, 8)
+        tried.append(count)
+        drafts = 0
+        while drafts < count and schedule.is_open() and schedule.admits(0.99):
+            drafts += 1
+        schedule.end(drafts, drafts, seconds(drafts if count else None), False)
+    assert tried == [8, *[8, 0, 4] * 2, *[8] * 5]  # the first takes longer than others, and counts for nothing
+    assert known.costs.further(8)[4] / known.costs.plain == pytest.approx(4 * EACH / PLAIN)
+    schedule = Schedule(known)  # the next generation knows
+    assert [schedule.begin(100, 8), schedule.begin(100, 3)] == [8, 3]
+
+
+@pytest.mark.parametrize(("room", "half"), [(0, 0), (1, 1), (2, 1), (5, 3)])
+def test_half_of_what_there_is_room_for_is_no_more_than_that(room, half):
+    costs = RoundCosts()
+    tried = [costs.trial(room)]
+    for drafts in (room, None):
+        costs.observe(100, drafts, seconds(drafts))
+        tried.append(costs.trial(room))
+    assert tried == [room, None, half]
+
+
+def test_a_drafter_of_one_token_is_not_tried_for_ever():
+    known = Experience()
+    schedule = Schedule(known)
+    for _ in range(14):
+        count = schedule.begin(100, 1)
+        admitted = count and schedule.admits(0.9)
+        schedule.end(int(admitted), int(admitted), seconds(int(admitted) if count else None), False)
+    assert known.rounds >= 4
+
+
+# When drafting stops
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2])
+def test_a_round_is_judged_half_by_what_was_held_of_its_drafts(accepted):
+    known = experienced()
+    known.survival.usual = 0.9
+    for pays in (True, False):  # a look at a drafter that did not pay goes by what came of it
+        schedule, known.rounds = begun(known), 0  # the first counts alone
+        first = known.survival(0.9)
+        held = first + first * known.survival(0.8, first)
+        assert schedule.admits(0.9) and schedule.admits(0.8) and held != pytest.approx(accepted)
+        known.is_drafting = pays
+        schedule.end(2, accepted, seconds(2), True)
+        assert known.tokens == pytest.approx(1 + ((accepted + held) / 2 if pays else accepted))
+
+
+def test_what_a_round_without_drafts_brought_is_what_counts():
+    known = experienced()
+    schedule, known.rounds = begun(known), 0
+    schedule.end(0, 0, seconds(0), False)
+    assert known.tokens == 1
+
+
+def simulated(known: Experience, rounds: int, chance: float, generator: torch.Generator, noise: float = 0.0):
+    """Tokens and seconds of rounds of a drafter whose drafts are accepted by `chance`, on a machine whose times are
+    `noise` apart, as standard deviation of their logarithm."""
+    schedule, tokens, spent = Schedule(known), 0, 0.0
+    for _ in range(rounds):
+        count, drafts = schedule.begin(100, 8), 0
+        while drafts < count and schedule.is_open() and schedule.admits(0.5):
+            drafts += 1
+        accepted = next((k for k in range(drafts) if torch.rand((), generator=generator) >= chance), drafts)
+        took = seconds(drafts if count else None) * math.exp(noise * float(torch.randn((), generator=generator)))
+        schedule.end(drafts, accepted, took, False)
+        tokens, spent = tokens + 1 + accepted, spent + took
+    return tokens, spent
+
+
+def test_a_hopeless_drafter_costs_next_to_nothing_and_a_good_one_is_found_again():
+    known, generator = Experience(), torch.Generator().manual_seed(0)
+    tokens, spent = simulated(known, 2000, 0.02, generator)
+    assert spent / tokens < 1.02 * PLAIN
+    assert not known.is_drafting
+    simulated(known, 700, 0.9, generator)
+    assert known.is_drafting
+    tokens, spent = simulated(known, 500, 0.9, generator)
+    best = max((1 - 0.9 ** (k + 1)) / 0.1 / seconds(k) for k in range(9))
+    assert tokens / spent > 0.93 * best
+
+
+def test_a_drafter_that_pays_a_little_is_not_given_up_by_bad_luck():
+    """Ten drafters whose rounds bring a tenth more than their price, through 400 rounds each."""
+    asked = 0
+    for seed in range(10):
+        known, generator = Experience(), torch.Generator().manual_seed(seed)
+        schedule = Schedule(known)
+        for _ in range(400):
+            count = schedule.begin(100, 8)
+            admitted = 0
+            while schedule.is_open() and count and admitted < 2 and schedule.admits(0.9):
+                admitted += 1
+            accepted = sum((torch.rand(2, generator=generator) < 0.5).long().cumprod(0).tolist()) if count else 0
+            asked += bool(count)
+            schedule.end(2 if count else 0, min(accepted, admitted), 0.0318 if count else PLAIN, False)
+    assert asked > 0.8 * 4000
+
+
+@pytest.mark.parametrize("chance", [0.3, 0.5, 0.7, 0.9])
+def test_it_is_near_the_best_fixed_number(chance):
+    known, generator = Experience(), torch.Generator().manual_seed(1)
+    tokens, spent = simulated(known, 3000, chance, generator)
+    fixed = [(1 - chance ** (k + 1)) / (1 - chance) / seconds(k) for k in range(1, 9)]
+    assert tokens / spent > 0.96 * max(1 / PLAIN, *fixed)
+
+
+def test_a_restless_machine_is_no_reason_to_stop_drafting():
+    """Rounds that take half or twice as long as others by chance: drafting pays by a third and looks no dearer."""
+    tokens, spent, asked, seeds = 0, 0.0, 0, 12
+    for seed in range(seeds):
+        known, generator = Experience(), torch.Generator().manual_seed(seed)
+        simulated(known, 300, 0.6, generator, noise=0.5)
+        for _ in range(30):
+            made = simulated(known, 50, 0.6, generator, noise=0.5)
+            tokens, spent, asked = tokens + made[0], spent + made[1], asked + known.is_drafting
+    mean = math.exp(0.5**2 / 2)  # of times whose logarithms are so far apart
+    best = max((1 - 0.6 ** (k + 1)) / 0.4 / seconds(k) for k in range(1, 9)) / mean
+    assert tokens / spent > 0.9 * best and asked > 0.75 * seeds * 30, (tokens / spent / best, asked / seeds / 30)
+
+
+def test_what_seemed_too_dear_is_seen_again():
+    """More than four drafts took twice as long when they were first made, and nothing would make them again."""
+    known, generator = Experience(), torch.Generator().manual_seed(0)
+    for drafts in (4, 8, None, 1, 2, 3, 4, 5, 6, 7, 8) * 4:
+        slow = 2 if drafts is not None and drafts > 4 else 1
+        known.costs.observe(100, drafts, slow * seconds(drafts))
+    simulated(known, 6000, 0.95, generator)
+    tokens, spent = simulated(known, 1000, 0.95, generator)
+    best = (1 - 0.95**9) / 0.05 / seconds(8)
+    assert tokens / spent > 0.95 * best
+
+
+def test_a_round_that_drafts_all_has_all_the_room_and_no_more():
+    """Whatever was tried last, and in every trial: near the end of a text there is room for less than one draft."""
+    known, all_ = Experience(), []
+    schedule = Schedule(known)
+    for i in range(1000):
+        room = 0 if i in (3, 4, 5, 6) else 8
+        count, drafts = schedule.begin(100, room), 0
+        assert count <= room
+        while drafts < count and schedule.is_open() and schedule.admits(0.01):  # not worth a second one
+            drafts += 1
+        all_ += [drafts] if known.drafts_all() else []
+        known.is_drafting = True
+        schedule.end(drafts, drafts, seconds(drafts if schedule.is_asked else None), False)
+    assert len(all_) > 10 and set(all_) == {8}
+
+
+def test_where_drafting_pays_rounds_without_it_are_rare():
+    known, generator = Experience(), torch.Generator().manual_seed(0)
+    schedule, plain = Schedule(known), 0
+    for _ in range(4000):
+        count, drafts = schedule.begin(100, 8), 0
+        plain += not count
+        while drafts < count and schedule.is_open() and schedule.admits(0.5):
+            drafts += 1
+        accepted = sum((torch.rand(drafts, generator=generator) < 0.9).long().cumprod(0).tolist())
+        schedule.end(drafts, accepted, seconds(drafts if count else None), False)
+    assert 10 < plain < 4000 / 128
+
+
+# The text
+
+
+def conditional(path: tuple[int, ...], kind: int) -> torch.Tensor:
+    """A distribution over four tokens after a path, the drafter's (0) or the target's (1)."""
+    generator = torch.Generator().manual_seed(hash((*path, kind, 7)) % 2**31)
+    return (
+        torch.rand(4, generator=generator).pow(2).softmax(-1)
+        if kind
+        else torch.rand(4, generator=generator).softmax(-1)
+    )
+
+
+def law_of(drafted, rule) -> dict[tuple[int, ...], float]:
+    """Of three tokens of text, where `drafted` gives a round's tree."""
+
+    def text() -> tuple[int, ...]:
+        tree = drafted()
+        written: list[int] = []
+        for token, _ in steps_by(rule, tree, lambda path: conditional(path, 1)):
+            written.append(token)
+        while len(written) < 3:
+            written.append(int(torch.multinomial(conditional(tuple(written), 1), 1)))
+        return tuple(written[:3])
+
+    law: dict[tuple[int, ...], float] = defaultdict(float)
+    for probability, outcome in every_outcome(text):
+        law[outcome] += probability
+    return law
+
+
+def drafted_by(schedule_of):
+    def drafted() -> DraftTree:
+        schedule = schedule_of()
+        sampler = DraftSampler(LogitsProcessorList(), True, schedule=schedule)
+        path: list[int] = []
+
+        def steps(k, tokens, rows) -> DraftStep:
+            path[:] = [*path[: max(k - 1, 0)], *([int(tokens[0])] if k else [])]
+            return DraftStep(conditional(tuple(path), 0).log()[None])
+
+        return sampler.grow(torch.zeros(1, 1, dtype=torch.long), 3, steps)
+
+    return drafted
+
+
+def target_law() -> dict[tuple[int, ...], float]:
+    law = {}
+    for text in itertools.product(range(4), repeat=3):
+        law[text] = 1.0
+        for place, token in enumerate(text):
+            law[text] *= float(conditional(text[:place], 1)[token])
+    return law
+
+
+def strict() -> Schedule:
+    """One that stops at some places of some paths and goes on at others."""
+    return begun(experienced(3.5, 0.05))
+
+
+@pytest.mark.parametrize("rule", SAMPLING_RULES)
+def test_text_drawn_at_random_is_distributed_as_the_targets(rule):
+    lengths = {len(outcome) for _, outcome in every_outcome(lambda: tuple(drafted_by(strict)().tokens.tolist()))}
+    assert len(lengths) > 1  # it depends on the path where drafting ends
+    law, expected = law_of(drafted_by(strict), rule), target_law()
+    assert all(law[text] == pytest.approx(expected[text], abs=1e-5) for text in expected)
+
+
+@pytest.mark.parametrize("rule", SAMPLING_RULES)
+def test_a_schedule_that_looks_at_the_token_changes_the_distribution(rule):
+    def drafted() -> DraftTree:
+        tree = drafted_by(lambda: None)()
+        likely = [float(q[token]) for q, token in zip(tree.q, tree.tokens)]
+        return tree.first(next((k for k, value in enumerate(likely) if value < 0.25), len(tree)))
+
+    law, expected = law_of(drafted, rule), target_law()
+    assert max(abs(law[text] - expected[text]) for text in expected) > 0.01
+
+
+# The schedule knows the drafter's signals and rounds' times, and no target: each kind once, and one on either cache.
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (tiny_target, "blind"), (tiny_target, "mtp"), (qwen3, "blind"), (qwen3, "state"), (qwen3, "confident"),
+        (qwen3, "lookup"), (qwen3, "specblock"),
+    ],
+)  # fmt: skip
+def test_greedy_text_is_the_targets(make, kind):
+    target = make().eval()
+    ids = prompt(12)
+    drafter = {
+        "blind": lambda: (
+            half_right(target, ids, max_new_tokens=60) if make is tiny_target else tiny_drafter(target, reducer="fc")
+        ),
+        "state": lambda: headed(target, "state", reducer="fc"),
+        "confident": lambda: headed(target, "markov", reducer="fc", confidence_head=True),
+        "mtp": lambda: DeepseekV4MTPDrafter(target.config).eval(),
+        "lookup": lambda: PromptLookupDrafter(target),
+        "specblock": lambda: unrolled("specblock", target),
+    }[kind]()
+    plain = target.generate(ids, max_new_tokens=60, do_sample=False)
+    drafter.bind(target)
+    for _ in range(3):
+        out = target.generate(
+            ids, assistant_model=drafter, num_assistant_tokens="auto", max_new_tokens=60, do_sample=False
+        )
+        assert torch.equal(out, plain)
+        assert 0 <= drafter.last_stats.tokens - 1 - sum(drafter.last_stats.emitted) <= 1  # no room before the end
+        assert drafter.last_stats.tokens == out.shape[1] - 12
+    whole = target.generate(
+        ids, assistant_model=drafter, num_assistant_tokens="auto", max_new_tokens=20, do_sample=False,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    gone_on = target.generate(
+        whole.sequences, assistant_model=drafter, num_assistant_tokens="auto", max_new_tokens=40, do_sample=False,
+        **{CACHE: cache_of(whole)},
+    )  # fmt: skip
+    assert torch.equal(gone_on, plain)
+
+
+def test_looks_at_a_drafter_that_does_not_pay_become_rare():
+    known = experienced(1.0, 0.0)
+    for _ in range(200):
+        known.costs.observe(100, 4, 3.0)
+        known.judge(1.0, 3.0)
+    assert not known.is_drafting and known.wait == 128
+
+
+@pytest.mark.parametrize(("make", "wait"), [(tiny_target, 100), (qwen3, 150)])
+def test_what_a_sleeping_drafter_takes_in_late(make, wait, monkeypatch):
+    """All, and it drafts what a drafter would that never slept; after a long sleep what is near, the last 64 tokens at
+    least."""
+    target = make().eval()
+    drafter, ids = tiny_drafter(target, reducer="fc"), prompt(12)
+    drafter.bind(target)
+    known = experienced(1.0, 0.06)
+    monkeypatch.setattr(binding, "Experience", lambda: known)
+    known.is_drafting, known.wait, taken, extend = False, wait, [], drafter.extend
+
+    def listened(target, context, residual, position_ids, next_ids):
+        assert residual.shape[1] == position_ids.shape[1] == next_ids.shape[1]
+        taken.append(position_ids[0].tolist())
+        extend(target, context, residual, position_ids, next_ids)
+
+    monkeypatch.setattr(drafter, "extend", listened)
+    slept = target.generate(
+        ids, assistant_model=drafter, num_assistant_tokens="auto", max_new_tokens=200, do_sample=False,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    tokens = slept.sequences.shape[1] - 1
+    assert drafter.last_stats.rounds > 150 and len(taken) < 70 and max(map(len, taken[1:])) < 128
+    told = [position for positions in taken for position in positions]
+    assert told == sorted(set(told)) and told[-1] == tokens - 1 and told[:12] == list(range(12))
+    missing = sorted({*range(tokens)} - {*told})
+    assert missing == ([] if wait == 100 else list(range(12, 12 + 64)))
+    awake = target.generate(
+        ids, assistant_model=drafter, num_assistant_tokens=1, max_new_tokens=200, do_sample=False,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    assert torch.equal(slept.sequences, awake.sequences)
+    contexts = [decoding.context_of(cache_of(out), drafter) for out in (slept, awake)]
+    assert contexts[0].end == contexts[1].end == cache_of(slept).get_seq_length()
+    if missing:
+        return
+    after, positions = slept.sequences, torch.arange(slept.sequences.shape[1])[None]
+    trees = [
+        drafter.propose(target, context, after, positions, 6, DraftSampler(LogitsProcessorList(), True))
+        for context in contexts
+        if torch.manual_seed(0)
+    ]
+    for mine, other in zip(trees[0].q, trees[1].q):
+        assert torch.allclose(mine, other, atol=1e-5)
+        break  # what follows depends on the draw
+
+
+def test_a_sleeping_drafter_has_its_text_where_the_text_ends(target, monkeypatch):
+    drafter, ids = tiny_drafter(target), prompt(12)
+    drafter.bind(target)
+    known = experienced(1.0, 0.06)
+    monkeypatch.setattr(binding, "Experience", lambda: known)
+    for length in (1, 2, 30, 64, 70):
+        known.is_drafting, known.wait = False, 400
+        out = target.generate(
+            ids, assistant_model=drafter, num_assistant_tokens="auto", max_new_tokens=length, do_sample=False,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        context = decoding.context_of(cache_of(out), drafter)
+        assert context.end == cache_of(out).get_seq_length() == 11 + length
+
+
+def test_what_is_known_is_kept_for_as_long_as_the_target_is_bound(target, monkeypatch):
+    made, drafter, ids = [], tiny_drafter(target), prompt(12)
+    monkeypatch.setattr(binding, "Experience", lambda: made.append(Experience()) or made[-1])
+    drafter.num_draft_tokens = "auto"
+    drafter.bind(target)
+
+    def learned_in(asked, do_sample):
+        """Which of all that were made changes with a generation."""
+        before, fresh = list(map(pickle.dumps, made)), pickle.dumps(Experience())
+        asked.generate(ids, assistant_model=drafter, max_new_tokens=30, do_sample=do_sample)
+        changed = [
+            place
+            for place, (known, old) in enumerate(itertools.zip_longest(made, before, fillvalue=fresh))
+            if pickle.dumps(known) != old
+        ]
+        (place,) = changed
+        return place
+
+    greedy, sampled = learned_in(target, False), learned_in(target, True)
+    assert greedy != sampled and made[greedy].costs.plain > 0
+    assert learned_in(target, False) == greedy and learned_in(target, True) == sampled
+    copies = copy.deepcopy(target), pickle.loads(pickle.dumps(target))
+    assert all(type(other) is type(target) for other in copies)
+    drafter.unbind(target)
+    drafter.bind(target)
+    places = [greedy, sampled, *(learned_in(other, False) for other in (*copies, target))]
+    assert len(set(places)) == 5  # copies know nothing, nor does a target that was given back
+
+
+def test_the_callers_streamer_is_no_price_of_a_round(target, monkeypatch):
+    class Slow:
+        def put(self, value):
+            clock[0] += 1000
+
+        def end(self):
+            pass
+
+    clock, heard = [0.0], []
+
+    def now():
+        clock[0] += 1e-3
+        return clock[0]
+
+    monkeypatch.setattr(decoding, "clock", lambda device: now)
+    monkeypatch.setattr(RoundCosts, "observe", lambda self, length, drafts, took: heard.append(took))
+    drafter = tiny_drafter(target)
+    drafter.bind(target)
+    target.generate(
+        prompt(12), assistant_model=drafter, num_assistant_tokens="auto", max_new_tokens=20, do_sample=False,
+        streamer=Slow(),
+    )  # fmt: skip
+    assert len(heard) > 5 and 0 < max(heard) < 1
+
+
+def test_where_no_schedule_is(target):
+    drafter, ids = half_right(target, prompt(12), max_new_tokens=40), prompt(12)
+    plain = target.generate(ids, max_new_tokens=40, do_sample=False)
+    drafter.bind(target)
+    asked = {"assistant_model": drafter, "max_new_tokens": 40, "do_sample": False}
+    trees = target.generate(ids, **asked, num_assistant_tokens="auto", tree_budget=9)
+    assert torch.equal(trees, plain) and drafter.last_stats.nodes >= 8 * drafter.last_stats.rounds
+    cache = cache_of(target.generate(ids, max_new_tokens=1, return_dict_in_generate=True))
+    generator = target._get_candidate_generator(
+        generation_config=target._prepare_generation_config(None, num_assistant_tokens="auto", max_length=60)[0],
+        input_ids=ids, inputs_tensor=ids, logits_processor=None, assistant_model=drafter,
+        model_kwargs={CACHE: cache},
+    )  # fmt: skip
+    assert generator.num_drafts == 6
+
+
+@pytest.mark.parametrize("wrong", ["Auto", "", "6", 0, 7, 2.0, True])
+def test_what_is_neither_a_number_nor_auto_is_refused(target, wrong):
+    drafter = tiny_drafter(target)
+    drafter.bind(target)
+    with pytest.raises(
+        ValueError, match=r"cannot draft .* expected a whole number from 1 to 6, or 'auto'\."
+    ) as refused:
+        drafter.num_draft_tokens = wrong
+    advice = {7: "train one with a larger `num_draft_tokens`.", 0: "Leave `assistant_model` out for plain generation."}
+    assert str(refused.value).endswith(advice.get(wrong if type(wrong) is int else None, "or 'auto'."))
+    with pytest.raises(ValueError, match=r"cannot draft .* expected a whole number from 1 to 6, or 'auto'\."):
+        target.generate(prompt(12), assistant_model=drafter, num_assistant_tokens=wrong, max_new_tokens=5)
+
+
+def test_a_drafter_woken_by_another_generation_catches_up(target, monkeypatch):
+    drafter, known = tiny_drafter(target), experienced(1.0, 0.06)
+    drafter.bind(target)
+    monkeypatch.setattr(binding, "Experience", lambda: known)
+    known.is_drafting, known.wait, propose, behind = False, 10**6, drafter.propose, []
+
+    def listened(target, context, ids, *rest):
+        behind.append(ids.shape[1] - 1 - context.end)
+        return propose(target, context, ids, *rest)
+
+    class Waking:
+        count = 0
+
+        def put(self, value):
+            self.count += 1
+            if self.count == 9:
+                known.is_drafting, known.waited = True, 0
+
+        def end(self):
+            pass
+
+    monkeypatch.setattr(drafter, "propose", listened)
+    asked = {"max_new_tokens": 30, "do_sample": False}
+    plain = target.generate(prompt(12), **asked)
+    out = target.generate(
+        prompt(12), assistant_model=drafter, num_assistant_tokens="auto", streamer=Waking(), **asked
+    )  # fmt: skip
+    assert torch.equal(out, plain) and behind and set(behind) == {0}
+
+
+# Trees
+
+
+# Drawn text is compared with nothing here, so of drawn trees one from each way of growing them is enough.
+@pytest.mark.parametrize(
+    ("kind", "do_sample"),
+    [
+        *((kind, False) for kind in ("state", "mtp", "lookup", "specblock", "eagle3")),
+        ("state", True),
+        ("specblock", True),
+    ],
+)
+def test_text_of_trees_of_any_size(target, kind, do_sample, monkeypatch):
+    ids = prompt(12)
+    drafter = {
+        "state": lambda: headed(target, "state"),
+        "mtp": lambda: DeepseekV4MTPDrafter(target.config).eval(),
+        "lookup": lambda: PromptLookupDrafter(target),
+        "specblock": lambda: unrolled("specblock", target),
+        "eagle3": lambda: unrolled("eagle3", target),
+    }[kind]()
+    plain = None if do_sample else target.generate(ids, max_new_tokens=50, do_sample=False)
+    drafter.bind(target)
+    asked = {"assistant_model": drafter, "tree_budget": "auto", "max_new_tokens": 50, "do_sample": do_sample}
+    known, verified = Experience(turns=Turns(left=5)), []
+    end = TreeSchedule.end
+
+    def listened(self, drafts, *rest):
+        verified.append((self.turns.are_trees, drafts))
+        end(self, drafts, *rest)
+
+    monkeypatch.setattr(TreeSchedule, "end", listened)
+    monkeypatch.setattr(binding, "Experience", lambda: known)
+    for _ in range(3):
+        out = target.generate(ids, **asked)
+        assert plain is None or torch.equal(out, plain)
+        assert out.shape[1] <= 62
+    assert {are_trees for are_trees, drafts in verified if drafts} == {False, True}
+    assert {are_trees for are_trees, drafts in verified if not drafts} == {False, True}
+
+
+def test_trees_that_cannot_be_verified_are_chains_that_pay(monkeypatch, caplog):
+    target = qwen3().eval()
+    drafter, ids = tiny_drafter(target, reducer="fc"), prompt(12)
+    drafter.bind(target)
+    monkeypatch.setattr(decoding, "verification_of", lambda family, cache: "chain")
+    known = Experience()
+    monkeypatch.setattr(binding, "Experience", lambda: known)
+    plain = target.generate(ids, max_new_tokens=30, do_sample=False)
+    out = target.generate(ids, assistant_model=drafter, tree_budget="auto", max_new_tokens=30, do_sample=False)
+    assert torch.equal(out, plain) and "`tree_budget` is auto" in caplog.text
+    assert known.costs.plain > 0
+
+
+class Shared(dict):
+    """Another thread adds a key while this one goes through the dictionary, but not while it is copied."""
+
+    def __iter__(self):
+        for key in super().__iter__():
+            self[100 + len(self)] = 1.0
+            yield key
+
+    def keys(self):
+        return iter(self)
+
+    def values(self):
+        return (self[key] for key in self)
+
+    def items(self):
+        return ((key, self[key]) for key in self)
+
+    def copy(self):
+        return dict(super().items())
+
+
+def test_threads_may_learn_at_once():
+    known = Experience()
+    known.costs._shares, known.costs._times, known.costs._levels = Shared(), Shared(), Shared()
+    known.survival._drafts, known.survival._accepted = Shared(), Shared()
+    for i in range(20):
+        known.costs.observe(2**i, i % 9, 0.03)
+        known.costs.further(8), known.costs.trial(8), known.costs.is_tried
+        known.survival.observe(0.1 * (i % 10), True), known.survival(0.5)
+    with pytest.raises(RuntimeError, match="changed size"):
+        tuple(known.costs._shares)

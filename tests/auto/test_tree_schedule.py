@@ -1,0 +1,163 @@
+"""Trees of the nodes that pay for themselves, in a world whose rounds cost and bring what is known."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from hf_hyperdflash.auto.node_survival import Admission, NodeSurvival
+from hf_hyperdflash.auto.schedule import Experience
+from hf_hyperdflash.auto.tree_schedule import MOST_NODES, NodeSchedule, TreeSchedule
+from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
+
+PLAIN, START = 0.020, 0.026  # seconds of a round without its drafter, and with it
+ROOM = 8
+
+
+@dataclass
+class Sampler:
+    tree_budget: int | None = None
+    schedule: Any = None
+    admission: Admission | None = None
+
+
+@dataclass
+class World:
+    """Drafts that are accepted one after the other with probability `chance`; a tree's nodes, in order of their
+    survival, with the powers of `wide`, one of them at most after each.
+
+    Attributes:
+        of_node: Seconds that a tree's node takes.
+        of_draft: Seconds that a chain's draft takes.
+    """
+
+    chance: float
+    wide: float
+    of_node: float = 0.0008
+    of_draft: float = 0.0008
+
+    def tree(self, least: float, budget: int) -> tuple[int, float]:
+        """How many nodes are more probable than `least`, and what they bring."""
+        survival = [self.wide ** (k + 1) for k in range(budget) if self.wide ** (k + 1) > least]
+        return len(survival), sum(survival)
+
+    def best(self) -> float:
+        """Tokens a second of the best that can be done every time."""
+        trees = [(1 + self.tree(0.0, n)[1]) / (START + n * self.of_node) for n in range(MOST_NODES + 1)]
+        gained = [sum(self.chance ** (k + 1) for k in range(n)) for n in range(ROOM + 1)]
+        chains = [(1 + gain) / (START + n * self.of_draft) for n, gain in enumerate(gained)]
+        return max(1 / PLAIN, *trees, *chains)
+
+    def best_trees(self) -> float:
+        return max((1 + self.tree(0.0, n)[1]) / (START + n * self.of_node) for n in range(1, MOST_NODES + 1))
+
+
+def run(world: World, schedule: Any, sampler: Sampler, rounds: int, draw: random.Random) -> tuple[float, float, int]:
+    """Tokens, seconds and how many rounds had trees."""
+    tokens = spent = 0.0
+    trees = 0
+    for _ in range(rounds):
+        count = schedule.begin(100, ROOM)
+        if count and sampler.tree_budget is not None:
+            trees += 1
+            nodes, gain = world.tree(sampler.admission.least, sampler.tree_budget)
+            brought = min(nodes, int(gain) + (draw.random() < gain % 1))
+            took = START + nodes * world.of_node
+        else:
+            nodes = brought = 0
+            while count and nodes < count and sampler.schedule.is_open() and sampler.schedule.admits(world.chance):
+                nodes += 1
+            while brought < nodes and draw.random() < world.chance:
+                brought += 1
+            took = START + nodes * world.of_draft if count else PLAIN
+        took *= 0.95 + 0.1 * draw.random()
+        schedule.end(nodes, brought, took, False)
+        tokens, spent = tokens + 1 + brought, spent + took
+    return tokens, spent, trees
+
+
+@pytest.mark.parametrize(
+    ("world", "has_trees"),
+    [
+        (World(0.7, 0.9), True),
+        (World(0.7, 0.97), True),
+        (World(0.9, 0.9), None),
+        (World(0.9, 0.7, of_node=0.002, of_draft=0.0004), False),
+        (World(0.0, 0.0), False),
+        (World(0.2, 0.3), False),
+    ],
+    ids=str,
+)
+def test_what_is_fastest_is_drafted(world, has_trees):
+    sampler = Sampler()
+    schedule, draw = TreeSchedule(Experience(), sampler), random.Random(1)
+    run(world, schedule, sampler, 500, draw)
+    tokens, spent, trees = run(world, schedule, sampler, 3000, draw)
+    assert tokens / spent > 0.95 * world.best()
+    assert has_trees is None or (trees > 2000) == has_trees
+
+
+def test_a_hopeless_drafter_costs_little():
+    sampler = Sampler()
+    tokens, spent, _ = run(World(0.0, 0.0), TreeSchedule(Experience(), sampler), sampler, 400, random.Random(2))
+    assert spent < 1.05 * 400 * PLAIN and tokens == 400
+
+
+def test_it_drafts_again_where_the_text_changes():
+    sampler, draw = Sampler(), random.Random(4)
+    schedule = TreeSchedule(Experience(), sampler)
+    run(World(0.0, 0.0), schedule, sampler, 1000, draw)
+    good = World(0.6, 0.95)
+    run(good, schedule, sampler, 3000, draw)
+    tokens, spent, trees = run(good, schedule, sampler, 1000, draw)
+    assert tokens / spent > 0.9 * good.best() and trees > 700
+
+
+def test_the_slower_way_is_looked_at_again():
+    """Of trees nothing is heard while chains are drafted."""
+    sampler, draw = Sampler(), random.Random(6)
+    schedule = TreeSchedule(Experience(), sampler)
+    assert run(World(0.9, 0.7, of_node=0.002, of_draft=0.0004), schedule, sampler, 1500, draw)[2] < 300
+    wide = World(0.7, 0.97)
+    run(wide, schedule, sampler, 3000, draw)
+    assert run(wide, schedule, sampler, 1000, draw)[2] > 700
+
+
+def test_the_next_generation_knows_what_was_found():
+    known, draw, good = Experience(), random.Random(5), World(0.5, 0.95)
+    for _ in range(20):
+        sampler = Sampler()
+        run(good, TreeSchedule(known, sampler), sampler, 60, draw)
+        assert sampler.tree_budget == MOST_NODES  # between rounds there is room for the deepest
+    sampler = Sampler()
+    assert run(good, TreeSchedule(known, sampler), sampler, 64, draw)[2] >= 40
+
+
+def test_it_learns_of_the_children_of_what_was_accepted():
+    """A node whose parent was rejected tells nothing, nor do the children of the last one of a text."""
+
+    class Heard(NodeSurvival):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heard: list = []
+
+        def observe(self, signals, accepted, are_drawn):
+            self.heard.append(([round(signal, 3) for signal in signals], accepted, are_drawn))
+
+    said = torch.tensor([0.5, 0.25, 0.75, 0.125, 0.875])
+    tree = DraftTree(torch.arange(5), (ANCHOR, ANCHOR, 1, 1, 0), confidence=said)
+    for is_last, expected in (
+        (False, [([0.5, 0.25], 1, False), ([0.75, 0.125], 0, False), ([], None, False)]),
+        (True, [([0.5, 0.25], 1, False), ([0.75, 0.125], 0, False)]),
+    ):
+        survival = Heard()
+        NodeSchedule(Experience(survival=survival), Sampler()).learn(tree, [1, 2], is_last)
+        assert survival.heard == expected
+    survival = Heard()
+    schedule = NodeSchedule(Experience(survival=survival), Sampler())
+    schedule.learn(DraftTree.chain(torch.arange(2)), [0], False)
+    assert survival.heard == []

@@ -1,0 +1,164 @@
+"""Our drafters in loops that are not ours: the tokens are those of our own."""
+
+import gc
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.utils import GenerationMixin
+
+from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, bind
+from hf_hyperdflash.decoding.candidates import DraftCandidateGenerator
+from hf_hyperdflash.targets.caches.name import CACHE, cache_of
+
+from ..conftest import half_right, half_right_about, prompt, tiny_drafter, tiny_target
+from ..helpers.families import FAMILIES, qwen3
+from ..helpers.loops import in_transformers_loop, proposed_by
+
+
+@pytest.fixture
+def drafts(monkeypatch):
+    """What is drafted, round by round."""
+    drafted = []
+    get_candidates = DraftCandidateGenerator.get_candidates
+
+    def listening(self, input_ids, **kwargs):
+        candidates, logits = get_candidates(self, input_ids, **kwargs)
+        if candidates.shape[1] > input_ids.shape[1]:
+            drafted.append(candidates[0, input_ids.shape[1] :].tolist())
+        return candidates, logits
+
+    monkeypatch.setattr(DraftCandidateGenerator, "get_candidates", listening)
+    return drafted
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+def test_every_family_in_transformers_loop(family, drafts):
+    torch.manual_seed(0)
+    target = family().eval()
+    ids, options = torch.cat([prompt(9)] * 2, dim=1), dict(do_sample=False, max_new_tokens=24)
+    expected = target.generate(ids, **options)
+    for drafter in (
+        half_right_about(target, expected[0]),
+        tiny_drafter(target),
+        PromptLookupDrafter(target, 4),
+    ):
+        drafter.bind(target)
+        ours, trees = proposed_by(drafter, target, ids, **options)
+        theirs = in_transformers_loop(target, drafter, ids, **options)
+        assert torch.equal(theirs, expected) and torch.equal(ours, expected)
+        assert drafts == trees  # the same drafts in the same rounds
+        drafts.clear()
+
+
+def test_deepseeks_own_drafter_in_transformers_loop(drafts):
+    target = tiny_target(hidden_size=64)
+    drafter, ids = DeepseekV4MTPDrafter(target.config).eval(), prompt(12)
+    options = dict(do_sample=False, max_new_tokens=20)
+    drafter.bind(target)
+    expected, trees = proposed_by(drafter, target, ids, **options)
+    assert torch.equal(in_transformers_loop(target, drafter, ids, **options), expected)
+    assert drafts == trees and len(trees) > 3
+
+
+@pytest.mark.parametrize("family", [lambda: tiny_target(hidden_size=64), qwen3], ids=["deepseek_v4", "qwen3"])
+def test_sampled_drafts_come_with_what_they_were_drawn_from(family):
+    torch.manual_seed(0)
+    target = family().eval()
+    drafter, ids = tiny_drafter(target), prompt(12)
+    drafter.bind(target)
+    told = []
+
+    class Listening(DraftCandidateGenerator):
+        def get_candidates(self, input_ids, **kwargs):
+            candidates, logits = super().get_candidates(input_ids, **kwargs)
+            if logits is not None:
+                told.append((candidates[0, input_ids.shape[1] :], logits[0]))
+            return candidates, logits
+
+    def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        made = type(model)._get_candidate_generator
+
+        def listening(self, *args, **options):
+            generator = made(self, *args, **options)
+            generator.__class__ = Listening
+            return generator
+
+        model._get_candidate_generator = listening.__get__(model)
+        try:
+            return GenerationMixin._assisted_decoding(
+                model,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                assistant_model=drafter,
+                **kwargs,
+            )
+        finally:
+            del model._get_candidate_generator
+
+    out = target.generate(ids, do_sample=True, top_k=5, max_new_tokens=30, custom_generate=loop)
+    assert out.shape[1] == 42 and len(told) > 3
+    for tokens, logits in told:
+        q = logits.softmax(-1)
+        assert logits.shape == (len(tokens), 64) and (q > 0).sum(-1).max() <= 5  # after the request's processors
+        assert (q.gather(1, tokens[:, None]) > 0).all()
+
+
+def test_left_padding_is_no_context(drafts):
+    torch.manual_seed(0)
+    target = qwen3().eval()
+    ids, options = prompt(12), dict(do_sample=False, max_new_tokens=20)
+    drafter = tiny_drafter(target)
+    drafter.bind(target)
+    expected = in_transformers_loop(target, drafter, ids, **options)
+    plain = list(drafts)
+    drafts.clear()
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids], dim=1)
+    mask = (torch.arange(16) >= 4).long()[None]
+    out = in_transformers_loop(target, drafter, padded, attention_mask=mask, **options)
+    assert torch.equal(out[:, 4:], expected) and drafts == plain
+
+
+def test_other_forwards_of_the_target_are_not_taken_for_the_loops(drafts):
+    """A processor that runs the target, as guidance does."""
+    target = bind(tiny_target(hidden_size=64))
+    ids, options = prompt(12), dict(do_sample=False, max_new_tokens=16)
+
+    class Asking(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            with torch.no_grad():
+                target(input_ids[:, -3:], use_cache=False)
+            return scores
+
+    drafter = half_right(target, ids, max_new_tokens=options["max_new_tokens"])
+    expected = in_transformers_loop(target, drafter, ids, **options)
+    plain = list(drafts)
+    drafts.clear()
+    asked = LogitsProcessorList([Asking()])
+    assert torch.equal(in_transformers_loop(target, drafter, ids, logits_processor=asked, **options), expected)
+    assert drafts == plain
+
+
+def test_nothing_is_read_once_the_loop_is_over():
+    target = bind(tiny_target(hidden_size=64))
+    in_transformers_loop(target, tiny_drafter(target), prompt(9), do_sample=False, max_new_tokens=8)
+    gc.collect()
+    binding = target.hyperdflash_binding
+    assert not binding.residual.readings and not binding.family.rounds
+
+
+def test_a_loop_that_runs_the_target_elsewhere_is_told():
+    target = bind(tiny_target(hidden_size=64))
+    config = target.generation_config
+    config.max_length, config.do_sample = 40, False
+    cache = cache_of(target.generate(prompt(9), max_new_tokens=2, return_dict_in_generate=True))
+    generator = target._get_candidate_generator(
+        generation_config=config, input_ids=prompt(9), assistant_model=tiny_drafter(target), logits_processor=None,
+        model_kwargs={CACHE: cache},
+    )  # fmt: skip
+    with pytest.raises(
+        ValueError, match="The target has not been run over the tokens 0 to 8 since the last candidates"
+    ):
+        generator.get_candidates(prompt(9))

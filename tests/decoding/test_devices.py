@@ -1,0 +1,360 @@
+"""Target and drafter on GPUs, also on different ones, without a GPU: see `simulated_devices`.
+
+Values are the CPU's, so no data-dependent control flow is left out. What is, is listed here: what asks `torch.cuda`
+itself (waiting for `exact_timing`, the benchmark's peak memory and hardware, pinned memory, fused optimizers,
+grouped matrix products of experts); what only a GPU has (its kernels, its random numbers); saving. Backward passes run
+on "lazy", a device type without streams, which autograd would ask a GPU for; there, autocast is not known.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from accelerate.state import AcceleratorState
+from transformers import DynamicCache
+from transformers.models.qwen3 import modeling_qwen3
+
+from hf_hyperdflash import (
+    DeepseekV4DSparkDrafter,
+    DeepseekV4MTPDrafter,
+    HyperDFlashTrainer,
+    HyperDFlashTrainingArguments,
+    PromptLookupDrafter,
+    bind,
+)
+from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
+from hf_hyperdflash.targets.caches.deepseek_v4 import make_rewindable
+from hf_hyperdflash.targets.caches.name import CACHE, cache_of
+from hf_hyperdflash.training.features.features import residual_of
+from hf_hyperdflash.training.features.fingerprint import target_fingerprint
+from hf_hyperdflash.training.features.store import FeatureCache
+from hf_hyperdflash.training.losses.losses import drafter_loss
+
+from ..conftest import CSA, HCA, SLIDING, half_right, perfect, prompt, tiny_drafter
+from ..helpers import families
+from ..helpers.deepseek_checkpoints import dspark_fields
+from ..helpers.device_pairs import PLACES, assert_same_text, on_cpu, small_qwen3, small_target
+from ..helpers.headed_drafters import headed
+from ..helpers.simulated_devices import CAN_SIMULATE, SimulatedDevices
+from ..helpers.training import packed_rows, rows
+
+pytestmark = pytest.mark.skipif(not CAN_SIMULATE, reason="only a CPU build of torch on Linux simulates a GPU")
+
+
+def test_mistakes_are_seen():
+    """The tests below could not fail if the simulation forgave what a GPU does not."""
+    with SimulatedDevices():
+        here, there = torch.ones(3, device="cuda:0"), torch.ones(3, device="cuda:1")
+        for mistake in (
+            lambda: here + there,
+            lambda: here + torch.ones(3),
+            lambda: here[torch.zeros(2, dtype=torch.long, device="cuda:1")],
+            lambda: torch.cat([here, there]),
+            lambda: torch.nn.Linear(3, 3, device="cuda:1")(here),
+        ):
+            with pytest.raises(RuntimeError, match=r"device|indices on"):
+                mistake()
+        assert (here + 1).device == torch.device("cuda:0") and on_cpu(here + 1).tolist() == [2, 2, 2]
+
+
+# Generation
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_places(places):
+    target = small_target()
+    assert_same_text(target, tiny_drafter(target), places)
+
+
+def test_sampling():
+    target = small_target()
+    assert_same_text(target, half_right(target, prompt(12), max_new_tokens=6), do_sample=True, top_k=8)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+def test_a_target_spread_over_two():
+    target = small_target([SLIDING, CSA])
+    drafter = tiny_drafter(target)
+    options = {"assistant_model": drafter, "max_new_tokens": 6, "do_sample": False}
+    expected = target.generate(prompt(12), **options)
+    first, second = ["embed_tokens", "rotary_emb", "layers.0"], ["layers.1", "hc_head", "norm"]
+    places = {f"model.{name}": 0 for name in first} | {f"model.{name}": 1 for name in second} | {"lm_head": 1}
+    with SimulatedDevices():
+        for name, place in places.items():
+            target.get_submodule(name).to(f"cuda:{place}")
+        dispatch_model(target, {name: f"cuda:{place}" for name, place in places.items()}, force_hooks=True)
+        text = target.generate(prompt(12).to("cuda:0"), **options)  # the drafter stays on the CPU
+    assert torch.equal(on_cpu(text), expected)
+
+
+def test_a_drafter_made_for_a_target_on_a_gpu():
+    target = small_target()
+    with SimulatedDevices():
+        target.to("cuda:1")
+        drafter = tiny_drafter(target, dtype=torch.bfloat16)
+        assert {p.device for p in (*drafter.parameters(), *drafter.buffers())} == {torch.device("cuda:1")}
+        assert drafter.hc_gate.hc_fn.dtype == torch.float32 and drafter.dtype == torch.bfloat16
+        gate = target.model.hc_head.hc_fn
+        assert torch.equal(on_cpu(drafter.hc_gate.hc_fn), on_cpu(gate))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(reducer="fc"),
+        dict(reducer="hybrid"),
+        dict(reducer="stream_mean", dtype=torch.bfloat16),
+        dict(dtype=torch.bfloat16),  # with the gate in float32
+        dict(hidden_size=32, reducer="fc"),  # with projections around it
+        dict(draft_vocab_size=30, target_layer_ids=[0, -1], sliding_window=9),
+    ],
+    ids=str,
+)
+def test_drafters(fields):
+    target = small_target([SLIDING, SLIDING] if "target_layer_ids" in fields else [SLIDING])
+    assert_same_text(target, tiny_drafter(target, **fields))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("markov", {"do_sample": True}),
+        ("gated_markov", {"draft_vocab_size": 30, "head_candidates": 5}),
+        ("recurrent", {"dtype": torch.bfloat16}),
+        ("selector", {"do_sample": True, "conv_kernel_size": 2}),
+        ("state", {"head_candidates": 0}),
+        ("state", {"do_sample": True, "draft_vocab_size": 30}),
+    ],
+    ids=str,
+)
+def test_heads(kind, fields):
+    fields, target = dict(fields), small_qwen3()
+    do_sample = fields.pop("do_sample", False)
+    assert_same_text(target, headed(target, kind, confidence_head=True, **fields), do_sample=do_sample)
+
+
+@pytest.mark.parametrize(("kind", "do_sample"), [("none", False), ("state", True), ("mtp", False)])
+def test_trees(kind, do_sample):
+    target = small_target([CSA])
+    if kind == "mtp":
+        drafter = DeepseekV4MTPDrafter(target.config).eval()
+        drafter.set_experts_implementation("batched_mm")
+    else:
+        drafter = headed(target, kind, confidence_head=True)
+    assert_same_text(target, drafter, do_sample=do_sample, tree_budget=9)
+
+
+def test_mtp():
+    target = small_target([SLIDING])
+    drafter = DeepseekV4MTPDrafter(target.config).eval()
+    drafter.set_experts_implementation("batched_mm")
+    assert_same_text(target, drafter)
+
+
+def test_dspark():
+    target = small_target([CSA, SLIDING], **dspark_fields(target_layer_ids=[0, 1]))
+    drafter = DeepseekV4DSparkDrafter(DeepseekV4DSparkConfig.of_target(target.config, blocks=1)).eval()
+    torch.nn.init.normal_(drafter.markov_head.markov_w2.weight)  # a fresh one says nothing
+    drafter.set_experts_implementation("batched_mm")
+    assert_same_text(target, drafter)
+
+
+def test_prompt_lookup():
+    ids = torch.cat([prompt(9), prompt(9)], dim=1)
+    target = small_target()
+    assert_same_text(target, PromptLookupDrafter(target, 3), input_ids=ids)
+
+
+@pytest.mark.parametrize("family", [families.qwen3_next, families.hunyuan_v4], ids=lambda family: family.__name__)
+def test_other_families(family):
+    torch.manual_seed(0)
+    target = bind(family().eval())
+    target.set_experts_implementation("batched_mm")
+    assert_same_text(target, half_right(target, prompt(12), max_new_tokens=6))
+
+
+def test_requests():
+    """Padding on the left, a prompt in chunks, processors, and a choice among index entries."""
+    target = small_target([CSA, HCA], index_topk=2)
+    mask = torch.ones(1, 12, dtype=torch.long)
+    mask[:, :3] = 0
+    drafter = half_right(target, prompt(12)[:, 3:], max_new_tokens=6)
+    assert_same_text(
+        target, drafter, attention_mask=mask, prefill_chunk_size=5, repetition_penalty=1.3, stop_strings=None
+    )
+
+
+def test_a_chat_goes_on():
+    target = small_target()
+    drafter = tiny_drafter(target)
+
+    def turns(place):
+        options = dict(assistant_model=drafter, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+        first = target.generate(prompt(9).to(place), **options)
+        second = torch.cat([first.sequences, prompt(4, seed=5).to(place)], dim=1)
+        return on_cpu(target.generate(second, **{CACHE: cache_of(first)}, **options).sequences)
+
+    expected = turns("cpu")
+    with SimulatedDevices():
+        target.to("cuda:0")
+        drafter.to("cuda:1")
+        assert torch.equal(turns("cuda:0"), expected)
+
+
+def test_a_cache_cropped_reordered_and_offloaded():
+    target = small_target([SLIDING, CSA, HCA])
+
+    def logits(place):
+        cache = make_rewindable(DynamicCache(config=target.config))
+        cache.activate_past_recording()
+        ids = prompt(30).to(place)
+        target(ids[:, :14], **{CACHE: cache})
+        target(ids[:, 14:20], **{CACHE: cache})
+        cache.crop(-9)
+        cache.batch_repeat_interleave(2)
+        cache.reorder_cache(torch.tensor([1, 0]).to(place))
+        cache.batch_select_indices(torch.tensor([0]).to(place))
+        for layer in cache.layers:
+            layer.offload()
+            layer.prefetch()
+        return target(ids[:, 11:], **{CACHE: cache}).logits
+
+    with torch.no_grad():
+        expected = logits("cpu")
+        with SimulatedDevices():
+            target.to("cuda:1")
+            found = logits("cuda:1")
+    assert found.device == torch.device("cuda:1") and torch.equal(on_cpu(found), expected)
+
+
+# How often the host waits
+
+
+def waits_of_a_round(accepted: int, do_sample: bool, **fields) -> Counter[str]:
+    """By place, of one verification round of six drafts, the first `accepted` of which are right."""
+    target = small_target()
+    # As good as greedy: what is drawn is known, and the same code runs.
+    options = {"do_sample": do_sample, "temperature": 1e-3 if do_sample else None}
+    options["max_new_tokens"] = max(8, accepted + 4)  # that round, and the beginning of another
+    text = target.generate(prompt(12), do_sample=False, max_new_tokens=8)[0]
+    text[13 + accepted] = (text[13 + accepted] + 1) % 60 + 2
+    drafter, seen = perfect(target, text, **fields), []
+    with SimulatedDevices() as devices:
+        target.to("cuda:0")
+        drafter.to("cuda:1")
+        propose = drafter.propose
+
+        def beginning_a_round(*args):
+            seen.append(devices.waits.copy())
+            return propose(*args)
+
+        drafter.propose = beginning_a_round
+        target.generate(prompt(12).to("cuda:0"), assistant_model=drafter, **options)
+    assert drafter.last_stats.accepted[0] == accepted
+    waits = seen[1] - seen[0]
+    return Counter({place: count for place, count in waits.items() if not place.startswith("conftest.py")})
+
+
+@pytest.mark.parametrize("accepted, greedy, sampled", [(6, 1, 1), (3, 1, 1), (0, 1, 1)])
+def test_the_host_waits_no_more_often_than_it_did(accepted, greedy, sampled):
+    """What `experiments/benchmark rounds` counts on a Qwen3. All of it is in our loop, none in the target or the
+    drafter."""
+    for do_sample, most in ((False, greedy), (True, sampled)):
+        waits = waits_of_a_round(accepted, do_sample)
+        assert 0 < waits.total() <= most and not any("modeling" in place for place in waits), waits
+
+
+@pytest.mark.parametrize(
+    ("kind", "candidates", "do_sample", "most"),
+    [("recurrent", 0, False, 1), ("selector", 5, False, 1), ("state", 5, False, 1), ("state", 5, True, 1)],
+)
+def test_the_host_waits_for_no_draft_of_a_head(kind, candidates, do_sample, most):
+    fields = dict(sequential_head=kind, head_rank=4, head_candidates=candidates, confidence_head=True)
+    waits = waits_of_a_round(6, do_sample, confidence_temperatures=[1.5] * 6, **fields)
+    assert 0 < waits.total() <= most and not any("path" in place or "head" in place for place in waits), waits
+
+
+# Training
+
+
+def test_losses():
+    head = torch.nn.Linear(8, 11, bias=False)
+    states, teacher = torch.randn(5, 4, 8), torch.randn(5, 2, 8)
+    labels = torch.randint(0, 11, (5, 4)).masked_fill(torch.rand(5, 4) < 0.3, -100)
+
+    def terms(place, head_place):
+        hidden = states.clone().to(place).requires_grad_()
+        loss = drafter_loss(
+            hidden, labels.to(place), teacher.to(place), kl_temperature=2.0,
+            weights=torch.linspace(1, 0.5, 4).to(place), head=lambda rows: head(rows.to(head_place)), chunk_size=3,
+        )  # fmt: skip
+        loss.loss.backward()
+        with torch.no_grad():
+            plain = drafter_loss(
+                head(states.to(head_place)), labels.to(head_place), head(teacher.to(head_place)), 0.15, 2.0,
+                torch.linspace(1, 0.5, 4),
+            ).loss  # fmt: skip
+        return [*loss, hidden.grad, plain]
+
+    expected = terms("cpu", "cpu")
+    with SimulatedDevices():
+        head.to("lazy:0")
+        found = terms("lazy:1", "lazy:0")
+    assert {str(value.device) for value in found[:-1]} == {"lazy:1"}
+    assert all(torch.equal(on_cpu(one), other) for one, other in zip(found, expected))
+
+
+def trained(tmp_path, target, drafter, data, **args):
+    arguments = HyperDFlashTrainingArguments(
+        str(tmp_path), per_device_train_batch_size=2, max_steps=2, logging_steps=1, num_anchors=4, report_to="none",
+        save_strategy="no", disable_tqdm=True, max_length=64, loss_chunk_size=16,
+        dataloader_pin_memory=False, optim="adamw_torch", loss_decay=4.0, **args,
+    )  # fmt: skip
+    trainer = HyperDFlashTrainer(drafter, target, arguments, train_dataset=data, eval_dataset=rows(2, seed=9))
+    trainer.train()
+    return trainer.evaluate()["eval_teacher_forced_tau"], [on_cpu(p).clone() for p in drafter.parameters()]
+
+
+@pytest.mark.skipif(
+    hasattr(modeling_qwen3, "maybe_autocast"), reason="transformers 5.17 asks for autocast, which lazy does not know"
+)
+@pytest.mark.parametrize("training, teacher", [("lazy:0", "hc_head"), ("cpu", "mean_pool")])
+def test_a_training_run(tmp_path, monkeypatch, training, teacher):
+    """On one GPU; and on the CPU beside a target that `device_map` put on a GPU."""
+    target, data = small_target(), rows(4)
+    drafter = tiny_drafter(target, reducer="hc_gate" if training == "cpu" else "fc")
+    again = copy.deepcopy(drafter)
+    expected = trained(tmp_path, target, drafter, data, kl_teacher=teacher, packing=True)
+    AcceleratorState._reset_state(True)
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", training)
+    try:
+        with SimulatedDevices():
+            for model, place in ((target, "lazy:0"), (again, training)):
+                model.to(place).hf_device_map = {"": place, "all of it": place}  # or accelerate moves it once more
+            found = trained(tmp_path, target, again, data, kl_teacher=teacher, packing=True)
+    finally:
+        AcceleratorState._reset_state(True)
+    assert {str(p.device) for p in again.parameters()} == {training}
+    torch.testing.assert_close(found, expected)
+
+
+def test_features(tmp_path):
+    target, made = small_target([SLIDING, CSA]), packed_rows([(9,), (5, 12)])
+    for row in made:
+        row["loss_mask"] = [int(bit) for bit in row["loss_mask"]]
+    examples = [[torch.tensor([row[name]]) for name in ("input_ids", "position_ids")] for row in made]
+    expected = [residual_of(target, ids, positions, [0, -1]) for ids, positions in examples]
+    fingerprint = target_fingerprint(target)
+    FeatureCache.write(tmp_path / "cpu", made, target, dtype="float8")
+    with SimulatedDevices():
+        target.to("cuda:0")
+        for (ids, positions), residual in zip(examples, expected):
+            found = residual_of(target, ids.to("cuda:1"), positions.to("cuda:1"), [0, -1])
+            assert found.device == torch.device("cuda:1") and torch.equal(on_cpu(found), residual)
+        assert target_fingerprint(target) == fingerprint
+        cache = FeatureCache.write(tmp_path / "cuda", made, target, dtype="float8")
+        assert cache.index == FeatureCache(tmp_path / "cpu", target).index

@@ -1,0 +1,241 @@
+"""Rounds run in inference mode only where nobody gets hold of what they compute; else as if there were none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import distributed
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from hf_hyperdflash import unbind
+from hf_hyperdflash.targets.caches.name import CACHE, cache_of
+
+from ..conftest import half_right, prompt, tiny_drafter
+from ..helpers.families import FAMILIES, deepseek_v4_remote_code, llama, qwen3
+from ..helpers.headed_drafters import headed
+
+
+def modes_of_rounds(target, drafter, ids, **options):
+    """Whether each round's forward ran in inference mode, the prompt's left out, and what was returned."""
+    modes, forward = [], target.forward
+
+    def listened(*args, **kwargs):
+        modes.append(torch.is_inference_mode_enabled())
+        assert not torch.is_grad_enabled()
+        return forward(*args, **kwargs)
+
+    target.forward = listened
+    try:
+        out = target.generate(ids, assistant_model=drafter, max_new_tokens=9, **options)
+    finally:
+        del target.forward
+    assert not modes[0] and len(modes) > 1
+    return set(modes[1:]), out
+
+
+def bound_pair(made=qwen3):
+    target = made().eval()
+    drafter = half_right(target, prompt(9), max_new_tokens=9)
+    drafter.bind(target)
+    return target, drafter
+
+
+@pytest.mark.parametrize("options", [{}, {"tree_budget": 6}, {"do_sample": True}, {"num_assistant_tokens": "auto"}])
+def test_rounds_that_leave_nothing_run_in_inference_mode(options):
+    target, drafter = bound_pair()
+    modes, out = modes_of_rounds(target, drafter, prompt(9), **options)
+    assert modes == {True} and not out.is_inference()
+
+
+def test_so_do_those_of_a_batch():
+    target = qwen3().eval()
+    drafter = tiny_drafter(target)
+    drafter.bind(target)
+    modes, out = modes_of_rounds(target, drafter, prompt(9).repeat(2, 1))
+    assert modes == {True} and not out.is_inference()
+
+
+def with_a_hook(target, drafter):
+    target.model.norm.register_forward_hook(lambda *_: None)
+
+
+def with_a_hook_before(target, drafter):
+    target.model.layers[1].register_forward_pre_hook(lambda *_: None)
+
+
+def with_a_drafter_that_hears(target, drafter):
+    drafter.observe = lambda *_: None
+
+
+class Quantized(torch.nn.Parameter):
+    """Weights of a kind of their own, as quantized and spread ones are."""
+
+
+def with_other_weights_of_the_target(target, drafter):
+    target.model.norm.weight = Quantized(target.model.norm.weight.detach())
+
+
+def with_other_weights_of_the_drafter(target, drafter):
+    drafter.norm.weight = Quantized(drafter.norm.weight.detach())
+
+
+@pytest.mark.parametrize(
+    "happens",
+    [
+        with_a_hook,
+        with_a_hook_before,
+        with_a_drafter_that_hears,
+        with_other_weights_of_the_target,
+        with_other_weights_of_the_drafter,
+    ],
+)
+def test_not_where_somebody_listens(happens):
+    target, drafter = bound_pair()
+    happens(target, drafter)
+    assert modes_of_rounds(target, drafter, prompt(9))[0] == {False}
+
+
+@pytest.mark.parametrize("options", [{}, {"tree_budget": 6, "do_sample": True}], ids=["chain", "tree"])
+def test_a_drafter_that_is_adapted_learns_from_such_rounds(options):
+    """What it keeps of them is copied outside."""
+    target = qwen3().eval()
+    drafter = headed(target, "state")
+    drafter.bind(target)
+    with drafter.adapt(target, policy="always", every=1) as learning:
+        for _ in range(6):
+            assert modes_of_rounds(target, drafter, prompt(9), **options)[0] == {True}
+        assert sum(decision.arm is not None for decision in learning.log) == 4
+        row = learning.memory.newest(1)[0]
+        assert not any(value.is_inference() for value in row.values())
+    assert not any(value.is_inference() for value in drafter.parameters())
+
+
+@pytest.mark.parametrize(
+    "options", [{"return_dict_in_generate": True}, {CACHE: DynamicCache}], ids=["dictionary", "cache"]
+)
+def test_not_where_the_caller_keeps_what_is_computed(options):
+    """Else a cache that goes on, or scores, could not take part in training."""
+    target, drafter = bound_pair()
+    options = {name: value() if value is DynamicCache else value for name, value in options.items()}
+    modes, out = modes_of_rounds(target, drafter, prompt(9), **options)
+    assert modes == {False}
+    cache = options.get(CACHE) or cache_of(out)
+    assert not any(layer.keys.is_inference() for layer in cache.layers)
+
+
+class Averages(LogitsProcessor):
+    """Keeps what it sees, and is changed and learned from afterwards."""
+
+    mean = 0.0
+
+    def __call__(self, input_ids, scores):
+        self.mean = 0.5 * self.mean + 0.5 * scores
+        return scores
+
+
+class Counts(StoppingCriteria):
+    def __init__(self):
+        self.count = None
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.count = torch.zeros_like(input_ids[:, 0]) if self.count is None else self.count + 1
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_not_where_a_processor_or_a_criterion_may_keep_what_it_sees():
+    target, drafter = bound_pair()
+    processor, criterion = Averages(), Counts()
+    for asked in (
+        {"logits_processor": LogitsProcessorList([processor])},
+        {"stopping_criteria": StoppingCriteriaList([criterion])},
+    ):
+        assert modes_of_rounds(target, drafter, prompt(9), **asked)[0] == {False}
+    processor.mean.mul_(0.5)
+    torch.nn.Linear(processor.mean.shape[-1], 1)(processor.mean).sum().backward()
+    criterion.count.add_(1)
+    assert modes_of_rounds(target, drafter, prompt(9), repetition_penalty=1.2)[0] == {True}  # transformers' own
+
+
+def test_not_in_remote_code():
+    """It may keep tensors where it likes."""
+    target = deepseek_v4_remote_code().eval()
+    drafter = tiny_drafter(target)
+    drafter.bind(target)
+    assert modes_of_rounds(target, drafter, prompt(9))[0] == {False}
+
+
+def test_not_where_a_target_may_be_spread(tmp_path):
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        target, drafter = bound_pair()
+        assert modes_of_rounds(target, drafter, prompt(9))[0] == {False}
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "made", [made for made in FAMILIES if made is not deepseek_v4_remote_code], ids=lambda made: made.__name__
+)
+@pytest.mark.parametrize("options", [{}, {"tree_budget": 6, "do_sample": True}], ids=["chain", "tree"])
+def test_target_and_drafter_learn_afterwards(made, options):
+    """What a forward might have kept would be of no use to autograd."""
+    target = made().eval()
+    check_that_they_learn(target, tiny_drafter(target), options)
+
+
+def test_a_target_whose_frequencies_grow_with_the_text_learns_afterwards():
+    """They are computed anew in the middle of a generation, and stay with the target."""
+    target = llama().eval()
+    config = target.config
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config.max_position_embeddings = 16
+    target = type(target)(config).eval()
+    check_that_they_learn(target, tiny_drafter(target), {"max_new_tokens": 24})
+    assert target.model.rotary_emb.max_seq_len_cached > 16
+
+
+def check_that_they_learn(target, drafter, options):
+    ids = prompt(9)
+    drafter.bind(target)
+    text = target.generate(ids, assistant_model=drafter, **{"max_new_tokens": 9, "do_sample": False, **options})
+    unbind(target)
+    logits = target(text).logits
+    logits.float().logsumexp(-1).sum().backward()
+    assert target.get_input_embeddings().weight.grad.abs().sum() > 0
+    paths = drafter.config.num_paths, drafter.config.target_hidden_size
+    hidden = drafter(
+        torch.zeros(1, drafter.config.block_size, paths[1]), torch.arange(drafter.config.block_size)[None] + 3,
+        residual=torch.ones(1, 3, *paths), residual_position_ids=torch.arange(3)[None],
+    )  # fmt: skip
+    hidden.sum().backward()
+    assert any(parameter.grad is not None for parameter in drafter.parameters())
+
+
+class Kept(BaseStreamer):
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, value):
+        assert not torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
+        self.tokens.append(value.flatten())
+
+    def end(self):
+        pass
+
+
+def test_streamed_tokens_are_the_callers():
+    target, drafter = bound_pair()
+    streamer = Kept()
+    modes, out = modes_of_rounds(target, drafter, prompt(9), streamer=streamer)
+    assert modes == {True} and torch.equal(torch.cat(streamer.tokens), out[0])
+    assert not any(tokens.is_inference() for tokens in streamer.tokens)
+    table = torch.nn.Embedding(64, 4)
+    table(streamer.tokens[-1]).sum().backward()
+    assert table.weight.grad is not None

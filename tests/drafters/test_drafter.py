@@ -1,0 +1,230 @@
+"""What all drafters have in common, on drafters of a few lines."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from transformers import GenerationConfig, PreTrainedConfig
+
+from hf_hyperdflash import Drafter, PromptLookupDrafter, bind
+from hf_hyperdflash.drafters.saved import SavedDrafter
+from hf_hyperdflash.trees.tree import DraftTree
+
+from ..conftest import half_right, perfect, prompt, tiny_drafter, tiny_target
+from ..helpers.families import qwen3
+
+
+class Repeating(Drafter):
+    """Drafts the anchor again and again: the least that a drafter can be."""
+
+    def __init__(self, target):
+        self.config, self.seen, self.heard = target.config, [], []
+
+    def extend(self, target, context, residual, position_ids, next_ids):
+        assert residual is None
+        self.seen.append((context.end, position_ids[0].tolist(), next_ids[0].tolist()))
+
+    def propose(self, target, context, ids, position_ids, count, sampler):
+        assert context.end == ids.shape[1] - 1 == position_ids[0, -1]
+        return DraftTree.chain(ids[0, -1:].expand(count))
+
+    def observe(self, context, tree, logits, accepted):
+        self.heard.append((tree.tokens.tolist(), logits, accepted))
+
+
+def test_a_drafter_of_two_methods_is_lossless_and_hears_of_every_round():
+    target, ids = tiny_target(hidden_size=64), prompt(9)
+    with torch.no_grad():
+        target.lm_head.weight[7] *= 4  # so that the target repeats itself, sometimes
+    options = dict(do_sample=False, max_new_tokens=24)
+    expected = target.generate(ids, **options)
+    drafter = Repeating(target)
+    drafter.num_draft_tokens = 3
+    drafter.bind(target)
+    assert torch.equal(target.generate(ids, assistant_model=drafter, **options), expected)
+    text, stats = expected[0].tolist(), drafter.last_stats
+    assert [len(accepted) for drafts, _, accepted in drafter.heard if drafts] == stats.accepted
+    # What the target said after the anchor and after every accepted draft is what it wrote.
+    at = len(text) - 24
+    for drafts, logits, accepted in drafter.heard:
+        assert logits.shape == (len(drafts) + 1, 64) and accepted == list(range(len(accepted)))
+        written = logits.argmax(-1).tolist()[: len(accepted) + 1]
+        assert written == text[at : at + len(written)]
+        at += len(written)
+    assert at == len(text)
+    # Every token but the last was taken in once, in order, with the one that follows it.
+    taken = [pair for _, *pairs in drafter.seen for pair in zip(*pairs)]
+    assert taken == list(zip(range(len(text) - 1), text[1:]))
+
+
+def test_a_drafter_needs_a_propose():
+    target = tiny_target()
+    drafter = Drafter()
+    drafter.config = target.config
+    drafter.bind(target)
+    with pytest.raises(NotImplementedError, match="A Drafter has no `propose`"):
+        target.generate(prompt(5), assistant_model=drafter, max_new_tokens=5)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, True, "3"])
+def test_numbers_of_drafts(wrong):
+    drafter = Repeating(tiny_target())
+    assert drafter.num_draft_tokens == 1 and drafter.last_stats is None
+    drafter.num_draft_tokens = 500
+    with pytest.raises(ValueError, match=r"cannot draft .* tokens a round: expected a whole number of at least 1"):
+        drafter.num_draft_tokens = wrong
+    assert drafter.num_draft_tokens == 500
+    drafter.num_draft_tokens = None  # as it was at first
+    assert drafter.num_draft_tokens == 1
+
+
+def test_a_generation_that_could_not_draft_leaves_no_statistics():
+    target, ids = tiny_target(hidden_size=64), prompt(9)
+    drafter, other = tiny_drafter(target), tiny_drafter(target)
+    drafter.bind(target)
+    options = dict(do_sample=False, max_new_tokens=6)
+    for each in (drafter, other):
+        target.generate(ids, assistant_model=each, **options)
+        assert each.last_stats.tokens == 6
+    target.generate(ids, assistant_model=drafter, num_beams=2, **options)
+    assert drafter.last_stats is None and other.last_stats.tokens == 6
+
+
+def test_each_thread_finds_its_own_statistics():
+    target, ids = tiny_target(hidden_size=64), prompt(9)
+    drafter = half_right(target, ids, max_new_tokens=20)
+    drafter.bind(target)
+    target.generate(ids, assistant_model=drafter, do_sample=False, max_new_tokens=20)
+    mine, theirs = drafter.last_stats, []
+
+    def elsewhere():
+        theirs.append(drafter.last_stats)
+        target.generate(ids, assistant_model=drafter, do_sample=False, max_new_tokens=5)
+        theirs.append(drafter.last_stats)
+
+    for _ in range(8):  # one after the other, so that a later one gets an earlier one's number
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert theirs[-2] is None and theirs[-1].tokens == 5
+    assert drafter.last_stats is mine and mine.tokens == 20
+
+
+class Elsewhere(SavedDrafter):
+    config_class = PreTrainedConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+        self.post_init()
+
+
+def test_a_drafter_in_a_file_of_another_name_is_told_where_to_be(tmp_path):
+    with pytest.raises(ValueError, match=r"Elsewhere is from .*test_drafter: .* called modeling_NAME\.py"):
+        Elsewhere(PreTrainedConfig()).save_pretrained(tmp_path)
+    Elsewhere(PreTrainedConfig()).save_pretrained(tmp_path, with_code=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_drafters_take_turns_on_one_target():
+    target, ids = tiny_target(hidden_size=64), prompt(9)
+    options = dict(do_sample=False, max_new_tokens=16)
+    expected = target.generate(ids, **options)
+    for drafter in (
+        Repeating(target),
+        tiny_drafter(target),
+        perfect(target, expected[0]),
+        PromptLookupDrafter(target),
+    ):
+        drafter.bind(target)
+        assert torch.equal(target.generate(ids, assistant_model=drafter, **options), expected)
+
+
+def test_a_default_drafts_for_who_names_none():
+    target, ids = tiny_target(hidden_size=64), prompt(9)
+    options = dict(do_sample=False, max_new_tokens=12)
+    expected = target.generate(ids, **options)
+    drafter, other = half_right(target, ids, max_new_tokens=12), Repeating(target)
+    drafter.bind(target)
+    target.generate(ids, **options)
+    assert drafter.last_stats is None  # bound, and no default
+    drafter.bind(target, as_default=True)
+    other.bind(target)  # which changes no default
+    for given in ({"inputs": ids}, {"input_ids": ids, "generation_config": GenerationConfig(**options)}):
+        drafter.remember(None)
+        assert torch.equal(target.generate(**given, **options), expected)
+        assert drafter.last_stats.tokens == 12 and drafter.last_stats.rounds < 11
+    drafter.remember(None)
+    assert torch.equal(target.generate(ids, assistant_model=None, **options), expected)
+    assert torch.equal(target.generate(ids, assistant_model=other, **options), expected)
+    assert drafter.last_stats is None and other.last_stats.tokens == 12
+    other.bind(target, as_default=True)
+    other.remember(None)
+    assert torch.equal(target.generate(ids, **options), expected)
+    assert drafter.last_stats is None and other.last_stats.tokens == 12
+    other.unbind(target)
+    drafter.bind(target)  # of which nothing is left
+    other.remember(None)
+    assert torch.equal(target.generate(ids, **options), expected)
+    assert drafter.last_stats is None and other.last_stats is None
+
+
+def test_a_default_that_does_not_fit_is_none():
+    target, ids = tiny_target(), prompt(9)
+    drafter = tiny_drafter(tiny_target(hidden_size=64))
+    bind(target)
+    with pytest.raises(ValueError, match="`hidden_size` 64"):
+        drafter.bind(target, as_default=True)
+    target.generate(ids, max_new_tokens=2)
+    assert drafter.last_stats is None
+
+
+def test_a_default_goes_with_a_copy():
+    target, ids = tiny_target(hidden_size=64), prompt(9)
+    drafter = half_right(target, ids, max_new_tokens=12)
+    drafter.bind(target, as_default=True)
+    again = copy.deepcopy(target)
+    expected = target.generate(ids, do_sample=False, max_new_tokens=12)
+    drafter.remember(None)
+    assert torch.equal(again.generate(ids, do_sample=False, max_new_tokens=12), expected)
+    assert drafter.last_stats is None  # a drafter of its own
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        dict(num_beams=2),
+        dict(num_beams=2, num_return_sequences=2),
+        dict(generation_config=GenerationConfig(num_beams=2)),
+        dict(prompt_lookup_num_tokens=2),
+        dict(custom_generate=lambda model, input_ids, **rest: input_ids),
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_a_default_leaves_other_ways_alone(asked, count):
+    target, ids = qwen3().eval(), torch.cat([prompt(9)] * count)
+    options = dict(do_sample=False, max_new_tokens=6, attention_mask=torch.ones_like(ids))
+    if "prompt_lookup_num_tokens" in asked and count > 1:
+        pytest.skip("transformers looks up prompts for one text")
+    expected = target.generate(ids, **options, **asked)
+    drafter = tiny_drafter(target, reducer="fc")
+    drafter.bind(target, as_default=True)
+    assert torch.equal(target.generate(ids, **options, **asked), expected)
+    assert drafter.last_stats is None
+    target.generate(ids, **options)
+    assert drafter.last_stats is not None
+
+
+def test_a_target_with_a_default_may_assist():
+    """transformers' assisted loop crops the cache that the assistant's `generate` left."""
+    target, ids = qwen3().eval(), prompt(9)
+    options = dict(do_sample=False, max_new_tokens=8)
+    expected = target.generate(ids, **options)
+    bind(target)
+    assistant = qwen3().eval()
+    drafter = tiny_drafter(assistant, reducer="fc")
+    drafter.bind(assistant, as_default=True)
+    assert torch.equal(target.generate(ids, assistant_model=assistant, **options), expected)
+    assert drafter.last_stats is None

@@ -1,0 +1,133 @@
+"""Heads, one step at a time and over whole blocks, against their formulas written out in float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from hf_hyperdflash.drafters.parts.heads import HEADS, ConfidenceHead, SequentialHead, along_text
+
+from ..helpers import oracle_heads as oracle
+
+SIZES = st.integers(1, 5)
+
+
+def config(width: int = 6, rank: int = 4, vocabulary: int = 9, drafted: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(
+        target_hidden_size=width, head_rank=rank, vocab_size=vocabulary, draft_vocab_size=drafted,
+        rms_norm_eps=oracle.EPSILON,
+    )  # fmt: skip
+
+
+def trained(module: nn.Module, seed: int = 0) -> nn.Module:
+    """In float64, with other weights than it starts with."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.double().parameters():
+        parameter.data.normal_(std=0.5, generator=generator)
+    return module
+
+
+def head_of(kind: str, *sizes: int, seed: int = 0) -> SequentialHead:
+    return trained(HEADS[kind](config(*sizes)), seed)
+
+
+def weights_of(module: nn.Module) -> oracle.Weights:
+    return {name: value.numpy() for name, value in module.state_dict().items()}
+
+
+def remembered(kind: str, weights: oracle.Weights, token: int, embedded: np.ndarray) -> np.ndarray:
+    """What a confidence reads of the token before."""
+    if kind == "state":
+        return oracle.normed(embedded)
+    return weights["predecessor_codebook" if kind == "selector" else "markov_w1.weight"][token]
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@settings(deadline=None, max_examples=25)
+@given(SIZES, SIZES, SIZES, st.integers(0, 3), SIZES, st.tuples(SIZES, SIZES), st.integers(0, 10**6))
+def test_every_head_follows_its_formula(kind, width, rank, vocabulary, fewer, drafts, rows, seed):
+    """Step by step with the state that the step before left, and the same over blocks of a batch at once."""
+    drafted = max(vocabulary - fewer, 1) if fewer else 0
+    head = head_of(kind, width, rank, vocabulary, drafted, seed=seed)
+    judge = trained(ConfidenceHead(config(width), head.memory_size), seed + 1)
+    weights, judging = weights_of(head), weights_of(judge)
+    off = 1e-4 if kind == "state" else 1e-12  # norms are computed in float32, and each step reads the one before
+    torch.manual_seed(seed)
+    hidden = torch.randn(*rows, drafts, width, dtype=torch.float64)
+    embeds, ids = torch.randn_like(hidden), torch.randint(0, vocabulary, (*rows, drafts))
+    with torch.no_grad():
+        whole = along_text(hidden, ids, embeds, head, judge)
+    for row in np.ndindex(*rows):
+        expected, carried = oracle.ORACLES[kind](weights), None
+        for k in range(drafts):
+            h, token, embedded = hidden[row][k].numpy(), int(ids[row][k]), embeds[row][k].numpy()
+            z, bias = expected(h, token, embedded)
+            with torch.no_grad():
+                step = head(hidden[row][k], ids[row][k], embeds[row][k], carried)
+            carried = step.carried
+            for states, vectors in ((step.states, step.vectors), (whole.states[row][k], whole.vectors)):
+                np.testing.assert_allclose(states, z, atol=off, rtol=off)
+                if head.table is None:
+                    assert vectors is None
+                else:
+                    vectors = vectors if vectors is step.vectors else vectors[row][k]
+                    np.testing.assert_allclose(head.table.detach() @ vectors, bias, atol=off)
+                    assert len(bias) == (drafted or vocabulary)
+            sure = oracle.confidence(judging, h, remembered(kind, weights, token, embedded))
+            with torch.no_grad():
+                alone = judge(hidden[row][k], step.memory)
+            np.testing.assert_allclose(torch.sigmoid(torch.stack([alone, whole.confidence[row][k]])), [sure] * 2, off)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_draft_depends_on_nothing_behind_it(kind):
+    """Of a block, on its own state and those before it, and on the tokens before it."""
+    head, hidden = head_of(kind), torch.randn(5, 6, dtype=torch.float64)
+    embeds, ids = torch.randn_like(hidden), torch.randint(0, 9, (5,))
+    later = hidden.clone(), (ids + 1) % 9, embeds + 1
+    later[0][3:] += 1
+    later[1][:3], later[2][:3] = ids[:3], embeds[:3]
+    one, other = (along_text(*inputs, head, None) for inputs in ((hidden, ids, embeds), later))
+    assert torch.equal(one.states[:3], other.states[:3])
+    assert not torch.equal(one.states[3:], other.states[3:])
+    if head.table is not None:
+        assert torch.equal(one.vectors[:3], other.vectors[:3]) and not torch.equal(one.vectors[3:], other.vectors[3:])
+
+
+def test_without_heads_states_are_the_blocks():
+    hidden = torch.randn(2, 3, 4)
+    said = along_text(hidden, torch.zeros(2, 3, dtype=torch.long), None, None, None)
+    assert said.states is hidden and not any(part is not None for part in said[1:])
+
+
+def test_a_confidence_without_a_head_reads_the_state_alone():
+    judge, hidden = trained(ConfidenceHead(config(), 0)), torch.randn(3, 6, dtype=torch.float64)
+    found = along_text(hidden, torch.zeros(3, dtype=torch.long), None, None, judge).confidence
+    blind = along_text(hidden, torch.zeros(3, dtype=torch.long), None, head_of("markov"), judge).confidence
+    for k in range(3):
+        sure = oracle.confidence(weights_of(judge), hidden[k].numpy(), None)
+        np.testing.assert_allclose(torch.sigmoid(torch.stack([found[k], blind[k]])).detach(), [sure] * 2)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_confidence_judges_drafts_and_does_not_shape_them(kind):
+    head, hidden = head_of(kind), torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    embeds, ids = torch.randn(5, 6, dtype=torch.float64, requires_grad=True), torch.randint(0, 9, (5,))
+    judge = trained(ConfidenceHead(config(), head.memory_size))
+    out = along_text(hidden, ids, embeds, head, judge)
+    out.confidence.sum().backward()
+    assert all(part.grad is None for part in (hidden, embeds, *head.parameters()))
+    assert all(part.grad.any() for part in judge.parameters())
+    (out.states if out.vectors is None else out.vectors @ head.table.T).square().sum().backward()
+    assert all(part.grad.any() for part in head.parameters())
+
+
+def test_a_head_that_reads_embeddings_says_so():
+    with pytest.raises(ValueError, match="reads the embedding of the token before, expected `embeds`"):
+        along_text(torch.randn(3, 6), torch.zeros(3, dtype=torch.long), None, HEADS["state"](config()), None)

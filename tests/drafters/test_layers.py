@@ -1,0 +1,169 @@
+"""Attention of blocks through every implementation that runs here, the context's cache, and convolutions."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from hf_hyperdflash.drafters.parts.block_attention import Reach
+from hf_hyperdflash.drafters.parts.layers import CausalConvolution, ContextCache, DrafterRMSNorm
+from hf_hyperdflash.training.data.blocks import block_mask
+
+from ..conftest import prompt, tiny_drafter, tiny_target
+from ..helpers import oracle_heads as oracle
+from ..helpers.families import qwen3
+
+
+def blocks(window=None):
+    """Two blocks of a row, as training lays them: embeddings, positions, mask, residual and its positions."""
+    torch.manual_seed(0)
+    anchors, everywhere = torch.tensor([[3, 17]]), torch.arange(24)[None]
+    positions = (anchors.unsqueeze(-1) + torch.arange(7)).flatten(1)
+    mask = block_mask(anchors, everywhere, 7, Reach(window))
+    return torch.randn(1, 14, 32), positions, None, mask, torch.randn(1, 24, 4, 32), everywhere
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_norm_is_qwen3s(dtype):
+    torch.manual_seed(0)
+    own, stock = DrafterRMSNorm(48, eps=1e-3).to(dtype), Qwen3RMSNorm(48, eps=1e-3).to(dtype)
+    own.weight.data.copy_(stock.weight.data.uniform_(-2, 2))
+    hidden = torch.randn(2, 3, 5, 48).to(dtype)
+    read = [hidden.clone().requires_grad_() for _ in range(2)]
+    found, expected = (norm(x) for norm, x in zip((own, stock), read))
+    assert found.dtype == dtype and torch.equal(found, expected)
+    for out in (found, expected):
+        out.float().square().sum().backward()
+    torch.testing.assert_close(read[0].grad, read[1].grad)
+    torch.testing.assert_close(own.weight.grad, stock.weight.grad)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
+def test_implementations_agree(target, implementation, window):
+    drafter = tiny_drafter(target, num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=window)
+    drafter.set_attn_implementation("sdpa")
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # to compile it takes most of a minute
+        expected = drafter(*blocks(window))
+        drafter.set_attn_implementation(implementation)
+        torch.testing.assert_close(drafter(*blocks(window)), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_gradients_of_eager_attention_are_sdpas(target):
+    drafter = tiny_drafter(target)
+    gradients = []
+    for implementation in ("sdpa", "eager"):
+        drafter.set_attn_implementation(implementation)
+        drafter.zero_grad()
+        drafter(*blocks()).square().sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in drafter.parameters() if p.grad is not None]))
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_text_is_the_targets_with_every_implementation(implementation):
+    torch.manual_seed(0)
+    target, ids, options = qwen3().eval(), prompt(12), dict(do_sample=False, max_new_tokens=20)
+    expected = target.generate(ids, **options)
+    drafter = tiny_drafter(target)
+    drafter.set_attn_implementation(implementation)
+    drafter.bind(target)
+    assert torch.equal(target.generate(ids, assistant_model=drafter, **options), expected)
+
+
+def test_an_implementation_that_cannot_mask_blocks_is_refused(target):
+    drafter = tiny_drafter(target)
+    drafter.config._attn_implementation = "flash_attention_2"  # which is not installed here
+    with pytest.raises(ValueError, match="'flash_attention_2', which cannot mask blocks of several anchors"):
+        drafter(*blocks())
+
+
+STEPS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7), st.booleans()), min_size=1, max_size=12)
+
+
+@settings(deadline=None, max_examples=100)
+@given(STEPS, st.sampled_from([(None, None), (1, 1), (4, 4), (30, 30), (4, None), (7, 2)]))
+def test_a_context_is_its_accepted_tokens_whatever_blocks_come_between(steps, windows):
+    """Against a list: tokens that are new go in, a block's are seen and overwritten, old ones leave the window of each
+    layer, and all of them the buffer."""
+    config = type("Config", (), dict(num_hidden_layers=2, num_key_value_heads=1, head_dim=2))
+    context, accepted, number = ContextCache([Reach(window) for window in windows]), [], 0
+    longest = None if None in windows else max(windows)
+
+    def rows(values):
+        return torch.tensor(values, dtype=torch.float).view(1, 1, -1, 1).expand(1, 1, -1, 2)
+
+    for new, queries, is_kept in steps:
+        tokens = list(range(number, number + new + queries))
+        number += new + queries
+        context.make_room(len(tokens), torch.zeros(1, 0), config)
+        for layer, window in enumerate(windows):
+            seen = [*accepted, *tokens[:new]]
+            seen = seen[-window:] if window else seen
+            assert context.visible(layer, new) == len(seen)
+            keys, values = context.layer(layer, new)(rows(tokens) + 100 * layer, -rows(tokens))
+            assert keys[0, 0, :, 0].tolist() == [token + 100 * layer for token in [*seen, *tokens[new:]]]
+            assert values[0, 0, :, 1].tolist() == [-token for token in [*seen, *tokens[new:]]]
+        if is_kept:  # else the forward was interrupted before its end
+            context.advance(new)
+            accepted += tokens[:new]
+        visible = accepted[-longest:] if longest else accepted
+        assert len(context) == len(visible)
+        assert all(keys[0, 0, :, 1].tolist() == [t + 100 * i for t in visible] for i, (keys, _) in
+                   enumerate(context.layers))  # fmt: skip
+
+
+def test_what_waits_for_the_next_block_counts(target):
+    drafter = tiny_drafter(tiny_target())
+    context = drafter.new_context()
+    for start, end in ((0, 20), (20, 23), (23, 25)):
+        residual, positions = torch.randn(1, end - start, 4, 32), torch.arange(start, end)[None]
+        drafter.extend(target, context, residual, positions, positions)
+        assert len(context) == end
+    assert context.pending[1].tolist() == [[23, 24]]
+    drafter.take_in(context)
+    assert context.pending is None and len(context) == 25 == context.layers[0][0].shape[2]
+
+
+# Convolutions
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(2, 4), st.integers(0, 2), st.integers(1, 3), st.integers(1, 3), st.tuples(st.integers(1, 2),
+    st.integers(1, 3)), st.integers(0, 10**6),
+)  # fmt: skip
+def test_a_convolution_is_a_loop_over_each_block(taps, longer, group, groups, rows, seed):
+    """No slot sees a later one, or another block."""
+    config = SimpleNamespace(
+        block_size=taps + longer, conv_kernel_size=taps, hidden_size=group * groups, conv_group_size=group
+    )
+    torch.manual_seed(seed)
+    convolution, (batch, blocks) = CausalConvolution(config).double(), rows
+    for parameter in convolution.parameters():
+        torch.nn.init.normal_(parameter)
+    mixing = torch.randn(group * groups, group * groups, dtype=torch.float64)
+    x = torch.randn(batch, blocks * config.block_size, group * groups, dtype=torch.float64)
+    with torch.no_grad():
+        found = convolution(x, lambda normed: torch.tanh(normed @ mixing))
+    weights = {name: value.numpy() for name, value in convolution.state_dict().items()}
+    for row, of_row in zip(found, x):
+        for block, y in zip(of_row.split(config.block_size), row.split(config.block_size)):
+            expected = np.tanh(
+                oracle.convolved(weights, block.numpy(), block.numpy(), taps, group, 0) @ mixing.numpy()
+            )
+            expected = oracle.convolved(weights, block.numpy(), expected, taps, group, 1)
+            np.testing.assert_allclose(y, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("taps", [2, 3])
+def test_a_fresh_convolution_changes_nothing(target, taps):
+    plain, convolved = tiny_drafter(target), tiny_drafter(target, conv_kernel_size=taps, conv_group_size=8)
+    missing, _ = convolved.load_state_dict(plain.state_dict(), strict=False)
+    assert len(missing) == 2 * 2 * 2  # of both sublayers in both layers
+    with torch.no_grad():
+        torch.testing.assert_close(convolved(*blocks()), plain(*blocks()), atol=1e-6, rtol=1e-6)

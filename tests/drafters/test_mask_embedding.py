@@ -1,0 +1,176 @@
+"""The mask of a block: a token that is never drafted, or a vector of the drafter's own. What a fresh block says."""
+
+import math
+
+import peft
+import pytest
+import torch
+from transformers import LogitsProcessorList
+
+from hf_hyperdflash import Eagle3Drafter, HyperDFlashDrafter, SpecBlockDrafter, capture_residual, load_drafter
+from hf_hyperdflash.benchmark.doctor.doctor import Diagnosis, _look_at_mask_token
+from hf_hyperdflash.drafters.parts.heads import HEADS
+from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.hub.formats import FORMATS, check_expressible
+from hf_hyperdflash.training.arguments import HyperDFlashTrainingArguments
+from hf_hyperdflash.training.losses.objective import collate, read_layers
+from hf_hyperdflash.training.losses.unrolled import objective_of
+
+from ..conftest import prompt, tiny_drafter
+from ..helpers import families
+from ..helpers.tokenizers import characters
+from ..helpers.training import losses, rows, trainer_for
+
+KINDS = [{}, *({"sequential_head": kind, "head_rank": 8} for kind in HEADS), {"draft_vocab_size": 24}]
+
+
+@pytest.fixture
+def tied():
+    """A tiny Llama whose LM head is its embedding, of rows as long as a trained model's."""
+    torch.manual_seed(0)
+    target = families.llama().eval()
+    target.config.pad_token_id = None
+    target.lm_head.weight = target.model.embed_tokens.weight
+    with torch.no_grad():
+        target.model.embed_tokens.weight.normal_().add_(0.5)
+    return target
+
+
+def own_vector(target, **fields):
+    drafter = HyperDFlashDrafter.from_target(target, **{"num_hidden_layers": 2, **fields}).eval()
+    assert drafter.config.mask_token_id is None
+    return drafter
+
+
+def first_loss(drafter, target):
+    """Cross-entropy of a draft before any training, in nats."""
+    batch = collate([{**row, "position_ids": range(len(row["input_ids"]))} for row in rows(4)])
+    objective = objective_of(drafter, target, HyperDFlashTrainingArguments("unused", num_anchors=4, use_cpu=True))
+    objective.lay(batch, 0)
+    with torch.no_grad(), capture_residual(target, read_layers(drafter.config)) as captured:
+        target(batch["input_ids"])
+        places = batch["anchors"], captured[0], batch["steps"]
+        drafted = objective.drafted(drafter, batch, *places)
+        table = drafter.vocabulary_table
+        return float(objective.loss(drafted, places[0], batch["labels"], *places[1:], table).cross_entropy)
+
+
+@pytest.mark.parametrize("fields", KINDS, ids=str)
+@pytest.mark.parametrize("budget", [None, 9])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_the_mask_token_is_never_drafted(tied, fields, budget, do_sample):
+    """Not even by a block that is sure of it, and nothing is drawn from a distribution that has it."""
+    drafter = tiny_drafter(tied, **fields)
+    drafter.norm.weight.data.fill_(1.0)  # as earlier releases begin
+    mask = drafter.config.mask_token_id
+    sampler = DraftSampler(LogitsProcessorList(), do_sample, budget)
+    for seed in range(3):
+        ids, context = prompt(9, seed=seed), drafter.new_context()
+        with torch.no_grad():
+            alone = tied.lm_head(drafter._end(tied.model.embed_tokens(torch.tensor([mask]))))
+        assert alone.argmax() == mask
+        tree = drafter.propose(tied, context, ids, torch.arange(9)[None], 6, sampler)
+        assert len(tree) and mask not in tree.tokens.tolist()
+        assert tree.q is None or max(float(q[mask]) for q in tree.q) == 0
+
+
+@pytest.mark.parametrize(
+    "fields", [*KINDS, {"sample_from_anchor": True}, {"hidden_size": 48, "head_dim": 16}], ids=str
+)
+@pytest.mark.parametrize("mask", [1, None])
+def test_a_fresh_block_is_sure_of_nothing(tied, fields, mask):
+    """Where the LM head is the embedding, a slot's state is the embedding that the slot reads, and its logits say that
+    token. Its first loss is a guess's."""
+    make = tiny_drafter if mask else own_vector
+    drafter = make(tied, **fields)
+    guess = math.log(fields.get("draft_vocab_size", 64))
+    assert first_loss(drafter, tied) < guess + 1
+    if mask and "hidden_size" not in fields:
+        drafter.norm.weight.data.fill_(1.0)
+        assert first_loss(drafter, tied) > guess + 5
+
+
+@pytest.mark.parametrize("kind", [Eagle3Drafter, SpecBlockDrafter])
+@pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 24}, {"own_embedding": True}], ids=str)
+def test_fresh_entries_are_sure_of_nothing(tied, kind, fields):
+    drafter = kind.from_target(tied, **fields)
+    guess = math.log(fields.get("draft_vocab_size", 64))
+    assert first_loss(drafter, tied) < guess + 1.5
+    drafter.norm.weight.data.fill_(1.0)
+    assert first_loss(drafter, tied) > guess + 1.5
+
+
+def test_with_a_head_of_its_own_a_target_leaves_the_norm_alone(qwen3):
+    assert torch.equal(tiny_drafter(qwen3).norm.weight, torch.ones(64))
+    assert torch.equal(Eagle3Drafter.from_target(qwen3).norm.weight, torch.ones(64))
+
+
+@pytest.fixture
+def qwen3():
+    torch.manual_seed(0)
+    target = families.qwen3().eval()
+    target.config.pad_token_id = None
+    return target
+
+
+@pytest.mark.parametrize("fields", [{}, {"hidden_size": 48, "head_dim": 16}, {"sample_from_anchor": True}], ids=str)
+def test_a_vector_of_its_own_stands_where_a_token_would(qwen3, fields):
+    """The drafts, round by round, are those of a token whose embedding that vector is."""
+    own = own_vector(qwen3, **fields)
+    token = tiny_drafter(qwen3, **fields, mask_token_id=7)
+    token.load_state_dict(own.state_dict(), strict=False)
+    with torch.no_grad():
+        own.mask_embedding.weight[0] = token._begin(qwen3.get_input_embeddings()(torch.tensor([7])))[0]
+    for drafter in (own, token):
+        drafter.bind(qwen3)
+    ids = torch.cat([prompt(9), prompt(9, seed=1)])
+    accepted: list[list[int]] = []
+    for asked in ({}, {"tree_budget": 8}):  # one text and two, whose blocks share a pass
+        for batch in (ids[:1], ids):
+            texts = []
+            for drafter in (own, token):
+                texts.append(qwen3.generate(batch, attention_mask=torch.ones_like(batch), assistant_model=drafter,
+                                            do_sample=False, max_new_tokens=20, pad_token_id=0, **asked))  # fmt: skip
+                accepted.append(drafter.last_stats.accepted)
+            plain = qwen3.generate(batch, attention_mask=torch.ones_like(batch), do_sample=False, max_new_tokens=20)
+            assert torch.equal(texts[0], plain) and torch.equal(texts[1], plain) and accepted[-1] == accepted[-2]
+
+
+def test_a_vector_of_its_own_is_trained_saved_and_loaded(qwen3, tmp_path):
+    drafter = own_vector(qwen3)
+    start = drafter.mask_embedding.weight.detach().clone()
+    trainer = trainer_for(tmp_path / "run", qwen3, drafter, rows(8), max_steps=12)
+    trainer.train()
+    assert losses(trainer)[-1] < losses(trainer)[0]
+    assert not torch.allclose(drafter.mask_embedding.weight, start, atol=1e-3)
+    drafter.save_pretrained(tmp_path / "saved")
+    loaded = load_drafter(tmp_path / "saved")
+    assert loaded.config.mask_token_id is None
+    assert torch.equal(loaded.mask_embedding.weight, drafter.mask_embedding.weight)
+    grown = loaded.with_heads(sequential_head="state", head_rank=8)
+    assert torch.equal(grown.mask_embedding.weight, drafter.mask_embedding.weight)
+
+
+def test_an_adapter_has_the_vector_whole(qwen3):
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["mask_embedding"])
+    wrapped = peft.get_peft_model(own_vector(qwen3), config)
+    drafter = wrapped.get_base_model()
+    embeds, positions = torch.randn(1, 7, 64), torch.arange(7)[None]
+    context = {"residual": torch.randn(1, 3, 1, 64), "residual_position_ids": torch.arange(3)[None]}
+    drafter(embeds, positions, **context).sum().backward()
+    trained = {name for name, parameter in wrapped.named_parameters() if parameter.grad is not None}
+    assert any("mask_embedding" in name for name in trained)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_other_layout_has_a_vector_of_its_own(qwen3, format):
+    drafter = own_vector(qwen3, target_layer_ids=[0])
+    with pytest.raises(ValueError, match="it has a mask vector of its own, and the layout a token") as caught:
+        check_expressible(drafter.config, format, True)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_doctor_says_what_masks():
+    found = Diagnosis()
+    _look_at_mask_token(found, None, characters())
+    assert found.facts["mask token"] == "none, but a vector of the drafter's own" and not found.remarks

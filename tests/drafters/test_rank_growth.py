@@ -1,0 +1,269 @@
+"""How trees of blocks grow, against all nodes that there can be and all ways that draws can go."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as stock
+
+from hf_hyperdflash.auto.node_survival import ACCEPTED, Admission, NodeSurvival
+from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.drafters.unrolled.rank_growth import BlockStep, grow_blocks
+from hf_hyperdflash.trees.growth import level_sizes
+from hf_hyperdflash.trees.tree import ANCHOR
+
+from ..helpers.draft_trees import SAMPLING_RULES, steps_by
+from ..helpers.enumerated_draws import every_outcome
+
+IDS = torch.tensor([[1, 0]])
+
+
+class Talker:
+    """A drafter of blocks: what a block says depends on which block it goes on from, at which slot, with which token.
+
+    Attributes:
+        passes: How many blocks each pass had.
+    """
+
+    def __init__(self, vocabulary: int, slots: int, seed: int, ranked: bool = True) -> None:
+        self.vocabulary, self.slots, self.seed, self.ranked = vocabulary, slots, seed, ranked
+        self.made: list[tuple] = []
+        self.passes: list[int] = []
+
+    def logits(self, block: tuple, slot: int) -> torch.Tensor:
+        chance = random.Random(f"{self.seed} {block} {slot}")
+        return torch.tensor([chance.gauss(0, 1.5) for _ in range(self.vocabulary)])
+
+    def ranks(self, block: tuple, slot: int) -> torch.Tensor:
+        chance = random.Random(f"ranks {self.seed} {block} {slot}")
+        return torch.tensor([chance.gauss(0.4, 1.5), *(chance.gauss(0, 1) for _ in range(3))]).softmax(0)
+
+    def __call__(self, come_from: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> BlockStep:
+        places = zip(come_from.tolist(), slots.tolist(), tokens.tolist())
+        new = [(*self.made[block], (slot, token)) for block, slot, token in places] or [()]
+        assert bool(self.made) == bool(len(come_from))
+        self.made += new
+        self.passes.append(len(new))
+        logits = torch.stack([torch.stack([self.logits(each, slot) for slot in range(self.slots)]) for each in new])
+        ranks = torch.stack([torch.stack([self.ranks(each, slot) for slot in range(self.slots)]) for each in new])
+        return BlockStep(logits, ranks if self.ranked else None)
+
+
+def shape(branching, max_blocks):
+    return SimpleNamespace(branching=branching, max_blocks=max_blocks)
+
+
+def sampler(budget, do_sample=False, processors=()):
+    return DraftSampler(LogitsProcessorList(processors), do_sample, budget)
+
+
+def paths_of(tree) -> list[tuple[int, ...]]:
+    return [tuple(tree.tokens[tree.path(node)].tolist()) for node in range(len(tree))]
+
+
+def all_nodes(talker, branching, max_blocks, count, scored=lambda path, logits: logits):
+    """Every node that the rules admit, with its value: a loop over blocks, slots and children."""
+    nodes: dict[tuple[int, ...], float] = {}
+
+    def expand(block, path, value, level):
+        for slot in range(talker.slots):
+            if len(path) == count:
+                return
+            width = branching[int(talker.ranks(block, slot).argmax())] if talker.ranked else branching[0]
+            if not width and not path:
+                width = 1
+            likely = scored(path, talker.logits(block, slot)).log_softmax(-1).tolist()
+            best = sorted(range(talker.vocabulary), key=lambda token: -likely[token])[:width]
+            for rank, token in enumerate(best):
+                nodes[(*path, token)] = value + likely[token]
+                if (rank or slot == talker.slots - 1) and level + 1 < max_blocks:
+                    expand((*block, (slot, token)), (*path, token), value + likely[token], level + 1)
+            if not best:
+                return
+            path, value = (*path, best[0]), value + likely[best[0]]
+
+    expand((), (), 0.0, 0)
+    return nodes
+
+
+RULES = [([2, 4, 10, 0], 2), ([1, 2, 3, 0], 3), ([2, 3, 0, 4], 1), ([3, 0, 2, 5], 2)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 9), st.sampled_from(RULES), st.booleans())
+def test_the_tree_is_the_best_of_all_nodes(seed, budget, count, rules, ranked):
+    branching, max_blocks = rules
+    if not ranked:
+        branching = branching[:1]
+    talker = Talker(12, 3, seed, ranked)
+    tree = grow_blocks(IDS, count, sampler(budget), talker, shape(branching, max_blocks))
+    nodes = all_nodes(talker, branching, max_blocks, count)
+    best = sorted(nodes, key=lambda path: -nodes[path])[:budget]
+    assert set(paths_of(tree)) == set(best) and len(tree) == len(best)
+    assert len(talker.passes) <= max_blocks and max(talker.passes) <= budget and tree.q is None
+
+
+@pytest.mark.parametrize("least", [0.0, 0.05, 0.2, 0.999])
+def test_a_tree_has_what_is_worth_it(least):
+    """By what is known of survival, not by the drafter's word."""
+    survival = NodeSurvival()
+    for said in (0.1, 0.5, 0.9) * 100:
+        survival.observe([said], 0 if said > 0.4 else None, are_drawn=False)
+    drawn_by = sampler(60)
+    drawn_by.admission = Admission(survival, least)
+    tree = grow_blocks(IDS, 6, drawn_by, Talker(12, 3, 6), shape([2, 4, 6, 0], 2))
+    said = {
+        path: math.exp(value) for path, value in all_nodes(Talker(12, 3, 6), [2, 4, 6, 0], 2, 6).items()
+    }  # of the whole path
+    of_node = {path: value / said.get(path[:-1], 1.0) for path, value in said.items()}
+    worth = {path: math.prod(survival.of_one(of_node[path[: k + 1]]) for k in range(len(path))) for path in of_node}
+    best = sorted((path for path in worth if worth[path] > least), key=lambda path: -worth[path])[:60]
+    assert set(paths_of(tree)) == set(best) and bool(best) == (least < 0.9)
+    assert tree.confidence.tolist() == pytest.approx([of_node[path] for path in paths_of(tree)], rel=1e-4)
+
+
+def test_processors_see_each_nodes_own_prefix():
+    talker = Talker(12, 3, 5)
+    penalty = stock.RepetitionPenaltyLogitsProcessor(3.0)
+
+    def scored(path, logits):
+        return penalty(torch.tensor([[*IDS[0].tolist(), *path]]), logits[None])[0]
+
+    tree = grow_blocks(IDS, 6, sampler(30, processors=[penalty]), talker, shape([2, 4, 6, 0], 2))
+    nodes = all_nodes(talker, [2, 4, 6, 0], 2, 6, scored)
+    best = sorted(nodes, key=lambda path: -nodes[path])[:30]
+    assert set(paths_of(tree)) == set(best)
+    plain = all_nodes(talker, [2, 4, 6, 0], 2, 6)
+    assert set(best) != set(sorted(plain, key=lambda path: -plain[path])[:30])
+
+
+LAWS = [(3, 2, 3, 5, 2), (3, 1, 3, 4, 3), (4, 2, 2, 3, 1)]  # vocabulary, slots, depth, budget, blocks
+
+
+@pytest.mark.parametrize("least", [None, 0.22])
+@pytest.mark.parametrize(("vocabulary", "slots", "depth", "budget", "max_blocks"), LAWS)
+@pytest.mark.parametrize("rule", SAMPLING_RULES)
+def test_text_with_drawn_trees_is_the_targets(rule, vocabulary, slots, depth, budget, max_blocks, least):
+    """Draws and verification together, as an exact law over whole rounds."""
+    target = Talker(vocabulary, 1, 77)
+
+    def p_after(path: tuple[int, ...]) -> torch.Tensor:
+        return target.logits(path, 0).double().softmax(-1)
+
+    widest, most = 0, 0
+
+    def round_() -> tuple[int, ...]:
+        nonlocal widest, most
+        talker = Talker(vocabulary, slots, 5)
+        drawn_by = sampler(budget, True)
+        drawn_by.admission = None if least is None else Admission(NodeSurvival(), least)
+        tree = grow_blocks(IDS, depth, drawn_by, talker, shape([2, 3, 3, 1], max_blocks))
+        assert 1 <= len(tree) <= budget and max(tree.depths) <= depth and len(set(paths_of(tree))) == len(tree)
+        most = max(most, len(tree))
+        widest = max(widest, *(len(children) for children in tree.children.values()))
+        return tuple(token for token, _ in steps_by(rule, tree, p_after))
+
+    law: dict[tuple[int, ...], float] = defaultdict(float)
+    for probability, text in every_outcome(round_):
+        law[text] += probability
+    assert sum(law.values()) == pytest.approx(1) and (widest > 1 if least is None else most < budget)
+    for prefix in {text[:at] for text in law for at in range(len(text))}:
+        reached = sum(mass for text, mass in law.items() if text[: len(prefix)] == prefix and len(text) > len(prefix))
+        for token, p in enumerate(p_after(prefix).tolist()):
+            written = (*prefix, token)
+            mass = sum(mass for text, mass in law.items() if text[: len(written)] == written)
+            assert mass == pytest.approx(reached * p, abs=1e-6)
+
+
+def test_a_budget_is_shared_by_the_passes():
+    for seed in range(20):
+        talker = Talker(40, 3, seed)
+        tree = grow_blocks(IDS, 9, sampler(24, True), talker, shape([3, 4, 6, 1], 2))
+        assert 12 < len(tree) <= 24 and len(talker.passes) == 2
+        for node, q in enumerate(tree.q):
+            assert q is not None and q[tree.tokens[node]] > 0
+            before = [other for other in tree.children[tree.parents[node]] if other < node]
+            assert not q[tree.tokens[before]].any()
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4])
+@pytest.mark.parametrize(("count", "budget"), [(8, 16), (8, 60), (5, 9), (4, 4)])
+def test_a_pass_draws_the_nodes_of_its_levels(slots, count, budget):
+    """Whatever ranks say: a draw is not the first for being the most probable one."""
+    sizes = level_sizes(count, budget)
+    for ranked in (False, True):
+        talker = Talker(40, slots, 7, ranked)
+        tree = grow_blocks(IDS, count, sampler(budget, True), talker, shape([1, 2, 3, 0][: 4 if ranked else 1], count))
+        of_pass = [tree.passes.count(level + 1) for level in range(max(tree.passes))]
+        due = [sum(sizes[: (level + 1) * slots]) for level in range(len(of_pass))]
+        assert sum(of_pass) == budget
+        if slots == 1:
+            assert [tree.depths.count(depth + 1) for depth in range(len(sizes))] == sizes
+        assert [sum(of_pass[: level + 1]) for level in range(len(of_pass))] == due
+
+
+@pytest.mark.parametrize(("count", "budget", "passes"), [(5, 9, 1), (3, 9, 1), (6, 24, 2), (8, 30, 3), (4, 40, 2)])
+@pytest.mark.parametrize("told", [0, 400])
+def test_draws_are_those_that_are_accepted_most_often(count, budget, passes, told):
+    """All places that a pass could draw for, by the product of what is known of each node on the way."""
+    survival, slots = NodeSurvival(), 3
+    for _ in range(told):
+        survival.observe([0.2], None, are_drawn=True)
+        survival.observe([0.8], 0, are_drawn=True)
+        survival.observe([0.8, 0.5, 0.5], None, are_drawn=True)
+    drawn_by, talker = sampler(budget, True), Talker(60, slots, 11)
+    drawn_by.admission = Admission(survival, 0.0) if told else None
+    tree = grow_blocks(IDS, count, drawn_by, talker, shape([1, 0, 0, 0], passes))
+    later = survival.later if told else ACCEPTED[1:]
+
+    def chance(block: tuple, slot: int, rank: int) -> float:
+        first = max(survival.of_one(float(talker.ranks(block, slot)[0])), later[0]) if told else ACCEPTED[0]
+        tried = [first, later[0], *[later[1]] * rank]
+        return math.prod(1 - each for each in tried[:rank]) * tried[rank]
+
+    worth, starts, due = {(): 1.0}, [((), ())], 0
+    for made in range(1, passes + 1):
+        places = []  # (worth, the path before it, its rank), of every place
+        for block, path in starts:
+            for slot in range(min(slots, count - len(path))):
+                at, before = len(places), path
+                for rank in range(budget):
+                    places.append((worth[before] * chance(block, slot, rank), before, rank, block, slot))
+                children = [node for node in paths_of(tree) if node[:-1] == before]
+                if not children:
+                    break
+                path = children[0]
+                worth[path] = places[at][0]
+        nodes = [node for node, of in zip(paths_of(tree), tree.passes) if of == made]
+        best = sorted((place[0] for place in places), reverse=True)[: len(nodes)]
+        next_starts = []
+        for node in nodes:
+            rank = [other for other in paths_of(tree) if other[:-1] == node[:-1]].index(node)
+            value, _, _, block, slot = next(place for place in places if place[1:3] == (node[:-1], rank))
+            worth[node] = value
+            if (rank or slot == slots - 1) and len(node) < count:
+                next_starts.append(((*block, (slot, node[-1])), node))
+        assert sorted((worth[node] for node in nodes), reverse=True) == pytest.approx(best)
+        due += len(nodes)
+        # A later pass has no more blocks than there is room for nodes.
+        starts = sorted(next_starts, key=lambda start: -worth[start[1]])[: budget - due]
+    assert due == len(tree) == budget
+
+
+def test_a_tree_knows_which_pass_made_each_node():
+    for do_sample in (False, True):
+        talker = Talker(40, 3, 3)
+        tree = grow_blocks(IDS, 9, sampler(24, do_sample), talker, shape([3, 4, 6, 1], 3))
+        assert set(tree.passes) == set(range(1, len(talker.passes) + 1))
+        for node, parent in enumerate(tree.parents):
+            before = 1 if parent == ANCHOR else tree.passes[parent]
+            assert tree.passes[node] - before in (0, 1)
+            assert tree.depths[node] <= 3 * tree.passes[node]

@@ -1,0 +1,272 @@
+"""Drafts are drawn as the request draws text: against a loop that runs the processors one after the other."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation import logits_process as stock
+
+from hf_hyperdflash.drafters.sampling import DraftSampler, DraftsWanted, chains_in_step, without_state
+from hf_hyperdflash.trees.acceptance import one_of
+from hf_hyperdflash.trees.growth import DraftStep
+from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
+
+from ..conftest import prompt
+from ..helpers.draft_trees import parents_and_tokens, path_to
+from ..helpers.schedules import Asked
+
+VOCAB = 16
+
+
+class Remembering(LogitsProcessor):
+    """A user's own, which may keep what it was called with: drafts are not for it."""
+
+    def __call__(self, input_ids, scores):
+        raise AssertionError("was called with a draft")
+
+
+class Warmer(stock.TemperatureLogitsWarper):
+    """A user's own, too, whatever it derives from."""
+
+    def __call__(self, input_ids, scores):
+        raise AssertionError("was called with a draft")
+
+
+STATELESS = {
+    "MinLengthLogitsProcessor": (12, 3),
+    "MinNewTokensLengthLogitsProcessor": (6, 6, 3),
+    "TemperatureLogitsWarper": (0.7,),
+    "RepetitionPenaltyLogitsProcessor": (1.7,),
+    "EncoderRepetitionPenaltyLogitsProcessor": (1.4, torch.tensor([[3, 4, 5]])),
+    "TopPLogitsWarper": (0.8,),
+    "TopKLogitsWarper": (5,),
+    "TopHLogitsWarper": (0.5,),
+    "MinPLogitsWarper": (0.1,),
+    "TypicalLogitsWarper": (0.8,),
+    "EpsilonLogitsWarper": (0.03,),
+    "EtaLogitsWarper": (0.03,),
+    "NoRepeatNGramLogitsProcessor": (2,),
+    "EncoderNoRepeatNGramLogitsProcessor": (2, torch.tensor([[3, 4, 5]])),
+    "SequenceBiasLogitsProcessor": ([[[3], 2.0], [[4, 5], -3.0]],),
+    "NoBadWordsLogitsProcessor": ([[2], [4, 5]],),
+    "ForcedBOSTokenLogitsProcessor": (3,),
+    "ForcedEOSTokenLogitsProcessor": (10, 3),
+    "InfNanRemoveLogitsProcessor": (),
+    "ExponentialDecayLengthPenalty": ((2, 1.3), 3, 6),
+    "LogitNormalization": (),
+    "SuppressTokensAtBeginLogitsProcessor": ([2, 3], 7),
+    "SuppressTokensLogitsProcessor": ([2, 3],),
+    "WatermarkLogitsProcessor": (VOCAB, "cpu"),
+}
+PENALTY = inspect.signature(RepetitionPenaltyLogitsProcessor.__init__).parameters
+HERE = [name for name in STATELESS if hasattr(stock, name)]  # not every version has each
+
+
+# Of these, those that look at nothing but scores: what they leave of several drafts can be drawn at once.
+WITHOUT_TEXT = {
+    "TemperatureLogitsWarper", "TopPLogitsWarper", "TopKLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper",
+    "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor",
+    "LogitNormalization", "SuppressTokensLogitsProcessor",
+}  # fmt: skip
+
+
+def made(name: str) -> LogitsProcessor:
+    return getattr(stock, name)(*STATELESS[name])
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_known_processor_runs_on_drafts_and_keeps_no_state(name):
+    used, fresh = made(name), made(name)
+    assert list(without_state(LogitsProcessorList([used]))) == [used]
+    for seed in range(4):  # what it is called with before changes nothing
+        used(prompt(5 + seed, seed, VOCAB), torch.randn(1, VOCAB))
+    ids, scores = prompt(9, 9, VOCAB), torch.randn(1, VOCAB)
+    given_scores = scores.clone()
+    assert torch.equal(used(ids, scores), fresh(ids, given_scores.clone())) and torch.equal(scores, given_scores)
+
+
+@pytest.mark.skipif("prompt_ignore_length" not in PENALTY, reason="this version's penalty leaves no padding out")
+def test_a_penalty_leaves_the_padding_out_of_every_path():
+    given = stock.RepetitionPenaltyLogitsProcessor(1.7)
+    given.prompt_ignore_length = torch.tensor([2])  # which 5.17 does not take for an argument
+    sampler = DraftSampler(LogitsProcessorList([given]), do_sample=False)
+    ids, drafts, logits = prompt(6, 1, VOCAB), torch.tensor([[3], [4], [5]]), torch.randn(3, VOCAB)
+    each = [given(torch.cat([ids, drafts[k : k + 1]], dim=1), logits[k : k + 1].clone()) for k in range(3)]
+    assert torch.equal(sampler.scored_after(ids, drafts, logits.clone()), torch.cat(each))
+    assert torch.equal(given.prompt_ignore_length, torch.tensor([2]))  # the request's own, which verifies
+
+
+def test_other_processors_do_not_run_on_drafts_and_the_order_stays():
+    known = [made("TopKLogitsWarper"), made("RepetitionPenaltyLogitsProcessor"), made("TemperatureLogitsWarper")]
+    others = [
+        Remembering(),
+        Warmer(0.5),
+        stock.PrefixConstrainedLogitsProcessor(lambda batch, ids: [3], 1),
+        stock.SynthIDTextWatermarkLogitsProcessor(3, [1, 2, 3], 16, 0, 8, torch.device("cpu")),
+        stock.ClassifierFreeGuidanceLogitsProcessor(1.5),
+        stock.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, None),
+    ]
+    mixed = LogitsProcessorList([others[0], known[0], *others[1:4], known[1], known[2], *others[4:]])
+    assert list(without_state(mixed)) == known and len(mixed) == 9
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.lists(st.sampled_from(HERE), max_size=3),
+    st.booleans(),
+    st.integers(0, 5),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(0, 10**6),
+)
+def test_drafts_are_those_of_a_naive_loop(names, do_sample, drafts, dtype, seed):
+    known = [made(name) for name in names]
+    sampler = DraftSampler(LogitsProcessorList([Remembering(), *known, Warmer(0.1)]), do_sample)
+    torch.manual_seed(seed)
+    ids, logits = prompt(6, seed, VOCAB), (torch.randn(1, drafts, VOCAB) * 3).to(dtype)
+    given_logits = logits.clone()
+
+    torch.manual_seed(seed + 1)
+    text, q = ids, []
+    for k in range(drafts):
+        scores = logits[:, k].float()
+        for processor in known:
+            scores = processor(text, scores)
+        assume(scores.isfinite().any())  # a forced end and a minimal length at once leave nothing to draw
+        q.append(scores.softmax(-1)[0])
+        token = one_of(q[-1]) if do_sample else scores.argmax(-1)
+        text = torch.cat([text, token[None]], dim=1)
+    if do_sample and drafts and set(names) <= WITHOUT_TEXT:
+        torch.manual_seed(seed + 1)
+        text = torch.cat([ids, one_of(torch.stack(q)).T], dim=1)
+    following = torch.rand(4)
+
+    torch.manual_seed(seed + 1)
+    tree = sampler.blind(ids, logits)
+    assert tree.tokens.tolist() == text[0, 6:].tolist() and tree.parents == tuple(range(-1, drafts - 1))
+    assert torch.equal(torch.rand(4), following) and torch.equal(logits, given_logits)
+    if do_sample and drafts:
+        assert torch.equal(torch.stack(tree.q), torch.stack(q))
+    else:
+        assert tree.q is None
+    if drafts:
+        torch.manual_seed(seed + 1)
+        token, drawn_from = sampler.draw(sampler.scored(ids, logits[:, 0]))
+        assert token.tolist() == text[0, 6:7].tolist()
+        assert torch.equal(drawn_from, q[0]) if do_sample else drawn_from is None
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("most", [0, 2, 100])
+def test_drafts_that_are_known_together_are_admitted_one_by_one(do_sample, most):
+    torch.manual_seed(0)
+    logits = torch.randn(1, 5, VOCAB) * 3
+    chances = [max(row) for row in logits[0].softmax(-1).tolist()]
+    schedule = Asked(refused=3, most=most)
+    tree = DraftSampler(LogitsProcessorList(), do_sample, schedule=schedule).blind(prompt(6), logits)
+    assert len(tree) == min(most, 3)
+    assert schedule.signals == pytest.approx(chances[: min(most, 4)])
+
+
+@settings(deadline=None, max_examples=60)
+@given(parents_and_tokens(VOCAB), st.lists(st.sampled_from(HERE), max_size=3), st.integers(0, 10**6))
+def test_a_tree_is_scored_path_by_path(tree, names, seed):
+    (parents, tokens), known = tree, [made(name) for name in names]
+    drafts = DraftTree(torch.tensor(tokens, dtype=torch.long), tuple(parents))
+    torch.manual_seed(seed)
+    ids, logits = prompt(6, seed, VOCAB), torch.randn(len(tokens) + 1, VOCAB) * 3
+    expected = []
+    for node in range(ANCHOR, len(tokens)):
+        text = torch.cat([ids, torch.tensor([[tokens[each] for each in path_to(node, parents)]], dtype=torch.long)], 1)
+        scores = logits[node + 1 : node + 2].clone()
+        for processor in known:
+            scores = processor(text, scores)
+        expected.append(scores)
+    sampler = DraftSampler(LogitsProcessorList(known), True)
+    assert torch.equal(sampler.scored_tree(ids, drafts, logits), torch.cat(expected))
+    assert sampler.has_all_processors
+    assert not DraftSampler(LogitsProcessorList([*known, Remembering()]), True).has_all_processors
+
+
+def test_greedy_drafts_without_processors_are_the_most_probable_tokens():
+    logits = torch.randn(1, 4, VOCAB)
+    tree = DraftSampler(LogitsProcessorList(), False).blind(prompt(6), logits)
+    assert tree.tokens.tolist() == [max(range(VOCAB), key=row.__getitem__) for row in logits[0].tolist()]
+    assert tree.q is None and tree.is_chain
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_path_is_told_each_token_that_was_chosen(do_sample):
+    """The one that the request's processors left, not the one that the drafter liked best; and where it stands."""
+    forbidden, told = torch.tensor([7]), []
+    processors = LogitsProcessorList([stock.SuppressTokensLogitsProcessor([7])])
+
+    def steps(k: int, token: torch.Tensor, rows: torch.Tensor) -> DraftStep:
+        told.append((k, token.tolist()))
+        assert rows.tolist() == [0]
+        logits = torch.zeros(1, VOCAB).index_fill(1, forbidden, 9.0)
+        return DraftStep(logits.index_fill(1, (token + 1) % VOCAB, 5.0))
+
+    ids = torch.tensor([[3, 6]])
+    tree = DraftSampler(processors, do_sample).grow(ids, 4, steps)
+    tokens = tree.tokens.tolist()
+    assert told == [(k, [token]) for k, token in enumerate([6, *tokens[:-1]])]
+    assert ids.tolist() == [[3, 6]] and 7 not in tokens and tree.is_chain
+    if do_sample:
+        for (_, (before,)), q in zip(told, tree.q):
+            expected = [0.0 if b == 7 else math.exp(5.0 if b == (before + 1) % VOCAB else 0.0) for b in range(VOCAB)]
+            assert q.tolist() == pytest.approx([each / sum(expected) for each in expected])
+    else:
+        assert tree.q is None and tokens[1:] == [token + 1 for token in tokens[:-1]]
+    assert len(DraftSampler(processors, do_sample).grow(ids, 0, steps)) == 0
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_paths_are_scored_after_the_text_they_follow(name):
+    torch.manual_seed(0)
+    ids, drafts, logits = prompt(6, 0, VOCAB), torch.randint(0, VOCAB, (3, 2)), torch.randn(3, VOCAB) * 3
+    sampler = DraftSampler(LogitsProcessorList([made(name)]), True)
+    expected = made(name)(torch.cat([ids.expand(3, -1), drafts], dim=1), logits.clone())
+    assert torch.equal(sampler.scored_after(ids, drafts, logits.clone()), expected)
+
+
+@pytest.mark.parametrize(
+    ("processors", "is_read"),
+    [([], False), ([TemperatureLogitsWarper(0.5), TopPLogitsWarper(0.9)], False),
+     ([TemperatureLogitsWarper(0.5), RepetitionPenaltyLogitsProcessor(1.2)], True)],
+    ids=["none", "warpers", "penalty"],
+)  # fmt: skip
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("how", ["tree", "chain", "chains in step"])
+def test_drafts_copy_the_text_only_for_who_reads_it(how, processors, is_read, do_sample):
+    """Else a long text is copied for each path of each level."""
+    ids, lengths = prompt(500, 0, VOCAB), []
+
+    class Sampler(DraftSampler):
+        def scored(self, prefixes, logits):
+            lengths.append(prefixes.shape[1])
+            return super().scored(prefixes, logits)
+
+    law = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0))
+    sampler = Sampler(LogitsProcessorList(processors), do_sample, tree_budget=12 if how == "tree" else None)
+
+    def steps(k, tokens, rows):
+        return DraftStep(law[k].expand(len(tokens), -1))
+
+    if how == "chains in step":
+        chains_in_step([DraftsWanted(None, ids, ids, 4, sampler)], steps)
+    else:
+        sampler.grow(ids, 4, steps)
+    is_plain = how == "chains in step" and not processors and not do_sample  # which nobody has to score
+    assert lengths == ([] if is_plain else [length + 500 * is_read for length in range(4)])

@@ -1,0 +1,339 @@
+"""Any drafter by its name: which kind it is, and what it is loaded as."""
+
+import copy
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hf_hyperdflash import (
+    DeepseekV4DSparkDrafter,
+    DeepseekV4MTPDrafter,
+    HyperDFlashDrafter,
+    load_drafter,
+    load_target,
+)
+from hf_hyperdflash.hub.formats import export_dflash, load_foreign
+from hf_hyperdflash.hub.loading import check_drafter, check_made_for, load_own_drafter
+
+from .conftest import tiny_config, tiny_drafter, tiny_target
+from .helpers.deepseek_checkpoints import dspark_fields, dspark_shapes, mtp_shapes, random_tensors, write, write_shards
+from .helpers.families import llama, qwen3
+from .helpers.unrolled import unrolled
+
+KINDS = ("HyperDFlash", "MTP", "DSpark", "z-lab", "speculators")
+UNROLLED = {"SpecBlock": "specblock", "EAGLE-3": "eagle3"}
+CLASSES = {"MTP": DeepseekV4MTPDrafter, "DSpark": DeepseekV4DSparkDrafter}
+
+
+def written(kind: str, folder):
+    """A target and, saved in `folder`, a drafter for it of that kind."""
+    if kind in CLASSES:
+        target, kind_of = tiny_target(**dspark_fields()), CLASSES[kind]
+        drafter = kind_of(kind_of.config_class.of_target(target.config)).eval()
+        drafter.save_pretrained(folder)
+    elif kind in UNROLLED:
+        target = tiny_target()
+        drafter = unrolled(UNROLLED[kind], target)
+        drafter.save_pretrained(folder)
+    elif kind == "HyperDFlash":
+        target = tiny_target()
+        drafter = tiny_drafter(target)
+        drafter.save_pretrained(folder)
+    else:
+        target = qwen3()
+        drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[0, 2], sliding_window=None)
+        export_dflash(drafter, folder, kind)
+    return target, drafter
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_drafter_is_loaded_by_its_type(tmp_path, kind):
+    target, drafter = written(kind, tmp_path)
+    loaded = load_drafter(tmp_path)
+    assert type(loaded) is CLASSES.get(kind, HyperDFlashDrafter) and not loaded.training
+    assert loaded.dtype == drafter.dtype == torch.float32 and loaded.device.type == "cpu"
+    assert loaded.state_dict().keys() == drafter.state_dict().keys()
+    assert all(torch.equal(tensor, drafter.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+    assert load_drafter(str(tmp_path), target=target.to(torch.bfloat16)).dtype == torch.bfloat16
+    assert load_drafter(tmp_path, target=target, dtype="float32").dtype == torch.float32
+    loaded.bind(target.float())
+    ids = torch.tensor([[5, 6, 7, 5, 6]])
+    drafted = target.generate(ids, assistant_model=loaded, max_new_tokens=6, do_sample=False)
+    assert loaded.last_stats.rounds and torch.equal(drafted, target.generate(ids, max_new_tokens=6, do_sample=False))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drafter_is_placed_where_it_is_asked_for(tmp_path, kind):
+    target, _ = written(kind, tmp_path)
+    assert load_drafter(tmp_path, target=target, device="meta").device.type == "meta"
+    on_meta = target.to("meta")  # as what is offloaded is: then there is no telling where its LM head computes
+    assert load_drafter(tmp_path, target=None if "-" in kind else on_meta).device.type == "cpu"
+
+
+@pytest.mark.parametrize("kind, shapes", [("MTP", mtp_shapes), ("DSpark", dspark_shapes)])
+@pytest.mark.parametrize("writing", [write, write_shards])
+def test_a_deepseek_v4_has_its_own(tmp_path, kind, shapes, writing):
+    """Which of the two, by the checkpoint's names; of a loaded target, by the checkpoint that it came from."""
+    config = tiny_config(**dspark_fields())
+    tensors = random_tensors(shapes(config))
+    writing(tmp_path, config, tensors)
+    target = tiny_target(**dspark_fields())
+    target.config._name_or_path = str(tmp_path)
+    for loaded in (
+        load_drafter(tmp_path, dtype="float32"),
+        load_drafter(str(tmp_path), target=target),
+        load_own_drafter(target),
+    ):
+        assert type(loaded) is CLASSES[kind] and loaded.dtype == torch.float32 and not loaded.training
+        assert all(torch.equal(t, tensors[name]) for name, t in loaded.deepseek_state_dict().items())
+    assert load_drafter(tmp_path, target=target, dtype="bfloat16").dtype == torch.bfloat16
+    assert load_drafter(tmp_path, device="meta").device.type == "meta"
+    loaded.bind(target)
+    ids = torch.tensor([[5, 6, 7, 5, 6]])
+    drafted = target.generate(ids, assistant_model=loaded, max_new_tokens=6, do_sample=False)
+    assert loaded.last_stats.rounds and torch.equal(drafted, target.generate(ids, max_new_tokens=6, do_sample=False))
+
+
+def test_copies_are_compared_with_the_target(tmp_path):
+    target, _ = written("z-lab", tmp_path)
+    path = tmp_path / "model.safetensors"
+    head = torch.zeros_like(target.get_output_embeddings().weight)
+    save_file({**load_file(path), "lm_head.weight": head}, path, metadata={"format": "pt"})
+    load_drafter(tmp_path)
+    with pytest.raises(ValueError, match=r"`lm_head\.weight` of .* is not a copy of the target's"):
+        load_drafter(tmp_path, target=target)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "SpecBlock", "EAGLE-3"])
+def test_a_drafter_of_another_target_is_refused_before_weights_are_read(tmp_path, kind, caplog):
+    target, _ = written(kind, tmp_path / "drafter")
+    target.config.save_pretrained(tmp_path / "target")
+    for name in ("drafter", "target"):
+        (tmp_path / name / "model.safetensors").write_bytes(b"no weights")
+    check_made_for(str(tmp_path / "target"), str(tmp_path / "drafter"))
+    for field in ("vocab_size", "hidden_size"):
+        other = copy.deepcopy(target.config)
+        setattr(other, field, 2 * getattr(other, field))
+        other.save_pretrained(tmp_path / "target")
+        with pytest.raises(ValueError, match=f"`{field}` {getattr(target.config, field)}, but this target's is"):
+            check_made_for(str(tmp_path / "target"), str(tmp_path / "drafter"))
+    assert "fewer drafts may be accepted" not in caplog.text  # which binding says, once
+
+
+def test_how_many_drafts_is_known_before_weights_are_read(tmp_path):
+    target, drafter = written("HyperDFlash", tmp_path / "drafter")
+    target.save_pretrained(tmp_path / "target")
+    for weights in tmp_path.rglob("model.safetensors"):
+        weights.write_bytes(b"not looked at")
+    pair = str(tmp_path / "target"), str(tmp_path / "drafter")
+    check_made_for(*pair, num_draft_tokens=drafter.max_draft_tokens)
+    with pytest.raises(ValueError, match="cannot draft 99 tokens a round"):
+        check_made_for(*pair, num_draft_tokens=99)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *UNROLLED])
+def test_a_drafter_of_another_target_is_refused_when_it_is_loaded_for_one(tmp_path, kind):
+    target, _ = written(kind, tmp_path)
+    config = copy.deepcopy(target.config)
+    config.vocab_size *= 2
+    other = type(target)(config)
+    with pytest.raises(ValueError, match=r"`vocab_size` \d+, but this target's is \d+\.") as refused:
+        load_drafter(tmp_path, target=other)
+    if kind in ("HyperDFlash", *UNROLLED):  # whose configurations know it
+        assert "Load the drafter's own target, a deepseek_v4 model, or make a drafter with" in str(refused.value)
+    for wrong in (str(tmp_path), 3):
+        with pytest.raises(ValueError, match=f"The target is .*{wrong}|The target is a int, expected a model"):
+            load_drafter(tmp_path, target=wrong)
+
+
+def test_a_pair_is_warned_of_once(tmp_path, caplog):
+    target, drafter = written("HyperDFlash", tmp_path)
+    drafter.config.target_name_or_path, target.config._name_or_path = "org/one", "org/another"
+    drafter.save_pretrained(tmp_path)
+    load_drafter(tmp_path, target=target).bind(target)
+    assert caplog.text.count("fewer drafts may be accepted") == 1
+
+
+def test_what_is_no_drafter_is_refused(tmp_path):
+    target, _ = written("HyperDFlash", tmp_path / "drafter")
+    target.save_pretrained(tmp_path / "target")
+    with pytest.raises(ValueError, match=r"target has no `mtp\.\*` tensors, expected those of DeepSeek-V4's own"):
+        load_drafter(tmp_path / "target")
+    with pytest.raises(ValueError, match=r"target has no `mtp\.\*` tensors"):  # before anything is loaded
+        check_drafter(tmp_path / "target")
+    with pytest.raises(ValueError, match="is a HyperDFlash drafter, expected the target that it drafts for"):
+        load_target(str(tmp_path / "drafter"))
+    with pytest.raises(ValueError, match="is a drafter, expected a target: pass the DeepSeek-V4"):
+        DeepseekV4MTPDrafter.from_target(tmp_path / "drafter")
+    with pytest.raises(ValueError, match="float7"):
+        load_drafter(tmp_path / "drafter", dtype="float7")
+    with pytest.raises(ValueError, match="`dtype` is 'flaot32', expected a dtype of weights or its name"):
+        load_target(str(tmp_path / "target"), dtype="flaot32")
+    (tmp_path / "drafter" / "model.safetensors").unlink()
+    with pytest.raises(OSError, match=r"has no weights, expected model\.safetensors"):
+        load_drafter(tmp_path / "drafter")
+    with pytest.raises(OSError, match=r"The folder \./nowhere does not exist.* Check the name; .*") as missing:
+        load_drafter("./nowhere")
+    assert str(missing.value).endswith(f"looked for from the current one, {Path.cwd()}.")
+    with pytest.raises(OSError, match=r"The folder /no/where does not exist.*: no drafter\. Check the name\.$"):
+        load_drafter("/no/where")
+    with pytest.raises(ValueError, match="The name of the drafter is None, expected a folder or a Hub id"):
+        load_drafter(None)
+
+
+def test_options_that_are_none_and_places_that_are_not_there_are_told_in_one_line(tmp_path):
+    target = tiny_target()
+    target.save_pretrained(tmp_path / "target")
+    tiny_drafter(target).save_pretrained(tmp_path / "drafter")
+    for load, folder in ((load_target, "target"), (load_drafter, "drafter")):
+        with pytest.raises(ValueError, match=r"^'devise' is no option of loading .*, expected those of .*\.$"):
+            load(str(tmp_path / folder), devise="cpu")
+    for device, said in (("gpu", "expected a device such as cpu"), ("cuda:77", "but this torch sees")):
+        with pytest.raises(ValueError, match=f"^`device` is '{device}', {said}"):
+            load_drafter(tmp_path / "drafter", device=device)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_a_repository_it_is_the_revision_that_is_asked_for(tmp_path, kind):
+    """Where the configuration says which kind of drafter it is, and where its weights are."""
+    repository = tmp_path / "cache" / "models--org--name"
+    (repository / "refs").mkdir(parents=True)
+    for revision, other in (("main", "MTP" if kind == "HyperDFlash" else "HyperDFlash"), ("v2", kind)):
+        commit = f"{len(revision):040}"
+        _, drafter = written(other, repository / "snapshots" / commit)
+        (repository / "refs" / revision).write_text(commit)
+    loaded = load_drafter("org/name", revision="v2", cache_dir=tmp_path / "cache", local_files_only=True)
+    assert loaded.state_dict().keys() == drafter.state_dict().keys()
+    with pytest.raises(OSError, match="as a Hub id it has no configuration that can be loaded"):
+        load_drafter("org/name", revision="v3", cache_dir=tmp_path / "cache", local_files_only=True)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *UNROLLED])
+def test_a_folder_of_a_folder_is_a_subfolder(tmp_path, kind):
+    target, drafter = written(kind, tmp_path / "all" / "inner")
+    target.save_pretrained(tmp_path / "all" / "target")
+    loaded = load_target(str(tmp_path / "all"), subfolder="target", dtype="float32")
+    assert type(loaded) is type(target)
+    of_others = kind in ("z-lab", "speculators")
+    for load in (load_drafter, load_foreign if of_others else type(drafter).from_pretrained):
+        found = load(tmp_path / "all", subfolder="inner", dtype=torch.float32)
+        assert all(torch.equal(tensor, found.state_dict()[name]) for name, tensor in drafter.state_dict().items())
+    with pytest.raises(OSError, match=r"The folder .*/all/outer does not exist"):
+        load_drafter(tmp_path / "all", subfolder="outer")
+
+
+def test_a_deepseek_v4_in_a_subfolder_has_its_own_drafter(tmp_path):
+    config = tiny_config()
+    write(tmp_path / "inner", config, random_tensors(mtp_shapes(config)))
+    assert isinstance(load_drafter(tmp_path, subfolder="inner"), DeepseekV4MTPDrafter)
+
+
+def write_gguf(path: Path, target) -> None:
+    """A Llama as llama.cpp keeps it: rows of q and k in pairs, as its RoPE turns them."""
+    gguf = pytest.importorskip("gguf")
+    config, writer = target.config, gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    of_layer = {
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    }  # fmt: skip
+    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    for i in range(config.num_hidden_layers):
+        names |= {f"model.layers.{i}.{theirs}": f"blk.{i}.{name}" for theirs, name in of_layer.items()}
+    for theirs, name in names.items():
+        tensor = target.get_parameter(f"{theirs}.weight").detach()
+        if name.endswith(("attn_q", "attn_k")):
+            halves = tensor.unflatten(0, (-1, 2, config.head_dim // 2))
+            tensor = halves.transpose(1, 2).flatten(0, 2)
+        writer.add_tensor(f"{name}.weight", tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_target_in_gguf_is_passed_on_to_transformers(tmp_path):
+    target = llama().eval()
+    write_gguf(tmp_path / "model.gguf", target)
+    loaded = load_target(str(tmp_path), gguf_file="model.gguf", dtype=torch.float32)
+    ids = torch.arange(2, 12)[None]
+    torch.testing.assert_close(loaded(ids).logits, target(ids).logits)
+    drafter = tiny_drafter(loaded)
+    drafter.bind(loaded)
+    drafted = loaded.generate(ids, assistant_model=drafter, max_new_tokens=8, do_sample=False)
+    assert torch.equal(drafted, target.generate(ids, max_new_tokens=8, do_sample=False))
+    (tmp_path / "outer").mkdir()
+    assert type(load_target(str(tmp_path.parent), subfolder=tmp_path.name, gguf_file="model.gguf")) is type(target)
+    with pytest.raises(OSError, match=r"has no other\.gguf, expected the `gguf_file` of a target"):
+        load_target(str(tmp_path), gguf_file="other.gguf")
+
+
+def test_a_target_in_gguf_needs_its_package(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_hyperdflash.hub.loading.is_gguf_available", lambda: False)
+    with pytest.raises(ValueError, match="there is no package `gguf`"):
+        load_target(str(tmp_path), gguf_file="model.gguf")
+
+
+def _sharded(kind: str, folder) -> tuple[Path, Path]:
+    """A checkpoint of that kind in parts: its index, and one of the parts."""
+    if kind == "a target":
+        qwen3().save_pretrained(folder, max_shard_size="40KB")
+    elif kind == "DeepSeek-V4's own":
+        config = tiny_config()
+        write_shards(folder, config, random_tensors(mtp_shapes(config)))
+    else:
+        _, drafter = written("HyperDFlash" if kind == "ours" else "z-lab", folder)
+        fields = (folder / "config.json").read_text()
+        (folder / "model.safetensors").unlink()
+        drafter.save_pretrained(folder, max_shard_size="40KB")
+        (folder / "config.json").write_text(fields)
+    return folder / "model.safetensors.index.json", max(folder.glob("model-*-of-*.safetensors"))
+
+
+def _emptied(index: Path, shard: Path) -> None:
+    index.write_text('{"metadata": {}}')
+
+
+def _cut(index: Path, shard: Path) -> None:
+    shard.write_bytes(shard.read_bytes()[:-9])
+
+
+DAMAGED = {
+    "no JSON": (lambda index, shard: index.write_text("<html>404</html>"), r"index\.json is no JSON .*line 1"),
+    "a list": (lambda index, shard: index.write_text("[1]"), r"index\.json has no `weight_map`"),
+    "no list of tensors": (_emptied, r"index\.json has no `weight_map`"),
+    "names no files": (lambda index, shard: index.write_text('{"weight_map": {"a": 1}}'), "that names no files"),
+    "no text": (lambda index, shard: index.write_bytes(b"\xff\xfe\x00"), "is no text in UTF-8"),
+    "no index": (lambda index, shard: index.unlink(), r"a part of a checkpoint, but no model\.safetensors\.index"),
+    "no part": (lambda index, shard: shard.unlink(), r"lacks 1 of the \d+ files that its .* lists \(model-"),
+    "a part cut off": (_cut, "are damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+@pytest.mark.parametrize("kind", ["ours", "another program's", "a target", "DeepSeek-V4's own"])
+def test_a_checkpoint_in_parts_that_is_not_whole_is_told_in_one_line(tmp_path, kind, damage):
+    load = load_target if kind == "a target" else partial(load_drafter, dtype="float32")
+    index, shard = _sharded(kind, tmp_path)
+    load(tmp_path)
+    change, message = DAMAGED[damage]
+    change(index, shard)
+    error: type[Exception] = OSError
+    if kind == "DeepSeek-V4's own" and damage in ("no index", "no part"):  # parts without its tensors may be missing
+        error, message = ValueError, r"has no model.*\.safetensors, expected a checkpoint in safetensors"
+    with pytest.raises(error, match=message) as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)

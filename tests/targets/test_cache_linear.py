@@ -1,0 +1,173 @@
+"""Linear attention's states after crops, against caches that never saw what was taken back."""
+
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+from hf_hyperdflash.targets.caches.linear import CallRecorder, RewindableLinearLayer, make_linear_rewindable
+from hf_hyperdflash.targets.caches.name import CACHE
+from hf_hyperdflash.targets.registry import family_of
+
+from ..conftest import prompt
+from ..helpers.families import (
+    REWINDABLE_QWEN4,
+    falcon_h1,
+    glm5_next,
+    granite_hybrid,
+    nemotron_h,
+    qwen3_next,
+    qwen4_exp,
+)
+
+# Falcon-H1 has attention in the same layers, Nemotron-H layers without a state, Qwen4-Exp three states in a layer.
+LINEAR = [glm5_next, qwen3_next, granite_hybrid, falcon_h1, nemotron_h, *([qwen4_exp] if REWINDABLE_QWEN4 else [])]
+
+
+@contextmanager
+def record_calls(target):
+    recorder = CallRecorder(family_of(target).layers)
+    try:
+        yield
+    finally:
+        for handle in recorder.handles:
+            handle.remove()
+
+
+@pytest.fixture(scope="module", params=LINEAR, ids=lambda family: family.__name__)
+def linear(request):
+    torch.manual_seed(0)
+    return request.param().eval()
+
+
+def fresh(target):
+    return make_linear_rewindable(DynamicCache(config=target.config))
+
+
+@torch.no_grad()
+def feed(target, cache, ids):
+    return target(ids, **{CACHE: cache}, use_cache=True).logits
+
+
+def states(cache):
+    held = []
+    for layer in cache.layers:
+        if isinstance(layer, RewindableLinearLayer):
+            held += [*layer.conv_states.values(), *layer.recurrent_states.values()]
+            held += [getattr(layer, "keys", None), getattr(layer, "values", None)]
+    return [state for state in held if state is not None]
+
+
+def assert_same(cache, other):
+    assert cache.get_seq_length() == other.get_seq_length()
+    for one, two in zip(states(cache), states(other), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
+
+
+def test_a_first_forward_taken_back_leaves_nothing(linear):
+    ids, cache = prompt(20), fresh(linear)
+    cache.activate_past_recording()
+    with record_calls(linear):
+        feed(linear, cache, prompt(7, seed=5))
+        cache.crop(-7)
+    assert cache.get_seq_length() == 0
+    again, never = feed(linear, cache, ids), feed(linear, fresh(linear), ids)
+    torch.testing.assert_close(again, never, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("removed", range(8))
+def test_a_crop_leaves_what_a_cache_has_that_never_saw_the_tokens(linear, removed):
+    ids, cache, never = prompt(40), fresh(linear), fresh(linear)
+    kept = 20 + 7 - removed
+    with record_calls(linear):
+        feed(linear, cache, ids[:, :20])
+        cache.activate_past_recording()
+        rejected = prompt(removed, seed=5)
+        feed(linear, cache, torch.cat([ids[:, 20:kept], rejected], dim=1))
+        cache.crop(-removed)
+    feed(linear, never, ids[:, :20])
+    if kept > 20:
+        feed(linear, never, ids[:, 20:kept])
+    assert_same(cache, never)
+    torch.testing.assert_close(
+        feed(linear, cache, ids[:, kept:]), feed(linear, never, ids[:, kept:]), atol=1e-4, rtol=1e-4
+    )
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(
+    rounds=st.lists(
+        st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.none() | st.integers(0, n))), max_size=6
+    )
+)
+def test_any_rounds_of_feeding_and_cropping(linear, rounds):
+    ids, cache, never = prompt(60), fresh(linear), fresh(linear)
+    with record_calls(linear):
+        for each in (cache, never):
+            feed(linear, each, ids[:, :9])
+        cache.activate_past_recording()
+        length = 9
+        for fed, cropped in rounds:
+            removed = cropped or 0
+            block = ids[:, length : length + fed].clone()
+            block[:, fed - removed :] = 63 - block[:, fed - removed :]  # other tokens than the text's
+            feed(linear, cache, block)
+            if cropped is not None:
+                cache.crop(-cropped)
+            if fed > removed:
+                feed(linear, never, ids[:, length : length + fed - removed])
+            length += fed - removed
+    assert_same(cache, never)
+
+
+def test_what_cannot_be_undone_is_refused_and_nothing_changes(linear):
+    ids, cache = prompt(30), fresh(linear)
+    with record_calls(linear):
+        feed(linear, cache, ids[:, :10])
+        layer = next(layer for layer in cache.layers if isinstance(layer, RewindableLinearLayer))
+        before = copy.deepcopy(states(cache))
+        for count, error in ((1, ValueError), (-1, RuntimeError)):  # the prompt came before recording
+            with pytest.raises(error):
+                layer.crop(count)
+        layer.crop(0)
+        for one, two in zip(states(cache), before, strict=True):
+            assert torch.equal(one, two)
+        cache.activate_past_recording()
+        feed(linear, cache, ids[:, 10:14])
+        assert layer.undoable_tokens == 4
+        with pytest.raises(RuntimeError, match=r"remove 5 tokens.* of 4 recorded tokens"):
+            layer.crop(-5)
+        cache.crop(-4)
+        with pytest.raises(RuntimeError, match="of 0 recorded tokens"):  # once taken back, it is gone
+            layer.crop(-1)
+    feed(linear, cache, ids[:, 14:16])
+    assert layer.undoable_tokens == 0  # nobody told the layer how it was called
+
+
+def test_a_reset_layer_starts_anew(linear):
+    ids, cache = prompt(12), fresh(linear)
+    with record_calls(linear):
+        feed(linear, cache, ids)
+        cache.activate_past_recording()
+        feed(linear, cache, ids[:, :3])
+        cache.reset()
+    layer = next(layer for layer in cache.layers if isinstance(layer, RewindableLinearLayer))
+    assert layer.undoable_tokens == 0 and not any(layer.has_previous_state.values())
+    assert not any(state.any() for state in states(cache))
+
+
+def test_other_layers_stay_and_stock_state_is_taken_over(linear):
+    stock = DynamicCache(config=linear.config)
+    feed(linear, stock, prompt(9))
+    kinds = [type(layer) for layer in stock.layers]
+    held = states(make_linear_rewindable(copy.deepcopy(stock)))
+    cache = make_linear_rewindable(stock)
+    again = make_linear_rewindable(cache)
+    assert again is cache and cache.is_croppable
+    assert all(isinstance(layer, kind) for layer, kind in zip(cache.layers, kinds, strict=True))
+    for one, two in zip(states(cache), held, strict=True):
+        assert torch.equal(one, two)

@@ -1,0 +1,117 @@
+"""The indexer's choice: against one `topk` per position over the entries of its time, and in generation."""
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from hf_hyperdflash import PromptLookupDrafter, bind, load_target, unbind
+from hf_hyperdflash.targets.caches.name import CACHE, cache_of
+from hf_hyperdflash.targets.deepseek_v4 import one_token_entries
+
+from ..conftest import CSA, HCA, SLIDING, prompt, tiny_drafter, tiny_target
+from ..helpers.training import rows, trainer_for
+
+TIES = dict(index_n_heads=1, index_topk=3, layer_types=[CSA, SLIDING, CSA, HCA])
+
+
+def naive(scores, positions, rate, top_k):
+    """As so many forwards of one token."""
+    rows = []
+    for row, position in zip(scores[0], positions):
+        there = row[: (position + 1) // rate]
+        found = there.topk(min(top_k, len(there))).indices.tolist()
+        rows.append(found + [-1] * (top_k - len(found)))
+    return torch.tensor([rows])
+
+
+@pytest.mark.parametrize("rate", [1, 4])
+@pytest.mark.parametrize("end", [8, 40, 41, 42, 43, 203])
+@pytest.mark.parametrize("seq", [2, 5, 7])
+def test_every_position_chooses_as_if_it_were_the_last(rate, end, seq):
+    positions = list(range(end - seq, end))
+    for top_k in (1, 3, 16):
+        scores = torch.randint(0, 3, (1, seq, end // rate)).float()  # nearly all equal
+        assert torch.equal(
+            one_token_entries(scores, torch.tensor([positions]), rate, top_k), naive(scores, positions, rate, top_k)
+        )
+
+
+def test_topk_alone_depends_on_what_comes_later():
+    """Why there is something to mend."""
+    scores = torch.zeros(1, 1, 103)
+    assert scores[..., :102].topk(64).indices.sort().values.tolist() != scores.topk(64).indices.sort().values.tolist()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_greedy_text_is_the_targets_though_scores_tie(seed):
+    target = tiny_target(seed, **TIES)
+    prompt = torch.randint(2, 64, (1, 90))
+    expected = target.generate(prompt, max_new_tokens=40, do_sample=False)
+    bind(target)
+    for drafter in (tiny_drafter(target), PromptLookupDrafter(target)):
+        assert torch.equal(
+            target.generate(prompt, max_new_tokens=40, do_sample=False, assistant_model=drafter), expected
+        )
+    assert torch.equal(target.generate(prompt, max_new_tokens=40, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_next_turns_prompt_is_run_as_stock_runs_it(seed):
+    """Over all entries at once, on the cache that an assisted turn left: where scores tie, stock chooses otherwise
+    there than for one token at a time."""
+    target = tiny_target(seed, **TIES)
+    ids = torch.randint(2, 64, (1, 60))
+    drafter, options = tiny_drafter(target), dict(do_sample=False, max_new_tokens=30, return_dict_in_generate=True)
+    plain = target.generate(ids, **options)
+    turn = torch.cat([plain.sequences, torch.randint(2, 64, (1, 40))], dim=1)
+    options |= dict(max_new_tokens=1, output_logits=True)
+    expected = target.generate(turn, **{CACHE: cache_of(plain)}, **options)
+    drafter.bind(target)
+    options["assistant_model"] = drafter
+    first = target.generate(ids, **{**options, "max_new_tokens": 30})
+    assert torch.equal(first.sequences, plain.sequences)
+    again = target.generate(turn, **{CACHE: cache_of(first)}, **options)
+    torch.testing.assert_close(again.logits[0], expected.logits[0], atol=1e-5, rtol=1e-5)
+
+
+def test_prompts_are_stocks_and_nothing_stays():
+    target = tiny_target(**TIES)
+    ids = torch.randint(2, 64, (1, 90))
+    with torch.no_grad():
+        stock = target(ids, use_cache=True).logits
+        bind(target)
+        assert torch.equal(target(ids, use_cache=True).logits, stock)
+        binding = target.hyperdflash_binding
+        with binding.own_forward(binding.residual.reader([-1])):
+            assert torch.equal(target(ids, use_cache=False).logits, stock)
+    unbind(target)
+    assert not any(module._forward_hooks for module in target.modules())
+
+
+RUNS_BFLOAT16 = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 20)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_run_or_refused_in_one_line(tmp_path, dtype):
+    """As transformers loads it, a DeepSeek-V4 in float16, before 5.20 in bfloat16 too, ends in a RuntimeError."""
+    tiny_target().to(getattr(torch, dtype)).save_pretrained(tmp_path)
+    loads = (
+        lambda: load_target(tmp_path, dtype=dtype),
+        lambda: load_target(tmp_path),  # the checkpoint's own
+        lambda: bind(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)),
+    )
+    for load in loads:
+        if dtype == "bfloat16" and RUNS_BFLOAT16:
+            target = bind(load())
+            out = target.generate(prompt(9), max_new_tokens=4, assistant_model=PromptLookupDrafter(target))
+            assert out.shape[1] == 13
+        else:
+            with pytest.raises(ValueError, match=f"DeepSeek-V4 in {dtype}, which .* cannot run: .*5.20.*float32"):
+                load()
+            half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+            with pytest.raises(ValueError, match="cannot run"):
+                trainer_for(tmp_path / "run", half, tiny_drafter(half), rows(2))
+    assert load_target(tmp_path, dtype="float32").dtype == torch.float32
+    target = bind(tiny_target().to(getattr(torch, dtype)))  # norms and all: every transformers runs it
+    assert target.generate(prompt(9), max_new_tokens=4, assistant_model=PromptLookupDrafter(target)).shape[1] == 13

@@ -1,0 +1,280 @@
+"""How trees grow, against all paths there are and all ways that draws can go."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter, defaultdict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as stock
+
+from hf_hyperdflash.auto.node_survival import ACCEPTED, Admission, NodeSurvival
+from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.trees.growth import SHARPENED, DraftStep, drawn, level_sizes, most_probable
+
+from ..helpers.draft_trees import SAMPLING_RULES, steps_by
+from ..helpers.enumerated_draws import every_outcome
+
+ANCHOR_TOKEN = 0
+IDS = torch.tensor([[1, ANCHOR_TOKEN]])
+
+
+class Talker:
+    """A drafter whose logits depend on the whole path, which it knows only by what it is told of rows.
+
+    Attributes:
+        asked: The paths of each call.
+    """
+
+    def __init__(self, vocabulary: int, seed: int, sure: bool = False, holes: bool = False) -> None:
+        self.vocabulary, self.seed, self.sure, self.holes = vocabulary, seed, sure, holes
+        self.asked: list[list[tuple[int, ...]]] = []
+
+    def logits(self, path: tuple[int, ...]) -> torch.Tensor:
+        chance = random.Random(f"{self.seed} {path}")
+        logits = [chance.gauss(0, 1.5) for _ in range(self.vocabulary)]
+        if self.holes and chance.random() < 0.5:
+            logits[chance.randrange(self.vocabulary)] = -math.inf
+        return torch.tensor(logits)
+
+    def confidence(self, path: tuple[int, ...]) -> float:
+        return random.Random(f"sure {self.seed} {path}").random()
+
+    def __call__(self, k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
+        assert len(self.asked) == k
+        if k:
+            paths = [(*self.asked[-1][row], token) for row, token in zip(rows.tolist(), tokens.tolist())]
+        else:
+            assert (tokens.tolist(), rows.tolist()) == ([ANCHOR_TOKEN], [0])
+            paths = [()]
+        self.asked.append(paths)
+        sure = torch.tensor([self.confidence(path) for path in paths]) if self.sure else None
+        return DraftStep(torch.stack([self.logits(path) for path in paths]), sure)
+
+
+def as_they_are(prefixes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    assert prefixes.shape[0] == logits.shape[0]
+    return logits
+
+
+def paths_of(tree) -> list[tuple[int, ...]]:
+    return [tuple(tree.tokens[tree.path(node)].tolist()) for node in range(len(tree))]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(2, 4), st.integers(1, 4), st.integers(1, 30), st.integers(0, 10**6), st.booleans())
+def test_the_most_probable_nodes_are_those_of_all_paths(vocabulary, depth, budget, seed, holes):
+    talker = Talker(vocabulary, seed, holes=holes)
+    worth, level = {}, {(): 0.0}
+    for _ in range(depth):
+        level = {
+            (*path, token): value + logp
+            for path, value in level.items()
+            for token, logp in enumerate((talker.logits(path).double() / SHARPENED).log_softmax(-1).tolist())
+            if math.isfinite(logp)
+        }
+        worth |= level
+    best = sorted(worth, key=worth.get, reverse=True)[:budget]
+    tree = most_probable(IDS, depth, budget, talker, as_they_are)
+    assert sorted(paths_of(tree)) == sorted(best) and tree.q is None
+    assert len(talker.asked) <= depth and all(len(paths) <= budget for paths in talker.asked)
+    leaves = {path for path in best if not any(other[:-1] == path for other in best)}
+    once = [path for paths in talker.asked for path in paths]
+    assert len(once) == len(set(once)) and (set(best) - leaves) <= set(once)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(2, 4), st.integers(1, 4), st.integers(1, 30), st.integers(1, 6), st.integers(0, 10**6))
+def test_a_level_goes_on_from_its_best_nodes(vocabulary, depth, budget, width, seed):
+    """The same walk in plain loops: of the nodes so far the best are kept, and of those of a level `width` go on."""
+    talker, kept, level = Talker(vocabulary, seed), {}, {(): 0.0}
+    for _ in range(depth):
+        found = {
+            (*path, token): value + logp
+            for path, value in level.items()
+            for token, logp in enumerate((talker.logits(path).double() / SHARPENED).log_softmax(-1).tolist())
+        }
+        every = kept | found
+        kept = {path: every[path] for path in sorted(every, key=every.get, reverse=True)[:budget]}
+        going = [path for path in sorted(found, key=found.get, reverse=True) if path in kept][:width]
+        level = {path: found[path] for path in going}
+    tree = most_probable(IDS, depth, budget, talker, as_they_are, width)
+    assert sorted(paths_of(tree)) == sorted(kept)
+    assert all(len(paths) <= width for paths in talker.asked)
+
+
+def test_a_tree_asks_about_a_quarter_of_its_budget_a_level():
+    asked = {}
+    for budget in (2, 16, 40):
+        talker = Talker(60, 1)
+        DraftSampler(LogitsProcessorList(), False, tree_budget=budget).grow(IDS, 4, talker)
+        asked[budget] = max(map(len, talker.asked))
+    assert asked == {2: 2, 16: 4, 40: 10}
+
+
+LAWS = [(2, 3, 4, False), (3, 2, 6, True), (3, 2, 3, False), (2, 2, 6, True), (4, 1, 3, True)]
+
+
+@pytest.mark.parametrize(("vocabulary", "depth", "budget", "sure"), LAWS)
+@pytest.mark.parametrize("holes", [False, True])
+def test_drawn_trees_say_what_each_node_was_drawn_from(vocabulary, depth, budget, sure, holes):
+    """Every way that the draws can go is as probable as the nodes' own q make it."""
+    law, trees = defaultdict(float), {}
+    for probability, (tree, talker) in every_outcome(lambda: grown(vocabulary, depth, budget, sure, holes)):
+        law[tree.parents, tuple(tree.tokens.tolist())] += probability
+        trees[tree.parents, tuple(tree.tokens.tolist())] = tree, talker
+    for key, (tree, talker) in trees.items():
+        of_q = math.prod(float(q[token]) for q, token in zip(tree.q, tree.tokens.tolist()))
+        assert law[key] == pytest.approx(of_q, rel=1e-5)
+        for node, path in enumerate(paths_of(tree)):
+            siblings = tree.children[tree.parents[node]]
+            left = talker.logits(path[:-1]).softmax(-1)
+            left[tree.tokens[[other for other in siblings if other < node]]] = 0
+            torch.testing.assert_close(tree.q[node], left / left.sum())
+        assert len(set(paths_of(tree))) == len(tree) <= budget and max(tree.depths) <= depth
+    assert any(len(children) > 1 for tree, _ in trees.values() for children in tree.children.values())
+
+
+def test_levels_are_as_wide_whatever_the_text_and_children_go_where_the_drafter_is_sure():
+    for sure in (False, True):
+        trees = [drawn(IDS, 4, 12, Talker(20, seed, sure), as_they_are) for seed in range(20)]
+        assert len({tuple(sorted(tree.depths)) for tree in trees}) == 1
+        assert (len({tree.parents for tree in trees}) > 1) == sure
+
+
+def grown(vocabulary, depth, budget, sure, holes=False, admission=None):
+    talker = Talker(vocabulary, 5, sure, holes)
+    return drawn(IDS, depth, budget, talker, as_they_are, admission), talker
+
+
+def assert_text_is_the_targets(rule, vocabulary: int, grow) -> None:
+    """Draws and verification together, as an exact law over whole rounds."""
+    target = Talker(vocabulary, 77)
+
+    def p_after(path: tuple[int, ...]) -> torch.Tensor:
+        return target.logits(path).double().softmax(-1)
+
+    law = defaultdict(float)
+    for probability, text in every_outcome(lambda: tuple(token for token, _ in steps_by(rule, grow(), p_after))):
+        law[text] += probability
+    assert sum(law.values()) == pytest.approx(1)
+    for prefix in {text[:at] for text in law for at in range(len(text))}:
+        reached = sum(mass for text, mass in law.items() if text[: len(prefix)] == prefix and len(text) > len(prefix))
+        for token, p in enumerate(p_after(prefix).tolist()):
+            written = (*prefix, token)
+            mass = sum(mass for text, mass in law.items() if text[: len(written)] == written)
+            assert mass == pytest.approx(reached * p, abs=1e-6)
+
+
+@pytest.mark.parametrize(("vocabulary", "depth", "budget", "sure"), [*LAWS, (2, 3, 5, True)])
+@pytest.mark.parametrize("rule", SAMPLING_RULES)
+def test_text_with_drawn_trees_is_the_targets(rule, vocabulary, depth, budget, sure):
+    assert_text_is_the_targets(rule, vocabulary, lambda: grown(vocabulary, depth, budget, sure)[0])
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "depth", "budget", "least"), [(3, 2, 6, 0.04), (3, 2, 6, 0.08), (2, 3, 7, 0.51)]
+)
+@pytest.mark.parametrize("rule", SAMPLING_RULES)
+def test_text_with_trees_of_what_is_worth_it_is_the_targets(rule, vocabulary, depth, budget, least):
+    survival, shapes = NodeSurvival(), set()
+    survival.observe([0.6], 0, are_drawn=True)  # so that it is not the drafter's word
+    admission = Admission(survival, least)
+
+    def grow():
+        tree, talker = grown(vocabulary, depth, budget, True, admission=admission)
+        shapes.add(tree.parents)
+        said = [float(talker.logits(path[:-1]).softmax(-1).max()) for path in paths_of(tree)]
+        assert tree.confidence is None or tree.confidence.tolist() == pytest.approx(said, rel=1e-5)
+        return tree
+
+    assert_text_is_the_targets(rule, vocabulary, grow)
+    assert len(shapes) > 1
+
+
+@pytest.mark.parametrize("least", [0.0, 0.03, 0.1, 0.3, 0.999])
+def test_a_tree_has_what_is_worth_it(least):
+    """By what is known of survival, not by the drafter's word."""
+    survival = NodeSurvival()
+    for said in (0.1, 0.5, 0.9) * 100:
+        survival.observe([said], 0 if said > 0.4 else None, are_drawn=False)
+    talker = Talker(4, 11)
+    tree = most_probable(IDS, 3, 200, talker, as_they_are, admission=Admission(survival, least))
+    expected = {}
+    for path in [path for depth in (1, 2, 3) for path in itertools.product(range(4), repeat=depth)]:
+        said = [float((talker.logits(path[:k]) / SHARPENED).softmax(-1)[path[k]]) for k in range(len(path))]
+        if math.prod(survival.of_one(each) for each in said) > least:
+            expected[path] = said[-1]
+    assert set(paths_of(tree)) == set(expected) and bool(expected) == (least < 0.9)
+    assert tree.confidence.tolist() == pytest.approx([expected[path] for path in paths_of(tree)], rel=1e-4)
+    assert {path for level in talker.asked[1:] for path in level} <= set(expected)  # nothing goes on from others
+
+
+def test_torch_draws_without_replacement_one_after_the_other():
+    """What [`drawn`] takes it to do and its documentation does not say: chi-square over ordered pairs, 11 degrees of
+    freedom, wrong once in a million seeds."""
+    weights, times = torch.tensor([0.5, 0.3, 0.15, 0.05]), 40_000
+    generator = torch.Generator().manual_seed(3)
+    pairs = torch.multinomial(weights.expand(times, -1), 2, generator=generator).tolist()
+    counts, chi = Counter(map(tuple, pairs)), 0.0
+    for first in range(4):
+        for second in set(range(4)) - {first}:
+            expected = times * float(weights[first] * weights[second] / (1 - weights[first]))
+            chi += (counts[first, second] - expected) ** 2 / expected
+    assert chi < 49.0
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 10), st.integers(1, 80))
+def test_levels_are_those_of_the_best_tree_of_its_law(count, budget):
+    hits, reached = [], 1.0
+    for rank in range(budget):
+        accepted = ACCEPTED[min(rank, 2)]
+        hits.append(reached * accepted)
+        reached *= 1 - accepted
+    # All nodes that are worth anything, level by level: the value of each is that of its parent times its rank's.
+    level, worth = [1.0], []
+    for depth in range(count):
+        level = sorted((value * hit for value in level for hit in hits), reverse=True)[:budget]
+        worth += [(value, -depth) for value in level]
+    best = sorted(worth, reverse=True)[:budget]
+    sizes = level_sizes(count, budget)
+    assert sum(sizes) == budget and len(sizes) <= count and all(sizes)
+    value = sum(value for value, _ in best)
+    of_sizes = sum(
+        sum(sorted((v for v, d in worth if -d == depth), reverse=True)[:size]) for depth, size in enumerate(sizes)
+    )
+    assert of_sizes == pytest.approx(value)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_each_path_is_changed_by_the_requests_processors_as_it_stands(do_sample):
+    seen = []
+
+    class Listening(stock.SuppressTokensLogitsProcessor):
+        pass
+
+    processors = LogitsProcessorList([stock.NoRepeatNGramLogitsProcessor(1)])
+    sampler = DraftSampler(processors, do_sample, tree_budget=9)
+    tree = sampler.grow(torch.tensor([[4, ANCHOR_TOKEN]]), 3, Talker(6, 2))
+    assert len(tree) == 9 and len(tree.paths) > 1 and seen == []
+    for path in paths_of(tree):
+        assert len(set(path)) == len(path) and not {4, ANCHOR_TOKEN} & set(path)
+
+
+def test_a_budget_is_no_tree_where_nothing_fits():
+    assert len(DraftSampler(LogitsProcessorList(), True, tree_budget=9).grow(IDS, 0, Talker(3, 1))) == 0
+
+
+def test_no_more_of_a_level_is_sorted_than_can_be_kept(monkeypatch):
+    """A level of a large tree has `budget` squared children."""
+    sizes, sort, budget = [], torch.Tensor.sort, 60
+    monkeypatch.setattr(torch.Tensor, "sort", lambda self, **kwargs: sizes.append(len(self)) or sort(self, **kwargs))
+    tree = most_probable(IDS, 4, budget, Talker(100, 3), as_they_are)
+    assert len(tree) == budget and max(sizes) <= 4 * budget

@@ -1,0 +1,108 @@
+import re
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
+
+from ..helpers.draft_trees import lists_of_parents, path_to
+
+
+def of(parents: list[int]) -> DraftTree:
+    return DraftTree(torch.arange(len(parents)) + 7, tuple(parents))
+
+
+@settings(deadline=None, max_examples=100)
+@given(lists_of_parents())
+def test_what_a_tree_says_of_itself_is_what_its_parents_say(parents):
+    tree, nodes = of(parents), range(len(parents))
+    below = {parent: [node for node in nodes if parents[node] == parent] for parent in [ANCHOR, *nodes]}
+    leaves = [node for node in nodes if not below[node]]
+    assert len(tree) == len(parents)
+    assert tree.children == {parent: children for parent, children in below.items() if children}
+    assert tree.depths == tuple(len(path_to(node, parents)) for node in nodes)
+    assert [tree.path(node) for node in [ANCHOR, *nodes]] == [path_to(node, parents) for node in [ANCHOR, *nodes]]
+    assert tree.paths == [path_to(leaf, parents) for leaf in leaves]
+    assert tree.is_chain == (len(leaves) <= 1)
+    assert tree.mask.dtype == torch.bool and tree.mask.shape == (len(parents), len(parents))
+    assert tree.mask.tolist() == [[seen in path_to(node, parents) for seen in nodes] for node in nodes]
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.integers(0, 60), max_size=8))
+def test_a_chain_is_a_tree_with_one_path(tokens):
+    q = [torch.rand(61) for _ in tokens]
+    chain = DraftTree.chain(torch.tensor(tokens, dtype=torch.long), q)
+    nodes = list(range(len(tokens)))
+    assert chain.tokens.tolist() == tokens and chain.parents == tuple(node - 1 for node in nodes)
+    kept = chain.q or ()
+    assert isinstance(kept, tuple) and [id(one) for one in kept] == [id(one) for one in q]
+    assert chain.is_chain and chain.paths == ([nodes] if nodes else [])
+    assert chain.depths == tuple(node + 1 for node in nodes)
+    assert torch.equal(chain.mask, torch.ones(len(nodes), len(nodes), dtype=torch.bool).tril())
+    assert DraftTree.chain(chain.tokens).q is None and chain.confidence is None
+
+
+def test_a_tree_does_not_change():
+    tree = of([ANCHOR, 0])
+    with pytest.raises(FrozenInstanceError):
+        tree.parents = (ANCHOR, ANCHOR)
+
+
+@settings(deadline=None, max_examples=60)
+@given(lists_of_parents(6), st.data())
+def test_a_parent_must_come_before_its_node(parents, data):
+    node = data.draw(st.integers(0, len(parents)))
+    wrong = data.draw(st.sampled_from([node, node + 1, len(parents) + 3, ANCHOR - 1]))
+    parents[node : node + 1] = [wrong]
+    with pytest.raises(ValueError, match=re.escape(f"{tuple(parents)}: expected each before its node, or -1")):
+        of(parents)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(tokens=torch.tensor([5, 6, 7])),
+        dict(tokens=torch.tensor([5])),
+        dict(tokens=torch.tensor([[5, 6]])),
+        dict(tokens=torch.tensor([[5], [6]])),
+        dict(tokens=torch.tensor(5)),
+        dict(parents=(ANCHOR,)),
+        dict(parents=(ANCHOR, 0, 1)),
+        dict(q=(None,)),
+        dict(q=()),
+        dict(q=(None, torch.ones(8) / 8, None)),
+        dict(confidence=torch.ones(3)),
+        dict(confidence=torch.ones(1)),
+        dict(confidence=torch.ones(2, 1)),
+        dict(confidence=torch.tensor(0.5)),
+        dict(passes=(1,)),
+        dict(by_head=(True,)),
+    ],
+)
+def test_parts_that_are_no_tree_are_refused(wrong):
+    parts = dict(
+        tokens=torch.tensor([5, 6]), parents=(ANCHOR, 0), q=(None, torch.ones(8) / 8), confidence=torch.ones(2)
+    )
+    parts |= dict(passes=(1, 2), by_head=(False, True))
+    assert len(DraftTree(**parts)) == 2
+    parts |= wrong
+    with pytest.raises(ValueError, match="expected one of each per node") as refused:
+        DraftTree(**parts)
+    shapes = [list(parts[name].shape) for name in ("tokens", "confidence")]
+    said = f"{len(parts['parents'])} parents, tokens and confidence of shape {shapes}, {len(parts['q'])} distributions"
+    said += f", {len(parts['passes'])} passes and {len(parts['by_head'])} words on the head"
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_the_first_nodes_keep_what_is_known_of_them():
+    q = (torch.ones(9) / 9, None, torch.ones(9) / 9)
+    tree = DraftTree(torch.tensor([5, 6, 7]), (ANCHOR, 0, 0), q, torch.rand(3), (1, 1, 2), (False, True, False))
+    first = tree.first(2)
+    assert (first.tokens.tolist(), first.parents) == ([5, 6], (ANCHOR, 0))
+    assert [id(one) for one in first.q] == [id(one) for one in q[:2]]
+    assert torch.equal(first.confidence, tree.confidence[:2])
+    assert (first.passes, first.by_head) == ((1, 1), (False, True))

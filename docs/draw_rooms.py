@@ -13,21 +13,34 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE, PAGE = ROOT / "hf_hyperdflash", ROOT / "docs" / "site" / "rooms.md"
-ORDER = ("aslm", "runtime", "hub", "serving", "loading", "training", "benchmark", "display", "cli", "metrics")
+ORDER = (
+    "version",
+    "trees",
+    "targets",
+    "drafters",
+    "auto",
+    "decoding",
+    "hub",
+    "training",
+    "benchmark",
+    "cli",
+    "serving",
+)
+BIND = ("drafters", "decoding")  # `drafter.bind(target)`, the one call upwards
 
 
 def modules() -> dict[str, Path]:
-    """Every module but the packages' own, `runtime.tree` for example."""
+    """Every module but the packages' own, `trees.growth` for example."""
     found = {
         ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
         for path in sorted(PACKAGE.rglob("*.py"))
         if path.stem != "__init__"
     }
-    return dict(sorted(found.items(), key=lambda item: ORDER.index(wing_of(item[0]))))
+    return dict(sorted(found.items(), key=lambda item: ORDER.index(room_of(item[0]))))
 
 
-def wing_of(module: str) -> str:
-    return module.rpartition(".")[0] or module
+def room_of(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def imports(module: str, there: dict[str, Path]) -> set[str]:
@@ -60,18 +73,9 @@ def flowchart(edges: set[tuple[str, str]]) -> list[str]:
 def rooms() -> str:
     there = modules()
     graph = {(a, b) for a in there for b in imports(a, there)}
-    wings = {(wing_of(a), wing_of(b)) for a, b in graph if wing_of(a) != wing_of(b)}
-    family = re.compile(r"^target_(?!family$).*|^modeling_.*|^configuration_.*")
-    kinds = {"target_": "targets_of_each_family", "modeling": "modeling_files", "configur": "configuration_files"}
-
-    def room(module: str) -> str:
-        name = module.rpartition(".")[2]
-        return next(kind for start, kind in kinds.items() if name.startswith(start)) if family.match(name) else name
-
-    inside = {(room(a), room(b)) for a, b in graph if wing_of(a) == wing_of(b) == "runtime"}
+    between = {(room_of(a), room_of(b)) for a, b in graph if "version" not in (a, b)} - {BIND}
     lines = ["# Map of the package", "", "`docs/draw_rooms.py` writes this page from the code; a test compares.", ""]
-    lines += ["Who imports whom, room by room:", "", *flowchart(wings), ""]
-    lines += ["Inside the runtime:", "", *flowchart({(a, b) for a, b in inside if a != b}), ""]
+    lines += ["Who imports whom, room by room:", "", *flowchart({(a, b) for a, b in between if a != b}), ""]
     lines += ["| file | what |", "|---|---|"]
     for path in there.values():
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""

@@ -35,7 +35,7 @@ from transformers import AutoTokenizer
 from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.benchmark.suites import load_suite
-from hf_hyperdflash.training.adaptation.adaptation import POLICIES
+from hf_hyperdflash.training.adaptation.adapt import POLICIES
 from hf_hyperdflash.training.data.rows import encode_prompts
 
 NAMES = {"never": "no adaptation", "always": "always", "bandit": "where it pays"}

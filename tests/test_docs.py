@@ -204,7 +204,7 @@ def test_the_site(tmp_path):
     assert article.count("<ol>") + article.count("<ul>") == len(lists)
     reference = (tmp_path / "site" / "reference.html").read_text()
     assert "[<code>" not in reference and "[`" not in reference
-    for place in ("binding", "drafter.Drafter"):  # the same name twice: what is nearer is meant
-        start = reference.index(f'id="hf_hyperdflash.runtime.{place}.bind"')
+    for place in ("decoding.bind", "drafters.base.Drafter"):  # the same name twice: what is nearer is meant
+        start = reference.index(f'id="hf_hyperdflash.{place}.bind"')
         linked = re.search(r'href="#([\w.]+)"><code>unbind</code>', reference[start:])
-        assert linked[1] == f"hf_hyperdflash.runtime.{place}.unbind"
+        assert linked[1] == f"hf_hyperdflash.{place}.unbind"

@@ -49,10 +49,13 @@ def test_same_text_in_fewer_rounds(shipped, text):
 
 @pytest.mark.parametrize(
     ("name", "module"),
-    [("modeling_hyperdflash.py", "modeling_hyperdflash"), ("custom_generate/generate.py", "recipe")],
+    [
+        ("modeling_hyperdflash.py", "blocks.modeling_hyperdflash"),
+        ("custom_generate/generate.py", "custom_generate"),
+    ],
 )
 def test_without_the_package_the_folder_says_where_it_is(monkeypatch, name, module):
-    for missing in ("hf_hyperdflash", f"hf_hyperdflash.runtime.{module}"):
+    for missing in ("hf_hyperdflash", f"hf_hyperdflash.drafters.{module}"):
         monkeypatch.setitem(sys.modules, missing, None)
     check_imports(DRAFTER / name)
     with pytest.raises(ImportError, match=r"`pip install -e \.` in the repository's root"):
@@ -66,8 +69,9 @@ def test_the_folder_runs_by_itself(shipped):
     inputs = tokenizer(PROMPTS[1], return_tensors="pt")
     options = dict(do_sample=False, max_new_tokens=20)
     plain, own = target.generate(**inputs, **options), type(target)
+    recipe = dict(custom_generate=str(DRAFTER), assistant_model=str(DRAFTER), trust_remote_code=True)
     for budget in ({}, {"tree_budget": 12}):
-        again = target.generate(**inputs, **options, **budget, custom_generate=str(DRAFTER), trust_remote_code=True)
+        again = target.generate(**inputs, **options, **budget, **recipe)
         assert torch.equal(again, plain) and type(target) is own
     loaded = AutoModel.from_pretrained(DRAFTER, trust_remote_code=True, dtype=torch.float32)
     assert isinstance(loaded, HyperDFlashDrafter)

@@ -37,7 +37,7 @@ from transformers import (
 )
 
 from hf_hyperdflash import HyperDFlashDrafter, load_drafter, load_target, measure_acceptance
-from hf_hyperdflash.benchmark.doctor.doctor import PROMPTS
+from hf_hyperdflash.benchmark.doctor.examine import PROMPTS
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from hf_hyperdflash.drafters.blocks.path import BlockPath

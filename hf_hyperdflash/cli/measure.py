@@ -39,7 +39,7 @@ def doctor(
     anything is."""
     announce("target", target)
     model, tokenizer, loaded = load(target, [drafter], dtype, device_map, threads, trust_remote_code)
-    from ..benchmark.doctor.doctor import PROMPTS, examine
+    from ..benchmark.doctor.examine import PROMPTS, examine
     from ..decoding.bind import unbind
 
     unbind(model)

@@ -178,14 +178,14 @@ class Drafter:
         Every verification tells what the target would have written, for free. Where the text changes, or the target
         was fine-tuned, the drafter follows. Text stays the target's own. Off unless it is asked for: an update takes
         time of the request that has just ended, and three times the drafter's parameters in float32 are kept beside
-        it. See [`~training.adaptation.adaptation.AdaptationConfig`].
+        it. See [`~training.adaptation.adapt.AdaptationConfig`].
 
         Args:
             target: The target that it serves.
-            **options: Fields of [`~training.adaptation.adaptation.AdaptationConfig`].
+            **options: Fields of [`~training.adaptation.adapt.AdaptationConfig`].
 
         Returns:
-            An [`~training.adaptation.adaptation.Adaptation`], with `stop()`, `reset()` to the weights that the drafter
+            An [`~training.adaptation.adapt.Adaptation`], with `stop()`, `reset()` to the weights that the drafter
             came with, and `log`, what was decided after each request. [`save_pretrained`] saves the drafter as it is
             then.
 
@@ -194,7 +194,7 @@ class Drafter:
         """
         if find_spec("hf_hyperdflash") is None:
             raise ValueError("Learning while serving needs the package: `pip install hf-hyperdflash`.")
-        return import_module("hf_hyperdflash.training.adaptation.adaptation").adapt(self, target, **options)
+        return import_module("hf_hyperdflash.training.adaptation.adapt").adapt(self, target, **options)
 
     _supports_logits_to_keep = generate  # which transformers asks an assistant before that
 

@@ -27,7 +27,7 @@ RECIPE_FILE = "custom_generate/generate.py"
 NOTE = "<!-- hf_hyperdflash: no card yet -->"  # in a README that is about the code alone
 # What `save_pretrained(push_to_hub=True)` may be given besides.
 _PUSHING = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
-_ROOMS = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[__package__.endswith(".drafters")]  # of the package, or the flat folder of a saved one
 
 
 class SavedDrafter(Drafter, PreTrainedModel):
@@ -88,7 +88,7 @@ class SavedDrafter(Drafter, PreTrainedModel):
         if not kind or streams is None or kind.startswith("deepseek_v4"):
             return set()
         others = ("deepseek_v4", "hyper_connections") if streams == 1 else ("deepseek_v4",)
-        return {_ROOMS / "targets" / f"{name}.py" for name in others}
+        return {_ROOT / "targets" / f"{name}.py" for name in others}
 
     def save_pretrained(  # type: ignore[override]
         self,
@@ -134,8 +134,8 @@ class SavedDrafter(Drafter, PreTrainedModel):
             (folder / RECIPE_FILE).write_text(RECIPE.read_text())
             for name, text in code.items():
                 (folder / name).write_text(text)
-            if not (folder / "README.md").exists():
-                (folder / "README.md").write_text(f"---\nlibrary_name: transformers\n---\n\n{NOTE}\n\n{about_code()}")
+            if not (readme := folder / "README.md").exists():
+                readme.write_text(f"---\nlibrary_name: transformers\n---\n\n{NOTE}\n\n{about_code(__version__)}")
         if is_main_process and push_to_hub:
             self.push_to_hub(of_push.pop("repo_id", folder.name), **of_push)
 
@@ -157,11 +157,11 @@ class SavedDrafter(Drafter, PreTrainedModel):
         return import_module("hf_hyperdflash.hub.publish").push_drafter(self, repo_id, **options)
 
 
-def about_code() -> str:
+def about_code(version: str) -> str:
     """What somebody wants to know who is asked to trust the code beside a drafter, as Markdown."""
     return f"""## The code here
 
-hf_hyperdflash {__version__} wrote it: the part of the package that drafts, in flat files. Transformers runs it only
+hf_hyperdflash {version} wrote it: the part of the package that drafts, in flat files. Transformers runs it only
 with `trust_remote_code=True`. `pip install hf-hyperdflash` runs the same weights with newer code, and nothing from
 here: `hf_hyperdflash.load_drafter(...)`.
 
@@ -184,7 +184,7 @@ def flat_code(module: Path, left_out: set[Path] = frozenset()) -> dict[str, str]
     Raises:
         ValueError: If an import leads out of the folder, or names no module.
     """
-    root = _ROOMS if module.is_relative_to(_ROOMS) else module.parent
+    root = _ROOT if module.is_relative_to(_ROOT) else module.parent
     texts: dict[Path, str] = {}
     to_do = [module]
     while to_do:
@@ -226,4 +226,4 @@ def _flat_name(path: Path, root: Path) -> str:
 def _flat_module(kind: type) -> str:
     """The name of the flat file that a class is in."""
     path = Path(str(sys.modules[kind.__module__].__file__))
-    return _flat_name(path, _ROOMS if path.is_relative_to(_ROOMS) else path.parent)
+    return _flat_name(path, _ROOT if path.is_relative_to(_ROOT) else path.parent)

@@ -15,6 +15,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import safe_open
 
+from ..drafters.saved import about_code
 from ..drafters.weights import weight_files
 from .descriptions import describe, read_config, shares_all
 
@@ -131,6 +132,7 @@ def drafter_card(
         template_path=str(TEMPLATE),
         name=Path(repo_id).name,
         repo_id=repo_id,
+        is_on_hub=is_hub_name(repo_id),
         target=target or made_for or "TARGET",
         target_link=f"[{made_for}](https://huggingface.co/{made_for})"
         if is_hub_name(made_for)
@@ -146,6 +148,7 @@ def drafter_card(
         measured=measured,
         figure=figure if measured else None,
         notes=notes,
+        code=about_code(config.hyperdflash_version) if getattr(config, "auto_map", None) else "",
         limits=limits
         or "Works with that target only, and drafts best for text like what it was trained on; the text stays the "
         "target's own either way.",

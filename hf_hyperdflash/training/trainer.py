@@ -38,10 +38,10 @@ from .data.blocks import (
     walk_rounds,
 )
 from .data.rows import frequent_tokens, prepare_dataset
-from .features.features import residual_of
+from .features.capture import residual_of
 from .features.fingerprint import as_words, target_fingerprint
 from .features.store import FeatureCache
-from .losses.losses import IGNORE_INDEX
+from .losses.loss import IGNORE_INDEX
 from .losses.objective import Batch, BlockObjective, collate, read_layers
 from .losses.unrolled import objective_of
 from .runs.checkpoints import CHECKPOINT, earlier_run, last_whole, share_modes, to_resume

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from hf_hyperdflash.auto.aslm import AugmentedSpaceLinearModel
 
-from .helpers.oracle_aslm import Oracle
+from ..helpers.oracle_aslm import Oracle
 
-EXAMPLE = Path(__file__).parent.parent / "experiments" / "compare_aslm.py"
+EXAMPLE = Path(__file__).parents[2] / "experiments" / "compare_aslm.py"
 FEW = settings(max_examples=150, deadline=None)
 
 

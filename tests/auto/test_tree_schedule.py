@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_hyperdflash.auto.node_survival import Admission, NodeSurvival
+from hf_hyperdflash.auto.node_survival import NodeSurvival
 from hf_hyperdflash.auto.schedule import Experience
 from hf_hyperdflash.auto.tree_schedule import MOST_NODES, NodeSchedule, TreeSchedule
+from hf_hyperdflash.trees.growth import Admission
 from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
 
 PLAIN, START = 0.020, 0.026  # seconds of a round without its drafter, and with it

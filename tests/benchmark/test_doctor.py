@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 from typer.testing import CliRunner
 
 from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTrainingArguments, load_drafter
-from hf_hyperdflash.benchmark.doctor.doctor import PROMPTS, doctor, examine, recommended
+from hf_hyperdflash.benchmark.doctor import examine as doctor
+from hf_hyperdflash.benchmark.doctor import recommended
+from hf_hyperdflash.benchmark.doctor.examine import PROMPTS, examine
 from hf_hyperdflash.benchmark.doctor.other_settings import Comparison, Setting
 from hf_hyperdflash.benchmark.doctor.recommended import Timed
 from hf_hyperdflash.benchmark.intervals import Interval

@@ -16,7 +16,7 @@ from hf_hyperdflash.benchmark.doctor.other_settings import (
 )
 from hf_hyperdflash.benchmark.intervals import Interval
 from hf_hyperdflash.drafters.sampling import DraftSampler
-from hf_hyperdflash.training.features.features import residual_of
+from hf_hyperdflash.training.features.capture import residual_of
 
 from ..conftest import CSA, SLIDING, prompt, tiny_drafter, tiny_target
 

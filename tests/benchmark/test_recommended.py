@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hf_hyperdflash import DeepseekV4MTPDrafter
-from hf_hyperdflash.benchmark.doctor.doctor import recommended
+from hf_hyperdflash.benchmark.doctor import recommended
 from hf_hyperdflash.benchmark.doctor.recommended import Timed, count_generations, recommendation, time_settings
 from hf_hyperdflash.benchmark.intervals import Interval
 

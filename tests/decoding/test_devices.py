@@ -29,10 +29,10 @@ from hf_hyperdflash import (
 from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
 from hf_hyperdflash.targets.caches.deepseek_v4 import make_rewindable
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
-from hf_hyperdflash.training.features.features import residual_of
+from hf_hyperdflash.training.features.capture import residual_of
 from hf_hyperdflash.training.features.fingerprint import target_fingerprint
 from hf_hyperdflash.training.features.store import FeatureCache
-from hf_hyperdflash.training.losses.losses import drafter_loss
+from hf_hyperdflash.training.losses.loss import drafter_loss
 
 from ..conftest import CSA, HCA, SLIDING, half_right, perfect, prompt, tiny_drafter
 from ..helpers import families

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
-from hf_hyperdflash.auto.node_survival import ACCEPTED, Admission, NodeSurvival
+from hf_hyperdflash.auto.node_survival import NodeSurvival
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.drafters.unrolled.rank_growth import BlockStep, grow_blocks
-from hf_hyperdflash.trees.growth import level_sizes
+from hf_hyperdflash.trees.growth import ACCEPTED, Admission, level_sizes
 from hf_hyperdflash.trees.tree import ANCHOR
 
 from ..helpers.draft_trees import SAMPLING_RULES, steps_by

@@ -71,7 +71,7 @@ class Draws:
 def every_outcome(run: Callable[[], T]) -> Iterator[tuple[float, T]]:
     """What `run` returns for every way in which its `one_of`, `torch.multinomial` and `torch.rand_like(..) < x` can
     go, and how probable that is."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("hf_hyperdflash.runtime.")]
+    modules = [module for name, module in sys.modules.items() if name.startswith("hf_hyperdflash.")]
     drawing = [module for module in modules if hasattr(module, "one_of")]
     pending: list[list[int]] = [[]]
     while pending:

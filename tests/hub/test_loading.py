@@ -18,10 +18,17 @@ from hf_hyperdflash import (
 from hf_hyperdflash.hub.formats import export_dflash, load_foreign
 from hf_hyperdflash.hub.loading import check_drafter, check_made_for, load_own_drafter
 
-from .conftest import tiny_config, tiny_drafter, tiny_target
-from .helpers.deepseek_checkpoints import dspark_fields, dspark_shapes, mtp_shapes, random_tensors, write, write_shards
-from .helpers.families import llama, qwen3
-from .helpers.unrolled import unrolled
+from ..conftest import tiny_config, tiny_drafter, tiny_target
+from ..helpers.deepseek_checkpoints import (
+    dspark_fields,
+    dspark_shapes,
+    mtp_shapes,
+    random_tensors,
+    write,
+    write_shards,
+)
+from ..helpers.families import llama, qwen3
+from ..helpers.unrolled import unrolled
 
 KINDS = ("HyperDFlash", "MTP", "DSpark", "z-lab", "speculators")
 UNROLLED = {"SpecBlock": "specblock", "EAGLE-3": "eagle3"}

@@ -1,7 +1,9 @@
 """Drafters on a Hub: `huggingface_hub` and transformers talk HTTP to `hub_server.py`, in processes of their own."""
 
+import inspect
 import json
 import os
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -13,8 +15,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import hf_hyperdflash
 from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter, __version__, bind
 from hf_hyperdflash.cli.app import app
+from hf_hyperdflash.drafters.saved import flat_code
 from hf_hyperdflash.hub.publish import drafter_files
 from hf_hyperdflash.version import series
 
@@ -28,8 +32,14 @@ TOKENS = {
     "hf_reader": {"name": "org", "write": False},
     "hf_stranger": {"name": "eve", "write": True},
 }
+
+
 # What it is made of, `tests/test_package.py` says.
-CODE = {path.name for path in HyperDFlashDrafter.code_files()} | {"custom_generate/generate.py"}
+def code_of(kind) -> set[str]:
+    return {*flat_code(Path(inspect.getfile(kind))), "custom_generate/generate.py"}
+
+
+CODE = code_of(HyperDFlashDrafter)
 SETUP = """
 import json, sys, torch
 from pathlib import Path
@@ -170,7 +180,8 @@ told["texts"] += [written(model, assistant_model=drafter), written(model, **reci
 assert drafter.last_stats.rounds and type(model) is not own
 drafter.unbind(model)
 drafter.save_pretrained(folder / "again")  # and from there once more
-told["texts"].append(written(model, custom_generate=str(folder / "again"), trust_remote_code=True))
+again = str(folder / "again")
+told["texts"].append(written(model, custom_generate=again, assistant_model=again, trust_remote_code=True))
 told["refused"] = failure(lambda: written(model, custom_generate="org/name"))
 drafter.push_to_hub("org/again")
 """
@@ -285,7 +296,11 @@ def test_what_a_folder_has_of_ours(folder, tmp_path):
     (tmp_path / "sharded" / "model.safetensors").touch()
     shards = {path.name for path in (tmp_path / "sharded").glob("model-*.safetensors")}
     assert len(shards) > 2
-    assert set(drafter_files(tmp_path / "sharded")) == CODE | shards | {"config.json", "model.safetensors.index.json"}
+    assert set(drafter_files(tmp_path / "sharded")) == CODE | shards | {
+        "README.md",
+        "config.json",
+        "model.safetensors.index.json",
+    }
     assert drafter_files(tmp_path / "nothing") == []
 
 
@@ -436,12 +451,22 @@ told["same"] = all(torch.equal(v, adapted.state_dict()[k]) for k, v in wrapped.s
     assert set(hub.files("org/adapter-alone")) == alone
 
 
-def test_a_saved_drafter_has_the_code_as_it_is(folder):
-    package = Path(HyperDFlashDrafter.__module__.replace(".", "/")).parent
-    source = Path(__file__).parents[2] / package
-    for name in CODE:
-        of_package = source / ("recipe.py" if "/" in name else name)
-        assert (folder / "drafter" / name).read_bytes() == of_package.read_bytes(), name
+def test_a_saved_drafter_has_the_code_as_it_is_but_for_imports(folder):
+    package, seen = Path(hf_hyperdflash.__file__).parent, set()
+    for path in package.rglob("*.py"):
+        name = "_".join(path.relative_to(package).parts)
+        if name in CODE:
+            seen.add(name)
+            saved, own = (file.read_text().splitlines() for file in (folder / "drafter" / name, path))
+            assert len(saved) == len(own)
+            changed = [(a, b) for a, b in zip(saved, own) if a != b]
+            assert all(
+                re.match(r" *from \.\w+ import ", a) and re.match(r" *from \.+[\w.]+ import ", b) for a, b in changed
+            )
+            assert all(a.partition(" import ")[2] == b.partition(" import ")[2] for a, b in changed)
+    assert seen == CODE - {"custom_generate/generate.py"}
+    recipe = folder / "drafter" / "custom_generate" / "generate.py"
+    assert recipe.read_bytes() == (package / "drafters" / "custom_generate.py").read_bytes()
     assert not any(name.endswith((".bin", ".pt")) for name in os.listdir(folder / "drafter"))
 
 
@@ -451,7 +476,7 @@ def test_a_sharded_drafter_is_saved_under_its_own_name(tmp_path):
     drafter.__class__ = type("FSDPHyperDFlashDrafter", (HyperDFlashDrafter,), {"__module__": "torch.nn.functional"})
     drafter.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config["auto_map"]["AutoModel"] == "modeling_hyperdflash.HyperDFlashDrafter"
+    assert config["auto_map"]["AutoModel"] == "drafters_blocks_modeling_hyperdflash.HyperDFlashDrafter"
     assert config["architectures"] == ["HyperDFlashDrafter"]
     assert {path.name for path in tmp_path.glob("*.py")} == {name for name in CODE if "/" not in name}
 
@@ -487,5 +512,5 @@ DeepseekV4MTPDrafter(tiny_config()).push_to_hub("org/mtp")
 """
     run(hub, folder, tmp_path, code)
     files = set(hub.files("org/mtp"))
-    assert {path.name for path in DeepseekV4MTPDrafter.code_files()} | {"custom_generate/generate.py"} <= files
+    assert code_of(DeepseekV4MTPDrafter) <= files
     assert {"config.json", "model.safetensors", "README.md"} <= files

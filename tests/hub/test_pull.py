@@ -7,7 +7,7 @@ import pytest
 
 from ..helpers.hub_server import HubServer, Repo
 from ..helpers.processes import python
-from ..test_loading import KINDS, UNROLLED, written
+from .test_loading import KINDS, UNROLLED, written
 
 TOKENS = {"hf_reader": {"name": "org", "write": False}}
 SETUP = """

@@ -11,10 +11,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
 from hf_hyperdflash.serving.served_config import OTHERS, refusing
+from hf_hyperdflash.serving.sglang import config as sglang_config
 from hf_hyperdflash.serving.sglang.config import SGLangConfig
-from hf_hyperdflash.serving.sglang.plugin import config as sglang_config
+from hf_hyperdflash.serving.vllm import config as vllm_config
 from hf_hyperdflash.serving.vllm.config import VLLMConfig
-from hf_hyperdflash.serving.vllm.plugin import config as vllm_config
 
 from ..conftest import MODELS
 from ..helpers import families

@@ -11,7 +11,8 @@ from transformers import TemperatureLogitsWarper
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, capture_residual, load_drafter, unbind
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
-from hf_hyperdflash.training.adaptation.adaptation import AdaptationConfig, adaptation
+from hf_hyperdflash.training.adaptation import adapt as adaptation
+from hf_hyperdflash.training.adaptation.adapt import AdaptationConfig
 from hf_hyperdflash.training.adaptation.bandit import Bandit
 from hf_hyperdflash.training.adaptation.lessons import Lesson, Memory
 from hf_hyperdflash.training.losses.objective import collate

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_hyperdflash.training.features.features import residual_of
+from hf_hyperdflash.training.features.capture import residual_of
 
 from ..helpers.training import packed_rows, run_alone
 

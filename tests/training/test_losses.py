@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hf_hyperdflash.training.losses.losses import drafter_loss, loss_counts, position_weights
+from hf_hyperdflash.training.losses.loss import drafter_loss, loss_counts, position_weights
 
 from ..helpers.live_memory import LiveMemory
 from ..helpers.training import naive_cross_entropy, naive_kl
@@ -63,9 +63,7 @@ def unchunked(logits, labels, teacher_logits=None, kl_weight=0.15, kl_temperatur
 
 
 def test_losses_are_torch_alone():
-    code = (
-        "import sys, hf_hyperdflash.training.losses.losses; print({'transformers', 'accelerate'} & set(sys.modules))"
-    )
+    code = "import sys, hf_hyperdflash.training.losses.loss; print({'transformers', 'accelerate'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

@@ -21,7 +21,7 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from hf_hyperdflash.training.features.features import store
+from hf_hyperdflash.training.features import store
 from hf_hyperdflash.training.features.store import FeatureCache
 from hf_hyperdflash.training.losses.teacher import teacher_states
 

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 
 from hf_hyperdflash import HyperDFlashTrainer, HyperDFlashTrainingArguments, capture_residual
 from hf_hyperdflash.drafters.unrolled.rank_head import rank_classes, rank_features
-from hf_hyperdflash.training.losses.losses import IGNORE_INDEX, rank_loss
+from hf_hyperdflash.training.losses.loss import IGNORE_INDEX, rank_loss
 from hf_hyperdflash.training.losses.objective import collate, read_layers
 
 from ..conftest import CSA, SLIDING, prompt, tiny_target

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
-from hf_hyperdflash.auto.node_survival import ACCEPTED, Admission, NodeSurvival
+from hf_hyperdflash.auto.node_survival import NodeSurvival
 from hf_hyperdflash.drafters.sampling import DraftSampler
-from hf_hyperdflash.trees.growth import SHARPENED, DraftStep, drawn, level_sizes, most_probable
+from hf_hyperdflash.trees.growth import ACCEPTED, SHARPENED, Admission, DraftStep, drawn, level_sizes, most_probable
 
 from ..helpers.draft_trees import SAMPLING_RULES, steps_by
 from ..helpers.enumerated_draws import every_outcome

@@ -18,8 +18,8 @@ from ...drafters.parts.heads import along_text
 from ...drafters.parts.layers import block_inputs
 from ...targets.registry import family_of
 from ...training.data.blocks import block_labels, block_masks, previous_tokens
-from ...training.features.features import residual_of
-from ...training.losses.losses import IGNORE_INDEX
+from ...training.features.capture import residual_of
+from ...training.losses.loss import IGNORE_INDEX
 from ..intervals import Interval, draw, interval
 
 # Of fewer prompts all prefer a setting that is no better too often: 8 do once in 256 times.

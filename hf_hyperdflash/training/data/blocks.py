@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...drafters.parts.block_attention import Reach
-from ..losses.losses import IGNORE_INDEX
+from ..losses.loss import IGNORE_INDEX
 
 _EVERYTHING = Reach()
 

@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ...targets.registry import family_of
-from .features import documents_of, residual_of_documents
+from .capture import documents_of, residual_of_documents
 from .fingerprint import config_fields, target_fingerprint
 from .locking import only_writer
 
@@ -53,9 +53,9 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """The target's residual paths of every row of a dataset, on disk: written once, trained on many times.
 
     By default those of the pre-collapse residual. Nothing else of the target is stored: the teacher's logits follow
-    from the residual ([`~training.losses.teacher.teacher_states`]). Items are those of [`FeatureCache.__getitem__`]. A shard's
-    checksum is verified once per process, before its first item is returned; after [`FeatureCache.verify`] data loader
-    workers skip that.
+    from the residual ([`~training.losses.teacher.teacher_states`]). Items are those of [`FeatureCache.__getitem__`]. A
+    shard's checksum is verified once per process, before its first item is returned; after [`FeatureCache.verify`]
+    data loader workers skip that.
 
     Args:
         directory: Where [`FeatureCache.write`] put it.

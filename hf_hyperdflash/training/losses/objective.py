@@ -18,7 +18,7 @@ from ...targets.registry import family_of
 from ..arguments import LOSS_WEIGHTS
 from ..data.blocks import anchor_candidates, anchor_seeds, block_labels, block_masks, previous_tokens, sample_anchors
 from .chunk import student_logits
-from .losses import DrafterLoss, drafter_loss, loss_counts, places_of, position_weights
+from .loss import DrafterLoss, drafter_loss, loss_counts, places_of, position_weights
 from .teacher import check_teacher, teacher_states
 
 Batch = dict[str, torch.Tensor]

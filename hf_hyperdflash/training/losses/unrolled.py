@@ -13,7 +13,7 @@ from ...drafters.parts.heads import HeadOutput
 from ...drafters.unrolled.configuration import UnrolledConfig
 from ...drafters.unrolled.rank_head import RANK_CLASSES, rank_classes
 from ...targets.registry import family_of
-from .losses import IGNORE_INDEX, DrafterLoss, loss_counts, position_weights, rank_loss
+from .loss import IGNORE_INDEX, DrafterLoss, loss_counts, position_weights, rank_loss
 from .objective import Batch, BlockObjective
 
 

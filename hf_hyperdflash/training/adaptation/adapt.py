@@ -25,7 +25,7 @@ from ...drafters.blocks.drafter import BlockDrafter
 from ...drafters.parts.heads import HEADS, HeadOutput
 from ...drafters.unrolled.drafter import UnrolledDrafter
 from ..arguments import RECIPES
-from ..losses.losses import IGNORE_INDEX, DrafterLoss
+from ..losses.loss import IGNORE_INDEX, DrafterLoss
 from ..losses.objective import Batch, collate, read_layers
 from ..losses.unrolled import objective_of
 from .bandit import Bandit

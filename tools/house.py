@@ -1,0 +1,189 @@
+"""The house and its aims: how many rooms and files there are, and how much of them one call enters.
+
+    python tools/house.py            # today's figures beside the aims
+    python tools/house.py --check    # exit status 1 if a figure is worse than the recorded one
+    python tools/house.py --write    # record today's figures in tools/house.json
+
+CI runs the check. A change that has to make a figure worse records it, and its commit says why.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from graphlib import TopologicalSorter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE, RECORD = ROOT / "hf_hyperdflash", Path(__file__).with_suffix(".json")
+sys.path.insert(0, str(ROOT))
+# What a newcomer reads first.
+PATH = ("decoding/loop.py", "decoding/rounds.py", "trees/acceptance.py", "trees/tree.py", "drafters/base.py")
+UPWARDS = {("drafters.base", "decoding.bind"), ("drafters.base", "decoding.stats")}  # as in tests/test_package.py
+# A figure and the most that it should be; `None` for no aim.
+AIMS: dict[str, float | None] = {
+    "rooms": 10,
+    "files in the fullest room": 12,
+    "longest chain of imports": 10,
+    "files that a greedy chain enters": 16,
+    "functions that a greedy chain enters": None,
+    "files that a tree enters": None,
+    "functions that a tree enters": None,
+    "files that a batch enters": 20,
+    "functions that a batch enters": None,
+    "files that a training step enters": None,
+    "functions that a training step enters": None,
+    "annotations that say Any, %": 6,
+    "lines that a newcomer reads": 1200,
+    "lines of the package": 21334,
+}
+
+
+def modules() -> dict[str, Path]:
+    """Every module but the packages' own, by its name within the package."""
+    paths = (path for path in PACKAGE.rglob("*.py") if path.stem != "__init__")
+    return {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in paths}
+
+
+def fullest_room() -> int:
+    """Files of the room that has most; a room within a room counts as one."""
+
+    def size(room: Path) -> int:
+        inner = [path for path in room.iterdir() if (path / "__init__.py").exists()]
+        return len(inner) + sum(path.stem != "__init__" for path in room.glob("*.py"))
+
+    return max(size(room) for room in rooms())
+
+
+def rooms() -> list[Path]:
+    return [path for path in PACKAGE.iterdir() if (path / "__init__.py").exists()]
+
+
+def longest_chain() -> int:
+    """Modules on the longest way from one to what it imports, and on."""
+    there, depth = modules(), {}
+    graph = {
+        name: {other for other in imports(path, there) if (name, other) not in UPWARDS} for name, path in there.items()
+    }
+    for name in TopologicalSorter(graph).static_order():
+        depth[name] = 1 + max((depth[other] for other in graph[name]), default=0)
+    return max(depth.values())
+
+
+def imports(path: Path, there: dict[str, Path]) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            folder = path.parents[node.level - 1].relative_to(PACKAGE).parts
+            name = ".".join([*folder, *(node.module or "").split(".")]).strip(".")
+            found |= {name} if name in there else {f"{name}.{part.name}".strip(".") for part in node.names}
+    return found & there.keys()
+
+
+def share_of_any() -> float:
+    """Of all annotations of arguments, results and variables, those with `Any` in them, in %."""
+    said = []
+    for path in modules().values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                said.append(node.returns)
+            elif isinstance(node, (ast.arg, ast.AnnAssign)):
+                said.append(node.annotation)
+    there = [annotation for annotation in said if annotation is not None]
+    any_in = [each for each in there if any(isinstance(n, ast.Name) and n.id == "Any" for n in ast.walk(each))]
+    return round(100 * len(any_in) / len(there), 1)
+
+
+@contextmanager
+def entered(functions: set[tuple[str, str]]) -> Iterator[None]:
+    """Collect the package's functions that are called inside, by file and name."""
+    start = f"{PACKAGE}/"
+
+    def called(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(start):
+            functions.add((frame.f_code.co_filename, frame.f_code.co_qualname))
+
+    sys.setprofile(called)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def calls() -> dict[str, Callable[[], Any]]:
+    """A greedy chain, a tree, a batch and a training step of a tiny Qwen3 and a HyperDFlash drafter."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTrainingArguments
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    target = Qwen3ForCausalLM(Qwen3Config(vocab_size=64, head_dim=16, num_hidden_layers=4, **sizes)).eval()
+    drafter = HyperDFlashDrafter.from_target(target, target_layer_ids=[0, 2], mask_token_id=63, num_hidden_layers=1)
+    drafter.bind(target)
+    one, two = torch.arange(1, 9)[None], torch.arange(1, 17).view(2, 8)
+
+    def generate(ids: torch.Tensor, **options: Any) -> Callable[[], Any]:
+        given = {"inputs": ids, "attention_mask": torch.ones_like(ids), "assistant_model": drafter, "pad_token_id": 0}
+        return lambda: target.generate(**given, do_sample=False, max_new_tokens=12, **options)
+
+    rows = [{"input_ids": list(range(1, 17)), "loss_mask": [1] * 16} for _ in range(2)]
+    arguments = HyperDFlashTrainingArguments(
+        tempfile.mkdtemp(), max_steps=1, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True
+    )
+    trainer = HyperDFlashTrainer(drafter, target, arguments, train_dataset=rows)
+    batch = next(iter(trainer.get_train_dataloader()))
+    return {
+        "a greedy chain": generate(one),
+        "a tree": generate(one, tree_budget=8),
+        "a batch": generate(two),
+        "a training step": lambda: trainer.training_step(trainer.model, batch),
+    }
+
+
+def figures() -> dict[str, float]:
+    found: dict[str, float] = {
+        "rooms": len(rooms()),
+        "files in the fullest room": fullest_room(),
+        "longest chain of imports": longest_chain(),
+    }
+    for name, call in calls().items():
+        functions: set[tuple[str, str]] = set()
+        with entered(functions):
+            call()
+        found[f"files that {name} enters"] = len({file for file, _ in functions})
+        found[f"functions that {name} enters"] = len(functions)
+    found["annotations that say Any, %"] = share_of_any()
+    found["lines that a newcomer reads"] = sum(map(lines_of, (PACKAGE / name for name in PATH)))
+    found["lines of the package"] = sum(map(lines_of, PACKAGE.rglob("*.py")))
+    return found
+
+
+def lines_of(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def main() -> int:
+    today = figures()
+    if "--write" in sys.argv:
+        RECORD.write_text(json.dumps(today, indent=2) + "\n")
+    recorded = json.loads(RECORD.read_text())
+    print(f"{'':40}{'today':>8}{'recorded':>10}{'aim':>8}")
+    for name, aim in AIMS.items():
+        print(f"{name:40}{today[name]:>8}{recorded[name]:>10}{'' if aim is None else aim:>8}")
+    worse = [name for name in AIMS if today[name] > recorded[name]]
+    if "--check" in sys.argv and worse:
+        print(f"Worse than recorded: {', '.join(worse)}. Make it better, or record it with --write and say why.")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

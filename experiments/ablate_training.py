@@ -21,8 +21,8 @@ import torch
 import transformers
 
 from hf_hyperdflash.benchmark.runner import hardware
-from hf_hyperdflash.training.data import load_rows
-from hf_hyperdflash.training.messages import to_messages
+from hf_hyperdflash.training.data.messages import to_messages
+from hf_hyperdflash.training.data.rows import load_rows
 
 # What is compared, and the flags that differ from the first line's.
 TRAIN = Path(__file__).parent.parent / "examples" / "train_drafter.py"

@@ -25,9 +25,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
 from hf_hyperdflash.benchmark.runner import hardware
-from hf_hyperdflash.training.data import load_rows, prepare_dataset
+from hf_hyperdflash.training.data.rows import load_rows, prepare_dataset
+from hf_hyperdflash.training.features.store import FeatureCache
 from hf_hyperdflash.training.script import main as train_drafter
-from hf_hyperdflash.training.store import FeatureCache
 
 REDUCERS = {"hc_gate": "gate", "fc": "fc", "hybrid": "gate + fc", "stream_mean": "stream mean"}
 

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_hyperdflash.benchmark.runner import hardware
-from hf_hyperdflash.training.losses import drafter_loss
+from hf_hyperdflash.training.losses.loss import drafter_loss
 
 KL_WEIGHT, KL_TEMPERATURE, TV_WEIGHT = 0.15, 1.0, 1.0
 UNCHUNKED = 0

@@ -32,8 +32,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTrainingArguments
 from hf_hyperdflash.benchmark.runner import hardware
-from hf_hyperdflash.training.losses import position_weights
-from hf_hyperdflash.training.objective import collate
+from hf_hyperdflash.training.losses.loss import position_weights
+from hf_hyperdflash.training.losses.objective import collate
 
 DECAY = 4.0
 WEIGHTS = {"ce": 0.1, "tv": 0.9}

@@ -68,7 +68,7 @@ def _prompts(
         if folder is not None:
             check_writable(folder)
     announce("data", data)
-    from .. import loading
+    from ..hub import loading
     from ..benchmark.calibration import check_amount, check_confidence
     from ..benchmark.figures import import_matplotlib
     from ..training.data.places import with_places

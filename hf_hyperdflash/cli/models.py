@@ -43,7 +43,7 @@ def check_loadable(
 ) -> None:
     """Raise an error if target or drafters are not there, are not for each other, cannot draft as many tokens as each
     is asked for, or have no place to be loaded to. Reads no weights."""
-    from .. import loading
+    from ..hub import loading
 
     loading.check_target(target)
     for drafter, num_draft_tokens in drafters:
@@ -64,7 +64,7 @@ def load_checked(
     """What [`load`] loads, of what has passed [`check_loadable`]."""
     import torch
 
-    from .. import loading
+    from ..hub import loading
     from ..decoding.bind import bind
 
     if threads:

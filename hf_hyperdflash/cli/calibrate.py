@@ -68,9 +68,9 @@ def _prompts(
         if folder is not None:
             check_writable(folder)
     announce("data", data)
-    from ..hub import loading
     from ..benchmark.calibration import check_amount, check_confidence
     from ..benchmark.figures import import_matplotlib
+    from ..hub import loading
     from ..training.data.places import with_places
     from ..training.data.rows import encode_prompts, load_rows
 

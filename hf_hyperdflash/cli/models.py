@@ -64,8 +64,8 @@ def load_checked(
     """What [`load`] loads, of what has passed [`check_loadable`]."""
     import torch
 
-    from ..hub import loading
     from ..decoding.bind import bind
+    from ..hub import loading
 
     if threads:
         torch.set_num_threads(threads)

@@ -7,8 +7,10 @@ What a page has on the Hub lies in folders of the same names beside it, small an
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 from textwrap import dedent, indent
+from types import ModuleType
 
 import pytest
 import torch
@@ -127,9 +129,21 @@ def test_snippets_run(names, tmp_path):
         assert hub.files("org/my-drafter")["model.safetensors"]  # the README pushes it
 
 
+def test_the_recipe_of_a_drafter_is_one(monkeypatch):
+    """Its file, by its test."""
+    written, _, tested = map(dedent, snippets(ROOT / "docs" / "extending" / "drafter.md"))
+    monkeypatch.setitem(sys.modules, "hf_hyperdflash.drafters.NAME", module := ModuleType("NAME"))
+    vars(module)["__package__"] = "hf_hyperdflash.drafters"
+    exec(written, vars(module))
+    exec(tested, names := {"__package__": "tests.drafters"})
+    (options,) = names["test_greedy_text_is_the_targets"].pytestmark
+    for each in options.args[1]:
+        names["test_greedy_text_is_the_targets"](each)
+
+
 def test_the_recipes_excerpt_drafts():
     """It is the end of a `propose`."""
-    (excerpt,) = snippets(ROOT / "docs" / "extending" / "drafter.md")
+    excerpt = dedent(snippets(ROOT / "docs" / "extending" / "drafter.md")[1])
     target, made = tiny_target(), {}
     given = {"DraftStep": DraftStep, "logits": torch.randn(1, target.config.vocab_size)}
     exec(

@@ -7,7 +7,6 @@ python docs/draw_rooms.py --check    # exit status 1 if it is not what the code 
 from __future__ import annotations
 
 import ast
-import re
 import sys
 from pathlib import Path
 
@@ -76,12 +75,20 @@ def rooms() -> str:
     between = {(room_of(a), room_of(b)) for a, b in graph if "version" not in (a, b)} - {BIND}
     lines = ["# Map of the package", "", "`docs/draw_rooms.py` writes this page from the code; a test compares.", ""]
     lines += ["Who imports whom, room by room:", "", *flowchart({(a, b) for a, b in between if a != b}), ""]
-    lines += ["| file | what |", "|---|---|"]
-    for path in there.values():
-        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        what = re.split(r"\n\n", text)[0].replace("\n", " ").replace("|", "\\|")
-        lines.append(f"| `{path.relative_to(PACKAGE).as_posix()}` | {what} |")
-    return "\n".join([*lines, ""])
+    for room in ORDER:
+        inside = PACKAGE / room / "__init__.py"
+        lines += [f"## {room}", "", first_words(inside), ""] if inside.exists() else ["## Beside the rooms", ""]
+        lines += ["| file | what |", "|---|---|"]
+        for path in (path for module, path in there.items() if room_of(module) == room):
+            lines.append(f"| `{path.relative_to(PACKAGE).as_posix()}` | {first_words(path)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def first_words(path: Path) -> str:
+    """The first paragraph of a module's docstring."""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return text.partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
 
 
 def main() -> int:

@@ -57,6 +57,15 @@ def test_every_page_is_reached_from_the_readme():
     assert reached > set(DOCS.rglob("*.md"))
 
 
+@pytest.mark.parametrize("page", [PAGES[1], *sorted((DOCS / "extending").glob("*.md"))], ids=lambda page: page.stem)
+def test_paths_that_contributors_are_told_of_are_there(page):
+    """Of the repository, or of the package; SGLang's are its own."""
+    named = re.findall(r"`((?:\w+|\.ci)/[\w./-]*)`", page.read_text().partition("# What SGLang gives")[0])
+    assert [
+        path for path in named if "NAME" not in path and not any((at / path).exists() for at in (ROOT, PACKAGE))
+    ] == []
+
+
 def words(*pages: Path) -> int:
     """Of what a reader sees: no comments, no bars of tables."""
     shown = [re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL) for page in pages]

@@ -118,6 +118,8 @@ def test_snippets_run(names, tmp_path):
             (folder / path.name).symlink_to(path)
         given = [GIVEN] if page == pages[0] else [GIVEN, first, "requests = [inputs] * 2"]
         own = [dedent(snippet) for snippet in snippets(page) if not OF_TOOLS.search(snippet)]
+        hub = 'custom_generate="org/my-drafter"'  # a folder, here, and so named twice
+        own = [snippet.replace(hub, f'{hub}, assistant_model="org/my-drafter"') for snippet in own]
         if page == pages[0]:
             own = [snippet + drafts(snippet) for snippet in own]
         (folder / f"{page.stem}.py").write_text("\n".join([*given, *own]))

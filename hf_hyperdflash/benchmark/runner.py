@@ -313,7 +313,7 @@ def _run_facts(
 
 def environment(target: Any) -> dict[str, Any]:
     """What a report says of how and where it was made, without this machine's folders."""
-    from .. import __version__
+    from ..version import __version__
 
     return {
         "date": date.today().isoformat(),

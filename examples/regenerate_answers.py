@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 from hf_hyperdflash import load_target
 from hf_hyperdflash.cli.models import check_writable
 from hf_hyperdflash.hub.loading import check_target
-from hf_hyperdflash.targets.registry import family_of
+from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.data.messages import Message, to_messages, tools_of
 from hf_hyperdflash.training.data.places import at_row, with_places
 from hf_hyperdflash.training.data.rows import load_rows, render
@@ -115,7 +115,7 @@ def read_conversations(tokenizer, args: argparse.Namespace) -> list[Conversation
 def alike(conversations: list[Conversation], target) -> list[list[Conversation]]:
     """Those that may share batches, shortest first: all of them, or those of each length."""
     ordered = sorted(conversations, key=lambda c: len(c.ids))
-    by_length = family_of(target).skips_padding
+    by_length = target_of(target).skips_padding
     return [list(group) for _, group in groupby(ordered, key=lambda c: len(c.ids) if by_length else 0)]
 
 

@@ -35,6 +35,7 @@ from hf_hyperdflash import HyperDFlashDrafter, load_drafter
 from hf_hyperdflash.decoding.bind import capture_residual
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.hub.formats import export_dflash
+from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.trees.acceptance import one_of
 
 WIDTH, LAYERS, BLOCK, MASK, RANK, VOCABULARY, DRAFTED = 64, 6, 5, 1, 8, 96, 40
@@ -107,10 +108,10 @@ def our_round(drafter: Any, target: PreTrainedModel, ids: Tensor, count: int, dr
     with capture_residual(target, drafter.target_layer_ids) as captured:
         target(ids[:, :-1])
     context, positions = drafter.new_context(), torch.arange(ids.shape[1])[None]
-    drafter.extend(target, context, captured[0], positions[:, :-1], ids[:, 1:])
+    drafter.extend(target_of(target), context, captured[0], positions[:, :-1], ids[:, 1:])
     sampler = DraftSampler(LogitsProcessorList(), draws is not None)
     with patch("hf_hyperdflash.drafters.sampling.one_of", draws or one_of):
-        tree = drafter.propose(target, context, ids, positions, count, sampler)
+        tree = drafter.propose(target_of(target), context, ids, positions, count, sampler)
     q = None if draws is None else torch.stack(tree.q)
     return Round(ids, tree.tokens.tolist(), draws.used if draws else [], q, tree.confidence)
 

@@ -31,6 +31,7 @@ from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.benchmark.suites import load_suite, suites_in
 from hf_hyperdflash.decoding.bind import capture_residual
 from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.data.rows import encode_prompts
 
 LEARNED = "auto, once it has learned"
@@ -70,13 +71,15 @@ def drafted_everywhere(target: Any, drafter: Any, text: torch.Tensor, prompt_len
     context, known, drafted = drafter.new_context(), 0, []
     for anchor in range(prompt_length, text.shape[1] - 1):
         new = slice(known, anchor)
-        drafter.extend(target, context, residual[:, new], positions[:, new], text[:, known + 1 : anchor + 1])
+        drafter.extend(
+            target_of(target), context, residual[:, new], positions[:, new], text[:, known + 1 : anchor + 1]
+        )
         known, told = anchor, Everything()
         count = min(drafter.max_draft_tokens, text.shape[1] - anchor - 2)
         sampler = DraftSampler(LogitsProcessorList(), do_sample=False)
         sampler.schedule = told  # type: ignore[assignment]
         before = text[:, : anchor + 1], positions[:, : anchor + 1]
-        tree = drafter.propose(target, context, *before, count, sampler) if count else ()
+        tree = drafter.propose(target_of(target), context, *before, count, sampler) if count else ()
         right = [bool(a == b) for a, b in zip(tree.tokens, text[0, anchor + 1 :])] if count else []
         drafted.append(Drafted(told.signals, [*right, False].index(False)))
     return drafted

@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from hf_hyperdflash import bind
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
-from hf_hyperdflash.targets.registry import family_of
+from hf_hyperdflash.targets.registry import target_of
 
 from .conftest import CSA, HCA, MIXES, perfect, prompt, tiny_target
 from .helpers.families import FAMILIES
@@ -59,7 +59,7 @@ TARGETS = [made for made in (*FAMILIES, *map(v4_mix, range(len(MIXES)))) if made
 
 
 @cache
-def target_of(number: int) -> Any:
+def bound(number: int) -> Any:
     torch.manual_seed(0)
     return bind(TARGETS[number]().eval())
 
@@ -72,7 +72,7 @@ def run_case(seed: int) -> tuple[str, str | None]:
     """
     chance = random.Random(seed)
     number = chance.randrange(len(TARGETS))
-    name, target = TARGETS[number].__name__, target_of(number)
+    name, target = TARGETS[number].__name__, bound(number)
     is_remote = target.config.model_type == "remote_v4"
     # Where its indexer has to choose, stock V4's text depends on how a prompt is cut: there it is not cut.
     is_whole = is_remote or ("deepseek_v4" in name and target.config.index_topk < 512)
@@ -136,7 +136,7 @@ def main() -> None:
         if (seed + 1) % 500 == 0:
             print(f"{cases.total()} cases in {time.perf_counter() - began:.0f} s", flush=True)
     for number, made in enumerate(TARGETS):
-        how = family_of(target_of(number)).tree_verification
+        how = target_of(bound(number)).tree_verification
         print(f"{cases[made.__name__]:6d} {made.__name__} ({how})")
     print(
         f"{cases.total()} cases: {wrong['different']} different, {wrong['nearly equal']} where two logits nearly tie"

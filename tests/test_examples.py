@@ -23,6 +23,7 @@ from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter, load_drafte
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from hf_hyperdflash.drafters.blocks.path import BlockPath
+from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.data.rows import encode_prompts
 
 from .conftest import prompt, tiny_drafter, tiny_target
@@ -296,7 +297,7 @@ def test_operations_are_those_that_torch_counts(heads_script):
         attention = sum(count for name, count in of_operators.items() if "attention" in name or "bmm" in name)
         assert counter.get_total_flops() - attention == heads_script["block"](drafter).operations
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            path = BlockPath(drafter, target, states[:, :6])
+            path = BlockPath(drafter, target_of(target), states[:, :6])
         assert counter.get_total_flops() == heads_script["lm_head"](drafter, 6).operations
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             for k in range(6):

@@ -43,6 +43,7 @@ from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlash
 from hf_hyperdflash.drafters.blocks.path import BlockPath
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.hub.loading import check_target, load_tokenizer
+from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.data.places import with_places
 from hf_hyperdflash.training.data.rows import encode_prompts, load_rows
 
@@ -191,12 +192,12 @@ def timed(target: PreTrainedModel, arguments: argparse.Namespace, **shape: Any) 
     residual = torch.randn(1, length, config.num_paths, config.target_hidden_size, dtype=target.dtype)
     ids, positions = torch.randint(4, config.vocab_size, (1, length + 1)), torch.arange(length + 1)[None]
     context, sampler = plain.new_context(), DraftSampler(LogitsProcessorList(), do_sample=False)
-    plain.extend(target, context, residual, positions[:, :-1], ids[:, 1:])
+    plain.extend(target_of(target), context, residual, positions[:, :-1], ids[:, 1:])
     plain.take_in(context)
     embeds = torch.randn(1, config.block_size, config.target_hidden_size, dtype=target.dtype)
     at = positions[:, -1:] + torch.arange(config.block_size)
 
-    blind = plain.logits(target, embeds[:, :drafts]).detach()
+    blind = plain.logits(target_of(target), embeds[:, :drafts]).detach()
 
     def steps(kind: str, candidates: int) -> Callable[[], None]:
         """A head's part of a pass, without what it has in common with a drafter that has none."""
@@ -217,8 +218,8 @@ def timed(target: PreTrainedModel, arguments: argparse.Namespace, **shape: Any) 
     stages: dict[Any, Callable[[], Callable[[], Any]]] = {
         "verification": lambda: lambda: target(ids[:, : drafts + 1]),
         "block": lambda: lambda: plain(embeds, at, context),
-        "LM head": lambda: lambda: plain.logits(target, embeds[:, :drafts]),
-        "pass": lambda: lambda: plain.propose(target, context, ids, positions, drafts, sampler),
+        "LM head": lambda: lambda: plain.logits(target_of(target), embeds[:, :drafts]),
+        "pass": lambda: lambda: plain.propose(target_of(target), context, ids, positions, drafts, sampler),
     }
     for kind, fields in variants():
         candidates = fields.get("head_candidates", -1)

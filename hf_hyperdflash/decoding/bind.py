@@ -18,10 +18,10 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 
 from ..auto.schedule import Experience
 from ..targets.caches.name import CACHE, own_cache_names, renamed_cache
-from ..targets.family import TargetFamily
 from ..targets.hooks import Reading, ResidualTap
-from ..targets.registry import check_layers, check_without_virtual_tokens, family_of, is_bound, is_drafter
+from ..targets.registry import check_layers, check_without_virtual_tokens, is_bound, is_drafter, target_of
 from ..targets.rope_switch import check_restart
+from ..targets.target import Target
 from ..version import __version__, series
 from .batch.request import STARTS_ONLY, batch_asked
 from .candidates import DraftCandidateGenerator
@@ -58,7 +58,7 @@ class Binding:
     """What hangs on a bound target, from [`bind`] to [`unbind`]. Plain forwards run as if it were not there.
 
     Args:
-        family: The target, as one of its family.
+        target: The model, as drafters and the loop see it.
 
     Attributes:
         default: The drafter of calls that name none ([`~drafters.base.Drafter.bind`]).
@@ -66,10 +66,11 @@ class Binding:
 
     default: Any = None
 
-    def __init__(self, family: TargetFamily) -> None:
-        self.family = family
-        self.residual = ResidualTap(family.layers, family.paths)
-        self.handles = [*self.residual.handles, *family.put_on_hooks(), *count_forwards(family.target)]
+    def __init__(self, target: Target) -> None:
+        self.target = self.family = target  # drafters' own code from before 0.3 asks for a family, also of a `Target`
+        target.hyperdflash_binding = self
+        self.residual = ResidualTap(target.layers, target.paths)
+        self.handles = [*self.residual.handles, *target.put_on_hooks(), *count_forwards(target.model)]
 
     @contextmanager
     def own_forward(self, reading: Reading, is_round: bool = False) -> Iterator[None]:
@@ -81,7 +82,7 @@ class Binding:
         """
         ends = [self.residual.readings.add(reading)]
         if is_round:
-            ends.append(self.family.rounds.add({}))
+            ends.append(self.target.rounds.add({}))
         try:
             yield
         finally:
@@ -154,7 +155,7 @@ class BoundTarget(_Mixed):
                 f"`cache_implementation` is {generation_config.cache_implementation!r}, but assisted generation has "
                 "to rewind its cache: leave it out, or use 'dynamic' or 'offloaded'."
             )
-        check_whole(self.hyperdflash_binding.family, model_kwargs.get(CACHE))
+        check_whole(self.hyperdflash_binding.target, model_kwargs.get(CACHE))
         vars(generation_config)["_has_callers_cache"] = model_kwargs.get(CACHE) is not None
         super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, *args, **kwargs
@@ -165,7 +166,7 @@ class BoundTarget(_Mixed):
         if is_rewound and isinstance(cache, Cache):  # plain decoding keeps the stock layers
             most = generation_config.prompt_lookup_num_tokens, generation_config.num_assistant_tokens
             counts = [count for count in most if isinstance(count, int)]  # what else is asked for is refused later
-            self.hyperdflash_binding.family.make_rewindable(cache, max(counts, default=0))
+            self.hyperdflash_binding.target.make_rewindable(cache, max(counts, default=0))
             if generation_config.is_assistant:
                 cache.activate_past_recording()
 
@@ -199,7 +200,7 @@ class BoundTarget(_Mixed):
                 experience=self._experience_with(assistant_model, generation_config),
                 is_row=is_row,
             )
-            check_restart(decoding.binding.family.config, input_ids.shape[1], generation_config.max_length)
+            check_restart(decoding.target.config, input_ids.shape[1], generation_config.max_length)
             decoding.start(input_ids, model_kwargs)
             return decoding if is_row else speculative_decoding(decoding)
         check_stock_assistance(assistant_model, model_kwargs)
@@ -235,7 +236,7 @@ class BoundTarget(_Mixed):
         check_fit(cast(PreTrainedModel, self), drafter)
         asked = self._drafts_asked_of(drafter, config)
         num_drafts = (drafter.max_draft_tokens or _MOST_DRAFTS) if asked == AUTO else cast(int, asked)
-        self.hyperdflash_binding.family.make_rewindable(model_kwargs[CACHE], num_drafts)
+        self.hyperdflash_binding.target.make_rewindable(model_kwargs[CACHE], num_drafts)
         return num_drafts
 
     @staticmethod
@@ -264,16 +265,16 @@ def bind(target: PreTrainedModel) -> PreTrainedModel:
     transformers' own assisted modes (prompt lookup, a second V4 as assistant: bind that one too).
 
     Raises:
-        ValueError: If it is no target (see [`~targets.registry.family_of`]), transformers cannot run it in its dtype,
+        ValueError: If it is no target (see [`~targets.registry.target_of`]), transformers cannot run it in its dtype,
             its cache cannot be rewound, or code of another version has bound it.
     """
-    family = family_of(target)
-    if not is_bound(target):  # else its family may be of a drafter's own, older code, which has checked what it knows
-        _check_bindable(family)
+    seen = target_of(target)
+    if not is_bound(target):
+        _check_bindable(seen)
     with _BINDING:
         bound_by = getattr(type(target), "bound_by", None)
         if bound_by is None:
-            vars(target)["hyperdflash_binding"] = Binding(family)
+            vars(target)["hyperdflash_binding"] = Binding(seen)
             target.__class__ = _bound_class(cast(type, type(target)))
         elif series(bound_by) != series(__version__):
             raise ValueError(
@@ -283,15 +284,15 @@ def bind(target: PreTrainedModel) -> PreTrainedModel:
     return target
 
 
-def _check_bindable(family: TargetFamily) -> None:
+def _check_bindable(target: Target) -> None:
     """Raise a `ValueError` if a target cannot run, if its layers cannot be read, or if its cache cannot be rewound."""
-    family.check_computes()
-    check_layers(family)
-    if family.why_not_rewindable:
+    target.check_computes()
+    check_layers(target)
+    if target.why_not_rewindable:
         raise ValueError(
-            f"A {type(family.target).__name__} {family.why_not_rewindable}, so drafts that the target rejects could "
+            f"A {type(target.model).__name__} {target.why_not_rewindable}, so drafts that the target rejects could "
             "not be taken back. Use a target whose layers are of these kinds, in a cache of transformers: "
-            f"{', '.join(sorted(family.rewindable_kinds))}."
+            f"{', '.join(sorted(target.rewindable_kinds))}."
         )
 
 
@@ -344,10 +345,11 @@ def check_fit(target: PreTrainedModel, drafter: Any) -> None:
     Raises:
         ValueError: Naming both values, if they do not fit.
     """
-    check_layers(family_of(target), drafter.target_layer_ids)  # what is no target has no place to remember it at
+    seen = target_of(target)
+    check_layers(seen, drafter.target_layer_ids)
     fitting = _fitting.setdefault(target, WeakSet())
     if drafter not in fitting:
-        drafter.check_target(target)
+        drafter.check_target(seen)
         fitting.add(drafter)
 
 
@@ -365,10 +367,8 @@ def capture_residual(target: PreTrainedModel, target_layer_ids: Sequence[int] = 
         A list that grows by one tensor per forward, `[batch, seq, paths, config.hidden_size]` with `config.hc_mult`
         paths per layer, in the order of `target_layer_ids`.
     """
-    family, is_kept = family_of(target), is_bound(target)
-    tap = (
-        cast(BoundTarget, target).hyperdflash_binding.residual if is_kept else ResidualTap(family.layers, family.paths)
-    )
+    seen, is_kept = target_of(target), is_bound(target)
+    tap = cast(BoundTarget, target).hyperdflash_binding.residual if is_kept else ResidualTap(seen.layers, seen.paths)
     reading = tap.reader(target_layer_ids)
     end = tap.readings.add(reading) if target_layer_ids else None
     try:

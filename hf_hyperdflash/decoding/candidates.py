@@ -23,7 +23,7 @@ class DraftCandidateGenerator(CandidateGenerator):
     forward of the target after each call of [`get_candidates`].
 
     Args:
-        target: A bound target.
+        model: A bound target.
         drafter: Its drafter.
         num_drafts: Most drafts a round.
         generation_config: The request's.
@@ -35,18 +35,18 @@ class DraftCandidateGenerator(CandidateGenerator):
 
     def __init__(
         self,
-        target: Any,
+        model: Any,
         drafter: Any,
         num_drafts: int,
         generation_config: Any,
         logits_processor: LogitsProcessorList | None = None,
     ) -> None:
-        self.target, self.drafter, self.num_drafts = target, drafter, num_drafts
+        self.drafter, self.num_drafts = drafter, num_drafts
         self.max_length = generation_config.max_length
         self.sampler = DraftSampler(logits_processor or LogitsProcessorList(), generation_config.do_sample)
         self.context = drafter.new_context()
-        binding = target.hyperdflash_binding
-        self._family = binding.family
+        binding = model.hyperdflash_binding
+        self.target = binding.target
         self._reading = binding.residual.reader(drafter.target_layer_ids, most=1)
         weakref.finalize(self, binding.residual.readings.add(self._reading))
 
@@ -78,15 +78,15 @@ class DraftCandidateGenerator(CandidateGenerator):
             self._reading.captured.clear()
             return input_ids, None
         if not self.context.end:  # the prompt's forward is over
-            weakref.finalize(self, self._family.rounds.add({}))
+            weakref.finalize(self, self.target.rounds.add({}))
         positions = self._positions(input_ids, (model_kwargs or {}).get("attention_mask"))
         self._take_in(input_ids, positions, end)
-        if self._family.rope_switch is not None:
-            count = int(min(count, self._family.rope_switch.most_drafts(1 + int(positions[0, -1]))))
+        if self.target.rope_switch is not None:
+            count = int(min(count, self.target.rope_switch.most_drafts(1 + int(positions[0, -1]))))
             if count < 1:
                 return input_ids, None
         tree = self.drafter.propose(self.target, self.context, input_ids, positions, count, self.sampler)
-        check_proposed(self.drafter, tree, self._family.config.vocab_size)
+        check_proposed(self.drafter, tree, self.target.config.vocab_size)
         drafts = tree.tokens[None].to(input_ids.device)
         q = [part for part in tree.q or () if part is not None]
         logits = torch.stack(q).log()[None] if q and len(q) == len(tree) else None

@@ -61,7 +61,7 @@ class Decoding:
     """One sequence of a request: its models, settings and cache; what changes from round to round is in its row.
 
     Args:
-        target: A bound target.
+        model: A bound target.
         drafter: A [`~drafters.base.Drafter`], on any device.
         num_drafts: Most drafted tokens per round. The cache can take back one more.
         logits_processor: As prepared by `generate`, like the rest.
@@ -80,7 +80,7 @@ class Decoding:
 
     def __init__(
         self,
-        target: Any,
+        model: Any,
         drafter: Any,
         num_drafts: int,
         *,
@@ -91,26 +91,27 @@ class Decoding:
         experience: Experience | None = None,
         is_row: bool = False,
     ) -> None:
-        self.target, self.drafter, self.num_drafts = target, drafter, num_drafts
-        self.binding, self.config, self.streamer = target.hyperdflash_binding, generation_config, streamer
+        self.model, self.drafter, self.num_drafts = model, drafter, num_drafts
+        self.binding, self.config, self.streamer = model.hyperdflash_binding, generation_config, streamer
+        self.target = self.binding.target
         self.learner = drafter.learner
         asked = [*logits_processor, *stopping_criteria]
-        self.leaves_nothing = leaves_nothing(target, drafter, generation_config, asked)
-        self.lesson = None if self.learner is None else self.learner.begin(target, generation_config.do_sample)
+        self.leaves_nothing = leaves_nothing(model, drafter, generation_config, asked)
+        self.lesson = None if self.learner is None else self.learner.begin(model, generation_config.do_sample)
         self.layer_ids = drafter.target_layer_ids if self.lesson is None else self.lesson.layer_ids
-        self.own_paths = len(drafter.target_layer_ids) * self.binding.family.paths  # the drafter's, which come first
+        self.own_paths = len(drafter.target_layer_ids) * self.target.paths  # the drafter's, which come first
         self.reading = self.binding.residual.reader(self.layer_ids)
         self.processor, self.stopping = logits_processor, Stopping(stopping_criteria, is_row)
         self.sampler = DraftSampler(logits_processor, generation_config.do_sample)
         budget = tree_budget_asked(generation_config)
-        self.is_joint = is_row and self.binding.family.joins_rows  # with others in one forward
+        self.is_joint = is_row and self.target.joins_rows  # with others in one forward
         self.tree_budget = None if budget == AUTO and (experience is None or self.is_joint) else budget
         self.schedule = FixedSchedule()
         self.experience = experience
-        self.skips_padding = is_row or self.binding.family.skips_padding
+        self.skips_padding = is_row or self.target.skips_padding
         self.waited = 0.0  # less than nothing: seconds in the caller's streamer, which no draft can save
-        self.shown = Shown(generation_config, self.binding.family)
-        self.stats, self.now = SpeculationStats(), clock(target.device)
+        self.shown = Shown(generation_config, self.target)
+        self.stats, self.now = SpeculationStats(), clock(model.device)
 
     # From the prompt to the end of the text
 
@@ -164,7 +165,7 @@ class Decoding:
 
     def drafted(self, tree: DraftTree) -> ChainRound:
         """The round that verifies what was drafted."""
-        check_proposed(self.drafter, tree, self.binding.family.config.vocab_size)
+        check_proposed(self.drafter, tree, self.target.config.vocab_size)
         if max(tree.depths, default=0) > self._wanted:
             raise ValueError(
                 f"The drafter made {max(tree.depths)} drafts, one after the other, expected at most {self._wanted}, "
@@ -212,7 +213,7 @@ class Decoding:
                 inputs.setdefault("attention_mask", torch.ones_like(self.row.text[:, :end]))
             try:
                 with self.binding.own_forward(self.reading):
-                    outputs = self.target._prefill(self.row.text[:, :end], config, inputs)
+                    outputs = self.model._prefill(self.row.text[:, :end], config, inputs)
             except BaseException:  # as of Ctrl-C: a prompt is not recorded, so that nothing could take it back
                 setattr(self.cache, TORN, 1)
                 raise
@@ -229,13 +230,13 @@ class Decoding:
         """Ask for trees if the target's can be verified: its family knows, and the cache that the prompt made."""
         if self.tree_budget is None:
             return
-        if verification_of(self.binding.family, self.cache) != "chain":
+        if verification_of(self.target, self.cache) != "chain":
             self.sampler.tree_budget = self.tree_budget if self.tree_budget != AUTO else MOST_NODES
         else:
             logger.warning(
                 "`tree_budget` is %s, but draft trees of a %s target are not verified: drafting chains.",
                 self.tree_budget,
-                self.binding.family.config.model_type,
+                self.target.config.model_type,
             )
 
     def _settle_on_schedule(self) -> None:
@@ -254,23 +255,23 @@ class Decoding:
         The target adds one of its own, and a tree is no deeper than it has nodes.
         """
         most = min(self.num_drafts, self.sampler.tree_budget or self.num_drafts)
-        if self.binding.family.rope_switch is not None:
+        if self.target.rope_switch is not None:
             seen = 1 + int(self.row.text_positions(self.row.end - 1, self.row.end))
-            most = int(min(most, self.binding.family.rope_switch.most_drafts(seen)))
+            most = int(min(most, self.target.rope_switch.most_drafts(seen)))
         return max(0, min(most, self.config.max_length - self.row.length - 1))
 
     # Verify
 
     def round_over(self, tree: DraftTree) -> ChainRound:
         """The round that verifies a tree."""
-        return round_over(self.binding.family, self.cache, tree, self.row.end - 1)
+        return round_over(self.target, self.cache, tree, self.row.end - 1)
 
     def verify(self, round_: ChainRound) -> Any:
         """One forward of the target over the anchor and the drafts."""
         try:
             inputs, began = round_.inputs(self.row, self.kwargs), self.now()
             with self.binding.own_forward(self.reading, is_round=True):
-                outputs = self.target(**inputs, return_dict=True)
+                outputs = self.model(**inputs, return_dict=True)
         except BaseException as error:  # as of Ctrl-C, after which a caller may go on with the cache
             setattr(self.cache, TORN, 1)
             if is_between_writes(self.cache, error):

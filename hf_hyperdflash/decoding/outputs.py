@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ..targets.family import TargetFamily
+from ..targets.target import Target
 from .rounds import ChainRound
 
 
@@ -17,11 +17,11 @@ class Shown:
 
     Args:
         config: The request's generation configuration.
-        family: The target's.
+        target: The target's.
     """
 
-    def __init__(self, config: Any, family: TargetFamily) -> None:
-        self.config, self.family = config, family
+    def __init__(self, config: Any, target: Target) -> None:
+        self.config, self.target = config, target
         self.seen: dict[str, list[Any]] = {"scores": [], "logits": [], "hidden_states": [], "attentions": []}
 
     def add(
@@ -72,6 +72,6 @@ class Shown:
         )
 
     def _row(self, weights: torch.Tensor, k: int, seen: list[int], layer: Any) -> torch.Tensor:
-        of_tokens, others = self.family.attention_keys(layer, weights.shape[3], weights.shape[2], seen)
+        of_tokens, others = self.target.attention_keys(layer, weights.shape[3], weights.shape[2], seen)
         window = getattr(layer, "sliding_window", None) or weights.shape[3]
         return weights[:, :, k : k + 1, torch.cat([of_tokens[-window:], others]).to(weights.device)]

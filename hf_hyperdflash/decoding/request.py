@@ -9,8 +9,8 @@ from transformers.generation.configuration_utils import GenerationConfig
 
 from ..drafters.base import AUTO
 from ..targets.caches.name import CACHE
-from ..targets.family import TargetFamily
-from ..targets.registry import family_of, is_bound
+from ..targets.registry import is_bound, target_of
+from ..targets.target import Target
 from .continuation import TORN
 
 # Ways to write that are not ours, by the argument that asks for each.
@@ -191,7 +191,7 @@ def check_stock_assistance(assistant_model: Any, model_kwargs: dict[str, Any]) -
             f"The assistant, a {type(assistant_model).__name__}, cannot rewind its cache. Call "
             "`hf_hyperdflash.bind(assistant_model)` first."
         )
-    if is_bound(assistant_model) and family_of(assistant_model).has_running_state:
+    if is_bound(assistant_model) and target_of(assistant_model).has_running_state:
         raise ValueError(
             f"The assistant, a {type(assistant_model).__name__}, has linear attention, which can take back the last "
             "forward only, and an assistant runs several. Use a HyperDFlash drafter, or an assistant without linear "
@@ -220,7 +220,7 @@ def check_cache(cache: Any) -> Any:
     return cache
 
 
-def check_whole(family: TargetFamily, cache: Any) -> None:
+def check_whole(family: Target, cache: Any) -> None:
     """Raise a `ValueError` if the layers of a target's cache, the caller's, hold different tokens: going on with it
     would write other text."""
     lengths = family.cached_lengths(cache)

@@ -13,7 +13,7 @@ import torch
 from ..targets.attention_masks import attention_mask_for
 from ..targets.caches.name import CACHE
 from ..targets.caches.ragged import CachedRow
-from ..targets.family import TargetFamily, TreeVerification
+from ..targets.target import Target, TreeVerification
 from ..trees.layout import TreeRows
 from ..trees.tree import DraftTree
 from .sequence import Row
@@ -23,13 +23,13 @@ class ChainRound:
     """A chain of drafts: the target's forward as it is.
 
     Args:
-        family: The target.
+        target: The target.
         tree: The drafts.
         start: Tokens of the text before the anchor.
     """
 
-    def __init__(self, family: TargetFamily, tree: DraftTree, start: int) -> None:
-        self.family, self.tree, self.start = family, tree, start
+    def __init__(self, target: Target, tree: DraftTree, start: int) -> None:
+        self.target, self.tree, self.start = target, tree, start
         self.count = len(tree) + 1  # rows
 
     def inputs(self, row: Row, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -38,8 +38,8 @@ class ChainRound:
         return self._prepared(ids, self.count, kwargs | row.inputs(self.start, self.start + self.count))
 
     def _prepared(self, ids: torch.Tensor, count: int, kwargs: dict[str, Any]) -> dict[str, Any]:
-        target: Any = self.family.target
-        inputs = target.prepare_inputs_for_generation(
+        model: Any = self.target.model
+        inputs = model.prepare_inputs_for_generation(
             ids, next_sequence_length=count, is_first_iteration=False, **kwargs
         )
         return {**inputs, "logits_to_keep": count}
@@ -66,14 +66,14 @@ class ChainRound:
 
     def take_back(self, cache: Any) -> None:
         """Leave nothing of the round in the cache, whose forward was interrupted."""
-        self.family.take_back(cache, self.start)
+        self.target.take_back(cache, self.start)
 
 
 class MaskedRound(ChainRound):
     """A tree in one forward: true positions, and a mask by which each node sees its ancestors (SpecInfer)."""
 
-    def __init__(self, family: TargetFamily, tree: DraftTree, start: int) -> None:
-        super().__init__(family, tree, start)
+    def __init__(self, target: Target, tree: DraftTree, start: int) -> None:
+        super().__init__(target, tree, start)
         self.rows = TreeRows(tree)
 
     def inputs(self, row: Row, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class MaskedRound(ChainRound):
         inputs = self._prepared(ids, self.count, kwargs)
         inputs["position_ids"] = anchor + self.rows.depths.to(anchor.device)
         inputs["attention_mask"] = self._masks(cache, row.mask(self.start), ids.device)
-        self.family.hold(cache, self.rows)
+        self.target.hold(cache, self.rows)
         return inputs
 
     def _masks(self, cache: Any, real: torch.Tensor | None, device: torch.device) -> Any:
@@ -96,8 +96,8 @@ class MaskedRound(ChainRound):
                 mask = self.rows.mask(past, window, device)
                 if real is not None and past:
                     mask[:, :past] &= real[:, -past:].bool()
-                implementation = self.family.config._attn_implementation
-                masks[kind] = attention_mask_for(implementation, mask[None, None], self.family.dtype)
+                implementation = self.target.config._attn_implementation
+                masks[kind] = attention_mask_for(implementation, mask[None, None], self.target.dtype)
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def seen(self, row: int) -> list[int]:
@@ -109,21 +109,21 @@ class MaskedRound(ChainRound):
         return residual.index_select(1, self.rows.numbers(places, residual.device))
 
     def keep(self, cache: Any, kept: list[int]) -> None:
-        self.family.keep(cache, self.rows, kept)
+        self.target.keep(cache, self.rows, kept)
 
 
 class RowRound(MaskedRound):
     """A row's tree in a forward over several rows ([`~decoding.batch.decoding`]).
 
     Args:
-        family: The target.
+        target: The target.
         tree: The drafts.
         start: Tokens of the row's text before the anchor.
         batch_place: Of the row in the batch.
     """
 
-    def __init__(self, family: TargetFamily, tree: DraftTree, start: int, batch_place: int) -> None:
-        super().__init__(family, tree, start)
+    def __init__(self, target: Target, tree: DraftTree, start: int, batch_place: int) -> None:
+        super().__init__(target, tree, start)
         self.batch_place = batch_place
 
     def positions(self, row: Row) -> torch.Tensor:
@@ -142,8 +142,8 @@ class ForkedRound(ChainRound):
     """A tree as a batch: a sequence per path, each with the whole of what comes before. Right wherever a batch is, and
     slower than a mask, as what paths share is computed for each."""
 
-    def __init__(self, family: TargetFamily, tree: DraftTree, start: int) -> None:
-        super().__init__(family, tree, start)
+    def __init__(self, target: Target, tree: DraftTree, start: int) -> None:
+        super().__init__(target, tree, start)
         self.paths = [[0, *(node + 1 for node in path)] for path in tree.paths]
         self.length = max(map(len, self.paths))
         self._places = {row: (i, k) for i, path in reversed(list(enumerate(self.paths))) for k, row in enumerate(path)}
@@ -195,29 +195,29 @@ def _repeated(value: Any, times: int) -> Any:
 _ROUNDS: dict[TreeVerification, type[ChainRound]] = {"mask": MaskedRound, "fork": ForkedRound}
 
 
-def verification_of(family: TargetFamily, cache: Any) -> TreeVerification:
+def verification_of(target: Target, cache: Any) -> TreeVerification:
     """How a draft tree is verified on top of a cache."""
-    how = family.tree_verification
-    if how == "mask" and not family.can_mask(cache):
+    how = target.tree_verification
+    if how == "mask" and not target.can_mask(cache):
         how = "fork"
     can_fork = hasattr(cache, "batch_repeat_interleave")  # remote code's own may not
     return "chain" if how == "fork" and not can_fork else how
 
 
-def round_over(family: TargetFamily, cache: Any, tree: DraftTree, start: int) -> ChainRound:
+def round_over(target: Target, cache: Any, tree: DraftTree, start: int) -> ChainRound:
     """The round that verifies a tree on top of a cache.
 
     Raises:
         ValueError: If it has several paths, and the target verifies none but chains.
     """
     if isinstance(cache, CachedRow):
-        return RowRound(family, tree, start, cache.place)
+        return RowRound(target, tree, start, cache.place)
     if tree.is_chain:
-        return ChainRound(family, tree, start)
-    how = verification_of(family, cache)
+        return ChainRound(target, tree, start)
+    how = verification_of(target, cache)
     if how == "chain":
         raise ValueError(
-            f"The drafter made a tree with the parents {tree.parents} for a {family.config.model_type} target, whose "
+            f"The drafter made a tree with the parents {tree.parents} for a {target.config.model_type} target, whose "
             "trees are not verified: expected a chain of drafts."
         )
-    return _ROUNDS[how](family, tree, start)
+    return _ROUNDS[how](target, tree, start)

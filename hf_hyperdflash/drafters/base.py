@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
+from ..targets.target import Target
 from ..trees.tree import DraftTree
 from .sampling import DraftSampler, DraftsWanted
 
@@ -51,7 +52,7 @@ class Drafter:
 
     # What a drafter does
 
-    def check_target(self, target: PreTrainedModel) -> None:
+    def check_target(self, target: Target) -> None:
         """Raise a `ValueError` that names both values if the drafter does not fit `target`."""
 
     def new_context(self) -> Any:
@@ -61,7 +62,7 @@ class Drafter:
 
     def extend(
         self,
-        target: PreTrainedModel,
+        target: Target,
         context: Any,
         residual: torch.Tensor,
         position_ids: torch.Tensor,
@@ -80,7 +81,7 @@ class Drafter:
 
     def propose(
         self,
-        target: PreTrainedModel,
+        target: Target,
         context: Any,
         ids: torch.Tensor,
         position_ids: torch.Tensor,
@@ -100,7 +101,7 @@ class Drafter:
         """
         raise NotImplementedError(f"A {type(self).__name__} has no `propose`.")
 
-    def propose_rows(self, target: PreTrainedModel, wanted: Sequence[DraftsWanted]) -> list[DraftTree]:
+    def propose_rows(self, target: Target, wanted: Sequence[DraftsWanted]) -> list[DraftTree]:
         """As [`propose`], for several texts that share their rounds: one after the other, where a drafter knows no way
         to draft them in one pass."""
         return [self.propose(target, *each) for each in wanted]

@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from ..targets.registry import family_of
+from ..targets.registry import target_of
+from ..targets.target import Target
 from ..trees.tree import DraftTree
 from .base import Drafter
 from .sampling import DraftSampler
@@ -26,11 +27,11 @@ class PromptLookupDrafter(Drafter):
         max_matching_ngram_size: Longest run of last tokens to look for.
 
     Raises:
-        ValueError: If it is no target (see [`~targets.registry.family_of`]), or either number is less than 1.
+        ValueError: If it is no target (see [`~targets.registry.target_of`]), or either number is less than 1.
     """
 
     def __init__(self, target: PreTrainedModel, num_draft_tokens: int = 10, max_matching_ngram_size: int = 2) -> None:
-        family_of(target)  # which says what a target is, if it is none
+        target_of(target)  # which says what a target is, if it is none
         self.config = target.config  # `generate` compares vocabularies
         self._usual_drafts = self.num_draft_tokens = num_draft_tokens
         if type(max_matching_ngram_size) is not int or max_matching_ngram_size < 1:
@@ -41,7 +42,7 @@ class PromptLookupDrafter(Drafter):
 
     def propose(
         self,
-        target: PreTrainedModel,
+        target: Target,
         context: Any,
         ids: torch.Tensor,
         position_ids: torch.Tensor,

@@ -8,9 +8,9 @@ from pathlib import PurePath
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
-from ..targets.registry import check_layers, family_of
+from ..targets.registry import check_layers
+from ..targets.target import Target
 from .saved import SavedDrafter
 from .weights import check_draft_ids
 
@@ -36,14 +36,14 @@ class ReadingDrafter(SavedDrafter):
         """The most tokens one after the other that one round can draft."""
         return self.config.max_draft_tokens
 
-    def check_target(self, target: PreTrainedModel) -> None:
+    def check_target(self, target: Target) -> None:
         """Raise a `ValueError` that names both values if the drafter does not fit `target`. One that reads any streams
         is told here how many these are; what kind of model that is and how many layers it has is kept where the
         configuration, another program's, does not say."""
         if getattr(self.config, "any_streams", False):
-            self.config.target_hc_mult = family_of(target).paths
+            self.config.target_hc_mult = target.paths
         check_pair(self.config, target, type(self).__name__)
-        config, own = self.config, family_of(target).config
+        config, own = self.config, target.config
         if getattr(config, "target_model_type", None) == "":  # ours say it, and stay as they were trained
             config.target_model_type = own.model_type
             config.target_num_layers = config.target_num_layers or own.num_hidden_layers
@@ -72,7 +72,7 @@ class ReadingDrafter(SavedDrafter):
         return own if of_head is None else torch.cat([own, of_head], dim=-1)
 
     @torch.no_grad()
-    def draft_only(self, target: PreTrainedModel, ids: torch.Tensor) -> None:
+    def draft_only(self, target: Target, ids: torch.Tensor) -> None:
         """Let it draft these tokens alone, at first as the target's LM head would score them where that reads states
         as wide as the drafter's.
 
@@ -88,10 +88,10 @@ class ReadingDrafter(SavedDrafter):
         self.draft_ids.copy_(ids)
         if weight.shape[1] == config.target_hidden_size and not weight.is_meta:
             states = torch.eye(weight.shape[1], device=weight.device)
-            nothing = family_of(target).logits(torch.zeros_like(states[:1]))  # a bias
+            nothing = target.logits(torch.zeros_like(states[:1]))  # a bias
             for start in range(0, len(states), _STATES_AT_ONCE):
                 part = slice(start, start + _STATES_AT_ONCE)
-                logits = family_of(target).logits(states[part]) - nothing
+                logits = target.logits(states[part]) - nothing
                 weight[:, part] = logits[:, ids.to(logits.device)].T.to(weight)
 
     @torch.no_grad()
@@ -122,9 +122,9 @@ class ReadingDrafter(SavedDrafter):
         return self.norm.weight.device
 
     @staticmethod
-    def device_for(target: PreTrainedModel) -> torch.device:
+    def device_for(target: Target) -> torch.device:
         """Where a new drafter belongs: with the target's LM head, or on the CPU where that is offloaded."""
-        head: Any = target.get_output_embeddings()
+        head: Any = target.model.get_output_embeddings()
         is_offloaded = head.weight.is_meta and hasattr(head, "_hf_hook")
         return torch.device("cpu") if is_offloaded else head.weight.device
 
@@ -132,7 +132,7 @@ class ReadingDrafter(SavedDrafter):
 logger = logging.getLogger(__name__)
 
 
-def check_pair(config: Any, target: PreTrainedModel, drafter: str) -> None:
+def check_pair(config: Any, target: Target, drafter: str) -> None:
     """Check that a drafter's configuration fits a target; warn where only the target's name differs.
 
     Args:
@@ -143,14 +143,13 @@ def check_pair(config: Any, target: PreTrainedModel, drafter: str) -> None:
     Raises:
         ValueError: Naming both values, if they cannot work together.
     """
-    family = family_of(target)
-    own = family.config
+    own = target.config
     kind = getattr(config, "target_model_type", "")
     kind = f", a {kind} model," if kind else ""
     for what, drafters, targets in (
         ("vocab_size", config.vocab_size, own.vocab_size),
         ("hidden_size", config.target_hidden_size, own.hidden_size),
-        ("hc_mult", config.target_hc_mult, family.paths),
+        ("hc_mult", config.target_hc_mult, target.paths),
     ):
         if drafters != targets:
             raise ValueError(
@@ -163,16 +162,16 @@ def check_pair(config: Any, target: PreTrainedModel, drafter: str) -> None:
             f"The drafter reads layers {config.target_layer_ids}, but this target's are 0 to "
             f"{own.num_hidden_layers - 1} (-1 for the last)."
         )
-    check_layers(family, config.target_layer_ids or [-1])
+    check_layers(target, config.target_layer_ids or [-1])
     if (getattr(config, "mask_token_id", None) or 0) >= own.vocab_size:
         raise ValueError(
             f"The drafter's mask token {config.mask_token_id} is outside the target's vocabulary of {own.vocab_size}."
         )
-    made_for, given = PurePath(config.target_name_or_path).name, PurePath(target.config._name_or_path).name
+    made_for, given = PurePath(config.target_name_or_path).name, PurePath(target.model.config._name_or_path).name
     if made_for and given and made_for.lower() != given.lower():
         logger.warning(
             "The drafter was made for %r and is used with %r: the text stays the target's own, but fewer drafts may "
             "be accepted.",
             config.target_name_or_path,
-            target.config._name_or_path,
+            target.model.config._name_or_path,
         )

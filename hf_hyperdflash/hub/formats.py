@@ -30,6 +30,7 @@ from ..drafters.weights import (
     resolve_subfolder,
     weight_files,
 )
+from ..targets.registry import target_of
 from .layouts import deepspec, eagle3, specblock, speculators, zlab
 
 # Those that can be written, too.
@@ -298,7 +299,7 @@ def export_dflash(
     check_replaceable(folder)
     check_expressible(config, format, target is not None)
     if target is not None:
-        drafter.check_target(target)
+        drafter.check_target(target_of(target))
     layout = _LAYOUTS[format]
     tensors = {name: value.detach().cpu().contiguous() for name, value in drafter.state_dict().items()}
     if "draft_ids" in tensors:

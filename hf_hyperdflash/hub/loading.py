@@ -48,7 +48,7 @@ from ..drafters.weights import (
     weight_files,
 )
 from ..targets.deepseek_v4 import check_computes
-from ..targets.registry import family_of
+from ..targets.registry import target_of
 from .descriptions import one_of
 from .formats import (
     foreign_class,
@@ -152,7 +152,7 @@ def load_drafter(
         OSError: If it cannot be found, is not in safetensors, or is damaged.
     """
     if target is not None:
-        family_of(target)  # says what is no target
+        target_of(target)  # says what is no target
     if isinstance(device, str) and device != "meta":
         check_device(device, "device", ())
     name_or_path, hub_kwargs = resolve_subfolder(name_or_path, hub_kwargs)
@@ -315,7 +315,7 @@ def check_made_for(target: str, drafter: str, num_draft_tokens: int | str | None
         else:
             kind = load.__self__
             unloaded = kind(kind.config_class.from_pretrained(drafter))
-        unloaded.check_target(_class_of(config).from_config(config))
+        unloaded.check_target(target_of(_class_of(config).from_config(config)))
     if num_draft_tokens is not None:
         unloaded.check_num_draft_tokens(num_draft_tokens)
 

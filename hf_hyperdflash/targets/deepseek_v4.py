@@ -29,10 +29,10 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 from ..trees.layout import TreeRows
 from .caches.deepseek_v4 import DEFAULT_MAX_REWIND, make_rewindable
 from .caches.held_tree import HeldTree, best_seen
-from .family import TreeVerification
 from .gate import path_gates
 from .hooks import PerThread
 from .hyper_connections import HyperConnected, read_gate
+from .target import TreeVerification
 
 # This vocabulary has no mask token; the id is what DeepSeek's own DSpark drafter masks with.
 _VOCAB_SIZE, _MASK_TOKEN = 129280, 128799
@@ -64,11 +64,11 @@ class DeepseekV4(HyperConnected):
     rewindable_kinds = HyperConnected.rewindable_kinds | _COMPRESSED
     skips_padding = True  # its compressors pool padding with text
 
-    def __init__(self, target: PreTrainedModel, trunk: Any) -> None:
-        super().__init__(target, trunk)
+    def __init__(self, model: PreTrainedModel, trunk: Any) -> None:
+        super().__init__(model, trunk)
         # In DeepSeek's own layout, as remote code has it, the gate's parameters belong to no module.
         is_bare = not isinstance(getattr(trunk, "hc_head", None), nn.Module)
-        self._bare: Any = (trunk if hasattr(trunk, "hc_head_fn") else target) if is_bare else None
+        self._bare: Any = (trunk if hasattr(trunk, "hc_head_fn") else model) if is_bare else None
 
     @classmethod
     def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:
@@ -164,7 +164,7 @@ class DeepseekV4(HyperConnected):
         """Hooks on compressors and their indexers, in verification rounds only: they choose as for one token at a
         time, and each node of a draft tree among the entries on its own path."""
         handles = super().put_on_hooks()
-        for module in self.target.modules():
+        for module in self.model.modules():
             if isinstance(module, DeepseekV4Indexer):
                 scored = partial(_scored, self.rounds, module)
                 handles.append(module.scorer.register_forward_hook(scored))

@@ -9,10 +9,10 @@ from accelerate.utils import align_module_device
 from torch import nn
 from transformers import PreTrainedModel
 
-from .family import TargetFamily
+from .target import Target
 
 
-class HyperConnected(TargetFamily):
+class HyperConnected(Target):
     """A target whose `hc_head` has one gate per residual path."""
 
     title = "Hunyuan V4 (Hy4)"
@@ -66,14 +66,14 @@ class Glm5Next(HyperConnected):
         }
 
 
-class Qwen4Exp(TargetFamily):
+class Qwen4Exp(Target):
     """A target whose mixer weighs every channel of a path by itself, and norms."""
 
     title = "Qwen4-Exp (Qwen3.8-Flash-Next)"
     forked_types = frozenset({"qwen4_exp_text"})
 
-    def __init__(self, target: PreTrainedModel, trunk: Any) -> None:
-        super().__init__(target, trunk)
+    def __init__(self, model: PreTrainedModel, trunk: Any) -> None:
+        super().__init__(model, trunk)
         self.norm = None
 
     @classmethod
@@ -96,4 +96,4 @@ class Qwen4Exp(TargetFamily):
         return (self.trunk.hyper_connection_mixer,)
 
 
-FAMILIES: tuple[type[TargetFamily], ...] = (Glm5Next, HyperConnected, Qwen4Exp)
+FAMILIES: tuple[type[Target], ...] = (Glm5Next, HyperConnected, Qwen4Exp)

@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from .family import TargetFamily
-from .registry import family_of
+from .registry import target_of
+from .target import Target
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +43,10 @@ def find_mask_token(target: PreTrainedModel, tokenizer: Any = None) -> int | Non
             f"`tokenizer` is {tokenizer!r:.60}, expected a tokenizer: load it with `AutoTokenizer.from_pretrained` "
             "first."
         )
-    family = family_of(target)
-    config = family.config
-    tokenizer = tokenizer or _tokenizer_of(target)
-    found = next(_candidates(family, tokenizer, _ends(target, config, tokenizer)), None)
+    seen = target_of(target)
+    config = seen.config
+    tokenizer = tokenizer or _tokenizer_of(seen.model)
+    found = next(_candidates(seen, tokenizer, _ends(seen.model, config, tokenizer)), None)
     if found is None:
         logger.warning(
             "The drafter gets a mask vector of its own: of the %s target's vocabulary of %d tokens, %s. This package "
@@ -62,14 +62,14 @@ def find_mask_token(target: PreTrainedModel, tokenizer: Any = None) -> int | Non
     return token
 
 
-def _candidates(family: TargetFamily, tokenizer: Any, ends: set[int]) -> Any:
+def _candidates(target: Target, tokenizer: Any, ends: set[int]) -> Any:
     """Pairs of a token and what it is, the best first."""
     if tokenizer is not None:
         if tokenizer.mask_token_id is not None:
             yield tokenizer.mask_token_id, f"the tokenizer's {tokenizer.mask_token!r}"
-    config = family.config
-    if family.mask_token_id is not None:
-        yield family.mask_token_id, "the target family's own"
+    config = target.config
+    if target.mask_token_id is not None:
+        yield target.mask_token_id, "the target family's own"
     if tokenizer is not None:
         unused = max(tokenizer.get_vocab().values()) + 1
         if unused < config.vocab_size:

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .family import TargetFamily
+from .target import Target
 
 # `<|reserved_200000|>`, which the chat format leaves unused and other DFlash drafters for it mask with.
 _VOCAB_SIZE, _MASK_TOKEN = 201088, 200000
 
 
-class GptOss(TargetFamily):
+class GptOss(Target):
     """A target whose padding token ends texts, too, and is no mask token."""
 
     title = "gpt-oss"
@@ -29,7 +29,7 @@ class GptOss(TargetFamily):
         return _MASK_TOKEN if self.config.vocab_size == _VOCAB_SIZE else None
 
 
-class Granite(TargetFamily):
+class Granite(Target):
     """A target that scales its embeddings and its logits."""
 
     title = "Granite"
@@ -47,7 +47,7 @@ class Granite(TargetFamily):
         return super().after_head(logits) / self.config.logits_scaling
 
 
-class MambaHybrid(TargetFamily):
+class MambaHybrid(Target):
     """A target with Mamba-2 layers beside attention, or both in a layer. Its last norm has another name. Falcon-H1
     scales embeddings and logits.
 
@@ -57,11 +57,11 @@ class MambaHybrid(TargetFamily):
     """
 
     title = "Bamba, Falcon-H1, Nemotron-H"
-    rewindable_kinds = TargetFamily.rewindable_kinds | {"hybrid", "mlp", "moe"}
+    rewindable_kinds = Target.rewindable_kinds | {"hybrid", "mlp", "moe"}
     forked_types = frozenset({"bamba", "falcon_h1", "nemotron_h"})
 
-    def __init__(self, target: PreTrainedModel, trunk: Any) -> None:
-        super().__init__(target, trunk)
+    def __init__(self, model: PreTrainedModel, trunk: Any) -> None:
+        super().__init__(model, trunk)
         self.norm = trunk.norm_f if hasattr(trunk, "norm_f") else trunk.final_layernorm
 
     @classmethod
@@ -79,4 +79,4 @@ class MambaHybrid(TargetFamily):
         return super().after_head(logits) * getattr(self.config, "lm_head_multiplier", 1.0)
 
 
-FAMILIES: tuple[type[TargetFamily], ...] = (GptOss, Granite, MambaHybrid)
+FAMILIES: tuple[type[Target], ...] = (GptOss, Granite, MambaHybrid)

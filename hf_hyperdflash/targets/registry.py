@@ -9,51 +9,54 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .deepseek_v4 import FAMILIES as DEEPSEEK_V4
-from .family import TargetFamily
 from .hyper_connections import FAMILIES as HYPER_CONNECTIONS
 from .plain import FAMILIES as PLAIN
+from .target import Target
 
 # The first that fits counts. Code that goes with a saved drafter has those of its target's kin and the plain ones.
-FAMILIES: tuple[type[TargetFamily], ...] = (*DEEPSEEK_V4, *HYPER_CONNECTIONS, *PLAIN, TargetFamily)
+FAMILIES: tuple[type[Target], ...] = (*DEEPSEEK_V4, *HYPER_CONNECTIONS, *PLAIN, Target)
 
 
-def family_of(target: PreTrainedModel) -> TargetFamily:
-    """A target as one of its family.
+def target_of(model: PreTrainedModel | Target) -> Target:
+    """A model as drafters and the loop see it: of a bound one what `bind` made; a [`Target`] as it is.
 
     Raises:
         ValueError: If the model is of no known family, or has residual paths of a kind that is not known.
     """
-    if binding := getattr(target, "__dict__", {}).get("hyperdflash_binding"):
-        return binding.family
-    if is_drafter(target):
-        raise ValueError(f"The target is a {type(target).__name__}, a drafter: pass the model that it drafts for.")
-    check_without_virtual_tokens(target)
-    if not isinstance(target, PreTrainedModel):
-        given = repr(target) if isinstance(target, (str, type)) else f"a {type(target).__name__}"
-        inside = _inside(target)
+    if isinstance(model, Target):
+        return model
+    binding = getattr(model, "__dict__", {}).get("hyperdflash_binding")
+    if bound := getattr(binding, "target", None):
+        return bound
+    if is_drafter(model):
+        raise ValueError(f"The target is a {type(model).__name__}, a drafter: pass the model that it drafts for.")
+    check_without_virtual_tokens(model)
+    if not isinstance(model, PreTrainedModel):
+        given = repr(model) if isinstance(model, (str, type)) else f"a {type(model).__name__}"
+        inside = _inside(model)
         fix = f"pass what it wraps, its `{inside}`" if inside else "load it with `hf_hyperdflash.load_target` first"
         raise ValueError(f"The target is {given}, expected a model: {fix}.")
-    trunk = _trunk(target)
-    family = next((family for family in FAMILIES if family.fits(target, trunk)), None) if trunk is not None else None
+    trunk = _trunk(model)
+    family = next((family for family in FAMILIES if family.fits(model, trunk)), None) if trunk is not None else None
     if family is None:
-        name = getattr(getattr(target, "config", None), "model_type", type(target).__name__)
+        name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         known = ", ".join(family.title for family in FAMILIES[:-1])
         raise ValueError(
-            f"The target is a {name} model: expected one of {known}, or a {TargetFamily.title}. Load the target with "
+            f"The target is a {name} model: expected one of {known}, or a {Target.title}. Load the target with "
             "`AutoModelForCausalLM.from_pretrained(...)`."
         )
-    return family(target, trunk)
+    return family(model, trunk)
 
 
-def check_layers(family: Any, layer_ids: Sequence[int] = ()) -> None:
+def check_layers(target: Target, layer_ids: Sequence[int] = ()) -> None:
     """Raise a `ValueError` if a drafter cannot read these layers (-1 for the last), because their output is not
     one state for each token of a prompt, or if nothing can be drafted for the target at all.
 
     Args:
-        family: The target's, of this code or of the copy of it that a drafter brought along.
+        target: Of this code, or of the copy of it that a drafter brought along.
         layer_ids: What the drafter reads.
     """
-    own, count = family.config, len(family.layers)
+    own, count = target.config, len(target.layers)
     loops = max(getattr(own, name, 1) for name in ("n_recurrent_loops", "loop_num_passes"))
     if loops > 1:
         raise ValueError(

@@ -29,7 +29,7 @@ from ..drafters.saved import SavedDrafter
 from ..drafters.weights import not_finite
 from ..hub.cards import drafter_card
 from ..hub.publish import drafter_files, reaching_hub
-from ..targets.registry import family_of
+from ..targets.registry import target_of
 from .acceptance import AcceptanceCallback, check_metric
 from .arguments import MAX_LENGTH, HyperDFlashTrainingArguments
 from .data.blocks import (
@@ -115,12 +115,13 @@ class HyperDFlashTrainer(Trainer):
                 f"`model` is a {type(model).__name__}, expected a HyperDFlashDrafter or another drafter of blocks. "
                 "Make one with `HyperDFlashDrafter.from_target(target)` and pass the target as `target`."
             )
-        check_trainable(target)
+        seen = target_of(target)
+        check_trainable(seen)
         config = self.drafter_config = cast(HyperDFlashConfig, model.config)
         _check_trainable(config, args, processing_class, drafter=model, target=target)
         if args.feature_source == "online":
-            family_of(target).check_computes()
-        self.objective: BlockObjective = objective_of(model, target, args)
+            seen.check_computes()
+        self.objective: BlockObjective = objective_of(model, seen, args)
         self.target = target.eval().requires_grad_(False)
         if getattr(config, "own_embedding", False):
             cast(Any, model).embed_tokens.requires_grad_(False)  # it is a target's, as EAGLE-3's is
@@ -155,7 +156,7 @@ class HyperDFlashTrainer(Trainer):
             return dataset.of_layers(read_layers(self.drafter_config))
         if isinstance(dataset, dict) and name == "eval":  # several evaluation sets
             return {key: self._rows(part, f"{name}-{key}", args, tokenizer) for key, part in dataset.items()}
-        if args.feature_source == "online" and not len(family_of(self.target).layers):
+        if args.feature_source == "online" and not len(self.objective.target.layers):
             raise ValueError(
                 "`feature_source` is 'online', and the target has no layers to run: set it to 'cached', or load the "
                 "target whole, without `num_hidden_layers=0`."
@@ -531,7 +532,7 @@ class HyperDFlashTrainer(Trainer):
                 "at least 1 and a dataset of known length, whose tokens are counted."
             )
         ids = frequent_tokens(self._train_rows, count, self.drafter_config.vocab_size)
-        cast(Any, self.model).draft_only(self.target, ids)
+        cast(Any, self.model).draft_only(self.objective.target, ids)
 
     def leave_group(self) -> None:
         """Ends this process's part in the group it trained in: call it last, where the process ends next.
@@ -576,7 +577,7 @@ class HyperDFlashTrainer(Trainer):
 
 def _positions(target: PreTrainedModel) -> int | None:
     """How many tokens the target is made for."""
-    return getattr(family_of(target).config, "max_position_embeddings", None)
+    return getattr(target_of(target).config, "max_position_embeddings", None)
 
 
 def _max_length(args: HyperDFlashTrainingArguments, target: PreTrainedModel) -> int:

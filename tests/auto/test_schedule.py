@@ -19,6 +19,7 @@ from hf_hyperdflash.decoding import bind as binding
 from hf_hyperdflash.decoding import loop as decoding
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
+from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.trees.growth import DraftStep
 from hf_hyperdflash.trees.tree import DraftTree
 
@@ -571,7 +572,7 @@ def test_what_a_sleeping_drafter_takes_in_late(make, wait, monkeypatch):
         return
     after, positions = slept.sequences, torch.arange(slept.sequences.shape[1])[None]
     trees = [
-        drafter.propose(target, context, after, positions, 6, DraftSampler(LogitsProcessorList(), True))
+        drafter.propose(target_of(target), context, after, positions, 6, DraftSampler(LogitsProcessorList(), True))
         for context in contexts
         if torch.manual_seed(0)
     ]

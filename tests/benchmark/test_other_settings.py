@@ -16,6 +16,7 @@ from hf_hyperdflash.benchmark.doctor.other_settings import (
 )
 from hf_hyperdflash.benchmark.intervals import Interval
 from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.features.capture import residual_of
 
 from ..conftest import CSA, SLIDING, prompt, tiny_drafter, tiny_target
@@ -70,9 +71,13 @@ def test_likelihood_is_that_of_drafting_one_round_at_a_time(fields):
     residual, sampler = residual_of(target, text, positions), DraftSampler(LogitsProcessorList(), do_sample=True)
     for anchor, got in enumerate(nats.tolist(), start=start):
         context = drafter.new_context()
-        drafter.extend(target, context, residual[:, :anchor], positions[:, :anchor], text[:, 1 : anchor + 1])
+        drafter.extend(
+            target_of(target), context, residual[:, :anchor], positions[:, :anchor], text[:, 1 : anchor + 1]
+        )
         with torch.no_grad():
-            tree = drafter.propose(target, context, text[:, : anchor + 1], positions[:, : anchor + 1], 6, sampler)
+            tree = drafter.propose(
+                target_of(target), context, text[:, : anchor + 1], positions[:, : anchor + 1], 6, sampler
+            )
         both = drafter.config.block_size - 1  # positions that both anchor conventions draft
         likely = [tree.q[k].log()[text[0, anchor + 1 + k]] for k in range(min(both, 23 - anchor))]
         assert got == pytest.approx(torch.stack(likely).clamp(min=-np.log(64)).mean().item(), abs=1e-4)

@@ -33,7 +33,7 @@ from hf_hyperdflash.drafters.parts.heads import HEADS
 from hf_hyperdflash.drafters.sampling import DraftSampler, DraftsWanted
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 from hf_hyperdflash.targets.caches.ragged import RaggedCache, RaggedLayer
-from hf_hyperdflash.targets.registry import family_of
+from hf_hyperdflash.targets.registry import target_of
 
 from ..conftest import prompt, tiny_drafter, tiny_target
 from ..helpers import families
@@ -147,7 +147,7 @@ def test_rows_share_a_forward_where_a_mask_can_tell_them_apart(qwen3, monkeypatc
 
 
 def test_a_target_that_takes_no_masks_writes_row_after_row(qwen3, monkeypatch):
-    monkeypatch.setattr(type(family_of(qwen3)), "tree_verification", "fork")
+    monkeypatch.setattr(type(target_of(qwen3)), "tree_verification", "fork")
     ids, mask, rows = padded()
     texts = alone(qwen3, rows)
     drafter = RandomChains(qwen3, texts)
@@ -421,13 +421,15 @@ def test_one_pass_drafts_for_each_text_what_a_pass_of_its_own_would(qwen3, field
             residual = torch.randn(1, end - context.end, paths, 64, generator=chance)
             positions = torch.arange(context.end, end)[None]
             if end > context.end:
-                drafter.extend(qwen3, context, residual, positions, text[:, context.end + 1 :])
+                drafter.extend(target_of(qwen3), context, residual, positions, text[:, context.end + 1 :])
                 context.end = end
             count = most - row if kind == 0 else most
             everywhere = torch.arange(end + 1)[None]
             wanted.append(DraftsWanted(context, text, everywhere, count, samplers[kind]))
-        alone = [drafter.propose(qwen3, *each._replace(context=copy.deepcopy(each.context))) for each in wanted]
-        trees = drafter.propose_rows(qwen3, wanted)
+        alone = [
+            drafter.propose(target_of(qwen3), *each._replace(context=copy.deepcopy(each.context))) for each in wanted
+        ]
+        trees = drafter.propose_rows(target_of(qwen3), wanted)
         for each, own in zip(trees, alone):
             assert each.tokens.tolist() == own.tokens.tolist() and each.parents == own.parents
             assert (each.confidence is None) == (own.confidence is None)
@@ -446,13 +448,13 @@ def test_a_draft_is_drawn_from_what_its_tree_says(qwen3):
     contexts = [drafter.new_context() for _ in ids]
     sampler = DraftSampler(LogitsProcessorList(), True)
     for context in contexts:
-        drafter.extend(qwen3, context, torch.zeros(1, 5, 1, 64), torch.arange(5)[None], ids[:1, 1:])
+        drafter.extend(target_of(qwen3), context, torch.zeros(1, 5, 1, 64), torch.arange(5)[None], ids[:1, 1:])
     wanted = [
         DraftsWanted(context, row[None], torch.arange(6)[None], 3, sampler) for context, row in zip(contexts, ids)
     ]
     observed, trees = Counter(), []
     for _ in range(600):
-        trees = drafter.propose_rows(qwen3, wanted)
+        trees = drafter.propose_rows(target_of(qwen3), wanted)
         observed[int(trees[1].tokens[0])] += 1
         assert all(len(tree.q) == 3 for tree in trees)
     assert_drawn_from(trees[1].q[0], observed)
@@ -463,7 +465,7 @@ def test_a_draft_is_drawn_from_what_its_tree_says(qwen3):
             torch.arange(5, 12)[None],
             copy.deepcopy(each.context),
         )[:, drafter.config.first_slot :]
-        path = BlockPath(drafter, qwen3, hidden)
+        path = BlockPath(drafter, target_of(qwen3), hidden)
         token = each.ids[:, -1]
         for k in range(3):
             q = path(k, token, torch.zeros(1, dtype=torch.long)).logits.float().softmax(-1)[0]
@@ -672,4 +674,4 @@ def test_deepseek_v4_writes_row_after_row_with_its_gate():
     drafter.bind(target)
     out = target.generate(ids, attention_mask=mask, assistant_model=drafter, do_sample=False, max_new_tokens=NEW)
     assert_rows(out, rows, texts)
-    assert not family_of(target).joins_rows
+    assert not target_of(target).joins_rows

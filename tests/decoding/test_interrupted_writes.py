@@ -8,7 +8,7 @@ import torch
 from hf_hyperdflash import bind
 from hf_hyperdflash.drafters.prompt_lookup import PromptLookupDrafter
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
-from hf_hyperdflash.targets.registry import family_of
+from hf_hyperdflash.targets.registry import target_of
 
 from ..conftest import prompt
 from ..helpers import families
@@ -65,7 +65,7 @@ class Turn:
         length = cache.get_seq_length()
         assert 17 <= length < 25
         assert torch.equal(self.go_on(cache, length + 1, 4, is_drafted), self.text[:, : length + 5])
-        assert family_of(self.target).cached_lengths(cache) == {length + 4}
+        assert target_of(self.target).cached_lengths(cache) == {length + 4}
 
     def assert_refuses(self, cache, is_drafted):
         with pytest.raises(ValueError, match=REFUSED):
@@ -80,7 +80,7 @@ WATCHED = [family for family in families.FAMILIES if family is not families.deep
 def test_a_round_that_is_interrupted_between_two_writes_is_taken_back(family, kind):
     turn = Turn(family, kind)
     writes = turn.writes(ROUND)
-    assert len(writes) >= len(family_of(turn.target).layers) - 2  # an MLP or experts write nothing
+    assert len(writes) >= len(target_of(turn.target).layers) - 2  # an MLP or experts write nothing
     for after in range(1, len(writes) + 1):
         turn.assert_goes_on(turn.interrupted(ROUND, after), is_drafted=after % 2 == 0)
 
@@ -108,7 +108,7 @@ def test_a_forward_that_nothing_takes_back_is_refused(family, kind):
 def test_a_cache_of_remote_code_is_refused_whenever_it_was_interrupted(forward):
     """Of its parts nothing is known."""
     turn = Turn(families.deepseek_v4_remote_code, RandomChains)
-    layers, calls, cache = family_of(turn.target).layers, [], turn.left
+    layers, calls, cache = target_of(turn.target).layers, [], turn.left
 
     def interrupt(*_):
         calls.append(1)

@@ -18,9 +18,9 @@ from hf_hyperdflash.decoding.rounds import ForkedRound, MaskedRound, verificatio
 from hf_hyperdflash.decoding.sequence import Row
 from hf_hyperdflash.targets.caches.deepseek_v4 import RewindableHCACacheLayer
 from hf_hyperdflash.targets.caches.name import CACHE
-from hf_hyperdflash.targets.family import TargetFamily
 from hf_hyperdflash.targets.registry import FAMILIES as KNOWN
-from hf_hyperdflash.targets.registry import family_of
+from hf_hyperdflash.targets.registry import target_of
+from hf_hyperdflash.targets.target import Target
 from hf_hyperdflash.trees.layout import TreeRows
 from hf_hyperdflash.trees.tree import DraftTree
 
@@ -33,7 +33,7 @@ def filled_cache(target, ids):
     """As a generation has it after a prompt."""
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
     binding = target.hyperdflash_binding
-    binding.family.make_rewindable(cache, 16)
+    binding.target.make_rewindable(cache, 16)
     target(ids, **{CACHE: cache})
     cache.activate_past_recording()
     cache.crop(0)
@@ -43,7 +43,7 @@ def filled_cache(target, ids):
 def verified(target, kind, cache, row, tree):
     """A round, and its logits `[rows, vocabulary]`."""
     binding = target.hyperdflash_binding
-    round_ = kind(binding.family, tree, row.text.shape[1] - 1)
+    round_ = kind(binding.target, tree, row.text.shape[1] - 1)
     reading = binding.residual.reader([-1])
     with binding.own_forward(reading, is_round=True):
         outputs = target(**round_.inputs(row, {CACHE: cache, "use_cache": True}), return_dict=True)
@@ -72,8 +72,8 @@ def check_rounds(target, kind, ids, trees, chance, atol=2e-4):
         for row_ in kept[1:]:
             row.append(int(tree.tokens[row_ - 1]))
         assert cache.get_seq_length() == row.ids.shape[1] and residual.shape[:2] == (1, len(kept))
-        states = family_of(target).collapse(residual)
-        torch.testing.assert_close(family_of(target).logits(states)[0], logits[kept], atol=atol, rtol=1e-3)
+        states = target_of(target).collapse(residual)
+        torch.testing.assert_close(target_of(target).logits(states)[0], logits[kept], atol=atol, rtol=1e-3)
         row.append(chance.randrange(2, 60))
     return cache, row
 
@@ -97,7 +97,7 @@ def test_every_node_is_judged_on_its_own_path(family, length):
     target, chance = family().eval(), random.Random(length)
     bind(target)
     cache = filled_cache(target, prompt(4)) if target.config.model_type != "remote_v4" else SimpleNamespace()
-    how = verification_of(family_of(target), cache)
+    how = verification_of(target_of(target), cache)
     if target.config.model_type == "remote_v4":
         assert how == "chain"
         return
@@ -111,7 +111,7 @@ def test_every_node_is_judged_on_its_own_path(family, length):
 def test_an_accepted_path_is_looked_up_once_for_all_layers(monkeypatch):
     """Each index that is made on the host is a wait for a GPU."""
     target = qwen3().eval()
-    family, cache = family_of(target), DynamicCache(config=target.config)
+    family, cache = target_of(target), DynamicCache(config=target.config)
     with torch.no_grad():
         target(prompt(9), **{CACHE: cache})
     keys = [layer.keys[:, :, :6].clone() for layer in cache.layers]
@@ -159,20 +159,20 @@ def test_v4s_places_of_a_round_are_copied_to_the_device_once_for_all_layers():
 
 
 def test_what_is_listed_is_what_is_tested():
-    tested = [family_of(made()) for made in [*FAMILIES, *ALSO_MASKED]]
+    tested = [target_of(made()) for made in [*FAMILIES, *ALSO_MASKED]]
     listed = set().union(*(family.masked_types | family.forked_types for family in KNOWN))
     not_in_517 = {"qwen4_exp_text", "hy_v4_vl_text"}
     assert listed - not_in_517 <= {family.config.model_type for family in tested}
     # A family with a file of its own says it there.
-    plain = {family.config.model_type for family in tested if type(family) is TargetFamily}
-    assert plain == TargetFamily.masked_types | TargetFamily.forked_types
+    plain = {family.config.model_type for family in tested if type(family) is Target}
+    assert plain == Target.masked_types | Target.forked_types
 
 
 def test_a_multimodal_class_around_gpt_oss_is_masked():
     vision = CLIPVisionConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
                               image_size=8, patch_size=4)  # fmt: skip
     target = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=gpt_oss().config)).eval()
-    assert family_of(target).tree_verification == "mask"
+    assert target_of(target).tree_verification == "mask"
     check_rounds(target, MaskedRound, prompt(9), trees_of(random.Random(0), 2), random.Random(0))
 
 

@@ -23,7 +23,7 @@ from hf_hyperdflash.drafters.parts.heads import HEADS
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.targets.caches.linear import RewindableLinearLayer
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
-from hf_hyperdflash.targets.registry import family_of
+from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.trees.tree import DraftTree
 
 from ..conftest import CSA, HCA, MIXES, perfect, prompt, tiny_drafter, tiny_target
@@ -65,10 +65,10 @@ def test_every_family_writes_its_own_text_with_trees(family, caplog):
 def test_a_family_that_no_test_covers_drafts_chains():
     target = families.qwen3()
     target.config.model_type = "qwen9"
-    assert family_of(target).tree_verification == "chain"
+    assert target_of(target).tree_verification == "chain"
     target = families.qwen3()
     target.config._attn_implementation = "flash_attention_2"  # which takes no mask
-    assert family_of(target).tree_verification == "fork"
+    assert target_of(target).tree_verification == "fork"
 
 
 @pytest.mark.parametrize("length", [1, 8, 31, 130])
@@ -131,8 +131,8 @@ def test_what_follows_a_path_does_not_depend_on_the_paths_beside_it(kind):
 
     def after(levels):
         context, sampler = drafter.new_context(), Asking(levels)
-        drafter.extend(target, context, captured[0], positions[:, :-1], ids[:, 1:])
-        drafter.propose(target, context, ids, positions, 4, sampler)
+        drafter.extend(target_of(target), context, captured[0], positions[:, :-1], ids[:, 1:])
+        drafter.propose(target_of(target), context, ids, positions, 4, sampler)
         return sampler.logits
 
     beside = after([([3, 9, 4], [0, 0, 0]), ([5, 6, 7, 8], [2, 0, 0, 1]), ([30, 31], [3, 1])])
@@ -294,9 +294,9 @@ def test_after_an_interrupted_forward_the_cache_is_that_of_the_text_so_far(famil
     """Whichever layer it comes in, of those that have seen the round and those that have not."""
     target, ids = bind(family().eval()), prompt(14)
     if forked:
-        monkeypatch.setattr(type(family_of(target)), "tree_verification", "fork")
+        monkeypatch.setattr(type(target_of(target)), "tree_verification", "fork")
     text = target.generate(ids, do_sample=False, max_new_tokens=20)
-    layers = family_of(target).layers
+    layers = target_of(target).layers
     for place in (0, len(layers) // 2, len(layers) - 1):
         first = target.generate(ids, do_sample=False, max_new_tokens=1, return_dict_in_generate=True,
                                 assistant_model=PromptLookupDrafter(target))  # fmt: skip
@@ -325,7 +325,7 @@ def test_after_an_interrupted_forward_the_cache_is_that_of_the_text_so_far(famil
 @pytest.mark.parametrize("kind", [RandomTrees, RandomChains])
 def test_after_an_interruption_between_a_window_and_its_entry_neither_is_there(kind, monkeypatch):
     target, ids = bind(families.deepseek_v4().eval()), prompt(14)
-    monkeypatch.setattr(type(family_of(target)), "tree_verification", "fork")
+    monkeypatch.setattr(type(target_of(target)), "tree_verification", "fork")
     text = target.generate(ids, do_sample=False, max_new_tokens=20)
     norms = [
         module for name, module in target.named_modules() if name.endswith(("compressor.kv_norm", "indexer.kv_norm"))
@@ -403,7 +403,7 @@ def test_a_cache_whose_rewinding_was_interrupted_is_refused(monkeypatch):
 def test_a_cache_whose_second_prompt_was_interrupted_is_refused(family):
     """Whichever layer it comes in, also where no count of tokens tells, and whatever goes on with it."""
     target, ids = bind(family().eval()), prompt(14)
-    layers = family_of(target).layers
+    layers = target_of(target).layers
     for place in (0, len(layers) // 2, len(layers) - 1):
         drafter = PromptLookupDrafter(target)
         first = target.generate(ids, do_sample=False, max_new_tokens=5, return_dict_in_generate=True,
@@ -422,7 +422,7 @@ def test_a_cache_of_v4_that_plain_decoding_was_interrupted_in_is_refused():
     """Between layers, and in a layer between its keys and its compressor: the windows all have their keys, and going
     on wrote other text."""
     target, ids = bind(families.deepseek_v4().eval()), prompt(14)
-    layers = family_of(target).layers
+    layers = target_of(target).layers
     inside = [module for name, module in target.named_modules() if name.endswith("compressor.kv_norm")]
     for module in (layers[0], layers[-2], *inside):
         first = target.generate(ids, do_sample=False, max_new_tokens=5, return_dict_in_generate=True)
@@ -447,7 +447,7 @@ def test_the_drafter_is_given_the_accepted_paths_residual(target):
     assert positions == list(range(len(positions))) and torch.equal(following, text[:, 1 : len(positions) + 1])
     with torch.no_grad():
         expected = target(text[:, : len(positions)]).logits
-    found = family_of(target).logits(family_of(target).collapse(residual))
+    found = target_of(target).logits(target_of(target).collapse(residual))
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
 
 

@@ -273,10 +273,10 @@ class HyperDFlashCandidates(CandidateGenerator):
         if is_first_iteration or count < 1:
             return input_ids, None
         kept, positions = input_ids.shape[1] - 1 - self.end, torch.arange(input_ids.shape[1])[None]
-        self.drafter.extend(self.target, self.context, self.residuals[-1][:, :kept], positions[:, self.end : -1], None)
-        self.end += kept
+        self.drafter.extend(target_of(self.target), self.context, self.residuals[-1][:, :kept], positions[:, self.end :
+        -1], None) self.end += kept
         sampler = DraftSampler(self.processor, False)
-        tree = self.drafter.propose(self.target, self.context, input_ids, positions, count, sampler)
+        tree = self.drafter.propose(target_of(self.target), self.context, input_ids, positions, count, sampler)
         return torch.cat([input_ids, tree.tokens[None]], dim=1), None
 
     def update_candidate_strategy(self, *args, **kwargs):

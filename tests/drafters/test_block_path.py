@@ -15,7 +15,7 @@ from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.drafters.blocks.path import BlockPath
 from hf_hyperdflash.drafters.parts.heads import HEADS
 from hf_hyperdflash.drafters.sampling import DraftSampler
-from hf_hyperdflash.targets.registry import family_of
+from hf_hyperdflash.targets.registry import target_of
 
 from ..conftest import prompt, tiny_target
 from ..helpers import families
@@ -43,7 +43,7 @@ def expected_logits(drafter, target, hidden: torch.Tensor, previous: list[int]) 
         logits[ids.numpy() == config.mask_token_id] = -math.inf  # which is never drafted
         return logits
 
-    embeds = family_of(target).embed(torch.tensor([previous]))[0].detach().double().numpy()
+    embeds = target_of(target).embed(torch.tensor([previous]))[0].detach().double().numpy()
     weights = {name: value.double().numpy() for name, value in drafter.head.state_dict().items()}
     step, states = oracle.ORACLES[config.sequential_head](weights), hidden.detach().double().numpy()
     expected = []
@@ -78,7 +78,7 @@ def test_logits_follow_the_formulas(kind, fields, family):
     """Scaled and capped where the target's are, among the block's best tokens where that is asked for."""
     target = family().eval()
     drafter, hidden = headed(target, kind, **fields), torch.randn(1, 4, 64)
-    path, previous = BlockPath(drafter, target, hidden), [5, 9, 9, 60]
+    path, previous = BlockPath(drafter, target_of(target), hidden), [5, 9, 9, 60]
     for k, expected in enumerate(expected_logits(drafter, target, hidden[0], previous)):
         step = path(k, torch.tensor(previous[k : k + 1]), FIRST)
         found = step.logits
@@ -275,7 +275,7 @@ def test_a_confidence_knows_no_token_from_its_own_on(kind):
     drafter, hidden = headed(target, kind, confidence_head=True), torch.randn(1, 4, 32)
 
     def sure(tokens: list[int]) -> torch.Tensor:
-        path = BlockPath(drafter, target, hidden)
+        path = BlockPath(drafter, target_of(target), hidden)
         return torch.cat([path(k, torch.tensor([token]), FIRST).confidence for k, token in enumerate([7, *tokens])])
 
     one, other = sure([8, 9, 10]), sure([8, 30, 10])  # draft 1 differs
@@ -297,7 +297,9 @@ def test_what_the_head_chose_is_what_the_block_alone_would_not_draft(kind, optio
 
     def beside(target, context, ids, positions, count, sampler):
         greedy = DraftSampler(LogitsProcessorList(), do_sample=False)
-        alone.append(bare.propose(target, copy.deepcopy(context), ids, positions, count, greedy).tokens.tolist())
+        alone.append(
+            bare.propose(target_of(target), copy.deepcopy(context), ids, positions, count, greedy).tokens.tolist()
+        )
         made.append(propose(target, context, ids, positions, count, sampler))
         return made[-1]
 

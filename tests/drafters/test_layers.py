@@ -11,6 +11,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from hf_hyperdflash.drafters.parts.block_attention import Reach
 from hf_hyperdflash.drafters.parts.layers import CausalConvolution, ContextCache, DrafterRMSNorm
+from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.data.blocks import block_mask
 
 from ..conftest import prompt, tiny_drafter, tiny_target
@@ -122,7 +123,7 @@ def test_what_waits_for_the_next_block_counts(target):
     context = drafter.new_context()
     for start, end in ((0, 20), (20, 23), (23, 25)):
         residual, positions = torch.randn(1, end - start, 4, 32), torch.arange(start, end)[None]
-        drafter.extend(target, context, residual, positions, positions)
+        drafter.extend(target_of(target), context, residual, positions, positions)
         assert len(context) == end
     assert context.pending[1].tolist() == [[23, 24]]
     drafter.take_in(context)

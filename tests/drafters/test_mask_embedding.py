@@ -12,6 +12,7 @@ from hf_hyperdflash.benchmark.doctor.examine import Diagnosis, _look_at_mask_tok
 from hf_hyperdflash.drafters.parts.heads import HEADS
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.hub.formats import FORMATS, check_expressible
+from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.arguments import HyperDFlashTrainingArguments
 from hf_hyperdflash.training.losses.objective import collate, read_layers
 from hf_hyperdflash.training.losses.unrolled import objective_of
@@ -45,7 +46,9 @@ def own_vector(target, **fields):
 def first_loss(drafter, target):
     """Cross-entropy of a draft before any training, in nats."""
     batch = collate([{**row, "position_ids": range(len(row["input_ids"]))} for row in rows(4)])
-    objective = objective_of(drafter, target, HyperDFlashTrainingArguments("unused", num_anchors=4, use_cpu=True))
+    objective = objective_of(
+        drafter, target_of(target), HyperDFlashTrainingArguments("unused", num_anchors=4, use_cpu=True)
+    )
     objective.lay(batch, 0)
     with torch.no_grad(), capture_residual(target, read_layers(drafter.config)) as captured:
         target(batch["input_ids"])
@@ -69,7 +72,7 @@ def test_the_mask_token_is_never_drafted(tied, fields, budget, do_sample):
         with torch.no_grad():
             alone = tied.lm_head(drafter._end(tied.model.embed_tokens(torch.tensor([mask]))))
         assert alone.argmax() == mask
-        tree = drafter.propose(tied, context, ids, torch.arange(9)[None], 6, sampler)
+        tree = drafter.propose(target_of(tied), context, ids, torch.arange(9)[None], 6, sampler)
         assert len(tree) and mask not in tree.tokens.tolist()
         assert tree.q is None or max(float(q[mask]) for q in tree.q) == 0
 

@@ -16,6 +16,7 @@ from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter
 from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
 from hf_hyperdflash.drafters.parts.block_attention import Reach
 from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.data.blocks import block_mask, previous_tokens
 
 from ..conftest import prompt, tiny_config, tiny_target
@@ -80,7 +81,7 @@ def entries(length, seed=0, first=0, paths=12):
 def extend(drafter, target, context, sequence, start, stop):
     residual, positions, ids = sequence
     span = slice(start, stop)
-    drafter.extend(target, context, residual[:, span], positions[:, span], ids[:, start + 1 : stop + 1])
+    drafter.extend(target_of(target), context, residual[:, span], positions[:, span], ids[:, start + 1 : stop + 1])
 
 
 def drafted(drafter, target, context, sequence, stop, count=BLOCK, sampler=GREEDILY):
@@ -94,7 +95,7 @@ def drafted(drafter, target, context, sequence, stop, count=BLOCK, sampler=GREED
 
     _, positions, ids = sequence
     listening = Listening(sampler.processors, sampler.do_sample)
-    tree = drafter.propose(target, context, ids[:, : stop + 1], positions[:, : stop + 1], count, listening)
+    tree = drafter.propose(target_of(target), context, ids[:, : stop + 1], positions[:, : stop + 1], count, listening)
     return tree, torch.stack(logits)
 
 

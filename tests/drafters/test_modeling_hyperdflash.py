@@ -14,6 +14,7 @@ from hf_hyperdflash.drafters.blocks.path import BlockPath
 from hf_hyperdflash.drafters.parts.heads import HEADS
 from hf_hyperdflash.drafters.parts.layers import block_inputs
 from hf_hyperdflash.drafters.parts.reducers import HCGateReducer, path_gates
+from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.data.blocks import block_mask, block_masks, previous_tokens
 
 from ..conftest import prompt, tiny_drafter, tiny_target
@@ -330,7 +331,7 @@ def test_forward_equals_a_reference_written_query_by_query(target, taps):
     expected = reference_forward(drafter, embeds, positions, residual, context_positions)
     for pending in (False, True):  # what is accepted goes in alone, or with the block
         context = drafter.new_context()
-        drafter.extend(target, context, residual[None], context_positions[None], None)
+        drafter.extend(target_of(target), context, residual[None], context_positions[None], None)
         if not pending:
             drafter.take_in(context)
         found = drafter(embeds[None], positions[None], context, None, *(context.pending or ()))
@@ -369,7 +370,7 @@ def test_cached_context_equals_the_masked_training_layout(target, window, fields
         while filled < anchor:
             step = min(3, anchor - filled)
             span = slice(filled, filled + step)
-            drafter.extend(target, cache, residual[:, span], torch.arange(150)[None, span], None)
+            drafter.extend(target_of(target), cache, residual[:, span], torch.arange(150)[None, span], None)
             filled += step
         block = slice(7 * index, 7 * index + 7)
         alone = drafter(embeds[:, block], positions[:, block], cache, None, *cache.pending)
@@ -526,14 +527,16 @@ def test_training_sees_what_is_drafted_from(target, kind, fields):
         embed(block), positions, None, mask, residual, everywhere.expand(2, -1), previous, embed(previous)
     )  # fmt: skip
     assert out.states.shape == (2, 2, drafts, 32) and (out.vectors is None) == (drafter.head_table is None)
-    logits = drafter.of_vocabulary(drafter.logits(target, out.states, out.vectors))
+    logits = drafter.of_vocabulary(drafter.logits(target_of(target), out.states, out.vectors))
     for row, of_row in enumerate(anchors.tolist()):
         for i, anchor in enumerate(of_row):
             context, slots = drafter.new_context(), slice(i * config.block_size, (i + 1) * config.block_size)
-            drafter.extend(target, context, residual[row : row + 1, :anchor], everywhere[None, :anchor], None)
+            drafter.extend(
+                target_of(target), context, residual[row : row + 1, :anchor], everywhere[None, :anchor], None
+            )
             drafter.take_in(context)
             states = drafter(embed(block[row : row + 1, slots]), positions[row : row + 1, slots], context)
-            path = BlockPath(drafter, target, states[:, first:])
+            path = BlockPath(drafter, target_of(target), states[:, first:])
             for k in range(drafts):
                 expected = path(k, ids[row, anchor + k][None], ids.new_zeros(1))
                 torch.testing.assert_close(logits[row, i, k], expected.logits[0], atol=1e-4, rtol=1e-3)

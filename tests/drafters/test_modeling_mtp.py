@@ -24,6 +24,7 @@ from hf_hyperdflash.drafters.deepseek_v4.checkpoint import dequantize
 from hf_hyperdflash.drafters.deepseek_v4.modeling_mtp import DeepseekV4MTPDrafter, sliding_mask
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
+from hf_hyperdflash.targets.registry import target_of
 
 from ..conftest import MODELS, prompt, tiny_config, tiny_target
 from ..helpers.deepseek_checkpoints import mtp_shapes, quantized, random_tensors, write, write_shards
@@ -106,7 +107,7 @@ def entries(length, seed=0, first=0):
 def extend(drafter, target, context, sequence, start, stop):
     residual, positions, ids = sequence
     span = slice(start, stop)
-    drafter.extend(target, context, residual[:, span], positions[:, span], ids[:, start + 1 : stop + 1])
+    drafter.extend(target_of(target), context, residual[:, span], positions[:, span], ids[:, start + 1 : stop + 1])
 
 
 def drafted(drafter, target, context, sequence, stop, count):
@@ -121,7 +122,7 @@ def drafted(drafter, target, context, sequence, stop, count):
 
     _, positions, ids = sequence
     sampler = Listening(LogitsProcessorList(), False)
-    tree = drafter.propose(target, context, ids[:, : stop + 1], positions[:, : stop + 1], count, sampler)
+    tree = drafter.propose(target_of(target), context, ids[:, : stop + 1], positions[:, : stop + 1], count, sampler)
     assert tree.is_chain and tree.q is None
     return tree.tokens.tolist(), torch.stack(logits) if logits else None
 
@@ -421,7 +422,9 @@ def test_the_shipped_target_accepts_its_own_mtps_drafts():
     for anchor in range(inputs["input_ids"].shape[1], ids.shape[1] - 2):
         extend(drafter, target, context, (residuals[0], positions, ids), done, anchor)
         done = anchor
-        tree = drafter.propose(target, context, ids[:, : anchor + 1], positions[:, : anchor + 1], 2, greedily)
+        tree = drafter.propose(
+            target_of(target), context, ids[:, : anchor + 1], positions[:, : anchor + 1], 2, greedily
+        )
         accepted.append((tree.tokens == ids[0, anchor + 1 : anchor + 3]).long().cumprod(0))
     first, second = torch.stack(accepted).float().mean(0).tolist()
     assert first > 0.5 and second > 0.2, (first, second)

@@ -17,7 +17,7 @@ from hf_hyperdflash.drafters import reading as reading_drafter
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.drafters.unrolled import drafter as unrolled_drafter
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
-from hf_hyperdflash.targets.registry import family_of
+from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.trees.tree import DraftTree
 
 from ..conftest import CSA, SLIDING, prompt
@@ -101,12 +101,12 @@ def test_a_chain_of_blocks_is_drawn_block_by_block():
     with capture_residual(target, drafter.target_layer_ids) as captured:
         target(ids[:, :-1])
     context, positions = drafter.new_context(), torch.arange(20)[None]
-    drafter.extend(target, context, captured[0], positions[:, :-1], ids[:, 1:])
+    drafter.extend(target_of(target), context, captured[0], positions[:, :-1], ids[:, 1:])
 
     def drafted(count, schedule=None):
         sampler = Listening(schedule)
         torch.manual_seed(1)
-        return drafter.propose(target, context, ids, positions, count, sampler), sampler.seen
+        return drafter.propose(target_of(target), context, ids, positions, count, sampler), sampler.seen
 
     tree, seen = drafted(8)
     assert tree.is_chain and tree.passes == (1, 1, 1, 2, 2, 2, 3, 3) and len(seen) == 8
@@ -145,17 +145,22 @@ def test_a_context_is_left_as_it_was(kind, monkeypatch):
         monkeypatch.setattr(unrolled_drafter, "_ENTRIES_AT_ONCE", at_once)
         context = drafter.new_context()
         assert (
-            len(drafter.propose(target, context, ids, positions, 4, DraftSampler(LogitsProcessorList(), False))) == 0
+            len(
+                drafter.propose(
+                    target_of(target), context, ids, positions, 4, DraftSampler(LogitsProcessorList(), False)
+                )
+            )
+            == 0
         )
-        drafter.extend(target, context, captured[0], positions[:, :-1], ids[:, 1:])
+        drafter.extend(target_of(target), context, captured[0], positions[:, :-1], ids[:, 1:])
         before = [[part.clone() for part in layer] for layer in context.layers]
         for budget in (None, 8):
             sampler = DraftSampler(LogitsProcessorList(), False, budget)
-            found.append(drafter.propose(target, context, ids, positions, 5, sampler))
+            found.append(drafter.propose(target_of(target), context, ids, positions, 5, sampler))
 
         with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
             broken.setattr(drafter, "logits", once(drafter.logits))
-            drafter.propose(target, context, ids, positions, 5, DraftSampler(LogitsProcessorList(), False))
+            drafter.propose(target_of(target), context, ids, positions, 5, DraftSampler(LogitsProcessorList(), False))
         for layer, kept in zip(context.layers, before):
             assert all(torch.equal(part, other) for part, other in zip(layer, kept))
     for one, other in zip(found[:2], found[2:]):
@@ -174,10 +179,10 @@ def test_a_chain_goes_on_as_a_tree_of_one_path(kind, moves):
     with capture_residual(target, drafter.target_layer_ids) as captured:
         target(ids[:, :-1])
     context = drafter.new_context()
-    drafter.extend(target, context, captured[0], torch.arange(11)[None], ids[:, 1:])
+    drafter.extend(target_of(target), context, captured[0], torch.arange(11)[None], ids[:, 1:])
     found = []
     for is_chain in (True, False):
-        unrolling, states = unrolled_drafter.Unrolling(drafter, target, context), []
+        unrolling, states = unrolled_drafter.Unrolling(drafter, target_of(target), context), []
         for number, token in enumerate(torch.tensor([[5], [7], [11]])):
             if is_chain:
                 states.append(unrolling.along(token))
@@ -201,11 +206,13 @@ def test_what_nobody_reads_is_not_computed(kind):
     size, rows, positions, context = drafter.config.block_size, [], torch.arange(12)[None], drafter.new_context()
     for layer in drafter.layers:
         layer.mlp.register_forward_hook(lambda module, args, out: rows.append(out.shape[1]))
-    drafter.extend(target, context, captured[0], positions[:, :-1], ids[:, 1:])
+    drafter.extend(target_of(target), context, captured[0], positions[:, :-1], ids[:, 1:])
     assert rows == [11 * size] * (len(rows) - 1) + [size] and len(rows) == len(drafter.layers)
     read = []
     with target.lm_head.register_forward_hook(lambda module, args, out: read.append(out.shape[:-1].numel())):
-        tree = drafter.propose(target, context, ids, positions, 5, DraftSampler(LogitsProcessorList(), False))
+        tree = drafter.propose(
+            target_of(target), context, ids, positions, 5, DraftSampler(LogitsProcessorList(), False)
+        )
     assert len(tree) == 5 and read == ([3, 2] if kind == "specblock" else [1] * 5)
 
 
@@ -379,15 +386,15 @@ def test_an_embedding_and_an_lm_head_of_its_own_begin_as_the_targets(family, mon
     head.bias = torch.nn.Parameter(torch.randn(len(head.weight)))
     drafter = Eagle3Drafter.from_target(target, draft_vocab_size=20, own_embedding=True, dtype=torch.float32)
     assert drafter.draft_ids.tolist() == list(range(20))
-    drafter.draft_only(target, torch.arange(40, 60).flip(0))
+    drafter.draft_only(target_of(target), torch.arange(40, 60).flip(0))
     states, ids = torch.randn(5, 64), torch.arange(59, 39, -1)
-    whole = family_of(target).logits
+    whole = target_of(target).logits
     torch.testing.assert_close(
         drafter.lm_head(states), (whole(states) - whole(0 * states))[:, ids], atol=1e-5, rtol=1e-4
     )
-    torch.testing.assert_close(drafter.embed(target, ids[None]), family_of(target).embed(ids[None]))
+    torch.testing.assert_close(drafter.embed(target_of(target), ids[None]), target_of(target).embed(ids[None]))
     for wrong in ([5] * 20, [64] * 20, [1, 2]):
         with pytest.raises(ValueError, match="expected 20 different integers from 0 to 63"):
-            drafter.draft_only(target, torch.tensor(wrong))
+            drafter.draft_only(target_of(target), torch.tensor(wrong))
     with pytest.raises(ValueError, match="`hidden_size` is 32 and `own_embedding` True, expected 64"):
         Eagle3Drafter.from_target(target, hidden_size=32, draft_vocab_size=20, own_embedding=True)

@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList
 from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
 from hf_hyperdflash.drafters.parts.layers import block_inputs
 from hf_hyperdflash.drafters.sampling import DraftSampler
-from hf_hyperdflash.targets.registry import family_of
+from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.trees.tree import DraftTree
 
 from ..conftest import tiny_drafter
@@ -57,12 +57,12 @@ def proposed(
     count = drafter.max_draft_tokens if count is None else count
     context, generator = drafter.new_context(), torch.Generator().manual_seed(3)
     residual = torch.randn(1, length, config.num_paths, config.target_hidden_size, generator=generator)
-    drafter.extend(target, context, residual.to(drafter.dtype), torch.arange(length)[None], ids[:, 1:])
+    drafter.extend(target_of(target), context, residual.to(drafter.dtype), torch.arange(length)[None], ids[:, 1:])
     drafter.take_in(context)
     block, positions = block_inputs(ids[:, -1:], torch.tensor([[length]]), config.block_size, config.mask_token_id)
     with torch.no_grad():
-        hidden = drafter(family_of(target).embed(block), positions, copy.deepcopy(context))
+        hidden = drafter(target_of(target).embed(block), positions, copy.deepcopy(context))
     first = 0 if config.sample_from_anchor else 1
     sampler = DraftSampler(LogitsProcessorList(processors), do_sample)
-    tree = drafter.propose(target, context, ids, torch.arange(length + 1)[None], count, sampler)
+    tree = drafter.propose(target_of(target), context, ids, torch.arange(length + 1)[None], count, sampler)
     return tree, hidden[0, first : first + count]

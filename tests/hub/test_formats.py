@@ -15,6 +15,7 @@ from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.decoding.bind import capture_residual
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.hub.formats import export_dflash, load_foreign
+from hf_hyperdflash.targets.registry import target_of
 
 from ..conftest import prompt, tiny_drafter, tiny_target
 from ..helpers.families import qwen3
@@ -89,8 +90,8 @@ def drafted(drafter: HyperDFlashDrafter, target, ids: torch.Tensor, count: int) 
             return super().blind(ids, logits)
 
     context, positions = drafter.new_context(), torch.arange(ids.shape[1])[None]
-    drafter.extend(target, context, captured[0], positions[:, :-1], ids[:, 1:])
-    drafter.propose(target, context, ids, positions, count, Listening(LogitsProcessorList(), False))
+    drafter.extend(target_of(target), context, captured[0], positions[:, :-1], ids[:, 1:])
+    drafter.propose(target_of(target), context, ids, positions, count, Listening(LogitsProcessorList(), False))
     return seen[0][0]
 
 

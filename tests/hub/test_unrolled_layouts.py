@@ -16,6 +16,7 @@ from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.hub.formats import load_foreign
 from hf_hyperdflash.hub.loading import load_target
 from hf_hyperdflash.hub.publish import planned_push
+from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.trees.growth import DraftStep
 from hf_hyperdflash.trees.tree import DraftTree
 
@@ -155,10 +156,12 @@ def drafted(drafter, target, ids: torch.Tensor, tokens: list[int], parts=(1,)) -
     starts = [0, *parts, ids.shape[1] - 1]
     for start, stop in pairwise(starts):
         part = slice(start, stop)
-        drafter.extend(target, context, captured[0][:, part], positions[:, part], ids[:, start + 1 : stop + 1])
+        drafter.extend(
+            target_of(target), context, captured[0][:, part], positions[:, part], ids[:, start + 1 : stop + 1]
+        )
     held = len(context)
     sampler = Followed(tokens)
-    drafter.propose(target, context, ids, positions, len(tokens) + 1, sampler)
+    drafter.propose(target_of(target), context, ids, positions, len(tokens) + 1, sampler)
     assert len(context) == held  # as it was
     return torch.stack(sampler.seen)
 
@@ -199,7 +202,7 @@ def check_eagle3(drafter, target, tensors, layers=LAYERS, **flags):
     for token in tokens:
         path.append(oracle_eagle3.further(tensors, shape, known, path, embed(token)))
         expected.append(oracle_eagle3.target_logits(tensors, shape, path[-1].out, VOCABULARY))
-    drafter.check_target(target)
+    drafter.check_target(target_of(target))
     assert drafter.target_layer_ids == layers
     for cuts in ((1,), (3, 8)):
         found = drafted(drafter, target, ids, tokens, cuts)
@@ -350,7 +353,7 @@ def test_eagle3s_dynamic_tree(tmp_path, target):
     with capture_residual(target, LAYERS) as captured:
         target(ids[:, :-1])
     context, positions = drafter.new_context(), torch.arange(ids.shape[1])[None]
-    drafter.extend(target, context, captured[0], positions[:, :-1], ids[:, 1:])
+    drafter.extend(target_of(target), context, captured[0], positions[:, :-1], ids[:, 1:])
     for budget in (4, 14, 21):
         expected = oracle_eagle3.dynamic_tree(
             tensors, shape, known, lambda token: table(torch.tensor(token)), VOCABULARY, 3, 3, budget
@@ -358,7 +361,7 @@ def test_eagle3s_dynamic_tree(tmp_path, target):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("hf_hyperdflash.trees.growth.SHARPENED", 1.0)
             sampler = DraftSampler(LogitsProcessorList(), False, budget)
-            tree = drafter.propose(target, context, ids, positions, 3, sampler)
+            tree = drafter.propose(target_of(target), context, ids, positions, 3, sampler)
         found = {tuple(tree.tokens[tree.path(node)].tolist()) for node in range(len(tree))}
         assert found == expected, budget
 
@@ -372,7 +375,7 @@ def test_specblock(tmp_path, target, ablation):
     fields |= {"architectures": ["LlamaForCausalLMSpecBlock"], "rank_classes": 4}
     drafter = load_drafter(saved(tmp_path, fields, tensors), dtype=torch.float32)
     assert isinstance(drafter, SpecBlockDrafter) and drafter.config.usual_layers
-    drafter.check_target(target)
+    drafter.check_target(target_of(target))
     assert drafter.target_layer_ids == [1, 3, 4]
     drafter.config.shift, drafter.config.broadcast = "shift" not in ablation, "broadcast" not in ablation
     ids, tokens = prompt(12), [7, 9, 9, 30, 2, 11, 5]
@@ -462,7 +465,7 @@ def test_an_embedding_that_is_no_copy_is_kept(tmp_path, target):
         folder = safeailab(tmp_path, eagle3_tensors() | {"embed_tokens.weight": given})
         drafter = load_drafter(folder, target=target, dtype=torch.float32)
         assert drafter.config.own_embedding == is_own
-        assert torch.equal(drafter.embed(target, torch.tensor([[5]]))[0, 0], given[5])
+        assert torch.equal(drafter.embed(target_of(target), torch.tensor([[5]]))[0, 0], given[5])
     assert load_drafter(folder).config.own_embedding  # nothing to compare with
 
 
@@ -609,7 +612,7 @@ def test_others_drafters_know_their_target_once_they_are_bound(tmp_path, target)
     with pytest.raises(ValueError, match=r"but this target's is 32. Load the drafter's own target or make") as caught:
         drafter.check_target(tiny_target())
     assert "deepseek" not in str(caught.value)
-    drafter.check_target(target)
+    drafter.check_target(target_of(target))
     assert drafter.config.target_model_type == "qwen3" and drafter.config.target_num_layers == 8
 
 

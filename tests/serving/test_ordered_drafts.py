@@ -6,7 +6,7 @@ import torch
 from hf_hyperdflash.drafters.blocks.path import BlockPath
 from hf_hyperdflash.drafters.parts.heads import HEADS
 from hf_hyperdflash.serving.ordered_drafts import ordered_logits
-from hf_hyperdflash.targets.registry import family_of
+from hf_hyperdflash.targets.registry import target_of
 
 from ..conftest import tiny_target
 from ..helpers import families
@@ -15,7 +15,7 @@ from ..helpers.headed_drafters import headed
 
 def by_itself(drafter, target, states, anchor):
     """The logits of one block's drafts as our own loop has them, greedily, and the drafts."""
-    path, token, rows, drafts = BlockPath(drafter, target, states[None]), anchor[None], [], []
+    path, token, rows, drafts = BlockPath(drafter, target_of(target), states[None]), anchor[None], [], []
     for k in range(len(states)):
         rows.append(path(k, token, torch.tensor([0])).logits[0])
         token = rows[-1].argmax(-1, keepdim=True)
@@ -30,11 +30,11 @@ def by_itself(drafter, target, states, anchor):
 def test_a_batch_of_blocks_drafts_what_each_does_by_itself(kind, family, fields):
     target = family()
     drafter = headed(target, kind, **fields)
-    seen_by = family_of(target)
+    seen_by = target_of(target)
     states, anchors = torch.randn(3, 6, target.config.hidden_size), torch.tensor([5, 40, 11])
 
     def logits(of):
-        return drafter.logits(target, of)
+        return drafter.logits(target_of(target), of)
 
     def embed(ids):
         return seen_by.embed(ids[:, None])[:, 0]

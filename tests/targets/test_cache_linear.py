@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from hf_hyperdflash.targets.caches.linear import CallRecorder, RewindableLinearLayer, make_linear_rewindable
 from hf_hyperdflash.targets.caches.name import CACHE
-from hf_hyperdflash.targets.registry import family_of
+from hf_hyperdflash.targets.registry import target_of
 
 from ..conftest import prompt
 from ..helpers.families import (
@@ -30,7 +30,7 @@ LINEAR = [glm5_next, qwen3_next, granite_hybrid, falcon_h1, nemotron_h, *([qwen4
 
 @contextmanager
 def record_calls(target):
-    recorder = CallRecorder(family_of(target).layers)
+    recorder = CallRecorder(target_of(target).layers)
     try:
         yield
     finally:

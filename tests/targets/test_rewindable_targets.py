@@ -7,8 +7,8 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_hyperdflash import PromptLookupDrafter, bind
-from hf_hyperdflash.targets.family import TargetFamily
-from hf_hyperdflash.targets.registry import family_of, is_bound
+from hf_hyperdflash.targets.registry import is_bound, target_of
+from hf_hyperdflash.targets.target import Target
 
 from ..conftest import prompt, tiny_drafter
 from ..helpers.families import COMMON, DELTA_NET, FULL, LINEAR, SLIDING, llama
@@ -78,7 +78,7 @@ def test_a_target_is_refused_whose_cache_cannot_be_rewound(model_type, fields, w
 def test_each_kind_of_layer_is_rewindable_or_refused(kind, monkeypatch):
     """Also those that another model's module registers."""
     target = llama().eval()
-    monkeypatch.setattr(TargetFamily, "layer_kinds", {kind})
+    monkeypatch.setattr(Target, "layer_kinds", {kind})
     try:
         bind(target)
     except ValueError as error:
@@ -86,7 +86,7 @@ def test_each_kind_of_layer_is_rewindable_or_refused(kind, monkeypatch):
     else:
         cache = DynamicCache()
         cache.layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](sliding_window=8))
-        family_of(target).make_rewindable(cache, 4)
+        target_of(target).make_rewindable(cache, 4)
         assert cache.is_croppable
 
 

@@ -33,8 +33,8 @@ from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, bind, capt
 from hf_hyperdflash.decoding.bind import BoundTarget
 from hf_hyperdflash.decoding.continuation import context_of
 from hf_hyperdflash.targets.caches.name import cache_argument, cache_of
-from hf_hyperdflash.targets.family import computable
-from hf_hyperdflash.targets.registry import family_of, is_bound
+from hf_hyperdflash.targets.registry import is_bound, target_of
+from hf_hyperdflash.targets.target import computable
 from hf_hyperdflash.training.losses.teacher import check_teacher, teacher_states
 from hf_hyperdflash.trees.tree import DraftTree
 
@@ -359,7 +359,7 @@ def test_residual_is_captured_and_gives_the_targets_logits(target):
     with torch.no_grad(), capture_residual(target) as residuals:
         logits = target(ids).logits
     assert [tuple(r.shape) for r in residuals] == [(1, 7, 4, 32)]
-    assert torch.equal(target.lm_head(teacher_states(target, residuals[0])), logits)
+    assert torch.equal(target.lm_head(teacher_states(target_of(target), residuals[0])), logits)
     target(ids)
     assert len(residuals) == 1
 
@@ -483,19 +483,19 @@ def test_every_family_shows_what_plain_decoding_shows(family):
 
 
 def test_every_family_passes_its_residual(family):
-    ids, paths = prompt(9), family_of(family).paths
+    ids, paths = prompt(9), target_of(family).paths
     with torch.no_grad(), capture_residual(family, [1, -1]) as captured:
         logits = family(ids).logits
     assert captured[0].shape == (1, 9, 2 * paths, 64)
     states = teacher_states(family, captured[0][:, :, paths:])
-    torch.testing.assert_close(family_of(family).logits(states), logits)
+    torch.testing.assert_close(target_of(family).logits(states), logits)
     some = torch.randint(0, 64, (9, 5))
-    torch.testing.assert_close(family_of(family).logits_of(states[0], some), logits[0].gather(1, some))
+    torch.testing.assert_close(target_of(family).logits_of(states[0], some), logits[0].gather(1, some))
 
 
 def test_every_family_embeds_as_its_first_layer_reads(family):
     ids, read = prompt(9), []
-    of = family_of(family)
+    of = target_of(family)
     of.layers[0].register_forward_pre_hook(
         lambda module, args, kwargs: read.extend([*args, *kwargs.values()]), with_kwargs=True
     )
@@ -510,7 +510,7 @@ def test_every_family_hands_its_gate_down_or_says_why_not(family, caplog):
         drafter = tiny_drafter(family, path_norm=False)
     with torch.no_grad(), capture_residual(family) as captured:
         family(prompt(9))
-    facts, residual = family_of(family), captured[0]
+    facts, residual = target_of(family), captured[0]
     if facts.gate():
         assert drafter.config.reducer == "hc_gate" and not caplog.text and facts.paths > 1
         norm_reads = []
@@ -573,7 +573,7 @@ def test_a_multimodal_class_around_granite_scales_nothing():
                               image_size=8, patch_size=4, projection_dim=16)  # fmt: skip
     target = LlavaNextForConditionalGeneration(LlavaNextConfig(vision_config=vision, text_config=text)).eval()
     states = torch.randn(1, 3, 64)
-    torch.testing.assert_close(family_of(target).logits(states), target.get_output_embeddings()(states))
+    torch.testing.assert_close(target_of(target).logits(states), target.get_output_embeddings()(states))
 
 
 def test_images_are_refused():
@@ -819,7 +819,7 @@ def test_quantized_heads_are_fed_in_the_drafters_own_dtype():
 def test_logits_of_some_tokens_are_the_heads_whatever_its_weight_is():
     """Rows of a plain head, with its bias, in its dtype; of what has no rows to be read, all of the head's logits."""
     target = granite_hybrid()
-    states, some, of = torch.randn(3, 64), torch.tensor([[5, 0, 63], [7, 7, 1], [2, 3, 4]]), family_of(target)
+    states, some, of = torch.randn(3, 64), torch.tensor([[5, 0, 63], [7, 7, 1], [2, 3, 4]]), target_of(target)
 
     def assert_the_heads(found=None):
         found = of.logits_of(states, some) if found is None else found

@@ -11,6 +11,7 @@ from transformers import TemperatureLogitsWarper
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, capture_residual, load_drafter, unbind
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
+from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.adaptation import adapt as adaptation
 from hf_hyperdflash.training.adaptation.adapt import AdaptationConfig
 from hf_hyperdflash.training.adaptation.bandit import Bandit
@@ -137,7 +138,7 @@ def test_what_is_expected_of_a_round(target, head, vocabulary, do_sample):
     drafter = headed(target, head, **fields) if head != "none" else tiny_drafter(target, **fields)
     if vocabulary:  # without a token of the text, and with one that is held to be probable
         text = target.generate(prompt(9), do_sample=False, max_new_tokens=12)
-        drafter.draft_only(target, (torch.arange(64) != text[0, -3]).nonzero().flatten()[:vocabulary])
+        drafter.draft_only(target_of(target), (torch.arange(64) != text[0, -3]).nonzero().flatten()[:vocabulary])
         with torch.no_grad():
             drafter.lm_head.weight[0] *= 4
     drafter.bind(target)

@@ -21,6 +21,7 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.features import store
 from hf_hyperdflash.training.features.store import FeatureCache
 from hf_hyperdflash.training.losses.teacher import teacher_states
@@ -126,7 +127,9 @@ def test_the_teachers_logits_follow_from_the_residual(target, tmp_path):
     for item, row in zip(write(tmp_path, target, rows, dtype="float32", batch_size=1), rows):
         with torch.no_grad():
             logits = target(torch.tensor([row["input_ids"]])).logits
-            assert torch.equal(target.lm_head(teacher_states(target, item["residual"].unsqueeze(0))), logits)
+            assert torch.equal(
+                target.lm_head(teacher_states(target_of(target), item["residual"].unsqueeze(0))), logits
+            )
 
 
 def test_float8_is_as_close_as_its_three_mantissa_bits_allow(target, tmp_path):

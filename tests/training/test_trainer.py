@@ -28,6 +28,7 @@ from hf_hyperdflash import (
 )
 from hf_hyperdflash.drafters.parts.heads import HEADS
 from hf_hyperdflash.hub.cards import drafter_card
+from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.arguments import RECIPES
 from hf_hyperdflash.training.data.rows import encode_prompts
 from hf_hyperdflash.training.features.fingerprint import changed_parts
@@ -82,7 +83,7 @@ def test_training_reproduces_the_draft_logits_of_every_round(target, fields):
         target(text, use_cache=False)
         anchors = torch.tensor([[anchor for anchor, _ in rounds]])
         args = SimpleNamespace(**RECIPES["hyperdflash"], kl_teacher="hc_head")
-        objective = BlockObjective(drafter, target, args)
+        objective = BlockObjective(drafter, target_of(target), args)
         logits = target.lm_head(objective.drafted(drafter, batch, anchors, captured[0], objective.steps()).states)
     torch.testing.assert_close(logits[0], torch.cat([drafted for _, drafted in rounds]), atol=1e-5, rtol=1e-5)
 
@@ -607,7 +608,7 @@ def test_a_drafter_of_all_tokens_learns_alike_by_an_lm_head_of_its_own(tmp_path,
     made = tiny_drafter if head == "none" else partial(headed_drafter, kind=head)
     plain, own, order, steps = made(target), made(target, draft_vocab_size=64), torch.arange(64).flip(0), []
     own.load_state_dict(plain.state_dict(), strict=False)
-    own.draft_only(target, order)
+    own.draft_only(target_of(target), order)
     if head == "markov":
         with torch.no_grad():
             own.head_table.copy_(plain.head_table[order])

@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 
 from hf_hyperdflash import HyperDFlashTrainer, HyperDFlashTrainingArguments, capture_residual
 from hf_hyperdflash.drafters.unrolled.rank_head import rank_classes, rank_features
+from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.losses.loss import IGNORE_INDEX, rank_loss
 from hf_hyperdflash.training.losses.objective import collate, read_layers
 
@@ -42,7 +43,7 @@ def what_is_read(drafter, target, ids):
     """Of one document: conditions `[seq, hidden_size]` and the tokens' embeddings."""
     with capture_residual(target, drafter.target_layer_ids) as captured:
         target(ids)
-    return drafter.condition(captured[0])[0], drafter.embed(target, ids)[0]
+    return drafter.condition(captured[0])[0], drafter.embed(target_of(target), ids)[0]
 
 
 def prepared(trainer, batch):
@@ -92,7 +93,7 @@ def test_specblock_is_trained_as_the_loops_say(tmp_path, target, fields):
                 for slot in range(size):
                     place = row, number, block * size + slot
                     expected = oracle_specblock.logits(tensors, shape, last.hidden[slot])
-                    logits = drafter.drafted_logits(target, found.states[place])
+                    logits = drafter.drafted_logits(target_of(target), found.states[place])
                     torch.testing.assert_close(logits, expected, atol=3e-4, rtol=2e-3)
                     if found.ranks is not None:
                         expected = oracle_specblock.rank_logits(tensors, shape, last.hidden[slot])
@@ -149,7 +150,7 @@ def test_specblocks_loss_counts_valid_prefixes_and_ranks(tmp_path, target, field
     # Where the drafter is right must not always be nowhere: half of the labels are what it drafts.
     with torch.no_grad():
         drafted = trainer.objective.drafted(drafter, batch, batch["anchors"], residual, batch["steps"])
-        logits = drafter.drafted_logits(target, drafted.states)
+        logits = drafter.drafted_logits(target_of(target), drafted.states)
         chance = torch.Generator().manual_seed(0)
         copied = torch.rand(labels.shape, generator=chance) < 0.6
         labels.copy_(torch.where(copied & (labels != IGNORE_INDEX), ids[logits.argmax(-1)], labels))

@@ -18,7 +18,7 @@ from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ...drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
 from ...drafters.saved import SavedDrafter
 from ...hub.descriptions import describe
-from ...targets.registry import family_of, is_drafter
+from ...targets.registry import is_drafter, target_of
 from ...training.acceptance import bound
 from ...training.data.rows import encode_prompts
 from ...training.features.fingerprint import changed_parts
@@ -220,7 +220,7 @@ def _look_at_tokenizer(
     found: Diagnosis, target: PreTrainedModel, config: Any, tokenizer: PreTrainedTokenizerBase
 ) -> bool:
     """Whether there is enough to generate with."""
-    vocabulary = family_of(target).config.vocab_size
+    vocabulary = target_of(target).config.vocab_size
     if len(tokenizer) > vocabulary:
         found.problems.append(
             f"The tokenizer has {len(tokenizer)} tokens, the target's vocabulary {vocabulary}: it "
@@ -259,7 +259,7 @@ def _ask_the_target(found: Diagnosis, target: PreTrainedModel, prompts: list[tor
     """Whether the target finds text in its own tokenizer's tokens more likely than noise."""
     with torch.no_grad():
         losses = [target(ids.to(target.device), labels=ids.to(target.device)).loss.item() for ids in prompts]
-    mean, noise = sum(losses) / len(losses), math.log(family_of(target).config.vocab_size)
+    mean, noise = sum(losses) / len(losses), math.log(target_of(target).config.vocab_size)
     found.facts["target"] = f"{mean:.2f} nats a token on the prompts, where noise has {noise:.2f}"
     if mean > 0.8 * noise:
         found.problems.append(

@@ -16,7 +16,7 @@ from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ...drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
 from ...drafters.parts.heads import along_text
 from ...drafters.parts.layers import block_inputs
-from ...targets.registry import family_of
+from ...targets.registry import target_of
 from ...training.data.blocks import block_labels, block_masks, previous_tokens
 from ...training.features.capture import residual_of
 from ...training.losses.loss import IGNORE_INDEX
@@ -78,7 +78,7 @@ def compare_settings(
         starts: Where in each the prompt ends.
         disable_tqdm: `False` for a progress bar on stderr, `None` for one where that is a terminal.
     """
-    settings = _other_settings(drafter.config, family_of(target).config.num_hidden_layers)
+    settings = _other_settings(drafter.config, target_of(target).config.num_hidden_layers)
     tried = [drafter.config, *settings.values()]
     progress = tqdm(texts, desc="trying other layers", unit="prompt", leave=False, disable=disable_tqdm)
     found = [draft_every_round(target, drafter, text, start, tried) for text, start in zip(progress, starts)]
@@ -147,7 +147,7 @@ def draft_every_round(
         `[settings, rounds]` each: the tokens that a round emits, and the mean log-probability of the text's next
         tokens, of which less likely than any token counts as any.
     """
-    count = family_of(target).config.num_hidden_layers
+    count = target_of(target).config.num_hidden_layers
     read = [[i % count for i in config.target_layer_ids or []] for config in settings]
     layers = sorted({layer for ids in read for layer in ids})
     positions = torch.arange(text.shape[1], device=text.device)[None]
@@ -170,12 +170,12 @@ def _rounds(
 ) -> tuple[np.ndarray, np.ndarray]:
     text, residual = text.to(drafter.device), residual.to(drafter.device)
     positions, is_text = torch.arange(text.shape[1], device=text.device)[None], torch.ones_like(text, dtype=torch.bool)
-    family = family_of(target)
+    seen = target_of(target)
     emitted, nats = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0)]
     for anchors in positions[:, start:-1].split(_BLOCKS, dim=1):
         block, at = block_inputs(text[:, anchors[0]], anchors, config.block_size, config.mask_token_id)
         hidden = drafter(
-            family.embed(block),
+            seen.embed(block),
             at,
             attention_mask=block_masks(config, anchors, positions),
             residual=residual,
@@ -183,9 +183,9 @@ def _rounds(
         )
         drafts = hidden.unflatten(1, (-1, config.block_size))[:, :, config.first_slot :]
         previous = previous_tokens(text, anchors, config.max_draft_tokens)
-        embeds = family.embed(previous.flatten(1)).view(*previous.shape, -1)
+        embeds = seen.embed(previous.flatten(1)).view(*previous.shape, -1)
         said = along_text(drafts, previous, embeds, drafter.head, None)
-        logits = drafter.of_vocabulary(drafter.logits(target, said.states, said.vectors))[0]
+        logits = drafter.of_vocabulary(drafter.logits(seen, said.states, said.vectors))[0]
         logits = logits.to(text.device).float()
         labels = block_labels(text, is_text, positions, anchors, config.max_draft_tokens)[0]
         emitted.append(1 + (logits.argmax(-1) == labels).long().cumprod(-1).sum(-1).cpu())

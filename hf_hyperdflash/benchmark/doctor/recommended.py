@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ...decoding.request import AUTO
 from ...decoding.rounds import verification_of
 from ...decoding.stats import clock, exact_timing
-from ...targets.registry import family_of
+from ...targets.registry import target_of
 from ..intervals import Interval, draw, interval
 
 TEMPERATURES = (0.0, 1.0)
@@ -103,7 +103,7 @@ def _settings(target: PreTrainedModel, drafter: Any) -> list[dict[str, Any]]:
     most = drafter.max_draft_tokens or 6
     counts = sorted({max(1, most // 4), max(1, most // 2), most})
     found: list[dict[str, Any]] = [{"num_assistant_tokens": count} for count in [*counts, AUTO]]
-    if verification_of(family_of(target), DynamicCache(config=target.config)) != "chain":
+    if verification_of(target_of(target), DynamicCache(config=target.config)) != "chain":
         found.append({"num_assistant_tokens": most, "tree_budget": AUTO})
     return found
 

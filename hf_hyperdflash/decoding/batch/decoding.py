@@ -122,12 +122,12 @@ def _verify(rows: list[Decoding], rounds: list[RowRound], cache: RaggedCache) ->
         ids[place, : round_.count] = row.row.with_drafts(round_.tree.tokens)[0, round_.start :]
         positions[place, : round_.count] = round_.positions(row.row)
     began = first.now()
-    inputs = first.target.prepare_inputs_for_generation(
+    inputs = first.model.prepare_inputs_for_generation(
         ids, next_sequence_length=width, is_first_iteration=False, **{**arguments_of(rows), CACHE: cache}
     )
     inputs |= {"position_ids": positions, "attention_mask": _masks(rows, rounds, cache, width)}
     with first.binding.own_forward(reading, is_round=True):
-        outputs = first.target(**{**inputs, "logits_to_keep": width, "return_dict": True})
+        outputs = first.model(**{**inputs, "logits_to_keep": width, "return_dict": True})
     seconds = (first.now() - began) / len(rows)
     captured = reading.taken()
     for place, (row, round_) in enumerate(zip(rows, rounds)):
@@ -138,7 +138,7 @@ def _verify(rows: list[Decoding], rounds: list[RowRound], cache: RaggedCache) ->
 
 def _masks(rows: list[Decoding], rounds: list[RowRound], cache: RaggedCache, width: int) -> Any:
     """One mask, or one for each kind of layer if they differ."""
-    family = rows[0].binding.family
+    target = rows[0].target
     masks: dict[str, Any] = {}
     for layer in cache.layers:
         kind = "full_attention" if layer.sliding_window is None else "sliding_attention"
@@ -155,7 +155,7 @@ def _masks(rows: list[Decoding], rounds: list[RowRound], cache: RaggedCache, wid
                 of_row[:, :past] &= real[0, -past:].bool()
             mask[place, 0, :count, :past] = of_row[:, :past]
             mask[place, 0, :count, columns : columns + count] = of_row[:, past:]
-        masks[kind] = attention_mask_for(family.config._attn_implementation, mask, family.dtype)
+        masks[kind] = attention_mask_for(target.config._attn_implementation, mask, target.dtype)
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 

@@ -35,7 +35,7 @@ def prefill_together(rows: Sequence[Decoding]) -> RaggedCache:
         inputs["attention_mask"] = prompts["attention_mask"][:, :end]
         inputs["position_ids"] = prompts["position_ids"][:, start:end]
         with first.binding.own_forward(reading):
-            outputs = first.target._prefill(prompts["input_ids"][:, :end], config, inputs)
+            outputs = first.model._prefill(prompts["input_ids"][:, :end], config, inputs)
         captured = reading.taken()
         for place, row in enumerate(rows):
             padding = width - row.row.prompt_length

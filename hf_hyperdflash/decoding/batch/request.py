@@ -11,7 +11,7 @@ import torch
 from transformers.generation.configuration_utils import GenerationConfig
 
 from ...targets.caches.name import CACHE
-from ...targets.registry import family_of, is_drafter
+from ...targets.registry import is_drafter, target_of
 from ..loop import Decoding
 from ..request import by_name, ids_asked, setting, way_asked
 from .decoding import decode_rows, stats_of, written_batch
@@ -43,7 +43,7 @@ class BatchRequest:
         Args:
             decodings: One per row, each made when it is asked for.
         """
-        rows = decode_rows(decodings, family_of(self.target).joins_rows)
+        rows = decode_rows(decodings, target_of(self.target).joins_rows)
         self.drafter.remember(stats_of(rows))
         return written_batch(rows)
 

@@ -7,10 +7,9 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from ...targets.attention_masks import attention_mask_for
-from ...targets.registry import family_of
+from ...targets.target import Target
 from ...trees.tree import DraftTree, are_trees_kept
 from ..parts.heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, SequentialHead, SilentLinear, along_text
 from ..parts.layers import ContextCache, Rotary, block_inputs
@@ -153,7 +152,7 @@ class BlockDrafter(ReadingDrafter):
             "`num_draft_tokens`."
         )
 
-    def check_trainable(self, target: PreTrainedModel) -> None:
+    def check_trainable(self, target: Target) -> None:
         """Raise a `ValueError` if the drafter cannot be trained for `target`: what trains a model looks for this."""
         self.check_target(target)
         if self.config.draft_vocab_size and self.config.head_candidates:
@@ -178,7 +177,7 @@ class BlockDrafter(ReadingDrafter):
     @torch.no_grad()
     def extend(
         self,
-        target: PreTrainedModel,
+        target: Target,
         context: ContextCache,
         residual: torch.Tensor,
         position_ids: torch.Tensor,
@@ -210,7 +209,7 @@ class BlockDrafter(ReadingDrafter):
     @torch.no_grad()
     def propose(
         self,
-        target: PreTrainedModel,
+        target: Target,
         context: ContextCache,
         ids: torch.Tensor,
         position_ids: torch.Tensor,
@@ -221,7 +220,7 @@ class BlockDrafter(ReadingDrafter):
         config = self.config
         block, positions = block_inputs(ids[:, -1:], position_ids[:, -1:], config.block_size, config.mask_token_id)
         device = self.device
-        embeds = family_of(target).embed(block).to(device)
+        embeds = target.embed(block).to(device)
         hidden = self(embeds, positions.to(device), context, None, *(context.pending or ()))
         context.pending = None
         states = hidden[:, config.first_slot : config.first_slot + count]
@@ -232,7 +231,7 @@ class BlockDrafter(ReadingDrafter):
         return path.told(tree) if self.head is not None and are_trees_kept() else tree
 
     @torch.no_grad()
-    def propose_rows(self, target: PreTrainedModel, wanted: Sequence[DraftsWanted]) -> list[DraftTree]:
+    def propose_rows(self, target: Target, wanted: Sequence[DraftsWanted]) -> list[DraftTree]:
         """Draft for several texts in one pass."""
         config, device = self.config, self.device
         context = JointContext([each.context for each in wanted])
@@ -240,7 +239,7 @@ class BlockDrafter(ReadingDrafter):
         block, positions = block_inputs(anchors, last, config.block_size, config.mask_token_id)
         reaches = {kind: config.reach(kind) for kind in dict.fromkeys(config.kinds)}
         masks = context.masks(config.kinds, reaches, config.block_size, device)
-        embeds = family_of(target).embed(block).to(device)
+        embeds = target.embed(block).to(device)
         hidden = self(embeds, positions.to(device), context, masks, *context.pending())
         states = hidden[:, config.first_slot : config.first_slot + max(each.drafts for each in wanted)]
         has_heads = self.head is not None or self.confidence_head is not None
@@ -255,9 +254,7 @@ class BlockDrafter(ReadingDrafter):
         logits = self.of_vocabulary(self.logits(target, states))
         return [each.sampler.blind(each.ids, logits[row : row + 1, : each.drafts]) for row, each in enumerate(wanted)]
 
-    def logits(
-        self, target: PreTrainedModel, hidden: torch.Tensor, vectors: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def logits(self, target: Target, hidden: torch.Tensor, vectors: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of the tokens that can be drafted, `[..., config.draft_vocab_size or config.vocab_size]`, by the
         target's LM head, or an own one over fewer tokens, and by the head's table; minus infinity for the mask token,
         which no text has. Of a block's states, as [`forward`] returns them without `previous_ids`: with them they are
@@ -267,18 +264,18 @@ class BlockDrafter(ReadingDrafter):
         if self.config.draft_vocab_size:
             logits = self.lm_head(hidden).masked_fill(self.draft_ids == (-1 if mask is None else mask), -torch.inf)
         else:
-            logits = family_of(target).logits(hidden)
+            logits = target.logits(hidden)
             if mask is not None:
                 logits[..., mask] = -torch.inf
         if vectors is None or self.head_table is None:
             return logits
         return logits + nn.functional.linear(vectors, self.head_table).to(logits)
 
-    def logits_of(self, target: PreTrainedModel, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def logits_of(self, target: Target, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The same of some of them, `[batch, tokens]`, from `[batch, config.target_hidden_size]`."""
         hidden = self.readable(hidden)
         if not self.config.draft_vocab_size:
-            return family_of(target).logits_of(hidden, ids)
+            return target.logits_of(hidden, ids)
         return torch.einsum("bd,bcd->bc", hidden, self.lm_head.weight[ids])
 
     @property

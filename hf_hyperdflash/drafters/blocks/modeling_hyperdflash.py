@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...targets.family import TargetFamily
 from ...targets.mask_token import find_mask_token
-from ...targets.registry import family_of
+from ...targets.registry import target_of
+from ...targets.target import Target
 from ..parts.heads import HEADS, ConfidenceHead
 from ..parts.layers import (
     CausalConvolution,
@@ -127,17 +127,17 @@ class HyperDFlashDrafter(BlockDrafter):
             raise ValueError(f"`num_draft_tokens` is {num_draft_tokens!r}, expected an integer of at least 1.")
         dtype = named_dtype(dtype)
         HyperDFlashConfig.check_fields(config_fields)
-        family = family_of(target)
-        own = family.config
+        seen = target_of(target)
+        own = seen.config
         width = config_fields.get("hidden_size", own.hidden_size)
-        obstacle = _gate_obstacle(family, width)
+        obstacle = _gate_obstacle(seen, width)
         if reducer is None:
             reducer = "fc" if obstacle else "hc_gate"
             if obstacle:
                 logger.warning("HyperDFlash falls back to reducer='fc': %s.", obstacle)
         elif obstacle and reducer in REDUCERS and REDUCERS[reducer].has_gate:
             raise ValueError(f"`reducer={reducer!r}` cannot be used: {obstacle}. Pass `reducer='fc'` or leave it out.")
-        head_dim = config_fields.get("head_dim", min(128, family.head_dim))
+        head_dim = config_fields.get("head_dim", min(128, seen.head_dim))
         heads = max(1, width // head_dim)
         fields: dict[str, Any] = {
             "vocab_size": own.vocab_size,
@@ -146,39 +146,39 @@ class HyperDFlashDrafter(BlockDrafter):
             "num_attention_heads": heads,
             "num_key_value_heads": heads // 4 if heads % 4 == 0 else heads,
             "intermediate_size": 3 * width,
-            "rms_norm_eps": family.norm_eps,
-            "rope_parameters": {"rope_type": "default", "rope_theta": family.rope_theta},
+            "rms_norm_eps": seen.norm_eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": seen.rope_theta},
             "max_position_embeddings": own.max_position_embeddings,
             # Engines' layouts, which are for targets with one stream, have no words for a window that all slots share.
-            "sliding_window": None if family.paths == 1 else min(2048, own.max_position_embeddings),
+            "sliding_window": None if seen.paths == 1 else min(2048, own.max_position_embeddings),
             "block_size": num_draft_tokens + (0 if config_fields.get("sample_from_anchor") else 1),
             "mask_token_id": find_mask_token(target, tokenizer) if mask_token_id is None else mask_token_id,
-            "hc_eps": family.hc_eps,
+            "hc_eps": seen.hc_eps,
             "target_hidden_size": own.hidden_size,
-            "target_hc_mult": family.paths,
+            "target_hc_mult": seen.paths,
             "target_num_layers": own.num_hidden_layers,
             "target_model_type": own.model_type,
             "target_name_or_path": target.config._name_or_path,
             "target_revision": getattr(target.config, "_commit_hash", None) or "",
         }
         config = HyperDFlashConfig(reducer=reducer, **{**fields, **config_fields})
-        check_pair(config, target, cls.__name__)
-        device = cls.device_for(target)
+        check_pair(config, seen, cls.__name__)
+        device = cls.device_for(seen)
         with torch.device("meta") if device.type == "meta" else nullcontext():
             drafter = cls(config)
         if config.has_gate:
-            drafter.hc_gate.inherit(family.gate())
+            drafter.hc_gate.inherit(seen.gate())
         for name, part in drafter.named_children():
             # Not all at once: the gate would be rounded on its way.
-            part.to(device=device, dtype=torch.float32 if name == "hc_gate" else dtype or family.dtype)
+            part.to(device=device, dtype=torch.float32 if name == "hc_gate" else dtype or seen.dtype)
         if config.draft_vocab_size:
-            drafter.draft_only(target, torch.arange(config.draft_vocab_size))
+            drafter.draft_only(seen, torch.arange(config.draft_vocab_size))
         if target.get_input_embeddings().weight is target.get_output_embeddings().weight:
-            drafter._say_nothing_yet(target)
+            drafter._say_nothing_yet(seen)
         return drafter
 
     @torch.no_grad()
-    def _say_nothing_yet(self, target: PreTrainedModel) -> None:
+    def _say_nothing_yet(self, target: Target) -> None:
         """Let no token stand out in a fresh drafter's logits, by its last norm. Where the target's LM head is its
         embedding, that is sure otherwise of what is like the token that a slot reads, and training begins with
         unlearning it. With every other sign turned a state is like no embedding; then it is as small as it has to
@@ -186,11 +186,11 @@ class HyperDFlashDrafter(BlockDrafter):
         if self.device.type == "meta":
             return
         self.norm.weight[1::2].neg_()
-        config, family = self.config, family_of(target)
+        config = self.config
         count = _ANCHORS if config.sample_from_anchor else 1
         anchors = torch.linspace(0, config.vocab_size - 1, count, device=self.device).long()[:, None]
         block, _ = block_inputs(anchors, torch.zeros_like(anchors), config.block_size, config.mask_token_id)
-        read = self._begin(family.embed(block).to(self.device, self.dtype))[:, config.first_slot : 2]
+        read = self._begin(target.embed(block).to(self.device, self.dtype))[:, config.first_slot : 2]
         self._quieten(lambda: self.logits(target, self._end(read)))
 
     def with_heads(self, **fields: Any) -> HyperDFlashDrafter:
@@ -254,10 +254,10 @@ class HyperDFlashDrafter(BlockDrafter):
             setattr(self.config, name, getattr(own, name, None))
 
 
-def _gate_obstacle(family: TargetFamily, width: int) -> str | None:
+def _gate_obstacle(target: Target, width: int) -> str | None:
     """Why the gate cannot be inherited (the paper's conditions, section 2.2), or `None`."""
-    if family.why_ungated:
-        return family.why_ungated
-    if width != family.config.hidden_size:
-        return f"the drafter's hidden size {width} differs from the target's {family.config.hidden_size}"
+    if target.why_ungated:
+        return target.why_ungated
+    if width != target.config.hidden_size:
+        return f"the drafter's hidden size {width} differs from the target's {target.config.hidden_size}"
     return None

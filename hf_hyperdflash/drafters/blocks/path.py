@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel
 
-from ...targets.registry import family_of
+from ...targets.target import Target
 from ...trees.growth import DraftStep
 from ...trees.tree import DraftTree
 from ..parts.heads import ConfidenceHead, SequentialHead
@@ -26,7 +25,7 @@ class BlockPath:
         hidden: The block's states, `[1, drafts, config.target_hidden_size]`.
     """
 
-    def __init__(self, drafter: Any, target: PreTrainedModel, hidden: torch.Tensor) -> None:
+    def __init__(self, drafter: Any, target: Target, hidden: torch.Tensor) -> None:
         self.drafter, self.target, self.hidden, self.config = drafter, target, hidden, drafter.config
         self.head: SequentialHead | None = drafter.head
         self.confidence_head: ConfidenceHead | None = drafter.confidence_head
@@ -78,7 +77,7 @@ class BlockPath:
         return torch.sigmoid(self.confidence_head(hidden, memory).float() / temperature)
 
     def _embeds(self, tokens: torch.Tensor) -> torch.Tensor:
-        return family_of(self.target).embed(tokens[:, None])[:, 0]
+        return self.target.embed(tokens[:, None])[:, 0]
 
     def _best(
         self, blind: torch.Tensor, ids: torch.Tensor, states: torch.Tensor, vectors: torch.Tensor | None

@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4PreTrainedModel, DeepseekV4RotaryEmbedding
 
-from ...targets.registry import family_of
+from ...targets.registry import target_of
 from ..saved import SavedDrafter
 from ..weights import check_finite, check_source, named_dtype, resolve_subfolder
 from .checkpoint import MTPCheckpoint
@@ -180,7 +180,7 @@ def own_checkpoint(target: PreTrainedModel | str | Path, **hub_kwargs: Any) -> M
         ValueError: If it is no DeepSeek-V4, or there are no such tensors.
     """
     if isinstance(target, PreTrainedModel):
-        family_of(target)  # says what a target is, if it is none
+        target_of(target)  # says what a target is, if it is none
         config = target.config.get_text_config(decoder=True)
         name = config._name_or_path
         hub_kwargs["revision"] = hub_kwargs.get("revision") or getattr(config, "_commit_hash", None)

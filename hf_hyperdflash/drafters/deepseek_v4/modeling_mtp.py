@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4DecoderLayer,
@@ -18,7 +17,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 )
 
 from ...targets.caches.name import CACHE
-from ...targets.registry import family_of
+from ...targets.target import Target
 from ...trees.growth import DraftStep
 from ...trees.tree import DraftTree
 from ..sampling import DraftSampler
@@ -155,7 +154,7 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
     @torch.no_grad()
     def extend(
         self,
-        target: PreTrainedModel,
+        target: Target,
         context: MTPContext,
         residual: torch.Tensor,
         position_ids: torch.Tensor,
@@ -182,7 +181,7 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
     @torch.no_grad()
     def propose(
         self,
-        target: PreTrainedModel,
+        target: Target,
         context: MTPContext,
         ids: torch.Tensor,
         position_ids: torch.Tensor,
@@ -209,22 +208,21 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
         tree = sampler.grow(ids, count, steps)
         return replace(tree, passes=tree.depths)
 
-    def _embed(self, target: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-        return family_of(target).embed(ids).to(self.device)
+    def _embed(self, target: Target, ids: torch.Tensor) -> torch.Tensor:
+        return target.embed(ids).to(self.device)
 
-    def _logits(self, target: PreTrainedModel, streams: torch.Tensor) -> torch.Tensor:
-        return family_of(target).logits(self.collapse(streams)).float()
+    def _logits(self, target: Target, streams: torch.Tensor) -> torch.Tensor:
+        return target.logits(self.collapse(streams)).float()
 
     # Use with a target
 
-    def check_target(self, target: PreTrainedModel) -> None:
+    def check_target(self, target: Target) -> None:
         """Check that the drafter fits `target`.
 
         Raises:
             ValueError: Naming both values, if they cannot work together.
         """
-        family = family_of(target)
-        targets_sizes = (family.config.vocab_size, family.config.hidden_size, family.paths)
+        targets_sizes = (target.config.vocab_size, target.config.hidden_size, target.paths)
         for what, targets in zip(("vocab_size", "hidden_size", "hc_mult"), targets_sizes):
             drafters = getattr(self.config, what)
             if drafters != targets:

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...targets.attention_masks import attention_mask_for
-from ...targets.family import TargetFamily
-from ...targets.registry import family_of
+from ...targets.registry import target_of
+from ...targets.target import Target
 from ...trees.tree import DraftTree
 from ..parts.block_attention import Reach
 from ..parts.heads import HeadOutput
@@ -102,33 +102,33 @@ class UnrolledDrafter(ReadingDrafter):
             ValueError: If it is no target, there is no such field, or an embedding of its own is to be of another
                 width than the target's.
         """
-        kind, family = cast(Any, cls.config_class), family_of(target)
+        kind, seen = cast(Any, cls.config_class), target_of(target)
         kind.check_fields(config_fields)
-        fields = {**fields_of(family, target), **config_fields}
+        fields = {**fields_of(seen), **config_fields}
         reducer = REDUCERS.get(str(config_fields.get("reducer")))
         if reducer is not None and reducer.has_gate and "target_layer_ids" not in config_fields:
             fields["target_layer_ids"] = [-1]
         config = kind(**fields)
-        check_pair(config, target, cls.__name__)
+        check_pair(config, seen, cls.__name__)
         if config.own_embedding and config.hidden_size != config.target_hidden_size:
             raise ValueError(
                 f"`hidden_size` is {config.hidden_size} and `own_embedding` True, expected "
                 f"{config.target_hidden_size}, the target's width: a new drafter's own embedding is the target's."
             )
         drafter: Any = cls(config)
-        drafter = drafter.to(device=cls.device_for(target), dtype=named_dtype(dtype) or family.dtype)
+        drafter = drafter.to(device=cls.device_for(seen), dtype=named_dtype(dtype) or seen.dtype)
         if config.has_gate:
-            drafter.hc_gate.float().inherit(family.gate())
+            drafter.hc_gate.float().inherit(seen.gate())
         if config.draft_vocab_size:
-            drafter.draft_only(target, torch.arange(config.draft_vocab_size))
+            drafter.draft_only(seen, torch.arange(config.draft_vocab_size))
         if config.own_embedding:
             with torch.no_grad():
-                drafter.embed_tokens.weight.copy_(family.embed(torch.arange(config.vocab_size)[None])[0])
+                drafter.embed_tokens.weight.copy_(seen.embed(torch.arange(config.vocab_size)[None])[0])
         is_tied = target.get_input_embeddings().weight is target.get_output_embeddings().weight
         if is_tied and drafter.device.type != "meta":
             states = torch.randn(_FRESH_STATES, config.hidden_size, generator=torch.Generator().manual_seed(0))
             states = states.to(drafter.device, drafter.dtype)
-            drafter._quieten(lambda: drafter.drafted_logits(target, drafter.norm(states)))
+            drafter._quieten(lambda: drafter.drafted_logits(seen, drafter.norm(states)))
         return drafter.eval()
 
     # What a subclass says
@@ -190,11 +190,11 @@ class UnrolledDrafter(ReadingDrafter):
             hidden = layer(hidden, before, rotary, known, seen)
         return hidden.unflatten(1, (-1, self.config.block_size))
 
-    def embed(self, target: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, target: Target, ids: torch.Tensor) -> torch.Tensor:
         """Embeddings of tokens, its own or the target's."""
         if self.config.own_embedding:
             return self.embed_tokens(ids.to(self.device))
-        return family_of(target).embed(ids).to(self.device)
+        return target.embed(ids).to(self.device)
 
     # Training
 
@@ -255,14 +255,14 @@ class UnrolledDrafter(ReadingDrafter):
             "`max_blocks`."
         )
 
-    def check_target(self, target: PreTrainedModel) -> None:
+    def check_target(self, target: Target) -> None:
         """Raise a `ValueError` that names both values if the drafter does not fit `target`. One that reads a target's
         usual layers is told here which these are."""
         if self.config.usual_layers:
-            self.config.target_layer_ids = usual_layers(family_of(target).config.num_hidden_layers)
+            self.config.target_layer_ids = usual_layers(target.config.num_hidden_layers)
         super().check_target(target)
 
-    def check_trainable(self, target: PreTrainedModel) -> None:
+    def check_trainable(self, target: Target) -> None:
         """Raise a `ValueError` if the drafter cannot be trained for `target`: what trains a model looks for this."""
         self.check_target(target)
 
@@ -273,7 +273,7 @@ class UnrolledDrafter(ReadingDrafter):
     @torch.no_grad()
     def extend(
         self,
-        target: PreTrainedModel,
+        target: Target,
         context: EntryContext,
         residual: torch.Tensor,
         position_ids: torch.Tensor,
@@ -298,7 +298,7 @@ class UnrolledDrafter(ReadingDrafter):
     @torch.no_grad()
     def propose(
         self,
-        target: PreTrainedModel,
+        target: Target,
         context: EntryContext,
         ids: torch.Tensor,
         position_ids: torch.Tensor,
@@ -315,18 +315,18 @@ class UnrolledDrafter(ReadingDrafter):
             unrolling.forget()
 
     def _draft(
-        self, target: PreTrainedModel, unrolling: Unrolling, ids: torch.Tensor, count: int, sampler: DraftSampler
+        self, target: Target, unrolling: Unrolling, ids: torch.Tensor, count: int, sampler: DraftSampler
     ) -> DraftTree:
         raise NotImplementedError(f"A {type(self).__name__} has no `_draft`.")
 
-    def logits(self, target: PreTrainedModel, states: torch.Tensor) -> torch.Tensor:
+    def logits(self, target: Target, states: torch.Tensor) -> torch.Tensor:
         """Logits `[..., config.vocab_size]` of states `[..., config.hidden_size]`, which are normed here; those that
         cannot be drafted are minus infinity."""
         return self.of_vocabulary(self.drafted_logits(target, self.norm(states)))
 
-    def drafted_logits(self, target: PreTrainedModel, normed: torch.Tensor) -> torch.Tensor:
+    def drafted_logits(self, target: Target, normed: torch.Tensor) -> torch.Tensor:
         """Of normed states, `[..., config.draft_vocab_size or config.vocab_size]`."""
-        return self.lm_head(normed) if self.config.draft_vocab_size else family_of(target).logits(normed)
+        return self.lm_head(normed) if self.config.draft_vocab_size else target.logits(normed)
 
 
 class Unrolling:
@@ -340,7 +340,7 @@ class Unrolling:
         context: Of the sequence.
     """
 
-    def __init__(self, drafter: UnrolledDrafter, target: PreTrainedModel, context: EntryContext) -> None:
+    def __init__(self, drafter: UnrolledDrafter, target: Target, context: EntryContext) -> None:
         self.drafter, self.target, self.context = drafter, target, context
         self.size = drafter.config.block_size
         self.states = cast(torch.Tensor, context.states)
@@ -488,11 +488,11 @@ def usual_layers(layers: int) -> list[int]:
     return ids
 
 
-def fields_of(family: TargetFamily, target: PreTrainedModel) -> dict[str, Any]:
+def fields_of(target: Target) -> dict[str, Any]:
     """What a target suggests of a drafter's configuration: heads and widths as its own, the three layers that EAGLE-3
     and SpecBlock read."""
-    own = family.config
-    head_dim = min(128, family.head_dim)
+    own = target.config
+    head_dim = min(128, target.head_dim)
     heads = max(1, own.hidden_size // head_dim)
     layers = own.num_hidden_layers
     return {
@@ -502,15 +502,15 @@ def fields_of(family: TargetFamily, target: PreTrainedModel) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": heads // 4 if heads % 4 == 0 else heads,
         "intermediate_size": 3 * own.hidden_size,
-        "rms_norm_eps": family.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": family.rope_theta},
+        "rms_norm_eps": target.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": target.rope_theta},
         "max_position_embeddings": own.max_position_embeddings,
-        "hc_eps": family.hc_eps,
+        "hc_eps": target.hc_eps,
         "target_layer_ids": usual_layers(layers) if layers > 7 else sorted({0, (layers - 1) // 2}),
         "target_hidden_size": own.hidden_size,
-        "target_hc_mult": family.paths,
+        "target_hc_mult": target.paths,
         "target_num_layers": layers,
         "target_model_type": own.model_type,
-        "target_name_or_path": target.config._name_or_path,
-        "target_revision": getattr(target.config, "_commit_hash", None) or "",
+        "target_name_or_path": target.model.config._name_or_path,
+        "target_revision": getattr(target.model.config, "_commit_hash", None) or "",
     }

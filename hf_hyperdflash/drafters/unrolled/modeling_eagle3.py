@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
+from ...targets.target import Target
 from ...trees.growth import DraftStep
 from ...trees.tree import DraftTree
 from ..parts.layers import ContextLayer, DrafterRMSNorm, HyperDFlashAttention, HyperDFlashLayer, Rotary
@@ -93,7 +93,7 @@ class Eagle3Drafter(UnrolledDrafter):
         return self.norm(states) if self.config.norm_output else states
 
     def _draft(
-        self, target: PreTrainedModel, unrolling: Unrolling, ids: torch.Tensor, count: int, sampler: DraftSampler
+        self, target: Target, unrolling: Unrolling, ids: torch.Tensor, count: int, sampler: DraftSampler
     ) -> DraftTree:
         first, is_chain = 0, sampler.tree_budget is None  # number of the block of the first path
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
+from ...targets.target import Target
 from ...trees.tree import DraftTree
 from ..parts.layers import DrafterRMSNorm, HyperDFlashLayer
 from ..sampling import DraftSampler
@@ -70,14 +70,14 @@ class SpecBlockDrafter(UnrolledDrafter):
         return self.rank_head(states, features.to(states.device)).unflatten(0, normed.shape[:-1])
 
     def _draft(
-        self, target: PreTrainedModel, unrolling: Unrolling, ids: torch.Tensor, count: int, sampler: DraftSampler
+        self, target: Target, unrolling: Unrolling, ids: torch.Tensor, count: int, sampler: DraftSampler
     ) -> DraftTree:
         if sampler.tree_budget is None:
             return self._chain(target, unrolling, ids, count, sampler)
         return grow_blocks(ids, count, sampler, self._blocks(target, unrolling), self.config)
 
     def _chain(
-        self, target: PreTrainedModel, unrolling: Unrolling, ids: torch.Tensor, count: int, sampler: DraftSampler
+        self, target: Target, unrolling: Unrolling, ids: torch.Tensor, count: int, sampler: DraftSampler
     ) -> DraftTree:
         """A block's slots do not know its tokens, so that these are drawn together."""
         blocks: list[DraftTree] = []
@@ -96,7 +96,7 @@ class SpecBlockDrafter(UnrolledDrafter):
         )
         return replace(tree, passes=tuple(1 + k // self.config.block_size for k in range(len(tree))))
 
-    def _blocks(self, target: PreTrainedModel, unrolling: Unrolling) -> Blocks:
+    def _blocks(self, target: Target, unrolling: Unrolling) -> Blocks:
         def blocks(come_from: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> BlockStep:
             states = unrolling.states[:1]
             if len(come_from):

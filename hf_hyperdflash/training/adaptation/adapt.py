@@ -24,6 +24,7 @@ from ...decoding.stats import SpeculationStats
 from ...drafters.blocks.drafter import BlockDrafter
 from ...drafters.parts.heads import HEADS, HeadOutput
 from ...drafters.unrolled.drafter import UnrolledDrafter
+from ...targets.registry import target_of
 from ..arguments import RECIPES
 from ..losses.loss import IGNORE_INDEX, DrafterLoss
 from ..losses.objective import Batch, collate, read_layers
@@ -141,11 +142,12 @@ class Adaptation:
                 f"A {type(drafter).__name__} cannot learn while it serves, expected a drafter that the trainer takes: "
                 "load one with `load_drafter`, not as remote code."
             )
-        drafter.check_trainable(target)
+        seen = target_of(target)
+        drafter.check_trainable(seen)
         if drafter.learner is not None:
             raise ValueError("The drafter learns already: `stop()` its adaptation first.")
         self.drafter, self.target, self.config, self.log = drafter, target, config, list[Decision]()
-        self.objective = objective_of(drafter, target, config)
+        self.objective = objective_of(drafter, seen, config)
         self.layer_ids = read_layers(drafter.config)
         self.memory = Memory(config.most_bytes, config.seed)
         self._original = {name: value.detach().clone() for name, value in drafter.state_dict().items()}

@@ -12,7 +12,7 @@ from accelerate.utils import align_module_device
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...targets.registry import family_of
+from ...targets.registry import target_of
 
 # Where a model comes from, what it returns and when it stops, how sure a drafter is of its drafts: no residual and no
 # draft depends on these fields of a configuration. All others count, so that those of models to come do. How many
@@ -44,7 +44,7 @@ def target_fingerprint(target: PreTrainedModel) -> dict[str, str]:
     Raises:
         ValueError: If it is no target, or the values of a weight are not in this process.
     """
-    roots = (*family_of(target).collapse_modules, target.get_input_embeddings(), target.get_output_embeddings())
+    roots = (*target_of(target).collapse_modules, target.get_input_embeddings(), target.get_output_embeddings())
     heads = {id(module) for root in roots for module in root.modules()}
     parts: dict[str, list[str]] = {"head": [], "body": []}
     for module, digest in _digests(target):

@@ -23,7 +23,7 @@ from safetensors.torch import save
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ...targets.registry import family_of
+from ...targets.registry import target_of
 from .capture import documents_of, residual_of_documents
 from .fingerprint import config_fields, target_fingerprint
 from .locking import only_writer
@@ -196,7 +196,7 @@ class _Writer:
         target_layer_ids: Sequence[int],
         batch_size: int,
     ) -> None:
-        family = family_of(target)
+        family = target_of(target)
         if dtype not in FEATURE_DTYPES:
             raise ValueError(f"`dtype` is {dtype!r}, expected one of {sorted(FEATURE_DTYPES)}.")
         self.rows = rows.with_format("numpy") if hasattr(rows, "with_format") else rows

@@ -10,11 +10,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from ...drafters.parts.heads import HEADS, HeadOutput
 from ...drafters.parts.layers import block_inputs
-from ...targets.registry import family_of
+from ...targets.target import Target
 from ..arguments import LOSS_WEIGHTS
 from ..data.blocks import anchor_candidates, anchor_seeds, block_labels, block_masks, previous_tokens, sample_anchors
 from .chunk import student_logits
@@ -68,7 +67,7 @@ class BlockObjective:
         chooses: Whether a head chooses among the best tokens of the block's own logits.
     """
 
-    def __init__(self, drafter: Any, target: PreTrainedModel, args: Any) -> None:
+    def __init__(self, drafter: Any, target: Target, args: Any) -> None:
         check_teacher(target, args.kl_teacher)
         config = drafter.config
         self.drafter, self.config, self.target, self.args = drafter, config, target, args
@@ -139,8 +138,8 @@ class BlockObjective:
         previous = previous_tokens(batch["input_ids"], anchors, config.max_draft_tokens)
         head = HEADS.get(config.sequential_head)
         with torch.no_grad():
-            embeds = family_of(self.target).embed(tokens)
-            read = None if head is None or not head.reads_embeds else family_of(self.target).embed(previous)
+            embeds = self.target.embed(tokens)
+            read = None if head is None or not head.reads_embeds else self.target.embed(previous)
         return drafter(
             embeds,
             positions,
@@ -220,7 +219,7 @@ class BlockObjective:
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """The target's LM head."""
-        return family_of(self.target).logits(states).to(states.device)
+        return self.target.logits(states).to(states.device)
 
     @torch.no_grad()
     def teacher(self, anchors: torch.Tensor, residual: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:

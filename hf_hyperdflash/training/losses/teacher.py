@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel
 
-from ...targets.family import computable
-from ...targets.registry import family_of
+from ...targets.target import Target, computable
 
 
-def teacher_states(target: PreTrainedModel, residual: torch.Tensor, kl_teacher: str = "hc_head") -> torch.Tensor:
+def teacher_states(target: Target, residual: torch.Tensor, kl_teacher: str = "hc_head") -> torch.Tensor:
     """What the target's LM head reads at each position, from the pre-collapse residual, without another forward.
 
     Args:
@@ -27,16 +25,16 @@ def teacher_states(target: PreTrainedModel, residual: torch.Tensor, kl_teacher: 
         ValueError: If the mean is asked for and the target has no final norm to put after it.
     """
     check_teacher(target, kl_teacher)
-    family, head = family_of(target), cast(Any, target.get_output_embeddings()).weight
-    residual = computable(residual, head).to(family.dtype)
-    states = cast(Any, family.norm)(residual.mean(dim=2)) if kl_teacher == "mean_pool" else family.collapse(residual)
+    head = cast(Any, target.model.get_output_embeddings()).weight
+    residual = computable(residual, head).to(target.dtype)
+    states = cast(Any, target.norm)(residual.mean(dim=2)) if kl_teacher == "mean_pool" else target.collapse(residual)
     return computable(states, head)
 
 
-def check_teacher(target: PreTrainedModel, kl_teacher: str) -> None:
+def check_teacher(target: Target, kl_teacher: str) -> None:
     """Raise a `ValueError` if `target` cannot be such a teacher (see [`teacher_states`])."""
-    if kl_teacher == "mean_pool" and family_of(target).norm is None:
-        model_type = family_of(target).config.model_type
+    if kl_teacher == "mean_pool" and target.norm is None:
+        model_type = target.config.model_type
         raise ValueError(
             f"`kl_teacher` is 'mean_pool', but a {model_type} target has no norm after its collapse. Use 'hc_head'."
         )

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from ...drafters.parts.heads import HeadOutput
 from ...drafters.unrolled.configuration import UnrolledConfig
 from ...drafters.unrolled.rank_head import RANK_CLASSES, rank_classes
-from ...targets.registry import family_of
+from ...targets.target import Target
 from .loss import IGNORE_INDEX, DrafterLoss, loss_counts, position_weights, rank_loss
 from .objective import Batch, BlockObjective
 
@@ -23,7 +22,7 @@ class UnrolledObjective(BlockObjective):
     from a slot of the block before that is drawn anew for every step, else from the last, as a chain does.
     """
 
-    def __init__(self, drafter: Any, target: PreTrainedModel, args: Any) -> None:
+    def __init__(self, drafter: Any, target: Target, args: Any) -> None:
         super().__init__(drafter, target, args)
         self.kl_weights = self.weights
 
@@ -53,7 +52,7 @@ class UnrolledObjective(BlockObjective):
         later = ids.gather(1, at.flatten(1)).view_as(at)
         if not self.config.own_embedding:
             with torch.no_grad():
-                following, later = (family_of(self.target).embed(each) for each in (following, later))
+                following, later = (self.target.embed(each) for each in (following, later))
         return drafter(
             residual[:, :, : self.config.num_paths],
             batch["position_ids"],
@@ -118,7 +117,7 @@ class UnrolledObjective(BlockObjective):
         return torch.where(all_ > 0, left / all_.clamp(min=1e-9), 0.0)
 
 
-def objective_of(drafter: Any, target: PreTrainedModel, args: Any) -> BlockObjective:
+def objective_of(drafter: Any, target: Target, args: Any) -> BlockObjective:
     """What a drafter learns, see [`BlockObjective`]."""
     kind = UnrolledObjective if isinstance(drafter.config, UnrolledConfig) else BlockObjective
     return kind(drafter, target, args)

@@ -1,7 +1,8 @@
-"""What the package needs to know of a target, and what differs from family to family."""
+"""A target: a model as drafters and the loop see it."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -25,13 +26,15 @@ _PARTS = {
 _MASKED_KINDS = frozenset({"full_attention", "sliding_attention", "of no declared kind"})
 
 
-class TargetFamily:
-    """A target as drafters and the loop see it.
+class Target:
+    """A model as drafters and the loop see it, made once by `bind` and by the trainer.
 
     This class is right for a causal LM with one residual stream that ends in `model.norm` and an LM head. Other
     families are subclasses, a file each, and say what differs.
 
     Attributes:
+        model: The model itself.
+        config: The model's text configuration.
         title: How the family is called.
         paths: Residual paths that leave its decoder layers.
         why_ungated: Why a drafter cannot inherit a gate from it, in words; empty if it can.
@@ -60,13 +63,28 @@ class TargetFamily:
     })  # fmt: skip
     forked_types: ClassVar[frozenset[str]] = frozenset({"qwen3_next", "qwen3_5_text"})
 
-    def __init__(self, target: PreTrainedModel, trunk: Any) -> None:
-        self.target, self.trunk = target, trunk
-        self.config: Any = target.config.get_text_config(decoder=True)
+    hyperdflash_binding: Any = None  # while the model is bound
+
+    def __init__(self, model: PreTrainedModel, trunk: Any) -> None:
+        self.model, self.trunk = model, trunk
+        self.config: Any = model.config.get_text_config(decoder=True)
         self.layers: nn.ModuleList = trunk.layers
         self.norm: Any = getattr(trunk, "norm", None)
         self.rounds: PerThread[dict[nn.Module, torch.Tensor]] = PerThread()
         self.rope_switch = rope_switch_of(self.config)
+
+    def __getattr__(self, name: str) -> Any:
+        """The model's, for drafters that were written for the model itself. To be removed in 0.4."""
+        if name.startswith("__") or "model" not in vars(self):
+            raise AttributeError(name)
+        value = getattr(self.model, name)
+        _warn_of_model(name)
+        return value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, as [`__getattr__`]."""
+        _warn_of_model("__call__")
+        return self.model(*args, **kwargs)
 
     @classmethod
     def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:
@@ -103,13 +121,13 @@ class TargetFamily:
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """What the first layer reads of `ids` `[batch, seq]`, `[batch, seq, config.hidden_size]`, on their device."""
-        embedding: Any = self.target.get_input_embeddings()
+        embedding: Any = self.model.get_input_embeddings()
         weight = embedding.weight
         return embedding(ids if weight.is_meta else ids.to(weight.device)).to(ids.device)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """The target's logits from `states` `[..., config.hidden_size]` of any dtype and device."""
-        head: Any = self.target.get_output_embeddings()
+        head: Any = self.model.get_output_embeddings()
         return self.after_head(head(computable(states, head.weight)))
 
     def logits_of(self, states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -122,7 +140,7 @@ class TargetFamily:
         Returns:
             `[batch, tokens]`, where the head is.
         """
-        head: Any = self.target.get_output_embeddings()
+        head: Any = self.model.get_output_embeddings()
         weight = head.weight
         is_plain = type(weight) in (torch.Tensor, nn.Parameter) and weight.is_floating_point() and not weight.is_meta
         if not is_plain or weight.itemsize == 1:  # offloaded, sharded or quantized: it has no rows to be read
@@ -169,7 +187,7 @@ class TargetFamily:
     @property
     def dtype(self) -> torch.dtype:
         """Of the residual stream."""
-        embedding: Any = self.target.get_input_embeddings()
+        embedding: Any = self.model.get_input_embeddings()
         return embedding.weight.dtype
 
     @property
@@ -185,11 +203,11 @@ class TargetFamily:
     def why_not_rewindable(self) -> str:
         """Why drafts that it rejects could not be taken back from the cache that `generate` makes for it, in words;
         empty if they can."""
-        makes_stock_cache = getattr(self.target, "_supports_default_dynamic_cache", None)
+        makes_stock_cache = getattr(self.model, "_supports_default_dynamic_cache", None)
         if makes_stock_cache is not None and not makes_stock_cache():
             return "makes a cache of its own, which cannot be rewound"
         stuck = self.layer_kinds - self.rewindable_kinds
-        if not getattr(self.target, "_is_stateful", False):  # remote code may call its kinds what it likes
+        if not getattr(self.model, "_is_stateful", False):  # remote code may call its kinds what it likes
             stuck &= DYNAMIC_LAYER_TYPE_MAPPING.keys()
         return f"has layers ({', '.join(sorted(stuck))}) with a running state that cannot be rewound" if stuck else ""
 
@@ -285,6 +303,15 @@ class TargetFamily:
         """
         past = keys - rows
         return torch.cat([torch.arange(past), past + torch.tensor(seen)]), torch.arange(0)
+
+
+def _warn_of_model(name: str) -> None:
+    warnings.warn(
+        f"A drafter uses `{name}` of the model that it drafts for, and is given a `Target`, whose `model` that is: "
+        f"write `target.model.{name}`. From 0.4 on it is an error.",
+        FutureWarning,
+        stacklevel=3,
+    )
 
 
 def _parts_of(layer: Any) -> dict[str, tuple[int, torch.Tensor]]:

@@ -77,7 +77,7 @@ def rounds_of(arguments: argparse.Namespace, target: Any, tokenizer: Any, drafte
     return [kept for kept in drafter.last_stats.trees if len(kept.drafts)][: arguments.rounds]
 
 
-def places_of(tree: DraftTree) -> dict[int, float]:
+def indices_among(tree: DraftTree) -> dict[int, float]:
     """How high each node is drawn: leaves one below the other, a parent in the middle of its children."""
     heights: dict[int, float] = {}
     leaves = 0
@@ -101,7 +101,7 @@ def draw(figure: Figure, rounds: list[VerifiedTree], tokenizer: Any) -> None:
         figure.subplots(len(rounds), height_ratios=heights, squeeze=False)[:, 0], enumerate(rounds, start=1)
     ):
         tree, accepted = kept.drafts, kept.accepted
-        places, depths = places_of(tree), (*tree.depths, 0)  # the anchor's is the last
+        places, depths = indices_among(tree), (*tree.depths, 0)  # the anchor's is the last
         for node, parent in enumerate(tree.parents):
             colour = ACCEPTED if node in accepted else REJECTED
             ends = [depths[parent], depths[node]], [places[parent], places[node]]

@@ -30,8 +30,8 @@ from hf_hyperdflash import load_target
 from hf_hyperdflash.cli.models import check_writable
 from hf_hyperdflash.hub.loading import check_target
 from hf_hyperdflash.targets.registry import target_of
-from hf_hyperdflash.training.data.messages import Message, to_messages, tools_of
-from hf_hyperdflash.training.data.places import at_row, with_places
+from hf_hyperdflash.training.data.file_positions import add_file_positions, locating_errors
+from hf_hyperdflash.training.data.messages import Message, read_tools, to_messages
 from hf_hyperdflash.training.data.rows import load_rows, render
 
 Answer = tuple[Message, bool]  # and whether it is cut off, so that it has no end to learn from
@@ -43,7 +43,7 @@ SHAPING = (
 CHUNK = 16  # batches of conversations with several turns that are answered together: their lengths drift apart
 
 
-def name_of(messages: list[Message], tools: list | None = None) -> str:
+def function_name(messages: list[Message], tools: list | None = None) -> str:
     """What a conversation is recognized by when a run goes on: its tools, its system prompt and all user turns."""
     asked = [[m["role"], m["content"]] for m in messages if m["role"] != "assistant"] + (tools or [])
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
@@ -53,7 +53,7 @@ class Conversation:
     """Messages so far and user turns that wait; `ids` is the prompt of the next answer."""
 
     def __init__(self, turns: list[Message], tools: list | None) -> None:
-        self.name, self.waiting, self.tools = name_of(turns, tools), turns, tools
+        self.name, self.waiting, self.tools = function_name(turns, tools), turns, tools
         self.several = sum(m["role"] == "user" for m in turns) > 1
         self.messages: list[Message] = []
         self.truncated = False
@@ -92,12 +92,12 @@ def read_conversations(tokenizer, args: argparse.Namespace) -> list[Conversation
     read = 0
     for source in args.data:
         rows = load_rows(source, args.split)
-        rows = with_places(rows.select(range(min(args.limit or len(rows), len(rows)))), source)
+        rows = add_file_positions(rows.select(range(min(args.limit or len(rows), len(rows)))), source)
         for row in rows:
             read += 1
             try:
-                with at_row(row, read - 1):
-                    conversation = Conversation(user_turns(row, args.question_suffix), tools_of(row))
+                with locating_errors(row, read - 1):
+                    conversation = Conversation(user_turns(row, args.question_suffix), read_tools(row))
                     if conversation.name not in found and conversation.ask(tokenizer, args):
                         found[conversation.name] = conversation
             except ValueError as error:
@@ -192,7 +192,7 @@ def read_done(output: Path) -> dict[str, list[Answer]]:
             ]
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{output}:{number} was not written by this script: name another --output.") from None
-        done[row.get("prompt_id") or name_of(row["messages"])] = answers
+        done[row.get("prompt_id") or function_name(row["messages"])] = answers
     os.truncate(output, len(lines + newline))
     return done
 

@@ -12,7 +12,7 @@ from transformers.dynamic_module_utils import check_imports
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, Eagle3Drafter, HyperDFlashDrafter, load_target
 from hf_hyperdflash.training.data.rows import encode_prompts
-from hf_hyperdflash.training.features.fingerprint import as_words, target_fingerprint
+from hf_hyperdflash.training.features.fingerprint import short_fingerprint, target_fingerprint
 
 from .conftest import MODELS
 from .helpers.processes import python
@@ -129,7 +129,7 @@ def test_the_gate_came_from_the_target(shipped):
 def test_the_drafter_names_the_targets_weights(shipped):
     """Written by hand where fingerprints changed since the drafter was trained: the weights are those of then."""
     _, target, drafter = shipped
-    assert drafter.config.target_fingerprint == as_words(target_fingerprint(target))
+    assert drafter.config.target_fingerprint == short_fingerprint(target_fingerprint(target))
 
 
 def test_the_dense_target_writes_its_own_text():

@@ -29,7 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..decoding.request import check_tree_budget
 from ..decoding.stats import clock, exact_timing
 from ..training.data.rows import encode_prompts
-from ..training.features.fingerprint import as_words, module_fingerprint, target_fingerprint
+from ..training.features.fingerprint import module_fingerprint, short_fingerprint, target_fingerprint
 from ..training.features.locking import only_writer
 from .results import MODES, OF_ROUNDS, TARGET_ONLY, Generation, key_of, read_lines
 from .suites import SUITES, load_suite
@@ -334,7 +334,7 @@ def environment(target: Any) -> dict[str, Any]:
 
 def _weights_digest(target: Any, method: Method) -> str | None:
     if method.drafter is None:
-        return as_words(target_fingerprint(target))
+        return short_fingerprint(target_fingerprint(target))
     return module_fingerprint(method.drafter)[:32] if isinstance(method.drafter, nn.Module) else None
 
 

@@ -71,7 +71,7 @@ def _prompts(
     from ..benchmark.calibration import check_amount, check_confidence
     from ..benchmark.figures import import_matplotlib
     from ..hub import loading
-    from ..training.data.places import with_places
+    from ..training.data.file_positions import add_file_positions
     from ..training.data.rows import encode_prompts, load_rows
 
     kind = loading.check_drafter(str(drafter), kinds=loading.TRAINED).__self__  # whose `from_pretrained` it is
@@ -79,7 +79,7 @@ def _prompts(
     if output is not None:
         import_matplotlib()
     loading.check_target(target)
-    rows = with_places(load_rows(data), data)
+    rows = add_file_positions(load_rows(data), data)
     count = min(len(rows), limit or len(rows))
     check_amount(count, max_new_tokens)
     return encode_prompts(loading.load_tokenizer(target, trust), rows.select(range(count)))

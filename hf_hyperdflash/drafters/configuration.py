@@ -79,7 +79,7 @@ class DrafterConfig(PreTrainedConfig):
         target_name_or_path: The target the drafter was made for; binding to another name warns.
         target_revision: Its commit on the Hub, if it came from there.
         target_fingerprint: Digests of its head, its other weights and its configuration, see
-            [`~training.features.fingerprint.as_words`], `-` for what was not loaded.
+            [`~training.features.fingerprint.short_fingerprint`], `-` for what was not loaded.
         attention_bias: Whether the attention projections have biases.
         initializer_range: Standard deviation of fresh weights.
         bos_token_id, eos_token_id, pad_token_id: The target's, by which transformers' pipelines tell that the two

@@ -1,4 +1,4 @@
-"""The acceptance that generation really has: measured by generating, on its own or while training."""
+"""Measures the acceptance of real generation, by a function or at each evaluation of a training."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ..decoding.bind import bind, unbind
 from ..decoding.stats import SpeculationStats
 from ..targets.registry import is_bound
 
-# Metrics of generation, and of the trainer's own evaluations.
-_GENERATED = r"tau|mean_accepted_drafts|tokens_per_second|(conditional_)?acceptance_\d+"
-_WALKED = r"loss|teacher_forced_tau|expected_tau|teacher_forced_acceptance_\d+"
-# One token by the prefill, one draft, one by the target: the least that has a verification round.
+# Patterns of the metrics of generation and of the trainer's own evaluations.
+_GENERATION_METRICS = r"tau|mean_accepted_drafts|tokens_per_second|(conditional_)?acceptance_\d+"
+_TEACHER_FORCED_METRICS = r"loss|teacher_forced_tau|expected_tau|teacher_forced_acceptance_\d+"
+# One token by the prefill, one draft, one by the target: fewer tokens have no verification round.
 _MIN_NEW_TOKENS = 3
 # Of `SpeculationStats`.
-_MEASURED = ("tau", "mean_accepted_drafts", "acceptance", "conditional_acceptance", "rounds", "tokens")
+_STATISTICS = ("tau", "mean_accepted_drafts", "acceptance", "conditional_acceptance", "rounds", "tokens")
 
 
 def measure_acceptance(
@@ -37,13 +37,13 @@ def measure_acceptance(
     disable_tqdm: bool | None = True,
     **generate_kwargs: Any,
 ) -> dict[str, Any]:
-    """Generate from every prompt and measure how many drafts the target accepts. Greedy unless asked otherwise.
+    """Generate from every prompt, greedily by default, and measure how many drafts the target accepts.
 
-    Both models run in eval mode and get their training mode back. A target that is not bound is bound for the time.
+    Both models run in eval mode and get their training mode back. A target that is not bound is bound meanwhile.
 
     Args:
         target: The target.
-        drafter: Its drafter, plain or wrapped by PEFT, its parameters whole (see [`gathered`]).
+        drafter: Its drafter, plain or wrapped by PEFT, with unsharded parameters (see [`gathered`]).
         prompts: Token ids `[1, seq]` each.
         max_new_tokens: Most new tokens per prompt.
         disable_tqdm: `False` for a progress bar on stderr, `None` for one where that is a terminal.
@@ -74,7 +74,7 @@ def measure_acceptance(
             f"None of the {len(prompts)} prompts led to a verification round: the target ended every answer at its "
             "first token. Pass prompts that end where the answer begins (`add_generation_prompt=True`)."
         )
-    return {**{name: getattr(total, name) for name in _MEASURED}, "tokens_per_second": total.tokens / seconds}
+    return {**{name: getattr(total, name) for name in _STATISTICS}, "tokens_per_second": total.tokens / seconds}
 
 
 def _check_prompts(prompts: Sequence[torch.Tensor], max_new_tokens: int) -> None:
@@ -105,12 +105,12 @@ def check_metric(name: str | None, generates: bool) -> None:
         generates: Whether there is an [`AcceptanceCallback`].
     """
     bare = (name or "loss").removeprefix("eval_")
-    if re.fullmatch(_GENERATED, bare) and not generates:
+    if re.fullmatch(_GENERATION_METRICS, bare) and not generates:
         raise ValueError(
             f"`metric_for_best_model` is {name!r}, which is measured by generating: add an `AcceptanceCallback` "
             "(`--eval_prompts` above 0), or choose teacher_forced_tau, expected_tau or loss."
         )
-    if not re.fullmatch(f"{_GENERATED}|{_WALKED}", bare):
+    if not re.fullmatch(f"{_GENERATION_METRICS}|{_TEACHER_FORCED_METRICS}", bare):
         raise ValueError(
             f"`metric_for_best_model` is {name!r}, expected tau, teacher_forced_tau, expected_tau, loss or another "
             "that evaluations give."
@@ -119,7 +119,7 @@ def check_metric(name: str | None, generates: bool) -> None:
 
 @contextmanager
 def bound(target: PreTrainedModel) -> Iterator[None]:
-    """Bind a target for a while, if it is not bound."""
+    """Bind a target inside the `with`, if it is not bound."""
     was_bound = is_bound(target)
     bind(target)
     try:
@@ -149,14 +149,14 @@ def _now(device: torch.device) -> float:
 
 @contextmanager
 def gathered(accelerator: Accelerator, model: nn.Module) -> Iterator[Any]:
-    """Unwrap a drafter in training, with its parameters whole on every rank inside the `with`.
+    """Unwrap a drafter in training, with all of its parameters on every rank inside the `with`.
 
     Parameters that FSDP2 or DeepSpeed ZeRO-3 shard are gathered once and sharded again at the end. Every rank must
     enter. The parameters must not be changed inside.
 
     Args:
         accelerator: The trainer's.
-        model: What the accelerator made of the drafter: `trainer.model_wrapped`.
+        model: The drafter as the accelerator wrapped it: `trainer.model_wrapped`.
 
     Yields:
         The drafter, plain or wrapped by PEFT.
@@ -185,7 +185,7 @@ def gathered(accelerator: Accelerator, model: nn.Module) -> Iterator[Any]:
 
 
 class AcceptanceCallback(TrainerCallback):
-    """Measure the acceptance of real generation at every evaluation, with the drafter as it is then.
+    """Measures the acceptance of real generation at every evaluation, with the drafter's weights of that moment.
 
     Adds to the evaluation's metrics `eval_tau`, `eval_mean_accepted_drafts`, `eval_tokens_per_second` and, per draft
     position k, `eval_acceptance_k` and `eval_conditional_acceptance_k`, so that `metric_for_best_model="tau"` works,
@@ -215,7 +215,7 @@ class AcceptanceCallback(TrainerCallback):
         _check_prompts(prompts, max_new_tokens)
         self.trainer, self.prompts, self.max_new_tokens = trainer, prompts, max_new_tokens
         self._step: int | None = None
-        self._prefixes: set[str] = set()  # of the evaluations that the last measurement went into
+        self._prefixes: set[str] = set()  # of the evaluations that have the last measurement
         self._measured: dict[str, float] = {}
 
     def on_evaluate(

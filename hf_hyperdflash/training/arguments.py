@@ -14,7 +14,7 @@ from .features.store import FEATURE_DTYPES
 
 KL_TEACHERS = ("hc_head", "mean_pool")
 FEATURE_SOURCES = ("online", "cached")
-# Whole sets of what the loss is made of. One sets what the user did not.
+# Complete settings of the loss. A recipe sets the fields that the user did not set.
 RECIPES: dict[str, dict[str, Any]] = {
     "hyperdflash": {  # the paper's
         "ce_weight": 1.0, "kl_weight": 0.15, "kl_positions": 2, "tv_weight": 0.0, "confidence_weight": 1.0,
@@ -38,15 +38,15 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 LOSS_WEIGHTS = ("ce_weight", "kl_weight", "tv_weight", "confidence_weight", "blind_weight")
-MAX_LENGTH = 4096  # where nothing else is said, and the target has as many positions
-_LEAST = {  # of whole numbers
+MAX_LENGTH = 4096  # the default for targets with at least as many positions
+_MINIMA = {  # of whole numbers
     "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1,
     "kl_positions": 1, "num_anchors": 1, "loss_chunk_size": 1, "max_length": 2, "max_steps": 1, "seed": 0,
     "dataloader_num_workers": 0,
 }  # fmt: skip
 _UNSET = {"kl_positions": None, "max_length": None, "max_steps": -1}
 _POSITIVE = ("kl_temperature", "loss_decay", "num_train_epochs", "save_steps")  # the other numbers may be 0
-_UNLISTED = ("azure_ml", "flyte")  # reporters that transformers counts among the installed ones not always, or never
+_UNLISTED = ("azure_ml", "flyte")  # reporters that transformers may not list as installed
 
 
 @dataclass
@@ -54,39 +54,39 @@ class HyperDFlashTrainingArguments(TrainingArguments):
     r"""Arguments of [`HyperDFlashTrainer`]: all of [`~transformers.TrainingArguments`] and the following.
 
     Args:
-        recipe: Which set of [`RECIPES`] the loss is, where nothing else is said: `"hyperdflash"`, the paper's,
-            cross-entropy and KL; `"dspark"`, theirs, total variation with a little cross-entropy; `"ours"`, what
-            measured best; `"eagle3"` and `"specblock"`, these papers'. The fields up to `valid_prefix` that are left
-            out are the recipe's, and say so afterwards.
+        recipe: The entry of [`RECIPES`] that sets the fields of the loss: `"hyperdflash"`, the paper's, cross-entropy
+            and KL; `"dspark"`, DSpark's, total variation with a little cross-entropy; `"ours"`, which measured best;
+            `"eagle3"` and `"specblock"`, these papers'. It sets those of the fields up to `valid_prefix` that are left
+            out, and they have its values afterwards.
         ce_weight: Weight of the cross-entropy, 0 or more.
         kl_weight: Weight alpha of the distillation term (Eq. 3), 0 or more (the paper: 0.1 to 0.2).
-        kl_positions: The first P draft positions are distilled (Eq. 2); `None` afterwards if the recipe distills all.
-        tv_weight: Weight of the total variation between draft and target at every draft position, 0 or more: of the
-            probability that speculative sampling at temperature 1 rejects a draft. That is half the L1 distance.
-        confidence_weight: Weight of the confidence head's binary cross-entropy, 0 or more. It trains nothing else, and
-            a recipe's counts only where the drafter has such a head.
-        blind_weight: Weight of the cross-entropy of the block's own logits, 0 or more: by them a head's candidates are
-            chosen (`head_candidates`), and nothing else trains them. It counts only where there is such a head.
-        loss_decay: All but the KL weight draft position k with exp(-(k - 1) / loss_decay). `math.inf` weights all
-            alike, and is `None` afterwards. The drafters of `"eagle3"` and `"specblock"` weight the KL so, too, and
-            each block by itself.
-        rank_weight: Weight of a rank head's loss, 0 or more. It trains nothing else.
-        valid_prefix: Whether a draft counts only where those before it in its block are the text's (SpecBlock): the
-            others follow what drafting would not have come to.
+        kl_positions: P, the number of first draft positions that are distilled (Eq. 2); `None` afterwards if the
+            recipe distills all.
+        tv_weight: Weight of the total variation between draft and target at every draft position, 0 or more. It is
+            the probability that speculative sampling at temperature 1 rejects a draft, and half the L1 distance.
+        confidence_weight: Weight of the confidence head's binary cross-entropy, 0 or more. It trains only that head,
+            and a recipe's weight has no effect on a drafter without it.
+        blind_weight: Weight of the cross-entropy of the block's own logits, 0 or more. They choose a head's candidates
+            (`head_candidates`), and no other term trains them. It has no effect without such a head.
+        loss_decay: All terms but the KL weight draft position k with exp(-(k - 1) / loss_decay). `math.inf` gives
+            equal weights, and is `None` afterwards. EAGLE-3 and SpecBlock drafters weight the KL so, too, and start
+            again with each block.
+        rank_weight: Weight of a rank head's loss, 0 or more. It trains only that head.
+        valid_prefix: Whether a draft counts only if the drafts before it in its block equal the text (SpecBlock). In
+            generation the others would not be reached.
         kl_temperature: Temperature of teacher and student (Eq. 2).
-        kl_teacher: How the teacher collapses the residual paths: `"hc_head"`, the target's own gated collapse and so
-            its exact next-token distribution, or `"mean_pool"`, the mean of the paths as in the paper (section 2.3).
+        kl_teacher: How the teacher collapses the residual streams: `"hc_head"`, the target's own gated collapse and so
+            its exact next-token distribution, or `"mean_pool"`, the mean of the streams as in the paper (section 2.3).
         num_anchors: Most blocks per row and step, drawn anew for every step.
         loss_chunk_size: Draft positions whose logits are in memory at once.
         feature_source: `"online"` runs the target in every step; `"cached"` runs it once and reads `feature_cache_dir`
             afterwards.
-        feature_cache_dir: Where `"cached"` keeps the residuals, a folder that all processes see;
-            `<output_dir>/_features` by default. A finished cache of the same data and target is used as it is.
-        feature_dtype: How `"cached"` stores them: `"bfloat16"`, `"float32"`, or `"float8"` with a scale per token and
-            path.
-        max_length: Longest row in tokens, at most the positions that the target has; these, or 4096 if they are more,
-            by default. Longer conversations are cut such that assistant text stays.
-        packing: Whether to lay several conversations in one row. The target still runs each on its own, and blocks see
+        feature_cache_dir: The folder of `"cached"` residuals, which all processes see; `<output_dir>/_features` by
+            default. A complete cache of the same data and target is used as it is.
+        feature_dtype: Their number format: `"bfloat16"`, `"float32"`, or `"float8"` with a scale per token and stream.
+        max_length: Longest row in tokens, at most the target's number of positions; that number, or 4096 if it is
+            larger, by default. Longer conversations are cut such that assistant text stays.
+        packing: Whether to put several conversations into one row. The target still runs each alone, and blocks see
             only their own conversation.
 
     Defaults that differ from transformers': `learning_rate` is 8e-4 (the paper's stage 1); `remove_unused_columns`,
@@ -171,12 +171,12 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False  # a step uses every parameter of a drafter
         if self.device.type == "cpu":
-            self.dataloader_pin_memory = False  # for nothing, and PyTorch would say so at every epoch
-        self._take_the_recipe()
+            self.dataloader_pin_memory = False  # useless on a CPU, with a warning of PyTorch at every epoch
+        self._apply_recipe()
         accelerator: Any = self.accelerator_config  # an AcceleratorConfig by now
         if accelerator.dispatch_batches is None:
             accelerator.dispatch_batches = False  # rows of a streamed dataset differ in length
-        for name, least in _LEAST.items():
+        for name, least in _MINIMA.items():
             value = getattr(self, name)
             if name in _UNSET and value == _UNSET[name]:
                 continue
@@ -216,7 +216,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         if getattr(self, name) not in allowed:
             raise ValueError(f"`{name}` is {getattr(self, name)!r}, expected one of {allowed}.")
 
-    def _take_the_recipe(self) -> None:
+    def _apply_recipe(self) -> None:
         self._check_choice("recipe")
         recipe = RECIPES[self.recipe]
         self.set_by_user = {name for name in recipe if getattr(self, name) is not None}

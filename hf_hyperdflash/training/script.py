@@ -1,4 +1,4 @@
-"""What `hf-hyperdflash train` does: data, target and drafter by their flags, training, the drafter with its record."""
+"""Runs `hf-hyperdflash train`: loads data, target and drafter, trains, and saves the drafter with its record."""
 
 from __future__ import annotations
 
@@ -37,15 +37,21 @@ from ..hub.loading import (
 )
 from .acceptance import AcceptanceCallback, check_metric
 from .arguments import HyperDFlashTrainingArguments
-from .data.places import with_places
+from .data.file_positions import add_file_positions
 from .data.rows import encode_prompts, load_rows
 from .flags import STAGES, ScriptArguments, unknown_flag
-from .runs.checkpoints import earlier_run, last_whole, remove_checkpoints, share_modes, to_resume
+from .runs.checkpoints import (
+    apply_umask,
+    checkpoint_to_resume,
+    describe_earlier_run,
+    newest_complete,
+    remove_checkpoints,
+)
 from .runs.progress import Lines, LinesAboveBar
 from .runs.record import public_name
 from .trainer import HyperDFlashTrainer
 
-_LEAST = {
+_MINIMA = {
     "rows": 1, "eval_rows": 1, "eval_prompts": 0, "eval_max_new_tokens": 1, "layers": 1, "intermediate_size": 1,
     "draft_vocab_size": 1, "num_draft_tokens": 1, "block_size": 1, "max_blocks": 1,
 }  # fmt: skip
@@ -53,15 +59,22 @@ _NUM_DRAFT_TOKENS, _LAYERS = 6, 5  # of a new drafter
 # Fields of its configuration under their own names, where they are set.
 _FIELDS = ("intermediate_size", "draft_vocab_size", "sample_from_anchor", "conv_kernel_size")
 _HEADS = ("sequential_head", "head_rank", "head_candidates", "confidence_head")
-_OF_BLOCKS = ("sliding_window", "mask_token_id", "num_draft_tokens", "sample_from_anchor", "conv_kernel_size", *_HEADS)
-# Of the other kinds, those that have more than EAGLE-3's.
-_OF_UNROLLED = {
+_BLOCK_FIELDS = (
+    "sliding_window",
+    "mask_token_id",
+    "num_draft_tokens",
+    "sample_from_anchor",
+    "conv_kernel_size",
+    *_HEADS,
+)
+# Fields of one kind only.
+_UNROLLED_FIELDS = {
     "specblock": ("block_size", "max_blocks", "shift", "broadcast", "rank_head"), "eagle3": ("max_blocks",),
 }  # fmt: skip
 _KINDS: dict[str, Any] = {"specblock": SpecBlockDrafter, "eagle3": Eagle3Drafter}
-_OF_A_NEW_DRAFTER = (
+_NEW_DRAFTER_FIELDS = (
     "drafter_type", "layers", "reducer", "target_layer_ids", "sliding_window", "mask_token_id", *_FIELDS,
-    *_OF_UNROLLED["specblock"],
+    *_UNROLLED_FIELDS["specblock"],
 )  # fmt: skip
 
 
@@ -69,14 +82,14 @@ _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)  # arg
 
 
 class _Parser(HfArgumentParser):
-    """Its errors end as all others of the command do, in one line."""
+    """Turns errors of argparse into a `ValueError`, which the command prints in one line."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}. `train --help` lists the flags.")
 
 
 def parse(argv: list[str] | None, prog: str | None = None) -> tuple[ScriptArguments, HyperDFlashTrainingArguments]:
-    """Flags to arguments, those of the chosen stage where nothing else is said.
+    """Parse flags into arguments, with the defaults of the chosen stage.
 
     Raises:
         ValueError: If a flag is unknown, missing or does not fit.
@@ -96,7 +109,7 @@ def make_parser(argv: list[str] | None, prog: str | None = None) -> HfArgumentPa
     parser._option_string_actions["--output_dir"].required = True  # transformers would choose a folder
     stage = _Parser((), add_help=False, allow_abbrev=False)
     stage.add_argument("--stage", type=int, default=1)
-    # Not as the command's quiet transformers would have it: a bar where somebody sees it.
+    # A bar only on a terminal: transformers would decide it by its log level.
     parser.set_defaults(disable_tqdm=not sys.stderr.isatty())
     parser._negative_number_matcher = _NEGATIVE
     parser.set_defaults(**STAGES.get(stage.parse_known_args(argv)[0].stage, {}))
@@ -104,21 +117,21 @@ def make_parser(argv: list[str] | None, prog: str | None = None) -> HfArgumentPa
 
 
 def _check(script: ScriptArguments, args: Any) -> None:
-    """Refuse what cannot go well before anything is loaded."""
+    """Refuse flags that do not fit together, before anything is loaded."""
     if script.stage == 2 and not script.drafter:
         raise ValueError(
             "`--stage 2` goes on from stage 1: name its drafter with `--drafter FOLDER`. For a new drafter leave "
             "`--stage` out and set `--dataset` and `--learning_rate`."
         )
     unset = {flag.name: flag.default for flag in fields(ScriptArguments)}
-    ignored = [name for name in _OF_A_NEW_DRAFTER if getattr(script, name) != unset[name]]
+    ignored = [name for name in _NEW_DRAFTER_FIELDS if getattr(script, name) != unset[name]]
     if script.drafter and ignored:
         raise ValueError(
             f"`--{ignored[0]}` is for a new drafter, but `--drafter {script.drafter}` has its own: leave one out."
         )
-    own = _OF_UNROLLED.get(script.drafter_type)
-    strange = _OF_UNROLLED["specblock"] if own is None else _OF_BLOCKS
-    strange = (*strange, *(name for name in _OF_UNROLLED["specblock"] if own and name not in own))
+    own = _UNROLLED_FIELDS.get(script.drafter_type)
+    strange = _UNROLLED_FIELDS["specblock"] if own is None else _BLOCK_FIELDS
+    strange = (*strange, *(name for name in _UNROLLED_FIELDS["specblock"] if own and name not in own))
     if wrong := [name for name in strange if getattr(script, name) != unset[name]]:
         raise ValueError(f"`--{wrong[0]}` is not for a drafter of type {script.drafter_type}: leave it out.")
     for name in ("target_dtype", "save_dtype"):
@@ -130,7 +143,7 @@ def _check(script: ScriptArguments, args: Any) -> None:
         value = getattr(script, name)
         if value is not None and value not in kinds:
             raise ValueError(f"`--{name}` is {value!r}, expected {', '.join(kinds[:-1])} or {kinds[-1]}.")
-    for name, least in _LEAST.items():
+    for name, least in _MINIMA.items():
         value = getattr(script, name)
         if value is not None and value < least:
             raise ValueError(f"`--{name}` is {value}, expected at least {least}.")
@@ -155,12 +168,14 @@ def _check(script: ScriptArguments, args: Any) -> None:
     if script.streaming and script.draft_vocab_size:
         raise ValueError("`--draft_vocab_size` counts the tokens of a dataset, not of a stream: leave one out.")
     folder = Path(args.output_dir).absolute()
-    if not os.path.isdir(there := next(place for place in (folder, *folder.parents) if os.path.lexists(place))):
-        what = "a file" if there == folder else f"which cannot be made, because {there} is a file"
+    if not os.path.isdir(
+        existing := next(candidate for candidate in (folder, *folder.parents) if os.path.lexists(candidate))
+    ):
+        what = "a file" if existing == folder else f"which cannot be made, because {existing} is a file"
         raise ValueError(f"`--output_dir` is {args.output_dir!r}, {what}: expected a folder, which is made if needed.")
-    if not os.access(there, os.W_OK | os.X_OK):
+    if not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError(
-            f"`--output_dir` is {args.output_dir!r}, but {there} cannot be written to: choose another folder, or "
+            f"`--output_dir` is {args.output_dir!r}, but {existing} cannot be written to: choose another folder, or "
             "change its permissions."
         )
     if args.eval_strategy != "no":
@@ -171,12 +186,12 @@ def _check(script: ScriptArguments, args: Any) -> None:
         raise ValueError(
             "`--overwrite_output_dir` begins anew and `--resume_from_checkpoint` goes on: leave one of them out."
         )
-    _template(script)
-    _window(script)
+    _read_template(script)
+    _window_field(script)
 
 
-def _template(script: ScriptArguments) -> str | None:
-    """The chat template that is to be used instead of the tokenizer's."""
+def _read_template(script: ScriptArguments) -> str | None:
+    """Read the chat template that replaces the tokenizer's; `None` without one."""
     if not script.chat_template:
         return None
     if not Path(script.chat_template).is_file():
@@ -194,8 +209,8 @@ def _template(script: ScriptArguments) -> str | None:
     return template
 
 
-def _window(script: ScriptArguments) -> dict[str, int | None]:
-    """The field `sliding_window` of a new drafter, if it is not to be its default."""
+def _window_field(script: ScriptArguments) -> dict[str, int | None]:
+    """Return the field `sliding_window` of a new drafter; nothing for its default."""
     given = script.sliding_window
     if given is None:
         return {}
@@ -207,17 +222,17 @@ def _window(script: ScriptArguments) -> dict[str, int | None]:
 
 
 def earlier_drafter(script: ScriptArguments, seed: int) -> SavedDrafter:
-    """An earlier stage's drafter, in float32, what an optimizer needs, with the heads and the draft positions that are
-    asked for: no weight depends on how many there are.
+    """Load an earlier stage's drafter in float32, which an optimizer needs, with the heads and the number of draft
+    positions of the flags. No weight depends on that number.
 
     Raises:
-        ValueError: If it cannot be loaded, or not be given those heads.
+        ValueError: If it cannot be loaded, or cannot get those heads.
     """
     torch.manual_seed(seed)
     drafter: Any = load_drafter(str(script.drafter), dtype=torch.float32)
     if getattr(drafter.config, "target_name_or_path", None) == "":  # other programs' files mostly do not say
         drafter.config.target_name_or_path = public_name(script.target)
-    heads = _heads(script)
+    heads = _head_fields(script)
     if not isinstance(drafter, BlockDrafter):
         if wrong := next((name for name in (*heads, "num_draft_tokens") if getattr(script, name)), None):
             raise ValueError(f"`--{wrong}` is not for a {type(drafter).__name__}: leave it out.")
@@ -230,21 +245,21 @@ def earlier_drafter(script: ScriptArguments, seed: int) -> SavedDrafter:
     return drafter
 
 
-def _heads(script: ScriptArguments) -> dict[str, Any]:
-    """What is said of heads, as fields of the configuration."""
+def _head_fields(script: ScriptArguments) -> dict[str, Any]:
+    """Return the flags about heads as fields of the configuration."""
     given = {name: getattr(script, name) for name in _HEADS}
     return {name: value for name, value in given.items() if value is not None and value is not False}
 
 
 def new_drafter(script: ScriptArguments, target: Any, tokenizer: Any) -> SavedDrafter:
-    """A new drafter in float32."""
+    """Make a new drafter in float32."""
     if script.drafter_type in _KINDS:
         names = (
             "intermediate_size",
             "draft_vocab_size",
             "reducer",
             "target_layer_ids",
-            *_OF_UNROLLED[script.drafter_type],
+            *_UNROLLED_FIELDS[script.drafter_type],
         )
         given = {name: getattr(script, name) for name in names if getattr(script, name) is not None}
         if script.layers is not None:
@@ -264,13 +279,13 @@ def new_drafter(script: ScriptArguments, target: Any, tokenizer: Any) -> SavedDr
         dtype=torch.float32,
         target_name_or_path=public_name(script.target),
         **{name: getattr(script, name) for name in _FIELDS if getattr(script, name) is not None},
-        **_heads(script),
-        **_window(script),
+        **_head_fields(script),
+        **_window_field(script),
     )
 
 
 def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
-    """Training rows and held-out rows, each with its place.
+    """Load training rows and held-out rows, each with its position in its file.
 
     Raises:
         ValueError: If they cannot be read, or are too few to hold some out.
@@ -282,10 +297,10 @@ def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
         rows = load_rows(source, streaming=script.streaming)
         if script.rows is not None:
             rows = rows.take(script.rows) if script.streaming else rows.select(range(min(script.rows, len(rows))))
-        parts.append(with_places(rows, source))
+        parts.append(add_file_positions(rows, source))
     train = concatenate_datasets(parts)
     if script.eval_dataset:
-        held_out = with_places(load_rows(script.eval_dataset), script.eval_dataset)
+        held_out = add_file_positions(load_rows(script.eval_dataset), script.eval_dataset)
     elif len(train) <= script.eval_rows:
         raise ValueError(
             f"{', '.join(script.dataset or ())} has {len(train)} rows, and `--eval_rows` holds {script.eval_rows} of "
@@ -302,63 +317,63 @@ def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
 
 
 def described(script: ScriptArguments) -> dict[str, Any]:
-    """What the flags say of a run beside the trainer's arguments, without this machine's folders."""
-    told = dict(vars(script))
-    del told["eval_rows"], told["overwrite_output_dir"]  # what would have been split off, and how it began
+    """Return the flags of a run beside the trainer's arguments, without this machine's folders."""
+    facts = dict(vars(script))
+    del facts["eval_rows"], facts["overwrite_output_dir"]  # they do not describe the finished run
     for name in ("target", "drafter", "eval_dataset", "chat_template"):
-        told[name] = told[name] and public_name(told[name])
-    return told | {"dataset": [public_name(source) for source in script.dataset or ()]}
+        facts[name] = facts[name] and public_name(facts[name])
+    return facts | {"dataset": [public_name(source) for source in script.dataset or ()]}
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> None:
-    """Train as the flags say. Ctrl-C ends in a line on how to go on.
+    """Train as the flags say. Ctrl-C ends with a line that says how to resume.
 
     Raises:
         ValueError: If flags, data, drafter and target do not fit together.
     """
     script, args = parse(argv, prog)
     try:
-        with _shown_once(args):
+        with _quiet_output(args):
             run(script, args)
     except KeyboardInterrupt:
         # While the flag is set the checkpoints are still the earlier run's.
-        last = None if script.overwrite_output_dir else last_whole(Path(str(args.output_dir)))[0]
+        last = None if script.overwrite_output_dir else newest_complete(Path(str(args.output_dir)))[0]
         then = (
             f"with `--resume_from_checkpoint true` goes on from {last}" if last else "begins again: no checkpoint yet"
         )
-        _say(args, f"\nStopped. The same command {then}.")
+        _print_status(args, f"\nStopped. The same command {then}.")
         raise SystemExit(130) from None
 
 
 @contextmanager
-def _shown_once(args: HyperDFlashTrainingArguments) -> Iterator[None]:
-    """No bars where training has none, and what is told is told by the first process."""
+def _quiet_output(args: HyperDFlashTrainingArguments) -> Iterator[None]:
+    """Hide bars of libraries where training has none, and let only the first process log."""
     import datasets
 
-    told, level = logging.getLogger(__package__.partition(".")[0]), None
+    facts, level = logging.getLogger(__package__.partition(".")[0]), None
     libraries = datasets.utils.logging, transformers_logging
     hidden = [library for library in libraries if args.disable_tqdm and library.is_progress_bar_enabled()]
     for library in hidden:
         library.disable_progress_bar()
     if args.process_index:
-        level = told.level
-        told.setLevel(logging.ERROR)
+        level = facts.level
+        facts.setLevel(logging.ERROR)
     try:
         yield
     finally:
         for library in hidden:
             library.enable_progress_bar()
         if level is not None:
-            told.setLevel(level)
+            facts.setLevel(level)
 
 
-def _say(args: HyperDFlashTrainingArguments, text: str) -> None:
+def _print_status(args: HyperDFlashTrainingArguments, text: str) -> None:
     if args.process_index == 0:
         print(text, file=sys.stderr, flush=True)
 
 
-def _amounts(script: ScriptArguments, trainer: Any, asked: int) -> str:
-    """How many rows there are of each kind; what was skipped is not among them."""
+def _row_counts(script: ScriptArguments, trainer: Any, asked: int) -> str:
+    """Return a line with the number of rows of each kind, without the skipped ones."""
     rows, held_out = trainer.train_dataset, len(trainer.eval_dataset)
     amount = f"{len(rows)} rows" if hasattr(rows, "__len__") else "a stream"
     of = f"of {script.eval_dataset}" if script.eval_dataset else f"by `--eval_rows {script.eval_rows}`"
@@ -369,9 +384,9 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     folder, wanted = Path(str(args.output_dir)), args.resume_from_checkpoint
     resume = True if wanted in ("True", "true") else wanted  # the newest, or a checkpoint's folder
     if resume:
-        to_resume(resume, folder)
-    elif (found := earlier_run(folder)) and not script.overwrite_output_dir:
-        go_on = "go on with that run with `--resume_from_checkpoint true`, " if last_whole(folder)[0] else ""
+        checkpoint_to_resume(resume, folder)
+    elif (found := describe_earlier_run(folder)) and not script.overwrite_output_dir:
+        go_on = "go on with that run with `--resume_from_checkpoint true`, " if newest_complete(folder)[0] else ""
         raise ValueError(
             f"`--output_dir` is {str(folder)!r}, which has {found}: {go_on}name another folder, or replace it with "
             "`--overwrite_output_dir true`, which removes its checkpoints."
@@ -381,11 +396,11 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
         check_drafter(script.drafter, kinds=TRAINED, or_others=True)
         check_made_for(script.target, script.drafter)
     earlier = earlier_drafter(script, args.seed) if script.drafter else None
-    _say(args, f"Reading {', '.join(script.dataset or ())} ...")
+    _print_status(args, f"Reading {', '.join(script.dataset or ())} ...")
     train, held_out = load_data(script, args.seed)
-    _say(args, f"Loading {script.target} ...")
+    _print_status(args, f"Loading {script.target} ...")
     tokenizer = load_tokenizer(script.target, script.trust_remote_code)
-    if template := _template(script):
+    if template := _read_template(script):
         tokenizer.chat_template = template
     dtype = script.target_dtype or ("auto" if torch.cuda.is_available() else "float32")
     target = load_target(
@@ -406,7 +421,7 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     if script.eval_prompts:
         prompts = encode_prompts(tokenizer, held_out, at_most=script.eval_prompts)
         trainer.add_callback(AcceptanceCallback(trainer, prompts, max_new_tokens=script.eval_max_new_tokens))
-    _say(args, _amounts(script, trainer, len(prompts)))
+    _print_status(args, _row_counts(script, trainer, len(prompts)))
     if script.overwrite_output_dir:  # now that all is loaded, and training can begin
         if args.process_index == 0:
             remove_checkpoints(folder)
@@ -424,7 +439,7 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     if trainer.is_world_process_zero():
         # Loading casts what may be cast; the gate stays float32.
         load_drafter(folder, dtype=script.save_dtype).save_pretrained(folder)
-        share_modes(folder)
+        apply_umask(folder)
         taus = [f"{name} {metrics[name]:.2f}" for name in ("eval_tau", "eval_teacher_forced_tau") if name in metrics]
         print(f"Saved to {args.output_dir}: {', '.join(taus)}")
     if args.push_to_hub:

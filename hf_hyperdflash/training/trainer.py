@@ -38,19 +38,19 @@ from .data.blocks import (
     walk_rounds,
 )
 from .data.rows import frequent_tokens, prepare_dataset
-from .features.capture import residual_of
-from .features.fingerprint import as_words, target_fingerprint
+from .features.capture import compute_residual
+from .features.fingerprint import short_fingerprint, target_fingerprint
 from .features.store import FeatureCache
 from .losses.loss import IGNORE_INDEX
-from .losses.objective import Batch, BlockObjective, collate, read_layers
-from .losses.unrolled import objective_of
-from .runs.checkpoints import CHECKPOINT, earlier_run, last_whole, share_modes, to_resume
-from .runs.identity import RUN_RECORD, check_same_run, data_digest, identity
+from .losses.objective import Batch, BlockObjective, collate, training_layer_ids
+from .losses.unrolled import make_objective
+from .runs.checkpoints import CHECKPOINT, apply_umask, checkpoint_to_resume, describe_earlier_run, newest_complete
 from .runs.record import write_record
+from .runs.run_identity import RUN_RECORD, check_same_run, data_digest, run_identity
 
 logger = logging.getLogger(__name__)
 
-_LIBRARIES = ("transformers.", "hf_hyperdflash.")  # whose callbacks add no metrics but `AcceptanceCallback`'s
+_LIBRARIES = ("transformers.", "hf_hyperdflash.")  # their callbacks add no metrics, except `AcceptanceCallback`
 TERMS = ("cross_entropy", "kl", "tv", "confidence", "blind", "rank")
 
 
@@ -58,16 +58,16 @@ class HyperDFlashTrainer(Trainer):
     """Train a [`HyperDFlashDrafter`] for a target, or a [`SpecBlockDrafter`] or [`Eagle3Drafter`], as their papers do
     ([`~unrolled.UnrolledObjective`]).
 
-    `save_model` writes `training.json` beside the drafter, of which its model card tells how it was trained, and the
-    drafter's configuration says which target it was trained for.
+    `save_model` writes `training.json` beside the drafter, for the part of its model card about training. The
+    drafter's configuration records the target that it was trained for.
 
-    The target is frozen and only read: just the drafter is optimized, saved and synchronized. The target may be spread
-    with `device_map` or quantized; its LM head must not be sharded by FSDP or ZeRO-3, because processes call it a
-    different number of times. Besides transformers' own, these values are logged: the terms of the loss that are in
-    use, `cross_entropy`, `kl`, `tv`, `confidence` and `blind` ([`DrafterLoss`]), and, by `evaluate`, tokens per
-    verification round that the held-out text would take if the target wrote it, which it does if the text is the
-    target's own (`examples/regenerate_answers.py`): `teacher_forced_tau` greedily, `expected_tau` at temperature 1,
-    from how probable the acceptance of each draft is. Add [`AcceptanceCallback`] for the acceptance of real generation
+    The target is frozen: only the drafter is optimized, saved and synchronized. The target may be spread with
+    `device_map` or quantized; its LM head must not be sharded by FSDP or ZeRO-3, because processes call it a different
+    number of times. Besides transformers' own values, the terms of the loss that are in use are logged:
+    `cross_entropy`, `kl`, `tv`, `confidence` and `blind` ([`DrafterLoss`]). `evaluate` adds the tokens per
+    verification round that generation of the held-out text would have: `teacher_forced_tau` greedily and
+    `expected_tau` at temperature 1, from the probability that each draft is accepted. They assume that the text is the
+    target's own (`examples/regenerate_answers.py`). Add [`AcceptanceCallback`] for the acceptance of real generation
     beside them.
 
     Args:
@@ -121,7 +121,7 @@ class HyperDFlashTrainer(Trainer):
         _check_trainable(config, args, processing_class, drafter=model, target=target)
         if args.feature_source == "online":
             seen.check_computes()
-        self.objective: BlockObjective = objective_of(model, seen, args)
+        self.objective: BlockObjective = make_objective(model, seen, args)
         self.target = target.eval().requires_grad_(False)
         if getattr(config, "own_embedding", False):
             cast(Any, model).embed_tokens.requires_grad_(False)  # it is a target's, as EAGLE-3's is
@@ -130,32 +130,32 @@ class HyperDFlashTrainer(Trainer):
         self._terms = torch.zeros(len(TERMS) + 1)  # and steps since the last log
         kwargs = {"data_collator": collate, **kwargs}
         kwargs["compute_metrics"] = kwargs.get("compute_metrics") or self._teacher_forced_metrics
-        self._kind = type(model).__name__  # FSDP2 changes the class
+        self._drafter_kind = type(model).__name__  # FSDP2 changes the class
         self.max_length = _max_length(args, target)
-        self.described: dict[str, Any] = {}  # what the record of the run says beside what the trainer knows
+        self.described: dict[str, Any] = {}  # more entries for the record of the run
         self.measured: dict[str, float] = {}  # of the weights as they are now
         self._evaluated: dict[int, dict[str, float]] = {}  # by step
         self._train_rows: Any = None
-        train_rows = self._rows(train_dataset, "train", args, processing_class, args.packing)
-        eval_rows = self._rows(eval_dataset, "eval", args, processing_class)
+        train_rows = self._prepare_rows(train_dataset, "train", args, processing_class, args.packing)
+        eval_rows = self._prepare_rows(eval_dataset, "eval", args, processing_class)
         super().__init__(model=model, args=args, train_dataset=train_rows, eval_dataset=eval_rows, **kwargs)
         if args.feature_source == "cached":  # only now that the arguments have been found good
-            self.train_dataset = self._cached(train_rows, "train")
-            self.eval_dataset = self._cached(eval_rows, "eval")
+            self.train_dataset = self._write_features(train_rows, "train")
+            self.eval_dataset = self._write_features(eval_rows, "eval")
         # `compute_loss` divides by the counts of the whole optimizer step itself.
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
 
-    def _rows(
+    def _prepare_rows(
         self, dataset: Any, name: str, args: HyperDFlashTrainingArguments, tokenizer: Any, packing: bool = False
     ) -> Any:
-        """A dataset as the user has it to rows the trainer reads."""
+        """Turn a user's dataset into rows that the trainer reads."""
         if dataset is None:
             return None
         if isinstance(dataset, FeatureCache):
             self._train_rows = dataset if name == "train" else self._train_rows
-            return dataset.of_layers(read_layers(self.drafter_config))
+            return dataset.select_layers(training_layer_ids(self.drafter_config))
         if isinstance(dataset, dict) and name == "eval":  # several evaluation sets
-            return {key: self._rows(part, f"{name}-{key}", args, tokenizer) for key, part in dataset.items()}
+            return {key: self._prepare_rows(part, f"{name}-{key}", args, tokenizer) for key, part in dataset.items()}
         if args.feature_source == "online" and not len(self.objective.target.layers):
             raise ValueError(
                 "`feature_source` is 'online', and the target has no layers to run: set it to 'cached', or load the "
@@ -176,29 +176,29 @@ class HyperDFlashTrainer(Trainer):
             raise ValueError("`feature_source='cached'` needs a dataset of known length, not a streaming one.")
         return rows
 
-    def _cached(self, rows: Any, name: str) -> Any:
-        """Rows to read with the target's residual."""
+    def _write_features(self, rows: Any, name: str) -> Any:
+        """Write the feature cache of rows, or open it, and return it."""
         if rows is None or isinstance(rows, FeatureCache):
             return rows
         if isinstance(rows, dict):
-            return {key: self._cached(part, f"{name}-{key}") for key, part in rows.items()}
-        args, layers = self.args, read_layers(self.drafter_config)
+            return {key: self._write_features(part, f"{name}-{key}") for key, part in rows.items()}
+        args, layers = self.args, training_layer_ids(self.drafter_config)
         directory = Path(args.feature_cache_dir or Path(str(args.output_dir)) / "_features") / name
         with args.main_process_first(local=False, desc="writing features"):
             if args.process_index == 0:
                 dtype = args.feature_dtype
                 return FeatureCache.write(directory, rows, self.target, dtype=dtype, target_layer_ids=layers)
-            return FeatureCache(directory, self.target).of_layers(layers)
+            return FeatureCache(directory, self.target).select_layers(layers)
 
     # One training step
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], torch.Tensor | None]:
-        """The micro-batches of one optimizer step with anchors and labels, and what their loss is divided by."""
+        """Return the micro-batches of one optimizer step with anchors and labels, and the divisors of their loss."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         for batch in batches:
-            self.objective.lay(batch, self.state.global_step)
+            self.objective.add_anchors(batch, self.state.global_step)
         self._terms[-1] += 1
         return batches, self._count(batches, device) if batches else None
 
@@ -212,15 +212,15 @@ class HyperDFlashTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """The loss of one micro-batch, divided by the counts of the whole step, so that micro-batches and processes
-        sum to one big batch's loss."""
+        """Compute the loss of one micro-batch, divided by the counts of the whole step. The losses of micro-batches
+        and processes so add up to one big batch's loss."""
         if "labels" not in inputs:
-            self.objective.lay(inputs, self.state.global_step)
+            self.objective.add_anchors(inputs, self.state.global_step)
         if num_items_in_batch is None:
             num_items_in_batch = self._count([inputs], self.args.device)
         residual = self.residual(inputs)
         anchors, steps = inputs["anchors"], inputs["steps"]
-        drafted = self.objective.drafted(model, inputs, anchors, residual, steps)
+        drafted = self.objective.run_drafter(model, inputs, anchors, residual, steps)
         counts, table = torch.as_tensor(num_items_in_batch), self._table(model)
         terms = self.objective.loss(drafted, anchors, inputs["labels"], residual, steps, table, counts)
         if not torch.isfinite(terms.loss):
@@ -230,15 +230,16 @@ class HyperDFlashTrainer(Trainer):
         return (loss, terms) if return_outputs else loss
 
     def residual(self, batch: Batch) -> torch.Tensor:
-        """Residual paths `[batch, seq, paths, config.hidden_size]` of [`read_layers`], cached or the target's now."""
+        """Return the residual streams `[batch, seq, streams, config.hidden_size]` of [`training_layer_ids`], from the
+        feature cache or by a forward of the target."""
         if "residual" in batch:
             return batch["residual"]
-        layers = read_layers(self.drafter_config)
-        return residual_of(self.target, batch["input_ids"], batch["position_ids"], layers)
+        layers = training_layer_ids(self.drafter_config)
+        return compute_residual(self.target, batch["input_ids"], batch["position_ids"], layers)
 
     def _table(self, model: nn.Module) -> torch.Tensor | None:
-        """What the drafter itself scores tokens with, whole on every process. Each of them knows its own loss's
-        gradient, and FSDP2 expects the mean."""
+        """Return the drafter's own table of token scores, gathered on every process. Each process has the gradient of
+        its own loss, and FSDP2 expects the mean."""
         table = cast(Any, self.accelerator.unwrap_model(model, keep_torch_compile=False)).vocabulary_table
         return table.full_tensor(grad_placements=[Partial("avg")]) if isinstance(table, DTensor) else table
 
@@ -257,13 +258,13 @@ class HyperDFlashTrainer(Trainer):
         )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the loss's terms, means over the steps since the last log, to what the trainer logs."""
+        """Log, and add the means of the loss's terms over the steps since the last log."""
         if "loss" in logs and self._terms[-1]:
             means = self.accelerator.reduce(self._terms[:-1].to(self.args.device), "sum") / self._terms[-1].item()
             in_use = {
                 "tv": self.objective.trains_acceptance,
                 "confidence": self.drafter_config.confidence_head,
-                "blind": self.objective.chooses,
+                "blind": self.objective.selects_candidates,
                 "rank": getattr(self.drafter_config, "rank_head", False),
             }
             logs |= {name: mean for name, mean in zip(TERMS, means.tolist()) if in_use.get(name, True)}
@@ -279,7 +280,7 @@ class HyperDFlashTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
-        """Draft at every possible anchor, then walk the text as generation would.
+        """Draft at every possible anchor, then find the rounds that generation of the text would have.
 
         Returns:
             The loss; per row and round the emitted tokens, `[batch, rounds]`, -100 where a row has fewer rounds, with
@@ -289,16 +290,16 @@ class HyperDFlashTrainer(Trainer):
         with torch.no_grad():
             residual = self.residual(batch)
             anchors = sample_anchors(self.objective.candidates(batch))
-            # Where processes hold the drafter in parts, all call it equally often.
+            # Where the drafter is sharded, all processes have to call it equally often.
             anchors = self.accelerator.pad_across_processes(anchors, dim=1, pad_index=-1)
             steps = self.objective.steps()
             parts = [
-                self.objective.drafted(model, batch, part, residual, steps)
+                self.objective.run_drafter(model, batch, part, residual, steps)
                 for part in anchors.split(self.args.num_anchors, dim=1)
             ]
             whole = [None if part[0] is None else torch.cat(part, dim=1) for part in zip(*parts)]
             drafted, table = HeadOutput(cast(torch.Tensor, whole[0]), *whole[1:]), self._table(model)
-            following = self.objective.following(batch, anchors, self.drafter_config.max_draft_tokens + 1)
+            following = self.objective.following_tokens(batch, anchors, self.drafter_config.max_draft_tokens + 1)
             labels = following[:, :, :-1].contiguous()
             terms = self.objective.loss(
                 drafted, anchors, labels, residual, steps, table, needs_acceptance=not prediction_loss_only
@@ -316,8 +317,8 @@ class HyperDFlashTrainer(Trainer):
         return terms.loss, (emitted.contiguous(), expected), accepted.contiguous()
 
     def _teacher_forced_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        """Tau at temperatures 0 and 1, and the acceptance per draft position of the rounds that `prediction_step`
-        walked."""
+        """Compute tau at temperatures 0 and 1, and the acceptance per draft position, from the rounds of
+        `prediction_step`."""
         walked, expected = cast(Any, prediction.predictions)
         parts = (np.asarray(part).ravel() for part in (walked, prediction.label_ids))
         emitted, accepted = (part[part != IGNORE_INDEX].tolist() for part in parts)
@@ -333,7 +334,7 @@ class HyperDFlashTrainer(Trainer):
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         try:
             return super()._determine_best_metric(metrics, trial)
-        except KeyError as error:  # only an evaluation tells what callbacks of one's own give, and work came before it
+        except KeyError as error:  # metrics of a user's callbacks are only known now; the work so far is saved
             self._save_checkpoint(self.model_wrapped, trial)
             raise ValueError(
                 f"`metric_for_best_model` is {self.args.metric_for_best_model!r}, which the evaluation does not give, "
@@ -348,35 +349,35 @@ class HyperDFlashTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Train, or go on from a checkpoint: `True` for the newest in `output_dir` that is whole, or its folder.
+        """Train, or resume from a checkpoint: its folder, or `True` for the newest complete one in `output_dir`.
 
         Raises:
-            ValueError: If there is nothing to go on from, the checkpoint lacks a part, which would be made anew, it is
-                of a run with other data, another target, drafter or recipe, no evaluation gives
-                `metric_for_best_model`, or not one checkpoint fits on the disk.
+            ValueError: If there is no checkpoint to resume from, it lacks a part, it belongs to a run with other data,
+                another target, drafter or recipe, no evaluation gives `metric_for_best_model`, or the disk has no
+                space for one checkpoint.
         """
-        self.drafter_config.target_fingerprint = self._target_words
+        self.drafter_config.target_fingerprint = self._target_fingerprint
         if resume_from_checkpoint:
-            folder, skipped = to_resume(resume_from_checkpoint, Path(str(self.args.output_dir)))
+            folder, skipped = checkpoint_to_resume(resume_from_checkpoint, Path(str(self.args.output_dir)))
             if self.is_world_process_zero():
                 for line in skipped:
                     logger.warning("A checkpoint that is not whole was skipped, %s.", line)
-            if not check_same_run(folder, self._identity()) and self.is_world_process_zero():
+            if not check_same_run(folder, self._run_identity()) and self.is_world_process_zero():
                 logger.warning("%s does not say which run it is of: it is taken for this one's.", folder)
             if self.is_world_process_zero():
                 logger.warning("Going on from %s.", folder)
             resume_from_checkpoint = str(folder)
-        elif (found := earlier_run(Path(str(self.args.output_dir)))) and self.is_world_process_zero():
+        elif (found := describe_earlier_run(Path(str(self.args.output_dir)))) and self.is_world_process_zero():
             logger.warning("%s has %s, which this run overwrites.", self.args.output_dir, found)
         self._check_metric()
-        self._check_room()
+        self._check_disk_space()
         result = super().train(resume_from_checkpoint or None, trial, ignore_keys_for_eval)
-        kept = self.state.best_global_step if self.args.load_best_model_at_end else None
-        self.measured = self._evaluated.get(kept or self.state.global_step, {})
+        best_step = self.state.best_global_step if self.args.load_best_model_at_end else None
+        self.measured = self._evaluated.get(best_step or self.state.global_step, {})
         return result
 
     def _check_metric(self) -> None:
-        """Refuse a `metric_for_best_model` that no evaluation of this run will give, as far as that is known."""
+        """Refuse a `metric_for_best_model` that is known to be in no evaluation of this run."""
         generates = any(isinstance(callback, AcceptanceCallback) for callback in self.callback_handler.callbacks)
         others = [one for one in self.callback_handler.callbacks if not type(one).__module__.startswith(_LIBRARIES)]
         is_ours = self.compute_metrics == self._teacher_forced_metrics and not isinstance(self.eval_dataset, dict)
@@ -384,13 +385,13 @@ class HyperDFlashTrainer(Trainer):
         if self.args.eval_strategy != "no" and is_ours and not others:
             check_metric(self.args.metric_for_best_model, generates)
 
-    def _check_room(self) -> None:
-        """Refuse a disk on which not one checkpoint fits, or the drafter, if none are written."""
+    def _check_disk_space(self) -> None:
+        """Refuse a disk without space for one checkpoint, or for the drafter if no checkpoints are written."""
         model = cast(nn.Module, self.model)
-        is_saved_whole = isinstance(model, SavedDrafter)  # of an adapter, what is trained
+        is_saved_whole = isinstance(model, SavedDrafter)  # of an adapter only the trained weights
         sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
-        keeps_moments = self.args.optim in ("adamw_torch", "adamw_torch_fused") and not self.args.save_only_model
-        moments = 2 if keeps_moments and self.args.save_strategy != SaveStrategy.NO else 0
+        saves_moments = self.args.optim in ("adamw_torch", "adamw_torch_fused") and not self.args.save_only_model
+        moments = 2 if saves_moments and self.args.save_strategy != SaveStrategy.NO else 0
         needed = sum(size * ((is_saved_whole or trained) + moments * trained) for size, trained in sizes)
         folder = self.args.output_dir
         if self.args.should_save and (free := shutil.disk_usage(str(folder)).free) < needed:
@@ -409,9 +410,9 @@ class HyperDFlashTrainer(Trainer):
         return metrics
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint, `trainer_state.json` last: without it none counts as whole."""
+        """Write a checkpoint, with `trainer_state.json` as the last file: without it a checkpoint is incomplete."""
         if bad := not_finite(model.named_parameters()):
-            raise self._diverged(f"{bad[0]} is not finite")  # one would go on from it in vain
+            raise self._diverged(f"{bad[0]} is not finite")  # resuming from it would be useless
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.args.should_save:
             shutil.rmtree(folder, ignore_errors=True)  # an earlier run's of the same step, or half of one
@@ -427,25 +428,31 @@ class HyperDFlashTrainer(Trainer):
             ) from error
 
     @cached_property
-    def _target_words(self) -> str:
-        """What the drafter's configuration records of the target; nothing where its weights are in other processes."""
+    def _target_fingerprint(self) -> str:
+        """The target's fingerprint for the drafter's configuration; empty if its weights are in other processes."""
         try:
-            return as_words(target_fingerprint(self.target))
+            return short_fingerprint(target_fingerprint(self.target))
         except ValueError:
             return ""
 
     @cached_property
-    def _data(self) -> dict[str, Any] | None:
+    def _data_digest(self) -> dict[str, Any] | None:
         return data_digest(self._train_rows)
 
-    def _identity(self) -> dict[str, Any]:
-        told = identity(self.args, self.drafter_config, self._kind, self._target_words, self.target.dtype)
-        return {"data": self._data, **told, "settings": {**told["settings"], "max_length": self.max_length}}
+    def _run_identity(self) -> dict[str, Any]:
+        identity = run_identity(
+            self.args, self.drafter_config, self._drafter_kind, self._target_fingerprint, self.target.dtype
+        )
+        return {
+            "data": self._data_digest,
+            **identity,
+            "settings": {**identity["settings"], "max_length": self.max_length},
+        }
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if self.args.should_save:
-            (Path(output_dir) / RUN_RECORD).write_text(json.dumps(self._identity(), indent=1))
+            (Path(output_dir) / RUN_RECORD).write_text(json.dumps(self._run_identity(), indent=1))
         self.accelerator.wait_for_everyone()  # then the first process writes `trainer_state.json`
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
@@ -461,11 +468,11 @@ class HyperDFlashTrainer(Trainer):
             super()._save(output_dir, state_dict)
             if self.state.global_step and not CHECKPOINT.fullmatch(folder.name):
                 write_record(self, folder)
-        share_modes(folder)
+        apply_umask(folder)
 
     def _advice(self) -> str:
-        """How to go on after an error, if there is anything to go on from."""
-        last, _ = last_whole(Path(str(self.args.output_dir)))
+        """Return the end of an error message: how to resume, or to begin again."""
+        last, _ = newest_complete(Path(str(self.args.output_dir)))
         return f", then go on from {last} with `resume_from_checkpoint=True`" if last else " and begin again"
 
     # The Hub
@@ -519,8 +526,8 @@ class HyperDFlashTrainer(Trainer):
             card.save(folder / "README.md")
 
     def choose_vocabulary(self) -> None:
-        """Let a new drafter with a `draft_vocab_size` draft the tokens that answers of its training rows have most
-        often ([`~data.frequent_tokens`]), scored at first as the target scores them. Else it drafts the first ones.
+        """Choose the draft vocabulary of a new drafter: the most frequent tokens in answers of its training rows
+        ([`~data.frequent_tokens`]), at first scored as the target scores them. The default is the first tokens.
 
         Raises:
             ValueError: If it has none, or the rows are a stream.
@@ -535,18 +542,18 @@ class HyperDFlashTrainer(Trainer):
         cast(Any, self.model).draft_only(self.objective.target, ids)
 
     def leave_group(self) -> None:
-        """Ends this process's part in the group it trained in: call it last, where the process ends next.
+        """Leave the process group of the training. Call it last, before the process ends.
 
-        Without it the threads of torch's gloo outlive the interpreter, and one that lets go of a tensor meanwhile
-        aborts the process, long after all is saved; so nothing may hold the group any more when it is destroyed.
+        Without it the threads of torch's gloo outlive the interpreter, and one that frees a tensor then aborts the
+        process, long after all is saved. So nothing may refer to the group when it is destroyed.
         """
         self.model_wrapped = self.accelerator.unwrap_model(self.model_wrapped)
         self.accelerator.free_memory()
         self.accelerator.end_training()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push the drafter of a checkpoint. transformers' own would add pickles, which only a user asks for who wants
-        to resume from the Hub."""
+        """Push the drafter of a checkpoint. transformers' own method adds pickles, which are only for resuming from
+        the Hub."""
         strategy = self.args.hub_strategy
         if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             return super()._push_from_checkpoint(checkpoint_folder)
@@ -576,7 +583,7 @@ class HyperDFlashTrainer(Trainer):
 
 
 def _positions(target: PreTrainedModel) -> int | None:
-    """How many tokens the target is made for."""
+    """Return the number of positions that the target is made for."""
     return getattr(target_of(target).config, "max_position_embeddings", None)
 
 
@@ -593,7 +600,8 @@ def _max_length(args: HyperDFlashTrainingArguments, target: PreTrainedModel) -> 
 def _check_trainable(
     config: HyperDFlashConfig, args: HyperDFlashTrainingArguments, tokenizer: Any, **models: nn.Module
 ) -> None:
-    """Refuse drafters that training is not for, and weights that would look like a learning rate that is too high."""
+    """Refuse settings that do not fit the drafter, and weights that are not finite, which would look like
+    divergence."""
     drafts = config.max_draft_tokens
     if args.confidence_weight and "confidence_weight" in args.set_by_user and not config.confidence_head:
         raise ValueError(

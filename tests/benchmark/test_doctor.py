@@ -21,7 +21,7 @@ from hf_hyperdflash.benchmark.intervals import Interval
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.drafters.saved import SavedDrafter
 from hf_hyperdflash.training.data.rows import encode_prompts
-from hf_hyperdflash.training.features.fingerprint import as_words, target_fingerprint
+from hf_hyperdflash.training.features.fingerprint import short_fingerprint, target_fingerprint
 from hf_hyperdflash.trees.tree import DraftTree
 
 from ..conftest import MODELS, tiny_drafter, tiny_target
@@ -48,7 +48,7 @@ def tokenizer():
 @pytest.fixture
 def drafter(target):
     drafter = HyperDFlashDrafter.from_pretrained(DRAFTER, dtype=torch.float32).eval()
-    drafter.config.target_fingerprint = as_words(target_fingerprint(target))
+    drafter.config.target_fingerprint = short_fingerprint(target_fingerprint(target))
     return drafter
 
 
@@ -368,7 +368,7 @@ def test_a_pair_that_does_not_fit(drafter, tokenizer):
 def test_what_the_drafter_records_of_its_target(change, problems, remarks):
     target = tiny_target()
     drafter = tiny_drafter(target)
-    drafter.config.target_fingerprint = as_words(target_fingerprint(target))
+    drafter.config.target_fingerprint = short_fingerprint(target_fingerprint(target))
     change(target, drafter.config)
     found = examine(target, drafter, characters(), prompts=PROMPTS[:1], max_new_tokens=3)
     for texts, expected in ((found.problems, problems), (found.remarks, remarks)):

@@ -17,7 +17,7 @@ from hf_hyperdflash.benchmark.doctor.other_settings import (
 from hf_hyperdflash.benchmark.intervals import Interval
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.targets.registry import target_of
-from hf_hyperdflash.training.features.capture import residual_of
+from hf_hyperdflash.training.features.capture import compute_residual
 
 from ..conftest import CSA, SLIDING, prompt, tiny_drafter, tiny_target
 
@@ -68,7 +68,7 @@ def test_likelihood_is_that_of_drafting_one_round_at_a_time(fields):
     drafter = tiny_drafter(target, **fields)
     (_,), (nats,) = draft_every_round(target, drafter, text, start, [drafter.config])
     positions = torch.arange(24)[None]
-    residual, sampler = residual_of(target, text, positions), DraftSampler(LogitsProcessorList(), do_sample=True)
+    residual, sampler = compute_residual(target, text, positions), DraftSampler(LogitsProcessorList(), do_sample=True)
     for anchor, got in enumerate(nats.tolist(), start=start):
         context = drafter.new_context()
         drafter.extend(

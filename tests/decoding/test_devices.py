@@ -29,7 +29,7 @@ from hf_hyperdflash import (
 from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
 from hf_hyperdflash.targets.caches.deepseek_v4 import make_rewindable
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
-from hf_hyperdflash.training.features.capture import residual_of
+from hf_hyperdflash.training.features.capture import compute_residual
 from hf_hyperdflash.training.features.fingerprint import target_fingerprint
 from hf_hyperdflash.training.features.store import FeatureCache
 from hf_hyperdflash.training.losses.loss import drafter_loss
@@ -347,13 +347,13 @@ def test_features(tmp_path):
     for row in made:
         row["loss_mask"] = [int(bit) for bit in row["loss_mask"]]
     examples = [[torch.tensor([row[name]]) for name in ("input_ids", "position_ids")] for row in made]
-    expected = [residual_of(target, ids, positions, [0, -1]) for ids, positions in examples]
+    expected = [compute_residual(target, ids, positions, [0, -1]) for ids, positions in examples]
     fingerprint = target_fingerprint(target)
     FeatureCache.write(tmp_path / "cpu", made, target, dtype="float8")
     with SimulatedDevices():
         target.to("cuda:0")
         for (ids, positions), residual in zip(examples, expected):
-            found = residual_of(target, ids.to("cuda:1"), positions.to("cuda:1"), [0, -1])
+            found = compute_residual(target, ids.to("cuda:1"), positions.to("cuda:1"), [0, -1])
             assert found.device == torch.device("cuda:1") and torch.equal(on_cpu(found), residual)
         assert target_fingerprint(target) == fingerprint
         cache = FeatureCache.write(tmp_path / "cuda", made, target, dtype="float8")

@@ -14,8 +14,8 @@ from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.hub.formats import FORMATS, check_expressible
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.arguments import HyperDFlashTrainingArguments
-from hf_hyperdflash.training.losses.objective import collate, read_layers
-from hf_hyperdflash.training.losses.unrolled import objective_of
+from hf_hyperdflash.training.losses.objective import collate, training_layer_ids
+from hf_hyperdflash.training.losses.unrolled import make_objective
 
 from ..conftest import prompt, tiny_drafter
 from ..helpers import families
@@ -46,14 +46,14 @@ def own_vector(target, **fields):
 def first_loss(drafter, target):
     """Cross-entropy of a draft before any training, in nats."""
     batch = collate([{**row, "position_ids": range(len(row["input_ids"]))} for row in rows(4)])
-    objective = objective_of(
+    objective = make_objective(
         drafter, target_of(target), HyperDFlashTrainingArguments("unused", num_anchors=4, use_cpu=True)
     )
-    objective.lay(batch, 0)
-    with torch.no_grad(), capture_residual(target, read_layers(drafter.config)) as captured:
+    objective.add_anchors(batch, 0)
+    with torch.no_grad(), capture_residual(target, training_layer_ids(drafter.config)) as captured:
         target(batch["input_ids"])
         places = batch["anchors"], captured[0], batch["steps"]
-        drafted = objective.drafted(drafter, batch, *places)
+        drafted = objective.run_drafter(drafter, batch, *places)
         table = drafter.vocabulary_table
         return float(objective.loss(drafted, places[0], batch["labels"], *places[1:], table).cross_entropy)
 

@@ -15,7 +15,7 @@ from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.adaptation import adapt as adaptation
 from hf_hyperdflash.training.adaptation.adapt import AdaptationConfig
 from hf_hyperdflash.training.adaptation.bandit import Bandit
-from hf_hyperdflash.training.adaptation.lessons import Lesson, Memory
+from hf_hyperdflash.training.adaptation.samples import ReplayBuffer, Sample
 from hf_hyperdflash.training.losses.objective import collate
 
 from ..conftest import prompt, tiny_drafter, tiny_target
@@ -88,8 +88,8 @@ def test_a_lesson_is_what_the_target_computed(model):
     learning = drafter.adapt(target, policy="never")
     for count, options in enumerate([{}, {"prefill_chunk_size": 4}, {"do_sample": True}], start=1):
         text = answer(target, drafter, prompt(11), **options)
-        row = learning.memory.newest(1)[0]
-        assert learning.layer_ids == [0, 1, -1] and len(learning.memory) == count
+        row = learning.replay.newest(1)[0]
+        assert learning.layer_ids == [0, 1, -1] and len(learning.replay) == count
         length = text.shape[1] - 1  # nothing was computed of the last token
         with torch.no_grad(), capture_residual(target, [0, 1, -1]) as captured:
             target(text[:, :length], use_cache=False)
@@ -97,7 +97,7 @@ def test_a_lesson_is_what_the_target_computed(model):
         assert row["input_ids"][1:].tolist() == text[0, 1:length].tolist()
         assert row["position_ids"].tolist() == list(range(length))
         assert row["loss_mask"].tolist() == [place >= 11 for place in range(length)]
-        assert bool(row["is_drawn"]) == options.get("do_sample", False)
+        assert bool(row["is_sampled"]) == options.get("do_sample", False)
 
 
 def test_padding_is_no_lesson():
@@ -109,7 +109,7 @@ def test_padding_is_no_lesson():
     padded, mask = torch.cat([torch.zeros_like(ids[:, :3]), ids], dim=1), torch.ones(1, 14, dtype=torch.long)
     mask[:, :3] = 0
     answer(target, drafter, ids), answer(target, drafter, padded, attention_mask=mask)
-    one, other = learning.memory.newest(2)
+    one, other = learning.replay.newest(2)
     for name in ("input_ids", "position_ids", "loss_mask"):
         assert torch.equal(one[name][1:], other[name][1:])
     torch.testing.assert_close(one["residual"], other["residual"], atol=1e-4, rtol=1e-4)
@@ -123,7 +123,7 @@ def test_a_turn_on_a_filled_cache_is_a_lesson_of_its_own(target, drafter):
     )
     ids = torch.cat([first.sequences, prompt(5, 1)], dim=1)
     text = answer(target, drafter, ids, **{CACHE: cache_of(first)})
-    row, start = learning.memory.newest(1)[0], first.sequences.shape[1] - 1
+    row, start = learning.replay.newest(1)[0], first.sequences.shape[1] - 1
     assert row["position_ids"].tolist() == list(range(start, text.shape[1] - 1))
     assert row["input_ids"][1:].tolist() == text[0, start + 1 : -1].tolist()
     assert row["loss_mask"].tolist() == [place >= ids.shape[1] for place in range(start, text.shape[1] - 1)]
@@ -144,13 +144,13 @@ def test_what_is_expected_of_a_round(target, head, vocabulary, do_sample):
     drafter.bind(target)
     learning = drafter.adapt(target, policy="never", num_anchors=99)
     text = answer(target, drafter, prompt(9), do_sample=do_sample, max_new_tokens=12)
-    row = learning.memory.newest(1)[0]
+    row = learning.replay.newest(1)[0]
     batch = collate([row])
     anchors = torch.arange(9, 19)[None]
     length = len(row["input_ids"])
     assert length == text.shape[1] - 1 == 20
     with torch.no_grad():
-        drafted = learning.objective.drafted(drafter, batch, anchors, row["residual"][None], torch.arange(3))
+        drafted = learning.objective.run_drafter(drafter, batch, anchors, row["residual"][None], torch.arange(3))
         logits = (drafter if vocabulary else target).lm_head(drafted.states)
         if head != "none":
             logits = logits + drafted.vectors @ drafter.head_table.T
@@ -170,17 +170,17 @@ def test_what_is_expected_of_a_round(target, head, vocabulary, do_sample):
                 expected += chance
             of_anchors.append(expected)
     drawn, greedy = (sum(of_anchors) / len(of_anchors) for of_anchors in tokens.values())
-    assert learning._expected([row]) == pytest.approx(drawn if do_sample else (drawn + greedy) / 2, abs=1e-4)
+    assert learning._expected_tokens([row]) == pytest.approx(drawn if do_sample else (drawn + greedy) / 2, abs=1e-4)
 
 
 def test_what_does_not_help_is_taken_back(target, drafter, monkeypatch):
     drafter.bind(target)
     before = weights_of(drafter)
     learning, told = drafter.adapt(target, **EAGER), iter(range(100, 0, -1))
-    monkeypatch.setattr(learning, "_expected", lambda rows: float(next(told)))
+    monkeypatch.setattr(learning, "_expected_tokens", lambda rows: float(next(told)))
     for seed in range(5):
         answer(target, drafter, prompt(9, seed))
-    assert same(before, weights_of(drafter)) and same(before, weights_of(learning._pupil))
+    assert same(before, weights_of(drafter)) and same(before, weights_of(learning._training_copy))
     assert all(decision.gain < 0 for decision in learning.log if decision.arm)
     assert sum(decision.arm is not None for decision in learning.log) == 3
 
@@ -219,8 +219,8 @@ def test_served_in_bfloat16_learned_in_float32():
         for turn in range(6):
             assert torch.equal(answer(target, drafter, prompt(9, turn % 2)), plain[turn % 2])
     assert {value.dtype for value in weights_of(drafter).values()} == {value.dtype for value in before.values()}
-    assert not same(before, weights_of(drafter)) and learning._pupil.dtype == torch.float32
-    assert all(not parameter.requires_grad for parameter in learning._pupil.parameters())
+    assert not same(before, weights_of(drafter)) and learning._training_copy.dtype == torch.float32
+    assert all(not parameter.requires_grad for parameter in learning._training_copy.parameters())
 
 
 def test_text_drawn_at_random_takes_no_random_numbers_for_learning(target, drafter):
@@ -304,7 +304,7 @@ def test_a_failure_loses_no_text_and_ends_the_learning(target, drafter, monkeypa
     for _ in range(4):
         assert torch.equal(answer(target, drafter, prompt(9)), plain)
     assert drafter.learner is None and "Learning while serving stops: out of memory" in caplog.text
-    assert all(not parameter.requires_grad for parameter in learning._pupil.parameters())
+    assert all(not parameter.requires_grad for parameter in learning._training_copy.parameters())
 
 
 def test_an_adapted_drafter_is_saved_as_it_is(target, drafter, tmp_path):
@@ -358,15 +358,15 @@ def test_a_single_arm_needs_no_list():
 
 
 def lesson_row(length: int, mark: int = 0):
-    lesson = Lesson([-1], 10**9)
+    sample = Sample([-1], 10**9)
     ids = torch.full((1, length), mark)
-    lesson.add(torch.zeros(1, length, 2, 4), torch.arange(length)[None], ids, True)
-    return lesson.row()
+    sample.add(torch.zeros(1, length, 2, 4), torch.arange(length)[None], ids, True)
+    return sample.row()
 
 
 @given(st.lists(st.integers(2, 40), min_size=1, max_size=30), st.integers(100, 20000))
 def test_memory_is_bounded_and_keeps_the_newest(lengths, most):
-    memory = Memory(most)
+    memory = ReplayBuffer(most)
     for mark, length in enumerate(lengths):
         memory.add(lesson_row(length, mark))
         held = memory.newest(len(memory))
@@ -380,10 +380,10 @@ def test_memory_is_bounded_and_keeps_the_newest(lengths, most):
 @given(st.integers(3, 30), st.integers(1, 30), st.integers(1, 4), st.integers(1, 12), st.integers(0, 99))
 def test_what_is_judged_by_is_not_learned_from(total, new, held_out, count, seed):
     held_out = min(held_out, total - 1)
-    memory = Memory(10**9, seed)
+    memory = ReplayBuffer(10**9, seed)
     for mark in range(total):
         memory.add(lesson_row(3, mark))
-    batch = memory.earlier(count, new, held_out)
+    batch = memory.draw_batch(count, new, held_out)
     marks = batch["input_ids"][:, 0].tolist()
     assert len(set(marks)) == len(marks) == min(count, total - held_out) or len(marks) < count
     assert all(mark < total - held_out for mark in marks)
@@ -392,11 +392,11 @@ def test_what_is_judged_by_is_not_learned_from(total, new, held_out, count, seed
 
 
 def test_a_long_prompt_is_kept_by_its_end():
-    lesson = Lesson([-1], most_bytes=10 * 8 * 4)
+    sample = Sample([-1], most_bytes=10 * 8 * 4)
     for start, length, is_written in ((0, 25, False), (25, 6, False), (31, 3, True), (34, 2, True)):
         positions = torch.arange(start, start + length)[None]
-        lesson.add(torch.zeros(1, length, 2, 4) + start, positions, positions + 1, is_written)
-    row = lesson.row()
+        sample.add(torch.zeros(1, length, 2, 4) + start, positions, positions + 1, is_written)
+    row = sample.row()
     assert (
         row["position_ids"].tolist() == list(range(25, 36)) and row["loss_mask"].tolist() == [False] * 6 + [True] * 5
     )
@@ -408,11 +408,11 @@ def test_the_first_token_is_not_known_and_so_not_learned():
 
 
 def test_a_short_answer_is_no_lesson():
-    lesson = Lesson([-1], 10**9)
-    lesson.add(torch.zeros(1, 9, 2, 4), torch.arange(9)[None], torch.arange(9)[None], False)
-    assert lesson.row() is None
-    lesson.add(torch.zeros(1, 1, 2, 4), torch.arange(9, 10)[None], torch.arange(1)[None], True)
-    assert lesson.row() is None
+    sample = Sample([-1], 10**9)
+    sample.add(torch.zeros(1, 9, 2, 4), torch.arange(9)[None], torch.arange(9)[None], False)
+    assert sample.row() is None
+    sample.add(torch.zeros(1, 1, 2, 4), torch.arange(9, 10)[None], torch.arange(1)[None], True)
+    assert sample.row() is None
 
 
 # The bandit
@@ -421,10 +421,10 @@ def test_a_short_answer_is_no_lesson():
 def served(bandit: Bandit, requests: int, gains: dict[str, float], costs: dict[str, float], taus=None) -> list:
     chosen = []
     for request in range(requests):
-        bandit.serve(3.0 if taus is None else taus(request), 1.0)
+        bandit.record_request(3.0 if taus is None else taus(request), 1.0)
         chosen.append(arm := bandit.choose())
         if arm is not None:
-            bandit.update(arm, costs[arm], gains[arm])
+            bandit.record_update(arm, costs[arm], gains[arm])
     return chosen
 
 
@@ -476,9 +476,9 @@ def test_another_kind_of_text_replaces_what_was_kept(target, drafter):
     drafter.bind(target)
     learning = drafter.adapt(target, policy="never")
     answer(target, drafter, prompt(9)), answer(target, drafter, prompt(9, 1))
-    learning.bandit.serve = lambda tau, seconds: True
+    learning.bandit.record_request = lambda tau, seconds: True
     answer(target, drafter, prompt(9, 2))
-    assert len(learning.memory) == 1 and learning.memory.newest(1)[0]["input_ids"][1] == prompt(9, 2)[0, 1]
+    assert len(learning.replay) == 1 and learning.replay.newest(1)[0]["input_ids"][1] == prompt(9, 2)[0, 1]
 
 
 def test_config_is_what_training_reads():

@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
-from hf_hyperdflash.training.runs.checkpoints import defect, last_whole
+from hf_hyperdflash.training.runs.checkpoints import defect, newest_complete
 
 from ..conftest import tiny_target
 from ..helpers.processes import python
@@ -49,7 +49,7 @@ PARTS = ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "
 def test_a_run_goes_on_from_the_newest_whole_checkpoint(run, target, caplog, part, spoil):
     folder, expected = run
     spoil(folder / "checkpoint-6" / part)
-    assert defect(folder / "checkpoint-4") is None and last_whole(folder)[0] == folder / "checkpoint-4"
+    assert defect(folder / "checkpoint-4") is None and newest_complete(folder)[0] == folder / "checkpoint-4"
     trainer = trainer_for(folder, target, tiny_drafter(target), rows(8), **SAVING)
     begun = []
     trainer.compute_loss = lambda *a, real=trainer.compute_loss, **k: (

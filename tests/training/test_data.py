@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hyperdflash.training.data.blocks import anchor_candidates
-from hf_hyperdflash.training.data.messages import to_messages, tools_of
-from hf_hyperdflash.training.data.places import with_places
+from hf_hyperdflash.training.data.file_positions import add_file_positions
+from hf_hyperdflash.training.data.messages import read_tools, to_messages
 from hf_hyperdflash.training.data.rows import (
     encode_chat,
     encode_prompts,
@@ -263,7 +263,7 @@ def test_tools_are_the_chat_templates(tokenizer, tags):
     assert list(map(to_messages, Dataset.from_list([{"messages": messages} for messages in asked]))) == asked
     for wrong in ("{", "add", ["add"], {"name": "add"}, 3):
         with pytest.raises(ValueError, match=r"`tools` is .*, expected a list of JSON schemas"):
-            tools_of({"tools": wrong})
+            read_tools({"tools": wrong})
 
 
 def test_templates_that_cannot_be_used(tokenizer):
@@ -347,7 +347,7 @@ def test_packing_is_whole_and_tight(case):
     assert pack([3, 3, 3, 7, 7, 7], 10) == [[0, 3], [1, 4], [2, 5]]  # in their order they would take four rows
 
 
-def documents_of(rows):
+def split_documents(rows):
     """Documents of training rows, cut where positions restart."""
     for row in rows:
         assert row.keys() == {"input_ids", "loss_mask", "position_ids"}
@@ -375,8 +375,8 @@ def test_every_document_is_there_once(count, seed, limit):
     assume(expected)  # a dataset without any is refused
     rows = Dataset.from_list(source)
     plain, packed = (prepare_dataset(rows, None, max_length=limit, packing=packing) for packing in (False, True))
-    assert list(documents_of(plain)) == expected
-    assert sorted(documents_of(packed)) == expected and max(map(len, packed["input_ids"])) <= limit
+    assert list(split_documents(plain)) == expected
+    assert sorted(split_documents(packed)) == expected and max(map(len, packed["input_ids"])) <= limit
     for row in packed:
         columns = {name: torch.tensor([values]) for name, values in row.items()}
         assert anchor_candidates(columns["loss_mask"].bool(), columns["position_ids"]).any()
@@ -392,7 +392,7 @@ def test_streams_give_the_same_rows(tokenizer, packing):
     assert list(prepare_dataset(generated, tokenizer, max_length=40, packing=packing)) == list(expected)
     if not packing:
         encoded = encode_chat(tokenizer, CHATS[0], truncated=True)
-        assert next(documents_of(expected)) == (encoded["input_ids"], encoded["loss_mask"])
+        assert next(split_documents(expected)) == (encoded["input_ids"], encoded["loss_mask"])
 
 
 def test_prepared_rows_stay_as_they_are():
@@ -400,7 +400,7 @@ def test_prepared_rows_stay_as_they_are():
     packed = prepare_dataset(rows, None, max_length=30, packing=True)
     assert list(prepare_dataset(packed, None, max_length=30)) == list(packed)
     again = prepare_dataset(packed.with_format("torch"), None, max_length=60, packing=True)
-    assert sorted(documents_of(again)) == sorted(documents_of(packed)) and len(again) < len(packed)
+    assert sorted(split_documents(again)) == sorted(split_documents(packed)) and len(again) < len(packed)
     apart = {"input_ids": [1, 2, 3, 4], "loss_mask": [0, 1, 1, 0], "position_ids": [0, 1, 0, 1]}
     with pytest.raises(ValueError, match="No assistant text"):  # the answers' two tokens are of different documents
         prepare_dataset(Dataset.from_list([apart]), None, max_length=30)
@@ -442,14 +442,14 @@ def test_rows_without_an_answer_are_told_apart_from_those_that_are_too_short(tok
     short = {"messages": [*asked["messages"], {"role": "assistant", "content": ""}]}
     lines = [{"messages": CHATS[0]}, short, asked, {"messages": CHATS[0]}, asked]
     path.write_text("\n".join(map(json.dumps, lines)))
-    rows = with_places(load_rows(str(path)), str(path))
+    rows = add_file_positions(load_rows(str(path)), str(path))
     with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data.rows"):
         assert len(prepare_dataset(rows, tokenizer, max_length=20)) == 2
     told = [record.getMessage() for record in caplog.records]
     assert told[0] == f"Skipped 2 of 5 rows that have no assistant text, the first of them {path}:3."
     assert told[1] == f"Skipped 1 of 5 rows whose answer is empty, the first of them {path}:2."
     caplog.clear()
-    stream = with_places(load_rows(str(path), streaming=True), str(path))
+    stream = add_file_positions(load_rows(str(path), streaming=True), str(path))
     with caplog.at_level(logging.WARNING, "hf_hyperdflash.training.data.rows"):
         assert len(list(prepare_dataset(stream, tokenizer, max_length=20))) == 2
     assert any(f"no assistant text, the first of them {path}, row 2." in line for line in caplog.messages)
@@ -607,7 +607,7 @@ def test_questions_keep_what_their_row_says_beside_them(regenerate, script, tmp_
     with (tmp_path / "data.jsonl").open("a") as file:  # a question that is there without tools, too
         file.write("\n" + json.dumps({"messages": chat("Write a Python function.", "x"), "tools": TOOLS}))
     rows = [json.loads(line) for line in regenerate("answers.jsonl")]
-    assert [tools_of(row) for row in rows if "tools" in row] == [TOOLS] and len(rows) == 9
+    assert [read_tools(row) for row in rows if "tools" in row] == [TOOLS] and len(rows) == 9
     assert sum(row["messages"][0]["content"] == "Write a Python function." for row in rows if len(row) == 3) >= 1
 
 

@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from hf_hyperdflash.training.features.fingerprint import (
-    as_words,
     changed_parts,
     config_fields,
     module_fingerprint,
+    short_fingerprint,
     target_fingerprint,
     tensor_digest,
 )
@@ -101,7 +101,7 @@ def test_another_load_of_a_checkpoint_is_the_same_target(target):
 
 
 def test_a_record_names_the_parts_that_changed(target):
-    recorded = as_words(target_fingerprint(target))
+    recorded = short_fingerprint(target_fingerprint(target))
     assert [len(word) for word in recorded.split()] == [32, 32, 32] and changed_parts(recorded, target) == []
     target.config.rope_parameters["main"]["rope_theta"] = 3.0
     assert changed_parts(recorded, target) == ["config"]

@@ -25,9 +25,9 @@ from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4D
 from hf_hyperdflash.hub.cards import TRAINING_RECORD, drafter_card
 from hf_hyperdflash.hub.formats import export_dflash
 from hf_hyperdflash.training.flags import check_known, help_text, option_names
-from hf_hyperdflash.training.runs.checkpoints import last_whole
-from hf_hyperdflash.training.runs.progress import line_of
-from hf_hyperdflash.training.script import _shown_once, main, make_parser
+from hf_hyperdflash.training.runs.checkpoints import newest_complete
+from hf_hyperdflash.training.runs.progress import format_entry
+from hf_hyperdflash.training.script import _quiet_output, main, make_parser
 
 from ..conftest import MODELS
 from ..helpers.deepseek_checkpoints import dspark_fields
@@ -211,7 +211,10 @@ def test_a_row_that_cannot_be_used_stops_no_run_and_is_named_by_file_and_line(tm
         (["--draft_vocab_size", "0"], "`--draft_vocab_size` is 0, expected at least 1"),
         (["--eval_rows", "0"], "`--eval_rows` is 0"),
         (["--confidence_weight", "0.5"], "`--confidence_weight` is for a confidence head: add `--confidence_head`"),
-        (["--blind_weight", "0.5"], "`--blind_weight` is for a head that chooses among candidates: add `--sequent"),
+        (
+            ["--blind_weight", "0.5"],
+            "`--blind_weight` is for a head that chooses among candidates: add `--sequent",
+        ),
         (["--learning_rate", "-1e-3"], "`learning_rate` is -0.001, expected a number of at least 0"),
         (["--reducer", "foo"], "`--reducer` is 'foo', expected hc_gate, fc, hybrid or stream_mean."),
         (["--sequential_head", "foo"], "`--sequential_head` is 'foo', expected none, markov, "),
@@ -267,7 +270,7 @@ def test_of_several_processes_one_tells_of_loading(process, monkeypatch, caplog)
     monkeypatch.setenv("RANK", str(process))
     done = CliRunner().invoke(app, ["train", "--stage", "x"])
     assert ("Loading PyTorch" in done.stderr) is (process == 0)
-    with _shown_once(SimpleNamespace(process_index=process, disable_tqdm=True)):
+    with _quiet_output(SimpleNamespace(process_index=process, disable_tqdm=True)):
         logging.getLogger("hf_hyperdflash.targets.mask_token").warning("The drafter's mask token is 3")
         assert not datasets.utils.is_progress_bar_enabled()
     assert len(caplog.messages) == 1 - process and datasets.utils.is_progress_bar_enabled()
@@ -343,7 +346,7 @@ def test_the_command_shows_how_far_it_is_and_no_warning_of_pinned_memory(tmp_pat
     ],
 )  # fmt: skip
 def test_an_entry_of_the_log_is_a_line(logs, line):
-    assert line_of(7, logs) == line
+    assert format_entry(7, logs) == line
 
 
 def test_a_run_that_diverges_ends_the_line_of_its_bar(tmp_path, capfd):
@@ -504,7 +507,7 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys):
     assert ended.value.code == 130 and told.startswith(
         "Stopped. The same command with `--resume_from_checkpoint true` goes"
     )
-    assert str(last_whole(tmp_path / "out")[0]) in told
+    assert str(newest_complete(tmp_path / "out")[0]) in told
     with pytest.raises(ValueError, match="other rows"):
         other = write(tmp_path / "other.jsonl", [*chats(11), *chats(1)])
         main(flags(tmp_path, other, max_steps=1, eval_prompts=0, resume_from_checkpoint="true"))

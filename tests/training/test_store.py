@@ -107,12 +107,14 @@ def test_a_cache_of_several_layers_serves_drafters_that_read_some(target, tmp_pa
     last = write(tmp_path / "last", target, rows, dtype="float8")
     assert sum(s["bytes"] for s in whole.index["shards"]) > 2.5 * sum(s["bytes"] for s in last.index["shards"])
     # Opened again for less, by the same call or another: nothing is written.
-    for some in (write(tmp_path, target, rows, dtype="float8"), whole.of_layers([-1])):
+    for some in (write(tmp_path, target, rows, dtype="float8"), whole.select_layers([-1])):
         assert torch.equal(some[3]["residual"], last[3]["residual"])
-    assert torch.equal(whole.of_layers([0, -1])[3]["residual"], whole[3]["residual"][:, [0, 1, 2, 3, 8, 9, 10, 11]])
+    assert torch.equal(
+        whole.select_layers([0, -1])[3]["residual"], whole[3]["residual"][:, [0, 1, 2, 3, 8, 9, 10, 11]]
+    )
     assert list(whole.target_layer_ids) == layers
     others = {"target_layer_ids": [1, -1], "dtype": "float8"}
-    for refused in (lambda: last.of_layers([1, -1]), lambda: write(tmp_path / "last", target, rows, **others)):
+    for refused in (lambda: last.select_layers([1, -1]), lambda: write(tmp_path / "last", target, rows, **others)):
         with pytest.raises(ValueError, match=r"holds layers \[-1\], but \[1, -1\] are needed"):
             refused()
 

@@ -33,8 +33,8 @@ from hf_hyperdflash.training.arguments import RECIPES
 from hf_hyperdflash.training.data.rows import encode_prompts
 from hf_hyperdflash.training.features.fingerprint import changed_parts
 from hf_hyperdflash.training.features.store import FeatureCache
-from hf_hyperdflash.training.losses.objective import BlockObjective, collate, read_layers
-from hf_hyperdflash.training.runs.checkpoints import last_whole
+from hf_hyperdflash.training.losses.objective import BlockObjective, collate, training_layer_ids
+from hf_hyperdflash.training.runs.checkpoints import newest_complete
 
 from ..conftest import MODELS, prompt, tiny_target
 from ..helpers import families
@@ -79,12 +79,12 @@ def test_training_reproduces_the_draft_logits_of_every_round(target, fields):
     handle.remove()
     assert len(rounds) > 5
     batch = {"input_ids": text, "position_ids": torch.arange(text.shape[1])[None]}
-    with torch.no_grad(), capture_residual(target, read_layers(drafter.config)) as captured:
+    with torch.no_grad(), capture_residual(target, training_layer_ids(drafter.config)) as captured:
         target(text, use_cache=False)
         anchors = torch.tensor([[anchor for anchor, _ in rounds]])
         args = SimpleNamespace(**RECIPES["hyperdflash"], kl_teacher="hc_head")
         objective = BlockObjective(drafter, target_of(target), args)
-        logits = target.lm_head(objective.drafted(drafter, batch, anchors, captured[0], objective.steps()).states)
+        logits = target.lm_head(objective.run_drafter(drafter, batch, anchors, captured[0], objective.steps()).states)
     torch.testing.assert_close(logits[0], torch.cat([drafted for _, drafted in rounds]), atol=1e-5, rtol=1e-5)
 
 
@@ -391,7 +391,7 @@ def test_what_a_recipe_distills(tmp_path, target):
         trainer = trainer_for(tmp_path, target, drafter, data, **settings)
         assert trainer.objective.kl_positions == positions
         batch = collate([trainer.train_dataset[i] for i in range(2)])
-        trainer.objective.lay(batch, 0)
+        trainer.objective.add_anchors(batch, 0)
         assert len(trainer._count([batch], torch.device("cpu"))) == 1 + positions
 
 
@@ -701,7 +701,7 @@ def test_a_lora_adapter_has_heads_whole(tmp_path, target, kind):
 def test_each_layer_is_read_once_and_padding_belongs_to_the_last_document(target):
     layers = {(0, -1): [0, -1], (0, 1): [0, 1, -1], (-1,): [-1]}
     for ids, expected in layers.items():
-        assert read_layers(tiny_drafter(target, reducer="fc", target_layer_ids=list(ids)).config) == expected
+        assert training_layer_ids(tiny_drafter(target, reducer="fc", target_layer_ids=list(ids)).config) == expected
     packed = {"input_ids": [5, 6, 7], "loss_mask": [1, 1, 1], "position_ids": [0, 1, 0]}
     batch = collate([packed, {"input_ids": [5] * 6, "loss_mask": [1] * 6, "position_ids": list(range(6))}])
     assert batch["position_ids"][0].tolist() == [0, 1, 0, 1, 2, 3]  # a document more would be run through the target
@@ -857,7 +857,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_cause(tmp_path, ta
     trainer = trainer_for(tmp_path, target, tiny_drafter(target), rows(6), **settings)
     with pytest.raises(ValueError, match=r"or warm up longer, then go on from .*checkpoint-\d+ with `resume_from"):
         trainer.train()
-    written = HyperDFlashDrafter.from_pretrained(last_whole(tmp_path)[0])
+    written = HyperDFlashDrafter.from_pretrained(newest_complete(tmp_path)[0])
     assert torch.isfinite(weights(written)).all()
     overflowing = tiny_target()
     overflowing.model.embed_tokens.weight.data.fill_(3e38)  # finite, but not its square

@@ -15,7 +15,7 @@ from hf_hyperdflash import HyperDFlashTrainer, HyperDFlashTrainingArguments, cap
 from hf_hyperdflash.drafters.unrolled.rank_head import rank_classes, rank_features
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.losses.loss import IGNORE_INDEX, rank_loss
-from hf_hyperdflash.training.losses.objective import collate, read_layers
+from hf_hyperdflash.training.losses.objective import collate, training_layer_ids
 
 from ..conftest import CSA, SLIDING, prompt, tiny_target
 from ..helpers import oracle_eagle3, oracle_specblock
@@ -48,7 +48,7 @@ def what_is_read(drafter, target, ids):
 
 def prepared(trainer, batch):
     """A batch with what training lays over it, and the residual."""
-    trainer.objective.lay(batch, trainer.state.global_step)
+    trainer.objective.add_anchors(batch, trainer.state.global_step)
     return trainer.residual(batch)
 
 
@@ -68,7 +68,7 @@ def test_specblock_is_trained_as_the_loops_say(tmp_path, target, fields):
     batch = collate(trainer.train_dataset.to_list())
     residual = prepared(trainer, batch)
     anchors, steps, size = batch["anchors"], batch["steps"], drafter.config.block_size
-    found = trainer.objective.drafted(drafter, batch, anchors, residual, steps)
+    found = trainer.objective.run_drafter(drafter, batch, anchors, residual, steps)
     tensors, shape = specblock_oracle(drafter, target)
     off = frozenset(name for name in ("shift", "broadcast") if not fields.get(name, True))
     first, compared = steps[::size].tolist(), 0
@@ -149,7 +149,7 @@ def test_specblocks_loss_counts_valid_prefixes_and_ranks(tmp_path, target, field
     labels = batch["labels"]
     # Where the drafter is right must not always be nowhere: half of the labels are what it drafts.
     with torch.no_grad():
-        drafted = trainer.objective.drafted(drafter, batch, batch["anchors"], residual, batch["steps"])
+        drafted = trainer.objective.run_drafter(drafter, batch, batch["anchors"], residual, batch["steps"])
         logits = drafter.drafted_logits(target_of(target), drafted.states)
         chance = torch.Generator().manual_seed(0)
         copied = torch.rand(labels.shape, generator=chance) < 0.6
@@ -301,9 +301,9 @@ def test_no_anchor_without_an_entry(tmp_path, target):
     row = {"input_ids": list(range(2, 12)), "loss_mask": [1] * 10}
     trainer = trainer_for(tmp_path, target, drafter, "eagle3", train=[row], num_anchors=99)
     batch = collate(trainer.train_dataset.to_list())
-    trainer.objective.lay(batch, trainer.state.global_step)
+    trainer.objective.add_anchors(batch, trainer.state.global_step)
     assert batch["anchors"].tolist() == [list(range(1, 9))]
-    assert read_layers(drafter.config)[-1] == -1
+    assert training_layer_ids(drafter.config)[-1] == -1
 
 
 def test_lora_with_a_whole_rank_head(tmp_path, target):

@@ -18,7 +18,7 @@ from ...drafters.parts.heads import along_text
 from ...drafters.parts.layers import block_inputs
 from ...targets.registry import target_of
 from ...training.data.blocks import block_labels, block_masks, previous_tokens
-from ...training.features.capture import residual_of
+from ...training.features.capture import compute_residual
 from ...training.losses.loss import IGNORE_INDEX
 from ..intervals import Interval, draw, interval
 
@@ -151,7 +151,7 @@ def draft_every_round(
     read = [[i % count for i in config.target_layer_ids or []] for config in settings]
     layers = sorted({layer for ids in read for layer in ids})
     positions = torch.arange(text.shape[1], device=text.device)[None]
-    parts = dict(zip(layers, residual_of(target, text, positions, layers).chunk(len(layers), dim=2)))
+    parts = dict(zip(layers, compute_residual(target, text, positions, layers).chunk(len(layers), dim=2)))
     found = [
         _rounds(target, drafter, config, text, start, torch.cat([parts[i] for i in ids], dim=2))
         for config, ids in zip(settings, read)

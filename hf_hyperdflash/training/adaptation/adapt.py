@@ -1,8 +1,8 @@
-"""Learning while serving: every verification tells what the target would have written, and a drafter can learn it.
+"""Learning while serving: every verification shows what the target writes, and a drafter can learn from it.
 
-A copy of the drafter in float32 learns between requests, in the thread whose request has just ended; what it learned
-is then written into the drafter that serves. Drafts are verified against what they were drawn from, so the text stays
-the target's whatever happens to the weights meanwhile.
+A float32 copy of the drafter learns between requests, in the thread whose request has just ended. Then its weights are
+copied into the drafter that serves. Verification uses the distributions that drafts were drawn from, so the text stays
+the target's even if the weights change meanwhile.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ...drafters.unrolled.drafter import UnrolledDrafter
 from ...targets.registry import target_of
 from ..arguments import RECIPES
 from ..losses.loss import IGNORE_INDEX, DrafterLoss
-from ..losses.objective import Batch, collate, read_layers
-from ..losses.unrolled import objective_of
+from ..losses.objective import Batch, collate, training_layer_ids
+from ..losses.unrolled import make_objective
 from .bandit import Bandit
-from .lessons import Lesson, Memory
+from .samples import ReplayBuffer, Sample
 
 logger = logging.getLogger(__name__)
 
 POLICIES = ("bandit", "always", "never")
 _HEADS = (*(head.key for head in HEADS.values()), "confidence_head", "rank_head", "lm_head")
 _WARMUP = 4  # steps until the learning rate is reached
-_JUDGED = 2  # anchors of a row to judge by, for each one to learn from
-_SURE = 0.25  # temperature at which a distribution is nearly its most probable token
+_EVALUATION_FACTOR = 2  # anchors of a row to evaluate with, for each anchor to learn from
+_SHARP_TEMPERATURE = 0.25  # temperature at which a distribution is nearly its most probable token
 
 
 @dataclass
@@ -47,17 +47,17 @@ class AdaptationConfig:
 
     Args:
         policy: `"bandit"` updates where that is expected to save more time than it takes, `"always"` whenever there is
-            something new, `"never"` only keeps the log.
-        arms: What an update may change: the drafter's sequential, confidence and rank heads, or all of it.
-        recipe: What the loss is made of, one of training's.
-        learning_rate: Of AdamW, reached in 4 steps.
-        every: Requests from one decision to the next.
+            something new, `"never"` only writes the log.
+        arms: What an update may change: `"heads"`, the drafter's sequential, confidence and rank heads, or `"all"`.
+        recipe: The loss, one of training's recipes.
+        learning_rate: AdamW's, reached in 4 steps.
+        every: Requests between two decisions.
         steps: Optimizer steps of an update.
         rows: Requests that a step learns from, half of them new ones.
-        num_anchors: Most blocks per row to learn from, and half of those to judge by.
+        num_anchors: Most blocks per row to learn from; twice as many are evaluated.
         horizon: Requests that are expected to profit from an update.
         most_bytes: Most memory for text to learn from, residual included.
-        seed: Of what is drawn: rows and anchors.
+        seed: Seed of the sampled rows and anchors.
 
     Raises:
         ValueError: If a field is out of range.
@@ -102,12 +102,12 @@ class Decision:
     Attributes:
         request: Its number, from 1.
         seconds: Since the adaptation began.
-        new_tokens: That the request wrote.
+        new_tokens: Tokens that the request wrote.
         tau: Its tokens per verification round.
-        serving_seconds: That it took after the prompt.
-        arm: What was updated; `None` where nothing was.
+        serving_seconds: Its seconds after the prompt.
+        arm: The arm that was updated; `None` without an update.
         cost: Seconds of the update, 0.0 without one.
-        gain: By how much it raised tokens per round on text it did not see, relatively, as far as that was measured.
+        gain: The relative increase of tokens per round, measured on text that the update did not see.
     """
 
     request: int
@@ -121,19 +121,19 @@ class Decision:
 
 
 class Adaptation:
-    """A drafter learns while it serves one target; as a context manager, inside the `with`.
+    """Lets a drafter learn while it serves one target; as a context manager, inside the `with`.
 
     Args:
-        drafter: Changed; [`reset`] undoes that.
+        drafter: The drafter, whose weights change; [`reset`] restores them.
         target: Its target, only read.
-        config: How.
+        config: The settings.
 
     Raises:
         ValueError: If the drafter cannot be trained for the target, or learns already.
 
     Attributes:
         log: A [`Decision`] for every request.
-        bandit: What is known of the arms.
+        bandit: The measured cost and gain of each arm.
     """
 
     def __init__(self, drafter: Any, target: PreTrainedModel, config: AdaptationConfig) -> None:
@@ -147,21 +147,21 @@ class Adaptation:
         if drafter.learner is not None:
             raise ValueError("The drafter learns already: `stop()` its adaptation first.")
         self.drafter, self.target, self.config, self.log = drafter, target, config, list[Decision]()
-        self.objective = objective_of(drafter, seen, config)
-        self.layer_ids = read_layers(drafter.config)
-        self.memory = Memory(config.most_bytes, config.seed)
+        self.objective = make_objective(drafter, seen, config)
+        self.layer_ids = training_layer_ids(drafter.config)
+        self.replay = ReplayBuffer(config.most_bytes, config.seed)
         self._original = {name: value.detach().clone() for name, value in drafter.state_dict().items()}
-        self._pupil: nn.Module = copy.deepcopy(drafter).float().requires_grad_(False)
-        heads = [name for name, _ in self._pupil.named_parameters() if name.startswith(_HEADS)]
-        everything = [name for name, _ in self._pupil.named_parameters()]
+        self._training_copy: nn.Module = copy.deepcopy(drafter).float().requires_grad_(False)
+        heads = [name for name, _ in self._training_copy.named_parameters() if name.startswith(_HEADS)]
+        everything = [name for name, _ in self._training_copy.named_parameters()]
         self._names = {"heads": heads, "all": everything}
         arms = [arm for arm in config.arms if self._names[arm]]
         if not arms:
             raise ValueError("`arms` is ('heads',), but the drafter has no heads: let it be ('all',).")
         self.bandit = Bandit(arms, config.horizon)
-        self._optimizer = torch.optim.AdamW(self._pupil.parameters(), config.learning_rate, weight_decay=0.0)
-        self._began, self._new, self._steps = time.perf_counter(), 0, 0
-        self._hearing, self._updating = threading.Lock(), threading.Lock()
+        self._optimizer = torch.optim.AdamW(self._training_copy.parameters(), config.learning_rate, weight_decay=0.0)
+        self._start, self._new_rows, self._steps = time.perf_counter(), 0, 0
+        self._state_lock, self._update_lock = threading.Lock(), threading.Lock()
         drafter.learner = self
 
     def __repr__(self) -> str:
@@ -182,106 +182,107 @@ class Adaptation:
         self.stop()
 
     def stop(self) -> None:
-        """Learn no more; the drafter keeps what it has learned."""
+        """End the learning. The drafter keeps its present weights."""
         if self.drafter.learner is self:
             self.drafter.learner = None
 
     def reset(self) -> None:
-        """Give the drafter the weights that it came with, and forget what was learned."""
-        with self._updating, self._hearing:
+        """Restore the drafter's first weights, and forget everything that was learned."""
+        with self._update_lock, self._state_lock:
             self.drafter.load_state_dict(self._original)
-            self._pupil.load_state_dict({name: value.float() for name, value in self._original.items()})
+            self._training_copy.load_state_dict({name: value.float() for name, value in self._original.items()})
             self._optimizer.state.clear()
-            self.memory = Memory(self.config.most_bytes, self.config.seed)
-            self.bandit, self._new, self._steps = Bandit(self.bandit.names, self.config.horizon), 0, 0
+            self.replay = ReplayBuffer(self.config.most_bytes, self.config.seed)
+            self.bandit, self._new_rows, self._steps = Bandit(self.bandit.names, self.config.horizon), 0, 0
 
-    # What the loop calls
+    # Called by the generation loop
 
-    def begin(self, target: PreTrainedModel, is_drawn: bool) -> Lesson | None:
-        """A lesson of the generation that begins, drawn at random or greedy; `None` if it is another target's."""
+    def begin(self, target: PreTrainedModel, is_sampled: bool) -> Sample | None:
+        """Return a sample to record the generation that begins, sampled or greedy; `None` for another target."""
         if target is not self.target:
             return None
-        return Lesson(self.layer_ids, max(1, self.config.most_bytes // 4), is_drawn)
+        return Sample(self.layer_ids, max(1, self.config.most_bytes // 4), is_sampled)
 
-    def end(self, lesson: Lesson, stats: SpeculationStats) -> None:
-        """The generation is over: learn from it, or not. What fails here ends the adaptation, not the request."""
+    def end(self, sample: Sample, stats: SpeculationStats) -> None:
+        """Record a generation that has ended, and learn if it is time to. An error here ends the adaptation, not the
+        request."""
         try:
             # The caller may have gradients, or inference mode, switched on or off.
             with torch.inference_mode(False):
-                self._end(lesson, stats)
+                self._end(sample, stats)
         except (RuntimeError, ValueError) as error:
             logger.warning("Learning while serving stops: %s", error)
             self.stop()
 
-    def _end(self, lesson: Lesson, stats: SpeculationStats) -> None:
-        row = lesson.row() if stats.rounds else None
-        with self._hearing:
+    def _end(self, sample: Sample, stats: SpeculationStats) -> None:
+        row = sample.row() if stats.rounds else None
+        with self._state_lock:
             decision = Decision(
-                len(self.log) + 1, time.perf_counter() - self._began, stats.tokens, stats.tau, stats.loop_seconds
+                len(self.log) + 1, time.perf_counter() - self._start, stats.tokens, stats.tau, stats.loop_seconds
             )
             self.log.append(decision)
             if row is None:
                 return
-            if self.bandit.serve(stats.tau, stats.loop_seconds):  # what was served before is another kind of text
-                self.memory, self._new = Memory(self.config.most_bytes, self.config.seed), 0
-            self.memory.add(row)
-            self._new += 1
-            is_due = self._new >= self.config.every and len(self.memory) > 2
-        if is_due and self.config.policy != "never" and self._updating.acquire(blocking=False):
+            if self.bandit.record_request(stats.tau, stats.loop_seconds):  # earlier rows are another kind of text
+                self.replay, self._new_rows = ReplayBuffer(self.config.most_bytes, self.config.seed), 0
+            self.replay.add(row)
+            self._new_rows += 1
+            is_due = self._new_rows >= self.config.every and len(self.replay) > 2
+        if is_due and self.config.policy != "never" and self._update_lock.acquire(blocking=False):
             try:
                 self._decide(decision)
             finally:
-                self._updating.release()
+                self._update_lock.release()
 
     def _decide(self, decision: Decision) -> None:
-        with self._hearing:
-            new, self._new = self._new, 0
+        with self._state_lock:
+            new, self._new_rows = self._new_rows, 0
             arm = self.bandit.names[-1] if self.config.policy == "always" else self.bandit.choose()
             if arm is None:
                 return
             held_out = max(1, min(4, new // 2))
-            batches = [self.memory.earlier(self.config.rows, new, held_out) for _ in range(self.config.steps)]
-            judged = self.memory.newest(held_out)
+            batches = [self.replay.draw_batch(self.config.rows, new, held_out) for _ in range(self.config.steps)]
+            evaluation = self.replay.newest(held_out)
         began = time.perf_counter()
-        gain = self._update(self._names[arm], batches, judged)
+        gain = self._update(self._names[arm], batches, evaluation)
         decision.arm, decision.cost, decision.gain = arm, time.perf_counter() - began, gain
-        with self._hearing:
-            self.bandit.update(arm, decision.cost, gain)
+        with self._state_lock:
+            self.bandit.record_update(arm, decision.cost, gain)
 
     # An update
 
-    def _update(self, names: list[str], batches: list[Batch], judged: list[Batch]) -> float:
-        """Some steps, and by how much they raise the tokens that a round of `judged` is expected to bring; what lowers
-        them is taken back."""
-        parameters = dict(self._pupil.named_parameters())
+    def _update(self, names: list[str], batches: list[Batch], evaluation: list[Batch]) -> float:
+        """Take some steps and return the relative increase of the expected tokens per round on `evaluation`. An update
+        that does not increase them is undone."""
+        parameters = dict(self._training_copy.named_parameters())
         before = {name: parameters[name].detach().clone() for name in names}
-        expected = self._expected(judged)
+        expected = self._expected_tokens(evaluation)
         for name in names:
             parameters[name].requires_grad_(True)
         try:
             for batch in batches:
                 self._step(batch)
         finally:
-            self._pupil.requires_grad_(False)
-        gain = self._expected(judged) / expected - 1
+            self._training_copy.requires_grad_(False)
+        gain = self._expected_tokens(evaluation) / expected - 1
         is_sound = math.isfinite(gain)
-        own = dict(self.drafter.named_parameters())
+        served = dict(self.drafter.named_parameters())
         with torch.no_grad():
             for name in names:
                 if not is_sound or gain <= 0:
                     parameters[name].copy_(before[name])
                 else:
-                    own[name].copy_(parameters[name])
+                    served[name].copy_(parameters[name])
         return gain if is_sound else -1.0
 
     def _step(self, batch: Batch) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = self.config.learning_rate * min(1.0, (self._steps + 1) / _WARMUP)
-        self.objective.lay(batch, self._steps)
+        self.objective.add_anchors(batch, self._steps)
         with torch.enable_grad():
             self._loss(self._drafted(batch), batch).loss.backward()
-        learning = [each for each in self._pupil.parameters() if each.grad is not None]
-        nn.utils.clip_grad_norm_(learning, 1.0)
+        trained = [each for each in self._training_copy.parameters() if each.grad is not None]
+        nn.utils.clip_grad_norm_(trained, 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._steps += 1
@@ -289,43 +290,45 @@ class Adaptation:
     def _drafted(self, batch: Batch) -> HeadOutput:
         anchors, steps, residual = batch["anchors"], batch["steps"], batch["residual"]
         with torch.autocast(residual.device.type, enabled=False):
-            return self.objective.drafted(self._pupil, batch, anchors, residual, steps)
+            return self.objective.run_drafter(self._training_copy, batch, anchors, residual, steps)
 
     def _loss(self, drafted: HeadOutput, batch: Batch, needs_acceptance: bool = False) -> DrafterLoss:
-        rest, table = (batch["anchors"], batch["labels"], batch["residual"], batch["steps"]), self._table()
+        arguments, table = (batch["anchors"], batch["labels"], batch["residual"], batch["steps"]), self._table()
         with torch.autocast(batch["residual"].device.type, enabled=False):
-            return self.objective.loss(drafted, *rest, table, needs_acceptance=needs_acceptance)
+            return self.objective.loss(drafted, *arguments, table, needs_acceptance=needs_acceptance)
 
     def _table(self) -> torch.Tensor | None:
-        return cast(Any, self._pupil).vocabulary_table
+        return cast(Any, self._training_copy).vocabulary_table
 
     @torch.no_grad()
-    def _expected(self, rows: list[Batch]) -> float:
-        """Tokens that a round at some anchors of rows is expected to bring by speculative sampling; of greedy text the
-        mean of that and of what greedy drafts bring, of which few anchors tell little."""
+    def _expected_tokens(self, rows: list[Batch]) -> float:
+        """Return the expected tokens of a round at some anchors of the rows, by speculative sampling. For greedy text
+        it is the mean of that and of the rates of greedy drafts: few anchors alone say little about the latter."""
         tokens = []
-        for is_drawn in sorted({bool(row["is_drawn"]) for row in rows}):
-            batch = collate([row for row in rows if bool(row["is_drawn"]) is is_drawn])
-            self.objective.lay(batch, 0, _JUDGED * self.config.num_anchors)
+        for is_sampled in sorted({bool(row["is_sampled"]) for row in rows}):
+            batch = collate([row for row in rows if bool(row["is_sampled"]) is is_sampled])
+            self.objective.add_anchors(batch, 0, _EVALUATION_FACTOR * self.config.num_anchors)
             drafted = self._drafted(batch)
             rates = [self._loss(drafted, batch, needs_acceptance=True).acceptance.float()]
-            if not is_drawn:
+            if not is_sampled:
                 rates.append(self._greedy_rates(drafted, batch["labels"].flatten(0, 1)))
             tokens.append(1.0 + torch.stack(rates).cumprod(-1).sum(-1).mean(0))
         return float(torch.cat(tokens).mean())
 
     def _greedy_rates(self, drafted: HeadOutput, labels: torch.Tensor) -> torch.Tensor:
-        """How surely each draft is the text's token: nearly 0 or 1, but without a step, so that a small update shows.
-        `[blocks, drafts]`."""
+        """Return a smooth measure of whether each draft is the text's token, `[blocks, drafts]`: nearly 0 or 1, but
+        continuous, so that a small update changes it."""
         states, vectors = (None if part is None else part.flatten(0, 1) for part in drafted[:2])
         rates = torch.zeros_like(labels, dtype=torch.float32)
         for at in (labels != IGNORE_INDEX).nonzero().split(self.config.loss_chunk_size):
-            place = at.unbind(1)
-            of_head = None if vectors is None else vectors[place]
-            logits = self.objective.scores(cast(torch.Tensor, states)[place], of_head, self._table())
-            tokens = self.objective.places(labels[place]).unsqueeze(1).to(logits.device)
-            likely = (logits.float() / _SURE).log_softmax(-1).gather(1, tokens.clamp(min=0)).exp() * (tokens >= 0)
-            rates[place] = likely.squeeze(1).to(rates)
+            index = at.unbind(1)
+            head_vectors = None if vectors is None else vectors[index]
+            logits = self.objective.draft_logits(cast(torch.Tensor, states)[index], head_vectors, self._table())
+            tokens = self.objective.draft_indices(labels[index]).unsqueeze(1).to(logits.device)
+            probability = (logits.float() / _SHARP_TEMPERATURE).log_softmax(-1).gather(
+                1, tokens.clamp(min=0)
+            ).exp() * (tokens >= 0)
+            rates[index] = probability.squeeze(1).to(rates)
         return rates
 
 
@@ -334,5 +337,5 @@ def adapt(drafter: Any, target: PreTrainedModel, **options: Any) -> Adaptation:
     known = [each.name for each in fields(AdaptationConfig)]
     if unknown := sorted(options.keys() - set(known)):
         raise ValueError(f"`{unknown[0]}` is no option of `adapt`: expected some of {', '.join(known)}.")
-    with torch.inference_mode(False):  # what is made in it cannot learn
+    with torch.inference_mode(False):  # tensors that are made in it cannot be trained
         return Adaptation(drafter, target, AdaptationConfig(**options))

@@ -1,8 +1,8 @@
-"""Whether learning pays: a bandit that knows what its arms cost (SpecBlock, cost-aware adaptation).
+"""Whether learning pays: a bandit that knows the cost of its arms (SpecBlock, cost-aware adaptation).
 
-An update is worth its seconds if what it brings to the requests to come, seconds that they take less, is more. Both
-are measured: the cost each time, the gain on text that the update did not see. Where no arm pays, looks at them may
-take a small share of the time that serving takes, and one comes when acceptance falls.
+An update pays if it saves the requests to come more seconds than it takes. Both are measured: the cost with each
+update, the gain on text that the update did not see. Where no arm pays, trials of the arms may take a small share of
+the serving time, and a fall of acceptance starts new trials.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-_LOOKS = 1 / 200  # of the serving time: what looks may take
-_FELL = 0.85  # of the mean acceptance: a new kind of text
-_AT_FIRST = 2  # looks at what is served, the second one if the first was promising
-_AFTER_A_FALL = 3  # looks at a new kind of text, of which the first updates tell little
-_FAST, _SLOW = 1 / 8, 1 / 64  # what a request counts in the two means of tau
-_BELIEF = 1 / 3  # what a measured gain counts
-_STALE = 8  # updates after which an arm is looked at again while another one pays
+_EXPLORATION_SHARE = 1 / 200  # of the serving time, for trials of arms that are not known to pay
+_DROP = 0.85  # tau below this share of its long mean is a sign of a new kind of text
+_INITIAL_TRIALS = 2  # the second one only if the first was promising
+_TRIALS_AFTER_DROP = 3  # the first updates on a new kind of text say little
+_FAST_RATE, _SLOW_RATE = 1 / 8, 1 / 64  # weight of a request in the two running means of tau
+_GAIN_RATE = 1 / 3  # weight of a new measurement in the running means of an arm
+_STALE = 8  # updates of others after which an arm is tried again
 
 
 @dataclass
 class Arm:
-    """What is known of a way to update.
+    """A way to update, with its measured cost and gain.
 
     Attributes:
         cost: Seconds of an update, a running mean.
-        gain: By how much an update raises tokens per round, relatively, a running mean; `None` at first.
-        waited: Updates by others since.
+        gain: The relative increase of tokens per round by an update, a running mean; `None` at first.
+        updates_since: Updates of other arms since the last one of this arm.
     """
 
     cost: float = 0.0
     gain: float | None = None
-    waited: int = 0
+    updates_since: int = 0
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Bandit:
     """Chooses among arms.
 
     Args:
-        names: Of the arms, the most powerful last, which is tried first.
+        names: The arms. The most powerful one is the last, and is tried first.
         horizon: Requests that profit from an update.
 
     Attributes:
@@ -52,52 +52,59 @@ class Bandit:
 
     def __post_init__(self) -> None:
         self.arms = {name: Arm() for name in reversed(self.names)}
-        self._served = self._looked = self._seconds = 0.0
-        self._requests, self._fast, self._slow, self._tries = 0, 0.0, 0.0, _AT_FIRST
-        self._has_fallen = False
+        self._serving_seconds = self._exploration_seconds = self._seconds_per_request = 0.0
+        self._requests, self._fast_tau, self._slow_tau, self._trials = 0, 0.0, 0.0, _INITIAL_TRIALS
+        self._has_dropped = False
 
-    def serve(self, tau: float, seconds: float) -> bool:
-        """A request took so many seconds and brought so many tokens a round; whether that is the last sign of a new
-        kind of text."""
+    def record_request(self, tau: float, seconds: float) -> bool:
+        """Record the tokens per round and the seconds of a request, and return whether a new kind of text has
+        begun."""
         self._requests += 1
-        self._served += seconds
-        self._seconds += (seconds - self._seconds) * max(_SLOW, 1 / self._requests)
-        self._fast += (tau - self._fast) * max(_FAST, 1 / self._requests)
-        self._slow += (tau - self._slow) * max(_SLOW, 1 / self._requests)
-        if self._fast >= _FELL * self._slow:
+        self._serving_seconds += seconds
+        self._seconds_per_request += (seconds - self._seconds_per_request) * max(_SLOW_RATE, 1 / self._requests)
+        self._fast_tau += (tau - self._fast_tau) * max(_FAST_RATE, 1 / self._requests)
+        self._slow_tau += (tau - self._slow_tau) * max(_SLOW_RATE, 1 / self._requests)
+        if self._fast_tau >= _DROP * self._slow_tau:
             return False
-        self._tries, self._slow, self._has_fallen = _AFTER_A_FALL, self._fast, True
+        self._trials, self._slow_tau, self._has_dropped = _TRIALS_AFTER_DROP, self._fast_tau, True
         for arm in self.arms.values():
-            arm.gain = None  # what was measured was of another text
+            arm.gain = None  # it was measured on another kind of text
         return True
 
-    def worth(self, name: str) -> float:
-        """The seconds that an update is expected to save, less its own."""
+    def expected_saving(self, name: str) -> float:
+        """Return the seconds that an update is expected to save, minus its own."""
         arm = self.arms[name]
-        return -arm.cost if arm.gain is None else self.horizon * self._seconds * arm.gain / (1 + arm.gain) - arm.cost
+        return (
+            -arm.cost
+            if arm.gain is None
+            else self.horizon * self._seconds_per_request * arm.gain / (1 + arm.gain) - arm.cost
+        )
 
     def pays(self, name: str) -> bool:
-        """Whether it is expected to save more than it takes; else an update is a look."""
-        return self.worth(name) > 0
+        """Return whether an update is expected to save more time than it takes. Otherwise an update is a trial."""
+        return self.expected_saving(name) > 0
 
     def choose(self) -> str | None:
-        """An arm, or `None` to go on without an update."""
-        best = max(self.arms, key=self.worth)
+        """Return the arm to update, or `None` for no update."""
+        best = max(self.arms, key=self.expected_saving)
         if self.pays(best):
-            return next((name for name, arm in self.arms.items() if arm.waited >= _STALE), best)
+            return next((name for name, arm in self.arms.items() if arm.updates_since >= _STALE), best)
         unknown = [name for name, arm in self.arms.items() if arm.gain is None]
-        look = (unknown or sorted(self.arms, key=lambda name: -self.arms[name].waited))[0]
-        if self._tries > 0 or self._looked + self.arms[look].cost <= _LOOKS * self._served:
-            return look
+        trial = (unknown or sorted(self.arms, key=lambda name: -self.arms[name].updates_since))[0]
+        if (
+            self._trials > 0
+            or self._exploration_seconds + self.arms[trial].cost <= _EXPLORATION_SHARE * self._serving_seconds
+        ):
+            return trial
         return None
 
-    def update(self, name: str, seconds: float, gain: float) -> None:
-        """An update took so many seconds and raised tokens a round by so much, relatively."""
+    def record_update(self, name: str, seconds: float, gain: float) -> None:
+        """Record the seconds of an update and the relative increase of tokens per round that it brought."""
         arm = self.arms[name]
         if not self.pays(name):
-            self._looked += seconds
-            self._tries = self._tries - 1 if self._has_fallen or gain > 0 else 0
-        arm.cost = seconds if not arm.cost else arm.cost + (seconds - arm.cost) * _BELIEF
-        arm.gain = gain if arm.gain is None else arm.gain + (gain - arm.gain) * _BELIEF
+            self._exploration_seconds += seconds
+            self._trials = self._trials - 1 if self._has_dropped or gain > 0 else 0
+        arm.cost = seconds if not arm.cost else arm.cost + (seconds - arm.cost) * _GAIN_RATE
+        arm.gain = gain if arm.gain is None else arm.gain + (gain - arm.gain) * _GAIN_RATE
         for other in self.arms.values():
-            other.waited = 0 if other is arm else other.waited + 1
+            other.updates_since = 0 if other is arm else other.updates_since + 1

@@ -1,4 +1,4 @@
-"""Anchors, blocks, labels and masks: what training and generation lay out alike."""
+"""Anchors, labels and masks of blocks over rows of text, as generation has them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EVERYTHING = Reach()
 
 
 def anchor_candidates(loss_mask: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """Where a block can start, `[batch, seq]`: at supervised tokens that one of the same document follows.
+    """Return where a block can start, `[batch, seq]`: at supervised tokens followed by one of the same document.
 
     Args:
         loss_mask: `[batch, seq]`, `True` on assistant tokens.
@@ -28,12 +28,12 @@ def anchor_candidates(loss_mask: torch.Tensor, position_ids: torch.Tensor) -> to
 def sample_anchors(
     candidates: torch.Tensor, num_anchors: int | None = None, seeds: Sequence[int] = ()
 ) -> torch.Tensor:
-    """Draw anchors among the candidates of each row, without repetition; all of them, unless told how many.
+    """Draw anchors from the candidates of each row, without replacement; without `seeds`, return all of them.
 
     Args:
         candidates: `[batch, seq]` of [`anchor_candidates`].
         num_anchors: Most anchors per row.
-        seeds: One per row, [`anchor_seeds`]. What is drawn does not depend on the rest of the batch or on padding.
+        seeds: One per row, [`anchor_seeds`]. The draw does not depend on the rest of the batch or on padding.
 
     Returns:
         Indices into the row, `[batch, anchors]`, ascending; -1 where a row has fewer than another, and at least one.
@@ -47,7 +47,7 @@ def sample_anchors(
 
 
 def anchor_seeds(input_ids: torch.Tensor, loss_mask: torch.Tensor, seed: int, step: int) -> list[int]:
-    """One seed per row from the run's seed, the optimizer step and the supervised text.
+    """Return one seed per row, from the run's seed, the optimizer step and the supervised text.
 
     No random state is involved: a resumed run, another batch layout and another number of processes draw the same
     anchors.
@@ -59,8 +59,11 @@ def anchor_seeds(input_ids: torch.Tensor, loss_mask: torch.Tensor, seed: int, st
 def block_labels(
     input_ids: torch.Tensor, loss_mask: torch.Tensor, position_ids: torch.Tensor, anchors: torch.Tensor, drafts: int
 ) -> torch.Tensor:
-    """Labels `[batch, anchors, drafts]`: draft position k of anchor a is the token at a+k; -100 from the first token
-    on that is not supervised or belongs to another document, and for missing anchors."""
+    """Return the labels, `[batch, anchors, drafts]`.
+
+    Draft position k of anchor a has the token at a+k. Labels are -100 from the first token on that is not supervised
+    or belongs to another document, and for missing anchors.
+    """
     steps = torch.arange(1, drafts + 1, device=input_ids.device)
     first = anchors.clamp(min=0)
     at = first.unsqueeze(-1) + steps
@@ -73,8 +76,10 @@ def block_labels(
 
 
 def previous_tokens(input_ids: torch.Tensor, anchors: torch.Tensor, drafts: int) -> torch.Tensor:
-    """The token before each draft position, `[batch, anchors, drafts]`: the anchor, then the text's, which drafting
-    has chosen there too wherever the draft counts. Whatever stands behind the row's end carries no label."""
+    """Return the token before each draft position, `[batch, anchors, drafts]`: the anchor, then the text's tokens.
+
+    Wherever a draft counts, drafting has chosen the same token before it. Positions after the row's end have no label.
+    """
     at = anchors.clamp(min=0).unsqueeze(-1) + torch.arange(drafts, device=anchors.device)
     return input_ids.gather(1, at.clamp(max=input_ids.shape[1] - 1).flatten(1)).view_as(at)
 
@@ -82,13 +87,13 @@ def previous_tokens(input_ids: torch.Tensor, anchors: torch.Tensor, drafts: int)
 def block_mask(
     anchors: torch.Tensor, position_ids: torch.Tensor, block_size: int, reach: Reach = _EVERYTHING
 ) -> torch.Tensor:
-    """Who sees whom: a block sees its document strictly before its anchor, and itself, as far as it reaches.
+    """Return the attention mask: a block sees its document strictly before its anchor, and itself, within `reach`.
 
     Args:
         anchors: Indices `[batch, anchors]`, -1 for missing ones (they see only their own block).
         position_ids: `[batch, context]`, counting from 0 in every packed document.
         block_size: Slots per block.
-        reach: Of its slots.
+        reach: How far its slots see.
 
     Returns:
         Boolean `[batch, 1, anchors * block_size, context + anchors * block_size]`.
@@ -107,13 +112,13 @@ def block_mask(
 
 
 def block_masks(config: Any, anchors: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """[`block_mask`] of every kind of layer that a drafter has."""
+    """Return the [`block_mask`] of each kind of layer that a drafter has."""
     kinds = dict.fromkeys(config.kinds)
     return {kind: block_mask(anchors, position_ids, config.block_size, config.reach(kind)) for kind in kinds}
 
 
 def walk_rounds(anchors: torch.Tensor, matched: torch.Tensor, available: torch.Tensor) -> list[tuple[int, int]]:
-    """Verification rounds that generation would need for a text it wrote itself.
+    """Return the verification rounds that generation would need for a text that the target wrote.
 
     Starts at the first anchor of each supervised stretch; a round that accepts n drafts goes on from the token after
     them, as generation does. Unlike an average over random anchors this does not favour easy stretches, where rounds
@@ -140,8 +145,7 @@ def walk_rounds(anchors: torch.Tensor, matched: torch.Tensor, available: torch.T
 
 
 def expected_rounds(anchors: torch.Tensor, acceptance: torch.Tensor, available: torch.Tensor) -> float:
-    """How many verification rounds sampling is to be expected to need for a text, which [`walk_rounds`] counts for
-    greedy decoding.
+    """Return the expected number of verification rounds for a text by sampling ([`walk_rounds`] is for greedy text).
 
     Args:
         anchors: Indices of every candidate of one row, `[anchors]`, ascending, -1 ignored.

@@ -1,4 +1,4 @@
-"""Rows of chat datasets to messages: what of a row is read, and what is refused by its name."""
+"""Turns rows of chat datasets into messages, and refuses fields that it does not read and that would matter."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from .places import PLACE
+from .file_positions import POSITION_COLUMN
 
 Message = dict[str, Any]
 
 _ROLES = {
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "model"), "assistant"),
-    **dict.fromkeys(("function_call", "tool_call"), "assistant"),  # its text is the call
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),  # the message's text is the call
     **dict.fromkeys(("tool", "observation", "tool_response"), "tool"),
     **{role: role for role in ("system", "developer")},
 }
@@ -26,12 +26,12 @@ _EXCHANGES = (
 )  # fmt: skip
 _SYSTEM = ("system", "system_prompt")
 REASONING = ("reasoning_content", "reasoning", "thinking")
-_TRAINED = ("train", "weight", "loss")  # of an answer: whether it is trained on
-_OF_AN_EXCHANGE = ("history", *REASONING)
-_NO_TEXT = ("image", "images", "video", "videos", "audio", "audios")
-# What would change the text or what of it is trained on: silence would train on something else than the row says.
-_UNREAD_OF_A_ROW = (*_NO_TEXT, "documents", "functions", "chat_template_kwargs")
-_UNREAD_OF_A_MESSAGE = (*_NO_TEXT, "function_call", "train_detail", "loss_scale", "recipient")
+_TRAINING_FLAGS = ("train", "weight", "loss")  # of an answer: whether to train on it
+_EXCHANGE_FIELDS = ("history", *REASONING)
+_MEDIA_FIELDS = ("image", "images", "video", "videos", "audio", "audios")
+# Fields that change the text or which part of it is trained on. To ignore them would train on another text.
+_UNREAD_ROW_FIELDS = (*_MEDIA_FIELDS, "documents", "functions", "chat_template_kwargs")
+_UNREAD_MESSAGE_FIELDS = (*_MEDIA_FIELDS, "function_call", "train_detail", "loss_scale", "recipient")
 
 
 def to_messages(row: Mapping[str, Any]) -> list[Message]:
@@ -48,27 +48,27 @@ def to_messages(row: Mapping[str, Any]) -> list[Message]:
         ValueError: If the row has none of these columns, a conversation an unknown speaker or no text, or there is a
             field that would change the text and is not read, as `images`.
     """
-    given = {name: value for name, value in row.items() if value not in (None, "", []) and name != PLACE}
-    _refuse_unread(given, _UNREAD_OF_A_ROW)
+    given = {name: value for name, value in row.items() if value not in (None, "", []) and name != POSITION_COLUMN}
+    _refuse_unread(given, _UNREAD_ROW_FIELDS)
     return _with_system(given, _conversation(row, given))
 
 
 def _conversation(row: Mapping[str, Any], given: dict[str, Any]) -> list[Message]:
-    told: list[Any] = []
+    messages: list[Any] = []
     if "messages" in given:
-        told = _listed(given["messages"])
+        messages = _checked_list(given["messages"])
     elif "conversations" in given:
-        told = [_from_sharegpt(turn) for turn in _listed(given["conversations"])]
+        messages = [_from_sharegpt(turn) for turn in _checked_list(given["conversations"])]
     elif "turns" in given:
-        told = [{"role": "user", "content": turn} for turn in _listed(given["turns"])]
-    if told:
-        _refuse_unread(given, _OF_AN_EXCHANGE)
-        return _as_messages(told)
-    there = {name for name, value in row.items() if value is not None}  # an answer may be empty
-    for asked, answered in _EXCHANGES:
-        if asked in there and answered in there:
-            return _exchange(row, given, asked, answered)
-    empty = sorted(set(row) - set(given) - {PLACE})
+        messages = [{"role": "user", "content": turn} for turn in _checked_list(given["turns"])]
+    if messages:
+        _refuse_unread(given, _EXCHANGE_FIELDS)
+        return _as_messages(messages)
+    present = {name for name, value in row.items() if value is not None}  # an answer may be empty
+    for question_column, answer_column in _EXCHANGES:
+        if question_column in present and answer_column in present:
+            return _exchange(row, given, question_column, answer_column)
+    empty = sorted(set(row) - set(given) - {POSITION_COLUMN})
     raise ValueError(
         f"A row with columns {sorted(given)}{f' and nothing in {empty}' if empty else ''} is no conversation: "
         "expected messages, conversations, turns, instruction/output, prompt/completion, query/response or "
@@ -76,51 +76,53 @@ def _conversation(row: Mapping[str, Any], given: dict[str, Any]) -> list[Message
     )
 
 
-def _refuse_unread(given: Mapping[str, Any], unread: tuple[str, ...], of: str = "a row") -> None:
+def _refuse_unread(given: Mapping[str, Any], unread: tuple[str, ...], owner: str = "a row") -> None:
     for name in unread:
         value = given.get(name)
-        if value not in (None, "", [], {}) and not (name in REASONING and _is_mode(value)):
+        if value not in (None, "", [], {}) and not (name in REASONING and _is_switch(value)):
             raise ValueError(
-                f"`{name}` of {of} is {repr(value)[:60]}, which is not read there: leave the field out if the text is "
-                "the same without it, else the row."
+                f"`{name}` of {owner} is {repr(value)[:60]}, which is not read there: leave the field out if the text "
+                "is the same without it, else the row."
             )
 
 
-def _is_mode(value: Any) -> bool:
-    """Whether a column tells that there is reasoning, instead of the reasoning."""
+def _is_switch(value: Any) -> bool:
+    """Return whether a reasoning column only says that there is reasoning, and is not the reasoning."""
     return isinstance(value, bool) or value in ("on", "off")
 
 
 def _with_system(given: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    said = [given[name] for name in _SYSTEM if name in given]
+    texts = [given[name] for name in _SYSTEM if name in given]
     if messages and messages[0]["role"] in ("system", "developer"):
-        said.append(messages[0].get("content"))
-    if not all(isinstance(text, str) for text in said) or len({str(text).strip() for text in said}) > 1:
+        texts.append(messages[0].get("content"))
+    if not all(isinstance(text, str) for text in texts) or len({str(text).strip() for text in texts}) > 1:
         raise ValueError(
-            f"The row has {' and '.join(repr(str(text)[:60]) for text in said)} as its system message, expected one "
+            f"The row has {' and '.join(repr(str(text)[:60]) for text in texts)} as its system message, expected one "
             f"text: {', '.join(f'`{name}`' for name in _SYSTEM)} or the first message."
         )
-    if not said or (messages and messages[0]["role"] in ("system", "developer")):
+    if not texts or (messages and messages[0]["role"] in ("system", "developer")):
         return messages
-    return [{"role": "system", "content": said[0]}, *messages]
+    return [{"role": "system", "content": texts[0]}, *messages]
 
 
-def _exchange(row: Mapping[str, Any], given: Mapping[str, Any], asked: str, answered: str) -> list[Message]:
-    question, answer = row[asked], row[answered]
-    if asked == "instruction":
+def _exchange(
+    row: Mapping[str, Any], given: Mapping[str, Any], question_column: str, answer_column: str
+) -> list[Message]:
+    question, answer = row[question_column], row[answer_column]
+    if question_column == "instruction":
         parts = (question, given.get("input"), given.get("context"))
         question = "\n".join(str(part) for part in parts if part)
     else:
         _refuse_unread(given, ("input", "context"))
-    answers = _as_messages(_clean_worked_answer(answer) if answered == "answer" else answer, "assistant")
-    reasoning = next((given[name] for name in REASONING if name in given and not _is_mode(given[name])), None)
+    answers = _as_messages(_clean_worked_answer(answer) if answer_column == "answer" else answer, "assistant")
+    reasoning = next((given[name] for name in REASONING if name in given and not _is_switch(given[name])), None)
     if reasoning is not None:
-        answers[:1] = [_read({"thinking": reasoning, **answers[0]})]
+        answers[:1] = [_normalized({"thinking": reasoning, **answers[0]})]
     return [*_history(given.get("history", [])), *_as_messages(question, "user"), *answers]
 
 
 def _history(given: Any) -> list[Message]:
-    """The exchanges before: pairs of question and answer, or messages."""
+    """Return the messages of earlier exchanges, given as pairs of question and answer or as messages."""
     if isinstance(given, list) and all(isinstance(part, dict) for part in given):
         return _as_messages(given)
     if not (isinstance(given, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in given)):
@@ -128,8 +130,8 @@ def _history(given: Any) -> list[Message]:
     return [m for pair in given for m in (*_as_messages(pair[0], "user"), *_as_messages(pair[1], "assistant"))]
 
 
-def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
-    """The tools that a row's conversation may call, for the chat template: a list of JSON schemas or its JSON text.
+def read_tools(row: Mapping[str, Any]) -> list[Any] | None:
+    """Return the tools that a row's conversation may call, from a list of JSON schemas or its JSON text.
 
     Raises:
         ValueError: If its `tools` are neither.
@@ -138,8 +140,8 @@ def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
     if not given:
         return None
     try:
-        tools = json.loads(given) if isinstance(given, str) else _without_gaps(given)
-        return _listed(tools, dict) or None
+        tools = json.loads(given) if isinstance(given, str) else _without_nones(given)
+        return _checked_list(tools, dict) or None
     except ValueError as error:
         raise ValueError(
             f"`tools` is {str(given)[:100]!r}, expected a list of JSON schemas, or the JSON text of one: correct "
@@ -147,32 +149,32 @@ def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
         ) from error
 
 
-def _without_gaps(part: Any) -> Any:
-    """Without what `datasets` fills with None where other rows have something."""
+def _without_nones(part: Any) -> Any:
+    """Return a part of a row without the None values that `datasets` fills in for missing fields."""
     if isinstance(part, dict):
-        return {name: _without_gaps(value) for name, value in part.items() if value is not None}
-    return [_without_gaps(value) for value in part] if isinstance(part, list) else part
+        return {name: _without_nones(value) for name, value in part.items() if value is not None}
+    return [_without_nones(value) for value in part] if isinstance(part, list) else part
 
 
 def _as_messages(given: Any, role: str | None = None) -> list[Message]:
-    """A list of messages, or a text of somebody."""
+    """Return messages from a list of them, or from the text of one `role`."""
     if isinstance(given, str) and role:
         return [{"role": role, "content": given}]
-    return [_read(message) for message in _listed(given, dict)]
+    return [_normalized(message) for message in _checked_list(given, dict)]
 
 
-def _read(given: Message) -> Message:
-    """A message with its role, text, reasoning and calls under the names that templates know."""
-    message = _without_gaps(given)
+def _normalized(given: Message) -> Message:
+    """Return a message with role, text, reasoning and calls under the names that templates know."""
+    message = _without_nones(given)
     speaker = message.get("role")
-    if not isinstance(speaker, str) or speaker not in _ROLES:  # a template would render it as it pleases
+    if not isinstance(speaker, str) or speaker not in _ROLES:  # templates render unknown roles in any way
         near = get_close_matches(str(speaker), _ROLES, n=1)
         raise ValueError(
             f"Unknown speaker {speaker!r} in a conversation{f' ({near[0]}, perhaps)' if near else ''}: expected "
             f"one of {sorted(_ROLES)}. Map the dataset's speakers to these."
         )
     message["role"] = _ROLES[speaker]
-    _refuse_unread(message, _UNREAD_OF_A_MESSAGE, f"a message by {speaker!r}")
+    _refuse_unread(message, _UNREAD_MESSAGE_FIELDS, f"a message by {speaker!r}")
     if message.pop("channel", None) not in (None, "final"):
         raise ValueError(
             f'A message by {speaker!r} is of the channel {given["channel"]!r}, expected "final": put reasoning into '
@@ -180,17 +182,17 @@ def _read(given: Message) -> Message:
         )
     if "content" in message:
         message["content"] = _text(message["content"], speaker)
-    reasoning = [text for name in REASONING if (text := message.pop(name, None)) and not _is_mode(text)]
+    reasoning = [text for name in REASONING if (text := message.pop(name, None)) and not _is_switch(text)]
     if reasoning:
         message["reasoning_content"] = _text(reasoning[0], speaker)
         if any(text != reasoning[0] for text in reasoning):
             raise ValueError(f"A message by {speaker!r} has several reasonings, expected one of {list(REASONING)}.")
     if speaker in _CALLERS:
-        calls = _calls(message.get("content"))
+        calls = _parsed_calls(message.get("content"))
         message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
         message["content"] = ""
     elif "tool_calls" in message:
-        message["tool_calls"] = _calls(message["tool_calls"])
+        message["tool_calls"] = _parsed_calls(message["tool_calls"])
     if not {"content", "tool_calls", "reasoning_content"} & set(message):
         raise ValueError(f"A message by {message['role']!r} says None, expected text. Leave such rows out.")
     if not _is_trained(message) and message["role"] == "assistant":
@@ -199,7 +201,7 @@ def _read(given: Message) -> Message:
 
 
 def _text(content: Any, speaker: str) -> str:
-    """What is said, of which multimodal datasets make a list of parts."""
+    """Return the text of a message; multimodal datasets split it into a list of parts."""
     if isinstance(content, str):
         return content
     if isinstance(content, list):
@@ -210,32 +212,32 @@ def _text(content: Any, speaker: str) -> str:
 
 
 def _is_trained(message: Message) -> bool:
-    flags = [(name, message.pop(name)) for name in _TRAINED if name in message]
+    flags = [(name, message.pop(name)) for name in _TRAINING_FLAGS if name in message]
     for name, flag in flags:
         if flag not in (0, 1):
             raise ValueError(f"`{name}` of a message is {flag!r}, expected 0 or 1: an answer is trained on or not.")
     return all(flag for _, flag in flags)
 
 
-def _calls(given: Any) -> list[Any]:
-    """One or more calls, or their JSON text."""
+def _parsed_calls(given: Any) -> list[Any]:
+    """Return a list of calls, from one, several, or their JSON text."""
     try:
         calls = json.loads(given) if isinstance(given, str) else given
     except ValueError:
         calls = None
     calls = calls if isinstance(calls, list) else [calls]
-    if not all(isinstance(call, dict) and isinstance(name_of(call), str) for call in calls):
+    if not all(isinstance(call, dict) and isinstance(function_name(call), str) for call in calls):
         raise ValueError(f"A call is {str(given)[:100]!r}, expected its name and arguments, or the JSON text of them.")
     return calls
 
 
-def name_of(tool: Mapping[str, Any]) -> Any:
-    """Of a tool or a call, with or without its `function`."""
+def function_name(tool: Mapping[str, Any]) -> Any:
+    """Return the name of a tool or a call, with or without its `function`."""
     function = tool.get("function")
     return (function if isinstance(function, Mapping) else tool).get("name")
 
 
-def _listed(given: Any, kind: type = object) -> list[Any]:
+def _checked_list(given: Any, kind: type = object) -> list[Any]:
     if isinstance(given, list) and all(isinstance(part, kind) for part in given):
         return given
     raise ValueError(f"A conversation is {str(given)[:100]!r}, expected a list of messages.")
@@ -245,9 +247,9 @@ def _from_sharegpt(turn: Any) -> Message:
     if not isinstance(turn, Mapping):
         raise ValueError(f"A turn of a conversation is {turn!r}, expected `from` and `value`.")
     message = {name: value for name, value in turn.items() if name not in ("from", "value") and value is not None}
-    for name, theirs in (("role", "from"), ("content", "value")):
-        if turn.get(theirs) is not None:
-            message[name] = turn[theirs]
+    for name, sharegpt_name in (("role", "from"), ("content", "value")):
+        if turn.get(sharegpt_name) is not None:
+            message[name] = turn[sharegpt_name]
     return message
 
 

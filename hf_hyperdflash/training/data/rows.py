@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .blocks import anchor_candidates
-from .messages import REASONING, Message, name_of, to_messages, tools_of
-from .places import PLACE, at_row, why_no_text, why_unlike, why_unreadable
+from .file_positions import POSITION_COLUMN, encoding_error, json_error, locating_errors, type_mismatch
+from .messages import REASONING, Message, function_name, read_tools, to_messages
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -32,11 +32,11 @@ Spans = list[tuple[int, int]]
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _QUOTED = re.compile(r"""'[^']*'|"[^"]*"|\[.*\]|\{.*\}|\d+""")
 _COLUMNS = ("input_ids", "loss_mask", "position_ids")
-# Not in the rows that are returned: what is to be said of one, and where it is.
-_SAID, _WHERE = "said", "where"
+# Columns that are removed from the result: notes on a row for the log, and its position in the data.
+_NOTES, _POSITION = "said", "where"
 _SKIPPED = ("refused", "unanswered", "empty", "short")
-# Of how many rows each is said, of how many there are, and where the first of them is.
-_SENTENCES = {
+# The log's lines by note: the number of rows with it, the number of all rows, and the position of the first.
+_LOG_LINES = {
     "refused": "Skipped {count} of {of} rows that cannot be used, the first of them {first}: {why}",
     "unanswered": "Skipped {count} of {of} rows that have no assistant text, the first of them {first}.",
     "empty": "Skipped {count} of {of} rows whose answer is empty, the first of them {first}.",
@@ -57,8 +57,8 @@ _SENTENCES = {
         )
     },
 }  # fmt: skip
-_REASONS = 8  # told apart; the rest is counted together
-_FIRST_ROWS = 1000  # of a stream, looked through for a trainable one before training starts
+_MOST_REASONS = 8  # counted one by one; the others are counted together
+_FIRST_ROWS = 1000  # of a stream: one of them has to be trainable
 
 
 def load_rows(source: str, split: str = "train", streaming: bool = False) -> Dataset | IterableDataset:
@@ -77,7 +77,7 @@ def load_rows(source: str, split: str = "train", streaming: bool = False) -> Dat
 
     suffix = os.path.splitext(source)[1].lower()
     if os.path.exists(source):
-        with _saying_why(source, suffix, streaming):
+        with _explaining_read_errors(source, suffix, streaming):
             if not os.path.isdir(source):
                 reader = "parquet" if suffix == ".parquet" else "json"
                 return load_dataset(reader, data_files=source, split="train", streaming=streaming)
@@ -97,18 +97,18 @@ def load_rows(source: str, split: str = "train", streaming: bool = False) -> Dat
 
 
 @contextmanager
-def _saying_why(path: str, suffix: str, streaming: bool) -> Iterator[None]:
-    """Errors of `datasets` in words, with the line of a JSON file; the first lines of a stream are read at once."""
+def _explaining_read_errors(path: str, suffix: str, streaming: bool) -> Iterator[None]:
+    """Explain errors of `datasets` with the line of a JSON file. The first lines of a stream are checked at once."""
     from datasets.exceptions import DatasetsError
 
     files = [path] if suffix in (".json", ".jsonl") else sorted(glob.glob(os.path.join(path, "*.jsonl")))
     if streaming:
-        _refuse(why_unreadable(file, _FIRST_ROWS) for file in files)
-    else:  # the reader looks at no text, which then fails where it is used
-        _refuse(why_no_text(file) for file in files)
+        _raise_first(json_error(file, _FIRST_ROWS) for file in files)
+    else:  # the reader does not check text, which would fail later
+        _raise_first(encoding_error(file) for file in files)
     reader = logging.getLogger("datasets.packaged_modules")
     level = reader.level
-    reader.setLevel(logging.CRITICAL)  # it would say what is wrong, and not where
+    reader.setLevel(logging.CRITICAL)  # its message says what is wrong, but not where
     try:
         yield
     except FileNotFoundError as error:
@@ -116,8 +116,8 @@ def _saying_why(path: str, suffix: str, streaming: bool) -> Iterator[None]:
             f"{path} has no dataset: expected .json, .jsonl or .parquet files, or what `save_to_disk` wrote."
         ) from error
     except (DatasetsError, StopIteration, ValueError) as error:
-        _refuse(why_unreadable(file) for file in files)
-        _refuse(why_unlike(file) for file in files)
+        _raise_first(json_error(file) for file in files)
+        _raise_first(type_mismatch(file) for file in files)
         if isinstance(error, ValueError):
             raise
         raise ValueError(f"{path} cannot be read as rows ({error.__cause__ or error}).") from error
@@ -125,7 +125,7 @@ def _saying_why(path: str, suffix: str, streaming: bool) -> Iterator[None]:
         reader.setLevel(level)
 
 
-def _refuse(reasons: Iterable[str | None]) -> None:
+def _raise_first(reasons: Iterable[str | None]) -> None:
     if reason := next(filter(None, reasons), None):
         raise ValueError(reason)
 
@@ -147,7 +147,7 @@ def encode_chat(
     truncated: bool = False,
     tools: list[Any] | None = None,
 ) -> dict[str, list[int]]:
-    """Tokenize a conversation with the tokenizer's chat template and mark what the assistant says.
+    """Tokenize a conversation with the tokenizer's chat template and mark the assistant's tokens.
 
     The answers are the text inside the template's `{% generation %}` tags. In a template without tags, an answer is
     what the conversation up to it adds to its generation prompt; an answer that is rendered differently once the
@@ -161,7 +161,7 @@ def encode_chat(
         tokenizer: The target's tokenizer.
         messages: The conversation, as [`to_messages`] a row.
         truncated: The last answer hit a token limit: it has no end to learn from, and none is encoded.
-        tools: What the assistant may call, as [`tools_of`] a row.
+        tools: What the assistant may call, as [`read_tools`] a row.
 
     Returns:
         `input_ids` `[seq]` and `loss_mask` `[seq]`, 1 on the tokens of answers including the end of the turn, else 0.
@@ -170,25 +170,25 @@ def encode_chat(
         ValueError: If the tokenizer has no chat template, the template refuses the conversation, or an answer is there
             but none can be located.
     """
-    ids, mask, _ = _encoded(tokenizer, messages, truncated, tools)
+    ids, mask, _ = _encode(tokenizer, messages, truncated, tools)
     return {"input_ids": ids, "loss_mask": mask}
 
 
-def _encoded(
+def _encode(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], truncated: bool, tools: list[Any] | None
 ) -> tuple[list[int], list[int], list[str]]:
-    """Tokens, which of them are supervised, and what of the conversation is not: keys of [`_SENTENCES`]."""
-    said = []
+    """Return tokens, loss mask, and notes on parts that are not supervised: keys of [`_LOG_LINES`]."""
+    notes = []
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and _is_trained(message)]
     if answers and answers[-1] + 1 < len(messages):
         messages, truncated = messages[: answers[-1] + 1], False
-        said.append("tail")
+        notes.append("tail")
     text, found = _answer_spans(tokenizer, messages, tools)
-    said += ["untrained"] * found.count(None) + _unwritten(text, messages, tools)
+    notes += ["untrained"] * found.count(None) + _omitted_parts(text, messages, tools)
     spans = [(start, _without_newline(tokenizer, text, start, end)) for start, end in filter(None, found)]
     if truncated and spans and messages[-1]["role"] == "assistant":
         text, spans = _cut_after_answer(text, spans, messages[-1])
-    return (*_tokens(tokenizer, text, spans), said)
+    return (*_tokens(tokenizer, text, spans), notes)
 
 
 def _is_trained(message: Message) -> bool:
@@ -196,14 +196,14 @@ def _is_trained(message: Message) -> bool:
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, spans: Spans) -> tuple[list[int], list[int]]:
-    """The tokens of a text, and whether each lies in one of the spans."""
-    ids, ends = _with_ends(tokenizer, text, [cut for span in spans for cut in span])
+    """Return the tokens of a text, and whether each lies in one of the spans."""
+    ids, ends = _tokens_with_ends(tokenizer, text, [cut for span in spans for cut in span])
     whole = set(ends)
-    astride = [start for start, _ in spans if start and start not in whole]
-    if astride:
+    straddling = [start for start, _ in spans if start and start not in whole]
+    if straddling:
         parts = [
-            (_with_ends(tokenizer, text[start:end], ()), start)
-            for start, end in zip([0, *astride], [*astride, len(text)])
+            (_tokens_with_ends(tokenizer, text[start:end], ()), start)
+            for start, end in zip([0, *straddling], [*straddling, len(text)])
         ]
         apart = [token for (tokens, _), _ in parts for token in tokens]
         if _decoded(tokenizer, apart) == _decoded(tokenizer, ids):  # else a part got a space of its own, say
@@ -220,8 +220,10 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, spans: Spans) -> tupl
     return ids, mask
 
 
-def _with_ends(tokenizer: PreTrainedTokenizerBase, text: str, cuts: Iterable[int]) -> tuple[list[int], list[int]]:
-    """The tokens of a text, and where in it each ends: of a tokenizer without offsets, at the next of `cuts`."""
+def _tokens_with_ends(
+    tokenizer: PreTrainedTokenizerBase, text: str, cuts: Iterable[int]
+) -> tuple[list[int], list[int]]:
+    """Return the tokens of a text and the end of each in it. Without offsets, a token ends at the next of `cuts`."""
     if tokenizer.is_fast:
         encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return encoding["input_ids"], list(accumulate((end for _, end in encoding["offset_mapping"]), max))
@@ -245,16 +247,16 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 def _answer_spans(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Any] | None
 ) -> tuple[str, list[tuple[int, int] | None]]:
-    """The rendered conversation and where in it, `text[start:end]`, the answers are, None where one cannot be told."""
+    """Return the rendered conversation and the spans `text[start:end]` of the answers; None where one is not found."""
     template = _chat_template(tokenizer, tools)
     if not _GENERATION_TAG.search(template):
         return _spans_by_prefix(tokenizer, messages, tools)
     thinking = bool(messages[-1].get("reasoning_content"))
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, "thinking": thinking, "enable_thinking": thinking}
-    with _telling_why():
-        # What apply_chat_template renders, with the text's places instead of the tokens'.
+    with _explaining_template_errors():
+        # As apply_chat_template renders it, with spans of the text instead of the tokens.
         rendered: Any = render_jinja_template(
-            conversations=[_spelled(messages, template)],
+            conversations=[_with_reasoning_aliases(messages, template)],
             tools=tools,
             chat_template=template,
             return_assistant_tokens_mask=True,
@@ -282,8 +284,8 @@ def _chat_template(tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None =
 
 
 @contextmanager
-def _telling_why() -> Iterator[None]:
-    """Whatever a template raises, in a line."""
+def _explaining_template_errors() -> Iterator[None]:
+    """Turn any error of a chat template into a `ValueError` of one line."""
     try:
         yield
     except Exception as error:
@@ -292,8 +294,8 @@ def _telling_why() -> Iterator[None]:
         raise ValueError(f"The chat template refuses the conversation ({why}).") from error
 
 
-def _spelled(messages: list[Message], template: str) -> list[Message]:
-    """Reasoning under the names, too, that the template knows it by (`thinking` is there with transformers 5.24)."""
+def _with_reasoning_aliases(messages: list[Message], template: str) -> list[Message]:
+    """Add the reasoning under the names that the template reads (with transformers 5.24, `thinking` is one)."""
     names = [name for name in REASONING[1:] if re.search(rf"""[.'"]{name}\b""", template)]
     return [
         {**dict.fromkeys(names, message["reasoning_content"]), **message}
@@ -303,16 +305,18 @@ def _spelled(messages: list[Message], template: str) -> list[Message]:
     ]
 
 
-def _unwritten(text: str, messages: list[Message], tools: list[Any] | None) -> list[str]:
-    """What a row has and its text has not, as the chat template does not know it: keys of [`_SENTENCES`]."""
+def _omitted_parts(text: str, messages: list[Message], tools: list[Any] | None) -> list[str]:
+    """Return the parts of a row that the chat template does not write: keys of [`_LOG_LINES`]."""
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
-    told = {
+    parts_by_kind = {
         "system": [message.get("content") for message in messages if message["role"] == "system"],
         "reasoning": [message.get("reasoning_content") for message in messages[-1:]],
-        "tools": [name_of(tool) for tool in tools or ()],
-        "calls": [name_of(call) for call in calls],
+        "tools": [function_name(tool) for tool in tools or ()],
+        "calls": [function_name(call) for call in calls],
     }
-    return [name for name, parts in told.items() if any(str(part or "").strip() not in text for part in parts)]
+    return [
+        name for name, parts in parts_by_kind.items() if any(str(part or "").strip() not in text for part in parts)
+    ]
 
 
 def render(
@@ -322,14 +326,14 @@ def render(
     thinking: bool,
     prompt: bool,
 ) -> str:
-    """The text of a conversation, by the tokenizer's chat template.
+    """Render a conversation with the tokenizer's chat template.
 
     Raises:
         ValueError: If the template refuses it.
     """
     mode: dict[str, Any] = {"thinking": thinking, "enable_thinking": thinking}
-    spelled = _spelled(messages, _chat_template(tokenizer, tools))
-    with _telling_why():
+    spelled = _with_reasoning_aliases(messages, _chat_template(tokenizer, tools))
+    with _explaining_template_errors():
         text = tokenizer.apply_chat_template(
             spelled, tools=tools, tokenize=False, add_generation_prompt=prompt, **mode
         )
@@ -364,13 +368,13 @@ def _spans_by_prefix(
 
 
 def _without_newline(tokenizer: PreTrainedTokenizerBase, text: str, start: int, end: int) -> int:
-    """The end of an answer, without the white space that templates write after the end token: nothing generates it."""
+    """Return the end of an answer without the white space after the end token, which is never generated."""
     answer = text[start:end].rstrip()
     return start + len(answer) if answer.endswith(tuple(tokenizer.all_special_tokens)) else end
 
 
 def _cut_after_answer(text: str, spans: Spans, message: Message) -> tuple[str, Spans]:
-    """End the conversation right after the words of its last answer. It is not supervised if they cannot be found."""
+    """Cut the conversation after the words of its last answer. If they are not found, the answer is not supervised."""
     answer = message.get("content") or message.get("reasoning_content") or ""
     for words in (answer, answer.strip()):
         first = text.rfind(words) if words else -1
@@ -386,14 +390,14 @@ def encode_prompts(
     thinking: bool = False,
     at_most: int | None = None,
 ) -> list[torch.Tensor]:
-    """Generation prompts of dataset rows: each conversation without its last answer.
+    """Return generation prompts of dataset rows: each conversation without its last answer.
 
     Args:
         tokenizer: The target's tokenizer.
         rows: Anything [`to_messages`] understands, with `tools` if there are any. Of several user turns without an
             answer, only the first is asked.
         thinking: Ask for reasoning, by the chat template's `thinking` or `enable_thinking`.
-        at_most: The first so many, and rows that cannot be asked are passed over. By default every row is asked.
+        at_most: The number of first rows to use; rows that give no prompt are skipped. By default every row is used.
 
     Returns:
         One tensor of token ids per row, `[1, seq]`.
@@ -411,8 +415,10 @@ def encode_prompts(
         if not isinstance(row, Mapping):
             raise ValueError(f'Row {number} (the first is 0) is {row!r}, expected a row like {{"turns": ["..."]}}.')
         try:
-            with at_row(row, number):
-                text = render(tokenizer, _asked(to_messages(row)), tools_of(row), thinking, prompt=True)
+            with locating_errors(row, number):
+                text = render(
+                    tokenizer, _without_last_answer(to_messages(row)), read_tools(row), thinking, prompt=True
+                )
         except ValueError as error:
             if at_most is None:
                 raise
@@ -424,7 +430,7 @@ def encode_prompts(
     return prompts
 
 
-def _asked(messages: list[Message]) -> list[Message]:
+def _without_last_answer(messages: list[Message]) -> list[Message]:
     roles = [message["role"] for message in messages]
     while roles and roles[-1] == "assistant":
         roles.pop()
@@ -466,7 +472,7 @@ def pack(lengths: list[int], max_length: int) -> list[list[int]]:
 
 
 def frequent_tokens(rows: Iterable[Mapping[str, Any]], count: int, vocab_size: int) -> torch.Tensor:
-    """The tokens that supervised text has most often, `[count]`, ascending; of equally frequent ones the first.
+    """Return the most frequent tokens of supervised text, `[count]`, ascending; of equally frequent ones the first.
 
     Args:
         rows: `input_ids` and `loss_mask`, as [`prepare_dataset`] returns them.
@@ -514,7 +520,7 @@ def prepare_dataset(
 
     Raises:
         ValueError: If no row (of the first 1,000 of a stream) is left, or a tokenized row does not fit the arguments:
-            with its file and line, if [`with_places`] has been there.
+            with its file and line, if [`add_file_positions`] has been there.
     """
     from datasets import Dataset, Features, IterableDataset, Sequence, Value
 
@@ -537,19 +543,23 @@ def prepare_dataset(
     if tokenizer is not None and "input_ids" not in columns:
         _chat_template(tokenizer)  # says that there is none, which is no row's fault
     features = Features({name: Sequence(Value("int32")) for name in _COLUMNS})
-    said = {_SAID: Sequence(Value("string")), _WHERE: Value("string")}
+    notes = {_NOTES: Sequence(Value("string")), _POSITION: Value("string")}
     processes = {} if streaming else {"num_proc": num_proc}
     documents = dataset.with_format(None).map(
         _encode_row,
         with_indices=True,
         fn_kwargs={"tokenizer": tokenizer, "max_length": max_length, "vocab_size": vocab_size},
         remove_columns=columns,
-        features=Features({**features, **said}),
+        features=Features({**features, **notes}),
         **processes,
     )
     report = _Report(max_length, positions)
-    rows = _in_stream(documents, columns, report) if streaming else _kept(documents, columns, report, num_proc)
-    rows = rows.remove_columns([_SAID, _WHERE])
+    rows = (
+        _stream_without_skipped(documents, columns, report)
+        if streaming
+        else _without_skipped(documents, columns, report, num_proc)
+    )
+    rows = rows.remove_columns([_NOTES, _POSITION])
     if not packing:
         return rows
     return rows.map(_pack_rows, batched=True, fn_kwargs={"max_length": max_length}, features=features, **processes)
@@ -562,17 +572,17 @@ def _encode_row(
     max_length: int,
     vocab_size: int | None,
 ) -> dict[str, Any]:
-    said: list[str] = []
-    with at_row(row, number):
+    notes: list[str] = []
+    with locating_errors(row, number):
         if row.get("input_ids") is not None and row.get("loss_mask") is not None:
-            ids, mask = _tokenized(row, vocab_size)
+            ids, mask = _checked_tokens(row, vocab_size)
         elif tokenizer is None:
             raise ValueError(
-                f"Rows with columns {sorted(set(row) - {PLACE})} are not tokenized: pass the target's tokenizer "
-                "(`processing_class` of the trainer)."
+                f"Rows with columns {sorted(set(row) - {POSITION_COLUMN})} are not tokenized: pass the target's "
+                "tokenizer (`processing_class` of the trainer)."
             )
         else:
-            ids, mask, said = _encoded_row(row, tokenizer)
+            ids, mask, notes = _encode_conversation(row, tokenizer)
         counted = list(range(len(ids)))
         positions, length = row.get("position_ids") or counted, len(ids)
         if length > max_length:
@@ -583,30 +593,32 @@ def _encode_row(
                 )
             ids, mask = truncate(ids, mask, max_length)
             positions = counted[:max_length]
-    if not said or said[0] not in _SKIPPED:
+    if not notes or notes[0] not in _SKIPPED:
         if not any(mask):
-            said = ["unanswered"]
+            notes = ["unanswered"]
         elif not _has_anchor(mask, positions):
-            said = ["short"]
+            notes = ["short"]
         elif length > max_length:
-            said.append("cut")
-    where = row.get(PLACE) or f"row {number} (the first is 0)"
-    return {"input_ids": ids, "loss_mask": mask, "position_ids": positions, _SAID: said, _WHERE: where}
+            notes.append("cut")
+    position = row.get(POSITION_COLUMN) or f"row {number} (the first is 0)"
+    return {"input_ids": ids, "loss_mask": mask, "position_ids": positions, _NOTES: notes, _POSITION: position}
 
 
-def _encoded_row(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int], list[str]]:
-    """A conversation's tokens, which are supervised, and what is to be said of it: no row stops a run."""
+def _encode_conversation(
+    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[int], list[int], list[str]]:
+    """Return tokens, loss mask and notes of a conversation. A row that cannot be used gets a note and stops no run."""
     try:
         messages = to_messages(row)
-        ids, mask, said = _encoded(tokenizer, messages, bool(row.get("truncated")), tools_of(row))
+        ids, mask, notes = _encode(tokenizer, messages, bool(row.get("truncated")), read_tools(row))
     except ValueError as error:
         return [], [], ["refused", str(error)]
     answers = [message for message in messages if message["role"] == "assistant"]
     is_empty = answers and not any(map(answers[-1].get, ("content", "reasoning_content", "tool_calls")))
-    return ids, mask, ["empty"] if is_empty and sum(mask) < 2 else said
+    return ids, mask, ["empty"] if is_empty and sum(mask) < 2 else notes
 
 
-def _tokenized(row: Mapping[str, Any], vocab_size: int | None) -> tuple[list[int], list[int]]:
+def _checked_tokens(row: Mapping[str, Any], vocab_size: int | None) -> tuple[list[int], list[int]]:
     ids, mask = list(row["input_ids"]), [int(bool(supervised)) for supervised in row["loss_mask"]]
     if len(ids) != len(mask):
         raise ValueError(f"A row has {len(ids)} input_ids but a loss_mask of {len(mask)}: expected equal lengths.")
@@ -623,96 +635,97 @@ def _has_anchor(loss_mask: list[int], position_ids: list[int]) -> bool:
     return bool(anchor_candidates(torch.tensor([loss_mask]).bool(), torch.tensor([position_ids])).any())
 
 
-def _is_kept(said: list[str]) -> bool:
-    return not said or said[0] not in _SKIPPED
+def _is_usable(notes: list[str]) -> bool:
+    return not notes or notes[0] not in _SKIPPED
 
 
-def _kept(documents: Dataset, columns: list[str], report: _Report, num_proc: int | None) -> Dataset:
-    """The documents that have an anchor."""
-    rows = documents.filter(_is_kept, input_columns=[_SAID], num_proc=num_proc)
-    for said, where in zip(documents[_SAID], documents[_WHERE]):
-        report.add(said, where)
+def _without_skipped(documents: Dataset, columns: list[str], report: _Report, num_proc: int | None) -> Dataset:
+    """Return the documents that have an anchor, and log the notes on all."""
+    rows = documents.filter(_is_usable, input_columns=[_NOTES], num_proc=num_proc)
+    for notes, position in zip(documents[_NOTES], documents[_POSITION]):
+        report.add(notes, position)
     if not len(rows):
         raise report.nothing_left(f"{len(documents)} rows", columns)
-    report.tell_all()
+    report.log_all()
     return rows
 
 
-def _in_stream(documents: IterableDataset, columns: list[str], report: _Report) -> IterableDataset:
+def _stream_without_skipped(documents: IterableDataset, columns: list[str], report: _Report) -> IterableDataset:
     seen = _Report(report.max_length)
     for row in documents.take(_FIRST_ROWS):
-        seen.add(row[_SAID], row[_WHERE])
-        if _is_kept(row[_SAID]):
-            return documents.filter(report.keeps, input_columns=[_SAID, _WHERE])
+        seen.add(row[_NOTES], row[_POSITION])
+        if _is_usable(row[_NOTES]):
+            return documents.filter(report.count_and_check, input_columns=[_NOTES, _POSITION])
     raise seen.nothing_left(f"the first {_FIRST_ROWS:,} rows", columns)
 
 
 class _Report:
-    """What is said of rows that are not trained on, or not whole."""
+    """Counts the notes on rows that are skipped or cut, and logs them."""
 
     def __init__(self, max_length: int, positions: int | None = None) -> None:
         self.max_length = max_length
         mend = "`max_length`: raise it to train on all of them"
         self.limit = "all the positions that the target has" if max_length == positions else mend
         self.seen = 0
-        self.why: dict[str, str] = {}  # of each reason that rows are refused for, the words of the first
+        self.why: dict[str, str] = {}  # for each reason of refusals, the message of the first row
         self.count: Counter[str] = Counter()
         self.times: Counter[str] = Counter()
         self.first: dict[str, str] = {}
 
-    def add(self, said: list[str], where: str) -> list[str]:
-        """Count a row, and return what it is counted as."""
+    def add(self, notes: list[str], position: str) -> list[str]:
+        """Count a row, and return its notes as they are counted."""
         self.seen += 1
-        if said[:1] == ["refused"]:
-            said = [self._reason(said[1])]
-        self.times.update(said)
-        for name in set(said):
+        if notes[:1] == ["refused"]:
+            notes = [self._reason_key(notes[1])]
+        self.times.update(notes)
+        for name in set(notes):
             self.count[name] += 1
-            self.first.setdefault(name, where)
-        return said
+            self.first.setdefault(name, position)
+        return notes
 
-    def _reason(self, why: str) -> str:
-        """The same words, but for what they quote, are one reason."""
+    def _reason_key(self, why: str) -> str:
+        """Return the reason of a message: messages that differ only in what they quote have one reason."""
         reason = f"refused {_QUOTED.sub('', why)}"
-        if reason not in self.why and len(self.why) >= _REASONS:
+        if reason not in self.why and len(self.why) >= _MOST_REASONS:
             reason = "refused"
         self.why.setdefault(reason, why)
         return reason
 
-    def keeps(self, said: list[str], where: str) -> bool:
-        """Whether a row of a stream, whose end is not known, is kept; counts are told whenever they have doubled."""
-        for name in dict.fromkeys(self.add(said, where)):
+    def count_and_check(self, notes: list[str], position: str) -> bool:
+        """Count a row of a stream, and return whether it is usable. A count is logged whenever it has doubled."""
+        for name in dict.fromkeys(self.add(notes, position)):
             if self.count[name].bit_count() == 1:
-                self.tell(name)
-        return _is_kept(said)
+                self.log(name)
+        return _is_usable(notes)
 
-    def tell_all(self) -> None:
+    def log_all(self) -> None:
         reasons = sorted(self.why, key=lambda reason: -self.count[reason])
-        for name in dict.fromkeys([*reasons, *_SENTENCES]):
-            self.tell(name)
+        for name in dict.fromkeys([*reasons, *_LOG_LINES]):
+            self.log(name)
 
-    def tell(self, name: str) -> None:
+    def log(self, name: str) -> None:
         if self.count[name]:
-            logger.warning(self._sentence(name))
+            logger.warning(self._log_line(name))
 
-    def _sentence(self, name: str) -> str:
-        return _SENTENCES["refused" if name in self.why else name].format(
+    def _log_line(self, name: str) -> str:
+        return _LOG_LINES["refused" if name in self.why else name].format(
             count=self.count[name], times=self.times[name], of=self.seen, first=self.first[name],
             why=self.why.get(name), max_length=self.max_length, limit=self.limit,
         )  # fmt: skip
 
-    def nothing_left(self, where: str, columns: list[str]) -> ValueError:
+    def nothing_left(self, position: str, columns: list[str]) -> ValueError:
         if self.why:
             most = max(self.why, key=lambda reason: self.count[reason])
-            return ValueError(f"Nothing to train on in {where}. {self._sentence(most)}")
+            return ValueError(f"Nothing to train on in {position}. {self._log_line(most)}")
         first = next((self.first[name] for name in _SKIPPED if name in self.first), "")
-        return _no_assistant_text(f"{where}, the first {first}", columns)
+        return _no_assistant_text(f"{position}, the first {first}", columns)
 
 
-def _no_assistant_text(where: str, columns: list[str]) -> ValueError:
+def _no_assistant_text(position: str, columns: list[str]) -> ValueError:
     return ValueError(
-        f"No assistant text in {where} (columns {sorted(set(columns) - {PLACE})}): expected conversations that end "
-        "with an answer of at least two tokens, and a chat template whose {% generation %} tags, if it has any, "
+        f"No assistant text in {position} (columns {sorted(set(columns) - {POSITION_COLUMN})}): expected "
+        "conversations that end with an answer of at least two tokens, and a chat template whose "
+        "{% generation %} tags, if it has any, "
         "enclose the assistant's text. `examples/regenerate_answers.py` writes the target's answers to datasets that "
         "only ask."
     )

@@ -1,4 +1,4 @@
-"""What tells one target or drafter from another: every value of every weight, every setting that computing uses."""
+"""Fingerprints of targets and drafters: digests of every weight and of every setting that computing uses."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...targets.registry import target_of
 
-# Where a model comes from, what it returns and when it stops, how sure a drafter is of its drafts: no residual and no
-# draft depends on these fields of a configuration. All others count, so that those of models to come do. How many
-# layers there are, the weights' names tell.
-_NOT_COMPUTING = {
+# No residual and no draft depends on these fields: a model's origin, its outputs, when it stops, calibration. All
+# other fields count, those of future models, too. The number of layers shows in the weights' names.
+_IGNORED_FIELDS = {
     "_name_or_path", "name_or_path", "transformers_version", "architectures", "auto_map", "dtype", "torch_dtype",
     "num_hidden_layers", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache",
     "return_dict", "output_hidden_states", "output_attentions", "output_router_logits", "tie_last_hidden_states",
     "problem_type", "id2label", "label2id", "hyperdflash_version", "target_name_or_path", "target_revision",
     "target_fingerprint", "confidence_temperatures",
 }  # fmt: skip
-_CHUNK = 2**21  # elements hashed at once: memory stays small, and an accelerator has enough to do
-_ODD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's, as signed numbers
+_CHUNK = 2**21  # elements that are hashed at once: little memory, and enough work for an accelerator
+_MIX_CONSTANTS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's, as signed numbers
 PARTS = ("head", "body", "config")
 
 
 def target_fingerprint(target: PreTrainedModel) -> dict[str, str]:
-    """Digests of a target, one change anywhere gives another: on any device, under any name.
+    """Return digests of a target. Any change gives other digests; device and name do not matter.
 
-    Weights count by value: a bfloat16 checkpoint has the same digests when it is loaded as float32, a float32 one that
-    is rounded to bfloat16 has not, nor has a quantized one. Offloaded weights are fetched one module at a time,
-    FSDP2's are gathered (all ranks must call). Nothing is remembered between calls: weights may change in between.
+    Weights count by value: a bfloat16 checkpoint has the same digests when it is loaded as float32. A float32 one that
+    is rounded to bfloat16 has others, and so has a quantized one. Offloaded weights are fetched one module at a time,
+    FSDP2's are gathered (all ranks must call). Nothing is cached between calls, because weights may change.
 
     Returns:
-        `"head"` over embedding, final norm, collapse and language model head, what training reads beside the feature
-        cache, `"body"` over the other weights, an empty string for a target loaded without layers, and `"config"` over
+        `"head"` over embedding, final norm, collapse and language model head, which training reads beside the feature
+        cache; `"body"` over the other weights, an empty string for a target loaded without layers; and `"config"` over
         [`config_fields`].
 
     Raises:
@@ -53,13 +52,13 @@ def target_fingerprint(target: PreTrainedModel) -> dict[str, str]:
     return {**combined, "config": _sha256(json.dumps(config_fields(target.config), sort_keys=True))}
 
 
-def as_words(fingerprint: dict[str, str]) -> str:
-    """What a drafter's configuration records of its target: the beginnings of the digests, `-` for an empty one."""
+def short_fingerprint(fingerprint: dict[str, str]) -> str:
+    """Return the text that a drafter's configuration records of its target: the start of each digest, `-` if empty."""
     return " ".join(fingerprint[part][:32] or "-" for part in PARTS)
 
 
 def changed_parts(recorded: str, target: PreTrainedModel) -> list[str] | None:
-    """Those of `PARTS` in which a target is not the one of a record of [`as_words`].
+    """Return those of `PARTS` in which a target differs from a record of [`short_fingerprint`].
 
     Returns:
         `None` for a record that earlier releases wrote: two digests of a few values of each weight.
@@ -72,21 +71,21 @@ def changed_parts(recorded: str, target: PreTrainedModel) -> list[str] | None:
 
 
 def config_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """The fields of a configuration that computing may depend on, nested ones under dotted names, as JSON has them."""
+    """Return the fields of a configuration that computing may depend on, as JSON; nested fields have dotted names."""
     return json.loads(json.dumps(dict(_flat(config.to_dict())), default=str, sort_keys=True))
 
 
 def _flat(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in fields.items():
-        if isinstance(value, dict) and name not in _NOT_COMPUTING:
+        if isinstance(value, dict) and name not in _IGNORED_FIELDS:
             yield from _flat(value, f"{prefix}{name}.")
-        elif name not in _NOT_COMPUTING:
+        elif name not in _IGNORED_FIELDS:
             yield f"{prefix}{name}", value
 
 
 def module_fingerprint(module: nn.Module) -> str:
-    """One digest over all parameters and saved buffers of a module, and of its configuration, if it has one, what
-    differs from the defaults: a field of a later release is none of a drafter made before."""
+    """Return one digest over all parameters and saved buffers of a module and the non-default fields of its
+    configuration, if it has one. So a new field of a later release changes no digest."""
     config, fields = getattr(module, "config", None), None
     if isinstance(config, PreTrainedConfig):
         usual = config_fields(type(config)())
@@ -96,7 +95,7 @@ def module_fingerprint(module: nn.Module) -> str:
 
 @torch.no_grad()
 def _digests(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Of each parameter and saved buffer: the module it belongs to and its digest."""
+    """Yield module and digest of each parameter and saved buffer."""
     saved = set(model.state_dict())
     for prefix, module in model.named_modules(remove_duplicate=False):
         with align_module_device(module):
@@ -109,7 +108,7 @@ def _combine(digests: Iterable[str]) -> str:
 
 
 def tensor_digest(name: str, value: torch.Tensor) -> str:
-    """The digest of one weight: its name, its shape and every value."""
+    """Return the digest of one weight: of its name, its shape and every value."""
     if value.is_meta or not value.numel():
         raise ValueError(
             f"The values of the model's {name} are not in this process (device {value.device}, shape "
@@ -117,16 +116,16 @@ def tensor_digest(name: str, value: torch.Tensor) -> str:
             "ZeRO-3, or load the target outside of ZeRO-3."
         )
     value = value.full_tensor() if hasattr(value, "full_tensor") else value
-    if hasattr(value, "__tensor_flatten__"):  # torchao's, which is made of others
+    if hasattr(value, "__tensor_flatten__"):  # torchao's, which consists of other tensors
         parts = value.__tensor_flatten__()[0]
         return _combine(tensor_digest(f"{name}.{part}", getattr(value, part)) for part in parts)
-    chunks = [_as_short_as_exact(chunk) for chunk in value.flatten().split(_CHUNK)]
+    chunks = [_shortest_exact(chunk) for chunk in value.flatten().split(_CHUNK)]
     sums = torch.stack([_mixed_sum(chunk) for chunk in chunks]).tolist()
     return _sha256(f"{name} {list(value.shape)} {[(str(c.dtype), s) for c, s in zip(chunks, sums)]}")
 
 
-def _as_short_as_exact(chunk: torch.Tensor) -> torch.Tensor:
-    """In the shortest of these formats that holds every value: one digest, whatever the weights are loaded as."""
+def _shortest_exact(chunk: torch.Tensor) -> torch.Tensor:
+    """Cast to the shortest format that represents every value exactly, so that the digest does not depend on dtype."""
     if chunk.dtype in (torch.float16, torch.float32, torch.float64):
         for dtype in (torch.bfloat16, torch.float32):
             if torch.equal(chunk.to(dtype).to(chunk.dtype), chunk):
@@ -135,18 +134,18 @@ def _as_short_as_exact(chunk: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed_sum(chunk: torch.Tensor) -> torch.Tensor:
-    """A sum of 64-bit words, each scrambled with its place (splitmix64), modulo 2^64: in any order, on any device.
+    """Sum 64-bit words, each scrambled with its index (splitmix64), modulo 2^64: in any order, on any device.
 
-    Scrambling maps different words to different words, so that one changed word always shows.
+    Scrambling maps different words to different words, so that one changed word always changes the sum.
     """
     data = chunk.contiguous().view(torch.uint8)
     words = data.new_zeros((len(data) + 7) // 8 * 8)
     words[: len(data)] = data
     words = words.view(torch.int64)
-    words ^= torch.arange(len(words), device=words.device) * _ODD[0]
-    for shift, odd in ((30, _ODD[1]), (27, _ODD[2]), (31, 1)):
+    words ^= torch.arange(len(words), device=words.device) * _MIX_CONSTANTS[0]
+    for shift, factor in ((30, _MIX_CONSTANTS[1]), (27, _MIX_CONSTANTS[2]), (31, 1)):
         words ^= (words >> shift) & (2 ** (64 - shift) - 1)  # a shift of signed numbers repeats the sign
-        words *= odd
+        words *= factor
     return words.sum()
 
 

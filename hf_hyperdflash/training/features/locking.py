@@ -11,10 +11,10 @@ from filelock import FileLock, Timeout
 
 @contextmanager
 def only_writer(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold `<path>.lock`, which stays where it is; the system lets go of a dead process's.
+    """Lock `<path>.lock`. The lock file stays there; the system releases the lock of a dead process.
 
     Args:
-        path: What is written. Its folder exists.
+        path: The file that is written. Its folder exists.
 
     Raises:
         ValueError: At once, if another process, or another call of this one, writes there.

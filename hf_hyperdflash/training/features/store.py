@@ -1,4 +1,4 @@
-"""The feature cache: the target's residual of a dataset's rows on disk, written once and trained on many times."""
+"""The feature cache: the target's residual of a dataset's rows on disk, written once and read many times."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ...targets.registry import target_of
-from .capture import documents_of, residual_of_documents
+from .capture import compute_document_residuals, split_documents
 from .fingerprint import config_fields, target_fingerprint
 from .locking import only_writer
 
@@ -41,19 +41,19 @@ _INDEX_FIELDS = {
 _SHARD_FIELDS = {"name", "rows", "tokens", "bytes", "sha256"}
 FEATURE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
 _COLUMNS = {"input_ids": torch.int32, "loss_mask": torch.bool, "position_ids": torch.int32}
-_SHARD_SECONDS, _SHARD_SIZE = 15, 2 * 2**30  # of a shard, unless its size is given: what a killed call may lose
-_RESERVE = 64 * 2**20  # bytes left free on the disk: file headers, the index, and whoever else writes there
-_ROOM = (
+_SHARD_SECONDS, _SHARD_SIZE = 15, 2 * 2**30  # of a shard without a given size: the work that a killed call may lose
+_RESERVED_BYTES = 64 * 2**20  # stays free on the disk: for file headers, the index, and other programs
+_SPACE_ADVICE = (
     "Free some space or choose another directory, store it as dtype='float8' (half of bfloat16), use fewer rows, or "
     "train with feature_source='online', which stores nothing."
 )
 
 
 class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """The target's residual paths of every row of a dataset, on disk: written once, trained on many times.
+    """The target's residual streams of every row of a dataset, on disk: written once, read many times.
 
-    By default those of the pre-collapse residual. Nothing else of the target is stored: the teacher's logits follow
-    from the residual ([`~training.losses.teacher.teacher_states`]). Items are those of [`FeatureCache.__getitem__`]. A
+    By default it is the pre-collapse residual. Nothing else of the target is stored: the teacher's logits follow from
+    the residual ([`~training.losses.teacher.teacher_states`]). Items are those of [`FeatureCache.__getitem__`]. A
     shard's checksum is verified once per process, before its first item is returned; after [`FeatureCache.verify`]
     data loader workers skip that.
 
@@ -68,7 +68,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """
 
     def __init__(self, directory: str | os.PathLike[str], target: PreTrainedModel) -> None:
-        self._open(_folder(directory), _identity(target))
+        self._open(_folder(directory), _describe_target(target))
 
     def _open(self, directory: Path, identity: dict[str, Any]) -> None:
         self.directory = directory
@@ -78,8 +78,8 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         self._verified: set[str] = set()
         self.target_layer_ids: Sequence[int] = self.index["target_layer_ids"]
 
-    def of_layers(self, target_layer_ids: Sequence[int]) -> FeatureCache:
-        """The same cache, whose items have the paths of these layers only.
+    def select_layers(self, target_layer_ids: Sequence[int]) -> FeatureCache:
+        """Return the same cache with items that have the streams of these layers only.
 
         Raises:
             ValueError: If one of them is not stored.
@@ -101,7 +101,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         batch_size: int = 8,
         shard_size: int | None = None,
     ) -> FeatureCache:
-        """Write the residual of all rows, continue where an interrupted call stopped, or open what is complete.
+        """Write the residual of all rows, continue an interrupted call, or open a complete cache.
 
         Prints the size before it writes. Shards appear under their names only when they are whole, and an interrupted
         call, repeated with the same arguments, goes on after them. With a given `shard_size` it ends in the same bytes
@@ -112,13 +112,13 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             rows: Map-style dataset, one row per training sequence: `input_ids`, `loss_mask` (0 or 1) and
                 `position_ids` (counting from 0 in every packed document), lists of integers of one length.
             target: The target, in eval mode.
-            dtype: `"float32"`, `"bfloat16"`, or `"float8"`: e4m3 with a float32 scale per token and path.
-            target_layer_ids: Whose paths, as in [`capture_residual`]. A cache that exists and holds more is opened
-                for these.
+            dtype: `"float32"`, `"bfloat16"`, or `"float8"`: e4m3 with a float32 scale per token and stream.
+            target_layer_ids: Layers whose streams are stored, as in [`capture_residual`]. A cache that exists and has
+                more of them is opened for these.
             batch_size: Documents per forward of the target.
-            shard_size: Bytes after which a new file begins; about twice as much memory is used. `None` for what this
-                target computes in a quarter of a minute, measured when a cache begins, and at most 2 GiB: no more is
-                lost when the call is killed. A cache that exists keeps its own.
+            shard_size: Bytes after which a new file begins; about twice as much memory is used. `None` for the bytes
+                that this target computes in 15 seconds, measured when a cache begins, and at most 2 GiB: a killed call
+                loses no more. A cache that exists continues with its own size.
 
         Raises:
             ValueError: If the rows are malformed, the disk is too small, the residual is not finite, the directory
@@ -127,19 +127,19 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         """
         path = _folder(directory)
         writer = _Writer(path, rows, target, dtype, target_layer_ids, batch_size)
-        if not (path / _INDEX).exists() or writer.missing(writer.begun()):
+        if not (path / _INDEX).exists() or writer.missing(writer.read_begun_index()):
             path.mkdir(parents=True, exist_ok=True)
             with only_writer(path / _INDEX):
                 writer.complete(shard_size)
         cache = cls.__new__(cls)
-        cache._open(path, writer.plan["target"])  # its fingerprint may mean reading the target from disk: not again
-        return cache.of_layers(target_layer_ids)
+        cache._open(path, writer.plan["target"])  # to compute it may read the target from disk, so it is reused
+        return cache.select_layers(target_layer_ids)
 
     def __len__(self) -> int:
         return self.index["rows"]
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        """Row `i` of the dataset.
+        """Return row `i` of the dataset.
 
         Returns:
             `input_ids` and `position_ids` (long), `loss_mask` (bool), `[seq]` each, and `residual`
@@ -185,7 +185,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class _Writer:
-    """Writes what is missing of one cache. Its `plan` is the index of the cache without shards."""
+    """Writes the missing shards of one cache. Its `plan` is the index of the cache without shards."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class _Writer:
         self.lengths, digest = self._scan(family.config.vocab_size)
         self.plan: dict[str, Any] = {
             "version": _FORMAT,
-            "target": _identity(target),
+            "target": _describe_target(target),
             "dtype": dtype,
             "target_layer_ids": list(target_layer_ids),
             "hc_mult": family.paths,
@@ -216,7 +216,7 @@ class _Writer:
         }
 
     def _scan(self, vocab_size: int) -> tuple[list[int], str]:
-        """Check all rows; their lengths and the SHA-256 of their contents."""
+        """Check all rows, and return their lengths and the SHA-256 of their contents."""
         if not hasattr(self.rows, "__len__") or not len(self.rows):
             found = "empty" if hasattr(self.rows, "__len__") else f"a {type(self.rows).__name__} of unknown length"
             raise ValueError(
@@ -225,7 +225,7 @@ class _Writer:
             )
         lengths, digest = [], hashlib.sha256()
         for i in range(len(self.rows)):
-            row = self._row(i)
+            row = self._read_columns(i)
             _check_row(i, row, vocab_size)
             lengths.append(len(row["input_ids"]))
             digest.update(lengths[-1].to_bytes(8, "little"))
@@ -233,7 +233,7 @@ class _Writer:
                 digest.update(column.numpy().tobytes())
         return lengths, digest.hexdigest()
 
-    def _row(self, i: int) -> dict[str, torch.Tensor]:
+    def _read_columns(self, i: int) -> dict[str, torch.Tensor]:
         row = self.rows[i]
         if missing := _COLUMNS.keys() - row.keys():
             raise ValueError(
@@ -241,12 +241,12 @@ class _Writer:
             )
         return {name: torch.tensor(row[name], dtype=torch.long) for name in _COLUMNS}
 
-    def begun(self) -> dict[str, Any]:
-        """The index of what was written so far, if it is the same cache."""
+    def read_begun_index(self) -> dict[str, Any]:
+        """Read the index of a cache that was begun, and refuse one that differs from the plan."""
         index = _read_index(self.directory, self.plan["target"])
         differing = [
-            f"{what} ({index[key]} there, {self.plan[key]} here)"
-            for key, what in (
+            f"{label} ({index[key]} there, {self.plan[key]} here)"
+            for key, label in (
                 ("dtype", "`dtype`"),
                 ("rows", "the number of rows"),
                 ("tokens", "the number of tokens"),
@@ -266,41 +266,41 @@ class _Writer:
         return [i for i, shard in enumerate(index["shards"]) if not _is_whole(self.directory / shard["name"], shard)]
 
     def complete(self, shard_size: int | None) -> None:
-        """Write what is missing, of a cache that was begun or of a new one."""
+        """Write the missing shards of a cache that was begun or of a new one."""
         if not self.plan["target"]["body"]:
             raise ValueError(
                 f"The feature cache in {self.directory} is not complete, and this target has no layers to run. Load "
                 "it whole, without `num_hidden_layers=0`."
             )
         if (self.directory / _INDEX).exists():
-            index = self.begun()
+            index = self.read_begun_index()
         else:
-            index = {**self.plan, "shards": self._shards(shard_size or self._size_in_time())}
+            index = {**self.plan, "shards": self._shards(shard_size or self._timed_shard_size())}
         if missing := self.missing(index):  # another process may have written it until now
             self._prepare_disk(index, missing)
             self._write_shards(index, missing)
 
-    def _size_in_time(self) -> int:
-        """Bytes of features that the target computes in `_SHARD_SECONDS`, judged by a forward over one batch."""
+    def _timed_shard_size(self) -> int:
+        """Return the bytes of features that the target computes in `_SHARD_SECONDS`, measured by one forward."""
         order = sorted(range(len(self.lengths)), key=lambda i: -self.lengths[i])
-        longest = [self._row(i) for i in order[: self.batch_size]]
-        found = [part for row in longest for part in documents_of(row["input_ids"], row["position_ids"])]
+        longest = [self._read_columns(i) for i in order[: self.batch_size]]
+        found = [part for row in longest for part in split_documents(row["input_ids"], row["position_ids"])]
         documents = sorted(found, key=len)[-self.batch_size :]
         began = time.perf_counter()
-        for residual in residual_of_documents(self.target, documents, self.plan["target_layer_ids"]):
+        for residual in compute_document_residuals(self.target, documents, self.plan["target_layer_ids"]):
             residual.cpu()
         seconds = time.perf_counter() - began
         computed = _size(self.plan, rows=0, tokens=sum(map(len, documents)))
         return min(_SHARD_SIZE, int(computed * _SHARD_SECONDS / seconds))
 
     def _shards(self, shard_size: int) -> list[dict[str, Any]]:
-        """Shards of whole rows, of at most `shard_size` bytes; a longer row gets one of its own."""
-        starts, held = [0], 0
+        """Plan shards of whole rows and at most `shard_size` bytes; a longer row gets its own shard."""
+        starts, size_so_far = [0], 0
         for i, size in enumerate(_size(self.plan, 1, length) for length in self.lengths):
-            if i > starts[-1] and held + size > shard_size:
+            if i > starts[-1] and size_so_far + size > shard_size:
                 starts.append(i)
-                held = 0
-            held += size
+                size_so_far = 0
+            size_so_far += size
         return [
             {
                 "name": f"features-{i:05d}-of-{len(starts):05d}.safetensors",
@@ -313,7 +313,7 @@ class _Writer:
         ]
 
     def _prepare_disk(self, index: dict[str, Any], missing: list[int]) -> None:
-        """Print what will be written, after removing what an interrupted call left, and refuse what does not fit."""
+        """Remove an interrupted call's files, print the bytes to write, and refuse a disk with too little space."""
         shards = [index["shards"][i] for i in missing]
         for shard in shards:
             for name in (shard["name"], shard["name"] + _UNFINISHED):
@@ -324,10 +324,10 @@ class _Writer:
             f"Feature cache in {self.directory}: {index['rows']:,} rows, {index['tokens']:,} tokens, {_human(total)} "
             f"as {index['dtype']}. To be written: {_human(needed)}, free on the disk: {_human(free)}."
         )
-        if free < needed + _RESERVE:
+        if free < needed + _RESERVED_BYTES:
             raise ValueError(
                 f"The feature cache needs {_human(needed)} more in {self.directory}, where {_human(free)} are free "
-                f"({_human(_RESERVE)} stay reserved). {_ROOM}"
+                f"({_human(_RESERVED_BYTES)} stay reserved). {_SPACE_ADVICE}"
             )
 
     def _write_shards(self, index: dict[str, Any], missing: list[int]) -> None:
@@ -343,20 +343,20 @@ class _Writer:
                 self._write(_INDEX, json.dumps(index, indent=1).encode())
 
     def _tensors(self, first_row: int, count: int, index: dict[str, Any], progress: tqdm) -> dict[str, torch.Tensor]:
-        """All rows of a shard end to end, their lengths, and their residual, computed in batches of similar length."""
-        rows = [self._row(i) for i in range(first_row, first_row + count)]
+        """Return all rows of a shard end to end, their lengths and residual, computed in batches of similar length."""
+        rows = [self._read_columns(i) for i in range(first_row, first_row + count)]
         lengths = [len(row["input_ids"]) for row in rows]
         ends = list(accumulate(lengths))
         columns = {name: torch.cat([row[name] for row in rows]) for name in _COLUMNS}
         starts = (columns["position_ids"] == 0).nonzero().flatten().tolist()
-        documents = documents_of(columns["input_ids"], columns["position_ids"])
-        # Longest first: memory that does not suffice shows at once. Batches end with the shard, so that a shard's
-        # bytes do not depend on which call writes it.
+        documents = split_documents(columns["input_ids"], columns["position_ids"])
+        # Longest first, so that too little memory shows at once. Batches end with the shard, so that a shard's bytes
+        # do not depend on the call that writes it.
         order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
         stored: dict[str, torch.Tensor] = {}
         for at in range(0, len(order), self.batch_size):
             batch = order[at : at + self.batch_size]
-            states = residual_of_documents(self.target, [documents[i] for i in batch], index["target_layer_ids"])
+            states = compute_document_residuals(self.target, [documents[i] for i in batch], index["target_layer_ids"])
             for i, residual in zip(batch, states):
                 if not residual.isfinite().all():
                     raise ValueError(
@@ -372,7 +372,7 @@ class _Writer:
         return {**narrow, **stored, "lengths": torch.tensor(lengths)}
 
     def _write(self, name: str, data: bytes) -> None:
-        """A reader, or the next call after a crash, finds all of the file or none of it."""
+        """Write a file atomically: a reader, or the next call after a crash, finds all of it or nothing."""
         unfinished = self.directory / (name + _UNFINISHED)
         try:
             with open(unfinished, "wb") as file:
@@ -385,7 +385,7 @@ class _Writer:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             raise OSError(
                 f"Writing {name} ({_human(len(data))}) to {self.directory} failed: {error.strerror}. The shards "
-                f"before it are complete: the same call continues after them.{f' {_ROOM}' if is_full else ''}"
+                f"before it are complete: the same call continues after them.{f' {_SPACE_ADVICE}' if is_full else ''}"
             ) from error
 
 
@@ -395,18 +395,18 @@ def _folder(directory: Any) -> Path:
     return Path(directory)
 
 
-def _identity(target: PreTrainedModel) -> dict[str, Any]:
-    digests = target_fingerprint(target)  # which says what a target is, if it is none
-    fields = config_fields(target.config)  # not their digest: what differs can be named
+def _describe_target(target: PreTrainedModel) -> dict[str, Any]:
+    digests = target_fingerprint(target)  # raises if it is no target
+    fields = config_fields(target.config)  # not their digest, so that errors can name what differs
     return {"name": target.config._name_or_path, **digests, "config": fields}
 
 
 def _size(index: dict[str, Any], rows: int, tokens: int) -> int:
-    """Bytes on disk, but for file headers (under a kilobyte per shard)."""
-    per_path = index["hidden_size"] * FEATURE_DTYPES[index["dtype"]].itemsize
+    """Return the bytes on disk without file headers (under a kilobyte per shard)."""
+    per_stream = index["hidden_size"] * FEATURE_DTYPES[index["dtype"]].itemsize
     if index["dtype"] == "float8":
-        per_path += torch.float32.itemsize  # its scale
-    per_token = len(index["target_layer_ids"]) * index["hc_mult"] * per_path
+        per_stream += torch.float32.itemsize  # its scale
+    per_token = len(index["target_layer_ids"]) * index["hc_mult"] * per_stream
     return tokens * (per_token + sum(kind.itemsize for kind in _COLUMNS.values())) + rows * torch.int64.itemsize
 
 
@@ -456,7 +456,7 @@ def _encode(residual: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
 
 
 def _read_index(directory: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """The index of a cache that this target wrote."""
+    """Read the index of a cache that this target wrote."""
     path = directory / _INDEX
     if not path.exists():
         raise ValueError(f"No feature cache in {directory}: {_INDEX} is missing. Write one with `FeatureCache.write`.")
@@ -480,13 +480,13 @@ def _read_index(directory: Path, identity: dict[str, Any]) -> dict[str, Any]:
     return index
 
 
-def _check_target(directory: Path, written: dict[str, Any], given: dict[str, Any]) -> None:
+def _check_target(directory: Path, written: dict[str, Any], current: dict[str, Any]) -> None:
     differing = [
-        f"{part} weights: {written[part][:12]} there, {given[part][:12]} here"
+        f"{part} weights: {written[part][:12]} there, {current[part][:12]} here"
         for part in ("head", "body")
-        if given[part] and given[part] != written[part]
+        if current[part] and current[part] != written[part]
     ]
-    there, here = written["config"], given["config"]
+    there, here = written["config"], current["config"]
     differing += [
         f"config.{name}: {reprlib.repr(there.get(name))} there, {reprlib.repr(here.get(name))} here"
         for name in sorted(there.keys() | here.keys())
@@ -495,8 +495,8 @@ def _check_target(directory: Path, written: dict[str, Any], given: dict[str, Any
     if differing:
         raise ValueError(
             f"The feature cache in {directory} was written from another target: {written['name']!r}, and this one is "
-            f"{given['name']!r} ({'; '.join(differing)}). Load the target that wrote it, or write a cache of this one "
-            "in another directory."
+            f"{current['name']!r} ({'; '.join(differing)}). Load the target that wrote it, or write a cache of this "
+            "one in another directory."
         )
 
 
@@ -528,7 +528,7 @@ def _sha256(path: Path) -> str:
 
 
 def _read_row(path: Path, row: int) -> dict[str, torch.Tensor]:
-    # Opened for every row: this maps the file and reads a header, and nothing open needs to survive a fork or pickle.
+    # Opened for every row, which maps the file and reads a header. So no open file has to survive a fork or pickle.
     with safe_open(path, "pt") as file:
         lengths = file.get_tensor("lengths")
         end = int(lengths[: row + 1].sum())

@@ -1,8 +1,8 @@
 """The loss of one chunk of draft positions, whose logits exist here and nowhere else, and its gradients written out.
 
-At vocabulary 129,280 a few hundred positions' logits are among the largest tensors of a training step. So what is
-computed from them takes their place: there are two tensors of their size at a time and a part of a third, where
-autograd would keep several. Only the heads' part of the gradient, from logits to states, is autograd's.
+With a vocabulary of 129,280 the logits of a few hundred positions are among the largest tensors of a training step. So
+results overwrite them in place: two tensors of that size exist at a time and a part of a third, where autograd would
+keep several. Autograd computes only the heads' part of the gradient, from logits to states.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch.nn.functional import linear
 
 
 class Targets(NamedTuple):
-    """What n positions learn, and how much each counts. The first m of them are distilled.
+    """Labels, teacher and weights of n positions. The first m of them are distilled.
 
     Args:
-        labels: `[n]`, token ids; of a vocabulary of the drafter's own the places there, -1 for what it has not.
-        teacher: What the LM head turns into the teacher's logits, of the first m positions or of all,
+        labels: `[n]`, token ids; with a draft vocabulary the indices in it, -1 for a token that it does not have.
+        teacher: The states that the LM head turns into the teacher's logits, of the first m positions or of all,
             `[m or n, config.target_hidden_size]`; `None` without a teacher.
         ce_weights: `[n]`.
         kl_weights: `[m]`.
-        tv_weights: `[n]`, or `None` where total variation is not wanted.
+        tv_weights: `[n]`, or `None` to compute no total variation.
         candidates: `[n, candidates]`, the tokens that drafts are chosen among; `None` for all. Predictions and
-            acceptance are of that choice; the losses are of the whole vocabulary, which no token is to leave.
-        draft_ids: `[config.draft_vocab_size]`, that vocabulary; `None` for the target's.
+            acceptance are those of the choice; the losses are those of the whole vocabulary.
+        draft_ids: `[config.draft_vocab_size]`, the draft vocabulary; `None` for the target's whole vocabulary.
     """
 
     labels: torch.Tensor
@@ -39,9 +39,16 @@ class Targets(NamedTuple):
 
 
 class ChunkLoss(NamedTuple):
-    """Cross-entropy `[n]`, KL `[m]` and total variation `[n]` (`[0]` where it is not wanted), unweighted; the
-    probability that a draft is accepted, `[n]`, where total variation is wanted; the most probable tokens,
-    `[n, best]`; and the gradients of the weighted sum, one for each of the inputs that were to have one."""
+    """The losses of a chunk and their gradients.
+
+    Args:
+        cross_entropy: `[n]`, unweighted.
+        kl: `[m]`, unweighted.
+        tv: Total variation `[n]`, unweighted; `[0]` without `tv_weights`.
+        acceptance: `[n]`, the probability that a draft is accepted; `[0]` without `tv_weights`.
+        predictions: `[n, best]`, the most probable tokens.
+        gradients: Of the weighted sum, one for each input; empty if the inputs require none.
+    """
 
     cross_entropy: torch.Tensor
     kl: torch.Tensor
@@ -59,33 +66,37 @@ def chunk_loss(
     temperature: float,
     best: int = 1,
 ) -> ChunkLoss:
-    """The losses of n positions, with gradients if the inputs want them.
+    """Compute the losses of n positions, with gradients if the inputs require them.
 
     Args:
         inputs: What [`student_logits`] takes.
-        targets: What they learn.
+        targets: Their labels, teacher and weights.
         head: The target's LM head.
         temperature: Of the KL alone.
-        best: How many of the most probable tokens are told.
+        best: How many of the most probable tokens to return.
     """
     wants_gradient = inputs["states"].requires_grad
     with torch.set_grad_enabled(wants_gradient):
         logits = student_logits(head, **inputs)
     edge = torch.autograd.graph.get_gradient_edge(logits) if wants_gradient else None  # which does not keep the logits
-    dtype, among = logits.dtype, None if targets.candidates is None else targets.candidates.to(logits.device)
-    predictions = _best_tokens(logits.detach(), among, best)
+    dtype, candidates = logits.dtype, None if targets.candidates is None else targets.candidates.to(logits.device)
+    predictions = _best_tokens(logits.detach(), candidates, best)
     log_probs = _log_probs(logits.detach())
     del logits
-    taught = None if targets.teacher is None else _log_probs(head(targets.teacher))
-    if taught is not None and targets.draft_ids is not None:
-        taught = taught[:, targets.draft_ids.to(taught.device)].to(log_probs.device)
-    of_choice = None
-    if among is not None and taught is not None and targets.tv_weights is not None:
-        of_choice = _acceptance_of_a_choice(log_probs, taught, among)
-    (cross_entropy, kl, tv), gradient = _terms_and_gradient(log_probs, taught, targets, temperature, wants_gradient)
-    del log_probs, taught  # of which the gradient is one
+    teacher_log_probs = None if targets.teacher is None else _log_probs(head(targets.teacher))
+    if teacher_log_probs is not None and targets.draft_ids is not None:
+        teacher_log_probs = teacher_log_probs[:, targets.draft_ids.to(teacher_log_probs.device)].to(log_probs.device)
+    choice_acceptance = None
+    if candidates is not None and teacher_log_probs is not None and targets.tv_weights is not None:
+        choice_acceptance = _choice_acceptance(log_probs, teacher_log_probs, candidates)
+    (cross_entropy, kl, tv), gradient = _terms_and_gradient(
+        log_probs, teacher_log_probs, targets, temperature, wants_gradient
+    )
+    del log_probs, teacher_log_probs  # of which the gradient is one
     gradients = torch.autograd.grad(edge, tuple(inputs.values()), gradient.to(dtype)) if edge is not None else ()
-    return ChunkLoss(cross_entropy, kl, tv, 1 - tv if of_choice is None else of_choice, predictions, gradients)
+    return ChunkLoss(
+        cross_entropy, kl, tv, 1 - tv if choice_acceptance is None else choice_acceptance, predictions, gradients
+    )
 
 
 def student_logits(
@@ -94,14 +105,14 @@ def student_logits(
     vectors: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A drafter's logits in training, `[n, config.draft_vocab_size or config.vocab_size]`.
+    """Return a drafter's logits in training, `[n, config.draft_vocab_size or config.vocab_size]`.
 
     Args:
-        head: The target's LM head. Where it is and in what it computes, the logits are, too.
-        states: What it reads, `[n, config.target_hidden_size]`.
-        vectors: A sequential head's, `[n, config.head_rank]`, and
-        table: what it scores tokens with, `[config.vocab_size, config.head_rank]`. A table without vectors is all that
-            there is to score states with: an LM head of the drafter's own.
+        head: The target's LM head. The logits have its device and dtype.
+        states: Its input, `[n, config.target_hidden_size]`.
+        vectors: A sequential head's, `[n, config.head_rank]`.
+        table: Its scores of tokens, `[config.vocab_size, config.head_rank]`. A table without vectors is the drafter's
+            own LM head.
     """
     if table is not None and vectors is None:
         return linear(states, table.to(states))
@@ -111,21 +122,23 @@ def student_logits(
     return torch.addmm(logits, vectors.to(logits), table.to(logits).T)
 
 
-def _best_tokens(logits: torch.Tensor, among: torch.Tensor | None, best: int) -> torch.Tensor:
-    scores = logits if among is None else logits.gather(1, among)
+def _best_tokens(logits: torch.Tensor, candidates: torch.Tensor | None, best: int) -> torch.Tensor:
+    scores = logits if candidates is None else logits.gather(1, candidates)
     # Of equal ones `argmax` takes the first, as drafting does, and `topk` any.
     at = scores.argmax(-1, keepdim=True) if best == 1 else scores.topk(best, dim=-1).indices
-    return at if among is None else among.gather(1, at)
+    return at if candidates is None else candidates.gather(1, at)
 
 
-def _acceptance_of_a_choice(log_probs: torch.Tensor, taught: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
-    """1 - TV, sum_i min(q_i, t_i), `[n]`, where q is the student's distribution over these tokens alone."""
-    drawn = log_probs.gather(1, among).softmax(-1)
-    return torch.minimum(drawn, taught.gather(1, among).exp()).sum(-1)
+def _choice_acceptance(
+    log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, candidates: torch.Tensor
+) -> torch.Tensor:
+    """Return 1 - TV = sum_i min(q_i, t_i), `[n]`, where q is the student's distribution over the candidates alone."""
+    drawn = log_probs.gather(1, candidates).softmax(-1)
+    return torch.minimum(drawn, teacher_log_probs.gather(1, candidates).exp()).sum(-1)
 
 
 def _log_probs(logits: torch.Tensor) -> torch.Tensor:
-    """`log_softmax` in float32 or better, a few rows at a time: on a CPU it casts all that it is given first."""
+    """Compute `log_softmax` in float32 or better, a few rows at a time: on a CPU it first casts its whole input."""
     log_probs = torch.empty_like(logits, dtype=precise(logits))
     for given, rows in zip(logits.split(32), log_probs.split(32)):
         torch.log_softmax(given, -1, dtype=rows.dtype, out=rows)
@@ -133,14 +146,19 @@ def _log_probs(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _terms_and_gradient(
-    log_probs: torch.Tensor, taught: torch.Tensor | None, targets: Targets, temperature: float, wants_gradient: bool
+    log_probs: torch.Tensor,
+    teacher_log_probs: torch.Tensor | None,
+    targets: Targets,
+    temperature: float,
+    wants_gradient: bool,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Cross-entropy, KL and total variation, and their weighted sum's gradient with respect to the student's logits,
-    from log-probabilities of student and teacher, `[n or m, config.vocab_size]`, whose memory is used up.
+    """Return cross-entropy, KL and total variation, and the gradient of their weighted sum with respect to the
+    student's logits.
 
-    The cross-entropy's gradient is softmax - onehot. A label that cannot be drafted has none. Of a teacher's
-    probabilities that do not add up to 1, because some of its tokens cannot be drafted, KL is that of the distribution
-    they make when scaled, times what they add up to: the teacher's cross-entropy, less what no student can change.
+    The log-probabilities of student and teacher, `[n or m, config.vocab_size]`, are overwritten. The cross-entropy's
+    gradient is softmax - onehot; a label that cannot be drafted has none. Where some tokens cannot be drafted, the
+    teacher's probabilities do not add up to 1. KL is then computed with the scaled probabilities and multiplied by
+    their sum: that is the teacher's cross-entropy without the part that no student can change.
     """
     labels = targets.labels.to(log_probs.device).unsqueeze(1)
     ce_weights, kl_weights = (
@@ -152,17 +170,17 @@ def _terms_and_gradient(
     kl = tv = cross_entropy[:0]
     kl_gradient = tv_gradient = None
     distilled = len(kl_weights)
-    if taught is not None and distilled:
-        of_student, of_teacher = log_probs[:distilled], taught[:distilled]
+    if teacher_log_probs is not None and distilled:
+        student, teacher = log_probs[:distilled], teacher_log_probs[:distilled]
         if targets.draft_ids is None:
-            kl, kl_gradient = _kl_and_gradient(of_student, of_teacher, temperature)
+            kl, kl_gradient = _kl_and_gradient(student, teacher, temperature)
         else:
-            share = of_teacher.logsumexp(-1, keepdim=True)
-            kl, kl_gradient = _kl_and_gradient(of_student, of_teacher - share, temperature)
+            share = teacher.logsumexp(-1, keepdim=True)
+            kl, kl_gradient = _kl_and_gradient(student, teacher - share, temperature)
             kl, kl_weights = kl * share.squeeze(1).exp(), kl_weights * share.exp()
     probs = log_probs.exp_()
-    if taught is not None and targets.tv_weights is not None:
-        tv, tv_gradient = _total_variation_and_gradient(probs, taught.exp_())
+    if teacher_log_probs is not None and targets.tv_weights is not None:
+        tv, tv_gradient = _total_variation_and_gradient(probs, teacher_log_probs.exp_())
     if not wants_gradient:
         return (cross_entropy, kl, tv), probs
     gradient = probs.mul_(ce_weights).scatter_add_(1, labels, -ce_weights)
@@ -174,29 +192,31 @@ def _terms_and_gradient(
 
 
 def _kl_and_gradient(
-    log_probs: torch.Tensor, taught: torch.Tensor, temperature: float
+    log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """KL(teacher || student) at a temperature, `[m]`, and its gradient with respect to the student's logits,
-    (student - teacher) / T, from log-probabilities at temperature 1, which are left as they are."""
+    """Return KL(teacher || student) at a temperature, `[m]`, and its gradient with respect to the student's logits,
+    (student - teacher) / T. The log-probabilities are those at temperature 1 and are not changed."""
     if temperature != 1:
-        log_probs, taught = ((each / temperature).log_softmax(-1) for each in (log_probs, taught))
-    taught_probs, difference = taught.exp(), taught - log_probs
-    kl = difference.mul_(taught_probs).sum(-1)
-    gradient = torch.exp(log_probs, out=difference).sub_(taught_probs).div_(temperature)
+        log_probs, teacher_log_probs = (
+            (each / temperature).log_softmax(-1) for each in (log_probs, teacher_log_probs)
+        )
+    teacher_probs, difference = teacher_log_probs.exp(), teacher_log_probs - log_probs
+    kl = difference.mul_(teacher_probs).sum(-1)
+    gradient = torch.exp(log_probs, out=difference).sub_(teacher_probs).div_(temperature)
     return kl, gradient
 
 
 def _total_variation_and_gradient(
-    probs: torch.Tensor, taught_probs: torch.Tensor
+    probs: torch.Tensor, teacher_probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Half of sum_i |p_i - t_i|, which is sum_i max(p_i - t_i, 0), `[n]`, and, in the memory of the teacher's t, its
-    gradient with respect to the student's logits: p_j (s_j - sum_i s_i p_i), where s is 1 where p > t and else 0."""
-    excess = torch.sub(probs, taught_probs, out=taught_probs).clamp_(min=0)
+    """Return half of sum_i |p_i - t_i|, which is sum_i max(p_i - t_i, 0), `[n]`, and its gradient with respect to the
+    student's logits, p_j (s_j - sum_i s_i p_i), where s is 1 where p > t, else 0. The gradient overwrites t."""
+    excess = torch.sub(probs, teacher_probs, out=teacher_probs).clamp_(min=0)
     tv = excess.sum(-1)
     above = excess.sign_().mul_(probs)
     return tv, above.addcmul_(probs, above.sum(-1, keepdim=True), value=-1)
 
 
 def precise(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype a loss is computed in: float32, or the tensor's own if that is better."""
+    """Return the dtype that a loss is computed in: float32, or the tensor's own if that is more precise."""
     return torch.promote_types(tensor.dtype, torch.float32)

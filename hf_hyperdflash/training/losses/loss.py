@@ -1,7 +1,7 @@
 """The drafter's loss, in chunks of states: cross-entropy, distillation (Eq. 2, 3) and acceptance itself. Torch alone.
 
-Acceptance at temperature 1 is 1 less the total variation of what a draft is drawn from and what the target would draw
-from: a loss of its own, and what a confidence head is to foretell.
+At temperature 1 the probability that a draft is accepted is 1 - TV, the total variation between the distribution that
+the draft is drawn from and the target's. TV is a loss of its own, and 1 - TV is what a confidence head predicts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from .chunk import Targets, chunk_loss, precise
 
 IGNORE_INDEX = -100
-_OF_LOGITS = torch.nn.Identity()
+_IDENTITY_HEAD = torch.nn.Identity()
 
 
 class DrafterLoss(NamedTuple):
@@ -59,8 +59,10 @@ def position_weights(drafts: int, decay: float | None) -> torch.Tensor | None:
 
 
 def loss_counts(labels: torch.Tensor, kl_positions: int, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """What the sums of Eq. 2 and 3 are divided by. Add them up over the micro-batches and processes of one optimizer
-    step, and pass the total to every one of them: their losses then sum to the loss of the one big batch.
+    """Count what the sums of Eq. 2 and 3 are divided by.
+
+    Add the counts up over the micro-batches and processes of one optimizer step, and pass the total to every one of
+    them. Their losses then sum to the loss of the one big batch.
 
     Args:
         labels: `[blocks, drafts]`, -100 where there is none.
@@ -85,9 +87,12 @@ def loss_counts(labels: torch.Tensor, kl_positions: int, weights: torch.Tensor |
 
 
 def rank_loss(class_logits: torch.Tensor, classes: torch.Tensor, budget: float = 10.0) -> torch.Tensor:
-    """SpecBlock's loss of a rank head: cross-entropy with labels smoothed towards the classes nearby, more so towards
-    more children, weighted by how far off the prediction is, twice if it tries too few. Of each slot's samples a class
-    counts as `budget` at most. A block counts up to the first slot whose class is predicted wrongly.
+    """Compute SpecBlock's loss of a rank head.
+
+    It is a cross-entropy. Labels are smoothed towards nearby classes, more so towards classes with more children.
+    Each term is weighted by the distance between prediction and label, twice if the prediction has too few children.
+    In each slot, a class counts as at most `budget` samples. A block counts up to the first slot whose class is
+    predicted wrongly.
 
     Args:
         class_logits: `[blocks, slots, 4]`.
@@ -102,10 +107,10 @@ def rank_loss(class_logits: torch.Tensor, classes: torch.Tensor, budget: float =
     off = true.unsqueeze(-1) - number
     kernel = (1.0 + off.abs() + off.clamp(min=0)).pow(-2)
     entropy = -(kernel / kernel.sum(-1, keepdim=True) * logits.log_softmax(-1)).sum(-1)
-    behind = true - predicted
-    distance = 1.0 + behind.abs() + behind.clamp(min=0)
-    of_class = torch.nn.functional.one_hot(true, logits.shape[-1]) * counts.unsqueeze(-1)
-    weights = (budget / of_class.sum(0).clamp(min=1)).clamp(max=1.0).expand(len(true), -1, -1)
+    shortfall = true - predicted
+    distance = 1.0 + shortfall.abs() + shortfall.clamp(min=0)
+    class_members = torch.nn.functional.one_hot(true, logits.shape[-1]) * counts.unsqueeze(-1)
+    weights = (budget / class_members.sum(0).clamp(min=1)).clamp(max=1.0).expand(len(true), -1, -1)
     weights = weights.gather(-1, true.unsqueeze(-1)).squeeze(-1) * counts
     return (entropy * distance * weights).sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
 
@@ -131,27 +136,29 @@ def drafter_loss(
     blind: torch.Tensor | None = None,
     candidates: int = 0,
     draft_ids: torch.Tensor | None = None,
-    head: Callable[[torch.Tensor], torch.Tensor] = _OF_LOGITS,
+    head: Callable[[torch.Tensor], torch.Tensor] = _IDENTITY_HEAD,
     chunk_size: int = 256,
 ) -> DrafterLoss:
-    """Eq. 3, cross-entropy plus `kl_weight` times T^2 / P sum_k E[KL(teacher_k || student_k)], and DSpark's terms.
+    """Compute Eq. 3, cross-entropy plus `kl_weight` times T^2 / P sum_k E[KL(teacher_k || student_k)], and DSpark's
+    terms.
 
-    These are total variation, TV = 1/2 sum_i |p_i - t_i| between what a draft is drawn from and what the target would
-    draw from, and the binary cross-entropy of a confidence head against 1 - TV. Half the L1 distance is what
-    `tv_weight` multiplies, the rejection probability itself: DSpark's 0.9 ||p - t||_1 is a `tv_weight` of 1.8. A
-    position counts for cross-entropy, TV and confidence by its weight; KL has weights of its own.
+    DSpark's terms are the total variation TV = 1/2 sum_i |p_i - t_i| between the distribution p that a draft is drawn
+    from and the target's t, and the binary cross-entropy of a confidence head against 1 - TV. `tv_weight` multiplies
+    half the L1 distance, which is the probability of rejection: DSpark's 0.9 ||p - t||_1 is a `tv_weight` of 1.8.
+    `weights` weight cross-entropy, TV and confidence; KL has weights of its own.
 
-    A head that chooses among the best tokens of the block's own logits trains the states that it corrects, not what
-    those logits say of them: they have a cross-entropy of their own. `predictions` and `acceptance` are then of the
-    choice, as drafts are drawn; the losses are of the whole vocabulary.
+    A head that chooses among the best tokens of the block's own logits does not train those logits. They have a
+    cross-entropy of their own (`blind`). `predictions` and `acceptance` are then those of the choice, as drafts are
+    drawn; the losses are those of the whole vocabulary.
 
-    A drafter with a vocabulary of its own has an LM head of its own, its `table`, and no `vectors`. What it cannot
-    draft it learns nothing of: such a label has a cross-entropy of 0, and KL counts by how probable the teacher finds
-    what can be drafted. Acceptance is of the target's whole distribution, whose other tokens are never accepted.
+    A drafter with a vocabulary of its own has an LM head of its own, its `table`, and no `vectors`. It learns nothing
+    of tokens that it cannot draft: such a label has a cross-entropy of 0, and KL is multiplied by the probability
+    that the teacher gives to the tokens that can be drafted. Acceptance is that of the target's whole distribution,
+    whose other tokens are never accepted.
 
-    Logits, see [`~chunk_loss.student_logits`], exist for `chunk_size` draft positions at a time. Each chunk's
-    gradients are taken at once, while its logits exist, and only multiplied in backward. So backward recomputes
-    nothing, unlike with checkpointing. Positions without a label never meet the head.
+    Logits, see [`~chunk_loss.student_logits`], exist for `chunk_size` draft positions at a time. The gradients of a
+    chunk are computed while its logits exist, and backward only multiplies them. So backward recomputes nothing,
+    unlike with checkpointing. Positions without a label never reach the head.
 
     Args:
         states: `[blocks, drafts, config.target_hidden_size]`, the drafter's. Without `head` they are logits.
@@ -176,8 +183,8 @@ def drafter_loss(
         candidates: among how many of their best tokens a draft is chosen; `None` and 0 for all tokens.
         draft_ids: `[config.draft_vocab_size]`, the tokens that `table` scores, where these are not all.
         head: The target's LM head, `[n, config.target_hidden_size]` to `[n, config.vocab_size]`. It may move and cast
-            what it is given; the loss is computed where its logits are, in float32 or better. Called with no gradient
-            for its own parameters, and as often as this batch's labels need: not the same on every process.
+            its input; the loss is computed on the device of its logits, in float32 or better. Its own parameters get
+            no gradient. The number of calls depends on the labels, so it differs between processes.
         chunk_size: The most draft positions whose logits exist at once.
 
     Raises:
@@ -186,33 +193,33 @@ def drafter_loss(
     if chunk_size < 1:
         raise ValueError(f"`chunk_size` is {chunk_size}: expected at least 1 (256 is a good default).")
     _check_shapes(states, labels, teacher, vectors, table, confidence, blind)
-    taught = 0 if teacher is None else teacher.shape[1]
-    positions = taught if kl_positions is None else kl_positions
-    _check_positions(labels.shape[1], taught, positions, weights, counts)
-    everywhere = taught == labels.shape[1]
-    if not everywhere and (tv_weight or confidence is not None):
+    teacher_positions = 0 if teacher is None else teacher.shape[1]
+    positions = teacher_positions if kl_positions is None else kl_positions
+    _check_positions(labels.shape[1], teacher_positions, positions, weights, counts)
+    covers_all = teacher_positions == labels.shape[1]
+    if not covers_all and (tv_weight or confidence is not None):
         raise ValueError(
-            f"`teacher` has {taught} draft positions: expected all {labels.shape[1]}, for total variation and "
-            "confidence."
+            f"`teacher` has {teacher_positions} draft positions: expected all {labels.shape[1]}, for total variation "
+            "and confidence."
         )
     counts = loss_counts(labels, positions, weights) if counts is None else counts
     counts = counts.to(labels.device, precise(states))
-    # What one block counts for at each draft position, and its KL; 0 where a count is.
+    # The weight of one block at each draft position, and that of its KL; 0 where a count is 0.
     per_count = counts.reciprocal().masked_fill(counts == 0, 0.0)
     ones = torch.ones(labels.shape[1]).to(per_count)
     scale = per_count[0] * (ones if weights is None else weights.to(ones))
     kl_scale = per_count[1:] * (kl_temperature**2 / max(positions, 1))
     if kl_weights is not None:
         kl_scale = kl_scale * kl_weights[:positions].to(kl_scale)
-    # Divided by counts, gradients are so small that they would vanish in a float16 head. They are taken in this unit
-    # and multiplied by it in backward, where a gradient scaler's factor has arrived.
+    # Divided by counts, gradients are so small that they would vanish in a float16 head. So they are computed in this
+    # unit. Backward multiplies by it, together with a gradient scaler's factor.
     unit = torch.cat([max(ce_weight, tv_weight, blind_weight) * scale, kl_weight * kl_scale]).max()
     unit = unit.clamp(min=torch.finfo(torch.float32).tiny)
     given = {"states": states, "vectors": vectors, "table": table}
     sources = {name: source for name, source in given.items() if source is not None}
     needs_gradient = torch.is_grad_enabled() and any(source.requires_grad for source in sources.values())
     gradients = {
-        name: torch.zeros_like(source, dtype=precise(source) if name == "table" else None)  # that is a sum over chunks
+        name: torch.zeros_like(source, dtype=precise(source) if name == "table" else None)  # a sum over chunks
         for name, source in sources.items()
         if needs_gradient
     }
@@ -221,65 +228,68 @@ def drafter_loss(
     predictions, acceptance = torch.full_like(labels, -1), torch.zeros_like(labels, dtype=unit.dtype)
     cross_entropy = kl = tv = blind_cross_entropy = torch.zeros_like(unit)
     for block, draft, distilled in _labelled_chunks(labels, positions, chunk_size):
-        rows = slice(None if everywhere else distilled)
-        row, kl_row = scale[draft], kl_scale[draft[:distilled]]
+        rows = slice(None if covers_all else distilled)
+        chunk_scale, chunk_kl_scale = scale[draft], kl_scale[draft[:distilled]]
         targets = Targets(
-            labels[block, draft] if draft_ids is None else places_of(labels[block, draft], draft_ids),
+            labels[block, draft] if draft_ids is None else indices_among(labels[block, draft], draft_ids),
             None if teacher is None else teacher.detach()[block[rows], draft[rows]],
-            ce_weight * row / unit,
-            kl_weight * kl_row / unit,
-            tv_weight * row / unit if everywhere else None,
+            ce_weight * chunk_scale / unit,
+            kl_weight * chunk_kl_scale / unit,
+            tv_weight * chunk_scale / unit if covers_all else None,
             draft_ids=draft_ids,
         )
         if blind is not None:
-            blind_targets = Targets(targets.labels, None, blind_weight * row / unit, kl_row[:0], None)
-            own = blind.detach()[block, draft].requires_grad_(blind_gradient is not None)
-            of_block = chunk_loss({"states": own}, blind_targets, head, 1.0, best=candidates)
-            blind_cross_entropy = blind_cross_entropy + (of_block.cross_entropy.to(unit) * row).sum()
-            targets = targets._replace(candidates=of_block.predictions)
+            blind_targets = Targets(targets.labels, None, blind_weight * chunk_scale / unit, chunk_kl_scale[:0], None)
+            block_states = blind.detach()[block, draft].requires_grad_(blind_gradient is not None)
+            block_terms = chunk_loss({"states": block_states}, blind_targets, head, 1.0, best=candidates)
+            blind_cross_entropy = blind_cross_entropy + (block_terms.cross_entropy.to(unit) * chunk_scale).sum()
+            targets = targets._replace(candidates=block_terms.predictions)
             if blind_gradient is not None:
-                blind_gradient[block, draft] = of_block.gradients[0]
-            del of_block
+                blind_gradient[block, draft] = block_terms.gradients[0]
+            del block_terms
         inputs = {name: source.detach() for name, source in sources.items()}
         inputs |= {name: source[block, draft] for name, source in inputs.items() if name != "table"}
         inputs = {name: source.requires_grad_(needs_gradient) for name, source in inputs.items()}
-        of_chunk = chunk_loss(inputs, targets, head, kl_temperature)
-        cross_entropy = cross_entropy + (of_chunk.cross_entropy.to(unit) * row).sum()
-        kl = kl + (of_chunk.kl.to(unit) * kl_row).sum()
-        if everywhere:
-            tv = tv + (of_chunk.tv.to(unit) * row).sum()
-            acceptance[block, draft] = of_chunk.acceptance.to(acceptance)
-        predicted = of_chunk.predictions[:, 0].to(predictions)
+        chunk_terms = chunk_loss(inputs, targets, head, kl_temperature)
+        cross_entropy = cross_entropy + (chunk_terms.cross_entropy.to(unit) * chunk_scale).sum()
+        kl = kl + (chunk_terms.kl.to(unit) * chunk_kl_scale).sum()
+        if covers_all:
+            tv = tv + (chunk_terms.tv.to(unit) * chunk_scale).sum()
+            acceptance[block, draft] = chunk_terms.acceptance.to(acceptance)
+        predicted = chunk_terms.predictions[:, 0].to(predictions)
         predictions[block, draft] = predicted if draft_ids is None else draft_ids.to(predicted)[predicted]
-        _keep(gradients, of_chunk.gradients, block, draft)
-        del of_chunk  # a table's gradient is as large as logits
+        _store_gradients(gradients, chunk_terms.gradients, block, draft)
+        del chunk_terms  # a table's gradient is as large as logits
     loss = ce_weight * cross_entropy + kl_weight * kl + tv_weight * tv + blind_weight * blind_cross_entropy
     if blind is not None and blind_gradient is not None:
         sources, gradients = sources | {"blind": blind}, gradients | {"blind": blind_gradient}
     if needs_gradient:
         loss = _PrecomputedGradients.apply(loss, unit, list(gradients.values()), *sources.values())
-    surprise = torch.zeros_like(unit)
+    confidence_loss = torch.zeros_like(unit)
     if confidence is not None:
         each = binary_cross_entropy_with_logits(confidence.to(acceptance), acceptance, reduction="none")
-        surprise = (each.masked_fill(labels == IGNORE_INDEX, 0.0) * scale).sum()
-        loss = loss + confidence_weight * surprise
-    told = cross_entropy, kl, tv, surprise.detach(), blind_cross_entropy, torch.zeros_like(unit)
-    return DrafterLoss(loss, *told, predictions, acceptance)
+        confidence_loss = (each.masked_fill(labels == IGNORE_INDEX, 0.0) * scale).sum()
+        loss = loss + confidence_weight * confidence_loss
+    terms = cross_entropy, kl, tv, confidence_loss.detach(), blind_cross_entropy, torch.zeros_like(unit)
+    return DrafterLoss(loss, *terms, predictions, acceptance)
 
 
-def _keep(
-    gradients: Mapping[str, torch.Tensor], of_chunk: Sequence[torch.Tensor], block: torch.Tensor, draft: torch.Tensor
+def _store_gradients(
+    gradients: Mapping[str, torch.Tensor],
+    chunk_terms: Sequence[torch.Tensor],
+    block: torch.Tensor,
+    draft: torch.Tensor,
 ) -> None:
-    """Write what is of positions where they are, and add what is of the table."""
-    for (name, gradient), part in zip(gradients.items(), of_chunk):
+    """Write a chunk's gradients of states and vectors at their positions, and add its gradient of the table."""
+    for (name, gradient), part in zip(gradients.items(), chunk_terms):
         if name == "table":
             gradient += part
         else:
             gradient[block, draft] = part
 
 
-def places_of(tokens: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
-    """Where tokens of any shape stand among those that can be drafted, -1 for what cannot."""
+def indices_among(tokens: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
+    """Return the index of each token, of any shape, in `draft_ids`; -1 for a token that cannot be drafted."""
     ordered, order = draft_ids.to(tokens.device).sort()
     at = torch.searchsorted(ordered, tokens).clamp(max=len(ordered) - 1)
     return torch.where(ordered[at] == tokens, order[at], -1)
@@ -305,8 +315,9 @@ class _PrecomputedGradients(torch.autograd.Function):
 def _labelled_chunks(
     labels: torch.Tensor, positions: int, chunk_size: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Block and draft index of the labelled positions, up to `chunk_size` at a time, and how many of these, put first,
-    lie among the first `positions` draft positions. The indices are on the CPU, so that no chunk waits for a GPU."""
+    """Yield block and draft index of the labelled positions, up to `chunk_size` at a time. Those among the first
+    `positions` draft positions come first; their number is yielded, too. The indices are on the CPU, so that no chunk
+    waits for a GPU."""
     for chunk in (labels != IGNORE_INDEX).cpu().nonzero().split(chunk_size):
         is_distilled = chunk[:, 1] < positions
         block, draft = torch.cat([chunk[is_distilled], chunk[~is_distilled]]).unbind(1)
@@ -341,11 +352,12 @@ def _check_shapes(
 
 
 def _check_positions(
-    drafts: int, taught: int, positions: int, weights: torch.Tensor | None, counts: torch.Tensor | None
+    drafts: int, teacher_positions: int, positions: int, weights: torch.Tensor | None, counts: torch.Tensor | None
 ) -> None:
-    if taught not in (positions, drafts):
+    if teacher_positions not in (positions, drafts):
         raise ValueError(
-            f"`teacher` has {taught} draft positions: expected {positions}, `kl_positions`, or all {drafts}."
+            f"`teacher` has {teacher_positions} draft positions: expected {positions}, `kl_positions`, or all "
+            f"{drafts}."
         )
     for what, vector, length in (("weights", weights, drafts), ("counts", counts, 1 + positions)):
         if vector is not None and vector.shape != (length,):

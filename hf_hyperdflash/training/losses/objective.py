@@ -1,6 +1,6 @@
-"""What a drafter learns from rows of text: blocks laid at anchors, what the drafter says there, and its loss.
+"""The training objective of a drafter: anchors in rows of text, the drafter's output at them, and its loss.
 
-The trainer and whoever learns while serving have it in common. No process group, no optimizer, no random state.
+The trainer and learning while serving share it. It has no process group, no optimizer and no random state.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ...targets.target import Target
 from ..arguments import LOSS_WEIGHTS
 from ..data.blocks import anchor_candidates, anchor_seeds, block_labels, block_masks, previous_tokens, sample_anchors
 from .chunk import student_logits
-from .loss import DrafterLoss, drafter_loss, loss_counts, places_of, position_weights
+from .loss import DrafterLoss, drafter_loss, indices_among, loss_counts, position_weights
 from .teacher import check_teacher, teacher_states
 
 Batch = dict[str, torch.Tensor]
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> Batch:
-    """Pad rows on the right; positions go on counting, so that padding belongs to the last document, which it follows.
+    """Pad rows on the right. Position ids go on counting in the padding, which so belongs to the last document.
 
     Args:
         rows: `input_ids`, `loss_mask`, `position_ids` of `[seq]` each and, from a feature cache, `residual`
@@ -42,17 +42,17 @@ def collate(rows: Sequence[dict[str, Any]]) -> Batch:
     return batch
 
 
-def read_layers(config: Any) -> list[int]:
-    """Layers that training reads: the drafter's and, for the teacher, the last."""
+def training_layer_ids(config: Any) -> list[int]:
+    """Return the layers that training reads: the drafter's and, for the teacher, the last one."""
     ids = list(config.target_layer_ids or ())
     return ids if ids[-1] == -1 else [*ids, -1]
 
 
 class BlockObjective:
-    """Of drafters whose blocks each stand by themselves.
+    """The objective of drafters whose blocks do not depend on each other.
 
     Args:
-        drafter: Whose configuration and vocabulary these are, wrapped by PEFT or not.
+        drafter: The drafter, wrapped by PEFT or not; its configuration and vocabulary are read.
         target: Its target.
         args: With `num_anchors`, `seed`, `kl_temperature`, `kl_teacher`, `loss_chunk_size` and what a recipe sets, as
             [`HyperDFlashTrainingArguments`] have.
@@ -61,10 +61,10 @@ class BlockObjective:
         ValueError: If the target cannot be such a teacher.
 
     Attributes:
-        loss_weights: Of the loss's terms, 0 where the drafter has not what is trained by one.
+        loss_weights: Weights of the loss's terms; 0 where the drafter does not have the part that a term trains.
         kl_positions: How many draft positions are distilled.
         trains_acceptance: Whether the loss needs the probability that each draft is accepted.
-        chooses: Whether a head chooses among the best tokens of the block's own logits.
+        selects_candidates: Whether a head chooses among the best tokens of the block's own logits.
     """
 
     def __init__(self, drafter: Any, target: Target, args: Any) -> None:
@@ -76,8 +76,8 @@ class BlockObjective:
         self.loss_weights: dict[str, float] = {name: getattr(args, name) for name in LOSS_WEIGHTS}
         if not config.confidence_head:
             self.loss_weights["confidence_weight"] = 0.0
-        self.chooses = config.sequential_head in HEADS and bool(config.head_candidates)
-        if not self.chooses:
+        self.selects_candidates = config.sequential_head in HEADS and bool(config.head_candidates)
+        if not self.selects_candidates:
             self.loss_weights["blind_weight"] = 0.0
         self.kl_positions = (args.kl_positions or config.max_draft_tokens) if args.kl_weight else 0
         self.trains_acceptance = bool(args.tv_weight) or config.confidence_head
@@ -85,51 +85,58 @@ class BlockObjective:
     def _position_weights(self, decay: float | None) -> torch.Tensor | None:
         return position_weights(self.config.max_draft_tokens, decay)
 
-    def lay(self, batch: Batch, step: int, num_anchors: int | None = None) -> None:
-        """Add to a batch of [`collate`] `anchors`, `steps` and `labels`, as they are drawn for an optimizer step: at
-        most so many anchors in a row, or as the arguments say."""
+    def add_anchors(self, batch: Batch, step: int, num_anchors: int | None = None) -> None:
+        """Add `anchors`, `steps` and `labels` to a batch of [`collate`], as they are drawn for an optimizer step.
+
+        A row gets at most `num_anchors` anchors; `None` for the number in the arguments.
+        """
         seeds = anchor_seeds(batch["input_ids"], batch["loss_mask"], self.args.seed, step)
         batch["anchors"] = sample_anchors(self.candidates(batch), num_anchors or self.args.num_anchors, seeds)
         batch["steps"] = self.steps(step)
-        labels = self.following(batch, batch["anchors"], int(batch["steps"].max()) + 1)
+        labels = self.following_tokens(batch, batch["anchors"], int(batch["steps"].max()) + 1)
         batch["labels"] = labels[:, :, batch["steps"].to(labels.device)].contiguous()
 
     def candidates(self, batch: Batch) -> torch.Tensor:
-        """Where drafting can start, `[batch, seq]`."""
+        """Return the positions where a block can start, boolean `[batch, seq]`."""
         return anchor_candidates(batch["loss_mask"], batch["position_ids"])
 
     def steps(self, step: int | None = None) -> torch.Tensor:
-        """How many tokens after the anchor the token before each draft position stands, `[drafts]`: in an optimizer
-        step, or, without one, where drafting has it."""
+        """Return the distance from the anchor to the token before each draft position, `[drafts]`.
+
+        Args:
+            step: The optimizer step; `None` for the distances that generation has.
+        """
         return torch.arange(self.config.max_draft_tokens)
 
-    def following(self, batch: Batch, anchors: torch.Tensor, count: int) -> torch.Tensor:
-        """So many tokens after each anchor, `[batch, anchors, count]`, see [`block_labels`]."""
+    def following_tokens(self, batch: Batch, anchors: torch.Tensor, count: int) -> torch.Tensor:
+        """Return the `count` tokens after each anchor, `[batch, anchors, count]`, see [`block_labels`]."""
         return block_labels(batch["input_ids"], batch["loss_mask"], batch["position_ids"], anchors, count)
 
     def counts(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """What the losses of batches are divided by, of all of them, see [`loss_counts`]."""
+        """Return what the losses of the batches are divided by, summed over all of them, see [`loss_counts`]."""
         labels = [batch["labels"].flatten(0, 1) for batch in batches]
         return torch.as_tensor(sum(loss_counts(each, self.kl_positions, self.weights) for each in labels))
 
-    def drafted(
+    def run_drafter(
         self, drafter: nn.Module, batch: Batch, anchors: torch.Tensor, residual: torch.Tensor, steps: torch.Tensor
     ) -> HeadOutput:
-        """Run the blocks of `anchors` as generation runs one, each draft after the text's token before it.
+        """Run the drafter over the blocks of `anchors`, as generation does; each draft follows the text's own token.
 
-        Generation draws that token itself: it is the text's as long as all drafts before were right, and what comes
-        after a wrong one never counts. So predictions are those of greedy drafting wherever they matter.
+        In generation the token before a draft is itself a draft. It equals the text's token while all drafts before
+        it were right, and drafts after a wrong one never count. So predictions are those of greedy drafting wherever
+        they matter.
 
         Args:
             drafter: The drafter, wrapped for distributed training or not.
             batch: `input_ids` and `position_ids`, `[batch, seq]`.
             anchors: Indices into the rows, `[batch, anchors]`, -1 for missing ones.
-            residual: `[batch, seq, paths, config.target_hidden_size]` of the same rows, paths of [`read_layers`].
+            residual: `[batch, seq, streams, config.target_hidden_size]` of the same rows, of
+                [`training_layer_ids`].
             steps: Of [`steps`].
 
         Returns:
-            What the target's LM head reads, `[batch, anchors, config.max_draft_tokens, config.target_hidden_size]`,
-            and what the heads say beside.
+            The states for the target's LM head, `[batch, anchors, config.max_draft_tokens,
+            config.target_hidden_size]`, and the outputs of the drafter's heads.
         """
         config = self.config
         first, size = anchors.clamp(min=0), config.block_size
@@ -139,7 +146,7 @@ class BlockObjective:
         head = HEADS.get(config.sequential_head)
         with torch.no_grad():
             embeds = self.target.embed(tokens)
-            read = None if head is None or not head.reads_embeds else self.target.embed(previous)
+            previous_embeds = None if head is None or not head.reads_embeds else self.target.embed(previous)
         return drafter(
             embeds,
             positions,
@@ -147,7 +154,7 @@ class BlockObjective:
             residual=residual[:, :, : config.num_paths],
             residual_position_ids=batch["position_ids"],
             previous_ids=previous,
-            previous_embeds=read,
+            previous_embeds=previous_embeds,
         )
 
     def loss(
@@ -161,26 +168,26 @@ class BlockObjective:
         counts: torch.Tensor | None = None,
         needs_acceptance: bool = False,
     ) -> DrafterLoss:
-        """What the drafter is to make small.
+        """Compute the loss of drafts.
 
         Args:
-            drafted: Of [`drafted`].
+            drafted: Of [`run_drafter`].
             anchors: `[batch, anchors]`.
             labels: `[batch, anchors, config.max_draft_tokens]`.
-            residual: `[batch, seq, paths, config.target_hidden_size]`.
+            residual: `[batch, seq, streams, config.target_hidden_size]`.
             steps: Of [`steps`].
             table: The drafter's `vocabulary_table`, whole.
             counts: Of the whole optimizer step; default: of these labels.
-            needs_acceptance: Whether acceptance is told also where no term of the loss needs it.
+            needs_acceptance: Whether to compute acceptance even if no term of the loss needs it.
         """
-        everywhere = self.trains_acceptance or needs_acceptance
-        taught = self.config.max_draft_tokens if everywhere else self.kl_positions
+        covers_all = self.trains_acceptance or needs_acceptance
+        teacher_positions = self.config.max_draft_tokens if covers_all else self.kl_positions
         states, vectors, confidence, blind, _ = (None if part is None else part.flatten(0, 1) for part in drafted)
         states, vectors = self._read(cast(torch.Tensor, states), vectors)
         return drafter_loss(
             states,
             labels.flatten(0, 1),
-            self.teacher(anchors, residual, steps[:taught]) if taught else None,
+            self.teacher(anchors, residual, steps[:teacher_positions]) if teacher_positions else None,
             kl_temperature=self.args.kl_temperature,
             kl_positions=self.kl_positions,
             kl_weights=self.kl_weights,
@@ -199,20 +206,22 @@ class BlockObjective:
 
     @property
     def draft_ids(self) -> torch.Tensor | None:
-        """The tokens that can be drafted, `[config.draft_vocab_size]`, where these are not all."""
+        """The tokens that can be drafted, `[config.draft_vocab_size]`; `None` for all."""
         return self.drafter.draft_ids if self.config.draft_vocab_size else None
 
-    def scores(self, states: torch.Tensor, vectors: torch.Tensor | None, table: torch.Tensor | None) -> torch.Tensor:
-        """The drafter's logits of n drafts, `[n, config.draft_vocab_size or config.vocab_size]`, of its states and its
-        head's vectors by its `vocabulary_table`."""
+    def draft_logits(
+        self, states: torch.Tensor, vectors: torch.Tensor | None, table: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the drafter's logits of n drafts, `[n, config.draft_vocab_size or config.vocab_size]`, from its
+        states, its head's vectors and its `vocabulary_table`."""
         return student_logits(self.head, *self._read(states, vectors), table)
 
-    def places(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Where tokens stand among those that these logits are of, -1 for what cannot be drafted."""
-        return tokens if self.draft_ids is None else places_of(tokens, self.draft_ids)
+    def draft_indices(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the index of each token in [`draft_logits`], -1 for a token that cannot be drafted."""
+        return tokens if self.draft_ids is None else indices_among(tokens, self.draft_ids)
 
     def _read(self, states: torch.Tensor, vectors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """An LM head of the drafter's own stands beside its head's table, and so do what the two read."""
+        """Join states and vectors where the drafter's own LM head and its head's table are joined."""
         if self.draft_ids is None or vectors is None:
             return states, vectors
         return torch.cat([states, vectors.to(states)], dim=-1), None
@@ -223,12 +232,12 @@ class BlockObjective:
 
     @torch.no_grad()
     def teacher(self, anchors: torch.Tensor, residual: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-        """A draft position learns from the target's state at the token before it (section 2.3), `steps` after the
-        anchor: `[blocks, positions, hidden_size]`. Where blocks overlap, a state is computed once."""
+        """Return the teacher's states, `[blocks, positions, hidden_size]`: a draft position learns from the target's
+        state at the token before it (section 2.3), `steps` after the anchor. Overlapping blocks share the states."""
         batch, length = residual.shape[:2]
         at = (anchors.clamp(min=0).unsqueeze(-1) + steps.to(anchors.device)).clamp(max=length - 1)
         rows = length * torch.arange(batch, device=at.device)
-        places, of_place = (at + rows[:, None, None]).unique(return_inverse=True)
-        final = residual.flatten(0, 1)[places, -self.config.target_hc_mult :]
+        index, inverse = (at + rows[:, None, None]).unique(return_inverse=True)
+        final = residual.flatten(0, 1)[index, -self.config.target_hc_mult :]
         states = teacher_states(self.target, final.unsqueeze(0), self.args.kl_teacher).to(residual.device)
-        return states[0, of_place].flatten(0, 1)
+        return states[0, inverse].flatten(0, 1)

@@ -1,4 +1,4 @@
-"""The teacher: what the target's LM head reads, from a residual that is there already."""
+"""The teacher: the input of the target's LM head, computed from a residual that is known already."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ...targets.target import Target, computable
 
 
 def teacher_states(target: Target, residual: torch.Tensor, kl_teacher: str = "hc_head") -> torch.Tensor:
-    """What the target's LM head reads at each position, from the pre-collapse residual, without another forward.
+    """Return the input of the target's LM head at each position, from the pre-collapse residual, without a forward.
 
     Args:
         target: The target.
         residual: `[batch, seq, config.hc_mult, config.hidden_size]`.
         kl_teacher: `"hc_head"` for the target's own collapse, whose logits are the target's next-token logits;
-            `"mean_pool"` for the mean of the paths, the paper's teacher (section 2.3).
+            `"mean_pool"` for the mean of the streams, the paper's teacher (section 2.3).
 
     Returns:
         `[batch, seq, config.hidden_size]`.

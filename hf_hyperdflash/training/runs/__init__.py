@@ -1,1 +1,1 @@
-"""What a run leaves and how it goes on: checkpoints, identity, record, progress."""
+"""A training run: its checkpoints, its identity, its record, its progress."""

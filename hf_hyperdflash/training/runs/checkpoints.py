@@ -1,4 +1,4 @@
-"""Which checkpoints of a training run are whole, so that a run that was killed while it saved one can go on."""
+"""Finds complete checkpoints, so that a run that was killed while it saved one can be resumed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from ...hub.cards import TRAINING_RECORD
 
-# Of each, one pattern must be there: as one process writes it, several do, FSDP or DeepSpeed (`global_step*`) does.
+# Each part has to have a file of one pattern: as one process, several, FSDP or DeepSpeed (`global_step*`) write it.
 _PARTS = {
     "weights": ("*.safetensors", "*/adapter_model.safetensors", "pytorch_model_fsdp*", "global_step*"),
     "optimizer": ("optimizer*", "*-optimizer.pt", "global_step*"),
@@ -26,10 +26,10 @@ CHECKPOINT = re.compile(r"checkpoint-\d+")  # the name of one
 
 
 def defect(folder: Path) -> str | None:
-    """What keeps a run from going on from a checkpoint, in words; `None` if nothing does.
+    """Return why a run cannot resume from a checkpoint; `None` if it can.
 
     Args:
-        folder: What transformers' `Trainer` wrote, on its own or with FSDP or DeepSpeed.
+        folder: A checkpoint of transformers' `Trainer`, alone or with FSDP or DeepSpeed.
     """
     if not folder.is_dir():
         return "there is no such folder"
@@ -38,12 +38,12 @@ def defect(folder: Path) -> str | None:
         return "it has weights alone (`save_only_model`): begin a new run with them as its drafter"
     if missing:
         return f"it has no {', no '.join(missing)}"
-    broken = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if _is_cut_off(path)]
+    broken = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if _is_truncated(path)]
     return f"{', '.join(broken)} cannot be read" if broken else None
 
 
-def _is_cut_off(path: Path) -> bool:
-    """Whether a file ends too early, as those do that a killed process was writing. What it holds is not read."""
+def _is_truncated(path: Path) -> bool:
+    """Return whether a file ends too early, because its process was killed. Its content is not read."""
     if path.suffix in (".pt", ".pth"):
         return not zipfile.is_zipfile(path)  # looks for the directory at the end, which `torch.save` writes last
     try:
@@ -57,10 +57,10 @@ def _is_cut_off(path: Path) -> bool:
     return False
 
 
-def last_whole(output_dir: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that a run can go on from, and a line for every newer one that it cannot."""
+def newest_complete(output_dir: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest complete checkpoint, and a line for every newer one that is not complete."""
     skipped: list[str] = []
-    for folder in _named(output_dir):
+    for folder in _checkpoints(output_dir):
         reason = defect(folder)
         if reason is None:
             return folder, skipped
@@ -68,17 +68,17 @@ def last_whole(output_dir: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def to_resume(wanted: str | Literal[True], output_dir: Path) -> tuple[Path, list[str]]:
-    """The checkpoint that a run goes on from, and a line for every newer one that was skipped.
+def checkpoint_to_resume(wanted: str | Literal[True], output_dir: Path) -> tuple[Path, list[str]]:
+    """Return the checkpoint to resume from, and a line for every newer one that is skipped.
 
     Args:
         wanted: A checkpoint's folder, or `True` for the newest whole one.
         output_dir: The run's.
 
     Raises:
-        ValueError: If there is none, or the wanted one is not whole.
+        ValueError: If there is none, or the wanted one is not complete.
     """
-    last, skipped = last_whole(output_dir)
+    last, skipped = newest_complete(output_dir)
     if wanted is not True:
         if (reason := defect(Path(wanted))) is None:
             return Path(wanted), []
@@ -92,15 +92,15 @@ def to_resume(wanted: str | Literal[True], output_dir: Path) -> tuple[Path, list
     return last, skipped
 
 
-def _named(output_dir: Path) -> list[Path]:
-    """Checkpoints, whole or not, the newest first."""
+def _checkpoints(output_dir: Path) -> list[Path]:
+    """Return all checkpoints, complete or not, the newest first."""
     named = [path for path in output_dir.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name)]
     return sorted(named, key=lambda path: int(path.name.partition("-")[2]), reverse=True)
 
 
-def earlier_run(output_dir: Path) -> str | None:
-    """What a folder holds of a run that was there before, in words."""
-    if named := _named(output_dir):
+def describe_earlier_run(output_dir: Path) -> str | None:
+    """Describe what a folder has of an earlier run; `None` if it has nothing."""
+    if named := _checkpoints(output_dir):
         return f"{len(named)} checkpoint{'s' * (len(named) > 1)} of an earlier run, up to {named[0].name}"
     if (output_dir / TRAINING_RECORD).exists() or any(output_dir.glob("*.safetensors")):
         return "a trained drafter"
@@ -108,14 +108,16 @@ def earlier_run(output_dir: Path) -> str | None:
 
 
 def remove_checkpoints(output_dir: Path) -> None:
-    """Those of an earlier run. Its drafter stays until this run has one."""
-    for folder in _named(output_dir):
+    """Remove the checkpoints of an earlier run. Its drafter stays until this run has one."""
+    for folder in _checkpoints(output_dir):
         shutil.rmtree(folder)
 
 
-def share_modes(folder: Path) -> None:
-    """Give the weights and code that the trainer's `save_model` wrote the mode that the umask gives, as other files of
-    a run have it: safetensors makes its own for their owner alone, and code has that of an installed package."""
+def apply_umask(folder: Path) -> None:
+    """Give the weights and code of `save_model` the file mode that the umask gives to the other files of a run.
+
+    safetensors makes its files readable for their owner alone, and code has the mode of the installed package.
+    """
     mode = stat.S_IMODE((folder / "training_args.bin").stat().st_mode)
     for pattern in ("*.safetensors", "*.py", "custom_generate/*.py"):
         for path in folder.glob(pattern):

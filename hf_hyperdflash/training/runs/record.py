@@ -1,4 +1,4 @@
-"""`training.json`: what a model card needs to know of a run as it happened, without this machine's folders."""
+"""Writes `training.json`, the record of a run for the model card, without this machine's folders."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ REPORTED = (
 
 
 def write_record(trainer: Any, folder: Path) -> None:
-    """Beside the drafter that a run of [`HyperDFlashTrainer`] ended in: its settings, its last metrics and how tau
-    went."""
+    """Write the record of a [`HyperDFlashTrainer`] beside its drafter: settings, last metrics, and the course of
+    tau."""
     history = [line for line in trainer.state.log_history if "eval_tau" in line]
     facts = {"settings": _settings(trainer), "metrics": trainer.measured, "history": history}
     (folder / TRAINING_RECORD).write_text(json.dumps(facts, indent=1, default=str))
@@ -38,17 +38,17 @@ def _settings(trainer: Any) -> dict[str, Any]:
         "schedule_steps": state.max_steps,  # more if the run was stopped early
         "warmup_steps": args.get_warmup_steps(state.max_steps),
         "epochs": round(state.epoch or 0, 3),
-        "train_rows": _amount(trainer.train_dataset),
-        "held_out_rows": _amount(trainer.eval_dataset),
+        "train_rows": _row_count(trainer.train_dataset),
+        "held_out_rows": _row_count(trainer.eval_dataset),
     }
 
 
-def _amount(rows: Any) -> int | None:
+def _row_count(rows: Any) -> int | None:
     if isinstance(rows, dict):
-        return sum(_amount(part) or 0 for part in rows.values())
+        return sum(_row_count(part) or 0 for part in rows.values())
     return len(rows) if hasattr(rows, "__len__") else None
 
 
 def public_name(source: str) -> str:
-    """A Hub name as it is, a path without its folders."""
+    """Return a Hub name unchanged, a path without its folders."""
     return Path(source).name if Path(source).exists() else source

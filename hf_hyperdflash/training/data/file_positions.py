@@ -1,4 +1,4 @@
-"""Where in its data a mistake is: the file and line of a row, and the line at which a file stops being rows."""
+"""The file and line of each row, for error messages, and the line at which a file cannot be read."""
 
 from __future__ import annotations
 
@@ -12,43 +12,45 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-PLACE = "_place"  # a column: where the row was read
+POSITION_COLUMN = "_place"  # the column with the file and line of a row
 
 
-def with_places(rows: Dataset | IterableDataset, source: str) -> Dataset | IterableDataset:
-    """Add the column [`PLACE`]: file and line of a JSON Lines file, else what was read and the number of the row."""
+def add_file_positions(rows: Dataset | IterableDataset, source: str) -> Dataset | IterableDataset:
+    """Add the column [`POSITION_COLUMN`]: file and line of a JSON Lines file, else the source and the row's number."""
     from datasets import Dataset
 
     if not isinstance(rows, Dataset):
-        return rows.map(lambda row, number: {PLACE: f"{source}, row {number}"}, with_indices=True)
+        return rows.map(lambda row, number: {POSITION_COLUMN: f"{source}, row {number}"}, with_indices=True)
     lines: list[int] = []
     if os.path.isfile(source) and not source.endswith(".parquet"):
         with open(source, "rb") as file:
             lines = [number for number, line in enumerate(file, start=1) if line.strip()]
-    told = [f"{source}:{line}" for line in lines[: len(rows)]]
+    positions = [f"{source}:{line}" for line in lines[: len(rows)]]
     if len(lines) < len(rows) or source.endswith(".json"):
-        told = [f"{source}, row {number}" for number in range(len(rows))]
-    return rows.add_column(PLACE, told)
+        positions = [f"{source}, row {number}" for number in range(len(rows))]
+    return rows.add_column(POSITION_COLUMN, positions)
 
 
 @contextmanager
-def at_row(row: Mapping[str, Any], number: int) -> Iterator[None]:
-    """Put before the words of a `ValueError` where the row is."""
+def locating_errors(row: Mapping[str, Any], number: int) -> Iterator[None]:
+    """Prefix the message of a `ValueError` with the position of the row."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{row.get(PLACE) or f'Row {number} (the first is 0)'}: {error}") from error
+        raise ValueError(f"{row.get(POSITION_COLUMN) or f'Row {number} (the first is 0)'}: {error}") from error
 
 
-def why_unreadable(path: str, lines: int | None = None) -> str | None:
-    """Where and why a JSON or JSON Lines file, or the first `lines` of one, is no table of rows, which a reader of
-    whole files does not say."""
+def json_error(path: str, lines: int | None = None) -> str | None:
+    """Return where and why a JSON or JSON Lines file, or its first `lines`, is no table of rows; `None` if it is one.
+
+    `datasets` does not say it.
+    """
     with open(path, "rb") as file:
         start = file.read(4096).lstrip()
     if not start:
         return f"{path} is empty: expected a JSON object on every line."
     if start.startswith(b"[") or start.splitlines()[0].strip() == b"{":  # all rows in one, or one over several lines
-        return _why_no_document(path)
+        return _document_error(path)
     with open(path, "rb") as file:
         for number, line in enumerate(islice(file, lines), start=1):
             if not line.strip():
@@ -58,15 +60,15 @@ def why_unreadable(path: str, lines: int | None = None) -> str | None:
             except UnicodeDecodeError:
                 return f"{path}:{number} is not UTF-8 text: expected a JSON object on every line."
             except json.JSONDecodeError as error:
-                where = f"{error.msg}, column {error.colno}"
-                return f"{path}:{number} is no JSON ({where}): expected an object on every line."
+                first_line = f"{error.msg}, column {error.colno}"
+                return f"{path}:{number} is no JSON ({first_line}): expected an object on every line."
             if not isinstance(row, dict):
                 return f"{path}:{number} is a {type(row).__name__}, expected an object of columns and values."
     return None
 
 
-def why_no_text(path: str) -> str | None:
-    """The first line of a file that is not UTF-8."""
+def encoding_error(path: str) -> str | None:
+    """Return a message with the first line of a file that is not UTF-8; `None` if all are."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -76,19 +78,22 @@ def why_no_text(path: str) -> str | None:
     return None
 
 
-def why_unlike(path: str) -> str | None:
-    """The first row of a JSON Lines file that has something else in a column than the rows before."""
-    kinds: dict[str, tuple[str, int]] = {}
+def type_mismatch(path: str) -> str | None:
+    """Return a message with the first row of a JSON Lines file that has another type in a column than earlier rows."""
+    types: dict[str, tuple[str, int]] = {}
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
-            for name, kind in _kinds(json.loads(line)) if line.strip() else ():
-                first, where = kinds.setdefault(name, (kind, number))
-                if kind != first:
-                    return f"{path}:{number}: `{name}` is {kind}, but in line {where} {first}. Make them alike."
+            for name, found_type in _types(json.loads(line)) if line.strip() else ():
+                first, first_line = types.setdefault(name, (found_type, number))
+                if found_type != first:
+                    return (
+                        f"{path}:{number}: `{name}` is {found_type}, but in line {first_line} {first}. "
+                        "Make them alike."
+                    )
     return None
 
 
-def _why_no_document(path: str) -> str | None:
+def _document_error(path: str) -> str | None:
     try:
         with open(path, encoding="utf-8") as file:
             rows = json.load(file)
@@ -102,15 +107,15 @@ def _why_no_document(path: str) -> str | None:
     return None if rows else f"{path} has no rows."
 
 
-def _kinds(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """The kind of every part of a row that is not null; numbers are of one."""
+def _types(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield name and type of each part of a row that is not null. All numbers have one type."""
     if isinstance(value, dict):
         yield name, "an object"
         for key, part in value.items():
-            yield from _kinds(part, f"{name}.{key}" if name else key)
+            yield from _types(part, f"{name}.{key}" if name else key)
     elif isinstance(value, list):
         yield name, "a list"
         for part in value:
-            yield from _kinds(part, f"{name}[]")
+            yield from _types(part, f"{name}[]")
     elif value is not None:
         yield name, {str: "text", bool: "true or false"}.get(type(value), "a number")

@@ -1,4 +1,4 @@
-"""Which run a checkpoint is of, so that none goes on from another's: data, target, drafter and recipe."""
+"""The identity of a run: data, target, drafter and recipe. A run resumes only from its own checkpoints."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from ..features.fingerprint import config_fields
 from ..features.store import FeatureCache
 
 RUN_RECORD = "run.json"  # of a checkpoint
-# How long a run is, what it logs, saves and evaluates, its batches and its learning rate may change on the way.
+# Length, logging, saving, evaluation, batches and learning rate are not here: they may change within a run.
 _SETTINGS = ("recipe", *next(iter(RECIPES.values())), "kl_temperature", "kl_teacher", "packing", "optim")
 
 
-def identity(
+def run_identity(
     args: HyperDFlashTrainingArguments, config: PreTrainedConfig, drafter: str, target: str, target_dtype: Any
 ) -> dict[str, Any]:
-    """What a checkpoint records of its run, beside its data.
+    """Return what a checkpoint records of its run, without the data.
 
     Args:
-        args: Of the run.
-        config: The drafter's.
-        drafter: Its kind.
-        target: The fingerprint, as [`~fingerprint.as_words`] has it.
-        target_dtype: The format it is loaded in, which may round its weights.
+        args: The run's arguments.
+        config: The drafter's configuration.
+        drafter: The name of its class.
+        target: The fingerprint, as [`~fingerprint.short_fingerprint`] has it.
+        target_dtype: The number format that it is loaded in, which may round its weights.
     """
     shape = {**config_fields(config), "num_hidden_layers": getattr(config, "num_hidden_layers", None)}
     settings = {name: getattr(args, name) for name in _SETTINGS}
-    told = {"kind": drafter, "target": target, "target_dtype": str(target_dtype), "drafter": shape}
-    return json.loads(json.dumps({**told, "settings": settings}, default=str))
+    facts = {"kind": drafter, "target": target, "target_dtype": str(target_dtype), "drafter": shape}
+    return json.loads(json.dumps({**facts, "settings": settings}, default=str))
 
 
 def data_digest(rows: Any) -> dict[str, Any] | None:
-    """How many rows there are and a digest of all of them; `None` for a stream."""
+    """Return the number of rows and a digest of all of them; `None` for a stream."""
     if isinstance(rows, FeatureCache):
         return {"rows": len(rows), "sha256": rows.index["rows_sha256"], "of": "features"}
     if not hasattr(rows, "__len__"):
@@ -56,7 +56,7 @@ def check_same_run(checkpoint: Path, now: dict[str, Any]) -> bool:
     """Refuse a checkpoint of another run.
 
     Returns:
-        Whether it says which run it is of: those of earlier releases do not.
+        Whether the checkpoint records its run; those of earlier releases do not.
 
     Raises:
         ValueError: Naming what differs.
@@ -88,13 +88,14 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 
 
 def _changed_target(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """In what it differs. Another number format may round the weights, so that only its configuration tells."""
+    """Return the parts that differ. With another number format only the configuration is compared: weights may be
+    rounded."""
     changed = {
         part
         for part, old, new in zip(("head", "body", "config"), then["target"].split(), now["target"].split())
         if "-" not in (old, new) and old != new
     }
-    told = {"its configuration"} if "config" in changed else set()
+    facts = {"its configuration"} if "config" in changed else set()
     if then["target_dtype"] == now["target_dtype"] and changed & {"head", "body"}:
-        told.add("its weights")
-    return sorted(told)
+        facts.add("its weights")
+    return sorted(facts)

@@ -1,4 +1,4 @@
-"""Calibrating a drafter's confidence: rounds of real generation, temperatures fitted on them, its configuration."""
+"""Calibrates a drafter's confidence: fits temperatures on rounds of real generation, and writes its configuration."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from ..training.acceptance import bound
 from ..trees.tree import DraftTree
 from .reliability import Reliability, fit_temperatures, given_those_before, reliability, through
 
-LEAST_ROUNDS = 100  # to fit on, and to measure on
-_ONE = 2**-24  # from 1 on, float32 tells probabilities no closer
+LEAST_ROUNDS = 100  # to fit on, and as many to measure on
+_LOGIT_EPS = 2**-24  # float32 has no closer probabilities below 1
 
 BeforeAfter = tuple[Reliability, Reliability]
 
 
 class Rounds(NamedTuple):
-    """What a drafter said of its drafts and what became of them.
+    """A drafter's confidence in its drafts, and whether they were accepted.
 
     Attributes:
-        logits: `[rounds, config.max_draft_tokens]`, of each draft's acceptance once those before it are, as the head
-            gives them; `nan` where there was no draft.
+        logits: `[rounds, config.max_draft_tokens]`, the head's logit that a draft is accepted if those before it are;
+            `nan` where there was no draft.
         accepted: The same shape: whether all drafts up to each were accepted, 1 or 0; `nan` where the text ended
             before that was known.
     """
@@ -44,14 +44,14 @@ class Rounds(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Temperatures, and what they are worth on rounds that they were not fitted on.
+    """Temperatures, and their effect on rounds that they were not fitted on.
 
     Attributes:
         temperatures: One per draft position.
-        rounds: How many there were to fit on, and to measure on.
-        through: Per draft position: how the probability that all drafts up to it are accepted turned out, before and
-            after; at the end over all positions.
-        given: The same of the probability that it is accepted once those before it are.
+        rounds: The number of rounds to fit on, and to measure on.
+        through: Per draft position the reliability of the probability that all drafts up to it are accepted, before
+            and after; the last entry is over all positions.
+        given: The same for the probability that it is accepted if those before it are.
     """
 
     temperatures: list[float]
@@ -91,8 +91,8 @@ def calibrate(
     """Fit confidence temperatures on every other prompt, from the first on, and measure them on the rest.
 
     Args:
-        target: The target. One that is not bound is bound for the time.
-        drafter: Its drafter, in eval mode. It stays as it is: [`save_temperatures`] writes what was fitted.
+        target: The target. One that is not bound is bound meanwhile.
+        drafter: Its drafter, in eval mode. It is not changed; [`save_temperatures`] writes the temperatures.
         prompts: Held-out ones, token ids `[1, seq]` each.
         max_new_tokens: Most new tokens per prompt.
         temperature: Of the texts, 0 for greedy. Drafts are accepted more often or less with another one.
@@ -107,7 +107,7 @@ def calibrate(
     with bound(target):
         for purpose, half in (("fit", prompts[::2]), ("measure", prompts[1::2])):
             bar = tqdm(half, desc=f"rounds to {purpose} on", unit="prompt", leave=False, disable=disable_tqdm)
-            halves.append(rounds_of(target, drafter, bar, max_new_tokens, temperature))
+            halves.append(record_rounds(target, drafter, bar, max_new_tokens, temperature))
             if len(halves[-1].logits) < LEAST_ROUNDS:
                 raise ValueError(
                     f"{len(half)} prompts led to {len(halves[-1].logits)} rounds to {purpose} on, expected at least "
@@ -116,47 +116,47 @@ def calibrate(
     return fitted(*halves)
 
 
-def rounds_of(target: Any, drafter: BlockDrafter, prompts: Any, max_new_tokens: int, temperature: float) -> Rounds:
-    """Generate from every prompt and note every round's confidence and outcome."""
+def record_rounds(target: Any, drafter: BlockDrafter, prompts: Any, max_new_tokens: int, temperature: float) -> Rounds:
+    """Generate from every prompt and record confidence and outcome of every round."""
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
-    heard: Any = copy.copy(drafter)  # others may be using the drafter as it is
-    heard.config, confidences, stats = copy.copy(drafter.config), [], SpeculationStats()
-    heard.config.confidence_temperatures = None
+    observed: Any = copy.copy(drafter)  # others may be using the drafter itself
+    observed.config, confidences, stats = copy.copy(drafter.config), [], SpeculationStats()
+    observed.config.confidence_temperatures = None
 
     def observe(context: Any, tree: DraftTree, logits: torch.Tensor, path: list[int]) -> None:
         if tree.confidence is not None:  # there were drafts
             confidences.append(tree.confidence.double().cpu())
 
-    heard.observe = observe
+    observed.observe = observe
     for prompt in prompts:
         ids = prompt.to(target.device)
-        target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=heard, **options)
-        stats += cast(SpeculationStats, heard.last_stats)
-    logits, accepted = np.full((2, stats.rounds, heard.config.max_draft_tokens), math.nan)
+        target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=observed, **options)
+        stats += cast(SpeculationStats, observed.last_stats)
+    logits, accepted = np.full((2, stats.rounds, observed.config.max_draft_tokens), math.nan)
     for number, confidence in enumerate(confidences):
-        drafts, good = len(confidence), stats.accepted[number]
-        logits[number, :drafts] = torch.logit(confidence, eps=_ONE)
-        accepted[number, :good] = 1
-        if stats.emitted[number] > good:  # else the text ended with a draft, and those after it were never judged
-            accepted[number, good:drafts] = 0
+        drafts, accepted_count = len(confidence), stats.accepted[number]
+        logits[number, :drafts] = torch.logit(confidence, eps=_LOGIT_EPS)
+        accepted[number, :accepted_count] = 1
+        if stats.emitted[number] > accepted_count:  # else the text ended with a draft; later ones were not verified
+            accepted[number, accepted_count:drafts] = 0
     return Rounds(logits, accepted)
 
 
 def fitted(to_fit: Rounds, to_measure: Rounds) -> Calibration:
-    """Temperatures from some rounds, measured on others."""
+    """Fit temperatures on some rounds, and measure them on others."""
     temperatures = np.round(fit_temperatures(*to_fit), 4)
     return Calibration(
         temperatures.tolist(),
         (len(to_fit.logits), len(to_measure.logits)),
         _before_and_after(to_measure.logits, to_measure.accepted, temperatures, through),
-        _before_and_after(to_measure.logits, _once_reached(to_measure.accepted), temperatures, given_those_before),
+        _before_and_after(to_measure.logits, _given_earlier(to_measure.accepted), temperatures, given_those_before),
     )
 
 
-def _once_reached(accepted: np.ndarray) -> np.ndarray:
-    """Of rounds, only the drafts before which all were accepted."""
+def _given_earlier(accepted: np.ndarray) -> np.ndarray:
+    """Replace the outcome of drafts after a rejected one by `nan`."""
     reached = np.ones_like(accepted)
     reached[:, 1:] = accepted[:, :-1]
     return np.where(reached == 1, accepted, math.nan)
@@ -166,10 +166,10 @@ def _before_and_after(
     logits: np.ndarray, accepted: np.ndarray, temperatures: np.ndarray, probability: Any
 ) -> list[BeforeAfter]:
     before, after = probability(logits, np.ones_like(temperatures)), probability(logits, temperatures)
-    places = [*range(logits.shape[1]), slice(None)]
+    columns = [*range(logits.shape[1]), slice(None)]
     return [
-        (reliability(before[:, place], accepted[:, place]), reliability(after[:, place], accepted[:, place]))
-        for place in places
+        (reliability(before[:, column], accepted[:, column]), reliability(after[:, column], accepted[:, column]))
+        for column in columns
     ]
 
 

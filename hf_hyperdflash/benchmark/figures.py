@@ -1,4 +1,4 @@
-"""The pictures of a benchmark, acceptance per draft position and speedup against tau; that of a calibration."""
+"""Draws the pictures of a benchmark (acceptance per draft position, speedup against tau) and of a calibration."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from .calibration import BeforeAfter
 from .results import Row, averages, mode_title
 
-# Okabe and Ito's colours, to be told apart by colour-blind readers, and two more. Nine beside eight markers: pairs
-# repeat only after 72.
+# Okabe and Ito's colours, which colour-blind readers can distinguish, and two more. Nine colours and eight markers:
+# pairs repeat only after 72.
 _COLOURS = (
     "#0072B2", "#E69F00", "#CC79A7", "#56B4E9", "#D55E00", "#009E73", "#000000", "#8C6D31", "#6A3D9A",
 )  # fmt: skip
@@ -21,12 +21,13 @@ _RIM = {"markeredgecolor": "white", "markeredgewidth": 0.5}
 
 
 def acceptance_figure(pooled: Sequence[Row], conditional: bool = False) -> Any:
-    """The paper's Figure 1 from the rows of [`pool`]: acceptance per draft position, a panel per mode and temperature.
+    """Draw the paper's Figure 1 from rows of [`pool`]: acceptance per draft position, a panel per mode and
+    temperature.
 
     Args:
         pooled: The rows.
-        conditional: Of all rounds, or of those that accepted the position before, which is level where a draft knows
-            the ones before it.
+        conditional: Whether acceptance is that of the rounds that accepted the position before, instead of all rounds.
+            It is constant over positions if a draft knows the ones before it.
 
     Returns:
         A `matplotlib.figure.Figure`.
@@ -48,7 +49,7 @@ def acceptance_figure(pooled: Sequence[Row], conditional: bool = False) -> Any:
 
 
 def speedup_figure(rows: Sequence[Row]) -> Any:
-    """Speedup against tau from the rows of [`summarize`]: suites faint, averages strong, lines of equal efficiency.
+    """Draw speedup against tau from rows of [`summarize`]: suites faint, averages strong, lines of equal efficiency.
 
     Returns:
         A `matplotlib.figure.Figure`.
@@ -63,17 +64,17 @@ def speedup_figure(rows: Sequence[Row]) -> Any:
     from matplotlib.ticker import MaxNLocator
 
     means = averages(rows)
-    for axes, of_panel in panels:
-        for row in of_panel:
+    for axes, panel_rows in panels:
+        for row in panel_rows:
             if row.tau is not None:
                 axes.plot(row.tau, row.speedup, alpha=0.4, markersize=5, markeredgewidth=0, **styles[row.method])
         for (mode, temperature, method), (speedup, tau) in means.items():
-            if (mode, temperature) == (of_panel[0].mode, of_panel[0].temperature) and None not in (speedup, tau):
+            if (mode, temperature) == (panel_rows[0].mode, panel_rows[0].temperature) and None not in (speedup, tau):
                 axes.plot(tau, speedup, markersize=9, zorder=4, **_RIM, **styles[method])
         axes.margins(0.1)
         axes.set_xlim(left=max(axes.get_xlim()[0], 0.5))  # a round has a token at least
         x, y = np.meshgrid(np.linspace(*axes.get_xlim()), np.linspace(*axes.get_ylim()))
-        known = [row.efficiency for row in of_panel if row.efficiency is not None] or [1.0]
+        known = [row.efficiency for row in panel_rows if row.efficiency is not None] or [1.0]
         levels: Any = MaxNLocator(4).tick_values(0.9 * min(known), 1.1 * max(known))
         lines = axes.contour(x, y, y / x, levels[levels > 0], colors="0.7", linewidths=0.8, linestyles="--", zorder=0)
         axes.clabel(lines, colors="0.4", fontsize=8)
@@ -81,10 +82,10 @@ def speedup_figure(rows: Sequence[Row]) -> Any:
 
 
 def reliability_figure(positions: Sequence[BeforeAfter]) -> Any:
-    """How often drafts were accepted against how often the drafter held that probable, before and after calibration.
+    """Draw the share of accepted drafts against the drafter's confidence, before and after calibration.
 
     Args:
-        positions: Of each draft position, before and after, those of all positions last: [`Calibration`]'s `through`.
+        positions: The `through` of a [`Calibration`].
 
     Returns:
         A `matplotlib.figure.Figure`.
@@ -97,20 +98,20 @@ def reliability_figure(positions: Sequence[BeforeAfter]) -> Any:
     rows = -(-len(positions) // columns)
     figure = figure_kind((2.7 * columns, 3.1 * rows + 0.8), dpi=150, layout="constrained")
     names = [*(f"Up to draft {k}" for k in range(1, len(positions))), "All positions"]
-    for place, (name, of_position) in enumerate(zip(names, positions)):
-        axes = figure.add_subplot(rows, columns, place + 1)
-        errors = " to ".join(f"{100 * turned_out.error:.1f}" for turned_out in of_position)
+    for index, (name, before_after) in enumerate(zip(names, positions)):
+        axes = figure.add_subplot(rows, columns, index + 1)
+        errors = " to ".join(f"{100 * turned_out.error:.1f}" for turned_out in before_after)
         axes.set_title(f"{name}\nerror {errors} %", fontsize=10)
         axes.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal", xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
         axes.plot([0, 1], [0, 1], color="0.7", linewidth=0.8, linestyle="--", zorder=0)
-        for label, colour, turned_out in zip(("before", "after"), (_COLOURS[4], _COLOURS[0]), of_position):
-            x, y = [one.confidence for one in turned_out.bins], [one.accepted for one in turned_out.bins]
-            areas = [2 + 150 * one.total / turned_out.total for one in turned_out.bins]
+        for label, colour, turned_out in zip(("before", "after"), (_COLOURS[4], _COLOURS[0]), before_after):
+            x, y = [item.confidence for item in turned_out.bins], [item.accepted for item in turned_out.bins]
+            areas = [2 + 150 * item.total / turned_out.total for item in turned_out.bins]
             axes.plot(x, y, color=colour, linewidth=0.8, alpha=0.6)
             axes.scatter(x, y, areas, color=colour, alpha=0.8, linewidths=0, label=label)
         axes.grid(alpha=0.25)
         axes.set_xlabel("Confidence")
-        if place % columns == 0:
+        if index % columns == 0:
             axes.set_ylabel("Accepted")
     key = "confidence that all drafts up to one are accepted;\narea: share of rounds"
     handles, labels = figure.axes[0].get_legend_handles_labels()
@@ -119,7 +120,7 @@ def reliability_figure(positions: Sequence[BeforeAfter]) -> Any:
 
 
 def import_matplotlib() -> tuple[Any, Any]:
-    """What is drawn with: matplotlib's `Figure` and `Line2D`.
+    """Import matplotlib, and return its `Figure` and `Line2D`.
 
     Raises:
         ImportError: If it is not installed.
@@ -135,8 +136,8 @@ def import_matplotlib() -> tuple[Any, Any]:
 def _panels(
     rows: Sequence[Row], xlabel: str, ylabel: str, size: tuple[float, float], key: str = ""
 ) -> tuple[Any, dict[str, dict[str, Any]], list[tuple[Any, list[Row]]]]:
-    """A figure with a legend under `key`, each method's style, and panels with their rows: modes down, temperatures
-    across."""
+    """Return a figure with a legend under `key`, each method's style, and panels with their rows: a line of panels
+    per mode, a column per temperature."""
     figure_kind, line_kind = import_matplotlib()
     modes, temperatures = list(dict.fromkeys(row.mode for row in rows)), sorted({row.temperature for row in rows})
     methods, width = dict.fromkeys(row.method for row in rows), size[0] * len(temperatures)
@@ -145,11 +146,11 @@ def _panels(
     legend = max(0.9, 0.4 + 0.2 * -(-len(methods) // columns))
     figure = figure_kind((width, size[1] * len(modes) + legend), dpi=150, layout="constrained")
     panels = []
-    for place, (mode, temperature) in enumerate(product(modes, temperatures), start=1):
-        if of_panel := [row for row in rows if (row.mode, row.temperature) == (mode, temperature)]:
-            axes = figure.add_subplot(len(modes), len(temperatures), place)
+    for index, (mode, temperature) in enumerate(product(modes, temperatures), start=1):
+        if panel_rows := [row for row in rows if (row.mode, row.temperature) == (mode, temperature)]:
+            axes = figure.add_subplot(len(modes), len(temperatures), index)
             axes.set(title=f"{mode_title(mode)}, temperature {temperature:g}", xlabel=xlabel, ylabel=ylabel)
-            panels.append((axes, of_panel))
+            panels.append((axes, panel_rows))
     styles: dict[str, dict[str, Any]] = {
         method: {"color": _COLOURS[i % len(_COLOURS)], "marker": _MARKERS[i % len(_MARKERS)]}
         for i, method in enumerate(methods)

@@ -1,4 +1,4 @@
-"""Whether other prompts could have turned a difference round: the bootstrap over prompts."""
+"""Bootstrap intervals over prompts: whether other prompts could have reversed a difference."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Interval(NamedTuple):
 
 
 def draw(prompts: int, rng: np.random.Generator) -> np.ndarray:
-    """How often each prompt counts, `[1 + DRAWS, prompts]`; the first row is every prompt once.
+    """Return how often each prompt counts in each draw, `[1 + DRAWS, prompts]`; in the first, every prompt once.
 
-    They are drawn with replacement, one fewer than there are, which makes the variance of a mean over few prompts
+    A draw has one prompt fewer than there are, with replacement, so that the variance of a mean over few prompts is
     right (Rao and Wu, 1988).
     """
     drawn = rng.multinomial(prompts - 1, np.full(prompts, 1 / prompts), size=DRAWS)
@@ -28,7 +28,7 @@ def draw(prompts: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def interval(values: np.ndarray, outside: float = 0.05) -> Interval:
-    """The first of `values` `[1 + DRAWS]`, and the limits that the share `outside` of the others is beyond."""
+    """Return the first of `values` `[1 + DRAWS]`, and limits with the share `outside` of the others beyond them."""
     limits = [50 * outside, 100 - 50 * outside]
     low, high = np.nanpercentile(values[1:], limits).tolist()  # a draw of prompts without any round has no tau
     return Interval(values[0].item(), low, high)

@@ -1,4 +1,4 @@
-"""Tables of a benchmark, the report's with its CSV and pictures, a card's, the terminal's, and of a calibration."""
+"""Writes tables: a benchmark's report with CSV and pictures, a card's, the terminal's, and a calibration's."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .calibration import BeforeAfter, Calibration
 from .figures import acceptance_figure, reliability_figure, speedup_figure
 from .intervals import Interval
 from .reliability import BINS
-from .results import MODES, Results, Row, averages, grouped, leads, load, mode_title, pool, suites_of, summarize
-from .suites import SUITES, title_of
+from .results import MODES, Results, Row, averages, grouped, leads, load, mode_title, pool, suites_in_order, summarize
+from .suites import SUITES, suite_title
 
 _MAIN = (
     "Speedup over target-only / τ (tokens per verification round), best in bold. Average: unweighted, over the suites "
@@ -102,7 +102,7 @@ def write_report(results: Path, output: Path) -> None:
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """Write a line per row; per-position figures in columns `acceptance_1`.. and `conditional_1`.., none as empty."""
+    """Write a line per row, with columns `acceptance_1`.. and `conditional_1`.. per position; `None` is empty."""
     table: list[dict[str, Any]] = []
     for row in rows:
         table.append(dict(vars(row)))
@@ -118,10 +118,10 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 
 def markdown(results: Results, rows: Sequence[Row], pooled: Sequence[Row]) -> str:
-    """The report's text from what [`load`], [`summarize`] and [`pool`] returned."""
+    """Return the report's text from the results of [`load`], [`summarize`] and [`pool`]."""
     parts, ahead = ["# Benchmark", _settings(results.runs), _left_out(results)], leads(results)
-    for mode, of_mode in grouped(rows, "mode").items():
-        parts += [f"## {MODES.get(mode, mode)}", _MAIN.format(_counts(of_mode)), _main_table(of_mode)]
+    for mode, mode_rows in grouped(rows, "mode").items():
+        parts += [f"## {MODES.get(mode, mode)}", _MAIN.format(_counts(mode_rows)), _main_table(mode_rows)]
         body = [
             [
                 f"{lead.fastest} over {lead.method}",
@@ -133,13 +133,13 @@ def markdown(results: Results, rows: Sequence[Row], pooled: Sequence[Row]) -> st
             if lead.mode == mode
         ]
         parts += [_LEADS, _markdown(["Lead", "Temperature", "Speedup", "τ"], body)] if body else []
-        for of_temperature in grouped((row for row in pooled if row.mode == mode), "temperature").values():
-            parts += _details(of_temperature)
+        for temperature_rows in grouped((row for row in pooled if row.mode == mode), "temperature").values():
+            parts += _details(temperature_rows)
     return "\n\n".join(part for part in [*parts, _PICTURES] if part)
 
 
 def _settings(runs: Sequence[dict[str, Any]]) -> str:
-    """Every setting as a list; several values where starts of the run differ."""
+    """Return a list of all settings, with several values where starts of the run differ."""
     lines = []
     for name in dict.fromkeys(name for run in runs for name in run):
         code = "`" if name == "command" else ""
@@ -158,30 +158,31 @@ def _plain(value: Any) -> str:
 
 def _left_out(results: Results) -> str:
     counts = [[len(pairs) for pairs in methods.values()] for methods in results.cells.values()]
-    count = len(results.generations) - sum(sum(of_cell) + of_cell[0] for of_cell in counts)  # target-only's too
-    said = [f"Left out, because not every method got to their prompts: {count} generations."] if count else []
+    compared = sum(sum(cell_counts) + cell_counts[0] for cell_counts in counts)  # target-only's, too
+    count = len(results.generations) - compared
+    sentences = [f"Left out, because not every method got to their prompts: {count} generations."] if count else []
     if results.replaced:
-        said.append(
-            f"Lines that a later one of the same prompt and method takes the place of: {results.replaced}. Were two "
-            "runs writing at once?"
+        sentences.append(
+            f"Lines that a later one of the same prompt and method replaces: {results.replaced}. Were two runs "
+            "writing at once?"
         )
-    return " ".join(said)
+    return " ".join(sentences)
 
 
 def _counts(rows: Sequence[Row]) -> str:
     groups: dict[str, list[str]] = {}
-    for suite in suites_of(rows):
+    for suite in suites_in_order(rows):
         counts = dict.fromkeys(str(row.generations) for row in rows if row.suite == suite)
         group = SUITES[suite].group if suite in SUITES else "Other"
-        groups.setdefault(group, []).append(f"{title_of(suite)} ({' and '.join(counts)})")
+        groups.setdefault(group, []).append(f"{suite_title(suite)} ({' and '.join(counts)})")
     return "; ".join(f"{group}: {', '.join(names)}" for group, names in groups.items())
 
 
 def _speedups(rows: Sequence[Row], suites: Sequence[str]) -> dict[str, list[Figures]]:
-    """Of rows of one mode and temperature: each method's figures on the suites, and their average."""
+    """Return each method's figures on the suites and their average, from rows of one mode and temperature."""
     means, found = averages(rows), {}
-    for method, of_method in grouped(rows, "method").items():
-        cells = {row.suite: (row.speedup, row.tau) for row in of_method}
+    for method, method_rows in grouped(rows, "method").items():
+        cells = {row.suite: (row.speedup, row.tau) for row in method_rows}
         average = means.get((rows[0].mode, rows[0].temperature, method), (None, None))
         found[method] = [*(cells.get(suite, (None, None)) for suite in suites), average]
     return found
@@ -192,14 +193,14 @@ def _pair(figures: Figures, between: str = " / ") -> str:
 
 
 def _main_table(rows: Sequence[Row]) -> str:
-    suites, body = suites_of(rows), []
-    for temperature, of_temperature in grouped(rows, "temperature").items():
-        figures = _speedups(of_temperature, suites)
+    suites, body = suites_in_order(rows), []
+    for temperature, temperature_rows in grouped(rows, "temperature").items():
+        figures = _speedups(temperature_rows, suites)
         speedups, taus = zip(*(zip(*column) for column in zip(*figures.values())))
         texts = [zip(_bold(of, "×"), _bold(tau)) for of, tau in zip(speedups, taus)]
         body += [[f"*Temperature = {temperature:g}*"]]
         body += [[method, *map(" / ".join, line)] for method, line in zip(figures, zip(*texts))]
-    return _markdown(["Method", *map(title_of, suites), "Average"], body)
+    return _markdown(["Method", *map(suite_title, suites), "Average"], body)
 
 
 def _bold(values: Sequence[float | None], unit: str = "") -> list[str]:
@@ -237,7 +238,7 @@ def _details(rows: Sequence[Row]) -> list[str]:
 
 
 def _positions(first: str, rows: Sequence[Row]) -> list[str]:
-    """The header of a table with a column for each draft position."""
+    """Return the header of a table with a column for each draft position."""
     return [first, *map(str, range(1, max(len(row.acceptance) for row in rows) + 1))]
 
 
@@ -248,12 +249,12 @@ def _markdown(header: list[str], body: list[list[str]]) -> str:
 
 
 def measured(results: Path, method: str | None = None, folder: Path | None = None) -> Measured:
-    """What a model card shows of one method of a benchmark.
+    """Return the figures of one method of a benchmark for a model card.
 
     Args:
         results: The benchmark's `results.jsonl`.
-        method: Which, as the tables name it; may be left out where there is only one.
-        folder: Of the drafter that the card is for; not looked at if left out.
+        method: Its name in the tables; may be left out if there is only one.
+        folder: The folder of the card's drafter, to compare its weights; `None` to compare nothing.
 
     Raises:
         ValueError: If the file has no such method, or several and none is named, or another drafter was measured than
@@ -270,14 +271,14 @@ def measured(results: Path, method: str | None = None, folder: Path | None = Non
     if folder is not None:
         _check_weights(loaded.runs[-1], name, folder)
     tables, speedups = [], []
-    for mode, of_mode in grouped(rows, "mode").items():
-        suites, body = suites_of(of_mode), []
-        for temperature, here in grouped(of_mode, "temperature").items():
-            figures = _speedups(here, suites)[name]
+    for mode, mode_rows in grouped(rows, "mode").items():
+        suites, body = suites_in_order(mode_rows), []
+        for temperature, temperature_rows in grouped(mode_rows, "temperature").items():
+            figures = _speedups(temperature_rows, suites)[name]
             body.append([f"{temperature:g}", *map(_pair, figures)])
             speedups.append(figures[-1][0])
         tables.append(f"{mode_title(mode)}, speedup / tau:")
-        tables.append(_markdown(["Temperature", *map(title_of, suites), "Average"], body))
+        tables.append(_markdown(["Temperature", *map(suite_title, suites), "Average"], body))
     accepted = [
         [f"{row.mode}, {row.temperature:g}", *(f"{100 * rate:.0f}" for rate in row.acceptance)]
         for row in pool(loaded)
@@ -326,7 +327,7 @@ def _eval_results(row: Row) -> list[EvalResult]:
             task_type="text-generation",
             task_name="Speculative decoding",
             dataset_type=suite.source.partition(":")[0] if suite and "//" not in suite.source else row.suite,
-            dataset_name=title_of(row.suite),
+            dataset_name=suite_title(row.suite),
             dataset_split=suite.split if suite else None,
             metric_type=kind,
             metric_name=f"{kind}, {row.mode}, temperature {row.temperature:g}",
@@ -345,16 +346,18 @@ def print_results(results: Path) -> None:
     """
     rows, console = summarize(load(results)), Console(highlight=False, markup=False)
     between = "\n" if console.width < _WIDE else " "  # tau below the speedup, or beside it
-    for mode, of_mode in grouped(rows, "mode").items():
-        for temperature, here in grouped(of_mode, "temperature").items():
-            suites = suites_of(here)
-            figures = _speedups(here, suites)
+    for mode, mode_rows in grouped(rows, "mode").items():
+        for temperature, temperature_rows in grouped(mode_rows, "temperature").items():
+            suites = suites_in_order(temperature_rows)
+            figures = _speedups(temperature_rows, suites)
             best = [max((s for s, _ in column if s is not None), default=None) for column in zip(*figures.values())]
-            titles = [Column(title, justify="right", overflow="fold") for title in [*map(title_of, suites), "Average"]]
+            titles = [
+                Column(title, justify="right", overflow="fold") for title in [*map(suite_title, suites), "Average"]
+            ]
             table = _terminal(Column("Method", overflow="fold"), *titles)
-            for method, of_method in figures.items():
-                bold = ["bold" if pair[0] == top is not None else "" for pair, top in zip(of_method, best)]
-                table.add_row(method, *(Text(_pair(pair, between), style) for pair, style in zip(of_method, bold)))
+            for method, method_rows in figures.items():
+                bold = ["bold" if pair[0] == top is not None else "" for pair, top in zip(method_rows, best)]
+                table.add_row(method, *(Text(_pair(pair, between), style) for pair, style in zip(method_rows, bold)))
             console.print(f"{mode_title(mode)}, temperature {temperature:g}: speedup over the target alone, tau")
             console.print(table)
     if checked := sum(row.checked for row in rows):
@@ -368,10 +371,10 @@ def print_fastest(results: Path) -> None:
         ValueError: If the file is no benchmark's or nothing in it can be compared.
     """
     table = _terminal("Suite", "Mode", "Temperature", "Fastest", "Speedup", "tau")
-    for here in grouped(summarize(load(results)), "mode", "temperature", "suite").values():
-        best = max(here, key=lambda row: row.speedup)
+    for temperature_rows in grouped(summarize(load(results)), "mode", "temperature", "suite").values():
+        best = max(temperature_rows, key=lambda row: row.speedup)
         figures = _number(best.speedup, unit="×"), _number(best.tau)
-        table.add_row(title_of(best.suite), best.mode, f"{best.temperature:g}", best.method, *figures)
+        table.add_row(suite_title(best.suite), best.mode, f"{best.temperature:g}", best.method, *figures)
     console = Console(highlight=False, markup=False)
     console.print("The fastest on each suite")
     console.print(table)
@@ -408,27 +411,27 @@ def write_calibration(calibration: Calibration, settings: dict[str, Any], output
 
 def _facts(pair: BeforeAfter) -> dict[str, Any]:
     return {
-        when: {**one._asdict(), "bins": [of_bin._asdict() for of_bin in one.bins]}
-        for when, one in zip(("before", "after"), pair)
+        when: {**result._asdict(), "bins": [bin_._asdict() for bin_ in result.bins]}
+        for when, result in zip(("before", "after"), pair)
     }
 
 
 def _calibration_table(
     calibration: Calibration, positions: Sequence[BeforeAfter]
 ) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: each draft position, and all of them together."""
+    """Return header and rows of a table: each draft position, and all of them together."""
     header = ["Draft", "Temperature", "Rounds", "Accepted", "Confidence", "after", "Error", "after", "AUC", "after"]
     names = [(str(k), f"{value:.2f}") for k, value in enumerate(calibration.temperatures, start=1)]
     body = []
     for name, pair in zip([*names, ("all", "")], positions):
-        figures = [_number(getattr(one, of), ".1f", " %", 100) for of in ("confidence", "error") for one in pair]
-        ranks = [_number(one.auc, ".3f") for one in pair]
+        figures = [_number(getattr(result, of), ".1f", " %", 100) for of in ("confidence", "error") for result in pair]
+        ranks = [_number(result.auc, ".3f") for result in pair]
         body.append([*name, str(pair[0].total), _number(pair[0].accepted, ".1f", " %", 100), *figures, *ranks])
     return header, body
 
 
 def print_calibration(calibration: Calibration) -> None:
-    """Print how the probability that all drafts up to a position are accepted turned out, before and after."""
+    """Print the reliability of the probability that all drafts up to a position are accepted, before and after."""
     header, body = _calibration_table(calibration, calibration.through)
     table = _terminal(*(Column(name, justify="right") for name in header))
     for row in body:

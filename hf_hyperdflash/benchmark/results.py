@@ -1,8 +1,8 @@
-"""A benchmark's results file, and its generations as figures per suite and method.
+"""Reads a benchmark's results file, and summarizes its generations per suite and method.
 
-The file has one JSON object a line: `{"run": settings}` first and again wherever a run was resumed, every other line a
-generation. A method is compared with target-only decoding over the same prompts, and with the other methods over the
-prompts that all of them have: a run may have been killed anywhere.
+The file has one JSON object a line: `{"run": settings}` first and again wherever a run was resumed; every other line
+is a generation. A method is compared with target-only decoding over the same prompts, and with other methods over the
+prompts that all of them have, because a run may have been killed anywhere.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from .suites import SUITES, in_order
 TARGET_ONLY = "Target only"
 MODES = {"non-think": "Non-think (the paper's Table 2)", "think-high": "Think-high (the paper's Table 3)"}
 
-KEY = ("suite", "mode", "temperature", "prompt", "turn", "method")  # what a generation is of
-# Its statistics, which target-only has none of.
-OF_ROUNDS = ("rounds", "draft_positions", "emitted", "accepted", "draft_seconds", "verify_seconds", "loop_seconds")
+KEY = ("suite", "mode", "temperature", "prompt", "turn", "method")  # identifies a generation
+# Statistics of rounds, which target-only generations do not have.
+ROUND_FIELDS = ("rounds", "draft_positions", "emitted", "accepted", "draft_seconds", "verify_seconds", "loop_seconds")
 
 Generation = dict[str, Any]
 Pair = tuple[Generation, Generation]  # a method's and target-only's, of one prompt
 Cell = tuple[str, float, str]  # mode, temperature, suite
-Row = SimpleNamespace  # figures by name, see `_row`
+Row = SimpleNamespace  # figures by name, see `_summary_row`
 Value = TypeVar("Value")
 
 
 def mode_title(mode: str) -> str:
-    """As the tables name a mode."""
+    """Return the name of a mode in tables."""
     return MODES.get(mode, mode).partition(" (")[0]
 
 
-def key_of(line: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What tells a generation from all others of a file."""
+def generation_key(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the key that identifies a generation in a file."""
     return tuple(line[name] for name in KEY)
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The settings and generations of a results file, each with the number of its line.
+    """Yield the settings and generations of a results file, each with its line number.
 
-    A last line that was only half written is left out.
+    An incomplete last line is skipped.
 
     Raises:
         ValueError: If another line is no JSON object or lacks a figure, or the file does not begin with the settings.
@@ -78,9 +78,9 @@ def _problem(line: Any, begun: bool) -> str | None:
     if not begun or not isinstance(line, dict) or "run" in line:
         expected = "a generation's JSON object" if begun else 'the settings, {"run": ...}'
         return f"expected {expected}. Pass the file that the benchmark wrote, or choose another output folder."
-    needed = [*KEY, "new_tokens", "seconds", "decode_seconds", *OF_ROUNDS]
+    needed = [*KEY, "new_tokens", "seconds", "decode_seconds", *ROUND_FIELDS]
     if line.get("method") == TARGET_ONLY:
-        needed = needed[: -len(OF_ROUNDS)]
+        needed = needed[: -len(ROUND_FIELDS)]
     if missing := [name for name in needed if line.get(name) is None]:
         return f"no {', '.join(missing)}. Remove the line and resume the run."
     if line["new_tokens"] < 1 or line["seconds"] <= 0:
@@ -93,11 +93,11 @@ def _problem(line: Any, begun: bool) -> str | None:
 
 @dataclass
 class Results:
-    """What a results file holds."""
+    """The content of a results file."""
 
     runs: list[dict[str, Any]]  # the settings of each start of the run
-    generations: list[Generation]  # of two of the same prompt by the same method, the later
-    replaced: int  # generations that a later one takes the place of
+    generations: list[Generation]  # of several with one key, the last
+    replaced: int  # number of generations that a later one replaces
 
     @property
     def methods(self) -> list[str]:
@@ -107,12 +107,12 @@ class Results:
 
     @cached_property
     def cells(self) -> dict[Cell, dict[str, list[Pair]]]:
-        """Each method's generations beside target-only's, over the prompts that all of them have: modes and suites in
-        the paper's order, temperatures ascending."""
+        """Each method's generations paired with target-only's, over the prompts that all methods have. Modes and
+        suites are in the paper's order, temperatures ascend."""
         lines: dict[Cell, dict[str, dict[tuple[Any, Any], Generation]]] = {}
         for line in self.generations:
-            of_cell = lines.setdefault((line["mode"], line["temperature"], line["suite"]), {})
-            of_cell.setdefault(line["method"], {})[line["prompt"], line["turn"]] = line
+            cell_lines = lines.setdefault((line["mode"], line["temperature"], line["suite"]), {})
+            cell_lines.setdefault(line["method"], {})[line["prompt"], line["turn"]] = line
         modes, suites = in_order(self._appearing("mode"), MODES), in_order(self._appearing("suite"), SUITES)
         cells = {}
         for cell in sorted(lines, key=lambda cell: (modes.index(cell[0]), cell[1], suites.index(cell[2]))):
@@ -138,7 +138,7 @@ def load(path: Path) -> Results:
         if "run" in line:
             runs.append(line["run"])
         else:
-            latest[key_of(line)], count = line, count + 1
+            latest[generation_key(line)], count = line, count + 1
     if not runs:
         raise ValueError(
             f'{path}: no settings, expected {{"run": ...}} in its first line. Pass a benchmark\'s results.'
@@ -147,7 +147,7 @@ def load(path: Path) -> Results:
 
 
 def summarize(results: Results) -> list[Row]:
-    """One row per mode, temperature, suite and method, in the paper's order.
+    """Return one row per mode, temperature, suite and method, in the paper's order.
 
     Raises:
         ValueError: If there is no prompt that target-only and a method have both answered.
@@ -157,11 +157,15 @@ def summarize(results: Results) -> list[Row]:
             f"None of the {len(results.generations)} generations can be compared: expected a prompt with a line of "
             f"{TARGET_ONLY!r} and of every method that has begun. Resume the run."
         )
-    return [_row(*cell, method, pairs) for cell, methods in results.cells.items() for method, pairs in methods.items()]
+    return [
+        _summary_row(*cell, method, pairs)
+        for cell, methods in results.cells.items()
+        for method, pairs in methods.items()
+    ]
 
 
 def pool(results: Results) -> list[Row]:
-    """One row per mode, temperature and method: all generations of the suites that every method has (suite `"all"`).
+    """Return one row per mode, temperature and method, over all suites that every method has (suite `"all"`).
 
     Raises:
         ValueError: If there is no such suite.
@@ -170,16 +174,16 @@ def pool(results: Results) -> list[Row]:
     if not complete:
         raise ValueError(f"No suite has every method of {results.methods}: run them on the same suites.")
     return [
-        _row(*where, "all", method, [pair for suite in suites for pair in suite[method]])
+        _summary_row(*where, "all", method, [pair for suite in suites for pair in suite[method]])
         for where, suites in complete.items()
         for method in suites[0]
     ]
 
 
 def averages(rows: Iterable[Row]) -> dict[tuple[str, float, str], tuple[float | None, float | None]]:
-    """Speedup and tau of each mode, temperature and method: unweighted means over the suites that every method has."""
+    """Return speedup and tau of each mode, temperature and method: means over the suites that every method has."""
     by_cell = grouped(rows, "mode", "temperature", "suite")
-    cells = {cell: {row.method: row for row in of_cell} for cell, of_cell in by_cell.items()}
+    cells = {cell: {row.method: row for row in cell_lines} for cell, cell_lines in by_cell.items()}
     return {
         (*where, method): (_mean([of[method].speedup for of in suites]), _mean([of[method].tau for of in suites]))
         for where, suites in _complete(cells).items()
@@ -193,7 +197,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _complete(cells: Mapping[Cell, dict[str, Value]]) -> dict[tuple[str, float], list[dict[str, Value]]]:
-    """Of each mode and temperature, the suites that have every method that is on any of its suites."""
+    """Return, per mode and temperature, the suites that have all of its methods."""
     complete: dict[tuple[str, float], list[dict[str, Value]]] = {}
     for (mode, temperature, _), methods in cells.items():
         if all(set(other) <= set(methods) for cell, other in cells.items() if cell[:2] == (mode, temperature)):
@@ -201,12 +205,12 @@ def _complete(cells: Mapping[Cell, dict[str, Value]]) -> dict[tuple[str, float],
     return complete
 
 
-def _row(mode: str, temperature: float, suite: str, method: str, pairs: list[Pair]) -> Row:
-    """Sums over the compared prompts; `None` where there is nothing to divide by."""
+def _summary_row(mode: str, temperature: float, suite: str, method: str, pairs: list[Pair]) -> Row:
+    """Compute a row from the compared prompts; a figure is `None` if its divisor is 0."""
     lines, plain = [line for line, _ in pairs], [line for _, line in pairs]
     stats = SpeculationStats()
     for line in lines:
-        stats += SpeculationStats(tokens=line["new_tokens"], **{name: line[name] for name in OF_ROUNDS})
+        stats += SpeculationStats(tokens=line["new_tokens"], **{name: line[name] for name in ROUND_FIELDS})
     speedup, busy = _rate(lines) / _rate(plain), stats.draft_seconds + stats.verify_seconds
     tau = stats.tau if stats.rounds else None
     step = _ratio(_sum(plain, "decode_seconds"), _sum(plain, "new_tokens") - len(plain))
@@ -222,7 +226,7 @@ def _row(mode: str, temperature: float, suite: str, method: str, pairs: list[Pai
         tokens_per_second=_rate(lines),
         target_tokens_per_second=_rate(plain),
         speedup=speedup,
-        speedup_25=quartiles[0],  # of the generations' own
+        speedup_25=quartiles[0],  # over the generations' own speedups
         speedup_median=quartiles[1],
         speedup_75=quartiles[2],
         rounds=stats.rounds,
@@ -238,7 +242,7 @@ def _row(mode: str, temperature: float, suite: str, method: str, pairs: list[Pai
         efficiency=speedup / tau if tau else None,
         peak_memory=_peak(lines),
         target_peak_memory=_peak(plain),
-        checked=len(checked),  # texts that were compared with target-only's
+        checked=len(checked),  # number of texts that were compared with target-only's
         differing=checked.count(False),
         acceptance=stats.acceptance,
         conditional_acceptance=stats.conditional_acceptance,
@@ -262,20 +266,20 @@ def _peak(lines: list[Generation]) -> int | None:
 
 
 def grouped(rows: Iterable[Row], *names: str) -> dict[Any, list[Row]]:
-    """Rows by one of their figures, or by several, in order of appearance."""
+    """Group rows by one or several of their figures, in order of appearance."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(attrgetter(*names)(row), []).append(row)
     return groups
 
 
-def suites_of(rows: Iterable[Row]) -> list[str]:
-    """The suites of rows, in the paper's order: one temperature may lack a suite that another has."""
+def suites_in_order(rows: Iterable[Row]) -> list[str]:
+    """Return all suites of the rows, in the paper's order. A temperature may lack some of them."""
     return in_order((row.suite for row in rows), SUITES)
 
 
 class Lead(NamedTuple):
-    """What the method with the highest average speedup has more than another one, averaged over suites."""
+    """The lead of the method with the highest average speedup over another one, averaged over suites."""
 
     mode: str
     temperature: float
@@ -286,20 +290,20 @@ class Lead(NamedTuple):
 
 
 def leads(results: Results) -> list[Lead]:
-    """The lead of the fastest over each other method, per mode and temperature, over the suites that all methods have.
+    """Return the lead of the fastest over each other method, per mode and temperature, over the suites that all have.
 
-    Two methods answer the same prompts, so what differs between prompts mostly cancels in their difference; its
-    interval says whether other prompts could have turned the order round. Prompts of each suite are drawn again (see
-    [`~benchmark.intervals.draw`]), both turns of one together, the same for all methods. The seed of a training and
-    the machine are not drawn again, so what they change is not in the intervals.
+    Methods answer the same prompts, so differences between prompts mostly cancel. The interval shows whether other
+    prompts could have reversed the order. Prompts of each suite are redrawn (see [`~benchmark.intervals.draw`]), both
+    turns of one together, the same for all methods. The seed of a training and the machine are not redrawn, so the
+    intervals do not contain their effect.
 
     Returns:
-        None of a mode and temperature where a suite has a single prompt.
+        The leads; none for a mode and temperature where a suite has a single prompt.
     """
     found = []
     for (mode, temperature), suites in _complete(results.cells).items():
         sums = [np.stack([_sums(pairs) for pairs in suite.values()]) for suite in suites]
-        if min(of_suite.shape[1] for of_suite in sums) < 2:
+        if min(suite_sums.shape[1] for suite_sums in sums) < 2:
             continue
         (speedup, tau), methods = _redrawn(sums), list(suites[0])
         best = int(speedup[:, 0].argmax())
@@ -313,10 +317,10 @@ def leads(results: Results) -> list[Lead]:
 
 
 def _redrawn(sums: list[np.ndarray]) -> np.ndarray:
-    """Average speedups and tau, `[2, methods, 1 + DRAWS]`, of suites with [`_sums`] `[methods, prompts, 6]`."""
+    """Return average speedups and tau, `[2, methods, 1 + DRAWS]`, from [`_sums`] `[methods, prompts, 6]` per suite."""
     rng, drawn = np.random.default_rng(0), []
-    for of_suite in sums:
-        redrawn = draw(of_suite.shape[1], rng) @ of_suite  # the same for all methods
+    for suite_sums in sums:
+        redrawn = draw(suite_sums.shape[1], rng) @ suite_sums  # the same for all methods
         tokens, seconds, plain_tokens, plain_seconds, emitted, rounds = np.moveaxis(redrawn, 2, 0)
         with np.errstate(invalid="ignore"):  # no round, no tau
             drawn.append([tokens / seconds * plain_seconds / plain_tokens, emitted / rounds])
@@ -324,7 +328,7 @@ def _redrawn(sums: list[np.ndarray]) -> np.ndarray:
 
 
 def _sums(pairs: list[Pair]) -> np.ndarray:
-    """`[prompts, 6]`: what a speedup and tau are made of, of each prompt with all its turns."""
+    """Return the sums that speedup and tau are computed from, per prompt with all its turns, `[prompts, 6]`."""
     sums: dict[int, np.ndarray] = {}
     for line, plain in pairs:
         figures = [line["new_tokens"], line["seconds"], plain["new_tokens"], plain["seconds"]]

@@ -1,4 +1,4 @@
-"""Side-by-side runs: every method generates from every prompt, one right after the other."""
+"""Runs methods side by side: every method generates from every prompt, one right after the other."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from ..decoding.stats import clock, exact_timing
 from ..training.data.rows import encode_prompts
 from ..training.features.fingerprint import module_fingerprint, short_fingerprint, target_fingerprint
 from ..training.features.locking import only_writer
-from .results import MODES, OF_ROUNDS, TARGET_ONLY, Generation, key_of, read_lines
+from .results import MODES, ROUND_FIELDS, TARGET_ONLY, Generation, generation_key, read_lines
 from .suites import SUITES, load_suite
 
 _WARM_UP_TOKENS = 16
-_MAY_CHANGE = ("date", "command")  # of a run's facts, when it is continued
+_VARIABLE_FACTS = ("date", "command")  # facts that may differ when a run is continued
 _ELSEWHERE = "Choose another output folder (`--output`), or repeat the run as it was to continue it."
 
 
@@ -44,15 +44,15 @@ class Method:
     """A way to generate.
 
     Attributes:
-        name: As the report shows it, for example `"HyperDFlash (6)"`.
-        drafter: What to pass as `assistant_model`; `None` for the target alone.
+        name: Its name in the report, for example `"HyperDFlash (6)"`.
+        drafter: The `assistant_model` of the call; `None` for the target alone.
         num_draft_tokens: Tokens drafted one after the other per round, or `"auto"`; `None` for the drafter's own
             number.
         tree_budget: The most nodes of a draft tree, or `"auto"`; `None` for chains.
-        is_adaptive: Whether the drafter learns while it serves. It is then this method's alone.
+        is_adaptive: Whether the drafter learns while it serves. No other method may use it then.
 
     Raises:
-        ValueError: If the drafter cannot draft that many, no tree has so many nodes, or it is to learn and cannot.
+        ValueError: If the drafter cannot draft that many tokens, or no tree can have that many nodes.
     """
 
     name: str
@@ -69,16 +69,16 @@ class Method:
 
 @dataclass
 class BenchmarkSettings:
-    """What is run. Two runs with equal settings continue each other.
+    """The settings of a run. A run continues an earlier one with equal settings.
 
     Args:
         suites: Names of suites, see [`load_suite`].
         data: Folder with `<suite>.jsonl` files; `None` for the Hub.
-        modes: `"non-think"` and `"think-high"`, told to the chat template.
+        modes: `"non-think"` and `"think-high"`, passed to the chat template.
         temperatures: 0 is greedy; others sample from the whole distribution.
         limit: Prompts of each suite; `None` for all.
         max_new_tokens: Most new tokens per turn.
-        seed: Of sampling; every method starts each prompt from the same state.
+        seed: Seed of sampling; every method starts each prompt from the same state.
 
     Raises:
         ValueError: If a field is out of range.
@@ -106,7 +106,7 @@ class BenchmarkSettings:
             raise ValueError(f"`max_new_tokens` is {self.max_new_tokens}, expected at least 3: less has no round.")
 
     def prompts(self) -> dict[str, list[list[str]]]:
-        """Of each suite, as [`load_suite`] gives them.
+        """Load the prompts of each suite with [`load_suite`].
 
         Raises:
             ValueError: If one cannot be loaded.
@@ -123,11 +123,10 @@ def run_benchmark(
 ) -> Path:
     """Generate from every prompt with every method and append a JSON line per generation.
 
-    Methods take turns prompt by prompt, so that the machine's drift touches all alike; which comes first changes with
-    the prompt. The target alone is always among them. Greedy output is compared with the target's own. A run that was
-    killed goes on where it stopped when called again with the same weights, prompts, settings, versions and machine;
-    a drafter that learns begins anew then.
-    `report.write_report` makes tables of the file.
+    Methods take turns prompt by prompt, so that drift of the machine affects all alike. The first one changes with the
+    prompt. The target alone is always among them. Greedy output is compared with the target's own. A killed run
+    continues if it is called again with the same weights, prompts, settings, versions and machine; a drafter that
+    learns then starts from its first weights. `report.write_report` makes tables of the file.
 
     Args:
         target: The target, bound if a method drafts.
@@ -170,8 +169,8 @@ def run_benchmark(
                 progress.write(f"{len(done)} of {total} generations are there already, in {path}.", file=sys.stderr)
             for mode, temperature, suite in product(settings.modes, settings.temperatures, suites):
                 for number, turns in enumerate(suites[suite]):
-                    where = {"suite": suite, "mode": mode, "temperature": temperature, "prompt": number}
-                    for record in _conversation(target, tokenizer, methods, settings, where, turns, done, progress):
+                    cell = {"suite": suite, "mode": mode, "temperature": temperature, "prompt": number}
+                    for record in _conversation(target, tokenizer, methods, settings, cell, turns, done, progress):
                         file.write(json.dumps(record) + "\n")
                         file.flush()
                         progress.update()
@@ -183,51 +182,51 @@ def _conversation(
     tokenizer: PreTrainedTokenizerBase,
     methods: Sequence[Method],
     settings: BenchmarkSettings,
-    where: dict[str, Any],
+    cell: dict[str, Any],
     turns: list[str],
     done: dict[tuple[Any, ...], Generation],
     progress: tqdm,
 ) -> Iterator[Generation]:
-    """Generations of one prompt that are not done yet, each as soon as the target's own text is there to compare with.
+    """Yield the generations of one prompt that are not done yet, each as soon as the target's own text is known.
 
     Every method continues from the target's own earlier answers.
     """
     messages: list[dict[str, str]] = []
     for turn, text in enumerate(turns):
         messages.append({"role": "user", "content": text})
-        ids = encode_prompts(tokenizer, [{"messages": messages}], thinking=where["mode"] == "think-high")[0]
-        ids, place = ids.to(target.device), {**where, "turn": turn}
-        own = done.get(key_of({**place, "method": TARGET_ONLY}), {}).get("output_ids")
-        waiting: list[tuple[Generation, list[int]]] = []
-        shift = (where["prompt"] + turn) % len(methods)
+        ids = encode_prompts(tokenizer, [{"messages": messages}], thinking=cell["mode"] == "think-high")[0]
+        ids, turn_key = ids.to(target.device), {**cell, "turn": turn}
+        target_output = done.get(generation_key({**turn_key, "method": TARGET_ONLY}), {}).get("output_ids")
+        pending: list[tuple[Generation, list[int]]] = []
+        shift = (cell["prompt"] + turn) % len(methods)
         for method in [*methods[shift:], *methods[:shift]]:
-            record = {**place, "method": method.name}
-            if key_of(record) in done:
+            record = {**turn_key, "method": method.name}
+            if generation_key(record) in done:
                 continue
             progress.set_postfix_str(
-                f"{where['suite']} {where['prompt'] + 1} {where['mode']} T={where['temperature']:g}: {method.name}"
+                f"{cell['suite']} {cell['prompt'] + 1} {cell['mode']} T={cell['temperature']:g}: {method.name}"
             )
-            torch.manual_seed(zlib.crc32(f"{settings.seed},{sorted(place.items())}".encode()))
-            figures, output = _generate(target, method, ids, where["temperature"], settings.max_new_tokens)
-            waiting.append(({**record, **figures}, output))
-            own = output if method.name == TARGET_ONLY else own
-            while waiting and own is not None:
-                yield _compared(*waiting.pop(0), own)
-        answer = str(tokenizer.decode(own or [], skip_special_tokens=True))
+            torch.manual_seed(zlib.crc32(f"{settings.seed},{sorted(turn_key.items())}".encode()))
+            figures, output = _generate(target, method, ids, cell["temperature"], settings.max_new_tokens)
+            pending.append(({**record, **figures}, output))
+            target_output = output if method.name == TARGET_ONLY else target_output
+            while pending and target_output is not None:
+                yield _with_comparison(*pending.pop(0), target_output)
+        answer = str(tokenizer.decode(target_output or [], skip_special_tokens=True))
         messages.append({"role": "assistant", "content": answer.rpartition("</think>")[2]})
 
 
-def _compared(record: Generation, output: list[int], own: list[int]) -> Generation:
-    """With whether the text is the target's own, and where they part; sampled texts need not be equal."""
-    is_own = record["method"] == TARGET_ONLY
-    same = None if is_own or record["temperature"] else output == own
-    parted = (i for i, (a, b) in enumerate(zip(output, own)) if a != b)
-    first = next(parted, min(len(output), len(own))) if same is False else None
-    return {**record, "identical": same, "first_difference": first, **({"output_ids": output} if is_own else {})}
+def _with_comparison(record: Generation, output: list[int], target_output: list[int]) -> Generation:
+    """Add whether a greedy text equals the target's own, and the first difference; sampled texts may differ."""
+    is_target = record["method"] == TARGET_ONLY
+    same = None if is_target or record["temperature"] else output == target_output
+    parted = (i for i, (a, b) in enumerate(zip(output, target_output)) if a != b)
+    first = next(parted, min(len(output), len(target_output))) if same is False else None
+    return {**record, "identical": same, "first_difference": first, **({"output_ids": output} if is_target else {})}
 
 
 class _Clock(BaseStreamer):
-    """Notes when the prompt and each new token came."""
+    """Records the times of the prompt and of each new token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -242,7 +241,7 @@ class _Clock(BaseStreamer):
 def _generate(
     target: Any, method: Method, ids: torch.Tensor, temperature: float, max_new_tokens: int
 ) -> tuple[dict[str, Any], list[int]]:
-    """Figures of one generation, and its new tokens."""
+    """Generate once, and return its figures and its new tokens."""
     streamer, drafter = _Clock(), method.drafter
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, "streamer": streamer}
     if temperature > 0:
@@ -263,7 +262,7 @@ def _generate(
         "new_tokens": len(new),
         "seconds": ended - began,
         "decode_seconds": ended - streamer.times[1],
-        **{name: None if drafter is None else getattr(drafter.last_stats, name) for name in OF_ROUNDS},
+        **{name: None if drafter is None else getattr(drafter.last_stats, name) for name in ROUND_FIELDS},
         "peak_memory": _peak_memory(target.device),
     }
     return figures, new
@@ -312,7 +311,7 @@ def _run_facts(
 
 
 def environment(target: Any) -> dict[str, Any]:
-    """What a report says of how and where it was made, without this machine's folders."""
+    """Return the date, command, hardware and versions for a report, without this machine's folders."""
     from ..version import __version__
 
     return {
@@ -341,11 +340,11 @@ def _weights_digest(target: Any, method: Method) -> str | None:
 def _prompts_digest(
     tokenizer: PreTrainedTokenizerBase, modes: Sequence[str], suites: dict[str, list[list[str]]]
 ) -> str:
-    """Of every turn's tokens when it is asked first, and of the chat template: prompts and tokenizer in one digest."""
+    """Return one digest over prompts and tokenizer: every turn's tokens as a first turn, and the chat template."""
     digest = hashlib.sha256(json.dumps([suites, tokenizer.chat_template]).encode())
     for prompts, mode in product(suites.values(), modes):
-        asked = [{"messages": [{"role": "user", "content": turn}]} for turns in prompts for turn in turns]
-        for ids in encode_prompts(tokenizer, asked, thinking=mode == "think-high"):
+        conversations = [{"messages": [{"role": "user", "content": turn}]} for turns in prompts for turn in turns]
+        for ids in encode_prompts(tokenizer, conversations, thinking=mode == "think-high"):
             digest.update(ids.numpy().tobytes())
     return digest.hexdigest()[:32]
 
@@ -364,17 +363,17 @@ def _describe(method: Method) -> str:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that the package runs from, marked where files differ; `None` elsewhere."""
+    """Return the commit of the package's checkout, marked if files differ from it; `None` without a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:  # no git
         return None
-    return told.stdout.strip() or None
+    return result.stdout.strip() or None
 
 
 def hardware(device: torch.device | str) -> str:
-    """The accelerator, or the processor and its number of cores."""
+    """Return the name of the accelerator, or of the processor with its number of cores."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     model = platform.processor() or platform.machine()
@@ -386,25 +385,27 @@ def hardware(device: torch.device | str) -> str:
 
 
 def _open_results(path: Path, run: dict[str, Any]) -> dict[tuple[Any, ...], Generation]:
-    """Write the run's facts; what earlier runs with the same facts already did."""
+    """Write the run's facts, and return the generations of earlier runs with the same facts."""
     path.touch()
     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)  # a kill may have left the last line unfinished
     done, facts = {}, _named(json.loads(json.dumps(run)))
     for number, line in read_lines(path):
         if "run" not in line:
-            done[key_of(line)] = line
+            done[generation_key(line)] = line
             continue
-        theirs, ours = (", ".join(sorted(of.get("methods", ()))) for of in (line["run"], run))
-        if theirs != ours:
+        earlier_methods, methods = (", ".join(sorted(of.get("methods", ()))) for of in (line["run"], run))
+        if earlier_methods != methods:
             raise ValueError(
-                f"{path}, line {number}: the run there has the methods {theirs}; this one has {ours}. {_ELSEWHERE}"
+                f"{path}, line {number}: the run there has the methods {earlier_methods}; this one has {methods}. "
+                f"{_ELSEWHERE}"
             )
         earlier = _named(line["run"])
         for fact in dict.fromkeys([*facts, *earlier]):
-            if fact not in _MAY_CHANGE and earlier.get(fact) != facts.get(fact):
-                there, here = earlier.get(fact, "no value"), facts.get(fact, "no value")
+            if fact not in _VARIABLE_FACTS and earlier.get(fact) != facts.get(fact):
+                earlier_value, value_now = earlier.get(fact, "no value"), facts.get(fact, "no value")
                 raise ValueError(
-                    f"{path}, line {number}: the run there has `{fact}` {there}, this one has {here}. {_ELSEWHERE}"
+                    f"{path}, line {number}: the run there has `{fact}` {earlier_value}, this one has {value_now}. "
+                    f"{_ELSEWHERE}"
                 )
     with path.open("a") as file:
         file.write(json.dumps({"run": run}) + "\n")
@@ -412,7 +413,7 @@ def _open_results(path: Path, run: dict[str, Any]) -> dict[tuple[Any, ...], Gene
 
 
 def _named(run: dict[str, Any]) -> dict[str, Any]:
-    """Facts of a run, those of several parts under the names of the parts."""
+    """Flatten the facts of a run: the parts of a fact get entries of their own."""
     parts = {
         f"{fact} of {name}": v for fact, value in run.items() if isinstance(value, dict) for name, v in value.items()
     }

@@ -36,8 +36,8 @@ class Suite(NamedTuple):
 
 def _livecodebench(row: Mapping[str, Any]) -> list[str]:
     code = row.get("starter_code")
-    told, starter = (_STARTED, code) if code else (_NOT_STARTED, "# YOUR CODE HERE")
-    return [_LIVECODEBENCH.format(question=row["question_content"], format=told, starter=starter)]
+    format_text, starter = (_STARTED, code) if code else (_NOT_STARTED, "# YOUR CODE HERE")
+    return [_LIVECODEBENCH.format(question=row["question_content"], format=format_text, starter=starter)]
 
 
 SUITES = {
@@ -55,19 +55,19 @@ SUITES = {
 }
 
 
-def title_of(name: str) -> str:
-    """As the tables name a suite."""
+def suite_title(name: str) -> str:
+    """Return the name of a suite in tables."""
     return SUITES[name].title if name in SUITES else name
 
 
 def in_order(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Names, once each: known ones in their order, others after them in order of appearance."""
+    """Return each name once: known ones in their order, then others in order of appearance."""
     once, known = dict.fromkeys(names), list(known)
     return [name for name in known if name in once] + [name for name in once if name not in known]
 
 
 def load_suite(name: str, folder: str | Path | None = None, limit: int | None = None) -> list[list[str]]:
-    """The first prompts of a suite, each a list of user turns.
+    """Load the first prompts of a suite, each a list of user turns.
 
     Args:
         name: One of [`SUITES`], or the name of any file in `folder` without `.jsonl`.
@@ -82,24 +82,24 @@ def load_suite(name: str, folder: str | Path | None = None, limit: int | None = 
         raise ValueError(f"`limit` is {limit}, expected at least 1, or None for all prompts.")
     prompts = _from_folder(name, Path(folder), limit) if folder else _from_hub(name, limit)
     if not prompts:
-        where = f"in {Path(folder) / name}.jsonl" if folder else "on the Hub"
+        position = f"in {Path(folder) / name}.jsonl" if folder else "on the Hub"
         raise ValueError(
-            f'The suite {name!r} has no prompts {where}: expected {{"turns": ["..."]}}, one a line. Add some, or '
+            f'The suite {name!r} has no prompts {position}: expected {{"turns": ["..."]}}, one a line. Add some, or '
             "leave the suite out."
         )
     return prompts
 
 
 def suites_in(folder: str | Path) -> list[str]:
-    """Names of the suites in a folder, `<name>.jsonl` each: the paper's in its order, then others.
+    """Return the names of the suites in a folder, `<name>.jsonl` each: the paper's in its order, then others.
 
     Raises:
         ValueError: If there is no such folder or no suite in it.
     """
-    there = _names_in(Path(folder))
-    if not there:
+    names = _names_in(Path(folder))
+    if not names:
         raise ValueError(f"No suites in {folder}: expected files <suite>.jsonl, for example gsm8k.jsonl.")
-    return in_order(there, SUITES)
+    return in_order(names, SUITES)
 
 
 def _names_in(folder: Path) -> list[str]:
@@ -109,9 +109,9 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _from_folder(name: str, folder: Path, limit: int | None) -> list[list[str]]:
-    path, there = folder / f"{name}.jsonl", _names_in(folder)
-    if name not in there:
-        raise ValueError(f"No suite {name!r} in {folder}: expected the file {path.name}; there are {there}.")
+    path, names = folder / f"{name}.jsonl", _names_in(folder)
+    if name not in names:
+        raise ValueError(f"No suite {name!r} in {folder}: expected the file {path.name}; there are {names}.")
     prompts: list[list[str]] = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if line.strip() and (limit is None or len(prompts) < limit):
@@ -119,17 +119,17 @@ def _from_folder(name: str, folder: Path, limit: int | None) -> list[list[str]]:
     return prompts
 
 
-def _turns(line: bytes, where: str) -> list[str]:
+def _turns(line: bytes, position: str) -> list[str]:
     try:
         row = json.loads(line)
     except ValueError as error:  # half a character is one too
         raise ValueError(
-            f'{where}: not JSON ({error}). Expected {{"turns": ["..."]}}; mend or remove the line.'
+            f'{position}: not JSON ({error}). Expected {{"turns": ["..."]}}; mend or remove the line.'
         ) from error
     turns = row.get("turns") if isinstance(row, dict) else None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         found = f"`turns` is {turns!r:.60}" if isinstance(row, dict) and "turns" in row else "no `turns`"
-        raise ValueError(f'{where}: {found}, expected a list of the user\'s turns, {{"turns": ["..."]}}.')
+        raise ValueError(f'{position}: {found}, expected a list of the user\'s turns, {{"turns": ["..."]}}.')
     return turns
 
 

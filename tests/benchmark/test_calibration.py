@@ -12,7 +12,7 @@ import torch
 
 from hf_hyperdflash import DeepseekV4DSparkDrafter, HyperDFlashDrafter, bind
 from hf_hyperdflash.benchmark import calibration
-from hf_hyperdflash.benchmark.calibration import Rounds, calibrate, fitted, rounds_of, save_temperatures
+from hf_hyperdflash.benchmark.calibration import Rounds, calibrate, fitted, record_rounds, save_temperatures
 from hf_hyperdflash.benchmark.reliability import fit_temperatures, given_those_before, reliability, through
 from hf_hyperdflash.benchmark.report import print_calibration, write_calibration
 from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
@@ -75,7 +75,7 @@ def test_rounds_are_what_the_texts_tell(ending):
         text = target.generate(ids, do_sample=False, max_new_tokens=new_tokens)[0, 9:].tolist()
         firsts = [text.index(token) for token in set(text)]
         target.generation_config.eos_token_id = text[next(i for i in sorted(firsts) if i > 20)]
-    found = rounds_of(target, drafter, [ids], new_tokens, 0.0)
+    found = record_rounds(target, drafter, [ids], new_tokens, 0.0)
     logits, accepted = told_by_the_text(target, drafter, ids, max_new_tokens=new_tokens)
     np.testing.assert_allclose(found.logits, logits, atol=1e-4)
     np.testing.assert_array_equal(found.accepted, accepted)
@@ -89,10 +89,10 @@ def test_rounds_are_those_of_the_head_itself():
     """Whatever temperatures the drafter has; and it stays as it was."""
     target = bind(tiny_target(layer_types=[SLIDING]))
     drafter = confident(target)
-    plain = rounds_of(target, drafter, PROMPTS[:2], 12, 0.0)
+    plain = record_rounds(target, drafter, PROMPTS[:2], 12, 0.0)
     drafter.config.confidence_temperatures = [0.01, 100.0, 3.0, 0.2, 1.0, 2.0]
     fields = drafter.config.to_dict()
-    again = rounds_of(target, drafter, PROMPTS[:2], 12, 0.0)
+    again = record_rounds(target, drafter, PROMPTS[:2], 12, 0.0)
     np.testing.assert_array_equal(again.logits, plain.logits)
     assert drafter.config.to_dict() == fields and drafter.last_stats is None
 
@@ -101,7 +101,7 @@ def test_deepseeks_own_drafter_is_heard_too():
     target = bind(tiny_target())
     drafter = DeepseekV4DSparkDrafter(DeepseekV4DSparkConfig.of_target(tiny_config(**dspark_fields()), 1)).eval()
     torch.nn.init.normal_(drafter.confidence_head.proj.weight)
-    found = rounds_of(target, drafter, PROMPTS[:1], 9, 0.0)
+    found = record_rounds(target, drafter, PROMPTS[:1], 9, 0.0)
     told = told_by_the_text(target, drafter, PROMPTS[0], max_new_tokens=9)
     np.testing.assert_allclose(found, told, atol=1e-4)
     assert np.nanstd(found.logits) > 0
@@ -111,7 +111,7 @@ def test_certainty_is_kept_finite():
     target = bind(tiny_target())
     drafter = confident(target)
     torch.nn.init.constant_(drafter.confidence_head.proj.bias, 200.0)
-    logits = rounds_of(target, drafter, PROMPTS[:1], 8, 0.0).logits
+    logits = record_rounds(target, drafter, PROMPTS[:1], 8, 0.0).logits
     assert np.nanmin(logits) == np.nanmax(logits) == pytest.approx(math.log(2**24 - 1), rel=1e-6)
 
 
@@ -124,7 +124,7 @@ def test_sampled_rounds():
     logits, accepted = told_by_the_text(target, drafter, ids, max_new_tokens=25, **options)
     target.generation_config.update(top_k=2, top_p=0.5, temperature=3.0)
     torch.manual_seed(1)
-    found = rounds_of(target, drafter, [ids], 25, 0.5)
+    found = record_rounds(target, drafter, [ids], 25, 0.5)
     np.testing.assert_allclose(found.logits, logits, atol=1e-4)
     np.testing.assert_array_equal(found.accepted, accepted)
     assert 0 < np.nanmean(accepted) < 1
@@ -136,7 +136,7 @@ def test_every_other_prompt_is_fitted_on_and_the_rest_measure(monkeypatch):
     drafter, prompts = confident(target), [ids % 6 for ids in PROMPTS[:3]]
     found = calibrate(target, drafter, prompts, max_new_tokens=9, temperature=0.0)
     bind(target)
-    assert found == fitted(*(rounds_of(target, drafter, prompts[half::2], 9, 0.0) for half in (0, 1)))
+    assert found == fitted(*(record_rounds(target, drafter, prompts[half::2], 9, 0.0) for half in (0, 1)))
 
 
 def test_what_is_measured_is_each_position_and_all_of_them():
@@ -209,7 +209,7 @@ def test_fitted_temperatures_are_what_drafting_divides_by(folder):
     """Confidence of a calibrated drafter is the probability that was measured; a benchmark's record still knows it."""
     target = bind(tiny_target())
     drafter = HyperDFlashDrafter.from_pretrained(folder, dtype=torch.float32).eval()
-    logits, _ = rounds_of(target, drafter, PROMPTS[:1], 12, 0.0)
+    logits, _ = record_rounds(target, drafter, PROMPTS[:1], 12, 0.0)
     temperatures = [2.0, 1.5, 1.0, 0.75, 0.5, 4.0]
     save_temperatures(folder, temperatures)
     calibrated, heard = HyperDFlashDrafter.from_pretrained(folder, dtype=torch.float32).eval(), []

@@ -148,7 +148,7 @@ def test_generations_that_were_written_twice_are_told(tmp_path):
     lines = [line(PLAIN), line("MTP (3)", seconds=0.5), line("MTP (3)", seconds=0.25)]
     results = load(written(tmp_path / "r.jsonl", lines, settings(["MTP (3)"])))
     text = markdown(results, summarize(results), pool(results))
-    assert "takes the place of: 1." in text and "4.00×" in text
+    assert "method replaces: 1." in text and "4.00×" in text
     results = load(written(tmp_path / "r.jsonl", lines[:2], settings(["MTP (3)"])))
     assert "takes the place" not in markdown(results, summarize(results), pool(results))
 

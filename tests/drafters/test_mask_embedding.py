@@ -8,7 +8,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from hf_hyperdflash import Eagle3Drafter, HyperDFlashDrafter, SpecBlockDrafter, capture_residual, load_drafter
-from hf_hyperdflash.benchmark.doctor.examine import Diagnosis, _look_at_mask_token
+from hf_hyperdflash.benchmark.doctor.examine import Diagnosis, _check_mask_token
 from hf_hyperdflash.drafters.parts.heads import HEADS
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.hub.formats import FORMATS, check_expressible
@@ -175,5 +175,5 @@ def test_no_other_layout_has_a_vector_of_its_own(qwen3, format):
 
 def test_the_doctor_says_what_masks():
     found = Diagnosis()
-    _look_at_mask_token(found, None, characters())
+    _check_mask_token(found, None, characters())
     assert found.facts["mask token"] == "none, but a vector of the drafter's own" and not found.remarks

@@ -1,1 +1,1 @@
-"""What is wrong with a target and its drafter."""
+"""Examines a target and its drafter."""

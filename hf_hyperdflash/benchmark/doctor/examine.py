@@ -1,4 +1,4 @@
-"""What is wrong with a target and its drafter, in words, before long jobs are started with them."""
+"""Finds what is wrong with a target and its drafter, before long jobs are started with them."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ PROMPTS = (
     "Paul buys 4 notebooks for $2.50 each and pays with $20. How much change does he get?",
     "Write a function that computes the n-th Fibonacci number.",
 )
-_HARDLY = 1.2  # a tau below is no speedup anywhere
+_LEAST_TAU = 1.2  # below it no hardware has a speedup
 
 
 @dataclass
 class Diagnosis:
-    """What [`examine`] found.
+    """The result of [`examine`].
 
     Attributes:
-        problems: What is wrong and what to do, a sentence or two each.
-        remarks: What may matter.
-        facts: What was looked at, as name and value.
+        problems: Each problem and its fix, a sentence or two each.
+        remarks: Other observations that may matter.
+        facts: Everything that was examined, as name and value.
         tau: Tokens per verification round over the prompts; `None` if nothing could be generated.
         differing: Greedy texts that are not the target's own.
     """
@@ -88,23 +88,23 @@ def examine(
     disable_tqdm: bool | None = True,
     report: Callable[[str], object] | None = None,
 ) -> Diagnosis:
-    """Check a pair: whether it fits, the tokenizer, memory, and what generation from a few prompts really gives.
+    """Check a pair: whether it fits, the tokenizer, memory, and generation from a few prompts.
 
-    Of HyperDFlash and DFlash drafters, what others' formats invite to misread is tried, every layer one lower and one
-    higher and the other anchor convention: a problem where that drafts clearly better, a remark where it may. Of
-    every drafter some settings of `generate` are timed, and one recommended.
+    For HyperDFlash and DFlash drafters it tries what is easily misread in others' formats: every layer one lower and
+    one higher, and the other anchor convention. If one drafts clearly better, that is a problem; if it may, a remark.
+    For every drafter it times some settings of `generate` and recommends one.
 
     Args:
-        target: The target. It is bound for the time, and left as it was.
+        target: The target. It is bound meanwhile.
         drafter: Its drafter, of any kind that has weights.
         tokenizer: The target's tokenizer.
-        prompts: Questions, asked as chat turns. With fewer than 8 nothing but that is done, which is quick.
+        prompts: Questions, asked as chat turns. With fewer than 8 no settings are tried or timed, which is quick.
         max_new_tokens: Tokens generated from each.
         disable_tqdm: `False` for a progress bar on stderr, `None` for one where that is a terminal.
         report: Called with a line that says how many texts will be generated and about how long that takes.
 
     Raises:
-        ValueError: If there is no prompt, or drafter or tokenizer are none.
+        ValueError: If there is no prompt, or drafter or tokenizer is not one.
     """
     if not prompts:
         raise ValueError("`prompts` is empty: expected at least one question.")
@@ -121,14 +121,14 @@ def examine(
     except ValueError as error:
         found.problems.append(str(error))
         return found
-    _look_at_memory(found, target, drafter)
-    _look_at_rounding(found, target)
+    _report_memory(found, target, drafter)
+    _report_rounding(found, target)
     _compare_fingerprints(found, target, drafter.config)
-    if _look_at_tokenizer(found, target, drafter.config, tokenizer):
+    if _check_tokenizer(found, target, drafter.config, tokenizer):
         ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": text}]} for text in prompts])
-        _ask_the_target(found, target, ids)
+        _check_target_loss(found, target, ids)
         if report:
-            report(_how_long(target, drafter, ids, max_new_tokens))
+            report(_announce_duration(target, drafter, ids, max_new_tokens))
         with bound(target):
             texts = _generate(found, target, drafter, ids, max_new_tokens, disable_tqdm)
         if found.tau is not None:
@@ -140,7 +140,7 @@ def examine(
                 )
             elif drafter.config.model_type == HyperDFlashConfig.model_type:
                 _try_other_settings(found, target, cast(HyperDFlashDrafter, drafter), ids, texts, disable_tqdm)
-            if found.tau < _HARDLY and not found.problems:
+            if found.tau < _LEAST_TAU and not found.problems:
                 found.problems.append(
                     f"Hardly any draft is accepted (tau {found.tau:.2f}): the drafter is hardly trained, or "
                     "was trained for another target, chat template or tokenizer."
@@ -150,7 +150,7 @@ def examine(
     return found
 
 
-def _look_at_rounding(found: Diagnosis, target: PreTrainedModel) -> None:
+def _report_rounding(found: Diagnosis, target: PreTrainedModel) -> None:
     if getattr(target, "is_loaded_in_8bit", False):
         found.remarks.append(
             "The target is loaded in 8 bits by bitsandbytes, whose forwards over several tokens round otherwise than "
@@ -158,17 +158,19 @@ def _look_at_rounding(found: Diagnosis, target: PreTrainedModel) -> None:
         )
 
 
-def _look_at_memory(found: Diagnosis, target: PreTrainedModel, drafter: SavedDrafter) -> None:
-    told = describe(drafter.config)
-    found.facts["drafter"] = f"{told.drafts}; {drafter.num_parameters():,} parameters. {' '.join(told.sentences)}"
+def _report_memory(found: Diagnosis, target: PreTrainedModel, drafter: SavedDrafter) -> None:
+    described = describe(drafter.config)
+    found.facts["drafter"] = (
+        f"{described.drafts}; {drafter.num_parameters():,} parameters. {' '.join(described.sentences)}"
+    )
     found.facts["memory"] = (
         f"target {_size(target.get_memory_footprint())}, drafter "
-        f"{_size(drafter.get_memory_footprint(return_buffers=False))}{_context_of(drafter)}"
+        f"{_size(drafter.get_memory_footprint(return_buffers=False))}{_context_memory(drafter)}"
     )
 
 
-def _context_of(drafter: SavedDrafter) -> str:
-    """What its context takes, if its configuration says what keys and values it has: one of somebody's own may not."""
+def _context_memory(drafter: SavedDrafter) -> str:
+    """Describe the memory of a drafter's context; empty if its configuration does not give its keys and values."""
     config = drafter.config
     window = getattr(drafter.new_context(), "window", None) or getattr(config, "sliding_window", None)
     visible = window or getattr(config, "max_position_embeddings", None)
@@ -216,10 +218,10 @@ def _compare_fingerprints(found: Diagnosis, target: PreTrainedModel, config: Any
         )
 
 
-def _look_at_tokenizer(
+def _check_tokenizer(
     found: Diagnosis, target: PreTrainedModel, config: Any, tokenizer: PreTrainedTokenizerBase
 ) -> bool:
-    """Whether there is enough to generate with."""
+    """Report problems of the tokenizer, and return whether generation is possible with it."""
     vocabulary = target_of(target).config.vocab_size
     if len(tokenizer) > vocabulary:
         found.problems.append(
@@ -228,7 +230,7 @@ def _look_at_tokenizer(
         )
         return False
     if hasattr(config, "mask_token_id"):
-        _look_at_mask_token(found, config.mask_token_id, tokenizer)
+        _check_mask_token(found, config.mask_token_id, tokenizer)
     ends = target.generation_config.eos_token_id if target.generation_config else None
     ends = ends if isinstance(ends, list) else [ends]
     if tokenizer.eos_token_id is not None and None not in ends and tokenizer.eos_token_id not in ends:
@@ -241,7 +243,7 @@ def _look_at_tokenizer(
     return bool(tokenizer.chat_template)
 
 
-def _look_at_mask_token(found: Diagnosis, token: int | None, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_mask_token(found: Diagnosis, token: int | None, tokenizer: PreTrainedTokenizerBase) -> None:
     if token is None:
         found.facts["mask token"] = "none, but a vector of the drafter's own"
         return
@@ -255,8 +257,8 @@ def _look_at_mask_token(found: Diagnosis, token: int | None, tokenizer: PreTrain
     found.facts["mask token"] = f"{token}, {repr(mask) if mask else 'which the tokenizer does not use'}"
 
 
-def _ask_the_target(found: Diagnosis, target: PreTrainedModel, prompts: list[torch.Tensor]) -> None:
-    """Whether the target finds text in its own tokenizer's tokens more likely than noise."""
+def _check_target_loss(found: Diagnosis, target: PreTrainedModel, prompts: list[torch.Tensor]) -> None:
+    """Report whether the target finds text in the tokenizer's tokens more likely than noise."""
     with torch.no_grad():
         losses = [target(ids.to(target.device), labels=ids.to(target.device)).loss.item() for ids in prompts]
     mean, noise = sum(losses) / len(losses), math.log(target_of(target).config.vocab_size)
@@ -268,8 +270,10 @@ def _ask_the_target(found: Diagnosis, target: PreTrainedModel, prompts: list[tor
         )
 
 
-def _how_long(target: PreTrainedModel, drafter: SavedDrafter, prompts: list[torch.Tensor], max_new_tokens: int) -> str:
-    """How many texts there will be, and what they take if every token takes as long as those of a first one."""
+def _announce_duration(
+    target: PreTrainedModel, drafter: SavedDrafter, prompts: list[torch.Tensor], max_new_tokens: int
+) -> str:
+    """Return a line with the number of texts and the time that they take, estimated from a first text."""
     ids, texts, now = prompts[0].to(target.device), 2 * len(prompts), clock(target.device)
     if len(prompts) >= LEAST_PROMPTS:
         texts += len(TEMPERATURES) * count_generations(target, drafter, len(prompts))
@@ -290,13 +294,13 @@ def _generate(
     max_new_tokens: int,
     disable_tqdm: bool | None,
 ) -> list[torch.Tensor]:
-    """The target's own texts."""
+    """Generate with and without the drafter, report losslessness and acceptance, and return the target's own texts."""
     stats, found.differing, texts = SpeculationStats(), 0, []
     for prompt in tqdm(prompts, desc="generating", unit="prompt", leave=False, disable=disable_tqdm):
         ids = prompt.to(target.device)
-        asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, "do_sample": False}
-        texts.append(target.generate(ids, **asked))
-        found.differing += not torch.equal(target.generate(ids, assistant_model=drafter, **asked), texts[-1])
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, "do_sample": False}
+        texts.append(target.generate(ids, **options))
+        found.differing += not torch.equal(target.generate(ids, assistant_model=drafter, **options), texts[-1])
         stats += cast(SpeculationStats, drafter.last_stats)
     count = len(prompts)
     found.facts["losslessness"] = f"{count - found.differing} of {count} greedy texts are the target's own"
@@ -342,33 +346,33 @@ def _try_other_settings(
     texts: list[torch.Tensor],
     disable_tqdm: bool | None,
 ) -> None:
-    """Speaks up only of what would change much: a neighbouring layer's residual is nearly the same."""
+    """Report settings that would change much. Small changes are normal: neighbouring layers are nearly the same."""
     starts = [ids.shape[1] for ids in prompts]
     rounds, tau, others = compare_settings(target, drafter, texts, starts, disable_tqdm=disable_tqdm)
-    told = f"{rounds:,} rounds over {len(prompts)} prompts"
+    text = f"{rounds:,} rounds over {len(prompts)} prompts"
     # Of an untrained drafter some setting is the least bad.
-    ahead = [setting for setting in others if matters(setting, tau) and setting.tau >= _HARDLY]
+    ahead = [setting for setting in others if matters(setting, tau) and setting.tau >= _LEAST_TAU]
     better = [setting for setting in ahead if setting.ahead.low > 0]
     worse = sum(setting.ahead.high < 0 for setting in others)
     found.facts["other configurations"] = (
-        f"{len(others)} tried in {told}, neighbouring layers and the other anchor convention: {worse} certainly "
+        f"{len(others)} tried in {text}, neighbouring layers and the other anchor convention: {worse} certainly "
         f"worse, {len(better)} clearly better, of the others none makes a clear difference"
     )
     if better:
         best = max(better, key=lambda setting: setting.ahead.value)
         found.problems.append(
-            f"With {best.name} the drafter finds the target's text likelier ({_told(best, tau)} in {told}): the "
+            f"With {best.name} the drafter finds the target's text likelier ({_describe(best, tau)} in {text}): the "
             "configuration does not say how the drafter was trained. Correct it in `config.json`."
         )
     elif ahead:
         best = max(ahead, key=lambda setting: setting.ahead.value)
         found.remarks.append(
-            f"The drafter may have been trained with {best.name} ({_told(best, tau)} in {told}): longer texts may "
+            f"The drafter may have been trained with {best.name} ({_describe(best, tau)} in {text}): longer texts may "
             "tell, from a larger `--max-new-tokens` (in Python `max_new_tokens`)."
         )
 
 
-def _told(setting: Setting, tau: float) -> str:
+def _describe(setting: Setting, tau: float) -> str:
     ahead = setting.ahead
     return (
         f"{ahead.value:+.2f} nats a draft, between {ahead.low:+.2f} and {ahead.high:+.2f}; {setting.tau:.2f} tokens a "

@@ -1,4 +1,4 @@
-"""Whether a drafter was trained with other settings than its configuration says: what each would have drafted."""
+"""Whether a drafter was trained with other settings than its configuration says: compares their drafts."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from ...training.features.capture import compute_residual
 from ...training.losses.loss import IGNORE_INDEX
 from ..intervals import Interval, draw, interval
 
-# Of fewer prompts all prefer a setting that is no better too often: 8 do once in 256 times.
+# With fewer prompts, all of them prefer a setting by chance too often. For 8 the probability is 1 in 256.
 LEAST_PROMPTS = 8
 _FALSE_ALARMS = 0.03
-# What a wrong configuration costs at least to be worth a word: nats a draft, and times as many tokens a round.
-_MATTERS_NATS, _MATTERS_TAU = 0.1, 1.05
-_BLOCKS = 32  # that the drafter runs at once
+# The least differences that are reported: nats a draft, and the ratio of tokens a round.
+_LEAST_NATS_AHEAD, _LEAST_TAU_RATIO = 0.1, 1.05
+_BLOCKS = 32  # of one forward of the drafter
 
 
 class Setting(NamedTuple):
-    """One that the configuration does not have."""
+    """A setting that the configuration does not have."""
 
-    name: str  # what is other, in words
+    name: str  # the difference, in words
     tau: float  # mean tokens of its rounds
-    ahead: Interval  # how much likelier it finds the target's text than the configuration's setting does, nats a draft
+    ahead: Interval  # log-likelihood of the target's text minus that with the configuration's setting, nats a draft
 
 
 def matters(setting: Setting, tau: float) -> bool:
-    """Whether it drafts so much better than the configuration's setting, of `tau` tokens a round, that it matters.
+    """Return whether it drafts much better than the configuration's setting, which has `tau` tokens a round.
 
-    That it is certainly better says nothing by itself: a neighbouring layer's residual is nearly the same, and a
-    drafter may find the text a little likelier with one that it was not trained with.
+    To be certainly better is not enough: a neighbouring layer's residual is nearly the same, and a drafter may find
+    the text a little likelier with a layer that it was not trained with.
     """
-    return setting.ahead.value >= _MATTERS_NATS and setting.tau >= _MATTERS_TAU * tau
+    return setting.ahead.value >= _LEAST_NATS_AHEAD and setting.tau >= _LEAST_TAU_RATIO * tau
 
 
 class Comparison(NamedTuple):
-    """Rounds after every token of texts that the target wrote."""
+    """The comparison of settings over rounds after every token of texts that the target wrote."""
 
     rounds: int
     tau: float  # their mean number of tokens with the configuration's setting
@@ -63,13 +63,12 @@ def compare_settings(
     *,
     disable_tqdm: bool | None = True,
 ) -> Comparison:
-    """Draft after every token of the texts with the drafter's settings and with those that others' formats invite to
-    take them for: each layer one lower and one higher, all of them at once, and the other anchor convention.
+    """Compare drafts with the drafter's settings to drafts with settings that are easily confused with them.
 
-    A round is given nothing but accepted tokens, which for a text that the target wrote are known: one forward of the
-    target over a text serves all rounds of all settings, and all have the same rounds. Settings are told apart by how
-    likely the drafter finds the text, which training made as likely as it could: accepted lengths need several times
-    as many rounds.
+    These are each layer one lower and one higher, all layers at once, and the other anchor convention. A round reads
+    only accepted tokens, which are known for a text that the target wrote. So one forward of the target over a text
+    serves all rounds of all settings, and all have the same rounds. Settings are compared by the likelihood of the
+    text, which training maximizes: accepted lengths would need several times as many rounds.
 
     Args:
         target: The target.
@@ -89,10 +88,11 @@ def compare_settings(
 
 
 def leads_over_first(sums: np.ndarray, rounds: np.ndarray) -> list[Interval]:
-    """How much each setting's mean over rounds is above the first one's, with prompts drawn again, the same for all.
+    """Return by how much each setting's mean over rounds exceeds the first one's, with bootstrap intervals.
 
-    The intervals are wide enough for their number: where no setting differs from the first, one of six or more lie
-    above 0 in 2 % of examinations of 24 prompts, and in 7 % of those of 8, of which a bootstrap knows too little.
+    All settings share the redrawn prompts. The intervals are corrected for their number: if no setting differs from
+    the first, one of six or more lies above 0 in 2 % of examinations with 24 prompts, and in 7 % of those with 8,
+    which are few for a bootstrap.
 
     Args:
         sums: Over each prompt's rounds, `[prompts, settings]`.
@@ -106,7 +106,7 @@ def leads_over_first(sums: np.ndarray, rounds: np.ndarray) -> list[Interval]:
 
 
 def _other_settings(config: HyperDFlashConfig, count: int) -> dict[str, HyperDFlashConfig]:
-    """Of a drafter for a target of `count` layers, in words."""
+    """Return other configurations by their difference in words, for a target of `count` layers."""
     ids = config.target_layer_ids or []
     moves = [[layer if layer == -1 else layer + step for layer in ids] for step in (-1, 1)]
     moves += [[*ids[:i], ids[i] % count + step, *ids[i + 1 :]] for i in range(len(ids)) for step in (-1, 1)]
@@ -134,18 +134,18 @@ def draft_every_round(
     start: int,
     settings: Sequence[HyperDFlashConfig],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draft after each token of `text` from `start` on but the last.
+    """Draft after each token of `text` from `start` on, except the last.
 
     Args:
         target: The target.
         drafter: Its drafter.
         text: `[1, seq]`.
         start: Where in it the prompt ends.
-        settings: Configurations; what layers it reads and where it drafts from may differ from the drafter's own.
+        settings: Configurations, which may differ from the drafter's own in its layers and its anchor convention.
 
     Returns:
         `[settings, rounds]` each: the tokens that a round emits, and the mean log-probability of the text's next
-        tokens, of which less likely than any token counts as any.
+        tokens, at least that of a uniform distribution.
     """
     count = target_of(target).config.num_hidden_layers
     read = [[i % count for i in config.target_layer_ids or []] for config in settings]
@@ -184,8 +184,8 @@ def _rounds(
         drafts = hidden.unflatten(1, (-1, config.block_size))[:, :, config.first_slot :]
         previous = previous_tokens(text, anchors, config.max_draft_tokens)
         embeds = seen.embed(previous.flatten(1)).view(*previous.shape, -1)
-        said = along_text(drafts, previous, embeds, drafter.head, None)
-        logits = drafter.of_vocabulary(drafter.logits(seen, said.states, said.vectors))[0]
+        output = along_text(drafts, previous, embeds, drafter.head, None)
+        logits = drafter.of_vocabulary(drafter.logits(seen, output.states, output.vectors))[0]
         logits = logits.to(text.device).float()
         labels = block_labels(text, is_text, positions, anchors, config.max_draft_tokens)[0]
         emitted.append(1 + (logits.argmax(-1) == labels).long().cumprod(-1).sum(-1).cpu())
@@ -193,6 +193,6 @@ def _rounds(
         logits, labels = logits[:, : config.block_size - 1], labels[:, : config.block_size - 1]
         losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
         drafted = labels != IGNORE_INDEX
-        likely = -losses.clamp(max=math.log(config.vocab_size)) * drafted
-        nats.append((likely.sum(-1) / drafted.sum(-1)).cpu())
+        log_likelihoods = -losses.clamp(max=math.log(config.vocab_size)) * drafted
+        nats.append((log_likelihoods.sum(-1) / drafted.sum(-1)).cpu())
     return torch.cat(emitted).numpy(), torch.cat(nats).numpy()

@@ -1,4 +1,4 @@
-"""Which settings of `generate` to begin with, by timing some on a few prompts."""
+"""Recommends settings of `generate`, by timing some on a few prompts."""
 
 from __future__ import annotations
 
@@ -19,25 +19,30 @@ from ..intervals import Interval, draw, interval
 
 TEMPERATURES = (0.0, 1.0)
 _MOST_PROMPTS = 8
-_SAME = 1.05  # times as fast: what changes from run to run
+_NOISE = 1.05  # a ratio of speeds that differs from run to run
 
 
 class Timed(NamedTuple):
-    """Some settings, as a call says them, and the speed with them as a multiple of the target's alone, between which
-    values it lies were other prompts drawn, and how many times as fast the fastest settings are."""
+    """Settings of a call with their speed.
+
+    Args:
+        settings: Arguments of `generate`.
+        speedup: Speed as a multiple of the target's alone, with its interval over prompts.
+        fastest: Speed of the fastest settings as a multiple of this one's.
+    """
 
     settings: dict[str, Any]
     speedup: Interval
     fastest: Interval
 
     def __str__(self) -> str:
-        told = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
-        return f"`{told}` {self.speedup.value:.2f}x ({self.speedup.low:.2f} to {self.speedup.high:.2f})"
+        text = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+        return f"`{text}` {self.speedup.value:.2f}x ({self.speedup.low:.2f} to {self.speedup.high:.2f})"
 
     @property
     def near(self) -> bool:
-        """Whether it cannot be told from the fastest."""
-        return self.fastest.low <= 1 or self.fastest.value <= _SAME
+        """Whether its speed cannot be distinguished from the fastest."""
+        return self.fastest.low <= 1 or self.fastest.value <= _NOISE
 
 
 def time_settings(
@@ -49,7 +54,7 @@ def time_settings(
     max_new_tokens: int = 64,
     disable_tqdm: bool | None = True,
 ) -> list[Timed]:
-    """Time plain generation and some settings, in turns on the same prompts, the fastest first.
+    """Time plain generation and some settings, in turns on the same prompts, and return the settings, fastest first.
 
     Args:
         target: The target, bound.
@@ -70,28 +75,28 @@ def time_settings(
     progress = tqdm(some, desc=label, unit="prompt", leave=False, disable=disable_tqdm)
     for number, prompt in enumerate(itertools.chain(some[:1], progress)):  # the first one twice: once to warm up
         ids = prompt.to(target.device)
-        for place, settings in enumerate(tried):
+        for index, settings in enumerate(tried):
             assistant = {"assistant_model": drafter, **settings} if settings else {}
             torch.manual_seed(number)
             with exact_timing():
                 began = now()
                 text: Any = target.generate(ids, attention_mask=torch.ones_like(ids), **options, **assistant)  # type: ignore[operator]
-                seconds[number, place] = now() - began
-            tokens[number, place] = text.shape[1] - ids.shape[1]
+                seconds[number, index] = now() - began
+            tokens[number, index] = text.shape[1] - ids.shape[1]
     return _ranked(tried[1:], tokens[1:], seconds[1:])
 
 
 def count_generations(target: PreTrainedModel, drafter: Any, prompts: int) -> int:
-    """How many texts [`time_settings`] generates from so many prompts at one temperature."""
+    """Return how many texts [`time_settings`] generates from that many prompts at one temperature."""
     return (1 + min(prompts, _MOST_PROMPTS)) * (1 + len(_settings(target, drafter)))
 
 
 def _ranked(tried: list[dict[str, Any]], tokens: np.ndarray, seconds: np.ndarray) -> list[Timed]:
-    """`[prompts, 1 + settings]`, the target alone first."""
+    """Rank settings by speedup. `tokens` and `seconds` are `[prompts, 1 + settings]`, the target alone first."""
     if len(tokens) > 1:
         drawn = draw(len(tokens), np.random.default_rng(0))
     else:
-        drawn = np.ones((2, 1))  # of one prompt there is nothing to draw
+        drawn = np.ones((2, 1))  # one prompt cannot be redrawn
     rates = (drawn @ tokens) / (drawn @ seconds)
     speedups = rates[:, 1:] / rates[:, :1]
     ahead = speedups[:, [speedups[0].argmax()]] / speedups
@@ -109,10 +114,13 @@ def _settings(target: PreTrainedModel, drafter: Any) -> list[dict[str, Any]]:
 
 
 def recommendation(timed: Sequence[Timed]) -> str:
-    """What to begin with, why, and how the rest did: of those that are faster than the target alone and cannot be told
-    from the fastest, that which goes by itself, or else the shortest to write."""
+    """Describe the settings to begin with, the reason, and the results of the others.
+
+    Among settings that are faster than the target alone and not distinguishable from the fastest, `"auto"` is
+    recommended, or else the shortest to write.
+    """
     fastest = timed[0]
-    faster = [each for each in timed if each.speedup.low > 1 and each.speedup.value >= _SAME]
+    faster = [each for each in timed if each.speedup.low > 1 and each.speedup.value >= _NOISE]
     tried = ", ".join(map(str, timed))
     if not faster and (fastest.speedup.low > 1 or all(each.speedup.high < 1 for each in timed)):
         return f"no drafter: nothing that was tried is clearly faster than the target alone; {tried}"
@@ -122,6 +130,6 @@ def recommendation(timed: Sequence[Timed]) -> str:
     by_itself = [each for each in near if each.settings == {"num_assistant_tokens": AUTO}]
     best = min(by_itself or near, key=lambda each: len(each.settings))
     merit = "finds its number by itself" if by_itself else "is shorter to write"
-    why = "" if best is fastest else f", within noise of the fastest, and {merit}"
+    reason = "" if best is fastest else f", within noise of the fastest, and {merit}"
     others = "; ".join(str(each) for each in timed if each is not best)
-    return f"{best} the target alone{why}" + f" (others: {others})" * bool(others)
+    return f"{best} the target alone{reason}" + f" (others: {others})" * bool(others)

@@ -1,4 +1,4 @@
-"""Acceptance per draft position, an `evaluate` metric: how far into a block drafts hold."""
+"""Acceptance per draft position, an `evaluate` metric."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The prompt suites against a server."""
+"""Measures a server with the prompt suites."""

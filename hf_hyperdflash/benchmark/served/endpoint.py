@@ -1,6 +1,6 @@
-"""The prompt suites against a server that speaks OpenAI's protocol, and what it tells of its own drafts.
+"""Measures a server of OpenAI's protocol with the prompt suites, and reads the server's counts of its drafts.
 
-By the standard library: one streamed POST a turn needs no client of OpenAI's, and a thread each is enough to wait in.
+It uses the standard library: one streamed POST a turn needs no OpenAI client, and a thread per prompt waits for it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from ..runner import hardware
-from ..suites import load_suite, title_of
-from .served_counts import SGLANG_ASKED, DraftCounters, sglang_counted, told_of_run, vllm_counters
+from ..suites import load_suite, suite_title
+from .served_counts import SGLANG_OPTIONS, DraftCounters, counts_of_run, sglang_counted, vllm_counters
 
 
 class Answer(NamedTuple):
-    """What a server answered to one turn.
+    """A server's answer to one turn.
 
     Attributes:
-        text: The answer's, without reasoning.
-        new_tokens: As the server counts them.
-        seconds: Until the end of it.
-        first_seconds: Until the first piece of it.
-        counted: What the server counted of its drafts, if it tells so.
+        text: The text without reasoning.
+        new_tokens: Its tokens, as the server counts them.
+        seconds: Seconds until its end.
+        first_seconds: Seconds until its first piece.
+        counted: The server's counts of its drafts; `None` if it gives none.
     """
 
     text: str
@@ -47,7 +47,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class EndpointSettings:
-    """What is asked.
+    """The settings of a run against a server.
 
     Args:
         endpoint: The server's address, with `/v1` or without.
@@ -55,10 +55,10 @@ class EndpointSettings:
         suites: Names of suites, see [`load_suite`].
         data: Folder with `<suite>.jsonl` files; `None` for the Hub.
         temperatures: 0 is greedy.
-        concurrency: How many prompts are asked at a time, one run after the other.
+        concurrency: Numbers of prompts that are asked at the same time, each in a run of its own.
         limit: Prompts of each suite; `None` for all.
         max_new_tokens: Most new tokens per turn.
-        seed: Of sampling, for servers that take one.
+        seed: Seed of sampling, for servers that accept one.
 
     Raises:
         ValueError: If the address is none.
@@ -94,13 +94,13 @@ def check_server(settings: EndpointSettings) -> None:
 
 
 def _served(settings: EndpointSettings) -> dict[str, str | None]:
-    """The names of what a server serves, and whose each is: servers give there what they are."""
+    """Return the models that a server serves, with their owner, which is the server's kind."""
     listed = json.loads(fetch(f"{settings.root}/v1/models"))["data"]
     return {model["id"]: model.get("owned_by") for model in listed}
 
 
 def read_counters(settings: EndpointSettings) -> DraftCounters | None:
-    """What the server tells of its drafts at `/metrics`, as vLLM does; `None` if it tells nothing."""
+    """Read the server's counts of its drafts at `/metrics`, as vLLM gives them; `None` if there are none."""
     counted = vllm_counters(_metrics(settings), settings.model)
     return counted if counted.accepted else None
 
@@ -113,10 +113,10 @@ def _metrics(settings: EndpointSettings) -> str:
 
 
 def fetch(url: str, body: Any = None) -> str:
-    """The page at an address, or the answer to a JSON body.
+    """Fetch the page at an address, or the answer to a JSON body.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If the server does not answer.
     """
     with _opened(url, body) as response:
         return response.read().decode()
@@ -129,17 +129,17 @@ def _opened(url: str, body: Any) -> Iterator[Any]:
         with urlopen(Request(url, data, {"Content-Type": "application/json"})) as response:
             yield response
     except HTTPError as error:
-        told = error.read().decode(errors="replace")[:300]
-        raise ValueError(f"{url} answers {error.code} ({told}): ask for what the server has.") from error
+        counts = error.read().decode(errors="replace")[:300]
+        raise ValueError(f"{url} answers {error.code} ({counts}): ask for what the server has.") from error
     except (OSError, HTTPException) as error:
         raise ValueError(f"{url} does not answer ({error}): start the server, or look at its log.") from error
 
 
 def ask(settings: EndpointSettings, messages: Any, temperature: float, more: dict[str, Any]) -> Answer:
-    """The server's next turn of a conversation, as it streams it.
+    """Ask the server for the next turn of a conversation, and read its stream.
 
     Args:
-        settings: What is asked.
+        settings: The settings of the run.
         messages: The conversation.
         temperature: 0 is greedy.
         more: Further fields of the request.
@@ -156,15 +156,15 @@ def ask(settings: EndpointSettings, messages: Any, temperature: float, more: dic
     url = f"{settings.root}/v1/chat/completions"
     with _opened(url, body) as lines:
         for event in _events(lines):
-            if error := event.get("error"):  # once a stream has begun, its status says nothing any more
+            if error := event.get("error"):  # the status of a stream that has begun is always 200
                 raise ValueError(f"{url} breaks off ({str(error)[:300]}): look at its log.")
             tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
             counted = sglang_counted(event) or counted
             delta = event["choices"][0]["delta"] if event.get("choices") else {}
-            said = delta.get("content") or ""
-            if first is None and (said or delta.get("reasoning_content") or delta.get("reasoning")):
+            content = delta.get("content") or ""
+            if first is None and (content or delta.get("reasoning_content") or delta.get("reasoning")):
                 first = time.perf_counter()
-            pieces.append(said)
+            pieces.append(content)
     ended = time.perf_counter()
     return Answer("".join(pieces), tokens, ended - began, (first or ended) - began, counted)
 
@@ -179,7 +179,7 @@ def _events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 def converse(
     settings: EndpointSettings, turns: Sequence[str], temperature: float, more: dict[str, Any]
 ) -> list[Answer]:
-    """Every turn of a prompt; each goes on from the server's own answers."""
+    """Ask every turn of a prompt; each continues from the server's own answers."""
     messages: list[dict[str, str]] = []
     answers: list[Answer] = []
     for turn in turns:
@@ -192,15 +192,15 @@ def converse(
 def measure(
     settings: EndpointSettings, prompts: Sequence[Sequence[str]], temperature: float, concurrency: int
 ) -> dict[str, Any]:
-    """Figures of one run over some prompts."""
-    more = SGLANG_ASKED if _served(settings).get(settings.model) == "sglang" else {}
+    """Measure one run over some prompts."""
+    more = SGLANG_OPTIONS if _served(settings).get(settings.model) == "sglang" else {}
     before, began = _metrics(settings), time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
         conversations = list(pool.map(lambda turns: converse(settings, turns, temperature, more), prompts))
     seconds, after = time.perf_counter() - began, _metrics(settings)
     answers = [answer for answers in conversations for answer in answers]
     tokens = sum(answer.new_tokens for answer in answers)
-    told = told_of_run(settings.model, [answer.counted for answer in answers], before, after)
+    counts = counts_of_run(settings.model, [answer.counted for answer in answers], before, after)
     return {
         "temperature": temperature,
         "concurrency": concurrency,
@@ -210,7 +210,7 @@ def measure(
         "tokens_per_second": tokens / seconds,
         "median_seconds": median(answer.seconds for answer in answers),
         "median_first_seconds": median(answer.first_seconds for answer in answers),
-        **told._asdict(),
+        **counts._asdict(),
     }
 
 
@@ -218,7 +218,8 @@ def run_endpoint(settings: EndpointSettings, output: Path) -> list[dict[str, Any
     """Ask every suite at every temperature and concurrency; write `endpoint.json` and `endpoint.md` into `output`.
 
     Raises:
-        ValueError: If suites cannot be loaded, or the server does not answer, serve the target, or end what it began.
+        ValueError: If suites cannot be loaded, or the server does not answer, does not serve the target, or breaks
+            off.
     """
     suites = {name: load_suite(name, settings.data, settings.limit) for name in settings.suites}
     check_server(settings)
@@ -242,7 +243,7 @@ def run_endpoint(settings: EndpointSettings, output: Path) -> list[dict[str, Any
 
 
 def markdown(run: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
-    """The report: a line per suite, temperature and concurrency."""
+    """Return the report, with a line per suite, temperature and concurrency."""
     lines = [
         f"# {run['model']} at {run['endpoint']}",
         "",
@@ -257,11 +258,11 @@ def markdown(run: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
         tau += " (latest)" if row["tau_of"] == "latest interval" else ""
         accepted = " ".join(f"{100 * share:.1f}" for share in row["acceptance"]) or "–"
         lines.append(
-            f"| {title_of(row['suite'])} | {row['temperature']:g} | {row['concurrency']} | {row['answers']} | "
+            f"| {suite_title(row['suite'])} | {row['temperature']:g} | {row['concurrency']} | {row['answers']} | "
             f"{row['tokens_per_second']:.1f} | {row['median_seconds']:.2f} | {row['median_first_seconds']:.2f} | "
             f"{tau} | {accepted} |"
         )
-    told = ["τ (tokens a verification round) and acceptance per draft position are the server's own counters."]
+    counts = ["τ (tokens a verification round) and acceptance per draft position are the server's own counters."]
     if any(row["tau_of"] == "latest interval" for row in rows):
-        told.append("(latest): of the last few rounds that the server reported, not the mean over the run.")
-    return "\n".join([*lines, "", " ".join(told), ""])
+        counts.append("(latest): of the last few rounds that the server reported, not the mean over the run.")
+    return "\n".join([*lines, "", " ".join(counts), ""])

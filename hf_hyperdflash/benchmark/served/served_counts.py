@@ -1,4 +1,5 @@
-"""What a server tells of its drafts: vLLM at `/metrics`, SGLang with each answer and, of less use, at `/metrics`."""
+"""Reads a server's counts of its drafts: vLLM's at `/metrics`, SGLang's in each answer or, less exact, at
+`/metrics`."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ _DRAFTS, _ACCEPTED = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_
 _ROUNDS = "sglang:spec_verify_calls_total"
 _TOKENS, _REQUESTS = "sglang:generation_tokens_total", "sglang:num_requests_total"
 _INTERVAL = "sglang:spec_accept_length"
-# What SGLang (0.5.20 has it, 0.5.16 does not) is asked for with a chat. Others may refuse what they do not know.
-SGLANG_ASKED = {"return_spec_tokens_details": True}
+# Fields of a chat request for SGLang (0.5.20 has them, 0.5.16 does not). Other servers may refuse unknown fields.
+SGLANG_OPTIONS = {"return_spec_tokens_details": True}
 
 
 class DraftCounters(NamedTuple):
@@ -29,7 +30,7 @@ class DraftCounters(NamedTuple):
     accepted: list[float]
 
     def since(self, before: DraftCounters) -> DraftCounters:
-        """What was counted after `before` was."""
+        """Return the counts since `before`."""
         earlier = [*before.accepted, *[0.0] * len(self.accepted)]
         return DraftCounters(self.rounds - before.rounds, [a - b for a, b in zip(self.accepted, earlier)])
 
@@ -44,8 +45,8 @@ class DraftCounters(NamedTuple):
         return [count / self.rounds for count in self.accepted] if self.rounds else []
 
 
-class Told(NamedTuple):
-    """What is known of a run's drafts.
+class RunCounts(NamedTuple):
+    """The counts of a run's drafts.
 
     Attributes:
         rounds: Verification rounds of the run.
@@ -61,40 +62,40 @@ class Told(NamedTuple):
     tau_of: str | None
 
 
-def told_of_run(model: str, answers: Iterable[DraftCounters | None], before: str, after: str) -> Told:
-    """The most exact of what a server tells of the drafts of a run.
+def counts_of_run(model: str, answers: Iterable[DraftCounters | None], before: str, after: str) -> RunCounts:
+    """Return the most exact counts of the drafts of a run.
 
     Args:
         model: The target, as the server calls it.
-        answers: What it counted of each answer, `None` where it told nothing.
+        answers: The server's counts of each answer; `None` where it gave none.
         before: Its page `/metrics` before the run, empty if there is none.
-        after: And after it.
+        after: The page after the run.
     """
     counted = total(answers) or vllm_counters(after, model).since(vllm_counters(before, model))
     if counted.rounds or counted.accepted:
-        return Told(counted.rounds, counted.tau, counted.acceptance, "run" if counted.rounds else None)
+        return RunCounts(counted.rounds, counted.tau, counted.acceptance, "run" if counted.rounds else None)
     (rounds, written), (earlier, earlier_written) = sglang_rounds(after, model), sglang_rounds(before, model)
     if rounds > earlier:
-        return Told(rounds - earlier, (written - earlier_written) / (rounds - earlier), [], "run")
+        return RunCounts(rounds - earlier, (written - earlier_written) / (rounds - earlier), [], "run")
     latest = sglang_interval(after, model)
-    return Told(None, latest, [], None if latest is None else "latest interval")
+    return RunCounts(None, latest, [], None if latest is None else "latest interval")
 
 
 def vllm_counters(page: str, model: str) -> DraftCounters:
-    """vLLM's counters of a model's drafts; none at all if they are not on the page."""
+    """Read vLLM's counters of a model's drafts; all are empty if they are not on the page."""
     rounds, accepted = 0.0, defaultdict[int, float](float)
     for name, labels, value in _samples(page, model):
         if name == _DRAFTS:
             rounds += value
-        elif name == _ACCEPTED and (place := re.search(r'position="(\d+)"', labels)):
-            accepted[int(place[1])] += value
+        elif name == _ACCEPTED and (position := re.search(r'position="(\d+)"', labels)):
+            accepted[int(position[1])] += value
     return DraftCounters(rounds, [accepted[k] for k in sorted(accepted)])
 
 
 def sglang_counted(event: dict[str, Any]) -> DraftCounters | None:
-    """What SGLang counted of an answer, by the event of its stream that tells so; `None` by others.
+    """Read SGLang's counts of an answer from an event of its stream; `None` if the event has none.
 
-    It has a histogram: how many rounds accepted none of their drafts, one, and so on.
+    They are a histogram: how many rounds accepted no draft, one draft, and so on.
     """
     details = (event.get("sglext") or {}).get("spec_tokens_details")
     if details is None:
@@ -104,10 +105,10 @@ def sglang_counted(event: dict[str, Any]) -> DraftCounters | None:
 
 
 def sglang_rounds(page: str, model: str) -> tuple[float, float]:
-    """SGLang's verification rounds of finished requests, and the tokens that they wrote.
+    """Read SGLang's verification rounds of finished requests, and the tokens that they wrote.
 
-    Each request's first token is not among these, its prompt's forward wrote it; nor is what was accepted past a
-    text's end, so that tau by these is a little less than by the other counts.
+    The first token of a request, which the prompt's forward writes, is not counted, nor are drafts that were accepted
+    after a text's end. So tau is a little lower than by the other counts.
     """
     found = defaultdict[str, float](float)
     for name, _, value in _samples(page, model):
@@ -116,21 +117,23 @@ def sglang_rounds(page: str, model: str) -> tuple[float, float]:
 
 
 def sglang_interval(page: str, model: str) -> float | None:
-    """Mean tokens per verification round of SGLang's latest interval, of several replicas their mean: a gauge that is
-    set once in so many forwards (`--decode-log-interval`); `None` before the first time."""
-    told = [value for name, _, value in _samples(page, model) if name == _INTERVAL and value > 0]
-    return sum(told) / len(told) if told else None
+    """Read the mean tokens per verification round of SGLang's latest interval, averaged over replicas.
+
+    It is a gauge that is set every `--decode-log-interval` forwards; `None` before the first time.
+    """
+    values = [value for name, _, value in _samples(page, model) if name == _INTERVAL and value > 0]
+    return sum(values) / len(values) if values else None
 
 
 def total(counters: Iterable[DraftCounters | None]) -> DraftCounters | None:
-    """All of them together; `None` if there is none."""
-    there = [of for of in counters if of is not None]
-    accepted = [sum(column) for column in zip_longest(*(of.accepted for of in there), fillvalue=0.0)]
-    return DraftCounters(sum(of.rounds for of in there), accepted) if there else None
+    """Add up counters; `None` if there are none."""
+    known = [of for of in counters if of is not None]
+    accepted = [sum(column) for column in zip_longest(*(of.accepted for of in known), fillvalue=0.0)]
+    return DraftCounters(sum(of.rounds for of in known), accepted) if known else None
 
 
 def _samples(page: str, model: str) -> Iterator[tuple[str, str, float]]:
-    """Name, labels and value of what a page has of a model."""
+    """Yield name, labels and value of each sample of a model on a page."""
     for name, labels, value in _SAMPLE.findall(page):
         if f'model_name="{model}"' in labels:
             yield name, labels, float(value)

@@ -26,7 +26,7 @@ from typing import Any
 from serve_vllm import CLIENTS, NAME, Server, ServerEnded, many_clients, prompts_of
 
 from hf_hyperdflash.benchmark.served.endpoint import EndpointSettings, fetch, measure
-from hf_hyperdflash.serving.vllm.plugin import PATHS
+from hf_hyperdflash.serving.vllm.plugin import STREAMS_VARIABLE
 
 SUITES = ["gsm8k", "humaneval", "mt-bench"]
 NEARLY = 0.2  # nats between the two best tokens, below which another order of additions may choose the other
@@ -214,7 +214,7 @@ def main() -> None:
     parser.add_argument("--output", required=True, help="folder, of the servers' logs and results.json")
     args = parser.parse_args()
     args.dtype = "auto"
-    os.environ[PATHS] = "1"
+    os.environ[STREAMS_VARIABLE] = "1"
     try:
         asked = asked_by(args)
     except (ValueError, OSError) as error:

@@ -16,7 +16,7 @@ from .measure import benchmark, doctor, sweep
 from .share import card, export, push
 from .train import train
 
-_UsageError: Any = typer.BadParameter.__base__  # which typer has of one version of click or another
+_UsageError: Any = typer.BadParameter.__base__  # click's class, of the version that typer uses
 
 app = typer.Typer(
     add_completion=False,
@@ -24,7 +24,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_STOPPED = 130  # as a shell has it for Ctrl-C
+_STOPPED = 130  # a shell's exit status for Ctrl-C
 _AFTERWARDS = {
     "benchmark": " The same command goes on where it stopped.",
     "sweep": " The same command goes on where it stopped.",
@@ -33,12 +33,12 @@ _AFTERWARDS = {
 }
 
 
-_EXTRAS = {"datasets": "train", "peft": "train", "evaluate": "train"}  # where what is missing is told by its name
+_EXTRAS = {"datasets": "train", "peft": "train", "evaluate": "train"}  # the extra that installs a missing module
 
 
 def run() -> None:
-    """The command. What the user can mend ends in one line, not in a traceback."""
-    for library in ("TRANSFORMERS", "HF_HUB"):  # they report and try again at length before the error that counts
+    """Run the command. Errors that the user can fix end in one line, without a traceback."""
+    for library in ("TRANSFORMERS", "HF_HUB"):  # they would log many retries before the actual error
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     if not sys.stderr.isatty():  # in a file a bar is noise
         for library in ("HF_HUB", "HF_DATASETS"):  # and transformers, which does as the first
@@ -49,9 +49,9 @@ def run() -> None:
         status = _STOPPED
     except _UsageError as error:
         help = f"{error.ctx.command_path} --help" if error.ctx else "--help"
-        status = _say(f"{_told(error)} See `{help}`.", error.exit_code)
+        status = _say(f"{_usage_message(error)} See `{help}`.", error.exit_code)
     except OSError as error:
-        # Of the system's own errors, which file it is and what is wrong with it.
+        # An error of the system has the file and the reason.
         status = _say(f"{error.filename}: {error.strerror}." if error.filename and error.strerror else str(error))
     except ModuleNotFoundError as error:
         extra = _EXTRAS.get(error.name or "")
@@ -63,8 +63,8 @@ def run() -> None:
     raise SystemExit(status)
 
 
-def _told(error: Any) -> str:
-    """What is wrong with the command line: with the value, which typer leaves out, and what is missing in words."""
+def _usage_message(error: Any) -> str:
+    """Return what is wrong with the command line, with the value, which typer omits, and the help of a missing one."""
     message = error.format_message().rstrip(".")
     if errors := getattr(error.__cause__, "errors", None):
         message = message.replace("Input should", f"{errors()[0]['input']!r} should")
@@ -75,7 +75,7 @@ def _told(error: Any) -> str:
 
 
 def _say(message: str, status: int = 1) -> int:
-    # Each of several processes tells its own: their launcher ends the others, also the first, with the one that fails.
+    # Each of several processes prints its own error: the launcher ends all others when one fails.
     rank = os.environ.get("RANK", "0")
     where = f" in process {rank}" if rank != "0" else ""
     typer.echo(f"Error{where}: {' '.join(message.split())}", err=True)

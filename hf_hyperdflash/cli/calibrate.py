@@ -1,4 +1,4 @@
-"""`hf-hyperdflash calibrate`: confidence that can be believed."""
+"""`hf-hyperdflash calibrate`: fits a drafter's confidence temperatures."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ def calibrate(
     assistant = loaded[str(drafter)]
     assistant.bind(model)
     torch.manual_seed(seed)
-    asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    found = calibration.calibrate(model, assistant, prompts, **asked, disable_tqdm=False)
+    options_used: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    found = calibration.calibrate(model, assistant, prompts, **options_used, disable_tqdm=False)
     calibration.save_temperatures(drafter, found.temperatures)
     report.print_calibration(found)
     typer.echo(f"`confidence_temperatures` in {drafter / 'config.json'} is {found.temperatures}.")
     if output is not None:
         names = {"drafter": drafter.absolute().name, "data": Path(data).name, "prompts": len(prompts), "seed": seed}
-        report.write_calibration(found, {**environment(model), **names, **asked}, output)
+        report.write_calibration(found, {**environment(model), **names, **options_used}, output)
         typer.echo(f"{output / 'calibration.md'}, calibration.json and reliability.png are written.")
 
 
 def _prompts(
     target: str, drafter: Path, data: str, limit: int | None, max_new_tokens: int, output: Path | None, trust: bool
 ) -> list[Any]:
-    """The prompts' tokens. What is wrong with them, or with where something is written, shows before models are
+    """Return the tokens of the prompts. Errors in them, or in folders to write to, are raised before models are
     loaded."""
     for folder in (drafter, output):
         if folder is not None:

@@ -1,4 +1,4 @@
-"""`hf-hyperdflash generate`: a prompt answered with a drafter's help."""
+"""`hf-hyperdflash generate`: answers a prompt with a drafter's help."""
 
 from __future__ import annotations
 

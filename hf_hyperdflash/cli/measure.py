@@ -1,4 +1,4 @@
-"""`hf-hyperdflash benchmark`, `sweep` and `doctor`: what a drafter is worth."""
+"""`hf-hyperdflash benchmark`, `sweep` and `doctor`: measure a drafter."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .models import announce, check_loadable, check_writable, load, load_checked
 if TYPE_CHECKING:
     from ..benchmark.runner import BenchmarkSettings
 
-# How many tokens are drafted one after the other, the nodes of a tree, and whether the drafter learns meanwhile.
+# Tokens that are drafted one after the other, nodes of a tree, and whether the drafter learns meanwhile.
 Shape = tuple[int | str, int | str | None, bool]
-Compared = tuple[str, Any, Sequence[Shape]]  # a drafter's name, the drafter, and what it drafts
+Compared = tuple[str, Any, Sequence[Shape]]  # a drafter's name, the drafter, and its shapes
 
 
 def doctor(
@@ -90,23 +90,31 @@ def benchmark(
     """Compare drafters with the target alone and with each other, prompt by prompt (the paper's Tables 2 and 3)."""
     if endpoint is not None:
         ours = {"--drafter": drafter, "--mtp": mtp, "--prompt-lookup": prompt_lookup, "--mode": mode}
-        _ask(endpoint, target, output, ours, suite, data, temperature, concurrency, limit, max_new_tokens, seed)
+        _measure_server(
+            endpoint, target, output, ours, suite, data, temperature, concurrency, limit, max_new_tokens, seed
+        )
         return
     if concurrency:
         raise ValueError(f"`--concurrency` is {concurrency}, but only servers are asked so: add `--endpoint`.")
-    named = _named(drafter, mtp or prompt_lookup)
-    settings = _announced(target, output, suite, data, mode, temperature, limit, max_new_tokens, seed)
-    asked = [(path, count) for _, count, *_, path in named] + [(target, None)] * bool(mtp)
-    model, tokenizer, loaded = _loaded(settings, target, asked, dtype, device_map, threads, trust_remote_code)
+    named = _parse_drafters(drafter, mtp or prompt_lookup)
+    settings = _make_settings(target, output, suite, data, mode, temperature, limit, max_new_tokens, seed)
+    requested = [(path, count) for _, count, *_, path in named] + [(target, None)] * bool(mtp)
+    model, tokenizer, loaded = _load_all(settings, target, requested, dtype, device_map, threads, trust_remote_code)
     from ..drafters.prompt_lookup import PromptLookupDrafter
     from ..hub.descriptions import title
 
     compared: list[Compared] = []
     if mtp:
-        own = loaded[target]
-        compared.append((title(own.config), own, _chains([own.check_num_draft_tokens(count) for count in mtp])))
-    compared.append(("Prompt lookup", PromptLookupDrafter(model), _chains(prompt_lookup or ())))
-    for name, assistant, count, nodes, learns in _bound(model, named, loaded):
+        target_drafter = loaded[target]
+        compared.append(
+            (
+                title(target_drafter.config),
+                target_drafter,
+                _chain_shapes([target_drafter.check_num_draft_tokens(count) for count in mtp]),
+            )
+        )
+    compared.append(("Prompt lookup", PromptLookupDrafter(model), _chain_shapes(prompt_lookup or ())))
+    for name, assistant, count, nodes, learns in _bind_all(model, named, loaded):
         compared.append((name, assistant, [(count or assistant.num_draft_tokens, nodes, learns)]))
     _run(model, tokenizer, compared, settings, output)
 
@@ -133,17 +141,17 @@ def sweep(
 ) -> None:
     """Find the number of drafted tokens per round that is fastest on each suite. The target's own drafter (MTP or
     DSpark) is found where the target is: `--drafter TARGET`."""
-    named = _named(drafter)
-    settings = _announced(target, output, suite, data, mode, temperature, limit, max_new_tokens, seed)
+    named = _parse_drafters(drafter)
+    settings = _make_settings(target, output, suite, data, mode, temperature, limit, max_new_tokens, seed)
     for name, _, _, learns, path in named:
         if learns:
             raise ValueError(
                 f"`--drafter` has {name or path} (adaptive), but what learns cannot be swept: leave it out."
             )
-    asked = [(path, max(num_draft_tokens or (), default=count)) for _, count, *_, path in named]
-    model, tokenizer, loaded = _loaded(settings, target, asked, dtype, device_map, threads, trust_remote_code)
+    requested = [(path, max(num_draft_tokens or (), default=count)) for _, count, *_, path in named]
+    model, tokenizer, loaded = _load_all(settings, target, requested, dtype, device_map, threads, trust_remote_code)
     compared: list[Compared] = []
-    for name, assistant, _, nodes, _ in _bound(model, named, loaded):
+    for name, assistant, _, nodes, _ in _bind_all(model, named, loaded):
         counts = num_draft_tokens or range(1, 1 + (assistant.max_draft_tokens or 6))
         compared.append((name, assistant, [(assistant.check_num_draft_tokens(k), nodes, False) for k in counts]))
     results = _run(model, tokenizer, compared, settings, output)
@@ -156,30 +164,30 @@ Named = tuple[str | None, int | str | None, int | str | None, bool, str]
 _NUMBERS = r"([^()]*?)\s*(?:\((auto|[0-9]+)(?:, (auto|[0-9]+) nodes)?(, adaptive)?\))?"
 
 
-def _named(drafters: list[str] | None, others: Any = None) -> list[Named]:
-    """Of each `NAME (COUNT, NODES nodes, adaptive)=PATH` its name, what of the rest there is, and its path."""
+def _parse_drafters(drafters: list[str] | None, others: Any = None) -> list[Named]:
+    """Parse each `NAME (COUNT, NODES nodes, adaptive)=PATH` into name, count, nodes, adaptive and path."""
     if not drafters and not others:
         raise ValueError("No method is given: expected --drafter, or another one that --help lists, to compare with.")
     named = []
-    for given in drafters or ():
-        head, _, path = given.rpartition("=")
+    for option in drafters or ():
+        head, _, path = option.rpartition("=")
         matched = re.fullmatch(_NUMBERS, head)
-        if not path or matched is None or ("=" in given and not matched[1]) or "0" in matched.groups():
+        if not path or matched is None or ("=" in option and not matched[1]) or "0" in matched.groups():
             raise ValueError(
-                f'`--drafter` is {given!r}, expected PATH, NAME=PATH, "NAME (4)=PATH", "NAME (auto)=PATH", '
+                f'`--drafter` is {option!r}, expected PATH, NAME=PATH, "NAME (4)=PATH", "NAME (auto)=PATH", '
                 '"NAME (4, 16 nodes)=PATH" or "NAME (4, adaptive)=PATH" with at least 1 draft and 1 node.'
             )
-        count, nodes = (int(told) if told and told != "auto" else told for told in matched.groups()[1:3])
+        count, nodes = (int(parts) if parts and parts != "auto" else parts for parts in matched.groups()[1:3])
         if isinstance(nodes, int) and nodes > options.MOST_NODES:
-            raise ValueError(f"`--drafter` is {given!r}, expected at most {options.MOST_NODES} nodes, or auto.")
+            raise ValueError(f"`--drafter` is {option!r}, expected at most {options.MOST_NODES} nodes, or auto.")
         named.append((matched[1] or None, count, nodes, bool(matched[4]), path))
     return named
 
 
-def _announced(
+def _make_settings(
     target: str, output: Path, suite: Any, data: Path | None, mode: Any, temperature: Any, *rest: Any
 ) -> BenchmarkSettings:
-    """What is to be run."""
+    """Announce the run, and return its settings."""
     check_writable(output)
     announce("target", target)
     from ..benchmark.figures import import_matplotlib
@@ -190,15 +198,15 @@ def _announced(
     return BenchmarkSettings(_suites(suite, data), folder, mode or ["non-think"], temperature or [0.0], *rest)
 
 
-def _loaded(
-    settings: BenchmarkSettings, target: str, asked: list[tuple[str, int | str | None]], dtype: str | None,
+def _load_all(
+    settings: BenchmarkSettings, target: str, requested: list[tuple[str, int | str | None]], dtype: str | None,
     device_map: str | None, threads: int | None, trust_remote_code: bool,
 ) -> tuple[Any, Any, dict[str, Any]]:  # fmt: skip
-    """As [`load`]. What is wrong with a model's folder shows before the suites are read, and maybe downloaded, and
-    what is wrong with a suite before models are loaded."""
-    check_loadable(target, asked, device_map)
+    """Load models as [`load`] does. Errors in their folders are raised before suites are read, and maybe downloaded;
+    errors in suites are raised before models are loaded."""
+    check_loadable(target, requested, device_map)
     settings.prompts()
-    return load_checked(target, [path for path, _ in asked], dtype, device_map, threads, trust_remote_code)
+    return load_checked(target, [path for path, _ in requested], dtype, device_map, threads, trust_remote_code)
 
 
 def _suites(suite: list[str] | None, data: Path | None) -> list[str]:
@@ -207,11 +215,11 @@ def _suites(suite: list[str] | None, data: Path | None) -> list[str]:
     return suite or (list(SUITES) if data is None else suites_in(data))
 
 
-def _ask(
+def _measure_server(
     endpoint: str, target: str, output: Path, ours: dict[str, Any], suite: Any, data: Path | None, temperature: Any,
     concurrency: Any, limit: int | None, max_new_tokens: int, seed: int,
 ) -> None:  # fmt: skip
-    """The suites against a server, whose drafter is its own."""
+    """Measure a server with the suites. It uses its own drafter."""
     for option, value in ours.items():
         if value:
             raise ValueError(f"`{option}` is {value}, but a server at `--endpoint` has its own: leave one out.")
@@ -227,11 +235,11 @@ def _ask(
     typer.echo((output / "endpoint.md").read_text(encoding="utf-8"))
 
 
-def _chains(counts: Sequence[int]) -> list[Shape]:
+def _chain_shapes(counts: Sequence[int]) -> list[Shape]:
     return [(count, None, False) for count in counts]
 
 
-def _bound(
+def _bind_all(
     model: Any, named: list[Named], loaded: dict[str, Any]
 ) -> Iterator[tuple[str, Any, int | str | None, int | str | None, bool]]:
     from ..hub.descriptions import title
@@ -242,9 +250,9 @@ def _bound(
         yield name or title(drafter.config), drafter, count and drafter.check_num_draft_tokens(count), nodes, learns
 
 
-def _named_by(name: str, count: int | str, nodes: int | str | None, learns: bool) -> str:
-    told = [str(count), f"{nodes} nodes" if nodes else "", "adaptive" if learns else ""]
-    return f"{name} ({', '.join(filter(None, told))})"
+def _method_name(name: str, count: int | str, nodes: int | str | None, learns: bool) -> str:
+    parts = [str(count), f"{nodes} nodes" if nodes else "", "adaptive" if learns else ""]
+    return f"{name} ({', '.join(filter(None, parts))})"
 
 
 def _run(model: Any, tokenizer: Any, compared: list[Compared], settings: BenchmarkSettings, output: Path) -> Path:
@@ -252,7 +260,7 @@ def _run(model: Any, tokenizer: Any, compared: list[Compared], settings: Benchma
     from ..benchmark.runner import Method, run_benchmark
 
     methods = [
-        Method(_named_by(name, *shape), drafter, *shape) for name, drafter, shapes in compared for shape in shapes
+        Method(_method_name(name, *shape), drafter, *shape) for name, drafter, shapes in compared for shape in shapes
     ]
     results = run_benchmark(model, tokenizer, methods, settings, output / "results.jsonl")
     write_report(results, output)

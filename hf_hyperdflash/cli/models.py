@@ -1,4 +1,4 @@
-"""What the commands load and where they write, looked at before it takes minutes."""
+"""Checks and loads the models of the commands, and checks folders to write to, before it takes minutes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import typer
 
 
 def announce(kind: str, name: Any) -> None:
-    """Say what is going to be loaded: from here on it takes a while."""
+    """Print what is going to be loaded, because it takes a while."""
     typer.echo(f"Loading the {kind} {name} ...", err=True)
 
 
 def check_writable(folder: Path) -> None:
     """Raise an `OSError` if `folder` cannot be written to, or made."""
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not there.is_dir():
-        raise OSError(f"{folder} cannot be made, because {there} is a file. Choose another folder.")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise OSError(f"{there} cannot be written to. Choose another folder, or change its permissions.")
+    existing = next(candidate for candidate in (folder, *folder.absolute().parents) if candidate.exists())
+    if not existing.is_dir():
+        raise OSError(f"{folder} cannot be made, because {existing} is a file. Choose another folder.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise OSError(f"{existing} cannot be written to. Choose another folder, or change its permissions.")
 
 
 def load(
@@ -33,7 +33,7 @@ def load(
     trust_remote_code: bool,
     num_draft_tokens: int | str | None = None,
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """The target, bound, its tokenizer, and its drafters by their names, all of it looked at before one is loaded."""
+    """Load the target, bound, its tokenizer, and its drafters by name. All are checked before one is loaded."""
     check_loadable(target, [(drafter, num_draft_tokens) for drafter in drafters], device_map)
     return load_checked(target, drafters, dtype, device_map, threads, trust_remote_code)
 
@@ -41,8 +41,8 @@ def load(
 def check_loadable(
     target: str, drafters: Collection[tuple[str, int | str | None]], device_map: str | None = None
 ) -> None:
-    """Raise an error if target or drafters are not there, are not for each other, cannot draft as many tokens as each
-    is asked for, or have no place to be loaded to. Reads no weights."""
+    """Raise an error if target or drafters are missing, do not fit each other, cannot draft the number of tokens that
+    is asked, or if there is no such device. Reads no weights."""
     from ..hub import loading
 
     loading.check_target(target)
@@ -61,7 +61,7 @@ def load_checked(
     threads: int | None,
     trust_remote_code: bool,
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """What [`load`] loads, of what has passed [`check_loadable`]."""
+    """Load models that have passed [`check_loadable`], as [`load`] does."""
     import torch
 
     from ..decoding.bind import bind

@@ -1,4 +1,4 @@
-"""The options that several commands have, each written once."""
+"""Options that several commands have, each defined once."""
 
 import math
 from pathlib import Path

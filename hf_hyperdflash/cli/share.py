@@ -1,4 +1,4 @@
-"""`hf-hyperdflash card`, `export` and `push`: a drafter for others."""
+"""`hf-hyperdflash card`, `export` and `push`: share a drafter."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def card(
         dtype=dtype,
         measured=figures,
         figure=picture if is_copied else figure,
-        notes=_text_of(notes),
-        limits=_text_of(limits),
+        notes=_read_text(notes),
+        limits=_read_text(limits),
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     if results is not None and is_copied:
@@ -89,7 +89,7 @@ def card(
         )
 
 
-def _text_of(path: Path | None) -> str | None:
+def _read_text(path: Path | None) -> str | None:
     try:
         return None if path is None else path.read_text().strip()
     except UnicodeDecodeError as error:
@@ -155,9 +155,9 @@ def push(
     except HFValidationError as error:
         raise ValueError(f"The repository is {repo_id!r}, expected a name on the Hub: org/name.") from error
     drafter = check_drafter(str(folder), kinds=SAVED)(folder, dtype="auto")
-    where: dict[str, Any] = {"private": private or None, "revision": revision, "create_pr": create_pr}
+    options: dict[str, Any] = {"private": private or None, "revision": revision, "create_pr": create_pr}
     if dry_run:
-        typer.echo(planned_push(drafter, repo_id, **where))
+        typer.echo(planned_push(drafter, repo_id, **options))
         return
-    done = drafter.push_to_hub(repo_id, commit_message=commit_message, token=token, **where)
+    done = drafter.push_to_hub(repo_id, commit_message=commit_message, token=token, **options)
     typer.echo(done.commit_url)

@@ -1,4 +1,4 @@
-"""`hf-hyperdflash train`, which loads nothing heavy for its help."""
+"""`hf-hyperdflash train`. Its help loads no heavy library."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A drafter's model card, from facts alone: its configuration, its training record, a benchmark of it.
+"""Writes a drafter's model card from facts: its configuration, its training record, and a benchmark of it.
 
-What is not known is left out. It knows nothing of how benchmarks are read ([`~benchmark.report.measured`] does).
+What is not known is left out. [`~benchmark.report.measured`] reads a benchmark for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..drafters.weights import weight_files
 from .descriptions import describe, read_config, shares_all
 
 TRAINING_RECORD, PICTURE = "training.json", "acceptance.png"
-# Only in the package: drafters that are pushed on by code from the Hub get no new card.
+# The template is only in the package: a drafter that is pushed by code from the Hub gets no new card.
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
 _SETTINGS = {
     "drafter": "goes on from",
@@ -63,13 +63,13 @@ _SETTINGS = {
 
 @dataclass
 class Measured:
-    """A benchmark as a card shows it.
+    """A benchmark for a card.
 
     Attributes:
-        settings: Method, prompts, hardware, versions and date, a paragraph.
-        tables: Markdown.
-        results: For the card's `model-index`.
-        speedups: Of each mode and temperature, the average over the suites.
+        settings: A paragraph with method, prompts, hardware, versions and date.
+        tables: Tables in Markdown.
+        results: Entries of the card's `model-index`.
+        speedups: The average over the suites, for each mode and temperature.
     """
 
     settings: str
@@ -91,22 +91,22 @@ def drafter_card(
     notes: str | None = None,
     limits: str | None = None,
 ) -> ModelCard:
-    """The card of the drafter saved in `folder`.
+    """Return the card of the drafter saved in `folder`.
 
     Args:
-        folder: With `config.json` and, if it is known how the drafter was trained, `training.json`.
-        repo_id: Where users will load it from; the folder by default.
-        target: Where users load the target from; the configuration's `target_name_or_path` by default.
+        folder: A folder with `config.json` and, if there is a record of the training, `training.json`.
+        repo_id: The name that users load it by; the folder by default.
+        target: The name that users load the target by; the configuration's `target_name_or_path` by default.
         license: A Hub licence name.
-        tags: Beside the card's own.
-        dtype: Of the target in the usage snippet.
-        measured: From [`~benchmark.report.measured`].
-        figure: Path or address of the acceptance figure, as seen from the card.
-        notes: How the drafter was trained, beside the training record.
-        limits: Where it does not do well.
+        tags: More tags.
+        dtype: The target's dtype in the usage snippet.
+        measured: The result of [`~benchmark.report.measured`].
+        figure: Path or address of the acceptance figure, relative to the card.
+        notes: More about the training than the record has.
+        limits: A text about where the drafter does not do well.
 
     Raises:
-        ValueError: If the folder's configuration is no drafter's.
+        ValueError: If the folder's configuration is not one of a drafter.
         OSError: If there is none.
     """
     folder = Path(folder)
@@ -116,7 +116,7 @@ def drafter_card(
     repo_id = repo_id or str(folder)
     made_for = getattr(config, "target_name_or_path", "")
     drafts_for = getattr(config, "target_model_type", "deepseek_v4")  # else it is that model's own
-    told = describe(config)
+    described = describe(config)
     data = ModelCardData(
         base_model=made_for if is_hub_name(made_for) else None,
         license=license,
@@ -138,8 +138,8 @@ def drafter_card(
         if is_hub_name(made_for)
         else Path(made_for).name or "its target",
         target_revision=getattr(config, "target_revision", ""),
-        drafts=told.drafts,
-        sentences=told.sentences,
+        drafts=described.drafts,
+        sentences=described.sentences,
         shares_all=shares_all(config),
         parameters=_parameters(folder),
         dtype=dtype,
@@ -172,17 +172,17 @@ def _hub_names(sources: Sequence[str] | None) -> list[str]:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether it is `org/name` and no file or folder of the machine that the drafter was trained on."""
+    """Return whether a name is `org/name`, and not a file or folder of this machine."""
     return bool(re.fullmatch(r"\w[\w.-]*/[\w.-]+", name)) and not Path(name).exists()
 
 
 def _recipe(settings: dict[str, Any]) -> list[tuple[str, str]]:
-    shown = dict(settings)
-    if shown.get("max_steps", -1) > 0:  # epochs do not count then
-        shown.pop("num_train_epochs", None)
+    values = dict(settings)
+    if values.get("max_steps", -1) > 0:  # epochs do not count then
+        values.pop("num_train_epochs", None)
     else:
-        shown.pop("max_steps", None)
-    return [(label, _text(shown[name])) for name, label in _SETTINGS.items() if shown.get(name) is not None]
+        values.pop("max_steps", None)
+    return [(label, _text(values[name])) for name, label in _SETTINGS.items() if values.get(name) is not None]
 
 
 def _text(value: Any) -> str:
@@ -198,7 +198,7 @@ def _text(value: Any) -> str:
 
 
 def _outcome(metrics: dict[str, float]) -> str | None:
-    told = [
+    described = [
         f"{metrics[name]:.2f} {how}"
         for name, how in (
             ("eval_tau", "by real generation"),
@@ -206,4 +206,4 @@ def _outcome(metrics: dict[str, float]) -> str | None:
         )
         if name in metrics
     ]
-    return f"Tau on the held-out prompts at the end of training: {', '.join(told)}." if told else None
+    return f"Tau on the held-out prompts at the end of training: {', '.join(described)}." if described else None

@@ -1,4 +1,4 @@
-"""Pushing a drafter: what we wrote in its folder, by name, and nothing else that may lie beside it; and its card."""
+"""Pushes a drafter with its card. Only files that we write are uploaded, whatever else the folder has."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def push_drafter(
     Args:
         drafter: The drafter.
         repo_id: The repository, `"org/name"`, made if needed.
-        commit_message: What is committed.
-        commit_description: More about it.
+        commit_message: Title of the commit.
+        commit_description: Body of the commit.
         private: Whether a new repository is private.
-        token: Of the Hub; the stored one by default.
+        token: The Hub's token; the stored one by default.
         revision: The branch, made if needed.
         create_pr: Propose the commit instead.
-        max_shard_size: Of one weights file.
-        tags: For the card, beside its own.
+        max_shard_size: Largest size of a weights file.
+        tags: More tags for the card.
 
     Raises:
         OSError: If the Hub cannot be reached.
@@ -84,9 +84,9 @@ def planned_push(
     revision: str | None = None,
     create_pr: bool = False,
 ) -> str:
-    """What [`push_drafter`] would upload and where to, a line for each file with its bytes. The Hub is not asked."""
-    with TemporaryDirectory() as place:
-        folder = Path(place)
+    """Describe what [`push_drafter`] would upload and where, with a line per file. No request is sent to the Hub."""
+    with TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
         card = _gather(drafter, folder, repo_id, has_card=lambda: False)
         sizes = {name: (folder / name).stat().st_size for name in drafter_files(folder)}
     return "\n".join([
@@ -101,8 +101,8 @@ def _gather(
     drafter: SavedDrafter, folder: Path, repo_id: str, has_card: Callable[[], bool], *,
     max_shard_size: int | str = "50GB", tags: list[str] | None = None,
 ) -> str:  # fmt: skip
-    """Write into `folder` what is pushed of a drafter, and tell whose the card is. Whether the repository has one is
-    asked only where the drafter's own folder has none."""
+    """Write the files to push into `folder`, and return the origin of the card. `has_card`, whether the repository has
+    one, is called only if the drafter's own folder has none."""
     drafter.save_pretrained(folder, max_shard_size=max_shard_size)
     source = Path(drafter.name_or_path or "")
     if drafter.name_or_path and source.is_dir() and not _is_foreign(source):
@@ -119,14 +119,14 @@ def _gather(
 
 
 def _is_foreign(folder: Path) -> bool:
-    """Whether a drafter there is another program's: its card is about that file, for that program."""
+    """Return whether a folder has a drafter of another program; its card is about that program's file."""
     return foreign_layout(PreTrainedConfig.get_config_dict(folder)[0]) is not None
 
 
 def drafter_files(folder: str | os.PathLike) -> list[str]:
-    """Names of the files in `folder` that belong to a drafter as we save it, or to an adapter as PEFT does.
+    """Return the names of the files in `folder` that we save for a drafter, or PEFT for an adapter.
 
-    Links are none of them: what they point to may be anything.
+    Links are left out, because they may point to anything.
     """
     folder = Path(folder)
     names = {
@@ -137,23 +137,23 @@ def drafter_files(folder: str | os.PathLike) -> list[str]:
 
 
 def code_names(folder: Path) -> set[str]:
-    """Names of the modules that a saved drafter's configuration names, and of all that they import."""
+    """Return the names of the modules in a saved drafter's configuration, and of all modules that they import."""
     config = folder / "config.json"
-    places = json.loads(config.read_text()).get("auto_map") or {} if config.is_file() else {}
-    modules = {folder / f"{place.rpartition('--')[2].partition('.')[0]}.py" for place in places.values()}
-    there = [module for module in modules if module.is_file()]
-    imported = (Path(path) for module in there for path in get_relative_import_files(module))
-    return {path.name for path in [*there, *imported] if path.parent == folder}
+    entries = json.loads(config.read_text()).get("auto_map") or {} if config.is_file() else {}
+    modules = {folder / f"{folder_name.rpartition('--')[2].partition('.')[0]}.py" for folder_name in entries.values()}
+    modules_there = [module for module in modules if module.is_file()]
+    imported = (Path(path) for module in modules_there for path in get_relative_import_files(module))
+    return {path.name for path in [*modules_there, *imported] if path.parent == folder}
 
 
 def _is_linked(folder: Path, name: str) -> bool:
-    places = [folder / name, (folder / name).parent]
-    return any(place.is_symlink() for place in places if place != folder)
+    entries = [folder / name, (folder / name).parent]
+    return any(folder_name.is_symlink() for folder_name in entries if folder_name != folder)
 
 
 @contextmanager
 def reaching_hub(repo_id: str) -> Iterator[None]:
-    """Where the network does not let a push through, an `OSError` says so in one line."""
+    """Turn errors of the network into an `OSError` of one line."""
     try:
         yield
     except HTTPError as error:

@@ -1,1 +1,1 @@
-"""Our drafters in serving engines: what runs them there, and nothing that runs without one."""
+"""Plugins that run this package's drafters in serving engines."""

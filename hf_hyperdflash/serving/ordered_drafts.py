@@ -1,4 +1,4 @@
-"""A sequential head over the blocks of a batch, left to right, as an engine asks for it. Torch alone."""
+"""Runs a sequential head over the blocks of a batch, left to right, for a serving engine. Torch alone."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ def ordered_logits(
     anchors: torch.Tensor,
     logits: TensorMap,
     embed: TensorMap,
-    token_of: TensorMap,
+    to_token_ids: TensorMap,
     candidates: int,
 ) -> torch.Tensor:
-    """Logits of every draft position where each is told the best token of the one before it.
+    """Return the logits of every draft position, each given the best token of the position before it.
 
-    An engine that draws at random draws each draft from its own row. Which rows there are depends on the anchor alone,
-    not on what was drawn, so what verification assumes of drafts' distributions holds.
+    An engine that samples draws each draft from its own logits. They depend on the anchor alone, not on the tokens
+    that were drawn, so verification's assumption about the drafts' distributions holds.
 
     Args:
-        head: The drafter's.
-        states: The blocks' own, `[batch, drafts, config.target_hidden_size]`.
+        head: The drafter's sequential head.
+        states: The states of the blocks, `[batch, drafts, config.target_hidden_size]`.
         anchors: Their first tokens, `[batch]`.
-        logits: Of states `[..., config.target_hidden_size]`, over the tokens that can be drafted.
+        logits: From states `[..., config.target_hidden_size]` to logits over the tokens that can be drafted.
         embed: The target's embeddings of tokens `[batch]`, as its first layer reads them.
         token_of: The target's tokens for indices `[batch]` among those that can be drafted.
-        candidates: Among how many of the block's own best tokens a draft is chosen; 0 for all.
+        candidates: Number of the block's own best tokens that a draft is chosen among; 0 for all.
 
     Returns:
         `[batch, drafts, tokens that can be drafted]`, minus infinity where no candidate is.
@@ -50,5 +50,5 @@ def ordered_logits(
             best = blind[:, k].topk(candidates, dim=-1).indices
             row = torch.full_like(row, -torch.inf).scatter(-1, best, row.gather(-1, best))
         rows.append(row)
-        ids, carried = token_of(row.argmax(-1)), step.carried
+        ids, carried = to_token_ids(row.argmax(-1)), step.carried
     return torch.stack(rows, dim=1)

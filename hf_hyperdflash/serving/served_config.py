@@ -1,4 +1,4 @@
-"""A drafter's configuration as a serving engine reads it, and what of drafters no engine can run: said before weights
+"""A drafter's configuration as a serving engine reads it. It refuses drafters that no engine can run, before weights
 are loaded."""
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from transformers import PreTrainedConfig
 from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ..drafters.parts.block_attention import FULL, SLIDING
 
-# Other drafters of this package, by their model type, and why engines' block drafting is not for them.
+# Other drafters of this package by model type, and why engines cannot run them with their block drafting.
 OTHERS = {
     "specblock": "drafts trees, and {engine} verifies chains",
     "eagle3": "is in this package's own EAGLE-3 layout, which {engine} has another for",
     "deepseek_v4_mtp": "is read from its target's checkpoint, which {engine} drafts with by itself",
     "deepseek_v4_dspark": "is read from its target's checkpoint, which {engine} drafts with by itself",
 }
-# Those that engines compute as transformers does, by test.
+# RoPE types that engines compute as transformers does; tests compare them.
 _ROPE = ("default", "linear", "yarn", "llama3")
 TRAIN = "train a drafter with"
 
 
 class ServedConfig(HyperDFlashConfig):
-    """A [`HyperDFlashConfig`] that says in an engine's words, too, what its DFlash drafting reads.
+    """A [`HyperDFlashConfig`] with the additional fields that an engine's DFlash drafting reads.
 
     Attributes:
-        engine: Its name.
+        engine: The engine's name.
 
     Raises:
-        ValueError: If it is of a drafter that the engine cannot run.
+        ValueError: If the engine cannot run such a drafter.
     """
 
     engine = ""
@@ -37,7 +37,7 @@ class ServedConfig(HyperDFlashConfig):
     def _complete(self) -> None:
         super()._complete()
         if self.target_layer_ids is not None and isinstance(self.target_layer_ids, list):
-            self._say_in_engines_words()
+            self._add_engine_fields()
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -47,20 +47,20 @@ class ServedConfig(HyperDFlashConfig):
 
     def check_served(self) -> None:
         """Raise a `ValueError` if the engine cannot run such a drafter with any target."""
-        for is_beyond, name, expected, fix in self._beyond_any() + self._beyond_engine():
-            if is_beyond:
+        for is_unsupported, name, expected, fix in self._unsupported_by_any() + self._unsupported_by_engine():
+            if is_unsupported:
                 raise ValueError(
                     f"The drafter's `{name}` is {getattr(self, name)!r}, but {self.engine} serves {expected}: {fix}."
                 )
 
-    def _say_in_engines_words(self) -> None:
+    def _add_engine_fields(self) -> None:
         raise NotImplementedError(f"A {type(self).__name__} has no `_say_in_engines_words`.")
 
-    def _beyond_engine(self) -> list[tuple[bool, str, str, str]]:
-        """What this engine cannot serve: whether it is so, the field, what can be served, and what to do."""
+    def _unsupported_by_engine(self) -> list[tuple[bool, str, str, str]]:
+        """Return this engine's limits: whether one is exceeded, the field, what can be served, and the fix."""
         raise NotImplementedError(f"A {type(self).__name__} has no `_beyond_engine`.")
 
-    def _beyond_any(self) -> list[tuple[bool, str, str, str]]:
+    def _unsupported_by_any(self) -> list[tuple[bool, str, str, str]]:
         kind = (self.rope_parameters or {}).get("rope_type")
         return [
             (self.sample_from_anchor, "sample_from_anchor", "False", f"{TRAIN} `sample_from_anchor=False`"),
@@ -81,7 +81,7 @@ class ServedConfig(HyperDFlashConfig):
 
 
 def layers_read(config: Any) -> list[int]:
-    """Layers as engines count them: our -1 is the last one, before the norm."""
+    """Return the layers as engines count them: our -1 is the last one, before the norm."""
     return [config.target_num_layers - 1 if i == -1 else i for i in config.target_layer_ids or ()]
 
 
@@ -93,7 +93,7 @@ def check_same_target(config: Any, target: Any) -> None:
         target: The configuration of the target's text model.
 
     Raises:
-        ValueError: If not: what it is, what was expected, and what to do.
+        ValueError: If not, with the value, the expected one, and the fix.
     """
     for name, drafters, targets in (
         ("vocab_size", config.vocab_size, target.vocab_size),
@@ -110,24 +110,24 @@ def check_same_target(config: Any, target: Any) -> None:
             f"The drafter reads layers {config.target_layer_ids}, but this target's are 0 to "
             f"{target.num_hidden_layers - 1}: serve the drafter's own target."
         )
-    paths = getattr(target, "hc_mult", 1)
-    if config.target_hc_mult != paths:
+    streams = getattr(target, "hc_mult", 1)
+    if config.target_hc_mult != streams:
         raise ValueError(
-            f"The drafter reads {config.target_hc_mult} residual paths of each layer, but this target has {paths}: "
-            "serve the drafter's own target."
+            f"The drafter reads {config.target_hc_mult} residual streams of each layer, but this target has "
+            f"{streams}: serve the drafter's own target."
         )
 
 
 class Started(NamedTuple):
-    """How an engine was started, in a user's words.
+    """The options that an engine was started with.
 
     Attributes:
-        engine: Its name.
-        drafts: How many tokens are drafted a round.
-        longest: How long texts can be.
-        drafts_option: The option that sets the first.
-        longest_option: The option that sets the second.
-        counts_anchor: Whether the first option counts the anchor, too.
+        engine: The engine's name.
+        drafts: Tokens that are drafted a round.
+        longest: The longest text, in tokens.
+        drafts_option: The option that sets `drafts`.
+        longest_option: The option that sets `longest`.
+        counts_anchor: Whether `drafts_option` counts the anchor, too.
     """
 
     engine: str
@@ -146,7 +146,7 @@ def check_started(config: Any, started: Started) -> None:
         started: How the engine was started.
 
     Raises:
-        ValueError: If not: what it is, what was expected, and what to do.
+        ValueError: If not, with the value, the expected one, and the fix.
     """
     trained, more = config.block_size - 1, int(started.counts_anchor)
     if started.drafts > trained or (started.drafts < trained and config.causal_layers != "all"):
@@ -166,7 +166,7 @@ def check_started(config: Any, started: Started) -> None:
 
 
 def refusing(model_type: str, engine: str) -> type[PreTrainedConfig]:
-    """A configuration that says why an engine does not run drafters of a type."""
+    """Return a configuration class that refuses drafters of a type with the reason."""
 
     def from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         raise ValueError(

@@ -334,7 +334,7 @@ def test_no_chat_template(target, drafter, tokenizer):
 
 def test_eight_bits_round_by_width():
     found = doctor.Diagnosis()
-    doctor._look_at_rounding(found, SimpleNamespace(is_loaded_in_8bit=True))
+    doctor._report_rounding(found, SimpleNamespace(is_loaded_in_8bit=True))
     assert "8 bits by bitsandbytes" in found.remarks[0] and "4 bits" in found.remarks[0] and not found.problems
 
 

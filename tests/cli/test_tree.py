@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hyperdflash.cli.display.text import colour_of
+from hf_hyperdflash.cli.display.text import position_colour
 from hf_hyperdflash.cli.display.tree import token_text, tree_html, tree_text
 from hf_hyperdflash.decoding.stats import VerifiedTree
 from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
@@ -54,9 +54,9 @@ def test_a_drawing_has_every_node_after_the_one_it_follows(round_):
         parent = anchor if tree.parents[node] == ANCHOR else nodes[tree.parents[node]]
         assert left > parent[3]
         assert kind == ("accepted" if node in round_.accepted else "rejected")
-        assert colour == (colour_of(tree.depths[node]) if node in round_.accepted else "none")
+        assert colour == (position_colour(tree.depths[node]) if node in round_.accepted else "none")
     assert [box[:2] for box in own] == ([] if round_.own is None else [("own", "w9")])
-    assert all(box[5] == colour_of(0) for box in own)
+    assert all(box[5] == position_colour(0) for box in own)
     # What the text got is the first row, from left to right; no two boxes overlap.
     got = [anchor, *(nodes[node] for node in round_.accepted), *own]
     assert len({box[4] for box in got}) == 1 and got == sorted(got, key=lambda box: box[2])

@@ -21,8 +21,8 @@ from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.cli.display.live_line import LiveLine, column_after
-from hf_hyperdflash.cli.display.text import BY_HEAD, pieces_of
-from hf_hyperdflash.cli.display.who_wrote import COLOURS, TARGET, WhoWrote, style_of
+from hf_hyperdflash.cli.display.text import BY_HEAD, split_pieces
+from hf_hyperdflash.cli.display.who_wrote import COLOURS, TARGET, WhoWrote, position_style
 from hf_hyperdflash.decoding.stats import keep_trees
 
 from ..conftest import MODELS, half_right, prompt, tiny_target
@@ -51,7 +51,7 @@ def test_every_token_has_a_writer(budget):
 def code_of(position, colours, more=""):
     """What a terminal of so many colours is sent before the tokens of a draft position."""
     console = Console(file=io.StringIO(), force_terminal=True, color_system=colours)
-    console.print(Text("|", style_of(position, colours) + more))
+    console.print(Text("|", position_style(position, colours) + more))
     return console.file.getvalue().partition("|")[0]
 
 
@@ -81,7 +81,7 @@ def test_what_is_printed_is_the_text_in_colours(colours):
     pieces, _, legend = shown.getvalue().rpartition("\n\n")
     assert re.sub(r"\x1b\[[\d;]*m", "", legend).strip() == "  ".join(names)
     stats, new = drafter.last_stats, text[0, inputs["input_ids"].shape[1] :]
-    told = pieces_of(tokenizer, new, stats.written, stats.by_head)
+    told = split_pieces(tokenizer, new, stats.written, stats.by_head)
     assert {piece.by_head for piece in told} == {False, True}
     expected = [code_of(piece.position, colours, " underline" * piece.by_head) for piece in told]
     assert re.findall(r"\x1b\[(?!0m|2m)[\d;]+m", pieces) == expected  # but for resets, and the line beneath
@@ -289,5 +289,5 @@ def test_in_a_terminal(tmp_path):
 
 
 def test_far_positions_share_the_last_colour():
-    assert style_of(0) == TARGET and style_of(1) == COLOURS[0]
-    assert style_of(len(COLOURS)) == style_of(99) == COLOURS[-1]
+    assert position_style(0) == TARGET and position_style(1) == COLOURS[0]
+    assert position_style(len(COLOURS)) == position_style(99) == COLOURS[-1]

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from hf_hyperdflash.serving.vllm.config import reads_paths
+from hf_hyperdflash.serving.vllm.config import reads_streams
 
 from ..conftest import tiny_drafter, tiny_target
 from ..helpers.headed_drafters import learned
 
 pytest.importorskip("vllm", reason="vLLM is not installed: .ci/vllm makes an environment that has it")
 
-PATHS, WIDTH = 4, 32
+STREAMS, WIDTH = 4, 32
 
 
 class Trunk(nn.Module):
@@ -26,7 +26,7 @@ class Trunk(nn.Module):
     def __init__(self, streams: torch.Tensor, is_last: bool = True) -> None:
         super().__init__()
         self.streams, self.is_last = streams, is_last
-        self._mtp_hidden_buffer = torch.full((64, PATHS * WIDTH), torch.nan)
+        self._mtp_hidden_buffer = torch.full((64, STREAMS * WIDTH), torch.nan)
 
     def forward(self, input_ids: torch.Tensor, *_: Any) -> Any:
         if not self.is_last:
@@ -36,11 +36,11 @@ class Trunk(nn.Module):
 
 
 def target_with(trunk: Trunk, config: Any) -> Any:
-    from hf_hyperdflash.serving.vllm.deepseek_v4 import DeepseekV4WithPaths
+    from hf_hyperdflash.serving.vllm.deepseek_v4 import DeepseekV4WithStreams
 
-    made = DeepseekV4WithPaths.__new__(DeepseekV4WithPaths)
+    made = DeepseekV4WithStreams.__new__(DeepseekV4WithStreams)
     nn.Module.__init__(made)
-    made.model, made.hands_out_paths = trunk, config is not None and reads_paths(config)
+    made.model, made.hands_out_streams = trunk, config is not None and reads_streams(config)
     return made
 
 
@@ -62,17 +62,17 @@ def combined(config: Any, modules: dict[str, nn.Module], states: torch.Tensor) -
 @torch.no_grad()
 def test_the_feature_is_what_the_drafter_makes_of_the_residual(reducer):
     drafter = learned(tiny_drafter(tiny_target(), reducer=reducer))
-    streams = torch.randn(9, PATHS, WIDTH)
+    streams = torch.randn(9, STREAMS, WIDTH)
     hidden, states = target_with(Trunk(streams), drafter.config)(torch.zeros(9), torch.arange(9))
     assert torch.equal(hidden, streams.sum(1))
     modules = {name: getattr(drafter, name) for name in drafter.reducer.modules(drafter.config)}
     feature = combined(drafter.config, modules, torch.cat(states, dim=-1))
     torch.testing.assert_close(drafter.hidden_norm(feature)[None], drafter.reduce(streams[None]))
-    assert [state.shape[-1] for state in states] == [WIDTH if reducer == "stream_mean" else PATHS * WIDTH]
+    assert [state.shape[-1] for state in states] == [WIDTH if reducer == "stream_mean" else STREAMS * WIDTH]
 
 
 def test_other_drafters_and_other_stages_get_what_vllm_gives():
-    streams = torch.randn(5, PATHS, WIDTH)
+    streams = torch.randn(5, STREAMS, WIDTH)
     for config in (None, SimpleNamespace(), SimpleNamespace(target_hc_mult=1, reducer="fc")):
         _, (mean,) = target_with(Trunk(streams), config)(torch.zeros(5), torch.arange(5))
         assert torch.equal(mean, streams.mean(1))
@@ -91,15 +91,17 @@ def test_the_states_of_another_target_are_refused():
 def test_it_takes_vllms_place_only_where_asked(monkeypatch):
     from vllm import ModelRegistry
 
-    from hf_hyperdflash.serving.vllm.plugin import DEEPSEEK_V4, PATHS, register
+    from hf_hyperdflash.serving.vllm.plugin import DEEPSEEK_V4, STREAMS_VARIABLE, register
 
     own = {name: ModelRegistry.models[name] for name in DEEPSEEK_V4}
     try:
         for value, taken in ((None, False), ("0", False), ("1", True)):
-            monkeypatch.delenv(PATHS, raising=False) if value is None else monkeypatch.setenv(PATHS, value)
+            monkeypatch.delenv(STREAMS_VARIABLE, raising=False) if value is None else monkeypatch.setenv(
+                STREAMS_VARIABLE, value
+            )
             register()
             assert all((ModelRegistry.models[name] != model) == taken for name, model in own.items())
         loaded = ModelRegistry.models["DeepseekV4ForCausalLM"].load_model_cls()
-        assert loaded.__name__ == "DeepseekV4WithPaths" and hasattr(loaded, "hands_out_paths")
+        assert loaded.__name__ == "DeepseekV4WithStreams" and hasattr(loaded, "hands_out_streams")
     finally:
         ModelRegistry.models.update(own)

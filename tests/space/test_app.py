@@ -26,7 +26,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
-from hf_hyperdflash.cli.display.text import colour_of, pieces_of
+from hf_hyperdflash.cli.display.text import position_colour, split_pieces
 from hf_hyperdflash.cli.display.tree import token_text, tree_text
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.training.data.rows import encode_prompts
@@ -128,7 +128,7 @@ class Expected:
         with keep_trees():
             new = target.generate(ids, assistant_model=drafter, **common, **options)[0, ids.shape[1] :]
         self.stats = drafter.last_stats
-        self.pieces = pieces_of(self.tokenizer, new, self.stats.written, self.stats.by_head)
+        self.pieces = split_pieces(self.tokenizer, new, self.stats.written, self.stats.by_head)
 
 
 def button(page, name: str):
@@ -179,7 +179,7 @@ def test_both_texts_are_the_librarys_in_the_colours_of_who_wrote_them(page):
     assert [(text, int(token)) for text, token, *_ in shown] == [
         (piece.text, piece.token) for piece in expected.pieces
     ]
-    assert [colour for *_, colour, _ in shown] == [rgb(colour_of(piece.position)) for piece in expected.pieces]
+    assert [colour for *_, colour, _ in shown] == [rgb(position_colour(piece.position)) for piece in expected.pieces]
     assert len({colour for *_, colour, _ in shown}) > 5
     # The numbers: of two sides, and how they compare.
     page_text = page.locator("body").inner_text()

@@ -1,1 +1,1 @@
-"""To look at what a generation did: its text by who wrote it, its draft trees. For notebooks, web pages, terminals."""
+"""Displays a generation: its text by who wrote it, and its draft trees. For notebooks, web pages and terminals."""

@@ -1,4 +1,4 @@
-"""The draft tree of a verification round, drawn for a page in the colours of its text."""
+"""Draws the draft tree of a verification round for a page, in the colours of its text."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from html import escape
 from typing import Any, NamedTuple
 
 from ...decoding.stats import VerifiedTree
-from .text import colour_of
+from .text import position_colour
 
-_ROW, _BOX, _GAP, _LETTER, _LETTERS = 30, 22, 28, 7.9, 16  # pixels; letters of a token
+_ROW_HEIGHT, _BOX, _GAP, _LETTER, _LETTERS = 30, 22, 28, 7.9, 16  # pixels; letters of a token
 
 
 class _Node(NamedTuple):
@@ -20,13 +20,14 @@ class _Node(NamedTuple):
 
 
 def tree_html(verified: VerifiedTree, tokenizer: Any) -> str:
-    """What a round drafted, from the anchor to the right. The first row is what the text got: accepted drafts in the
-    colours of their positions, then the target's own token; below, hollow, the other drafts. Lines are in the colour
-    of the page's text.
+    """Draw a round's drafts as SVG, from the anchor to the right.
+
+    The first row is the text: accepted drafts in the colours of their positions, then the target's own token. Below
+    are the other drafts, hollow. Lines have the colour of the page's text.
 
     Args:
-        verified: Of `last_stats.trees`.
-        tokenizer: The target's.
+        verified: An entry of `last_stats.trees`.
+        tokenizer: The target's tokenizer.
     """
     nodes = _nodes(verified)
     texts = [token_text(tokenizer, node.token) for node in nodes]
@@ -34,17 +35,20 @@ def tree_html(verified: VerifiedTree, tokenizer: Any) -> str:
     lefts = [1]  # of each depth
     for depth in range(max(node.depth for node in nodes) + 1):
         lefts.append(lefts[-1] + _GAP + max(width for node, width in zip(nodes, widths) if node.depth == depth))
-    rows = _rows(nodes)
+    rows = _assign_rows(nodes)
     lines, boxes = [], []
     for node, text, width, row in zip(nodes, texts, widths, rows):
-        x, y = lefts[node.depth], _ROW * row + _ROW // 2
+        x, y = lefts[node.depth], _ROW_HEIGHT * row + _ROW_HEIGHT // 2
         boxes.append(_box(x, y, width, text, node))
         if node.kind != "anchor":
-            start, above = lefts[nodes[node.parent].depth] + widths[node.parent], _ROW * rows[node.parent] + _ROW // 2
+            start, above = (
+                lefts[nodes[node.parent].depth] + widths[node.parent],
+                _ROW_HEIGHT * rows[node.parent] + _ROW_HEIGHT // 2,
+            )
             stroke = '"#8a8f98"' if node.kind == "rejected" else '"currentColor" stroke-width="2"'
             bend = f"M{start} {above}H{x - _GAP // 2}V{y}H{x}"
             lines.append(f'<path d="{bend}" fill="none" stroke={stroke}/>')
-    width, height = lefts[-1] - _GAP + 1, _ROW * (max(rows) + 1)
+    width, height = lefts[-1] - _GAP + 1, _ROW_HEIGHT * (max(rows) + 1)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" style="max-width: none" '
         f'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="13">{"".join([*lines, *boxes])}</svg>'
@@ -52,24 +56,24 @@ def tree_html(verified: VerifiedTree, tokenizer: Any) -> str:
 
 
 def tree_text(verified: VerifiedTree) -> str:
-    """The same in words."""
+    """Describe a round's drafts in words."""
     drafts = verified.drafts
     if not len(drafts):
         return "no drafts; the target wrote its own token"
     form = "one after the other" if drafts.is_chain else f"on {len(drafts.paths)} paths"
     passes = f" in {max(drafts.passes)} passes of the drafter" if drafts.passes and max(drafts.passes) > 1 else ""
-    own = ", and the target's own token" if verified.own is not None else ""
-    return f"{len(drafts)} drafts {form}{passes}; {len(verified.accepted)} of them accepted{own}"
+    target_token = ", and the target's own token" if verified.own is not None else ""
+    return f"{len(drafts)} drafts {form}{passes}; {len(verified.accepted)} of them accepted{target_token}"
 
 
 def token_text(tokenizer: Any, token: int) -> str:
-    """A token that can be seen, whatever it is."""
+    """Return a visible text for any token."""
     text = tokenizer.decode([token]).replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·") or "∅"
     return text if len(text) <= _LETTERS else f"{text[: _LETTERS - 1]}…"
 
 
 def _nodes(verified: VerifiedTree) -> list[_Node]:
-    """The anchor, the drafts, and the target's own token."""
+    """Return the anchor, the drafts, and the target's own token as nodes."""
     drafts, accepted = verified.drafts, set(verified.accepted)
     nodes = [_Node(verified.anchor, 0, 0, "anchor")]
     for node, (token, parent, depth) in enumerate(zip(drafts.tokens.tolist(), drafts.parents, drafts.depths)):
@@ -80,28 +84,28 @@ def _nodes(verified: VerifiedTree) -> list[_Node]:
     return nodes
 
 
-def _rows(nodes: Sequence[_Node]) -> list[int]:
-    """The row of each node: what the text got in the first, else a parent in that of its first child."""
+def _assign_rows(nodes: Sequence[_Node]) -> list[int]:
+    """Return the row of each node: the text in the first; a parent has the row of its first child."""
     children: dict[int, list[int]] = {}
-    for place, node in enumerate(nodes[1:], start=1):
-        children.setdefault(node.parent, []).append(place)
+    for index, node in enumerate(nodes[1:], start=1):
+        children.setdefault(node.parent, []).append(index)
     rows, used = [0] * len(nodes), 0
 
-    def lay(place: int) -> None:
+    def assign(index: int) -> None:
         nonlocal used
-        rows[place] = used
-        below = sorted(children.get(place, ()), key=lambda child: nodes[child].kind == "rejected")
+        rows[index] = used
+        below = sorted(children.get(index, ()), key=lambda child: nodes[child].kind == "rejected")
         for child in below:
-            lay(child)
+            assign(child)
         used += not below
 
-    lay(0)
+    assign(0)
     return rows
 
 
 def _box(x: int, y: int, width: int, text: str, node: _Node) -> str:
     filled = node.kind in ("accepted", "own")
-    colour = colour_of(node.depth if node.kind == "accepted" else 0)
+    colour = position_colour(node.depth if node.kind == "accepted" else 0)
     frame = f'fill="{colour}"' if filled else 'fill="none" stroke="#8a8f98"'
     letters = 'fill="#111"' if filled else f'fill="currentColor" fill-opacity="{1 if node.kind == "anchor" else 0.75}"'
     title = f"draft {node.depth}, {node.kind}" if node.kind in ("accepted", "rejected") else node.kind

@@ -1,5 +1,5 @@
-"""Text in the colours of who wrote it, token by token: the target, or a draft that it accepted, underlined where a
-sequential head chose it."""
+"""Streams text to a terminal in the colours of who wrote each token: the target, or an accepted draft. Tokens that a
+sequential head chose are underlined."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
 
 from .live_line import LiveLine
-from .text import BY_HEAD, Piece, Pieces, name_of
+from .text import BY_HEAD, Piece, Pieces, writer_name
 
-# Of draft positions 1, 2, ..; the last one of all that are further.
+# Colours of draft positions 1, 2, ..; the last one is for all later ones.
 COLOURS = (
     "green3", "spring_green2", "cyan3", "deep_sky_blue1", "dodger_blue1", "slate_blue1", "medium_purple1", "orchid",
 )  # fmt: skip
-# Where a terminal has 16 colours, several of those would be one.
+# For terminals with 16 colours, where several of those would be equal.
 FEW_COLOURS = (
     "green", "cyan", "blue", "magenta", "bright_green", "bright_cyan", "bright_blue", "bright_magenta",
 )  # fmt: skip
@@ -25,14 +25,15 @@ TARGET = "bold yellow"
 
 
 class WhoWrote(BaseStreamer):
-    """Prints tokens as they are accepted and, in a terminal, how fast they come and how many a round. Used in a
-    `with`, so that this line goes whatever ends the text; what a head chose is told under
+    """Prints tokens as they are accepted and, in a terminal, speed and tokens a round in a line below.
+
+    Use it in a `with`, so that this line is erased however the text ends. Choices of a head are known inside
     [`~decoding.stats.keep_trees`].
 
     Args:
-        tokenizer: The target's.
-        drafter: Whose `last_stats` say who wrote a token.
-        console: Where to.
+        tokenizer: The target's tokenizer.
+        drafter: The drafter; its `last_stats` say who wrote a token.
+        console: The console to write to.
     """
 
     def __init__(self, tokenizer: Any, drafter: Any, console: Console) -> None:
@@ -48,7 +49,7 @@ class WhoWrote(BaseStreamer):
         self.line.clear()
 
     def put(self, value: Any) -> None:
-        """Take a token, or the prompt, which is not shown."""
+        """Print a token. The prompt, which comes first, is not printed."""
         if self._pieces is None:
             self._pieces = Pieces(self.tokenizer)
             return
@@ -57,42 +58,42 @@ class WhoWrote(BaseStreamer):
         self._print(self._pieces.add(int(value), stats.written[-1], stats.by_head[-1]))
 
     def end(self) -> None:
-        """End the text, in the midst of a character if need be, and say which colour is whose."""
+        """End the text, even within a character, and print the legend of colours."""
         stats = self.drafter.last_stats
         written, by_head = stats.written, stats.by_head
-        self._print(self._pieces.rest(written[-1], by_head[-1]) if self._pieces and written else None)
+        self._print(self._pieces.last_piece(written[-1], by_head[-1]) if self._pieces and written else None)
         self.line.clear()
         self._pieces, self._speed = None, Speed()
         if not self.console.is_terminal or not self.console.color_system:  # no colours
             self.console.print()
             return
         most = max(written, default=0)
-        legend = Text("\n\n").append(name_of(0), TARGET)
+        legend = Text("\n\n").append(writer_name(0), TARGET)
         for position in range(1, most + 1):
-            legend.append(f"  {name_of(position)}", self._style_of(position))
+            legend.append(f"  {writer_name(position)}", self._style(position))
         if any(by_head):
             legend.append(f"  {BY_HEAD}", "not bold default")
         self.console.print(legend, soft_wrap=True)
 
     def _print(self, piece: Piece | None) -> None:
         if piece is not None:
-            style = self._style_of(piece.position) + " underline" * piece.by_head
+            style = self._style(piece.position) + " underline" * piece.by_head
             self.line.write(piece.text, style, self._so_far())
 
     def _so_far(self) -> str:
         stats = self.drafter.last_stats
-        told = f"{len(stats.written)} tokens"
-        return f"{told}, {self._speed.rate:.1f} tokens/s, tau {stats.tau:.2f}" if stats.rounds else told
+        line_text = f"{len(stats.written)} tokens"
+        return f"{line_text}, {self._speed.rate:.1f} tokens/s, tau {stats.tau:.2f}" if stats.rounds else line_text
 
-    def _style_of(self, position: int) -> str:
-        return style_of(position, self.console.color_system)
+    def _style(self, position: int) -> str:
+        return position_style(position, self.console.color_system)
 
 
 class Speed:
-    """How fast a text is written, by whole verification rounds: the tokens of one come at once.
+    """Measures the speed of a text by whole verification rounds, because the tokens of a round come at once.
 
     Attributes:
-        rate: Tokens a second after the first token; 0 before a round is over.
+        rate: Tokens a second after the first token; 0 before the end of a round.
     """
 
     def __init__(self) -> None:
@@ -100,15 +101,15 @@ class Speed:
         self._counted = 0
 
     def token(self, counted: int) -> None:
-        """Take in that a token has come; `counted` are those of the rounds before its own."""
+        """Record that a token has arrived; `counted` is the number of tokens of all earlier rounds."""
         now = time.perf_counter()
         self._began = self._began or now
-        if counted != self._counted:  # all of them were there when the token before came
+        if counted != self._counted:  # they had all arrived with the token before
             self.rate = (counted - 1) / max(self._came - self._began, 1e-9)
         self._counted, self._came = counted, now
 
 
-def style_of(position: int, color_system: str | None = None) -> str:
-    """The colour of a draft position; 0 is the target's. `color_system` is the console's."""
+def position_style(position: int, color_system: str | None = None) -> str:
+    """Return the style of a draft position; 0 is the target. `color_system` is the console's."""
     colours = FEW_COLOURS if color_system in ("standard", "windows") else COLOURS
     return colours[min(position, len(colours)) - 1] if position else TARGET

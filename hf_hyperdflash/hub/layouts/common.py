@@ -1,4 +1,4 @@
-"""What others' layouts of block drafters have in common: the words of a Qwen3 model, of DSpark and of DFlash 2."""
+"""Parts that other programs' layouts of block drafters share: fields of a Qwen3 model, of DSpark and of DFlash 2."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from transformers import GenerationConfig, PreTrainedConfig
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ...drafters.parts.block_attention import FULL, SLIDING
 
-# Fields with one name everywhere.
+# Fields that have the same name in all layouts.
 _SHAPE = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size", "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias",
 )  # fmt: skip
-_NEEDED = _SHAPE[:7]  # without which other programs do not agree on a default
-# What `read_shape` and `read_windows` read, for `check_known`.
+_NEEDED = _SHAPE[:7]  # required: the defaults of other programs differ
+# Fields that `read_shape` and `read_windows` read, for `check_known`.
 SHAPE_FIELDS = (*_SHAPE, "rope_theta", "rope_scaling", "rope_parameters")
 WINDOW_FIELDS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
-# Fields of any layout that change nothing of what a drafter computes.
+# Fields of any layout that do not change a drafter's output.
 _HARMLESS = {
     # Bookkeeping, and how text is generated.
     *PreTrainedConfig().to_dict(), *vars(GenerationConfig()),
@@ -29,9 +29,9 @@ _HARMLESS = {
     "attention_dropout", "initializer_range", "gradient_checkpointing", "num_anchors", "ttt_length",
     "step_loss_decay", "loss_decay_gamma", "max_sequence_length", "embed_requires_grad", "output_router_logits",
     "router_aux_loss_coef", "aux_loss_alpha", "seq_aux",
-    # Of a window that `read_windows` says there is not; heads of the target's that a draft layer has not.
+    # A window that `read_windows` found to be off; heads of the target that a draft layer does not have.
     "max_window_layers", "num_nextn_predict_layers",
-    # Experts and latent attention, copied from a target: a layer that had them would have other tensors.
+    # Experts and latent attention, copied from a target: a layer with them would have other tensors.
     "decoder_sparse_step", "first_k_dense_replace", "kv_lora_rank", "mlp_only_layers", "moe_intermediate_size",
     "moe_layer_freq", "n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts",
     "num_experts_per_tok", "num_local_experts", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
@@ -45,7 +45,7 @@ _SELECTOR = {
 }  # fmt: skip
 SELECTOR_FIELDS = tuple(_SELECTOR.values())
 
-Value = Callable[[str], Any]  # what a config.json says of a field, by its name; None for nothing
+Value = Callable[[str], Any]  # from the name of a field to its value in a config.json, None if there is none
 
 
 def drafter_config(
@@ -59,20 +59,20 @@ def drafter_config(
     target_hidden_size: int | None = None,
     **more: Any,
 ) -> HyperDFlashConfig:
-    """The configuration of a drafter in another layout.
+    """Return the configuration of a drafter in another layout.
 
     Args:
         shape: The fields of its Qwen3 layers.
-        name: Of the checkpoint, for errors.
+        name: The checkpoint's name, for errors.
         layer_ids: The layers of the target whose output it reads, counted from 0.
         block_size: Slots of a block, the anchor's included.
-        mask_token_id: Stands at every other slot.
-        num_target_layers: How many the target has, if that is said.
-        target_hidden_size: Width of what is read of a layer, if that is said.
-        **more: Fields of [`HyperDFlashConfig`].
+        mask_token_id: The token of every other slot.
+        num_target_layers: The target's number of layers, if it is given.
+        target_hidden_size: Width of the input from a layer, if it is given.
+        **more: More fields of [`HyperDFlashConfig`].
 
     Raises:
-        ValueError: If one is missing, or they make no drafter.
+        ValueError: If one is missing, or they are not valid.
     """
     ids = layer_ids
     if not ids or block_size is None or mask_token_id is None:
@@ -100,7 +100,7 @@ def drafter_config(
             target_num_layers=num_target_layers or 0,
             block_size=block_size,
             mask_token_id=mask_token_id,
-            target_model_type="",  # that of a drafter's layers is no target's
+            target_model_type="",  # the type of a drafter's layers is not the target's
             **more,
         )
     except ValueError as error:
@@ -108,24 +108,25 @@ def drafter_config(
 
 
 def read_streams(shape: Mapping[str, Any], width: int | None, name: str) -> dict[str, Any]:
-    """Our fields for what is read of a target's residual streams: their mean, as engines hand it to a drafter, however
-    many there are, or all of them side by side, where a drafter's layers say with `hc_mult` how many (speculators'
-    for DeepSeek-V4).
+    """Return our fields for a drafter's input from the target's residual streams.
+
+    The input is their mean, as engines give it to a drafter, whatever their number; or all of them side by side, if
+    the drafter's layers have their number in `hc_mult` (speculators' drafters for DeepSeek-V4).
 
     Args:
         shape: The fields of its layers.
-        width: Of what is read of a layer of the target's, if that is said.
-        name: Of the checkpoint.
+        width: Width of the input from a layer of the target, if it is given.
+        name: The checkpoint's name.
 
     Raises:
-        ValueError: If what is read is of another width.
+        ValueError: If the input has another width.
     """
-    own, streams = shape.get("hidden_size"), shape.get("hc_mult") or 1
-    is_dense = streams != 1 and width != own
-    if type(streams) is not int or width not in (None, streams * own if is_dense else own):  # type: ignore[operator]
+    drafter_width, streams = shape.get("hidden_size"), shape.get("hc_mult") or 1
+    is_dense = streams != 1 and width != drafter_width
+    if type(streams) is not int or width not in (None, streams * drafter_width if is_dense else drafter_width):  # type: ignore[operator]
         raise ValueError(
             f"`target_hidden_size` of {name} is {width!r} and `hc_mult` {streams!r}, which is not supported: expected "
-            f"its own width, {own}, or that of so many streams."
+            f"its own width, {drafter_width}, or that of so many streams."
         )
     if is_dense:
         return {"reducer": "fc", "target_hc_mult": streams}
@@ -133,10 +134,10 @@ def read_streams(shape: Mapping[str, Any], width: int | None, name: str) -> dict
 
 
 def read_shape(shape: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Our fields for the shape of layers and their RoPE.
+    """Return our fields for the shape of layers and their RoPE.
 
     Raises:
-        ValueError: If one is missing or no such thing.
+        ValueError: If one is missing or not valid.
     """
     missing = [field for field in _NEEDED if shape.get(field) is None]
     if missing:
@@ -153,7 +154,7 @@ def read_shape(shape: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _for_text(rope: Any, name: str) -> Any:
-    """RoPE as it is for text, whose position is one and the same on all three axes of M-RoPE: plain."""
+    """Return RoPE for text, where M-RoPE is plain RoPE: a text's position is the same on all three axes."""
     if not isinstance(rope, dict):
         return rope
     if rope.get("partial_rotary_factor") not in (None, 1):
@@ -166,7 +167,7 @@ def _for_text(rope: Any, name: str) -> Any:
 
 
 def layer_fields(config: HyperDFlashConfig) -> dict[str, Any]:
-    """The fields of its layers, RoPE aside, as transformers' Qwen3 has them."""
+    """Return the fields of a drafter's layers without RoPE, as in transformers' Qwen3."""
     return {
         "model_type": "qwen3",
         **{name: getattr(config, name) for name in _SHAPE},
@@ -180,17 +181,18 @@ def layer_fields(config: HyperDFlashConfig) -> dict[str, Any]:
 
 
 def read_windows(fields: Mapping[str, Any], name: str, inner: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Our fields for the kinds of its layers and their window, by whatever field says that there is one:
-    `layer_types`, Qwen3's `use_sliding_window`, which is for layers from `max_window_layers` on, or `use_swa`, which
-    is for all.
+    """Return our fields for the kinds of a drafter's layers and their window.
+
+    A window is given by `layer_types`, by Qwen3's `use_sliding_window`, for layers from `max_window_layers` on, or by
+    `use_swa`, for all layers.
 
     Args:
-        fields: A config.json, or the section of it about layers.
-        name: Of the checkpoint.
-        inner: Its `dflash_config`, where MiMo's and NVIDIA's say it (vLLM's `_resolve_layer_attention`).
+        fields: A config.json, or its section about layers.
+        name: The checkpoint's name.
+        inner: Its `dflash_config`, which MiMo's and NVIDIA's use (vLLM's `_resolve_layer_attention`).
 
     Raises:
-        ValueError: If a window is meant that is not there.
+        ValueError: If layers have a window, but its size is missing or off.
     """
     kinds, used, inner = fields.get("layer_types"), fields.get("use_sliding_window"), inner or {}
     window = inner.get("swa_window_size") or fields.get("sliding_window")
@@ -212,7 +214,7 @@ def read_windows(fields: Mapping[str, Any], name: str, inner: Mapping[str, Any] 
 
 
 def num_target_layers_field(config: HyperDFlashConfig) -> dict[str, int]:
-    """`num_target_layers`, where it is known: a drafter made before 0.2 does not say."""
+    """Return `num_target_layers` if it is known; drafters made before 0.2 do not have it."""
     return {"num_target_layers": config.target_num_layers} if config.target_num_layers else {}
 
 
@@ -222,19 +224,19 @@ def check_known(
     reads: Collection[str],
     neutral: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> None:
-    """Refuse by its name a field that may change what a drafter computes and that its layout does not read.
+    """Refuse a field that the layout does not read and that may change a drafter's output.
 
     A layout calls this once for each dictionary of its config.json, the nested ones too. Fields of bookkeeping,
-    generation and training, special tokens, and comments (`_...`) are harmless in all of them. Of what is left,
+    generation and training, special tokens, and comments (`_...`) are harmless in all of them. Of the others,
 
-    * a field in `reads` may say anything: the layout reads it elsewhere;
-    * one in `neutral` has to have one of the values there (or be null): it is not read, and they are what is computed
-      here anyway. `{"is_causal": (True,)}` refuses false;
-    * any other has to be off: null, false, 0 or empty.
+    * a field in `reads` may have any value: the layout reads it elsewhere;
+    * a field in `neutral` has to be null or one of the values there, which do not change the output.
+      `{"is_causal": (True,)}` refuses false;
+    * any other field has to be off: null, false, 0 or empty.
 
     Args:
         fields: A config.json, or a section of it.
-        name: Of the checkpoint.
+        name: The checkpoint's name.
         reads: `SHAPE_FIELDS` and `WINDOW_FIELDS` among them where `read_shape` and `read_windows` are called.
         neutral: Values, by field.
 
@@ -257,7 +259,7 @@ def check_known(
 
 
 def _embedded(field: str) -> bool:
-    """Whether a special token is one that drafters embed where nothing is known yet."""
+    """Return whether a special token is one that drafters embed at positions without a known token."""
     return any(word in field for word in ("mask", "noise", "ptd"))
 
 
@@ -265,10 +267,10 @@ def _embedded(field: str) -> bool:
 
 
 def read_dspark(value: Value, name: str) -> dict[str, Any]:
-    """Our fields for DSpark's two heads.
+    """Return our fields for DSpark's two heads.
 
     Raises:
-        ValueError: If its kind of Markov head is not known.
+        ValueError: If the kind of its Markov head is not known.
     """
     rank, kind = value("markov_rank"), str(value("markov_head_type")).lower()
     if rank and kind not in _MARKOV_HEADS:
@@ -281,7 +283,7 @@ def read_dspark(value: Value, name: str) -> dict[str, Any]:
 
 
 def write_dspark(config: HyperDFlashConfig) -> dict[str, Any]:
-    """DSpark's fields for our two heads."""
+    """Return DSpark's fields for our two heads."""
     kind = next((kind for kind, head in _MARKOV_HEADS.items() if head == config.sequential_head), None)
     return {
         "markov_rank": config.head_rank if kind else 0,
@@ -292,7 +294,7 @@ def write_dspark(config: HyperDFlashConfig) -> dict[str, Any]:
 
 
 def obstacles_to_dspark(config: HyperDFlashConfig) -> dict[str, bool]:
-    """Reasons why a drafter is no DSpark drafter, and whether they hold."""
+    """Return reasons why a drafter is not a DSpark drafter, each with whether it applies."""
     has_markov_head = config.sequential_head in _MARKOV_HEADS.values()
     return {
         f"DSpark has no {config.sequential_head!r} head": not has_markov_head and config.sequential_head != "none",
@@ -308,30 +310,30 @@ def obstacles_to_dspark(config: HyperDFlashConfig) -> dict[str, bool]:
 
 
 def is_dflash2(config: HyperDFlashConfig) -> bool:
-    """Whether a drafter has a part that only DFlash 2 has."""
+    """Return whether a drafter has a part that only DFlash 2 has."""
     return config.sequential_head == "selector" or config.conv_kernel_size > 0
 
 
 def read_dflash2(value: Value, name: str) -> dict[str, Any]:
-    """Our fields for DFlash 2's selector and convolutions.
+    """Return our fields for DFlash 2's selector and convolutions.
 
     Raises:
         ValueError: If one is missing.
     """
-    missing = [theirs for theirs in _SELECTOR.values() if not value(theirs)]
+    missing = [field for field in _SELECTOR.values() if not value(field)]
     if missing:
         raise ValueError(f"config.json of {name} lacks {', '.join(missing)}.")
-    return {"sequential_head": "selector", **{ours: value(theirs) for ours, theirs in _SELECTOR.items()}}
+    return {"sequential_head": "selector", **{our_field: value(field) for our_field, field in _SELECTOR.items()}}
 
 
 def write_dflash2(config: HyperDFlashConfig) -> dict[str, Any]:
-    """DFlash 2's fields for our selector and convolutions."""
-    fields = {theirs: getattr(config, ours) for ours, theirs in _SELECTOR.items()}
+    """Return DFlash 2's fields for our selector and convolutions."""
+    fields = {field: getattr(config, our_field) for our_field, field in _SELECTOR.items()}
     return {**fields, "selector_top_k": config.head_candidates or config.vocab_size}
 
 
 def obstacles_to_dflash2(config: HyperDFlashConfig) -> dict[str, bool]:
-    """Reasons why a drafter is no DFlash 2 drafter, and whether they hold."""
+    """Return reasons why a drafter is not a DFlash 2 drafter, each with whether it applies."""
     return {
         f"DFlash 2 has the 'selector' head, and this drafter has {config.sequential_head!r}": config.sequential_head
         != "selector",
@@ -342,7 +344,7 @@ def obstacles_to_dflash2(config: HyperDFlashConfig) -> dict[str, bool]:
 
 
 def section(fields: Mapping[str, Any], key: str, name: str) -> dict[str, Any]:
-    """A part of a config.json.
+    """Return a section of a config.json.
 
     Raises:
         ValueError: If it is no dictionary.

@@ -15,7 +15,7 @@ _ARCHITECTURE = "Qwen3DSparkModel"
 
 
 def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
-    """The configuration of a drafter, from its config.json.
+    """Return the configuration of a drafter, from its config.json.
 
     Raises:
         ValueError: If it cannot be reproduced here.
@@ -29,7 +29,7 @@ def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
 
 
 def write(config: HyperDFlashConfig) -> dict[str, Any]:
-    """The config.json of a drafter."""
+    """Return the config.json of a drafter."""
     return {
         "architectures": [_ARCHITECTURE],
         **layer_fields(config),
@@ -44,7 +44,7 @@ def write(config: HyperDFlashConfig) -> dict[str, Any]:
 
 
 def obstacles(config: HyperDFlashConfig) -> dict[str, bool]:
-    """Reasons why the layout cannot say a drafter, and whether they hold."""
+    """Return reasons why the layout cannot express a drafter, each with whether it applies."""
     return {
         "DeepSpec's layout has no truncated vocabulary": bool(config.draft_vocab_size),
         "in DeepSpec's layout the anchor's slot drafts as well (`sample_from_anchor`)": not config.sample_from_anchor,
@@ -56,7 +56,7 @@ def obstacles(config: HyperDFlashConfig) -> dict[str, bool]:
 
 
 def served(config: HyperDFlashConfig, folder: Path) -> str:
-    """How engines are told to serve it."""
+    """Return the options with which engines serve it."""
     if config.sequential_head != "markov":
         return "vLLM and SGLang serve DSpark's 'markov' head alone."
     speculative = {"method": "dspark", "model": str(folder), "num_speculative_tokens": config.max_draft_tokens}

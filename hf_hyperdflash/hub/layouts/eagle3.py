@@ -40,35 +40,35 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_aux_hidden_state": (True,), "use_last_layernorm": (True,), "use_mtp_layernorm": (False,),
     "use_input_layernorm_in_first_layer": (True,), "next_layer_regular": (True,), "parallel_draft_step": (0, 1),
 }  # fmt: skip
-_OF_HUNYUAN = (
+_HUNYUAN_FIELDS = (
     "attention_head_dim", "cla_share_factor", "dense_list", "eod_token_id", "im_end_id", "im_newline_id",
     "im_start_id", "mask_init_id", "org_vocab_size", "pad_id", "pool_type", "text_end_id", "text_start_id",
     "use_qk_norm",
 )  # fmt: skip
-_OF_LAYER = (*SHAPE_FIELDS, *WINDOW_FIELDS)
-_OF_SPECULATORS = (
+_LAYER_FIELDS = (*SHAPE_FIELDS, *WINDOW_FIELDS)
+_SPECULATORS_FIELDS = (
     *_OPTIONS, _IDS, "speculators_model_type", "speculators_config", "transformer_layer_config", "draft_vocab_size",
     "target_hidden_size",
 )  # fmt: skip
 
 
 def fits(fields: dict[str, Any]) -> bool:
-    """Whether a config.json is of an EAGLE-3 drafter."""
+    """Return whether a config.json belongs to an EAGLE-3 drafter."""
     if "speculators_model_type" in fields:
         return fields["speculators_model_type"] == SPECULATORS
     return "eagle3" in _architecture(fields) or any(fields.get(mark) for mark in _MARKS)
 
 
 def read(fields: dict[str, Any], name: str) -> Eagle3Config:
-    """The configuration of a drafter, from its config.json; what that does not say is as usual until [`settle`].
+    """Return the configuration of a drafter, from its config.json; missing fields have defaults until [`settle`].
 
     Raises:
         ValueError: If it cannot be reproduced here.
     """
     if "speculators_model_type" in fields:
         layer = section(fields, "transformer_layer_config", name)
-        check_known(fields, name, _OF_SPECULATORS, {"causal": (True,)})
-        check_known(layer, name, _OF_LAYER, {"is_causal": (True,), "partial_rotary_factor": (1,)})
+        check_known(fields, name, _SPECULATORS_FIELDS, {"causal": (True,)})
+        check_known(layer, name, _LAYER_FIELDS, {"is_causal": (True,), "partial_rotary_factor": (1,)})
         ids = [i - 1 if type(i) is int else i for i in fields.get(_IDS) or ()]
         more = {
             **{option: bool(fields.get(option)) for option in _OPTIONS},
@@ -90,7 +90,7 @@ def read(fields: dict[str, Any], name: str) -> Eagle3Config:
             "is not supported."
         )
     eagle = section(fields, "eagle_config", name) if fields.get("eagle_config") is not None else {}
-    check_known(fields, name, (*_READS, *_OF_HUNYUAN), _NEUTRAL)
+    check_known(fields, name, (*_READS, *_HUNYUAN_FIELDS), _NEUTRAL)
     check_known(eagle, name, (_IDS, "parallel_draft_heads_num_layers"), _NEUTRAL)
     more = {
         "norm_before_residual": bool(fields.get("norm_before_residual")),
@@ -138,19 +138,19 @@ def _config(
 
 
 def _flat_ids(fields: dict[str, Any], eagle: dict[str, Any], name: str) -> list[Any]:
-    """The layers that a flat config.json says, counted as ours; none if it does not."""
+    """Return the layers in a flat config.json, counted as ours; none if it does not have them."""
     entering = [i - 1 if type(i) is int else i for i in fields.get(_IDS) or ()]
-    told = [ids for ids in (eagle.get(_IDS), fields.get("target_layer_ids"), entering) if ids]
-    if any(ids != told[0] for ids in told):
+    stated = [ids for ids in (eagle.get(_IDS), fields.get("target_layer_ids"), entering) if ids]
+    if any(ids != stated[0] for ids in stated):
         raise ValueError(
             f"{name} says twice which layers it reads, and not the same: `eagle_config` {eagle.get(_IDS)}, "
             f"`target_layer_ids` {fields.get('target_layer_ids')}, and `{_IDS}` {fields.get(_IDS)}, which is one more."
         )
-    return told[0] if told else []
+    return stated[0] if stated else []
 
 
 def settle(config: Eagle3Config, tensors: dict[str, torch.Tensor], fields: dict[str, Any]) -> None:
-    """Set what a flat config.json does not say from the tensors, by our names."""
+    """Set fields that a flat config.json does not have from the tensors, which have our names."""
     if fields.get("tie_word_embeddings") and "lm_head.weight" not in tensors and "embed_tokens.weight" in tensors:
         tensors["lm_head.weight"] = tensors["embed_tokens.weight"].clone()
     if "speculators_model_type" in fields or _is_deepspec(fields):
@@ -162,7 +162,7 @@ def settle(config: Eagle3Config, tensors: dict[str, torch.Tensor], fields: dict[
 
 
 def rename(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors by our names."""
+    """Rename tensors to our names."""
     named = {}
     for key, tensor in tensors.items():
         key = key.removeprefix("model.").replace("midlayer.", "layers.0.")

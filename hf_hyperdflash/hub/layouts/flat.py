@@ -23,7 +23,7 @@ from .common import (
 
 DFLASH2 = "DFlash2DraftModel"
 CAUSAL = {None: "sliding", False: "none", True: "all"}  # what `is_causal` means
-# What else a drafter may be called that its fields do not tell.
+# Names of drafters whose other fields describe them completely.
 _PROJECTORS = (None, "dflash", "dflash2", "dspark")
 _PREFIX = "dspark_"
 _ENTERING = "eagle_aux_hidden_state_layer_ids"
@@ -46,7 +46,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
-    """The configuration of a drafter, from its config.json.
+    """Return the configuration of a drafter, from its config.json.
 
     Raises:
         ValueError: If it cannot be reproduced here.
@@ -82,14 +82,14 @@ def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
 
 
 def _value(fields: Mapping[str, Any], inner: Mapping[str, Any]) -> Value:
-    """What a config.json says of a field: with DSpark's prefix, in a section, or at the top level."""
-    prefixed = {field.removeprefix(_PREFIX): said for field, said in fields.items() if field.startswith(_PREFIX)}
-    places = [{k: v for k, v in place.items() if v is not None} for place in (fields, inner, prefixed)]
-    return {**places[0], **places[1], **places[2]}.get
+    """Return a function from a field to its value: with DSpark's prefix, in a section, or at the top level."""
+    prefixed = {field.removeprefix(_PREFIX): values for field, values in fields.items() if field.startswith(_PREFIX)}
+    sources = [{k: v for k, v in source.items() if v is not None} for source in (fields, inner, prefixed)]
+    return {**sources[0], **sources[1], **sources[2]}.get
 
 
 def _is_dspark(fields: Mapping[str, Any], value: Value, name: str) -> bool:
-    """Whether a drafter is DSpark's, which its heads alone do not tell: it may have none."""
+    """Return whether a drafter is DSpark's. Its heads alone do not show it: it may have none."""
     made = " ".join(map(str, fields.get("architectures") or ()))
     projector = "domino" if "Domino" in made else value("projector_type")
     if projector not in _PROJECTORS:
@@ -100,7 +100,7 @@ def _is_dspark(fields: Mapping[str, Any], value: Value, name: str) -> bool:
 
 
 def _layer_ids(value: Value, name: str) -> Any:
-    """The layers that are read. NVIDIA and vLLM say them, too, by the layer that each enters, one more."""
+    """Return the layers that are read. NVIDIA and vLLM may count the layer that each output enters, one more."""
     ids, entering = value("target_layer_ids"), value(_ENTERING)
     if isinstance(entering, list):
         before = [i - 1 if type(i) is int else i for i in entering]
@@ -114,19 +114,19 @@ def _layer_ids(value: Value, name: str) -> Any:
 
 
 def _from_anchor(value: Value, is_dspark: bool, name: str) -> bool:
-    """Whether the anchor's slot drafts."""
-    said, is_bonus = value("sample_from_anchor"), value("bonus_anchor")
-    for field, one in (("sample_from_anchor", said), ("dspark_bonus_anchor", is_bonus)):
-        if one not in (None, False, True):
-            raise ValueError(f"`{field}` of {name} is {one!r}, expected true, false or none.")
-    if said is not None and said == is_bonus:
+    """Return whether the anchor's slot drafts."""
+    values, is_bonus = value("sample_from_anchor"), value("bonus_anchor")
+    for field, flag in (("sample_from_anchor", values), ("dspark_bonus_anchor", is_bonus)):
+        if flag not in (None, False, True):
+            raise ValueError(f"`{field}` of {name} is {flag!r}, expected true, false or none.")
+    if values is not None and values == is_bonus:
         raise ValueError(
-            f"`sample_from_anchor` and `dspark_bonus_anchor` of {name} are both {said}, expected one of them: the "
+            f"`sample_from_anchor` and `dspark_bonus_anchor` of {name} are both {values}, expected one of them: the "
             "anchor's slot drafts, or it does not."
         )
-    if said is None and is_bonus is not None:
+    if values is None and is_bonus is not None:
         return not is_bonus
-    return is_dspark if said is None else bool(said)
+    return is_dspark if values is None else bool(values)
 
 
 def _heads(fields: Mapping[str, Any], value: Value, is_dspark: bool, name: str) -> dict[str, Any]:
@@ -135,5 +135,5 @@ def _heads(fields: Mapping[str, Any], value: Value, is_dspark: bool, name: str) 
     if not is_dspark and not value("markov_rank"):
         return {}
     confidence = value("enable_confidence_head")
-    said = {"enable_confidence_head": bool(value("confidence_head_alpha")) if confidence is None else confidence}
-    return read_dspark(lambda field: said.get(field, value(field)), name)
+    values = {"enable_confidence_head": bool(value("confidence_head_alpha")) if confidence is None else confidence}
+    return read_dspark(lambda field: values.get(field, value(field)), name)

@@ -17,7 +17,7 @@ _READS = (
     *SHAPE_FIELDS, "diffspec_draft_token_num", "draft_vocab_size", "eagle_config", "target_hidden_size",
     "target_model_type",
 )  # fmt: skip
-# Theirs, and ours.
+# Their names, and ours.
 _NAMES = {
     "input_layer.condition_proj": "fc", "input_layer.condition_norm": "condition_norm",
     "input_layer.token_norm": "token_norm", "input_layer.query_norm": "slot_norm",
@@ -28,7 +28,7 @@ _NAMES = {
 
 
 def read(fields: dict[str, Any], name: str) -> SpecBlockConfig:
-    """The configuration of a drafter, from its config.json.
+    """Return the configuration of a drafter, from its config.json.
 
     Raises:
         ValueError: If it cannot be reproduced here.
@@ -58,7 +58,7 @@ def read(fields: dict[str, Any], name: str) -> SpecBlockConfig:
 
 
 def rename(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors by our names."""
+    """Rename tensors to our names."""
     named = {}
     for key, tensor in tensors.items():
         stem, _, last = key.rpartition(".")

@@ -26,7 +26,7 @@ from .common import (
     write_dspark,
 )
 
-# What an algorithm's config.json means where it does not say.
+# Defaults of an algorithm's config.json.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "dflash": {"sample_from_anchor": False, "sliding_window_non_causal": False},
     "dflash2": {
@@ -44,11 +44,11 @@ _READS = (
     "aux_hidden_state_layer_ids", "mask_token_id", "target_hidden_size",
     *(field for fields in _DEFAULTS.values() for field in fields),
 )  # fmt: skip
-_OF_LAYER = (*SHAPE_FIELDS, *WINDOW_FIELDS, "hc_mult")
+_LAYER_FIELDS = (*SHAPE_FIELDS, *WINDOW_FIELDS, "hc_mult")
 
 
 def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
-    """The configuration of a drafter, from its config.json.
+    """Return the configuration of a drafter, from its config.json.
 
     Raises:
         ValueError: If it cannot be reproduced here.
@@ -58,7 +58,7 @@ def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
         raise ValueError(f"{name} is a {algorithm!r} speculator, expected one of {', '.join(_DEFAULTS)}.")
     layer, method = (section(fields, key, name) for key in ("transformer_layer_config", "speculators_config"))
     check_known(fields, name, _READS)
-    check_known(layer, name, _OF_LAYER, {"partial_rotary_factor": (1,)})
+    check_known(layer, name, _LAYER_FIELDS, {"partial_rotary_factor": (1,)})
     value = {**_DEFAULTS[algorithm], **fields}.get
     windows = read_windows(layer, name)
     size = fields.get("draft_vocab_size") or layer.get("vocab_size")
@@ -84,7 +84,7 @@ def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
 
 
 def write(config: HyperDFlashConfig) -> dict[str, Any]:
-    """The config.json of a drafter."""
+    """Return the config.json of a drafter."""
     algorithm, architecture, heads = _algorithm(config), "DFlashDraftModel", {}
     if algorithm == "dflash2":
         architecture, heads = "DFlash2DraftModel", write_dflash2(config)
@@ -122,7 +122,7 @@ def _algorithm(config: HyperDFlashConfig) -> str:
 
 
 def obstacles(config: HyperDFlashConfig) -> dict[str, bool]:
-    """Reasons why the layout cannot say a drafter, and whether they hold."""
+    """Return reasons why the layout cannot express a drafter, each with whether it applies."""
     algorithm = _algorithm(config)
     windows = {
         "in speculators' layout a window counts from the anchor (`window_from`)": SLIDING in config.kinds
@@ -142,16 +142,15 @@ def obstacles(config: HyperDFlashConfig) -> dict[str, bool]:
 
 
 def served(config: HyperDFlashConfig, folder: Path) -> str:
-    """How engines are told to serve it."""
+    """Return the options with which engines serve it."""
     algorithm = _algorithm(config)
     if algorithm == "dflash2":
         return "vLLM reads DFlash 2 in z-lab's layout."
     if config.sequential_head in ("gated_markov", "recurrent"):
         return f"No engine is known to serve a {config.sequential_head!r} head: vLLM knows 'markov' alone."
     speculative = {"method": algorithm, "model": str(folder), "num_speculative_tokens": config.max_draft_tokens}
-    told = f"vLLM: --speculative-config '{json.dumps(speculative)}'"
+    command = f"vLLM: --speculative-config '{json.dumps(speculative)}'"
     if config.sliding_window is None:
-        return told
-    return (
-        f"{told}\nvLLM counts the window of {config.sliding_window} from each slot, not the anchor: drafts may differ."
-    )
+        return command
+    window = f"vLLM counts the window of {config.sliding_window} from each slot, not the anchor: drafts may differ."
+    return f"{command}\n{window}"

@@ -15,7 +15,7 @@ __all__ = ["obstacles", "read", "served", "write"]
 
 
 def write(config: HyperDFlashConfig) -> dict[str, Any]:
-    """The config.json of a drafter."""
+    """Return the config.json of a drafter."""
     rope = dict(config.rope_parameters or {})
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     fields = {
@@ -23,7 +23,7 @@ def write(config: HyperDFlashConfig) -> dict[str, Any]:
         **num_target_layers_field(config),
         "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": config.target_layer_ids},
     }
-    is_causal = next(said for said, layers in CAUSAL.items() if layers == config.causal_layers)
+    is_causal = next(value for value, layers in CAUSAL.items() if layers == config.causal_layers)
     if is_causal or (is_causal is False and (is_dflash2(config) or SLIDING in config.kinds)):
         fields["is_causal"] = is_causal
     if is_dflash2(config):  # whose files are of the newer form
@@ -39,7 +39,7 @@ def write(config: HyperDFlashConfig) -> dict[str, Any]:
 
 
 def obstacles(config: HyperDFlashConfig) -> dict[str, bool]:
-    """Reasons why the layout cannot say a drafter, and whether they hold."""
+    """Return reasons why the layout cannot express a drafter, each with whether it applies."""
     return {
         "z-lab's layout has no truncated vocabulary": bool(config.draft_vocab_size),
         "in z-lab's layout every slot drafts but the anchor's": config.sample_from_anchor,
@@ -54,12 +54,12 @@ def obstacles(config: HyperDFlashConfig) -> dict[str, bool]:
 
 
 def served(config: HyperDFlashConfig, folder: Path) -> str:
-    """How engines are told to serve it."""
+    """Return the options with which engines serve it."""
     speculative = {"method": "dflash", "model": str(folder), "num_speculative_tokens": config.max_draft_tokens}
-    told = f"vLLM: --speculative-config '{json.dumps(speculative)}'"
+    command = f"vLLM: --speculative-config '{json.dumps(speculative)}'"
     if is_dflash2(config):
-        return told
+        return command
     return (
-        f"{told}\nSGLang: --speculative-algorithm DFLASH --speculative-draft-model-path {folder} "
+        f"{command}\nSGLang: --speculative-algorithm DFLASH --speculative-draft-model-path {folder} "
         f"--speculative-num-draft-tokens {config.block_size}"
     )

@@ -1,4 +1,4 @@
-"""A drafter's configuration as SGLang reads it, and what of drafters SGLang cannot run."""
+"""A drafter's configuration as SGLang reads it, and the limits of SGLang."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ..served_config import TRAIN, ServedConfig, Started, check_same_target, che
 
 
 class SGLangConfig(ServedConfig):
-    """With `dflash_config`, `is_causal` where all layers are alike in that, and the `layer_types` whose windows SGLang
-    has, too, which count from each slot."""
+    """A [`ServedConfig`] with `dflash_config`, with `is_causal` if it is the same for all layers, and with the
+    `layer_types` whose windows SGLang has, which count from each slot."""
 
     engine = "SGLang"
 
-    def _say_in_engines_words(self) -> None:
+    def _add_engine_fields(self) -> None:
         self.dflash_config = {
             "block_size": self.block_size,
             "mask_token_id": self.mask_token_id,
@@ -24,14 +24,14 @@ class SGLangConfig(ServedConfig):
             self.dflash_config |= {
                 "conv_kernel_size": self.conv_kernel_size, "conv_group_size": self.conv_group_size
             }  # fmt: skip
-        if self.causal_layers != "sliding":  # SGLang's own, where it is not told: sliding ones are, others are not
+        if self.causal_layers != "sliding":  # SGLang's default: sliding layers are causal, others are not
             self.is_causal = self.causal_layers == "all"
-        kinds = self.kinds  # without which SGLang does not read `is_causal`
+        kinds = self.kinds  # SGLang reads `is_causal` only together with them
         if self.window_from == "anchor" and FULL not in kinds and self.causal_layers != "sliding":
-            kinds = [FULL] * len(kinds)  # a window from the anchor is served where it takes in the longest text
+            kinds = [FULL] * len(kinds)  # served only if the window contains the longest text
         self.layer_types = kinds
 
-    def _beyond_engine(self) -> list[tuple[bool, str, str, str]]:
+    def _unsupported_by_engine(self) -> list[tuple[bool, str, str, str]]:
         window, block = self.sliding_window, self.block_size
         return [
             (self.target_hc_mult > 1, "target_hc_mult", "targets with one residual path",
@@ -51,7 +51,7 @@ def check_served_pair(config: Any, target: Any, drafts: int, longest: int) -> No
         longest: `--context-length`.
 
     Raises:
-        ValueError: If not: what it is, what was expected, and what to do.
+        ValueError: If not, with the value, the expected one, and the fix.
     """
     check_same_target(config, target)
     options = "--speculative-num-draft-tokens", "--context-length"

@@ -15,12 +15,12 @@ from .config import check_served_pair
 from .last_layer import hand_out_last_layer
 from .selector import HeadSelector
 
-# Both models are there, and nothing has been sized or captured yet.
+# At this call both models are loaded, and no memory has been sized or captured yet.
 BOTH_LOADED = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2.alloc_memory_pool"
 
 
 class ServedDrafter(DFlashDraftModel):
-    """SGLang's DFlash drafter, whose context is made by one of our reducers and whose drafts may know each other."""
+    """SGLang's DFlash drafter, with one of our reducers for its context and our sequential heads for its drafts."""
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__(config=config, quant_config=quant_config, prefix=prefix)
@@ -28,21 +28,21 @@ class ServedDrafter(DFlashDraftModel):
         del self.fc
         for name, module in self.reducer.modules(config).items():
             self.add_module(name, module)
-        self.lm_head: Any = None  # where SGLang puts the target's for a selector
+        self.lm_head: Any = None  # SGLang puts the target's here for a selector
         head = HEADS.get(config.sequential_head)
         if head is not None or config.draft_vocab_size:
             self.candidate_selector = HeadSelector(config, head)
         self.requires_grad_(False)
         for parameter in self.parameters():
-            parameter.fill_(torch.nan)  # so that one that is not loaded shows
+            parameter.fill_(torch.nan)  # so that a parameter that is not loaded is noticed
         HookRegistry.register(BOTH_LOADED, introduce, HookType.BEFORE)
         HookRegistry.apply_hooks()
 
     def meet(self, target: torch.nn.Module, target_config: Any) -> None:
-        """Take what is needed of a target.
+        """Set what the drafter needs of its target.
 
         Args:
-            target: The model.
+            target: The target.
             target_config: SGLang's `ModelConfig` of it.
 
         Raises:
@@ -54,11 +54,11 @@ class ServedDrafter(DFlashDraftModel):
         if self.candidate_selector is not None:
             self.candidate_selector.meet(target, target_config.hf_text_config)
 
-    # What the blocks are conditioned on
+    # Conditioning
 
     def project_target_hidden(self, target_hidden: torch.Tensor) -> torch.Tensor:
-        """The layers' states of each token, one after the other, `[tokens, config.num_paths *
-        config.target_hidden_size]`, to the conditioning feature `[tokens, config.hidden_size]`, normed."""
+        """Reduce the concatenated states of each token, `[tokens, config.num_paths * config.target_hidden_size]`, to
+        the normed conditioning feature `[tokens, config.hidden_size]`."""
         read, width = len(self.config.target_layer_ids), self.config.target_hidden_size
         if target_hidden.shape[-1] != read * width:
             raise ValueError(
@@ -78,32 +78,32 @@ class ServedDrafter(DFlashDraftModel):
         input_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Blocks one after the other, `[blocks * config.block_size]`, to their states."""
-        if input_embeds is not None:  # which SGLang hands on in bfloat16, whatever type the models have
+        """Compute the states of blocks that are laid end to end, `[blocks * config.block_size]`."""
+        if input_embeds is not None:  # SGLang passes them in bfloat16, whatever dtype the models have
             input_embeds = input_embeds.to(self.norm.weight.dtype)
         return super().forward(input_ids, positions, forward_batch, input_embeds=input_embeds, **kwargs)
 
-    # Drafts, where SGLang's own choice, the best token of each position by the target's LM head, is not the drafter's
+    # Drafts, if the drafter does not choose the best token of each position by the target's LM head as SGLang does
 
     def compute_candidates(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for the drafts of states `[drafts, config.hidden_size]`: tokens and logits `[drafts, 1]`."""
+        """Allocate tokens and logits `[drafts, 1]` for the drafts of states `[drafts, config.hidden_size]`."""
         return hidden.new_zeros(len(hidden), 1, dtype=torch.long), hidden.new_zeros(len(hidden), 1)
 
     # Weights
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """As a drafter's folder has them. A confidence head is left out: SGLang verifies every draft.
+        """Load the weights of a drafter's folder, without a confidence head: SGLang verifies every draft.
 
         Raises:
-            RuntimeError: If not all are there.
+            RuntimeError: If a weight is missing.
         """
-        selected, theirs = {}, []
+        selected, engine_weights = {}, []
         for name, weight in weights:
             if self.candidate_selector is not None and self.candidate_selector.owns(name):
                 selected[name] = weight
             elif name.partition(".")[0] != ConfidenceHead.key:
-                theirs.append((name, weight))
-        super().load_weights(theirs)
+                engine_weights.append((name, weight))
+        super().load_weights(engine_weights)
         if self.candidate_selector is not None:
             self.candidate_selector.load(selected)
         missing = [name for name, parameter in self.named_parameters() if parameter.isnan().any()]
@@ -115,7 +115,7 @@ class ServedDrafter(DFlashDraftModel):
 
 
 def introduce(worker: Any, *_: Any, **__: Any) -> None:
-    """Before SGLang's worker makes room for both models: let a drafter of ours meet its target."""
+    """Pass the target to a drafter of ours, before SGLang's worker allocates memory for both models."""
     if isinstance(worker.draft_model, ServedDrafter):
         runner = worker.target_worker.model_runner
         worker.draft_model.meet(runner.model, runner.model_config)

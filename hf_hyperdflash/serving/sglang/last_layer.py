@@ -1,7 +1,7 @@
-"""The last layer's output, before the norm, from a target of SGLang.
+"""Adds the last layer's output, before the norm, to the states that a target of SGLang returns.
 
-SGLang hands drafters what enters a layer. Some of its models (Qwen3 and Llama among them) so have nothing to hand out
-after the last, and leave it out without a word. The norm that follows has it.
+SGLang gives drafters the input of a layer. So some of its models (Qwen3 and Llama among them) have nothing to return
+for the last layer's output, and silently omit it. The norm after that layer gets it as its input.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 
 
 def hand_out_last_layer(target: Any, layers: int) -> None:
-    """Let one target add its last layer's output to what it hands out, where it does not by itself.
+    """Make a target add its last layer's output to the states that it returns, if it omits it.
 
     Args:
         target: SGLang's model.
-        layers: How many layers' states the drafter reads, the last one's included.
+        layers: Number of layers that the drafter reads, the last one included.
 
     Raises:
         ValueError: If it has no norm after its layers where SGLang's models have it.
@@ -28,17 +28,17 @@ def hand_out_last_layer(target: Any, layers: int) -> None:
             f"SGLang's {type(target).__name__} has no `model.norm`, before which the drafter reads the last layer: "
             "expected one, or a drafter whose `target_layer_ids` have no -1."
         )
-    kept: list[torch.Tensor] = []
+    last_output: list[torch.Tensor] = []
 
-    def keep(_: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
-        kept[:] = [(output[1] if isinstance(output, tuple) else inputs[0]).clone()]
+    def record(_: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
+        last_output[:] = [(output[1] if isinstance(output, tuple) else inputs[0]).clone()]
 
-    def add(_: Any, inputs: Any, output: Any) -> Any:
+    def append_last(_: Any, inputs: Any, output: Any) -> Any:
         hidden, states = output if isinstance(output, tuple) else (output, [])
         if isinstance(states, list) and len(states) == layers - 1:
-            states.append(kept.pop() if kept else hidden)  # the norm is left out where there are no tokens
-        kept.clear()
+            states.append(last_output.pop() if last_output else hidden)  # without tokens the norm is not called
+        last_output.clear()
         return hidden, states
 
-    norm.register_forward_hook(keep)
-    trunk.register_forward_hook(add)
+    norm.register_forward_hook(record)
+    trunk.register_forward_hook(append_last)

@@ -1,7 +1,7 @@
 """SGLang's plugin: `--speculative-algorithm DFLASH --speculative-draft-model-path my-drafter`.
 
-SGLang calls [`register`] in each of its processes, as an entry point of the group `sglang.srt.plugins`. It adds names
-that are this package's own; a drafter's class is imported where one is loaded.
+SGLang calls [`register`] in each of its processes, as an entry point of the group `sglang.srt.plugins`. It only adds
+names of this package. A drafter's class is imported when one is loaded.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from ..served_config import OTHERS, refusing
 from .config import SGLangConfig
 
 ARCHITECTURE = "HyperDFlashDrafter"  # as in a drafter's config.json
-# Asked for a model's class in the processes that run models; to import SGLang's registry is to import all its models.
-ASKED = "sglang.srt.model_loader.utils.get_model_architecture"
+# SGLang calls this for a model's class, in the processes that run models. To import its registry imports all models.
+GET_ARCHITECTURE = "sglang.srt.model_loader.utils.get_model_architecture"
 
 
 def register() -> None:
@@ -24,7 +24,7 @@ def register() -> None:
     AutoConfig.register(SGLangConfig.model_type, SGLangConfig, exist_ok=True)
     for model_type in OTHERS:
         AutoConfig.register(model_type, refusing(model_type, SGLangConfig.engine), exist_ok=True)
-    HookRegistry.register(ASKED, know_drafter, HookType.BEFORE)
+    HookRegistry.register(GET_ARCHITECTURE, know_drafter, HookType.BEFORE)
 
 
 def know_drafter(model_config: Any) -> None:

@@ -1,8 +1,8 @@
-"""What chooses drafts among the tokens in SGLang's loop: a sequential head, a draft vocabulary, or both.
+"""A selector for SGLang's loop: it chooses drafts with a sequential head, a draft vocabulary, or both.
 
-SGLang has a place for a selector (DFlash 2's), which it hands the block's states and the anchor, and which answers
-with tokens, candidates and their probabilities. This one answers with one candidate of probability 1 for each draft
-position, the best by the head: what SGLang does without a selector, too, and what its verification is exact for.
+SGLang calls a selector (DFlash 2's) with the block's states and the anchor, and expects tokens, candidates and their
+probabilities. This one returns one candidate of probability 1 for each draft position, the head's best. SGLang without
+a selector does the same, and its verification is exact for it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ..ordered_drafts import ordered_logits
 
 
 class HeadSelector(nn.Module):
-    """A drafter's own choice of drafts.
+    """Chooses a drafter's drafts.
 
     Args:
-        config: The drafter's.
+        config: The drafter's configuration.
         head: The class of its sequential head; `None` without one.
 
     Attributes:
-        top_k: How many candidates SGLang makes room for.
+        top_k: Number of candidates that SGLang allocates.
     """
 
     top_k = 1
@@ -44,14 +44,14 @@ class HeadSelector(nn.Module):
         self.rows: torch.Tensor | None = None
 
     def meet(self, target: Any, config: Any) -> None:
-        """Take the target's embeddings and LM head.
+        """Set the target's embeddings and LM head.
 
         Args:
             target: SGLang's model.
             config: The configuration of its text model.
 
         Raises:
-            ValueError: If there is one GPU's part of them only, or logits are more than states times the LM head.
+            ValueError: If this GPU has only a part of them, or logits are not just states times the LM head.
         """
         weight: Any = getattr(getattr(target, "lm_head", None), "weight", None)
         changed = {
@@ -59,14 +59,14 @@ class HeadSelector(nn.Module):
             for name in ("final_logit_softcapping", "logits_scaling", "logit_scale")
             if (value := getattr(config, name, None)) not in (None, 1)
         }
-        for is_beyond, expected, found in (
+        for is_unsupported, expected, found in (
             (get_parallel().tp_size != 1, "--tp-size 1", f"it is {get_parallel().tp_size}"),
             (self.lm_head is None and not is_dense_head_weight(weight), "an LM head that is not quantized",
              f"this target's is a {type(getattr(target, 'lm_head', None)).__name__}"),
             (self.lm_head is None and bool(changed), "a target whose logits are its LM head's",
              f"this one's have {changed}"),
         ):  # fmt: skip
-            if is_beyond:
+            if is_unsupported:
                 raise ValueError(
                     f"A drafter with a sequential head or a draft vocabulary is served by SGLang with {expected}, but "
                     f"{found}: serve with vLLM, or train with `--sequential_head none` and all tokens."
@@ -86,46 +86,46 @@ class HeadSelector(nn.Module):
         hidden_states: torch.Tensor,
         anchor_token_ids: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits `[batch, drafts, tokens that can be drafted]` of states `[batch, drafts, config.hidden_size]` after
-        anchors `[batch]`, each position told the best token of the one before it."""
+        """Return logits `[batch, drafts, tokens that can be drafted]` for states `[batch, drafts, config.hidden_size]`
+        after anchors `[batch]`; each position is given the best token of the one before it."""
         if self.embed is None:
             raise ValueError("A selector has met no target: expected `meet` before drafts are asked for.")
         if self.head is None:
             return self._logits(hidden_states)
         anchors = anchor_token_ids.long()
         return ordered_logits(
-            self.head, hidden_states, anchors, self._logits, self.embed, self._token_of, self.count
+            self.head, hidden_states, anchors, self._logits, self.embed, self._to_token_ids, self.count
         )  # fmt: skip
 
     @torch.no_grad()
     def sample_path(
         self, *, candidate_ids: torch.Tensor, scores: torch.Tensor, **sampling: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The drafts `[batch, drafts]` and their probabilities `[batch, drafts, 1]`, all 1. SGLang reads the
-        candidates `[batch, drafts, 1]` afterwards, so that the drafts are written there, too."""
-        tokens = self._token_of(scores.argmax(-1))
+        """Return the drafts `[batch, drafts]` and their probabilities `[batch, drafts, 1]`, all 1. The drafts are also
+        written into the candidates `[batch, drafts, 1]`, which SGLang reads afterwards."""
+        tokens = self._to_token_ids(scores.argmax(-1))
         candidate_ids.copy_(tokens.unsqueeze(-1))
         return tokens, torch.ones_like(candidate_ids, dtype=torch.float32)
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
         logits = nn.functional.linear(states.to(self.rows.dtype), self.rows)  # type: ignore[union-attr, arg-type]
         if self.draft_ids is None:
-            logits[..., self.mask_token_id] = -torch.inf  # which is never drafted
+            logits[..., self.mask_token_id] = -torch.inf  # never drafted
             return logits
         return logits.masked_fill(self.draft_ids == self.mask_token_id, -torch.inf)
 
-    def _token_of(self, index: torch.Tensor) -> torch.Tensor:
+    def _to_token_ids(self, index: torch.Tensor) -> torch.Tensor:
         return index if self.draft_ids is None else self.draft_ids[index]
 
     # Weights
 
     def owns(self, name: str) -> bool:
-        """Whether a weight of a drafter's folder, by its name there, is one of the selector's."""
+        """Return whether a weight of a drafter's folder belongs to the selector, by its name."""
         module = name.partition(".")[0]
         return module in ("lm_head", "draft_ids") or (self.head is not None and module == self.head.key)
 
     def load(self, weights: dict[str, torch.Tensor]) -> None:
-        """Load its own, by their names in a drafter's folder."""
+        """Load the selector's weights, by their names in a drafter's folder."""
         key = "" if self.head is None else f"{self.head.key}."
         self.load_state_dict({f"head.{n.removeprefix(key)}" if key and n.startswith(key) else n: weight
                               for n, weight in weights.items()})  # fmt: skip

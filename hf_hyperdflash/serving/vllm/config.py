@@ -1,4 +1,4 @@
-"""A drafter's configuration as vLLM reads it, and what of drafters vLLM cannot run."""
+"""A drafter's configuration as vLLM reads it, and the limits of vLLM."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from ..served_config import TRAIN, ServedConfig, Started, check_same_target, che
 
 
 class VLLMConfig(ServedConfig):
-    """With `dflash_config`, and `n_predict`, from which vLLM takes the number of drafts where a user names none."""
+    """A [`ServedConfig`] with `dflash_config` and `n_predict`, vLLM's default for the number of drafts."""
 
     engine = "vLLM"
 
-    def _say_in_engines_words(self) -> None:
-        words: dict[str, Any] = {"mask_token_id": self.mask_token_id, "target_layer_ids": layers_read(self)}
+    def _add_engine_fields(self) -> None:
+        fields: dict[str, Any] = {"mask_token_id": self.mask_token_id, "target_layer_ids": layers_read(self)}
         if self.causal_layers != "sliding":
-            words["causal"] = self.causal_layers == "all"
+            fields["causal"] = self.causal_layers == "all"
         if self.window_from == "slot" and SLIDING in self.kinds:
-            words["swa_window_size"] = self.sliding_window
-            words["use_swa"] = FULL not in self.kinds
-        self.dflash_config = words
+            fields["swa_window_size"] = self.sliding_window
+            fields["use_swa"] = FULL not in self.kinds
+        self.dflash_config = fields
         self.n_predict = self.block_size - 1
 
-    def _beyond_engine(self) -> list[tuple[bool, str, str, str]]:
+    def _unsupported_by_engine(self) -> list[tuple[bool, str, str, str]]:
         return [
             (self.conv_kernel_size > 0, "conv_kernel_size", "0", f"{TRAIN} `conv_kernel_size=0`"),
-            (reads_paths(self) and self.target_layer_ids != [-1], "target_layer_ids",
-             "the residual paths of the last layer alone, [-1]",
+            (reads_streams(self) and self.target_layer_ids != [-1], "target_layer_ids",
+             "the residual streams of the last layer alone, [-1]",
              f"{TRAIN} `target_layer_ids=[-1]`, or with `reducer='stream_mean'`"),
         ]  # fmt: skip
 
 
-def reads_paths(config: Any) -> bool:
-    """Whether a drafter, by its configuration, reads more residual paths than one of a layer, each by itself."""
+def reads_streams(config: Any) -> bool:
+    """Return whether a drafter's configuration reads several residual streams of a layer separately."""
     return getattr(config, "target_hc_mult", 1) > 1 and config.reducer != "stream_mean"
 
 

@@ -1,9 +1,9 @@
-"""DeepSeek-V4 as a target of vLLM that hands out its residual paths, where a drafter's gate reads them.
+"""DeepSeek-V4 as a target of vLLM that returns its residual streams, for drafters whose gate reads them.
 
-vLLM's own hands drafters the mean over the paths, and keeps the last layer's, before their collapse, in a buffer for
-the MTP block. This class returns that buffer instead of the means. It is written against vLLM 0.32's interfaces and
-tested on tensors; no GPU has run it, and vLLM's CPU build cannot run DeepSeek-V4 with a DFlash drafter (their cache
-layouts differ).
+vLLM's own class gives drafters the mean over the streams. It stores the last layer's streams, before their collapse,
+in a buffer for the MTP block. This class returns that buffer instead of the means. It is written against vLLM 0.32's
+interfaces and tested on tensors. No GPU has run it, and vLLM's CPU build cannot run DeepSeek-V4 with a DFlash drafter
+(their cache layouts differ).
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from typing import Any
 
 from vllm.models.deepseek_v4 import DeepseekV4ForCausalLM
 
-from .config import reads_paths
+from .config import reads_streams
 
 
-class DeepseekV4WithPaths(DeepseekV4ForCausalLM):
-    """Exactly vLLM's DeepSeek-V4 but with a drafter that [`reads_paths`].
+class DeepseekV4WithStreams(DeepseekV4ForCausalLM):
+    """vLLM's DeepSeek-V4; it differs only with a drafter that [`reads_streams`].
 
     Attributes:
-        hands_out_paths: Whether its auxiliary state is the pre-collapse residual.
+        hands_out_streams: Whether its auxiliary state is the pre-collapse residual.
     """
 
-    hands_out_paths = False
+    hands_out_streams = False
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         speculative = vllm_config.speculative_config
         drafter = getattr(speculative, "draft_model_config", None)
-        self.hands_out_paths = drafter is not None and reads_paths(drafter.hf_config)
+        self.hands_out_streams = drafter is not None and reads_streams(drafter.hf_config)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's; the auxiliary state is `[tokens, config.hc_mult * config.hidden_size]`, path after path."""
+        """Run vLLM's forward; the auxiliary state is `[tokens, config.hc_mult * config.hidden_size]`, by stream."""
         output = super().forward(*args, **kwargs)
-        if not self.hands_out_paths or not isinstance(output, tuple):
+        if not self.hands_out_streams or not isinstance(output, tuple):
             return output
         hidden, _ = output
         return hidden, [self.get_mtp_target_hidden_states()[: len(hidden)]]

@@ -1,7 +1,7 @@
 """vLLM's plugin: `vllm serve TARGET --speculative-config '{"method": "dflash", "model": "my-drafter"}'`.
 
-vLLM calls [`register`] in each of its processes, as an entry point of the group `vllm.general_plugins`. It adds names
-that are this package's own and changes nothing else, if not asked to (see [`PATHS`]).
+vLLM calls [`register`] in each of its processes, as an entry point of the group `vllm.general_plugins`. It only adds
+names of this package, unless a user sets [`STREAMS_VARIABLE`].
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from .config import VLLMConfig
 
 # As in a drafter's config.json, and with what vLLM's method "dflash" puts before it.
 ARCHITECTURES = ("HyperDFlashDrafter", "DFlashHyperDFlashDrafter")
-# By their names: vLLM imports models only in the processes that run them.
+# Names, because vLLM imports models only in the processes that run them.
 SERVED_DRAFTER = "hf_hyperdflash.serving.vllm.drafter:ServedDrafter"
-DEEPSEEK_V4 = {"DeepseekV4ForCausalLM": "hf_hyperdflash.serving.vllm.deepseek_v4:DeepseekV4WithPaths"}
-# Set to 1 it lets DeepSeek-V4 hand out its residual paths: what vLLM knows of that target hangs on its name, so that a
-# class beside vLLM's own has to take its place, and that is the user's to ask for.
-PATHS = "HYPERDFLASH_DEEPSEEK_V4_PATHS"
+DEEPSEEK_V4 = {"DeepseekV4ForCausalLM": "hf_hyperdflash.serving.vllm.deepseek_v4:DeepseekV4WithStreams"}
+# An environment variable: 1 makes DeepSeek-V4 return its residual streams. vLLM recognizes that target by its name, so
+# our class has to replace vLLM's own, and only if the user asks for it.
+STREAMS_VARIABLE = "HYPERDFLASH_DEEPSEEK_V4_PATHS"
 
 
 def register() -> None:
@@ -29,6 +29,8 @@ def register() -> None:
     AutoConfig.register(VLLMConfig.model_type, VLLMConfig, exist_ok=True)
     for model_type in OTHERS:
         AutoConfig.register(model_type, refusing(model_type, VLLMConfig.engine), exist_ok=True)
-    models = dict.fromkeys(ARCHITECTURES, SERVED_DRAFTER) | (DEEPSEEK_V4 if os.environ.get(PATHS) == "1" else {})
+    models = dict.fromkeys(ARCHITECTURES, SERVED_DRAFTER) | (
+        DEEPSEEK_V4 if os.environ.get(STREAMS_VARIABLE) == "1" else {}
+    )
     for architecture, model in models.items():
         ModelRegistry.register_model(architecture, model)

@@ -34,9 +34,9 @@ def format_entry(step: int, logs: Mapping[str, Any]) -> str:
             facts = [title.format(logs[prefix + name]) for name, title in titles.items() if prefix + name in logs]
             percent = ", ".join(f"{100 * rate:.0f}" for rate in rates)
             return f"step {step}, {kind}: {', '.join(facts)}; accepted at each position, %: {percent}"
-    values = {name.replace("_", " "): value for name, value in logs.items() if name not in ("epoch", "total_flos")}
-    values = (f"{value:.4g}" if isinstance(value, float) else value for value in values.values())
-    return f"step {step}: {', '.join(f'{name} {value}' for name, value in zip(values, values))}"
+    entries = {name.replace("_", " "): value for name, value in logs.items() if name not in ("epoch", "total_flos")}
+    values = (f"{value:.4g}" if isinstance(value, float) else value for value in entries.values())
+    return f"step {step}: {', '.join(f'{name} {value}' for name, value in zip(entries, values))}"
 
 
 def _numbered(logs: Mapping[str, Any], start: str) -> list[float]:

@@ -14,8 +14,8 @@ from hf_hyperdflash.cli.display.text import (
     TARGET,
     Piece,
     Pieces,
+    pieces_of,
     position_colour,
-    split_pieces,
     text_html,
 )
 from hf_hyperdflash.training.data.rows import encode_prompts
@@ -33,23 +33,23 @@ class Bytes:
 def test_pieces_are_of_whole_characters_and_say_which_token():
     ids, written = [*"a世".encode(), 0, *b"\nb"], [0, 1, 2, 3, 0, 1, 2]
     by_head = [False, False, True, True, False, False, True]
-    pieces = split_pieces(Bytes(), ids, written, by_head)
+    pieces = pieces_of(Bytes(), ids, written, by_head)
     assert pieces == [Piece("a", 0, 0), Piece("世", 3, 3, True), Piece("\n", 1, 5), Piece("b", 2, 6, True)]
-    assert split_pieces(Bytes(), ids, written) == [piece._replace(by_head=False) for piece in pieces]
+    assert pieces_of(Bytes(), ids, written) == [piece._replace(by_head=False) for piece in pieces]
     one_by_one = Pieces(Bytes())
     made = [one_by_one.add(*each) for each in zip(ids, written, by_head)]
     assert made == [pieces[0], None, None, pieces[1], None, *pieces[2:]]
-    assert split_pieces(Bytes(), [0], [0]) == []
+    assert pieces_of(Bytes(), [0], [0]) == []
 
 
 def test_a_text_cut_within_a_character_is_shown_to_its_end():
     ids, written = [97, *"世".encode()[:2]], [0, 1, 2]
-    assert split_pieces(Bytes(), ids, written, [False, False, True]) == [Piece("a", 0, 0), Piece("�", 2, 2, True)]
+    assert pieces_of(Bytes(), ids, written, [False, False, True]) == [Piece("a", 0, 0), Piece("�", 2, 2, True)]
 
 
 def test_a_text_with_its_prompt_is_no_text_that_was_written():
     with pytest.raises(ValueError, match=r"3 tokens and `written` 1: expected the new tokens alone"):
-        split_pieces(Bytes(), [97, 98, 99], [0])
+        pieces_of(Bytes(), [97, 98, 99], [0])
 
 
 def spans(html: str) -> list[tuple[str, str, str, str]]:
@@ -96,7 +96,7 @@ def test_pieces_of_a_generation_are_its_text():
     ids = encode_prompts(tokenizer, [{"messages": chat}])[0]
     new = target.generate(ids, assistant_model=drafter, max_new_tokens=60, do_sample=False)[0, ids.shape[1] :]
     written = drafter.last_stats.written
-    pieces = split_pieces(tokenizer, new, written)
+    pieces = pieces_of(tokenizer, new, written)
     assert "".join(piece.text for piece in pieces) == tokenizer.decode(new, skip_special_tokens=True)
     assert all(piece.position == written[piece.token] for piece in pieces)
     assert "".join(text for *_, text in spans(text_html(pieces))) == tokenizer.decode(new, skip_special_tokens=True)

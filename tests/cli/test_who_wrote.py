@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.cli.display.live_line import LiveLine, column_after
-from hf_hyperdflash.cli.display.text import BY_HEAD, split_pieces
+from hf_hyperdflash.cli.display.text import BY_HEAD, pieces_of
 from hf_hyperdflash.cli.display.who_wrote import COLOURS, TARGET, WhoWrote, position_style
 from hf_hyperdflash.decoding.stats import keep_trees
 
@@ -81,7 +81,7 @@ def test_what_is_printed_is_the_text_in_colours(colours):
     pieces, _, legend = shown.getvalue().rpartition("\n\n")
     assert re.sub(r"\x1b\[[\d;]*m", "", legend).strip() == "  ".join(names)
     stats, new = drafter.last_stats, text[0, inputs["input_ids"].shape[1] :]
-    told = split_pieces(tokenizer, new, stats.written, stats.by_head)
+    told = pieces_of(tokenizer, new, stats.written, stats.by_head)
     assert {piece.by_head for piece in told} == {False, True}
     expected = [code_of(piece.position, colours, " underline" * piece.by_head) for piece in told]
     assert re.findall(r"\x1b\[(?!0m|2m)[\d;]+m", pieces) == expected  # but for resets, and the line beneath

@@ -26,7 +26,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
-from hf_hyperdflash.cli.display.text import position_colour, split_pieces
+from hf_hyperdflash.cli.display.text import pieces_of, position_colour
 from hf_hyperdflash.cli.display.tree import token_text, tree_text
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.training.data.rows import encode_prompts
@@ -128,7 +128,7 @@ class Expected:
         with keep_trees():
             new = target.generate(ids, assistant_model=drafter, **common, **options)[0, ids.shape[1] :]
         self.stats = drafter.last_stats
-        self.pieces = split_pieces(self.tokenizer, new, self.stats.written, self.stats.by_head)
+        self.pieces = pieces_of(self.tokenizer, new, self.stats.written, self.stats.by_head)
 
 
 def button(page, name: str):

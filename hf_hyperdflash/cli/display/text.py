@@ -60,7 +60,7 @@ class Pieces:
         return Piece(new, position, self._tokens - 1, by_head) if new else None
 
 
-def split_pieces(
+def pieces_of(
     tokenizer: Any, ids: Iterable[int], written: Sequence[int], by_head: Sequence[bool] | None = None
 ) -> list[Piece]:
     """Split a complete text into pieces.

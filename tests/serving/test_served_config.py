@@ -124,7 +124,7 @@ def test_a_saved_drafter_is_read_as_it_was_saved(tmp_path):
         (
             "vllm",
             {"target_hc_mult": 4},
-            r"`target_layer_ids` is \[1, 3, -1\], but {} serves the residual paths of the last",
+            r"`target_layer_ids` is \[1, 3, -1\], but {} serves the residual streams of the last",
         ),
         (
             "sglang",
@@ -162,9 +162,9 @@ def test_what_no_target_makes_good_is_refused_as_it_is_read(engines, fields, tol
             {"target_hc_mult": 4, "target_layer_ids": [-1]},
             {},
             {},
-            "reads 4 residual paths of each layer, but this target has 1",
+            "reads 4 residual streams of each layer, but this target has 1",
         ),
-        ({}, {"hc_mult": 4}, {}, "reads 1 residual paths of each layer, but this target has 4"),
+        ({}, {"hc_mult": 4}, {}, "reads 1 residual streams of each layer, but this target has 4"),
         ({}, {}, {"drafts": 3}, "`num_speculative_tokens` is 3, but the drafter's block has 4 .*: give 4, or"),
         ({}, {}, {"drafts": 5}, "`num_speculative_tokens` is 5"),
         ({"causal_layers": "all"}, {}, {"drafts": 5}, "`num_speculative_tokens` is 5"),

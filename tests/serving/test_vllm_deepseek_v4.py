@@ -84,7 +84,7 @@ def test_other_drafters_and_other_stages_get_what_vllm_gives():
 
 def test_the_states_of_another_target_are_refused():
     drafter = tiny_drafter(tiny_target(), reducer="fc")
-    with pytest.raises(ValueError, match="reads 4 residual paths, but the target hands out 3"):
+    with pytest.raises(ValueError, match="reads 4 residual streams, but the target hands out 3"):
         combined(drafter.config, {"fc": drafter.fc}, torch.randn(2, 3 * WIDTH))
 
 

@@ -2,10 +2,11 @@
 
 import copy
 import threading
+from importlib import import_module
 
 import pytest
 import torch
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import AutoModel, GenerationConfig, PreTrainedConfig
 
 from hf_hyperdflash import Drafter, PromptLookupDrafter, bind
 from hf_hyperdflash.drafters.saved import SavedDrafter
@@ -120,9 +121,42 @@ class Elsewhere(SavedDrafter):
         self.post_init()
 
 
-def test_a_drafter_in_a_file_of_another_name_is_told_where_to_be(tmp_path):
-    with pytest.raises(ValueError, match=r"Elsewhere is from .*test_drafter: .* called modeling_NAME\.py"):
-        Elsewhere(PreTrainedConfig()).save_pretrained(tmp_path)
+def test_a_drafter_whose_code_cannot_be_written_flat_is_told_why(tmp_path):
+    with pytest.raises(ValueError, match=r"test_drafter\.py, line \d+: expected `from \.module import name` within"):
+        Elsewhere(PreTrainedConfig()).save_pretrained(tmp_path)  # this file imports from above its folder
+    nowhere = type("Nowhere", (SavedDrafter,), {"config_class": PreTrainedConfig})
+    with pytest.raises(ValueError, match=r"A Nowhere is from .*: .* Put the class into a file of its own\."):
+        nowhere(PreTrainedConfig()).save_pretrained(tmp_path)
+    assert not tmp_path.exists() or not list(tmp_path.iterdir())
+
+
+def test_a_drafter_in_files_of_its_own_carries_them(tmp_path, monkeypatch):
+    """A file with any name, and what it imports beside it or in folders below: plain transformers runs it."""
+    (tmp_path / "mine" / "parts").mkdir(parents=True)
+    (tmp_path / "mine" / "parts" / "sizes.py").write_text("WIDTH = 3\n")
+    (tmp_path / "mine" / "own.py").write_text(
+        "import torch\n"
+        "from transformers import PreTrainedConfig\n"
+        "from hf_hyperdflash.drafters.saved import SavedDrafter\n"
+        "from .parts.sizes import (\n    WIDTH,\n)\n"
+        "class OwnConfig(PreTrainedConfig):\n    model_type = 'own'\n"
+        "class Own(SavedDrafter):\n"
+        "    config_class = OwnConfig\n"
+        "    def __init__(self, config):\n"
+        "        super().__init__(config)\n"
+        "        self.norm = torch.nn.Linear(WIDTH, WIDTH)\n"
+        "        self.post_init()\n"
+        "    def _init_weights(self, module): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = import_module("mine.own")
+    own.Own(own.OwnConfig()).save_pretrained(tmp_path / "saved")
+    assert {path.name for path in (tmp_path / "saved").glob("*.py")} == {"own.py", "parts_sizes.py"}
+    loaded = AutoModel.from_pretrained(tmp_path / "saved", trust_remote_code=True)
+    assert loaded.norm.weight.shape == (3, 3) and type(loaded) is not own.Own
+
+
+def test_weights_and_configuration_alone(tmp_path):
     Elsewhere(PreTrainedConfig()).save_pretrained(tmp_path, with_code=False)
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
 

@@ -256,7 +256,7 @@ def test_the_window_is_one_that_engines_have_words_for(target):
 def test_saves_only_its_own_safetensors(drafter, tmp_path):
     drafter.save_pretrained(tmp_path)
     data = {path.name for path in tmp_path.iterdir() if path.is_file() and path.suffix != ".py"}  # and the code
-    assert data == {"config.json", "model.safetensors"}
+    assert data == {"config.json", "model.safetensors", "README.md"}
     names = set(load_file(tmp_path / "model.safetensors"))
     assert names == set(drafter.state_dict())
     assert not any("embed" in name or "lm_head" in name for name in names)
@@ -550,7 +550,7 @@ def test_a_drafter_with_a_head_is_saved_and_loaded_with_its_code_or_ours(target,
     drafter = headed(target, kind, head_candidates=5, confidence_head=True, conv_kernel_size=2, dtype=dtype)
     drafter.config.confidence_temperatures = [0.5, 2.0, 1.0, 1.5, 1.0, 3.0]
     drafter.save_pretrained(tmp_path)
-    assert (tmp_path / "heads.py").is_file() and (tmp_path / "block_path.py").is_file()
+    assert (tmp_path / "drafters_parts_heads.py").is_file() and (tmp_path / "drafters_blocks_path.py").is_file()
     torch.manual_seed(1)
     expected = proposed(drafter, target, prompt(9), do_sample=True)[0]
     ours = HyperDFlashDrafter.from_pretrained(tmp_path, dtype=dtype)

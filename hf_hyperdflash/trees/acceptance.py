@@ -1,8 +1,8 @@
-"""What of a draft tree the target accepts: rules over one row's tree and the target's scores, and nothing else.
+"""Acceptance rules: which nodes of one sequence's draft tree the target accepts, from the target's scores alone.
 
-[`greedy_walk`] and [`sampled_walk`] walk down from the anchor. They ask for what the target says after a node only
-once that node is accepted, so that logits processors see every accepted prefix once and in order. [`traversal_walk`]
-looks at the whole tree first, and so accepts more of it.
+[`greedy_walk`] and [`sampled_walk`] walk down from the anchor. They ask for the target's scores after a node only when
+that node is accepted, so that logits processors see every accepted prefix once and in order. [`traversal_walk`] reads
+the scores of the whole tree first, and so accepts more of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Step = tuple[int, int | None]
 
 
 def greedy_walk(tree: DraftTree, drafts: Sequence[int], choice_after: Callable[[int], int]) -> Iterator[Step]:
-    """Accept what the target would have chosen.
+    """Accept the drafts that the target itself would have chosen.
 
     Args:
         tree: The drafts.
@@ -38,7 +38,7 @@ def greedy_walk(tree: DraftTree, drafts: Sequence[int], choice_after: Callable[[
 def sampled_walk(
     tree: DraftTree, drafts: Sequence[int], distribution_after: Callable[[int], torch.Tensor]
 ) -> Iterator[Step]:
-    """Accept at random, so that the text is distributed as the target's, whatever the drafts are.
+    """Accept at random, so that the text has the target's distribution, whatever the drafts are.
 
     Siblings that were drawn at random are tried one after the other: each is accepted with probability min(1, p/q),
     and else `p` becomes what it has more of than `q` (Leviathan et al., algorithm 1, with one draft; SpecInfer,
@@ -61,7 +61,7 @@ def sampled_walk(
 
 
 def traversal_walk(tree: DraftTree, p: torch.Tensor) -> Iterator[Step]:
-    """Accept at random, so that the text is distributed as the target's, and as much as can be had of each path.
+    """Accept at random, so that the text has the target's distribution, and as much of each path as possible.
 
     [`sampled_walk`] gives a path up at its first rejected draft. Here a path is settled from its end: that it is
     accepted as far as a node or further has the probability min(1, w p/q), where w is that of its parent, so that a
@@ -101,7 +101,7 @@ def traversal_walk(tree: DraftTree, p: torch.Tensor) -> Iterator[Step]:
 
 
 def _upwards(tree: DraftTree) -> list[int]:
-    """All nodes, each after what follows it and after its earlier siblings; the anchor last."""
+    """Return all nodes, each after its descendants and after its earlier siblings; the anchor last."""
     order, waiting = [], [ANCHOR]
     while waiting:
         order.append(waiting.pop())
@@ -125,17 +125,17 @@ def _drawn(tree: DraftTree, drafts: Sequence[int], siblings: list[int], p: torch
 
 
 def _left(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """What `p` has more of than `q`, as a distribution."""
+    """Return the normalized positive part of `p - q`, the distribution that is left after a rejection."""
     more = (p - q).clamp(min=0)
     total = more.sum()
     return torch.where(total > 0, more / total, p)  # rounding can leave nothing where the two are equal
 
 
 def one_of(weights: torch.Tensor) -> torch.Tensor:
-    """An index, drawn with a probability in proportion to its weight: of clocks that run so fast, the first to ring.
+    """Sample one index with probability proportional to `weights` (exponential race), without a wait for the device.
 
     Args:
-        weights: `[..., values]`, at least 0, and not all of them 0.
+        weights: `[..., values]`, at least 0, not all of them 0. The race avoids `torch.multinomial`'s synchronisation.
 
     Returns:
         `[..., 1]`.

@@ -1,4 +1,4 @@
-"""The rows of a target's forward over a draft tree: the anchor first, then the nodes in their order."""
+"""The layout of a target's forward over a draft tree: one row for the anchor, then one for each node in order."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class ClosedWindow(NamedTuple):
 
 
 class TreeRows:
-    """Who sees whom in one forward, for layers of any kind.
+    """Which rows of a forward see each other, for layers of any kind.
 
     Args:
-        tree: Under verification.
+        tree: The tree under verification.
 
     Attributes:
-        paths: Of each row, the rows from the anchor to it, itself included.
+        paths: For each row, the rows from the anchor to it, itself included.
     """
 
     def __init__(self, tree: DraftTree) -> None:
@@ -51,7 +51,7 @@ class TreeRows:
 
     @cached_property
     def depths(self) -> torch.Tensor:
-        """How many tokens after the anchor each row stands, `[rows]`."""
+        """The distance of each row from the anchor in tokens, `[rows]`."""
         return torch.tensor([len(path) - 1 for path in self.paths])
 
     @cached_property
@@ -62,7 +62,7 @@ class TreeRows:
         return torch.zeros(rows * rows, dtype=torch.bool).index_fill_(0, seen, True).view(rows, rows)
 
     def mask(self, past: int, window: int | None, device: torch.device | str = "cpu") -> torch.Tensor:
-        """What each row may look at: in a sliding window, by true positions.
+        """Return the attention mask of the rows; a sliding window counts true positions.
 
         Args:
             past: Keys of the tokens before the anchor, the last ones of the text.
@@ -80,14 +80,14 @@ class TreeRows:
         return seen
 
     def numbers(self, values: list[int], device: torch.device) -> torch.Tensor:
-        """Places on a device: once for all layers, as each is a copy from the host."""
+        """Return indices as a tensor on a device, cached for all layers: each one is a copy from the host."""
         key = tuple(values), device
         if key not in self._numbers:
             self._numbers[key] = torch.tensor(values, dtype=torch.long, device=device)
         return self._numbers[key]
 
     def windows(self, rate: int, open_tokens: int) -> list[ClosedWindow]:
-        """The windows that rows close, in the order of the rows.
+        """Return the windows that rows close, in the order of the rows.
 
         Args:
             rate: Tokens a window.

@@ -1,4 +1,4 @@
-"""Draft trees: drafted tokens, each with the one it follows. A value that drafters make and verification reads."""
+"""Draft trees: drafted tokens, each with the token that it follows. Drafters make them and verification reads them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _keeps_trees: ContextVar[bool] = ContextVar("hf_hyperdflash_keep_trees", default
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Drafted tokens of one row. A chain of drafts is a tree with one path.
+    """Drafted tokens of one sequence. A chain of drafts is a tree with one path.
 
     Attributes:
         tokens: `[nodes]`.
@@ -61,15 +61,15 @@ class DraftTree:
 
     @classmethod
     def chain(cls, tokens: torch.Tensor, q: Sequence[torch.Tensor | None] | None = None) -> DraftTree:
-        """The tree with one path, `tokens` `[drafts]` one after the other."""
+        """Make the tree with one path, `tokens` `[drafts]` one after the other."""
         return cls(tokens, tuple(range(ANCHOR, len(tokens) - 1)), tuple(q) if q else None)
 
     def __len__(self) -> int:
-        """Nodes."""
+        """The number of nodes."""
         return len(self.parents)
 
     def first(self, count: int) -> DraftTree:
-        """The first nodes alone."""
+        """Return the tree of the first nodes alone."""
         q, confidence = self.q and self.q[:count], None if self.confidence is None else self.confidence[:count]
         passes, by_head = self.passes and self.passes[:count], self.by_head and self.by_head[:count]
         return DraftTree(self.tokens[:count], self.parents[:count], q, confidence, passes, by_head)
@@ -91,7 +91,7 @@ class DraftTree:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Of each node, how many tokens after the anchor it stands: 1 for the anchor's children."""
+        """The distance of each node from the anchor in tokens: 1 for the anchor's children."""
         if self.is_chain:
             return tuple(range(1, len(self) + 1))
         depths: list[int] = []
@@ -100,7 +100,7 @@ class DraftTree:
         return tuple(depths)
 
     def path(self, node: int) -> list[int]:
-        """The nodes from the anchor to `node`, which is the last; none for the anchor."""
+        """Return the nodes from the anchor to `node`, which is the last; none for the anchor."""
         path: list[int] = []
         while node != ANCHOR:
             path.append(node)
@@ -114,7 +114,7 @@ class DraftTree:
 
     @property
     def mask(self) -> torch.Tensor:
-        """Who sees whom among the nodes, boolean `[nodes, nodes]`: each its ancestors and itself."""
+        """The attention mask among the nodes, boolean `[nodes, nodes]`: a node sees its ancestors and itself."""
         mask = torch.eye(len(self), dtype=torch.bool)
         for node, parent in enumerate(self.parents):
             if parent != ANCHOR:
@@ -124,8 +124,8 @@ class DraftTree:
 
 @contextmanager
 def keep_trees() -> Iterator[None]:
-    """Let the generations of this thread keep what they drafted, round by round, in `trees` of their statistics, and
-    tell what of it a sequential head chose. Each round then waits for the accelerator once more."""
+    """Record the drafts of this thread's generations, round by round, in `trees` of their statistics, with the choices
+    of a sequential head. Each round then waits for the accelerator once more."""
     token = _keeps_trees.set(True)
     try:
         yield
@@ -134,5 +134,5 @@ def keep_trees() -> Iterator[None]:
 
 
 def are_trees_kept() -> bool:
-    """Whether this thread is within [`keep_trees`]."""
+    """Return whether this thread is inside [`keep_trees`]."""
     return _keeps_trees.get()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from .hub.kinds import KINDS
 from .version import __version__
 
 _MODULE_OF = {
@@ -16,20 +17,13 @@ _MODULE_OF = {
     "bind": "decoding.bind",
     "unbind": "decoding.bind",
     "capture_residual": "decoding.bind",
-    "HyperDFlashConfig": "drafters.blocks.configuration_hyperdflash",
     "Drafter": "drafters.base",
-    "HyperDFlashDrafter": "drafters.blocks.modeling_hyperdflash",
-    "DeepseekV4DSparkDrafter": "drafters.deepseek_v4.modeling_dspark",
-    "Eagle3Config": "drafters.unrolled.configuration_eagle3",
-    "Eagle3Drafter": "drafters.unrolled.modeling_eagle3",
-    "SpecBlockConfig": "drafters.unrolled.configuration_specblock",
-    "SpecBlockDrafter": "drafters.unrolled.modeling_specblock",
-    "DeepseekV4MTPDrafter": "drafters.deepseek_v4.modeling_mtp",
     "PromptLookupDrafter": "drafters.prompt_lookup",
     "AcceptanceCallback": "training.acceptance",
     "measure_acceptance": "training.acceptance",
     "HyperDFlashTrainingArguments": "training.arguments",
     "HyperDFlashTrainer": "training.trainer",
+    **{path.rpartition(".")[2]: path.rpartition(".")[0] for kind in KINDS for path in kind.paths},
 }
 
 __all__ = ["__version__", *_MODULE_OF]

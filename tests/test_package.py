@@ -11,14 +11,8 @@ from pathlib import Path
 import pytest
 
 import hf_hyperdflash
-from hf_hyperdflash import (
-    DeepseekV4DSparkDrafter,
-    DeepseekV4MTPDrafter,
-    Eagle3Drafter,
-    HyperDFlashDrafter,
-    SpecBlockDrafter,
-)
 from hf_hyperdflash.drafters.saved import flat_code
+from hf_hyperdflash.hub.kinds import KINDS
 
 from .helpers.processes import python
 
@@ -76,7 +70,9 @@ def test_what_serves_imports_reducers_heads_and_configuration_alone():
     """An engine runs them in its own loop: nothing of ours that needs transformers' models."""
     served = {module for module in MODULES if module.startswith("serving.")}
     parts = {f"drafters.parts.{name}" for name in ("reducers", "heads", "block_attention")}
-    allowed = {*parts, "drafters.blocks.configuration_hyperdflash"} | served
+    # The kinds of drafters are words and names of modules.
+    allowed = {*parts, "drafters.blocks.configuration_hyperdflash", "hub.kinds"} | served
+    assert imports_of("hub.kinds") == {"hub.descriptions"} and not imports_of("hub.descriptions")
     assert served and not {b for module in served for b in imports_of(module)} - allowed
     assert {b for part in parts for b in imports_of(part)} <= {*parts, "targets.gate"}
     importing = {module for module in MODULES if imports_of(module) & served}
@@ -93,11 +89,10 @@ def test_trees_are_torch_alone():
     )
 
 
-DRAFTERS = [HyperDFlashDrafter, DeepseekV4MTPDrafter, DeepseekV4DSparkDrafter, SpecBlockDrafter, Eagle3Drafter]
 NOT_CARRIED = {"datasets", "peft", "evaluate", "matplotlib", "tqdm", "jinja2", "rich", "typer", "numpy", "filelock"}
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind", [kind.drafter for kind in KINDS])
 def test_a_saved_drafter_carries_what_drafting_needs_and_nothing_else(kind):
     path = Path(sys.modules[kind.__module__].__file__)
     code = flat_code(path)

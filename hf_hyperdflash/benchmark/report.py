@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from ..drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
 from ..drafters.weights import weight_files
 from ..hub.cards import Measured
+from ..hub.loading import load_drafter
 from ..training.features.fingerprint import module_fingerprint
 from .calibration import BeforeAfter, Calibration
 from .figures import acceptance_figure, reliability_figure, speedup_figure
@@ -297,7 +297,7 @@ def measured(results: Path, method: str | None = None, folder: Path | None = Non
 def _check_weights(run: dict[str, Any], method: str, folder: Path) -> None:
     recorded = run.get("weights_digest", {}).get(method)
     if recorded and weight_files(folder):
-        drafter = HyperDFlashDrafter.from_pretrained(folder, dtype=run["dtype"])
+        drafter = load_drafter(folder, dtype=run["dtype"])
         if not module_fingerprint(drafter).startswith(recorded):
             raise ValueError(
                 f"The benchmark's {method} was run with other weights or another configuration than the drafter in "

@@ -71,11 +71,12 @@ def _prompts(
     from ..benchmark.calibration import check_amount, check_confidence
     from ..benchmark.figures import import_matplotlib
     from ..hub import loading
+    from ..hub.kinds import TRAINED
     from ..training.data.file_positions import add_file_positions
     from ..training.data.rows import encode_prompts, load_rows
 
-    kind = loading.check_drafter(str(drafter), kinds=loading.TRAINED).__self__  # whose `from_pretrained` it is
-    check_confidence(kind.config_class.from_pretrained(drafter))
+    kind = loading.check_drafter(str(drafter), kinds=TRAINED).kind
+    check_confidence(kind.config.from_pretrained(drafter))
     if output is not None:
         import_matplotlib()
     loading.check_target(target)

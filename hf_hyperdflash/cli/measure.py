@@ -101,7 +101,7 @@ def benchmark(
     requested = [(path, count) for _, count, *_, path in named] + [(target, None)] * bool(mtp)
     model, tokenizer, loaded = _load_all(settings, target, requested, dtype, device_map, threads, trust_remote_code)
     from ..drafters.prompt_lookup import PromptLookupDrafter
-    from ..hub.descriptions import title
+    from ..hub.kinds import title
 
     compared: list[Compared] = []
     if mtp:
@@ -242,7 +242,7 @@ def _chain_shapes(counts: Sequence[int]) -> list[Shape]:
 def _bind_all(
     model: Any, named: list[Named], loaded: dict[str, Any]
 ) -> Iterator[tuple[str, Any, int | str | None, int | str | None, bool]]:
-    from ..hub.descriptions import title
+    from ..hub.kinds import title
 
     for name, count, nodes, learns, path in named:
         drafter = copy.deepcopy(loaded[path]) if learns else loaded[path]

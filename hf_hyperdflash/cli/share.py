@@ -48,10 +48,10 @@ def card(
     is left out."""
     from ..benchmark.report import measured
     from ..hub.cards import drafter_card, is_hub_name
-    from ..hub.descriptions import read_config
-    from ..hub.loading import SAVED, check_drafter
+    from ..hub.kinds import KINDS
+    from ..hub.loading import check_drafter, read_config
 
-    check_drafter(str(folder), kinds=SAVED, needs_weights=False)
+    check_drafter(str(folder), kinds=KINDS, needs_weights=False)
     output, picture = output or folder / "README.md", "acceptance.png"
     check_writable(output.parent)
     if results is not None and not (results / "results.jsonl").is_file():
@@ -113,10 +113,11 @@ def export(
     from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
     from ..drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
     from ..hub.formats import check_expressible, check_replaceable, export_dflash
+    from ..hub.kinds import KINDS
     from ..hub.loading import check_drafter, check_made_for, check_target, load_target
 
     check_replaceable(folder)
-    check_drafter(drafter, kinds=[HyperDFlashDrafter])
+    check_drafter(drafter, kinds=[kind for kind in KINDS if kind.writes])
     check_expressible(HyperDFlashConfig.from_pretrained(drafter), format, target is not None)
     if target is not None:
         check_target(target)
@@ -147,14 +148,15 @@ def push(
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    from ..hub.loading import SAVED, check_drafter
+    from ..hub.kinds import KINDS
+    from ..hub.loading import check_drafter
     from ..hub.publish import planned_push
 
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
         raise ValueError(f"The repository is {repo_id!r}, expected a name on the Hub: org/name.") from error
-    drafter = check_drafter(str(folder), kinds=SAVED)(folder, dtype="auto")
+    drafter = check_drafter(str(folder), kinds=KINDS).kind.drafter.from_pretrained(folder, dtype="auto")
     options: dict[str, Any] = {"private": private or None, "revision": revision, "create_pr": create_pr}
     if dry_run:
         typer.echo(planned_push(drafter, repo_id, **options))

@@ -17,7 +17,8 @@ from safetensors import safe_open
 
 from ..drafters.saved import about_code
 from ..drafters.weights import weight_files
-from .descriptions import describe, read_config, shares_all
+from .kinds import describe
+from .loading import read_config
 
 TRAINING_RECORD, PICTURE = "training.json", "acceptance.png"
 # The template is only in the package: a drafter that is pushed by code from the Hub gets no new card.
@@ -140,7 +141,7 @@ def drafter_card(
         target_revision=getattr(config, "target_revision", ""),
         drafts=described.drafts,
         sentences=described.sentences,
-        shares_all=shares_all(config),
+        shares_all=described.shares_all,
         parameters=_parameters(folder),
         dtype=dtype,
         recipe=_recipe(training.get("settings", {})),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
@@ -31,32 +32,15 @@ from ..drafters.weights import (
     weight_files,
 )
 from ..targets.registry import target_of
-from .layouts import deepspec, eagle3, specblock, speculators, zlab
+from .kinds import KINDS, DrafterKind, layout_module
 
-# Those that can be written, too.
-_LAYOUTS: dict[str, Any] = {"z-lab": zlab, "speculators": speculators, "deepspec": deepspec}
-FORMATS = tuple(_LAYOUTS)
-# A field or architecture of config.json, and the layout that alone has it; the first that is there counts. EAGLE-3's
-# have no one mark.
-_MARKS: dict[str, Any] = {
-    "speculators_model_type": speculators,
-    "Qwen3DSparkModel": deepspec,
-    "Gemma4DSparkModel": deepspec,
-    "dflash_config": zlab,
-    "dspark_config": zlab,
-    "markov_rank": zlab,
-    "DSparkDraftModel": zlab,
-    "DominoDraftModel": zlab,
-    "DFlash2DraftModel": zlab,
-    "DFlashDraftModel": zlab,
-    "diffspec_draft_token_num": specblock,
-    "LlamaForCausalLMSpecBlock": specblock,
-    "LlamaForCausalLMSpecBlockShift": specblock,
-}
+# Layouts that can be written, too.
+_WRITTEN = {name: module for kind in KINDS for name, module in kind.writes.items()}
+FORMATS = tuple(_WRITTEN)
 # Drafters that are not read, by a part of what their config.json calls them.
 _NOT_READ = {
-    "peagle": "P-EAGLE", "p_eagle": "P-EAGLE", "medusa": "Medusa", "hydra": "Hydra", "mlpspeculator": "MLP speculator",
-    "mlp_speculator": "MLP speculator", "eagle": "EAGLE-1 or EAGLE-2",
+    "peagle": "P-EAGLE", "p_eagle": "P-EAGLE", "medusamodel": "Medusa as a whole model or for vLLM", "hydra": "Hydra",
+    "mlpspeculator": "MLP speculator", "mlp_speculator": "MLP speculator", "eagle": "EAGLE-1 or EAGLE-2",
 }  # fmt: skip
 
 
@@ -92,37 +76,31 @@ def load_foreign(
     if not folder.is_dir():
         folder = _downloaded(name, **hub_kwargs)
     fields = PreTrainedConfig.get_config_dict(folder)[0]
-    layout = _layout_of(fields, name)
+    kind, layout = _layout_of(fields, name)
     config: Any = layout.read(fields, name)
-    tensors: dict[str, torch.Tensor] = {}
-    for shard in weight_files(folder):
-        tensors |= load_file(folder / shard)
-    for pickle in () if tensors else pickles_of(fields, name):
-        if (folder / pickle).is_file():
-            tensors = torch.load(folder / pickle, map_location="cpu", weights_only=True)  # which runs no code
-    if not tensors:
-        raise OSError(f"{name} has no model.safetensors: drafters are read from safetensors only, not from pickles.")
-    check_finite(tensors, name)
-    if layout in (eagle3, specblock):
+    tensors = _tensors(folder, kind.files, name)
+    if hasattr(layout, "rename"):
         tensors = layout.rename(tensors)
-        if layout is eagle3:
-            layout.settle(config, tensors, fields)
+    if hasattr(layout, "settle"):
+        layout.settle(config, tensors, fields)
+    if hasattr(config, "own_embedding"):
         config.own_embedding |= _has_own("embed_tokens", tensors, target)
         if config.draft_vocab_size == config.vocab_size and not _has_own("lm_head", tensors, target):
             config.draft_vocab_size = 0
-    if config.draft_vocab_size:
+    has_own_head = bool(getattr(config, "draft_vocab_size", 0))
+    if has_own_head:
         tensors["draft_ids"] = _draft_ids(tensors, config, name)
-    if target is not None and layout not in (eagle3, specblock):
+    if target is not None and not hasattr(config, "own_embedding"):
         _check_copies(tensors, target, name)
     own = {"embed_tokens.weight"} if getattr(config, "own_embedding", False) else set()
     # speculators' `hc_head_...` are the target's, of its loss.
     copies = ("embed_tokens.weight", "t2d", "d2t", "hc_head_fn", "hc_head_base", "hc_head_scale")
-    for copied in (*copies, *(() if config.draft_vocab_size else ("lm_head.weight",))):
+    for copied in (*copies, *(() if has_own_head else ("lm_head.weight",))):
         if copied not in own:
             tensors.pop(copied, None)
     # What PyPI's dflash saves itself; what it and others read is without the end.
     tensors = {key.replace("_codebook.weight", "_codebook"): tensor for key, tensor in tensors.items()}
-    drafter: Any = foreign_class(layout)(config)
+    drafter: Any = kind.drafter(config)
     wanted = drafter.state_dict()
     check_names(
         name,
@@ -132,13 +110,41 @@ def load_foreign(
     )
     drafter.load_state_dict(tensors)
     drafter.config._name_or_path = name
-    return cast(SavedDrafter, drafter.to(dtype or tensors["norm.weight"].dtype).eval())
+    like = tensors.get("norm.weight", next(iter(tensors.values())))
+    return cast(SavedDrafter, drafter.to(dtype or like.dtype).eval())
+
+
+def _tensors(folder: Path, files: tuple[str, ...], name: str) -> dict[str, torch.Tensor]:
+    """What the files of a kind hold, else `model.safetensors`, else a pickle of the kind's."""
+    there = [file for file in files if (folder / file).is_file()]
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in [file for file in there if file.endswith(".safetensors")] or weight_files(folder):
+        tensors |= load_file(folder / shard)
+    for pickle in () if tensors else there:
+        tensors = _unpickled(folder / pickle)
+    if not tensors:
+        raise OSError(f"{name} has no model.safetensors: drafters are read from safetensors only, not from pickles.")
+    check_finite(tensors, name)
+    return tensors
+
+
+def _unpickled(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)  # which runs no code
+    except UnpicklingError as error:
+        raise OSError(f"{path} holds more than tensors, expected a pickle of these alone, or is damaged.") from error
+    except (RuntimeError, EOFError) as error:
+        raise OSError(f"{path} is damaged: copy or download it again.") from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+        raise OSError(f"{path} holds a {type(tensors).__name__}, expected tensors by their names.")
+    return tensors
 
 
 def _downloaded(name: str, subfolder: str = "", **hub_kwargs: Any) -> Path:
     """Where a drafter's files are, those of its folder of the repository alone."""
     inside = f"{subfolder.strip('/')}/" if subfolder else ""
-    wanted = [f"{inside}{file}" for file in ("*.json", "*.safetensors", "pytorch_model.bin")]
+    files = [file for kind in KINDS for file in kind.files]
+    wanted = [f"{inside}{file}" for file in ("*.json", "*.safetensors", *files)]
     return Path(
         snapshot_download(name, allow_patterns=wanted, ignore_patterns=[f"{inside}*/*"], **hub_kwargs), subfolder
     )
@@ -150,50 +156,37 @@ def foreign_without_weights(fields: dict[str, Any], name: str) -> SavedDrafter:
     Raises:
         ValueError: If it is in no such layout, or has parts that cannot be reproduced here, naming them.
     """
-    layout = _layout_of(fields, name)
-    return cast(SavedDrafter, foreign_class(layout)(layout.read(fields, name)))
+    kind, layout = _layout_of(fields, name)
+    return cast(SavedDrafter, kind.drafter(layout.read(fields, name)))
 
 
-def foreign_layout(fields: dict[str, Any]) -> Any:
-    """The layout that a config.json is in; `None` if in none of those that are read."""
+def foreign_layout(fields: dict[str, Any]) -> tuple[DrafterKind, Any] | None:
+    """The kind that a drafter of another program is read as, and the module that reads its config.json; `None` if that
+    is in no layout that is read."""
     if "hyperdflash_version" in fields or kind_not_read(fields):
         return None
-    told = [*fields, *map(str, fields.get("architectures") or ())]
-    if eagle3.SPECULATORS == fields.get("speculators_model_type"):
-        return eagle3
-    marked = next((layout for mark, layout in _MARKS.items() if mark in told), None)
-    return marked or (eagle3 if eagle3.fits(fields) else None)
-
-
-def foreign_class(layout: Any) -> Any:
-    """What a layout is read as."""
-    return getattr(layout, "drafter_class", HyperDFlashDrafter)
+    layouts = ((kind, layout_module(path)) for kind in KINDS for path in kind.reads)
+    return next(((kind, layout) for kind, layout in layouts if layout.fits(fields)), None)
 
 
 def kind_not_read(fields: dict[str, Any]) -> str:
     """What kind of drafter a config.json is of, if it is of one that is not read; `""` if not."""
     told = [*(fields.get("architectures") or ()), fields.get("model_type"), fields.get("speculators_model_type")]
-    if "medusa_num_heads" in fields:
-        told.append("medusa")
     words = " ".join(map(str, told)).lower().replace("eagle3", "").replace("eagle-3", "")
     return next((kind for part, kind in _NOT_READ.items() if part in words), "")
 
 
-def _layout_of(fields: dict[str, Any], name: str) -> Any:
-    layout = foreign_layout(fields)
-    if layout is None:
+def _layout_of(fields: dict[str, Any], name: str) -> tuple[DrafterKind, Any]:
+    found = foreign_layout(fields)
+    if found is None:
         kind = kind_not_read(fields)
         what = f"a drafter of a kind that is not read ({kind})" if kind else "no drafter"
+        known = [name for one in KINDS for name in one.writes or one.known_as]
         raise ValueError(
-            f"{name} is {what}: expected a config.json in the layout of {', '.join(FORMATS)}, EAGLE-3 or SpecBlock, "
-            f"and it is of a {fields.get('model_type')!r} model."
+            f"{name} is {what}: expected a config.json in the layout of {', '.join(known[:-1])} or {known[-1]}, and "
+            f"it is of a {fields.get('model_type')!r} model."
         )
-    return layout
-
-
-def pickles_of(fields: dict[str, Any], name: str) -> tuple[str, ...]:
-    """Files with weights that a layout may have instead of safetensors."""
-    return getattr(_layout_of(fields, name), "pickles", ())
+    return found
 
 
 def _has_own(part: str, tensors: dict[str, torch.Tensor], target: PreTrainedModel | None) -> bool:
@@ -233,6 +226,10 @@ def _check_copies(tensors: dict[str, torch.Tensor], target: PreTrainedModel, nam
             )
 
 
+def _layout(format: str) -> Any:
+    return layout_module(_WRITTEN[format])
+
+
 def check_expressible(config: HyperDFlashConfig, format: str, has_target: bool) -> None:
     """Raise a `ValueError` if there is no such layout, it has no words for a drafter, saying for which part, or it
     holds a part of the target, which is not given."""
@@ -248,7 +245,7 @@ def check_expressible(config: HyperDFlashConfig, format: str, has_target: bool) 
         in (config.target_layer_ids or ()),
         "it has a mask vector of its own, and the layout a token of the target's": config.mask_token_id is None,
         "its width differs from the target's": config.hidden_size != config.target_hidden_size,
-        **_LAYOUTS[format].obstacles(config),
+        **_layout(format).obstacles(config),
     }
     reasons = [reason for reason, holds in obstacles.items() if holds]
     if reasons:
@@ -257,7 +254,7 @@ def check_expressible(config: HyperDFlashConfig, format: str, has_target: bool) 
             "transformers, or train a `reducer='fc'` drafter over intermediate layers of a target with one residual "
             "stream."
         )
-    if _LAYOUTS[format] is deepspec and not has_target:
+    if format == "deepspec" and not has_target:
         raise ValueError(
             "DeepSpec's layout holds copies of the target's embedding and LM head: give the target (`target=`, or "
             "`--target` on the command line)."
@@ -300,13 +297,13 @@ def export_dflash(
     check_expressible(config, format, target is not None)
     if target is not None:
         drafter.check_target(target_of(target))
-    layout = _LAYOUTS[format]
+    layout = _layout(format)
     tensors = {name: value.detach().cpu().contiguous() for name, value in drafter.state_dict().items()}
     if "draft_ids" in tensors:
         ids = tensors.pop("draft_ids")
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    if target is not None and layout is deepspec:
+    if target is not None and format == "deepspec":
         tensors |= _copies(target)
     fields = {**layout.write(config), "dtype": str(drafter.dtype).removeprefix("torch.")}
     folder.mkdir(parents=True, exist_ok=True)

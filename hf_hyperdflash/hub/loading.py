@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import transformers
@@ -28,16 +28,8 @@ from transformers import (
 from transformers.utils import is_gguf_available
 
 from ..decoding.bind import check_fit
-from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
-from ..drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
 from ..drafters.deepseek_v4.drafter import DeepseekV4Drafter, own_checkpoint
-from ..drafters.deepseek_v4.modeling_dspark import DeepseekV4DSparkDrafter
-from ..drafters.deepseek_v4.modeling_mtp import DeepseekV4MTPDrafter
 from ..drafters.saved import SavedDrafter
-from ..drafters.unrolled.configuration_eagle3 import Eagle3Config
-from ..drafters.unrolled.configuration_specblock import SpecBlockConfig
-from ..drafters.unrolled.modeling_eagle3 import Eagle3Drafter
-from ..drafters.unrolled.modeling_specblock import SpecBlockDrafter
 from ..drafters.weights import (
     check_finite,
     check_names,
@@ -49,36 +41,47 @@ from ..drafters.weights import (
 )
 from ..targets.deepseek_v4 import check_computes
 from ..targets.registry import target_of
-from .descriptions import one_of
-from .formats import (
-    foreign_class,
-    foreign_layout,
-    foreign_without_weights,
-    kind_not_read,
-    load_foreign,
-    pickles_of,
-)
+from .formats import foreign_layout, foreign_without_weights, kind_not_read, load_foreign
+from .kinds import KINDS, DrafterKind, kind_in
 
-# Drafters that this package saves, by a model type or architecture that only their config.json has.
-_KINDS: dict[str, type[SavedDrafter]] = {
-    HyperDFlashConfig.model_type: HyperDFlashDrafter,
-    SpecBlockConfig.model_type: SpecBlockDrafter,
-    Eagle3Config.model_type: Eagle3Drafter,
-    DeepseekV4MTPDrafter.__name__: DeepseekV4MTPDrafter,
-    DeepseekV4DSparkDrafter.__name__: DeepseekV4DSparkDrafter,
-}
-SAVED = tuple(_KINDS.values())
-TRAINED = (HyperDFlashDrafter, DeepseekV4DSparkDrafter, SpecBlockDrafter, Eagle3Drafter)  # by the trainer
-_LOADS: dict[str, Any] = {mark: kind.from_pretrained for mark, kind in _KINDS.items()}
 _SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # the ways to put a target on several devices
 # Of `from_pretrained`'s options those that say where a target's files are: whatever is read of it is read there.
 _WHERE = (
     "token", "revision", "code_revision", "subfolder", "cache_dir", "local_files_only", "force_download", "gguf_file",
 )  # fmt: skip
-# What DeepSeek-V4's checkpoints carry themselves.
-_OWN: dict[str, type[DeepseekV4Drafter]] = {
-    kind.__name__: kind for kind in (DeepseekV4MTPDrafter, DeepseekV4DSparkDrafter)
-}
+
+
+class FoundDrafter(NamedTuple):
+    """A drafter that was looked at, and is not loaded yet.
+
+    Attributes:
+        kind: What it is.
+        layout: The module that reads it, if another program wrote it.
+        is_targets_own: Whether it is in the checkpoint of its target, a DeepSeek-V4.
+    """
+
+    kind: DrafterKind
+    layout: Any = None
+    is_targets_own: bool = False
+
+    def __str__(self) -> str:
+        if self.is_targets_own:
+            return "a DeepSeek-V4 with a drafter of its own"
+        return "a drafter in another program's layout" if self.layout else str(self.kind)
+
+    def load(self, name: str | Path, target: Any, dtype: Any, device: Any, hub_kwargs: dict[str, Any]) -> Any:
+        """Load it from where it was found, as [`load_drafter`] does."""
+        if self.layout:
+            return load_foreign(name, target=target, dtype=dtype, **hub_kwargs)
+        if self.is_targets_own:
+            return self.kind.drafter.from_target(name, dtype=dtype, device=device, **hub_kwargs)
+        return self.kind.drafter.from_pretrained(name, dtype=dtype, device_map={"": device or "cpu"}, **hub_kwargs)
+
+    def unloaded(self, name: str, fields: dict[str, Any]) -> Any:
+        """The same drafter with fresh weights, by its configuration `fields`."""
+        if self.layout:
+            return foreign_without_weights(fields, name)
+        return self.kind.drafter(self.kind.config.from_pretrained(name))
 
 
 def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) -> PreTrainedModel:
@@ -156,15 +159,12 @@ def load_drafter(
     if isinstance(device, str) and device != "meta":
         check_device(device, "device", ())
     name_or_path, hub_kwargs = resolve_subfolder(name_or_path, hub_kwargs)
-    load, dtype = check_drafter(name_or_path, **hub_kwargs), named_dtype(dtype)
+    found, dtype = check_drafter(name_or_path, **hub_kwargs), named_dtype(dtype)
     if target is not None:
         head = cast(torch.Tensor, target.get_output_embeddings().weight)
         dtype, device = dtype or target.dtype, device or (None if head.is_meta else head.device)
-    options: dict[str, Any] = {"device_map": {"": device or "cpu"}}
-    if load in (load_foreign, load_own_drafter):
-        options = {"target": target} if load is load_foreign else {"device": device}
     with _readable(name_or_path):
-        drafter = load(name_or_path, dtype=dtype or "auto", **options, **hub_kwargs)
+        drafter = found.load(name_or_path, target, dtype or "auto", device, hub_kwargs)
     if target is not None:
         check_fit(target, drafter)
     return cast(SavedDrafter, drafter.to(device or "cpu"))
@@ -185,8 +185,13 @@ def load_own_drafter(
     Raises:
         ValueError: If it is no DeepSeek-V4, or its checkpoint has no drafter.
     """
-    kind = _OWN[own_checkpoint(target, **hub_kwargs).drafter]
-    return kind.from_target(target, dtype=dtype, device=device, **hub_kwargs)
+    kind = _own_kind(target, **hub_kwargs)
+    return cast(DeepseekV4Drafter, kind.drafter.from_target(target, dtype=dtype, device=device, **hub_kwargs))
+
+
+def _own_kind(target: PreTrainedModel | str | Path, **hub_kwargs: Any) -> DrafterKind:
+    name = own_checkpoint(target, **hub_kwargs).drafter
+    return next(kind for kind in KINDS if kind.class_name == name)
 
 
 def check_device(device_map: str, option: str = "--device-map", spread: Collection[str] = _SPREAD) -> None:
@@ -227,8 +232,8 @@ def check_target(name: str, *, gguf_file: str | None = None, **hub_kwargs: Any) 
         _check_gguf(name, gguf_file)
         return
     fields = _configuration(name, "target", **hub_kwargs)
-    if load := _loader(fields):
-        raise ValueError(f"{name} is {_called(load)}, expected the target that it drafts for: give it as the drafter.")
+    if found := _found(fields):
+        raise ValueError(f"{name} is {found}, expected the target that it drafts for: give it as the drafter.")
     if unread := _not_read(fields, name):
         raise ValueError(
             f"{name} is a drafter of a kind that is not read ({unread}), expected the target that it drafts for."
@@ -245,12 +250,12 @@ def check_target(name: str, *, gguf_file: str | None = None, **hub_kwargs: Any) 
 def check_drafter(
     name: str | Path,
     *,
-    kinds: Collection[type[SavedDrafter]] = (),
+    kinds: Collection[DrafterKind] = (),
     needs_weights: bool = True,
     or_others: bool = False,
     **hub_kwargs: Any,
-) -> Any:
-    """Find what loads a drafter.
+) -> FoundDrafter:
+    """Look at a drafter before it is loaded.
 
     Args:
         name: Path or Hub id.
@@ -264,35 +269,36 @@ def check_drafter(
         OSError: If there is none, or it is not whole.
     """
     fields = _configuration(name, "drafter", **hub_kwargs)
-    load = _loader(fields)
-    if not load and fields.get("model_type") == DeepseekV4Config.model_type:
+    found = _found(fields)
+    if not found and fields.get("model_type") == DeepseekV4Config.model_type:
         with _readable(name):
-            own_checkpoint(name, **hub_kwargs)  # says what it has not
-        load = load_own_drafter
-    if not load and (kind := _not_read(fields, name)):
+            found = FoundDrafter(_own_kind(name, **hub_kwargs), is_targets_own=True)  # says what it has not
+    if not found and (kind := _not_read(fields, name)):
+        known = [method for one in KINDS for method in one.known_as]
         raise ValueError(
-            f"{name} is a drafter of a kind that is not read ({kind}): expected DFlash, DFlash 2, DSpark, EAGLE-3 or "
-            "SpecBlock. Take one of these for its target, or train one."
+            f"{name} is a drafter of a kind that is not read ({kind}): expected {', '.join(known[:-1])} or "
+            f"{known[-1]}. Take one of these for its target, or train one."
         )
-    if not load and fields.get("num_hidden_layers") == 1 and not Path(name).is_dir():  # where its tensors would tell
+    if not found and fields.get("num_hidden_layers") == 1 and not Path(name).is_dir():  # where its tensors would tell
         raise ValueError(
             f"{name} is a model of type {fields.get('model_type')!r} of one layer, or an EAGLE-1 drafter, whose "
             "config.json says no more: expected a drafter of a kind that is read."
         )
-    if not load:
+    if not found:
         raise ValueError(
             f"{name} is a model of type {fields.get('model_type')!r}, expected a drafter. One for it is made by "
             f"`hf-hyperdflash train --target {name}`."
         )
-    is_theirs = load is load_foreign and foreign_class(foreign_layout(fields)) in kinds
-    if kinds and getattr(load, "__self__", None) not in kinds and not (is_theirs and or_others):
-        named = [_called(one) for one in _LOADS.values() if getattr(one, "__self__", None) in kinds]
+    is_saved_here = not found.layout and not found.is_targets_own
+    is_theirs = bool(found.layout) and found.kind in kinds
+    if kinds and not (is_saved_here and found.kind in kinds) and not (is_theirs and or_others):
+        named = [str(kind) for kind in KINDS if kind in kinds]
         listed = ", ".join(named[:-1]) + " or " * (len(named) > 1) + named[-1]
         step = f": save it first, `load_drafter({str(name)!r}).save_pretrained(FOLDER)`" if is_theirs else ""
-        raise ValueError(f"{name} is {_called(load)}, expected {listed}, saved by this package{step}.")
-    if needs_weights and load is not load_own_drafter:  # which may be without the parts that have the target alone
-        _check_weights(name, "*.safetensors", *(() if load is not load_foreign else pickles_of(fields, str(name))))
-    return load
+        raise ValueError(f"{name} is {found}, expected {listed}, saved by this package{step}.")
+    if needs_weights and not found.is_targets_own:  # which may be without the parts that have the target alone
+        _check_weights(name, "*.safetensors", *(found.kind.files if found.layout else ()))
+    return found
 
 
 def check_made_for(target: str, drafter: str, num_draft_tokens: int | str | None = None) -> None:
@@ -300,21 +306,18 @@ def check_made_for(target: str, drafter: str, num_draft_tokens: int | str | None
     many tokens, by their configurations, before weights are loaded. Both have passed `check_target` and
     `check_drafter`.
 
-    Left for later: targets with code of their own, which may not be built without weights, and the drafter of another
-    DeepSeek-V4's checkpoint.
+    Left for later: targets with code of their own, which may not be built without weights, the drafter of another
+    DeepSeek-V4's checkpoint, and drafters whose sizes only their weights tell.
     """
-    load = check_drafter(drafter)
-    if load is load_own_drafter or "auto_map" in _configuration(target, "target"):
+    found = check_drafter(drafter)
+    is_sized_later = bool(found.layout) and found.kind.sized_by_weights
+    if found.is_targets_own or is_sized_later or "auto_map" in _configuration(target, "target"):
         return
     with _readable(target):
         config = AutoConfig.from_pretrained(target)
     config._name_or_path = ""  # only a name that differs is warned of once it is loaded
     with torch.device("meta"), _readable(drafter):
-        if load is load_foreign:
-            unloaded = foreign_without_weights(_configuration(drafter, "drafter"), drafter)
-        else:
-            kind = load.__self__
-            unloaded = kind(kind.config_class.from_pretrained(drafter))
+        unloaded = found.unloaded(drafter, _configuration(drafter, "drafter"))
         unloaded.check_target(target_of(_class_of(config).from_config(config)))
     if num_draft_tokens is not None:
         unloaded.check_num_draft_tokens(num_draft_tokens)
@@ -343,17 +346,33 @@ def _not_read(fields: dict[str, Any], name: str | Path) -> str:
     return "EAGLE-1 or EAGLE-2"
 
 
-def _loader(fields: dict[str, Any]) -> Any:
-    told = [fields.get("model_type"), *(fields.get("architectures") or ())]
-    own = next((load for mark, load in _LOADS.items() if mark in told), None)
-    return own or (load_foreign if foreign_layout(fields) else None)
+def _found(fields: dict[str, Any]) -> FoundDrafter | None:
+    """A drafter by its config.json, ours first; `None` if it is none that is read."""
+    if kind := kind_in(fields):
+        return FoundDrafter(kind)
+    found = foreign_layout(fields)
+    return found and FoundDrafter(*found)
 
 
-def _called(load: Any) -> str:
-    """What a loader loads, in words."""
-    if load is load_own_drafter:
-        return "a DeepSeek-V4 with a drafter of its own"
-    return "a drafter in another program's layout" if load is load_foreign else one_of(load.__self__.config_class)
+def read_config(folder: str | Path) -> Any:
+    """The configuration of the drafter saved in `folder`, of any kind that this package saves.
+
+    Raises:
+        ValueError: If it is none of these, or has a wrong value.
+        OSError: If there is none.
+    """
+    if not Path(folder, "config.json").is_file():
+        raise FileNotFoundError(f"The folder {folder} has no config.json, expected that of a drafter.")
+    fields = PreTrainedConfig.get_config_dict(folder)[0]
+    kind = kind_in(fields)
+    if kind is None:
+        known = ", ".join(repr(kind.model_type) for kind in KINDS)
+        raise ValueError(
+            f"The config.json in {folder} has `model_type` {fields.get('model_type')!r}, expected that of a drafter: "
+            f"one of {known}."
+        )
+    with _readable(folder):
+        return kind.config.from_pretrained(folder)
 
 
 def _check_weights(name: str | Path, *patterns: str) -> None:

@@ -9,14 +9,10 @@ from transformers import PreTrainedConfig
 
 from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ..drafters.parts.block_attention import FULL, SLIDING
+from ..hub.kinds import KINDS
 
-# Other drafters of this package by model type, and why engines cannot run them with their block drafting.
-OTHERS = {
-    "specblock": "drafts trees, and {engine} verifies chains",
-    "eagle3": "is in this package's own EAGLE-3 layout, which {engine} has another for",
-    "deepseek_v4_mtp": "is read from its target's checkpoint, which {engine} drafts with by itself",
-    "deepseek_v4_dspark": "is read from its target's checkpoint, which {engine} drafts with by itself",
-}
+# Other drafters of this package, by their model type, and why engines' block drafting is not for them.
+OTHERS = {kind.model_type: kind.why_not_served for kind in KINDS if kind.why_not_served}
 # RoPE types that engines compute as transformers does; tests compare them.
 _ROPE = ("default", "linear", "yarn", "llama3")
 TRAIN = "train a drafter with"

@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
+from ..hub.kinds import KINDS
+
 _BOTH_STAGES = {
     "num_train_epochs": 5, "per_device_train_batch_size": 4, "lr_scheduler_type": "cosine", "warmup_steps": 0.04
 }  # fmt: skip
@@ -20,6 +22,7 @@ STAGES: dict[int, dict[str, Any]] = {
     1: {**_BOTH_STAGES, "dataset": ["zhaode/EagleChat"], "rows": 300_000, "learning_rate": 8e-4},
     2: {**_BOTH_STAGES, "dataset": ["theblackcat102/evol-codealpaca-v1"], "rows": 150_000, "learning_rate": 1e-4},
 }
+_TYPES = [kind.model_type for kind in KINDS if kind.train_flags is not None]
 
 
 def _flag(default: Any, help: str, **more: Any) -> Any:
@@ -43,8 +46,8 @@ class ScriptArguments:
     eval_max_new_tokens: int = _flag(128, "tokens generated per prompt")
     drafter_type: str = _flag(
         "hyperdflash",
-        "kind of a new drafter: hyperdflash, specblock or eagle3",
-        choices=["hyperdflash", "specblock", "eagle3"],
+        f"kind of a new drafter: {', '.join(_TYPES[:-1])} or {_TYPES[-1]}",
+        choices=_TYPES,
     )
     layers: int | None = _flag(None, "layers of a new drafter; unset for 5, SpecBlock's 2, EAGLE-3's 1")
     draft_vocab_size: int | None = _flag(

@@ -19,14 +19,11 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..drafters.blocks.drafter import BlockDrafter
-from ..drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
 from ..drafters.parts.heads import HEADS
 from ..drafters.parts.reducers import REDUCERS
 from ..drafters.saved import SavedDrafter
-from ..drafters.unrolled.modeling_eagle3 import Eagle3Drafter
-from ..drafters.unrolled.modeling_specblock import SpecBlockDrafter
+from ..hub.kinds import KINDS, TRAINED, DrafterKind
 from ..hub.loading import (
-    TRAINED,
     check_device,
     check_drafter,
     check_made_for,
@@ -55,26 +52,13 @@ _MINIMA = {
     "rows": 1, "eval_rows": 1, "eval_prompts": 0, "eval_max_new_tokens": 1, "layers": 1, "intermediate_size": 1,
     "draft_vocab_size": 1, "num_draft_tokens": 1, "block_size": 1, "max_blocks": 1,
 }  # fmt: skip
-_NUM_DRAFT_TOKENS, _LAYERS = 6, 5  # of a new drafter
-# Fields of its configuration under their own names, where they are set.
-_FIELDS = ("intermediate_size", "draft_vocab_size", "sample_from_anchor", "conv_kernel_size")
+_NUM_DRAFT_TOKENS = 6  # of a new drafter's block
 _HEADS = ("sequential_head", "head_rank", "head_candidates", "confidence_head")
-_BLOCK_FIELDS = (
-    "sliding_window",
-    "mask_token_id",
-    "num_draft_tokens",
-    "sample_from_anchor",
-    "conv_kernel_size",
-    *_HEADS,
-)
-# Fields of one kind only.
-_UNROLLED_FIELDS = {
-    "specblock": ("block_size", "max_blocks", "shift", "broadcast", "rank_head"), "eagle3": ("max_blocks",),
-}  # fmt: skip
-_KINDS: dict[str, Any] = {"specblock": SpecBlockDrafter, "eagle3": Eagle3Drafter}
+_OF_ANY_KIND = ("intermediate_size", "draft_vocab_size", "reducer", "target_layer_ids")
+_OF_ONE_KIND = tuple(dict.fromkeys(flag for kind in KINDS for flag in kind.train_flags or ()))
 _NEW_DRAFTER_FIELDS = (
-    "drafter_type", "layers", "reducer", "target_layer_ids", "sliding_window", "mask_token_id", *_FIELDS,
-    *_UNROLLED_FIELDS["specblock"],
+    "drafter_type", "layers", *_OF_ANY_KIND,
+    *(flag for flag in _OF_ONE_KIND if flag not in (*_HEADS, "num_draft_tokens")),
 )  # fmt: skip
 
 
@@ -129,10 +113,8 @@ def _check(script: ScriptArguments, args: Any) -> None:
         raise ValueError(
             f"`--{ignored[0]}` is for a new drafter, but `--drafter {script.drafter}` has its own: leave one out."
         )
-    own = _UNROLLED_FIELDS.get(script.drafter_type)
-    strange = _UNROLLED_FIELDS["specblock"] if own is None else _BLOCK_FIELDS
-    strange = (*strange, *(name for name in _UNROLLED_FIELDS["specblock"] if own and name not in own))
-    if wrong := [name for name in strange if getattr(script, name) != unset[name]]:
+    own = _kind(script).train_flags or ()
+    if wrong := [name for name in _OF_ONE_KIND if name not in own and getattr(script, name) != unset[name]]:
         raise ValueError(f"`--{wrong[0]}` is not for a drafter of type {script.drafter_type}: leave it out.")
     for name in ("target_dtype", "save_dtype"):
         value = getattr(script, name)
@@ -147,13 +129,14 @@ def _check(script: ScriptArguments, args: Any) -> None:
         value = getattr(script, name)
         if value is not None and value < least:
             raise ValueError(f"`--{name}` is {value}, expected at least {least}.")
-    drafts = script.num_draft_tokens or (0 if script.drafter or own else _NUM_DRAFT_TOKENS)
+    has_block = not script.drafter and "num_draft_tokens" in own
+    drafts = script.num_draft_tokens or (_NUM_DRAFT_TOKENS if has_block else 0)
     if args.max_length is not None and args.max_length <= drafts:
         raise ValueError(
             f"`--max_length` is {args.max_length}, expected more than `--num_draft_tokens`, {drafts}: a block has an "
             "anchor before them."
         )
-    makes_no_confidence_head = own is not None or (not script.drafter and not script.confidence_head)
+    makes_no_confidence_head = "confidence_head" not in own or (not script.drafter and not script.confidence_head)
     if args.confidence_weight and "confidence_weight" in args.set_by_user and makes_no_confidence_head:
         raise ValueError("`--confidence_weight` is for a confidence head: add `--confidence_head`, or leave it out.")
     makes_no_head = not script.drafter and script.sequential_head in (None, "none")
@@ -253,35 +236,23 @@ def _head_fields(script: ScriptArguments) -> dict[str, Any]:
 
 def new_drafter(script: ScriptArguments, target: Any, tokenizer: Any) -> SavedDrafter:
     """Make a new drafter in float32."""
-    if script.drafter_type in _KINDS:
-        names = (
-            "intermediate_size",
-            "draft_vocab_size",
-            "reducer",
-            "target_layer_ids",
-            *_UNROLLED_FIELDS[script.drafter_type],
-        )
-        given = {name: getattr(script, name) for name in names if getattr(script, name) is not None}
-        if script.layers is not None:
-            given["num_hidden_layers"] = script.layers
-        public = public_name(script.target)
-        return _KINDS[script.drafter_type].from_target(
-            target, dtype=torch.float32, **given, target_name_or_path=public
-        )
-    return HyperDFlashDrafter.from_target(
-        target,
-        reducer=script.reducer,
-        target_layer_ids=script.target_layer_ids,
-        mask_token_id=script.mask_token_id,
-        tokenizer=tokenizer,
-        num_draft_tokens=script.num_draft_tokens or _NUM_DRAFT_TOKENS,
-        num_hidden_layers=script.layers or _LAYERS,
-        dtype=torch.float32,
-        target_name_or_path=public_name(script.target),
-        **{name: getattr(script, name) for name in _FIELDS if getattr(script, name) is not None},
-        **_head_fields(script),
-        **_window_field(script),
+    kind = _kind(script)
+    own = kind.train_flags or ()
+    given = {name: getattr(script, name) for name in (*_OF_ANY_KIND, *own) if getattr(script, name) is not None}
+    if script.layers is not None:
+        given["num_hidden_layers"] = script.layers
+    if "sliding_window" in given:
+        given |= _window_field(script)
+    if "mask_token_id" in own:  # which is found in the vocabulary, if it is not given
+        given["tokenizer"] = tokenizer
+    public = public_name(script.target)
+    return cast(
+        SavedDrafter, kind.drafter.from_target(target, dtype=torch.float32, **given, target_name_or_path=public)
     )
+
+
+def _kind(script: ScriptArguments) -> DrafterKind:
+    return next(kind for kind in KINDS if kind.model_type == script.drafter_type)
 
 
 def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ from ...decoding.stats import SpeculationStats, clock
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ...drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
 from ...drafters.saved import SavedDrafter
-from ...hub.descriptions import describe
+from ...hub.kinds import describe
 from ...targets.registry import is_drafter, target_of
 from ...training.acceptance import bound
 from ...training.data.rows import encode_prompts

@@ -218,6 +218,11 @@ def num_target_layers_field(config: HyperDFlashConfig) -> dict[str, int]:
     return {"num_target_layers": config.target_num_layers} if config.target_num_layers else {}
 
 
+def has_mark(fields: Mapping[str, Any], marks: Collection[str]) -> bool:
+    """Whether a config.json has one of these fields or architectures, which only one layout has."""
+    return not set(marks).isdisjoint([*fields, *map(str, fields.get("architectures") or ())])
+
+
 def check_known(
     fields: Mapping[str, Any],
     name: str,

@@ -9,9 +9,15 @@ from typing import Any
 
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from . import flat
-from .common import layer_fields, num_target_layers_field, obstacles_to_dspark, write_dspark
+from .common import has_mark, layer_fields, num_target_layers_field, obstacles_to_dspark, write_dspark
 
 _ARCHITECTURE = "Qwen3DSparkModel"
+_MARKS = (_ARCHITECTURE, "Gemma4DSparkModel")
+
+
+def fits(fields: dict[str, Any]) -> bool:
+    """Whether a config.json is in this layout."""
+    return has_mark(fields, _MARKS)
 
 
 def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:

@@ -15,11 +15,8 @@ from typing import Any
 import torch
 
 from ...drafters.unrolled.configuration_eagle3 import Eagle3Config
-from ...drafters.unrolled.modeling_eagle3 import Eagle3Drafter
 from .common import SHAPE_FIELDS, WINDOW_FIELDS, check_known, read_shape, section
 
-drafter_class = Eagle3Drafter
-pickles = ("pytorch_model.bin",)  # which SafeAILab's drafters are released as
 SPECULATORS = "eagle3"  # the `speculators_model_type`
 _OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _IDS = "eagle_aux_hidden_state_layer_ids"

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from ...drafters.unrolled.configuration_specblock import SpecBlockConfig
-from ...drafters.unrolled.modeling_specblock import SpecBlockDrafter
-from .common import SHAPE_FIELDS, check_known, read_shape, section
+from .common import SHAPE_FIELDS, check_known, has_mark, read_shape, section
 
-drafter_class = SpecBlockDrafter
+_MARKS = ("diffspec_draft_token_num", "LlamaForCausalLMSpecBlock", "LlamaForCausalLMSpecBlockShift")
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _READS = (
     *SHAPE_FIELDS, "diffspec_draft_token_num", "draft_vocab_size", "eagle_config", "target_hidden_size",
@@ -25,6 +24,11 @@ _NAMES = {
     "input_layer.embed_tokens": "embed_tokens", "rank_head.0": "rank_head.up_proj",
     "rank_head.2": "rank_head.down_proj",
 }  # fmt: skip
+
+
+def fits(fields: dict[str, Any]) -> bool:
+    """Whether a config.json is in this layout."""
+    return has_mark(fields, _MARKS)
 
 
 def read(fields: dict[str, Any], name: str) -> SpecBlockConfig:

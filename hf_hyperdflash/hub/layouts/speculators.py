@@ -47,6 +47,11 @@ _READS = (
 _LAYER_FIELDS = (*SHAPE_FIELDS, *WINDOW_FIELDS, "hc_mult")
 
 
+def fits(fields: dict[str, Any]) -> bool:
+    """Whether a config.json is in this layout. EAGLE-3 drafters in it are read by [`~hub.layouts.eagle3`]."""
+    return fields.get("speculators_model_type", "eagle3") != "eagle3"
+
+
 def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
     """Return the configuration of a drafter, from its config.json.
 

@@ -8,10 +8,19 @@ from typing import Any
 
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ...drafters.parts.block_attention import SLIDING
-from .common import is_dflash2, layer_fields, num_target_layers_field, obstacles_to_dflash2, write_dflash2
+from .common import has_mark, is_dflash2, layer_fields, num_target_layers_field, obstacles_to_dflash2, write_dflash2
 from .flat import CAUSAL, DFLASH2, read
 
-__all__ = ["obstacles", "read", "served", "write"]
+__all__ = ["fits", "obstacles", "read", "served", "write"]
+_MARKS = (
+    "dflash_config", "dspark_config", "markov_rank", "DSparkDraftModel", "DominoDraftModel", DFLASH2,
+    "DFlashDraftModel",
+)  # fmt: skip
+
+
+def fits(fields: dict[str, Any]) -> bool:
+    """Whether a config.json is in this layout."""
+    return has_mark(fields, _MARKS)
 
 
 def write(config: HyperDFlashConfig) -> dict[str, Any]:

@@ -1,0 +1,128 @@
+"""Medusa: heads on the target's last state, one for each token ahead, none of which knows what another drafts.
+
+Head k of Cai et al. (arXiv 2401.10774, section 2.1.1) is W2_k (x + SiLU(W1_k x)), with one or more such residual
+blocks. It reads the state x from which the target's LM head made the anchor, and drafts the k-th token after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from ...targets.registry import check_layers
+from ...targets.target import Target
+from ...trees.tree import DraftTree
+from ..base import SeenTokens
+from ..sampling import DraftsWanted
+from ..saved import SavedDrafter
+
+
+class MedusaConfig(PreTrainedConfig):
+    """Shape of Medusa heads.
+
+    Args:
+        medusa_num_heads: Heads, and so the most tokens drafted a round.
+        medusa_num_layers: Residual blocks of each.
+        hidden_size, vocab_size: The target's.
+        target_name_or_path, target_model_type: The target that they were made for, where it is known.
+        hyperdflash_version: Of the package that saved them.
+    """
+
+    model_type = "medusa_heads"
+
+    medusa_num_heads: int = 5
+    medusa_num_layers: int = 1
+    hidden_size: int = 4096
+    vocab_size: int = 32000
+    target_name_or_path: str = ""
+    target_model_type: str = ""
+    hyperdflash_version: str = ""
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(W x + b)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return states + nn.functional.silu(self.linear(states))
+
+
+class LastState(SeenTokens):
+    """What the target's LM head read last of a sequence, `[1, config.hidden_size]`; zeros at first."""
+
+    state: torch.Tensor
+
+
+class MedusaDrafter(SavedDrafter):
+    """Drafts with Medusa heads: `load_drafter` reads published ones, and none are trained here."""
+
+    config: MedusaConfig
+    config_class = MedusaConfig
+    target_layer_ids = [-1]
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__(config)
+        width, self.max_draft_tokens = config.hidden_size, config.medusa_num_heads
+        for k in range(config.medusa_num_heads):  # "0", "1", ...: what the published files call them
+            blocks = [ResidualBlock(width) for _ in range(config.medusa_num_layers)]
+            self.add_module(str(k), nn.Sequential(*blocks, nn.Linear(width, config.vocab_size, bias=False)))
+        self.post_init()
+
+    def check_target(self, target: Target) -> None:
+        """Raise a `ValueError` that names both values if the heads do not fit `target`."""
+        for what in ("vocab_size", "hidden_size"):
+            own, targets = getattr(self.config, what), getattr(target.config, what)
+            if own != targets:
+                raise ValueError(
+                    f"The Medusa heads were made for a target with `{what}` {own}, but this target's is {targets}: "
+                    f"load {self.config.target_name_or_path or 'that one'}."
+                )
+        check_layers(target, self.target_layer_ids)
+
+    def new_context(self) -> LastState:
+        """An empty context for one sequence."""
+        context = LastState()
+        context.state = torch.zeros(1, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        return context
+
+    @torch.no_grad()
+    def extend(self, target: Target, context: LastState, residual: torch.Tensor, *_: torch.Tensor) -> None:
+        """Keep what the LM head read of the last accepted token."""
+        if residual.shape[1]:
+            context.state = target.collapse(residual[:, -1:])[:, 0].to(self.device, self.dtype)
+
+    def propose(self, target: Target, *wanted: Any) -> DraftTree:
+        """Draft with as many heads as tokens are asked for."""
+        return self.propose_rows(target, [DraftsWanted(*wanted)])[0]
+
+    @torch.no_grad()
+    def propose_rows(self, target: Target, wanted: Sequence[DraftsWanted]) -> list[DraftTree]:
+        """Draft for several texts in one pass."""
+        states = torch.cat([each.context.state for each in wanted])
+        logits = torch.stack([head(states) for head in self.children()], dim=1)
+        return [each.sampler.blind(each.ids, own[None, : each.drafts]) for each, own in zip(wanted, logits)]
+
+
+def fits(fields: dict[str, Any]) -> bool:
+    """Whether a config.json is that of published heads: it names heads and target, medusa_lm_head has the tensors."""
+    return "medusa_num_heads" in fields
+
+
+def read(fields: dict[str, Any], name: str) -> MedusaConfig:
+    """The configuration of published heads, whose sizes [`settle`] sets."""
+    return MedusaConfig(target_name_or_path=fields.get("base_model_name_or_path") or "")
+
+
+def settle(config: MedusaConfig, tensors: dict[str, torch.Tensor], fields: dict[str, Any]) -> None:
+    """Set the sizes by the tensors: no config.json names the widths, and some name too few heads."""
+    config.medusa_num_heads = len({key.partition(".")[0] for key in tensors})
+    config.medusa_num_layers = sum(key.startswith("0.") and key.endswith(".linear.weight") for key in tensors)
+    last = tensors.get(f"0.{config.medusa_num_layers}.weight", torch.empty(1, 1))
+    *_, config.vocab_size, config.hidden_size = (1, 1, *last.shape)

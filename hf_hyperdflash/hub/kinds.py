@@ -1,0 +1,213 @@
+"""The kinds of drafters, an entry each: what it is called, what loads it, who else writes and serves it.
+
+Every place that treats kinds differently asks here. A new kind is its file in `drafters/`, an entry in `KINDS` and a
+test. Entries name classes and modules; these are imported when they are first asked for, so that this file costs
+nothing to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from .descriptions import (
+    Description,
+    describe_block,
+    describe_dspark,
+    describe_eagle3,
+    describe_mtp,
+    describe_specblock,
+    title_block,
+)
+
+_PACKAGE = __package__.rpartition(".")[0]
+
+
+@dataclass(frozen=True)
+class DrafterKind:
+    """A kind of drafter.
+
+    Attributes:
+        name: What it is called.
+        article: Before its name.
+        model_type: In the config.json that this package saves.
+        drafter_path: Its class, from the package on.
+        config_path: The class of its configuration.
+        describe: Says in words what a drafter with this configuration is.
+        title: Says what tells it from others beside it; its name if left out.
+        reads: Modules that read it in other programs' layouts; the first that fits a config.json counts.
+        known_as: The methods that these layouts hold.
+        files: Where they have its weights beside `model.safetensors`. Of a pickle no code is run.
+        sized_by_weights: Whether their config.json leaves sizes to these.
+        writes: Modules that write it in other programs' layouts, by the layout's name.
+        trains: Whether the trainer takes it.
+        train_flags: Flags of `hf-hyperdflash train` for a new drafter of this kind alone; `None` if it makes none.
+        why_not_served: Why our plugins for serving engines do not run it; empty if they do.
+    """
+
+    name: str
+    model_type: str
+    drafter_path: str
+    config_path: str
+    describe: Callable[[Any], Description]
+    article: str = "a"
+    title: Callable[[Any], str] | None = None
+    reads: tuple[str, ...] = ()
+    known_as: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    sized_by_weights: bool = False
+    writes: Mapping[str, str] = field(default_factory=dict)
+    trains: bool = False
+    train_flags: tuple[str, ...] | None = None
+    why_not_served: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.article} {self.name} drafter"
+
+    @property
+    def drafter(self) -> Any:
+        """Its class."""
+        return _imported(self.drafter_path)
+
+    @property
+    def config(self) -> Any:
+        """The class of its configuration."""
+        return _imported(self.config_path)
+
+    @property
+    def paths(self) -> tuple[str, str]:
+        """Where the two classes are, from the package on."""
+        return self.drafter_path, self.config_path
+
+    @property
+    def class_name(self) -> str:
+        return self.drafter_path.rpartition(".")[2]
+
+
+KINDS = (
+    DrafterKind(
+        name="HyperDFlash",
+        model_type="hyperdflash",
+        drafter_path="drafters.blocks.modeling_hyperdflash.HyperDFlashDrafter",
+        config_path="drafters.blocks.configuration_hyperdflash.HyperDFlashConfig",
+        describe=describe_block,
+        title=title_block,
+        reads=("hub.layouts.speculators", "hub.layouts.deepspec", "hub.layouts.zlab"),
+        known_as=("DFlash", "DFlash 2", "DSpark"),
+        writes={
+            "z-lab": "hub.layouts.zlab",
+            "speculators": "hub.layouts.speculators",
+            "deepspec": "hub.layouts.deepspec",
+        },
+        trains=True,
+        train_flags=(
+            "sliding_window", "mask_token_id", "num_draft_tokens", "sample_from_anchor", "conv_kernel_size",
+            "sequential_head", "head_rank", "head_candidates", "confidence_head",
+        ),
+    ),
+    DrafterKind(
+        name="SpecBlock",
+        model_type="specblock",
+        drafter_path="drafters.unrolled.modeling_specblock.SpecBlockDrafter",
+        config_path="drafters.unrolled.configuration_specblock.SpecBlockConfig",
+        describe=describe_specblock,
+        reads=("hub.layouts.specblock",),
+        known_as=("SpecBlock",),
+        trains=True,
+        train_flags=("block_size", "max_blocks", "shift", "broadcast", "rank_head"),
+        why_not_served="drafts trees, and {engine} verifies chains",
+    ),
+    DrafterKind(
+        name="EAGLE-3",
+        article="an",
+        model_type="eagle3",
+        drafter_path="drafters.unrolled.modeling_eagle3.Eagle3Drafter",
+        config_path="drafters.unrolled.configuration_eagle3.Eagle3Config",
+        describe=describe_eagle3,
+        reads=("hub.layouts.eagle3",),
+        known_as=("EAGLE-3",),
+        files=("pytorch_model.bin",),  # which SafeAILab's drafters are released as
+        trains=True,
+        train_flags=("max_blocks",),
+        why_not_served="is in this package's own EAGLE-3 layout, which {engine} has another for",
+    ),
+    DrafterKind(
+        name="Medusa",
+        model_type="medusa_heads",
+        drafter_path="drafters.blocks.modeling_medusa.MedusaDrafter",
+        config_path="drafters.blocks.modeling_medusa.MedusaConfig",
+        describe=lambda config: Description(
+            f"{config.medusa_num_heads} tokens in one pass",
+            ["It has Medusa heads on the target's last state, one for each draft, and none knows the other drafts."],
+            shares_all=False,
+        ),
+        reads=("drafters.blocks.modeling_medusa",),
+        known_as=("Medusa",),
+        files=("medusa_lm_head.safetensors", "medusa_lm_head.pt"),
+        sized_by_weights=True,
+        why_not_served="is in its authors' layout, which {engine} has another for",
+    ),
+    DrafterKind(
+        name="MTP",
+        article="an",
+        model_type="deepseek_v4_mtp",
+        drafter_path="drafters.deepseek_v4.modeling_mtp.DeepseekV4MTPDrafter",
+        config_path="drafters.deepseek_v4.configuration_mtp.DeepseekV4MTPConfig",
+        describe=describe_mtp,
+        why_not_served="is read from its target's checkpoint, which {engine} drafts with by itself",
+    ),
+    DrafterKind(
+        name="DSpark",
+        model_type="deepseek_v4_dspark",
+        drafter_path="drafters.deepseek_v4.modeling_dspark.DeepseekV4DSparkDrafter",
+        config_path="drafters.deepseek_v4.configuration_dspark.DeepseekV4DSparkConfig",
+        describe=describe_dspark,
+        trains=True,
+        why_not_served="is read from its target's checkpoint, which {engine} drafts with by itself",
+    ),
+)  # fmt: skip
+TRAINED = tuple(kind for kind in KINDS if kind.trains)
+
+
+def kind_in(fields: Mapping[str, Any]) -> DrafterKind | None:
+    """The kind of a drafter that this package saved, by its config.json; `None` if it is none. Its class counts as
+    well as its `model_type`, which early MTP drafters have from their target."""
+    said = (fields.get("model_type"), *(fields.get("architectures") or ()))
+    return next((kind for kind in KINDS if kind.model_type in said or kind.class_name in said), None)
+
+
+def kind_of(config: Any) -> DrafterKind | None:
+    """The kind of a drafter with this configuration, which may be the class that came with it; `None` for somebody's
+    own kind."""
+    return next((kind for kind in KINDS if kind.model_type == config.model_type), None)
+
+
+def describe(config: Any) -> Description:
+    """A drafter in words, by its configuration."""
+    if kind := kind_of(config):
+        return kind.describe(config)
+    name = config.model_type
+    article = "an" if name[:1] in tuple("aeiou") else "a"
+    return Description(
+        "as many tokens as it makes", [f"It is {article} {name} drafter, of which no more is known here."]
+    )
+
+
+def title(config: Any) -> str:
+    """What tells a drafter from others beside it, where the user gives it no name."""
+    kind = kind_of(config)
+    if kind is None:
+        return str(config.model_type)
+    return kind.name if kind.title is None else kind.title(config)
+
+
+def layout_module(path: str) -> Any:
+    """A module that an entry names."""
+    return import_module(f"{_PACKAGE}.{path}")
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(layout_module(module), name)

@@ -23,7 +23,11 @@ _MODULE_OF = {
     "measure_acceptance": "training.acceptance",
     "HyperDFlashTrainingArguments": "training.arguments",
     "HyperDFlashTrainer": "training.trainer",
-    **{path.rpartition(".")[2]: path.rpartition(".")[0] for kind in KINDS for path in kind.paths},
+    **{
+        path.rpartition(".")[2]: path.rpartition(".")[0]
+        for kind in KINDS
+        for path in (kind.drafter_path, kind.config_path)
+    },
 }
 
 __all__ = ["__version__", *_MODULE_OF]

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:  # so that words cost nothing to import
+    from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
+    from ..drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
+    from ..drafters.deepseek_v4.configuration_mtp import DeepseekV4MTPConfig
+    from ..drafters.unrolled.configuration import UnrolledConfig
+    from ..drafters.unrolled.configuration_eagle3 import Eagle3Config
+    from ..drafters.unrolled.configuration_specblock import SpecBlockConfig
 
 _REDUCERS = {
     "hc_gate": "Its reducer is HyperDFlash's gate, {origin}, over {layers}.",
@@ -21,7 +29,7 @@ class Description(NamedTuple):
     shares_all: bool = True  # whether embedding and LM head are the target's, so that the drafter stores neither
 
 
-def describe_block(config: Any) -> Description:
+def describe_block(config: HyperDFlashConfig) -> Description:
     told = [_reducer(config)]
     if config.sequential_head != "none":
         of = f", which chooses among the block's {count} best tokens" if (count := config.head_candidates) else ""
@@ -34,7 +42,7 @@ def describe_block(config: Any) -> Description:
     )
 
 
-def describe_specblock(config: Any) -> Description:
+def describe_specblock(config: SpecBlockConfig) -> Description:
     mechanisms = {
         "slots that take in the one before them": config.shift,
         "conditions that all slots are told": config.broadcast,
@@ -49,7 +57,7 @@ def describe_specblock(config: Any) -> Description:
     )
 
 
-def describe_eagle3(config: Any) -> Description:
+def describe_eagle3(config: Eagle3Config) -> Description:
     told = (
         f"It is an EAGLE-3 drafter: a pass drafts one token and goes on from its own state; its draft tree keeps "
         f"{config.tree_width} nodes of each level."
@@ -58,12 +66,12 @@ def describe_eagle3(config: Any) -> Description:
     return Description(drafts, [told, _reducer(config)], _shares_all(config))
 
 
-def describe_mtp(config: Any) -> Description:
+def describe_mtp(config: DeepseekV4MTPConfig) -> Description:
     told = "It is DeepSeek-V4's own multi-token-prediction block, on the target's pre-collapse residual."
     return Description("as many tokens as are asked for (3 if not said), a pass for each", [told])
 
 
-def describe_dspark(config: Any) -> Description:
+def describe_dspark(config: DeepseekV4DSparkConfig) -> Description:
     told = (
         f"It is DeepSeek-V4's DSpark drafter: {config.num_hidden_layers} V4 blocks over the mean of "
         f"{_layers(config)}, each draft knowing the one before it through a Markov head of rank {config.head_rank}."
@@ -71,7 +79,7 @@ def describe_dspark(config: Any) -> Description:
     return Description(f"{config.max_draft_tokens} tokens in one pass", [told, *_confidence(config)])
 
 
-def title_block(config: Any) -> str:
+def title_block(config: HyperDFlashConfig) -> str:
     """What tells a drafter of blocks from others: its reducer, layers and head."""
     head = "" if config.sequential_head == "none" else f", {config.sequential_head} head"
     if config.reducer == "hybrid":
@@ -79,11 +87,11 @@ def title_block(config: Any) -> str:
     if config.reducer != "hc_gate":
         return f"Vanilla DFlash{head}"
     layers = config.target_layer_ids
-    read = "" if layers == [-1] else f" on {', '.join(map(str, layers))}"
+    read = "" if layers == [-1] else f" on {', '.join(map(str, layers or ()))}"
     return f"HyperDFlash{read}{head}"
 
 
-def _shares_all(config: Any) -> bool:
+def _shares_all(config: HyperDFlashConfig | UnrolledConfig) -> bool:
     return not getattr(config, "own_embedding", False) and not config.draft_vocab_size
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from pickle import UnpicklingError
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -160,7 +161,7 @@ def foreign_without_weights(fields: dict[str, Any], name: str) -> SavedDrafter:
     return cast(SavedDrafter, kind.drafter(layout.read(fields, name)))
 
 
-def foreign_layout(fields: dict[str, Any]) -> tuple[DrafterKind, Any] | None:
+def foreign_layout(fields: dict[str, Any]) -> tuple[DrafterKind, ModuleType] | None:
     """The kind that a drafter of another program is read as, and the module that reads its config.json; `None` if that
     is in no layout that is read."""
     if "hyperdflash_version" in fields or kind_not_read(fields):
@@ -176,7 +177,7 @@ def kind_not_read(fields: dict[str, Any]) -> str:
     return next((kind for part, kind in _NOT_READ.items() if part in words), "")
 
 
-def _layout_of(fields: dict[str, Any], name: str) -> tuple[DrafterKind, Any]:
+def _layout_of(fields: dict[str, Any], name: str) -> tuple[DrafterKind, ModuleType]:
     found = foreign_layout(fields)
     if found is None:
         kind = kind_not_read(fields)
@@ -226,7 +227,7 @@ def _check_copies(tensors: dict[str, torch.Tensor], target: PreTrainedModel, nam
             )
 
 
-def _layout(format: str) -> Any:
+def _layout(format: str) -> ModuleType:
     return layout_module(_WRITTEN[format])
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from .descriptions import (
@@ -75,11 +76,6 @@ class DrafterKind:
     def config(self) -> Any:
         """The class of its configuration."""
         return _imported(self.config_path)
-
-    @property
-    def paths(self) -> tuple[str, str]:
-        """Where the two classes are, from the package on."""
-        return self.drafter_path, self.config_path
 
     @property
     def class_name(self) -> str:
@@ -203,7 +199,7 @@ def title(config: Any) -> str:
     return kind.name if kind.title is None else kind.title(config)
 
 
-def layout_module(path: str) -> Any:
+def layout_module(path: str) -> ModuleType:
     """A module that an entry names."""
     return import_module(f"{_PACKAGE}.{path}")
 

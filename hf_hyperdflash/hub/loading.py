@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -61,7 +62,7 @@ class FoundDrafter(NamedTuple):
     """
 
     kind: DrafterKind
-    layout: Any = None
+    layout: ModuleType | None = None
     is_targets_own: bool = False
 
     def __str__(self) -> str:
@@ -69,19 +70,29 @@ class FoundDrafter(NamedTuple):
             return "a DeepSeek-V4 with a drafter of its own"
         return "a drafter in another program's layout" if self.layout else str(self.kind)
 
-    def load(self, name: str | Path, target: Any, dtype: Any, device: Any, hub_kwargs: dict[str, Any]) -> Any:
+    def load(
+        self,
+        name: str | Path,
+        target: PreTrainedModel | None,
+        dtype: torch.dtype | str,
+        device: torch.device | str | None,
+        hub_kwargs: dict[str, Any],
+    ) -> SavedDrafter:
         """Load it from where it was found, as [`load_drafter`] does."""
         if self.layout:
             return load_foreign(name, target=target, dtype=dtype, **hub_kwargs)
         if self.is_targets_own:
-            return self.kind.drafter.from_target(name, dtype=dtype, device=device, **hub_kwargs)
-        return self.kind.drafter.from_pretrained(name, dtype=dtype, device_map={"": device or "cpu"}, **hub_kwargs)
+            return cast(SavedDrafter, self.kind.drafter.from_target(name, dtype=dtype, device=device, **hub_kwargs))
+        drafter: SavedDrafter = self.kind.drafter.from_pretrained(
+            name, dtype=dtype, device_map={"": device or "cpu"}, **hub_kwargs
+        )
+        return drafter
 
-    def unloaded(self, name: str, fields: dict[str, Any]) -> Any:
+    def unloaded(self, name: str, fields: dict[str, Any]) -> SavedDrafter:
         """The same drafter with fresh weights, by its configuration `fields`."""
         if self.layout:
             return foreign_without_weights(fields, name)
-        return self.kind.drafter(self.kind.config.from_pretrained(name))
+        return cast(SavedDrafter, self.kind.drafter(self.kind.config.from_pretrained(name)))
 
 
 def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) -> PreTrainedModel:
@@ -167,7 +178,7 @@ def load_drafter(
         drafter = found.load(name_or_path, target, dtype or "auto", device, hub_kwargs)
     if target is not None:
         check_fit(target, drafter)
-    return cast(SavedDrafter, drafter.to(device or "cpu"))
+    return cast(SavedDrafter, cast(Any, drafter).to(device or "cpu"))
 
 
 def load_own_drafter(

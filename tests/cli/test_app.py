@@ -380,7 +380,7 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     (["card", DRAFTER, "--notes", "notes.md", "--output", "out.md"], 1, "notes.md is no text in UTF-8"),
     (["card", DRAFTER, "--output", "file/card.md"], 1, "file is a file"),
     (["card", DRAFTER, "--dtype", "float7"], 2, "'float7' is not one of"),
-    *(([command, name, *rest], 1, "an EAGLE-3 drafter, an MTP drafter or a DSpark drafter, saved")
+    *(([command, name, *rest], 1, "an EAGLE-3 drafter, a Medusa drafter, an MTP drafter or a DSpark drafter, saved")
       for name in ("zlab", TARGET)
       for command, *rest in (["card"], ["push", "org/name"])),
     *((["export", name, "out"], 1, "expected a HyperDFlash drafter, saved by this package")

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import runpy
+import shlex
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlash
 from hf_hyperdflash.drafters.blocks.path import BlockPath
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.data.rows import encode_prompts
+from hf_hyperdflash.training.script import parse
 
 from .conftest import prompt, tiny_drafter, tiny_target
 from .helpers.oracle_aslm import Oracle
@@ -436,73 +438,45 @@ def test_from_text_to_a_working_pair(tmp_path):
         assert [line[name] for line in facts["history"]] == [facts["metrics"][name]] * 2
     assert str(tmp_path) not in (drafter_dir / "config.json").read_text() + json.dumps(facts)
 
-    grid = ["--target", target_dir, "--answers", answers, "--eval-answers", held_out, "--max-length", 64]
-    grid += ["--work-dir", tmp_path / "grid", "--reducers", "fc", "--sources", "1,-1"]
-    grid += ["--kl-weights", 0, "--learning-rates", "1e-3", "2e-3"]
-    printed = run(
-        "experiments/compare_reducers.py",
-        *grid,
-        "--",
-        "--max_steps",
-        2,
-        "--layers",
-        1,
-        "--num_anchors",
-        4,
-        "--use_cpu",
+    def swept(grid: str, target: Path, work_dir: str, *arguments: object, flags: str = "") -> list[list[str]]:
+        """The cells of the table that a sweep prints."""
+        told = ["--target", target, "--answers", answers, "--eval-answers", held_out, "--max-length", 64]
+        shared = f"--max_steps 2 --num_anchors 4 --use_cpu {flags}".split()
+        printed = run(
+            "experiments/sweep.py", grid, *told, "--work-dir", tmp_path / work_dir, *arguments, "--", *shared
+        )
+        lines = printed[printed.index("| drafter |") :].splitlines()[2:]
+        return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
+
+    blind = "--layers 1 --reducer hc_gate --target_layer_ids -1 --recipe ours"
+    cells = {
+        "blind": blind, "headed": f"{blind} --sequential_head state --head_rank 8",
+        "fc": "--layers 1 --reducer fc --target_layer_ids 1 -1 --feature_dtype float8 --eval_prompts 1",
+    }  # fmt: skip
+    (tmp_path / "heads.py").write_text(f"CELLS, LIKE = {cells}, 'blind'")
+    rows = swept(tmp_path / "heads.py", target_dir, "heads", "--eval-sampled", held_out)
+    sizes = [int(row[1].replace(",", "")) for row in rows]
+    assert [row[0] for row in rows] == list(cells) and len(set(sizes)) == 3
+    assert max(sizes) < 1.05 * min(sizes)  # the head is taken from the MLPs
+    assert [row[2] for row in rows] == [""] * 3 and float(rows[2][5]) >= 1 and rows[1][5] == ""
+    trained = json.loads((tmp_path / "heads" / "headed-seed0" / "training.json").read_text())["metrics"]
+    assert rows[1][3] == f"{trained['eval_teacher_forced_tau']:.2f}"
+
+    cells = {"weight 9": "--drafter {drafter} --recipe ours --blind_weight 9"}
+    configs = {"all": {"head_candidates": 0}, "1": {"head_candidates": 1}}
+    (tmp_path / "choosing.py").write_text(
+        f"CELLS, CONFIGS, RATES, START = {cells}, {configs}, [0.1, 0.2], {{'head_candidates': 9}}"
     )
-    assert "| layers read | fc |" in printed and f"| 1,-1 | {8 * 64 * 64:,} |" in printed
-    with (tmp_path / "grid" / "grid.csv").open() as file:
-        measured = [
-            (row["layers"], float(row["teacher_forced_tau"]), row["learning_rate"]) for row in csv.DictReader(file)
-        ]
-    assert len(measured) == 2
-    table = [line.split("|")[1:-1] for line in printed.splitlines() if line.startswith("| 1,-1 |")]
-    best = max(tau for _, tau, _ in measured)
-    told = [f"{tau:.2f} ({float(rate):g})" for _, tau, rate in measured if tau == best]
-    assert table[0][-1].strip() in told  # the table of tau comes first
-
-    heads = ["--target", target_dir, "--answers", answers, "--eval-answers", held_out, "--eval-sampled", held_out]
-    heads += [
-        "--work-dir",
-        tmp_path / "heads",
-        "--reducers",
-        "hc_gate",
-        "--heads",
-        "none",
-        "state",
-        "--recipes",
-        "ours",
-    ]
-    heads += ["--layers", 1, "--intermediate", 1, "--state-rank", 8, "--size-of", "hc_gate", "--max-length", 64]
-    printed = run("experiments/compare_heads.py", *heads, "--", "--max_steps", 2, "--num_anchors", 4, "--use_cpu")
-    blind, headed = ([cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines()[-2:])
-    assert blind[:4] == ["hc_gate", "none", "ours", "0"] and headed[1] == "state"
-    sizes = [int(cells[4].replace(",", "")) for cells in (blind, headed)]
-    assert sizes[0] != sizes[1] and max(sizes) < 1.05 * min(sizes)  # the head is taken from the MLPs
-    metrics = json.loads((tmp_path / "heads" / "hc_gate_state_ours_seed0" / "training.json").read_text())["metrics"]
-    sampled = json.loads((tmp_path / "heads" / "hc_gate_state_ours_seed0" / "sampled.json").read_text())
-    taus = metrics["eval_teacher_forced_tau"], sampled["sampled_expected_tau"]
-    assert headed[5:] == [f"{tau:.2f}" for tau in taus]
-
-    choosing = ["--target", target_dir, "--drafter", tmp_path / "heads" / "hc_gate_state_ours_seed0", "--answers"]
-    choosing += [answers, "--eval-answers", held_out, "--eval-sampled", held_out, "--max-length", 64]
-    choosing += ["--work-dir", tmp_path / "choosing", "--weights", 0, 9, "--candidates", 9, 1]
-    shared = ["--recipe", "ours", "--max_steps", 2, "--learning_rate", 0.1, "--num_anchors", 4, "--use_cpu"]
-    printed = run("experiments/compare_candidates.py", *choosing, "--", *shared)
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines()[-5:]]
-    assert rows[0] == ["candidates", "weight 0", "9"] and [row[0].split()[0] for row in rows[2:]] == ["all", "9", "1"]
-    with (tmp_path / "choosing" / "candidates.csv").open() as file:
-        taus = {
-            (row["candidates"], float(row["blind_weight"])): (row["teacher_forced_tau"], row["expected_tau"])
-            for row in csv.DictReader(file)
-        }
-    told = [taus[count, weight] for count in ("0", "9", "1") for weight in (0, 9)]
-    assert [cell for row in rows[2:] for cell in row[1:]] == [f"{float(a):.2f} / {float(b):.2f}" for a, b in told]
-    assert len({taus[count, 0] for count in ("0", "9", "1")}) == 3
-    saved = [json.loads((tmp_path / "choosing" / name / "config.json").read_text()) for name in ("start", "weight-9")]
-    assert [config["head_candidates"] for config in saved] == [9, 9]
-    one, other = (load_file(tmp_path / "choosing" / f"weight-{w}" / "model.safetensors") for w in (0, 9))
+    rows = swept(tmp_path / "choosing.py", target_dir, "choosing", "--drafter", tmp_path / "heads" / "headed-seed0")
+    assert [row[0] for row in rows] == ["weight 9, all", "weight 9, 1"] and rows[0][2:] != rows[1][2:]
+    with (tmp_path / "choosing" / "cells.csv").open() as file:
+        measured = [row for row in csv.DictReader(file) if row["configuration"] == "all"]
+    best = max(measured, key=lambda row: float(row["tau"]))
+    told = [f"{float(best['learning_rate']):g}", f"{float(best['tau']):.2f}", f"{float(best['expected_tau']):.2f}"]
+    assert len(measured) == 2 and rows[0][2:5] == told
+    folders = [tmp_path / "choosing" / f"weight-9-{rate}-seed0" for rate in (0.1, 0.2)]
+    assert json.loads((folders[0] / "config.json").read_text())["head_candidates"] == 9
+    one, other = (load_file(folder / "model.safetensors") for folder in folders)
     assert any(not torch.equal(one[name], other[name]) for name in one)
 
     dense = tmp_path / "dense"
@@ -512,29 +486,15 @@ def test_from_text_to_a_working_pair(tmp_path):
     suites = tmp_path / "suites"
     suites.mkdir()
     (suites / "sums.jsonl").write_text(json.dumps({"turns": ["What is 3 plus 4?"]}) + "\n")
-    cells = [
-        "--target",
-        dense,
-        "--answers",
-        answers,
-        "--eval-answers",
-        held_out,
-        "--suites",
-        suites,
-        "--reads",
-        1,
-        3,
-        4,
-    ]
-    cells += ["--work-dir", tmp_path / "specblock", "--cells", "SpecBlock", "EAGLE-3", "without shift"]
-    cells += ["--parameters", 200_000, "--budgets", 6, "--max-new-tokens", 8, "--max-length", 64]
-    printed = run("experiments/compare_specblock.py", *cells, "--", "--max_steps", 2, "--num_anchors", 4, "--use_cpu")
-    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line[:2] == "| "]
-    sizes = {name: int(size.replace(",", "")) for name, size, *_ in table[1:4]}
-    assert list(sizes) == ["SpecBlock", "EAGLE-3", "without shift"]
-    assert max(sizes.values()) < 1.05 * min(sizes.values())
+    names = ["SpecBlock", "EAGLE-3", "without shift"]
+    rows = swept(
+        "specblock", dense, "specblock", "--cells", *names, "--parameters", 200_000, "--suites", suites,
+        "--max-new-tokens", 8, flags="--target_layer_ids 1 3 4",
+    )  # fmt: skip
+    sizes = [int(row[1].replace(",", "")) for row in rows]
+    assert [row[0] for row in rows] == names and max(sizes) < 1.05 * min(sizes)
     report = (tmp_path / "specblock" / "results" / "report.md").read_text()
-    assert all(f"{name} ({drafts}, 6 nodes)" in report for name, drafts in zip(sizes, (8, 7, 8)))
+    assert all(f"{name} ({drafts}, 16 nodes)" in report for name, drafts in zip(names, (8, 7, 8)))
 
     tuned = ["--steps", 2, "--save-steps", 1, "--steps-ahead", 2, "--max-length", 64, "--output", tmp_path / "mtp"]
     run("experiments/train_mtp.py", "--target", target_dir, "--dataset", answers, *tuned)
@@ -885,3 +845,13 @@ def test_what_cannot_be_served_is_told_before_a_server_starts(serve_v4, tmp_path
         with pytest.raises(SystemExit, match=f"^Error: .*{told}") as caught:
             serve_v4.main()
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("grid", sorted((ROOT / "experiments" / "grids").glob("*.py")), ids=lambda grid: grid.stem)
+def test_every_cell_of_a_grid_has_flags_that_train_takes(grid, tmp_path):
+    found = runpy.run_path(str(grid))
+    for flags in found["CELLS"].values():
+        words = shlex.split(flags.format(drafter=DRAFTER, work_dir=tmp_path))
+        parse(["--target", "target", "--output_dir", str(tmp_path), "--use_cpu", "true", *words])
+    assert found.get("LIKE", next(iter(found["CELLS"]))) in found["CELLS"]
+    assert found.get("METHODS", {}).keys() <= found["CELLS"].keys()

@@ -29,7 +29,7 @@ from hf_hyperdflash.training.losses.objective import Batch, collate
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
-    parser.add_argument("--dataset", required=True, help="the target's own answers (regenerate_answers.py)")
+    parser.add_argument("--dataset", required=True, help="the target's own answers (`hf-hyperdflash answers`)")
     parser.add_argument("--output", required=True, help="folder of the tuned block; features are cached beside it")
     parser.add_argument("--feature-cache-dir", help="a FeatureCache of these rows; <output>/features if unset")
     parser.add_argument("--steps-ahead", type=int, default=3)

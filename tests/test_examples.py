@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter, load_drafter, measure_acceptance
+from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from hf_hyperdflash.drafters.blocks.path import BlockPath
@@ -252,11 +253,6 @@ def test_profile_of_a_round_counts_kernels_and_waits():
     assert rows["ours"][3] == "1.0" and "decoding.py" in shown.split("Where ours waits")[1].split("Where")[0]
 
 
-def test_trace_of_a_generate():
-    shown = run("experiments/trace_generate.py")
-    assert shown.startswith("2 rounds: ") and " file switches" in shown and "decoding.py to " in shown
-
-
 HEADS = ["--vocab-size", 300, "--hidden-size", 128, "--layers", 1, "--repeats", 1, "--context", 8]
 
 
@@ -415,8 +411,8 @@ def test_from_text_to_a_working_pair(tmp_path):
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
     arguments = ["--target", target_dir, "--data", data, "--output", answers, "--max-new-tokens", 12]
-    run("examples/regenerate_answers.py", *arguments, "--limit", 20)
-    run("examples/regenerate_answers.py", *arguments, "--limit", 24)  # goes on: the first 20 are there
+    for limit in (20, 24):  # the second goes on: the first 20 are there
+        app(["answers", *map(str, arguments), "--limit", str(limit)], standalone_mode=False)
     rewritten = [json.loads(line)["messages"] for line in answers.read_text().splitlines()]
     assert len(rewritten) == len({messages[0]["content"] for messages in rewritten}) == 24
 
@@ -533,12 +529,10 @@ def test_prompts_are_sampled_past_a_batch_without_a_new_one(tmp_path):
     assert "20 batches in a row of 2 prompts with at most 1 tokens have no new one that ends; 0 are" in result.stderr
 
 
-@pytest.mark.parametrize("script", ["examples/regenerate_answers.py", "tools/sample_prompts.py"])
-def test_where_rows_go_is_looked_at_before_the_target_is(tmp_path, script):
+def test_where_prompts_go_is_looked_at_before_the_target_is(tmp_path):
     (tmp_path / "file").write_text("")
-    arguments = ["--target", "nowhere", "--output", tmp_path / "file" / "rows.jsonl"]
     result = python(
-        ROOT / script, *arguments, *["--data", "rows.jsonl"] * (script == "examples/regenerate_answers.py")
+        ROOT / "tools/sample_prompts.py", "--target", "nowhere", "--output", tmp_path / "file" / "rows.jsonl"
     )
     told = f"Error: {tmp_path / 'file'} cannot be made, because {tmp_path / 'file'} is a file. Choose another folder."
     assert result.returncode == 1 and result.stderr.strip() == told

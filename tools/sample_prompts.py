@@ -1,7 +1,7 @@
 """New prompts by the target itself: it continues the beginning of a user's turn (Magpie, arXiv:2406.08464).
 
     python tools/sample_prompts.py --target examples/models/tiny-deepseek-v4 --count 4000 --output prompts.jsonl
-    python examples/regenerate_answers.py --target ... --data prompts.jsonl --output answers.jsonl
+    hf-hyperdflash answers --target ... --data prompts.jsonl --output answers.jsonl
 
 A target answers prompts it was trained on more predictably than a user's. Where the prompts of its training are all
 there is, a drafter trained on its answers to them has seen the easy case only; sampled prompts are as new as a user's.

@@ -10,6 +10,7 @@ import typer
 from typer import Option
 
 from ..version import __version__
+from .answers import answers
 from .calibrate import calibrate
 from .generate import generate
 from .measure import benchmark, doctor, sweep
@@ -26,6 +27,7 @@ app = typer.Typer(
 
 _STOPPED = 130  # a shell's exit status for Ctrl-C
 _AFTERWARDS = {
+    "answers": " The same command goes on where it stopped.",
     "benchmark": " The same command goes on where it stopped.",
     "sweep": " The same command goes on where it stopped.",
     "train": " The same command with --resume_from_checkpoint True goes on from the last checkpoint, if one was "
@@ -96,6 +98,6 @@ def main(
 
 _ANY = {"add_help_option": False, "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 # In the order in which they are listed.
-for command in (generate, train, calibrate, card, doctor, export, push, benchmark, sweep):
+for command in (generate, answers, train, calibrate, card, doctor, export, push, benchmark, sweep):
     more: dict[str, Any] = _ANY if command is train else {}
     app.command(help=" ".join(str(command.__doc__).split()), **more)(command)

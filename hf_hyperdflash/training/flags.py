@@ -100,7 +100,7 @@ Train a HyperDFlash drafter, by default with the paper's recipe:
   {prog} --stage 2 --target TARGET --drafter stage-1 --output_dir my-drafter
 
 Stage 1 is general chat and code, stage 2 tasks (section 3.1: datasets, learning rates, 5 epochs, 4 rows per GPU on 8
-GPUs). Drafters accept more when the answers are the target's own: examples/regenerate_answers.py first. Several GPUs:
+GPUs). Drafters accept more when the answers are the target's own: `hf-hyperdflash answers` first. Several GPUs:
 
   accelerate launch --config_file examples/accelerate/ddp.yaml examples/train_drafter.py ...
 """

@@ -67,7 +67,7 @@ class HyperDFlashTrainer(Trainer):
     `cross_entropy`, `kl`, `tv`, `confidence` and `blind` ([`DrafterLoss`]). `evaluate` adds the tokens per
     verification round that generation of the held-out text would have: `teacher_forced_tau` greedily and
     `expected_tau` at temperature 1, from the probability that each draft is accepted. They assume that the text is the
-    target's own (`examples/regenerate_answers.py`). Add [`AcceptanceCallback`] for the acceptance of real generation
+    target's own (`hf-hyperdflash answers`). Add [`AcceptanceCallback`] for the acceptance of real generation
     beside them.
 
     Args:

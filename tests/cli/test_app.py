@@ -331,6 +331,7 @@ TRAIN = [
     "none",
 ]
 EXPORT = ["export", "cut-flat", "out", "--format", "deepspec"]
+ANSWERS = ["answers", "--target", TARGET, "--output", "out.jsonl"]
 CALIBRATE = ["calibrate", "--target", TARGET, "--max-new-tokens", "200", "--drafter"]
 NAMED = (
     'expected PATH, NAME=PATH, "NAME (4)=PATH", "NAME (auto)=PATH", "NAME (4, 16 nodes)=PATH" or '
@@ -413,6 +414,14 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     ([*CALIBRATE, "confident", "--data", "rows.jsonl"], 1, "missing"),
     (["calibrate", "--target", "no/where/at", *CALIBRATE[3:], "confident", "--data", "rows.jsonl"], 1,
      NO_TARGET["no/where/at"]),
+    *(([*ANSWERS, *rest], status, message) for rest, status, message in (
+        (["--data", "nowhere.jsonl"], 1, "No dataset file at 'nowhere.jsonl'"),
+        (["--data", "rows.jsonl", "--top-p", "0"], 2, "0.0 is no top-p: more than 0 and at most 1"),
+        (["--data", "rows.jsonl", "--limit", "0"], 2, "Invalid value for '--limit'"),
+        (["--data", "rows.jsonl", "--chat-template", "nowhere"], 2, "'nowhere' does not exist"),
+        (["--data", "rows.jsonl", "--output", "file/out.jsonl"], 1, "file is a file"),
+        (["--data", "rows.jsonl", "--target", "no/where/at"], 1, NO_TARGET["no/where/at"]),
+    )),
     (COMPARE, 1, "No method is given"),
     *(([*COMPARE, "--drafter", f"{name}={DRAFTER}"], 1, NAMED)
       for name in ("X (a)", "X (0)", "X (2", "", "X (4, 0 nodes)")),

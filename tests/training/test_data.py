@@ -1,8 +1,6 @@
-import importlib.util
 import json
 import logging
 import re
-import sys
 
 import datasets
 import pytest
@@ -10,7 +8,7 @@ import torch
 from datasets import Dataset, DatasetDict
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from hf_hyperdflash.training.data.blocks import anchor_candidates
 from hf_hyperdflash.training.data.file_positions import add_file_positions
@@ -425,7 +423,7 @@ def test_short_rows_are_counted(tokenizer, caplog):
 def test_data_without_answers_ends_early(tokenizer):
     asks = Dataset.from_list([{"turns": ["a"]}, {"turns": ["b"]}])
     for rows in (asks, asks.to_iterable_dataset()):
-        with pytest.raises(ValueError, match=r"No assistant text in .*turns.*regenerate_answers"):
+        with pytest.raises(ValueError, match=r"No assistant text in .*turns.*hf-hyperdflash answers"):
             prepare_dataset(rows, tokenizer, max_length=20)
     read = []
     endless = datasets.IterableDataset.from_generator(lambda: ({"turns": [str(read.append(1))]} for _ in range(10**6)))
@@ -499,182 +497,3 @@ def test_caching_recognizes_the_same_work(tokenizer):
     tokenizer("some text", truncation=True, max_length=5, padding="max_length")  # leaves a trace in the tokenizer
     assert fingerprint(tokenizer, 20) == fingerprint(AutoTokenizer.from_pretrained(TARGET), 20) == first
     assert len({first, fingerprint(tokenizer, 21), fingerprint(untagged(tokenizer), 20)}) == 3
-
-
-@pytest.fixture(scope="module")
-def script():
-    path = MODELS.parent / "regenerate_answers.py"
-    spec = importlib.util.spec_from_file_location("regenerate_answers", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-ENDS = {"tiny-deepseek-v4": ["Ġof", "(", "Ġ"], "tiny-qwen3": ["Ġtotal"]}
-
-
-@pytest.fixture(scope="module", params=ENDS)
-def ending_target(request, tmp_path_factory):
-    """A shipped target, but most of its answers end within a few tokens, so that conversations go on. One takes no
-    padding, the other's prompts of several lengths share batches."""
-    directory = tmp_path_factory.mktemp("target")
-    for file in (MODELS / request.param).iterdir():
-        if file.name != "generation_config.json":
-            (directory / file.name).symlink_to(file)
-    vocabulary = AutoTokenizer.from_pretrained(TARGET).get_vocab()
-    ends = [vocabulary[token] for token in (EOS, *ENDS[request.param])]
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "pad_token_id": 2}))
-    return directory
-
-
-@pytest.fixture
-def regenerate(script, ending_target, tmp_path, monkeypatch):
-    questions = [f"Tom has {n} apples and buys 4. How many?" for n in (3, 5, 7, 3)] + ["Write a Python function."]
-    rows = [{"messages": chat(question, "x")} for question in questions]
-    rows += [{"messages": chat(question, "x", "Why?", "y")} for question in questions[1:]]
-    rows[-1]["messages"].insert(0, {"role": "system", "content": "Be brief."})
-    rows += [{"messages": [{"role": "assistant", "content": "Hi"}]}]
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-
-    def run(output, *options):
-        arguments = ["--target", ending_target, "--data", tmp_path / "data.jsonl", "--output", tmp_path / output]
-        arguments += ["--max-new-tokens", 5, "--batch-size", 2, *options]
-        monkeypatch.setattr(sys, "argv", ["regenerate_answers.py", *map(str, arguments)])
-        script.main()
-        return (tmp_path / output).read_text().splitlines()
-
-    return run
-
-
-def test_regenerated_answers_are_the_targets(regenerate, ending_target, tokenizer):
-    rows = [json.loads(line) for line in regenerate("answers.jsonl")]
-    assert len(rows) == 8
-    target = AutoModelForCausalLM.from_pretrained(ending_target, dtype=torch.float32).eval()
-    kinds = set()
-    for row in rows:
-        for i, message in enumerate(row["messages"]):
-            if message["role"] == "assistant":
-                ids = encode_prompts(tokenizer, [{"messages": row["messages"][: i + 1]}])[0]
-                answer = target.generate(ids, do_sample=False, max_new_tokens=5)[0, ids.shape[1] :].tolist()
-                ended = answer[-1] in target.generation_config.eos_token_id
-                assert message["content"] == tokenizer.decode(answer[:-1] if ended else answer)
-                assert ended or message is row["messages"][-1]  # nothing follows an answer that is cut off
-        assert row["truncated"] == (not ended)
-        kinds.add((sum(m["role"] == "user" for m in row["messages"]), row["truncated"]))
-    assert kinds >= {(1, False), (1, True), (2, True)}  # answered turns, cut off
-
-
-@pytest.mark.parametrize(
-    "options",
-    [[], ["--temperature", 1.0, "--top-p", 0.9], ["--thinking", "--chat-template", TARGET / "chat_template.jinja"]],
-)
-def test_a_killed_run_ends_in_the_same_answers(regenerate, tmp_path, options):
-    whole = regenerate("whole.jsonl", *options)
-    cut = tmp_path / "cut.jsonl"
-    cut.write_text("\n".join([*whole[::3], whole[1][:30]]))
-    assert sorted(regenerate("cut.jsonl", *options)) == sorted(whole)
-    assert regenerate("cut.jsonl", *options) == cut.read_text().splitlines()
-
-
-def test_the_bar_counts_what_was_done_and_moves_by_batches(regenerate, script, tmp_path, monkeypatch):
-    bars = []
-
-    class Recorded(script.tqdm):
-        def __init__(self, **options):
-            super().__init__(**options)
-            self.steps, self.options = [], options
-            bars.append(self)
-
-        def update(self, n=1):
-            self.steps.append(n)
-            return super().update(n)
-
-    monkeypatch.setattr(script, "tqdm", Recorded)
-    whole = regenerate("answers.jsonl")
-    (tmp_path / "answers.jsonl").write_text("\n".join(whole[:3]) + "\n")
-    regenerate("answers.jsonl")
-    first, second = bars
-    assert (first.options["initial"], second.options["initial"]) == (0, 3) and {bar.total for bar in bars} == {8}
-    assert first.n == second.n == 8 and sum(first.steps) == 8 and max(first.steps) == 2  # two in a batch
-    assert first.smoothing == 0  # the mean, not the last batch
-
-
-def test_questions_keep_what_their_row_says_beside_them(regenerate, script, tmp_path):
-    row = {"question": "q", "answer": "a", "system_prompt": "s", "history": [["q0", "a0"]], "messages": None}
-    said = [(m["role"], m["content"]) for m in script.user_turns(row, "!")]
-    assert said == [("system", "s"), ("user", "q0"), ("user", "q!")]
-    assert script.user_turns({"messages": CHATS[0], "question": None}, "!")[0]["content"] == CHATS[0][0]["content"]
-    with (tmp_path / "data.jsonl").open("a") as file:  # a question that is there without tools, too
-        file.write("\n" + json.dumps({"messages": chat("Write a Python function.", "x"), "tools": TOOLS}))
-    rows = [json.loads(line) for line in regenerate("answers.jsonl")]
-    assert [read_tools(row) for row in rows if "tools" in row] == [TOOLS] and len(rows) == 9
-    assert sum(row["messages"][0]["content"] == "Write a Python function." for row in rows if len(row) == 3) >= 1
-
-
-def test_answers_of_other_settings_are_not_mixed(regenerate, script, tmp_path, monkeypatch, capsys):
-    whole = regenerate("answers.jsonl")
-    truncated = sum(json.loads(line)["truncated"] for line in whole)
-    assert truncated and f"8 rows in {tmp_path / 'answers.jsonl'}; {truncated} of them hit" in capsys.readouterr().out
-    monkeypatch.setattr(script, "load_target", lambda *args, **kwargs: pytest.fail("it was loaded"))
-    assert regenerate("answers.jsonl") == whole
-    told = capsys.readouterr().out.splitlines()
-    assert told[-2] == "All 8 prompts are answered already." and told[-1].startswith("8 rows in ")
-    for option, message in (
-        (["--max-new-tokens", 7], "--max-new-tokens was 5 and is 7"),
-        (["--question-suffix", "?"], "--question-suffix was '' and is '\\?'"),
-        (["--temperature", 1.0], "--temperature was 0.0 and is 1.0"),
-    ):
-        with pytest.raises(ValueError, match=f"answers.jsonl has answers of other settings: {message}. Name another"):
-            regenerate("answers.jsonl", *option)
-    assert (tmp_path / "answers.jsonl").read_text().splitlines() == whole
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        (["--limit", -3], "--limit is -3, expected at least 1"),
-        (["--max-new-tokens", 0], "--max-new-tokens is 0, expected at least 1"),
-        (["--temperature", -1], "--temperature is -1.0, expected at least 0"),
-        (["--top-p", 0], "--top-p is 0.0, expected more than 0"),
-        (["--target", "nomodel"], "nomodel"),
-    ],
-)
-def test_what_cannot_be_answered_is_refused_before_anything_is_loaded(regenerate, script, tmp_path, option, message):
-    with pytest.raises((ValueError, OSError), match=message) as refused:
-        regenerate("answers.jsonl", *option)
-    if option[-1] == "nomodel":
-        with pytest.raises(type(refused.value), match=re.escape(str(refused.value))):
-            script.check_target("nomodel")
-    assert {path.name for path in tmp_path.iterdir()} <= {"data.jsonl"}
-
-
-def test_an_output_of_something_else_is_left_as_it_is(regenerate, tmp_path, capsys):
-    other = tmp_path / "other.jsonl"
-    other.write_text('{"messages": [{"role": "user", "content": "q"}]}\nand no newline')
-    with pytest.raises(ValueError, match=r"other\.jsonl:1 was not written by this script"):
-        regenerate("other.jsonl")
-    assert other.read_text().endswith("and no newline")
-    with (tmp_path / "data.jsonl").open("a") as file:
-        file.write('\n{"messages": [{"role": "user", "content": null}]}')
-    capsys.readouterr()
-    whole = regenerate("answers.jsonl")
-    told = capsys.readouterr().out
-    assert re.search(
-        r"Skipped 1 of 11 rows cannot be used, the first of them .*data\.jsonl:11: A message by 'user'", told
-    )
-    assert len(whole) == 8
-
-
-def test_generated_reasoning_is_kept_apart(script, tokenizer):
-    def answer(text, thinking=True):
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        message, truncated = script.answer_of(tokenizer, ids, [tokenizer.eos_token_id], thinking)
-        assert message.pop("role") == "assistant"
-        return message, truncated
-
-    assert answer(f"so</think>\nyes{EOS}{EOS}") == ({"reasoning_content": "so", "content": "\nyes"}, False)
-    assert answer("so</think>yes") == ({"reasoning_content": "so", "content": "yes"}, True)
-    assert answer(f"so{EOS}") == ({"reasoning_content": "so", "content": ""}, True)  # reasoning that has no end
-    assert answer(f"yes{EOS}", thinking=False) == ({"content": "yes"}, False)
-    emoji = tokenizer("👋", add_special_tokens=False)["input_ids"]
-    assert len(emoji) > 1 and script.answer_of(tokenizer, emoji[:-1], [1], False)[0]["content"] == ""

@@ -726,7 +726,7 @@ def _no_assistant_text(position: str, columns: list[str]) -> ValueError:
         f"No assistant text in {position} (columns {sorted(set(columns) - {POSITION_COLUMN})}): expected "
         "conversations that end with an answer of at least two tokens, and a chat template whose "
         "{% generation %} tags, if it has any, "
-        "enclose the assistant's text. `examples/regenerate_answers.py` writes the target's answers to datasets that "
+        "enclose the assistant's text. `hf-hyperdflash answers` writes the target's answers to datasets that "
         "only ask."
     )
 

@@ -1,0 +1,76 @@
+"""`hf-hyperdflash answers`: a dataset's prompts, answered by the target itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import BadParameter, Option
+
+from . import options
+from .models import announce, check_loadable, check_writable
+
+
+def _top_p(value: float) -> float:
+    if not 0 < value <= 1:
+        raise BadParameter(f"{value} is no top-p: more than 0 and at most 1.")
+    return value
+
+
+def answers(
+    target: options.Target,
+    data: Annotated[list[str], Option(help="A .jsonl, .json or .parquet file or a Hub name; repeatable.")],
+    output: Annotated[
+        Path, Option(dir_okay=False, help="A .jsonl file of conversations; a stopped run continues there.")
+    ],
+    split: Annotated[str, Option(help="Of the datasets.")] = "train",
+    limit: Annotated[int | None, Option(min=1, help="Rows of each dataset; all if unset.")] = None,
+    question_suffix: Annotated[str, Option(help="Put after the question of question/answer rows.")] = "",
+    chat_template: Annotated[
+        Path | None, Option(exists=True, dir_okay=False, help="A Jinja file, where the tokenizer has none.")
+    ] = None,
+    thinking: Annotated[bool, Option("--thinking", help="Reason first; stored as reasoning_content.")] = False,
+    batch_size: Annotated[int, Option(min=1, help="Prompts that are answered together.")] = 64,
+    max_prompt_length: Annotated[int, Option(min=1, help="Tokens; a longer prompt ends its conversation.")] = 4096,
+    max_new_tokens: options.NewTokens = 256,
+    temperature: options.Temperature = 0.0,
+    top_p: Annotated[float, Option(callback=_top_p, help="Of sampling: more than 0 and at most 1.")] = 1.0,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = None,
+    device_map: options.DeviceMap = None,
+    threads: options.Threads = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+) -> None:
+    """Let the target answer a dataset's prompts: drafters that are trained on its own answers accept more."""
+    check_writable(output.parent)
+    check_loadable(target, [], device_map)
+    import torch
+
+    from ..hub.loading import load_target, load_tokenizer
+    from ..training.data.answers import AnswerSettings, WrittenAnswers, check_tokenizer, read_conversations
+
+    settings = AnswerSettings(
+        question_suffix, max_prompt_length, max_new_tokens, temperature, top_p, thinking, seed, dtype, batch_size
+    )
+    tokenizer = load_tokenizer(target, trust_remote_code)
+    if chat_template:
+        tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+    check_tokenizer(target, tokenizer, thinking)
+    conversations = read_conversations(data, tokenizer, settings, split, limit)
+    written = WrittenAnswers(output, settings.written(target, tokenizer))
+    waiting = {conversation.prompt_id for conversation in conversations} - written.answers.keys()
+    if waiting:
+        if written.answers:
+            typer.echo(f"{len(written.answers)} rows are in {output} already, {len(waiting)} prompts to answer.")
+        announce("target", target)
+        if threads:
+            torch.set_num_threads(threads)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = dtype or ("float32" if device == "cpu" else "auto")
+        device_map = device_map or device
+        model = load_target(target, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
+        written.add(model, tokenizer, conversations, settings)
+    else:
+        typer.echo(f"All {len(conversations)} prompts are answered already.")
+    typer.echo(written.summary(max_new_tokens))

@@ -1,0 +1,317 @@
+"""Answers of the target itself to the prompts of a dataset: drafters that are trained on them accept more.
+
+Every user turn of a conversation is answered in sequence; the answers of the dataset are not read. Prompts of about
+one length share a batch, padded on the left; prompts of exactly one length where the target's text would depend on
+the padding, as DeepSeek-V4's does. Batches and random seeds follow from the prompts alone, so that a stopped run that
+is started again with the same arguments ends in the same text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import groupby, takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ...targets.registry import target_of
+from .file_positions import add_file_positions, locating_errors
+from .messages import Message, read_tools, to_messages
+from .rows import load_rows, render
+
+Answer = tuple[Message, bool]  # and whether it is cut off, so that it has no end to learn from
+
+END_THINK = "</think>"
+CHUNK = 16  # batches of conversations with several turns that are answered together: their lengths drift apart
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """What shapes an answer. All but the batch size is written beside the answers (`answers.jsonl.settings`).
+
+    Attributes:
+        question_suffix: What is put after the question of question/answer rows.
+        max_prompt_length: Tokens; a longer prompt ends its conversation.
+        max_new_tokens: Most tokens of an answer.
+        temperature: 0 is greedy.
+        top_p: Of sampling.
+        thinking: Whether the target reasons first; stored as `reasoning_content`.
+        seed: Of sampling, and of the order of the batches.
+        dtype: As it was asked for, of the target.
+        batch_size: Prompts that are answered together, at most.
+    """
+
+    question_suffix: str = ""
+    max_prompt_length: int = 4096
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    thinking: bool = False
+    seed: int = 0
+    dtype: str | None = None
+    batch_size: int = 64
+
+    def written(self, target: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """What is written beside the answers, the target without this machine's folders."""
+        template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16]
+        name = Path(target).name if Path(target).exists() else target
+        shaping = {key: value for key, value in asdict(self).items() if key != "batch_size"}
+        return {"target": name, "chat_template": template, **shaping}
+
+
+def check_tokenizer(target: str, tokenizer: PreTrainedTokenizerBase, thinking: bool) -> None:
+    """Raise a `ValueError` if the tokenizer has no chat template, or no end of the reasoning that is asked for."""
+    if not tokenizer.chat_template:
+        raise ValueError(f"The tokenizer of {target} has no chat template: name one with `--chat-template FILE`.")
+    if thinking and END_THINK not in tokenizer.get_vocab():
+        raise ValueError(f"`--thinking`: the tokenizer of {target} has no {END_THINK} token to end reasoning with.")
+
+
+class Conversation:
+    """Messages so far and user turns that wait; `ids` is the prompt of the next answer."""
+
+    def __init__(self, turns: list[Message], tools: list[Any] | None) -> None:
+        self.prompt_id, self.waiting, self.tools = prompt_id(turns, tools), turns, tools
+        self.has_several = sum(message["role"] == "user" for message in turns) > 1
+        self.messages: list[Message] = []
+        self.truncated = False
+        self.ids: list[int] = []
+
+    def ask(self, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings) -> bool:
+        """Go on to the next user turn. False if the conversation is over, as where the chat template refuses more."""
+        messages = list(self.messages)
+        while self.waiting and (not messages or messages[-1]["role"] != "user"):
+            messages.append(self.waiting.pop(0))
+        if self.truncated or not messages or messages[-1]["role"] != "user":
+            return False
+        try:
+            text = render(tokenizer, messages, self.tools, settings.thinking, prompt=True)
+        except ValueError:
+            if not self.messages:
+                raise
+            return False
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) > settings.max_prompt_length:
+            return False
+        self.messages, self.ids = messages, ids
+        return True
+
+    def row(self) -> dict[str, Any]:
+        """The line that is written of it."""
+        row = {"messages": self.messages, "truncated": self.truncated, "prompt_id": self.prompt_id}
+        return row | ({"tools": json.dumps(self.tools)} if self.tools else {})
+
+
+def prompt_id(messages: list[Message], tools: list[Any] | None = None) -> str:
+    """What a conversation is recognized by when a run goes on: its tools, its system prompt and all user turns."""
+    asked = [[m["role"], m["content"]] for m in messages if m["role"] != "assistant"] + (tools or [])
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+
+
+def user_turns(row: dict[str, Any], suffix: str) -> list[Message]:
+    """System and user messages up to the first that depends on an answer of the dataset, as a tool's does."""
+    turns = [dict(message) for message in to_messages(row) if message["role"] != "assistant"]
+    if row.get("question"):
+        [message for message in turns if message["role"] == "user"][-1]["content"] += suffix
+    return list(takewhile(lambda message: message["role"] in ("system", "developer", "user"), turns))
+
+
+def read_conversations(
+    sources: Iterable[str],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: AnswerSettings,
+    split: str = "train",
+    limit: int | None = None,
+) -> list[Conversation]:
+    """The different prompts of datasets, `limit` rows of each, and a line on what is left out.
+
+    Raises:
+        ValueError: If no row can be used.
+    """
+    found: dict[str, Conversation] = {}
+    refused: list[str] = []
+    read = 0
+    for source in sources:
+        rows = load_rows(source, split)
+        rows = add_file_positions(rows.select(range(min(limit or len(rows), len(rows)))), source)
+        for row in rows:
+            read += 1
+            try:
+                with locating_errors(row, read - 1):
+                    conversation = Conversation(user_turns(row, settings.question_suffix), read_tools(row))
+                    if conversation.prompt_id not in found and conversation.ask(tokenizer, settings):
+                        found[conversation.prompt_id] = conversation
+            except ValueError as error:
+                refused.append(str(error))
+    rest = read - len(found) - len(refused)
+    print(f"{len(found)} conversations; {rest} repeated, too long or without a question")
+    if refused:
+        message = f"{len(refused)} of {read} rows cannot be used, the first of them {refused[0]}"
+        if not found:
+            raise ValueError(message)
+        print(f"Skipped {message}")
+    return list(found.values())
+
+
+class WrittenAnswers:
+    """The answers in a file, and what shaped them in the file beside it.
+
+    Raises:
+        ValueError: If other settings shaped what is written, or something else wrote it.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.path, self.settings = path, settings
+        self.beside = path.with_name(f"{path.name}.settings")  # a suffix that nobody reads as rows
+        self._check_settings()
+        self.answers = self._read()
+        self.cut = [answers[-1][1] for answers in self.answers.values()]
+
+    def _check_settings(self) -> None:
+        then = json.loads(self.beside.read_text()) if self.beside.exists() and self.path.exists() else {}
+        changed = sorted(name for name in then.keys() & self.settings.keys() if then[name] != self.settings[name])
+        if changed:
+            differ = "; ".join(
+                f"--{name.replace('_', '-')} was {then[name]!r} and is {self.settings[name]!r}" for name in changed
+            )
+            raise ValueError(
+                f"{self.path} has answers of other settings: {differ}. Name another --output, or delete that one."
+            )
+
+    def _read(self) -> dict[str, list[Answer]]:
+        """Messages by conversation. The unfinished last line of a killed run is removed."""
+        if not self.path.exists():
+            return {}
+        lines, newline, _ = self.path.read_bytes().rpartition(b"\n")
+        found = {}
+        for number, line in enumerate(lines.splitlines(), start=1):
+            try:
+                row = json.loads(line)
+                *earlier, last = row["messages"]
+                answers = [*((message, False) for message in earlier), (last, row["truncated"])]
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(
+                    f"{self.path}:{number} was not written by `hf-hyperdflash answers`: name another --output."
+                ) from None
+            found[row.get("prompt_id") or prompt_id(row["messages"])] = answers
+        os.truncate(self.path, len(lines + newline))
+        return found
+
+    def add(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        asked: list[Conversation],
+        how: AnswerSettings,
+    ) -> None:
+        """Answer the conversations that have no answer yet, and write each line at once."""
+        waiting = {conversation.prompt_id for conversation in asked} - self.answers.keys()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.beside.write_text(json.dumps(self.settings, indent=1))
+        bar = {"total": len(asked), "initial": len(asked) - len(waiting), "smoothing": 0}  # its end by the mean
+        with self.path.open("a") as file, tqdm(**bar, desc="answering", unit="prompt") as progress:
+            for chunk in _chunks(asked, target, how):
+                for over in self._answered(target, tokenizer, chunk, how):
+                    new = [conversation for conversation in over if conversation.prompt_id in waiting]
+                    file.writelines(json.dumps(conversation.row()) + "\n" for conversation in new)
+                    file.flush()
+                    self.cut += [conversation.truncated for conversation in new]
+                    progress.update(len(new))  # at once: the first of a batch took no less time than all of it
+
+    def _answered(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        chunk: list[Conversation],
+        how: AnswerSettings,
+    ) -> Iterator[list[Conversation]]:
+        """Answer all turns of some conversations; yield those of a batch that are over. One that is all written is
+        only read."""
+        while chunk:
+            following: list[Conversation] = []
+            for group in _groups(chunk, target):
+                for batch in _pieces(group, how.batch_size):
+                    if all(len(c.messages) < len(self.answers.get(c.prompt_id, ())) for c in batch):
+                        answers = [self.answers[c.prompt_id][len(c.messages)] for c in batch]
+                    else:
+                        answers = answer_batch(target, tokenizer, batch, how)
+                    over: list[Conversation] = []
+                    for conversation, (message, truncated) in zip(batch, answers):
+                        conversation.truncated = truncated
+                        conversation.messages.append(message)
+                        (following if conversation.ask(tokenizer, how) else over).append(conversation)
+                    yield over
+            chunk = following
+
+    def summary(self, max_new_tokens: int) -> str:
+        text = f"{len(self.cut)} rows in {self.path}"
+        if any(self.cut):
+            text += (
+                f"; {sum(self.cut)} of them hit --max-new-tokens {max_new_tokens}: training uses these as far as they "
+                "go, without an end"
+            )
+        return f"{text}."
+
+
+def _groups(conversations: list[Conversation], target: PreTrainedModel) -> list[list[Conversation]]:
+    """Those that may share batches, shortest first: all of them, or those of each length."""
+    ordered = sorted(conversations, key=lambda c: len(c.ids))
+    by_length = target_of(target).skips_padding
+    return [list(group) for _, group in groupby(ordered, key=lambda c: len(c.ids) if by_length else 0)]
+
+
+def _pieces(conversations: list[Conversation], size: int) -> list[list[Conversation]]:
+    return [conversations[first : first + size] for first in range(0, len(conversations), size)]
+
+
+def _chunks(
+    conversations: list[Conversation], target: PreTrainedModel, how: AnswerSettings
+) -> list[list[Conversation]]:
+    """Conversations that share batches: single turns; longer ones with neighbours in length."""
+    single, several = ([c for c in conversations if c.has_several == wanted] for wanted in (False, True))
+    chunks = [piece for group in _groups(single, target) for piece in _pieces(group, how.batch_size)]
+    chunks += _pieces(sorted(several, key=lambda c: len(c.ids)), CHUNK * how.batch_size)
+    random.Random(how.seed).shuffle(chunks)  # a run that is stopped early has seen prompts of all kinds
+    return chunks
+
+
+def answer_batch(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: list[Conversation], how: AnswerSettings
+) -> list[Answer]:
+    """The target's answers to the prompts of a batch."""
+    device: Any = target.get_input_embeddings().weight.device
+    prompts = [torch.tensor(conversation.ids, device=device) for conversation in batch]
+    masks = [torch.ones_like(prompt) for prompt in prompts]
+    ids, mask = (pad_sequence(rows, batch_first=True, padding_side="left") for rows in (prompts, masks))
+    torch.manual_seed(how.seed + int(batch[0].prompt_id[:8], 16) + len(batch[0].messages))
+    options: dict[str, Any] = {"do_sample": False}
+    if how.temperature:
+        options = {"do_sample": True, "temperature": how.temperature, "top_p": how.top_p, "top_k": 0}
+    model: Any = target
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=how.max_new_tokens, **options)
+    ends: Any = target.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    return [parse_answer(tokenizer, row, ends, how.thinking) for row in out[:, ids.shape[1] :].tolist()]
+
+
+def parse_answer(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: list[int], thinking: bool) -> Answer:
+    """The message of generated tokens, its reasoning apart, and whether it is cut off."""
+    end = next((place for place, token in enumerate(ids) if token in ends), None)
+    ids, truncated, message = ids[:end], end is None, {"role": "assistant"}
+    if thinking:
+        mark = tokenizer.convert_tokens_to_ids(END_THINK)
+        at = ids.index(mark) if mark in ids else len(ids)
+        truncated |= at == len(ids)
+        message["reasoning_content"], ids = str(tokenizer.decode(ids[:at], skip_special_tokens=True)), ids[at + 1 :]
+    message["content"] = str(tokenizer.decode(ids, skip_special_tokens=True))
+    # A cut may fall within a character.
+    return {key: text.rstrip("\ufffd") if truncated else text for key, text in message.items()}, truncated

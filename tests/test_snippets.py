@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from hf_hyperdflash import Drafter, Eagle3Drafter, HyperDFlashDrafter, SpecBlockDrafter, load_drafter, load_target
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.hub.formats import export_dflash
-from hf_hyperdflash.training.flags import help_text
+from hf_hyperdflash.training.script import make_parser
 from hf_hyperdflash.trees.growth import DraftStep
 
 from .conftest import MODELS, prompt, tiny_target
@@ -53,7 +53,7 @@ for drafter in [drafter, *(load_drafter(other, target=target) for other in {othe
     assert drafter.last_stats.nodes, drafter
     drafter.unbind(target)
 """
-TRAIN_FLAGS = set(re.findall(r"^  (--\w+)", help_text("train"), re.MULTILINE))
+TRAIN_FLAGS = set(make_parser([])._option_string_actions)
 OF_OTHERS = {"--config_file"}  # accelerate's
 OF_TOOLS = re.compile(r"^from (lm_eval|trl|transformers\.cli)\b", re.MULTILINE)  # run in tests/tools/
 ONE_AFTER_THE_OTHER = """

@@ -6,7 +6,7 @@ import os
 
 import typer
 
-from ..training.flags import check_known, help_text
+from ..training.flags import help_text
 
 
 def train(context: typer.Context) -> None:
@@ -15,7 +15,6 @@ def train(context: typer.Context) -> None:
     if {"-h", "--help"} & set(context.args):
         typer.echo(help_text(context.command_path))
         return
-    check_known(context.args)
     if os.environ.get("RANK", "0") == "0":  # of several processes, the first
         typer.echo("Loading PyTorch and transformers ...", err=True)
     from ..training.script import main

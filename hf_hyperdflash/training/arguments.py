@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
-from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from .features.store import FEATURE_DTYPES
 
@@ -165,8 +164,6 @@ class HyperDFlashTrainingArguments(TrainingArguments):
     packing: bool = field(default=False, metadata={"help": "Lay several conversations in one row."})
 
     def __post_init__(self) -> None:
-        if self.bf16 and not (self.use_cpu or is_torch_bf16_gpu_available() or is_torch_xla_available()):
-            raise ValueError("`bf16` is True, expected a GPU that computes in it: leave it out, or set `use_cpu`.")
         super().__post_init__()
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False  # a step uses every parameter of a drafter

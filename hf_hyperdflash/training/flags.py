@@ -1,17 +1,14 @@
-"""The flags of `hf-hyperdflash train`, and their help without PyTorch: what is defined elsewhere is read there."""
+"""The flags of `hf-hyperdflash train`, and the help of its own ones without PyTorch."""
 
 from __future__ import annotations
 
 import ast
-import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ..hub.kinds import KINDS
 
@@ -106,47 +103,30 @@ GPUs). Drafters accept more when the answers are the target's own: `hf-hyperdfla
 """
 
 
+THEIRS = """\
+Training, transformers' own: every argument of its TrainingArguments is a flag, too, with the default it has there,
+but for
+
+{set_here}
+
+`python -c "help(__import__('transformers').TrainingArguments)"` lists them.
+"""
+
+
 def help_text(prog: str) -> str:
-    """All flags with their defaults, those of stage 1 where the stages differ."""
+    """Our flags with their defaults, those of stage 1 where the stages differ, and what transformers' own are."""
     parts = [INTRODUCTION.format(prog=prog)]
     for title, flags in _flags().items():
         parts += ["", f"{title}:", *(_entry(name, *told) for name, told in flags.items())]
-    return "\n".join(parts)
-
-
-def option_names() -> set[str]:
-    """Every flag as transformers' parser takes it: with hyphens, too, and as `--no_x` where x is on by itself."""
-    told = {name: default for flags in _flags().values() for name, (default, _) in flags.items()}
-    names = {*told, *(f"no_{name}" for name, default in told.items() if default == "True")}
-    return {f"--{name}" for one in names for name in (one, one.replace("_", "-"))}
-
-
-def check_known(argv: Sequence[str]) -> None:
-    """Refuse a flag that there is not, before PyTorch is loaded for what the others are set to.
-
-    Raises:
-        ValueError: If there is one.
-    """
-    known = option_names()
-    for word in argv:
-        # Else it is what a flag is set to, as argparse sees it.
-        if re.match(r"--\w\S*$", word) and word.partition("=")[0] not in known:
-            raise unknown_flag(word)
-
-
-def unknown_flag(word: str) -> ValueError:
-    near = "".join(f": {name}, perhaps" for name in get_close_matches(word.partition("=")[0], option_names(), 1))
-    return ValueError(f"`train` knows no {word!r}{near}. `train --help` lists its flags.")
+    set_here = "\n".join(f"  --{name} {value}" for name, value in _BOTH_STAGES.items())
+    return "\n".join([*parts, "", THEIRS.format(set_here=set_here)])
 
 
 def _flags() -> dict[str, dict[str, tuple[str, str]]]:
-    """Default and help of each, by what they are for."""
+    """Default and help of each of ours, by what they are for."""
     script = {part.name: (_shown(part.default), part.metadata["help"]) for part in fields(ScriptArguments)}
-    ours = dict(_fields_in(Path(__file__).with_name("arguments.py"), "HyperDFlashTrainingArguments"))
-    # Beside `transformers/__init__.py`, which stays unimported.
-    source = Path(cast(Any, find_spec("transformers")).origin).with_name("training_args.py")
-    theirs = {name: told for name, told in _fields_in(source, "TrainingArguments") if name not in ours}
-    return {"The run": script, "Training a drafter": ours, "Training, transformers' own": theirs}
+    source = Path(__file__).with_name("arguments.py")  # to import it takes PyTorch
+    return {"The run": script, "Training a drafter": dict(_fields_in(source, "HyperDFlashTrainingArguments"))}
 
 
 def _entry(name: str, default: str, help: str) -> str:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -36,7 +37,7 @@ from .acceptance import AcceptanceCallback, check_metric
 from .arguments import HyperDFlashTrainingArguments
 from .data.file_positions import add_file_positions
 from .data.rows import encode_prompts, load_rows
-from .flags import STAGES, ScriptArguments, unknown_flag
+from .flags import STAGES, ScriptArguments
 from .runs.checkpoints import (
     apply_umask,
     checkpoint_to_resume,
@@ -81,7 +82,9 @@ def parse(argv: list[str] | None, prog: str | None = None) -> tuple[ScriptArgume
     parser = make_parser(argv, prog)
     script, args, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
-        raise unknown_flag(unknown[0])
+        names = [name for name in parser._option_string_actions if name.startswith("--")]
+        near = "".join(f": {name}, perhaps" for name in get_close_matches(unknown[0].partition("=")[0], names, 1))
+        raise ValueError(f"`train` knows no {unknown[0]!r}{near}. `train --help` lists its flags.")
     _check(script, args)
     return script, args
 

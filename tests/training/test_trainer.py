@@ -759,7 +759,6 @@ def test_no_features_are_written_for_arguments_that_do_not_fit(tmp_path, target)
         ("ce_weight", "1", "a number of at least 0"), ("kl_positions", 1.5, "a whole number of at least 1"),
         ("max_length", 1, "a whole number of at least 2"), ("num_anchors", 1.5, "a whole number of at least 1"),
         ("per_device_train_batch_size", 0, "a whole number"), ("gradient_accumulation_steps", 0, "a whole number"),
-        ("bf16", True, "a GPU that computes in it"),
         ("max_steps", -5, "a whole number of at least 1"), ("max_steps", 0, "a whole number of at least 1"),
         ("num_train_epochs", 0, "a number of more than 0"), ("num_train_epochs", -1.0, "a number of more than 0"),
         ("weight_decay", -1.0, "a number of at least 0"), ("save_steps", 0, "a number of more than 0"),

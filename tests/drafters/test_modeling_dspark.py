@@ -457,11 +457,11 @@ def test_bind_checks_the_pair(drafter, target):
     with pytest.raises(ValueError, match=r"64, but this target's is 80.*`DeepseekV4DSparkDrafter\.from_target"):
         drafter.bind(tiny_target(vocab_size=80))
     with pytest.raises(ValueError, match=r"`hidden_size` 32, but this target's is 64"):
-        drafter.check_target(tiny_target(hidden_size=64))
+        drafter.check_target(target_of(tiny_target(hidden_size=64)))
     with pytest.raises(ValueError, match=r"`hc_mult` 4, but this target's is 2"):
-        drafter.check_target(tiny_target(hc_mult=2))
+        drafter.check_target(target_of(tiny_target(hc_mult=2)))
     with pytest.raises(ValueError, match=r"reads layers \[0, 1, -1\], but this target's are 0 to 0"):
-        drafter.check_target(tiny_target(layer_types=["sliding_attention"]))
+        drafter.check_target(target_of(tiny_target(layer_types=["sliding_attention"])))
 
 
 @pytest.mark.parametrize("length", [3, 26])

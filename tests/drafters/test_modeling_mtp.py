@@ -397,12 +397,12 @@ def test_bind_checks_the_pair(drafter, target):
     with pytest.raises(ValueError, match=r"`vocab_size` 64, but this target's is 80"):
         drafter.bind(tiny_target(vocab_size=80))
     with pytest.raises(ValueError, match=r"`hidden_size` 32, but this target's is 64"):
-        drafter.check_target(tiny_target(hidden_size=64))
+        drafter.check_target(target_of(tiny_target(hidden_size=64)))
     with pytest.raises(ValueError, match=r"`hc_mult` 4, but this target's is 2"):
-        drafter.check_target(tiny_target(hc_mult=2))
+        drafter.check_target(target_of(tiny_target(hc_mult=2)))
     llama = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     with pytest.raises(ValueError, match=r"hc_mult` 4, but this target.s is 1"):
-        drafter.check_target(LlamaForCausalLM(llama))
+        drafter.check_target(target_of(LlamaForCausalLM(llama)))
 
 
 def test_the_shipped_target_accepts_its_own_mtps_drafts():

@@ -609,7 +609,7 @@ def test_others_drafters_know_their_target_once_they_are_bound(tmp_path, target)
     drafter = load_drafter(safeailab(tmp_path, eagle3_tensors()), dtype=torch.float32)
     assert drafter.config.target_model_type == "" and drafter.config.target_num_layers == 0
     with pytest.raises(ValueError, match=r"but this target's is 32. Load the drafter's own target or make") as caught:
-        drafter.check_target(tiny_target())
+        drafter.check_target(target_of(tiny_target()))
     assert "deepseek" not in str(caught.value)
     drafter.check_target(target_of(target))
     assert drafter.config.target_model_type == "qwen3" and drafter.config.target_num_layers == 8

@@ -250,7 +250,7 @@ def test_profile_of_a_round_counts_kernels_and_waits():
     shown = run("experiments/benchmark", "rounds", *LOOP)
     rows = rows_of(shown)
     assert all(row[0] == "the target's" and float(row[2]) > 100 for row in rows.values()), shown
-    assert rows["ours"][3] == "1.0" and "decoding.py" in shown.split("Where ours waits")[1].split("Where")[0]
+    assert rows["ours"][3] == "1.0" and "loop.py" in shown.split("Where ours waits")[1].split("Where")[0]
 
 
 HEADS = ["--vocab-size", 300, "--hidden-size", 128, "--layers", 1, "--repeats", 1, "--context", 8]

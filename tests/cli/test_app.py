@@ -569,7 +569,7 @@ run()
 @pytest.mark.parametrize(("rank", "where"), [("0", ""), ("1", " in process 1")])
 def test_of_several_processes_each_tells_which_it_is(monkeypatch, capsys, rank, where):
     monkeypatch.setenv("RANK", rank)
-    code, (line,) = ended(monkeypatch, capsys, "train", "--bogus")
+    code, (line,) = ended(monkeypatch, capsys, "train", "--target", "a", "--output_dir", "b", "--bogus")
     assert code == 1 and line.startswith(f"Error{where}: `train` knows no '--bogus'")
 
 

@@ -7,11 +7,16 @@
 The target writes each prompt's text, and the drafter drafts all it can from every position of it: so what any rule
 would have had accepted is known. What a round takes is given, with a little noise. Suites come in a random order, as
 often as `--orders` says, each order with prompts of its own, and what is learned is forgotten in between.
+
+Other worlds: `--width 3` for kernels that take as long for three tokens as for one, `--accept 0.55` for a drafter of
+whose right drafts the target rejects the others. `--set policies.MEMORY=32` changes a constant of `hf_hyperdflash.auto`
+(`acceptance`, `costs`, `policies`): so each was chosen.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import math
 import random
 import statistics
@@ -26,7 +31,8 @@ from measured import keep
 from transformers import AutoTokenizer, LogitsProcessorList
 
 from hf_hyperdflash import load_drafter, load_target
-from hf_hyperdflash.auto.schedule import Experience, FixedSchedule, Schedule
+from hf_hyperdflash.auto import acceptance, costs, policies
+from hf_hyperdflash.auto.policies import ChainPolicy, DraftingStats, FixedPolicy
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.benchmark.suites import load_suite, suites_in
 from hf_hyperdflash.decoding.bind import capture_residual
@@ -49,7 +55,7 @@ class Drafted:
 Text = list[Drafted]  # every position that a round may begin at
 
 
-class Everything(FixedSchedule):
+class Everything(FixedPolicy):
     """Admits all drafts, and keeps what is said of them."""
 
     def __init__(self) -> None:
@@ -95,8 +101,10 @@ class Rounds:
     plain: float
     start: float
     each: float
+    width: int = 1  # verified tokens that take as long as one
 
     def take(self, drafts: int | None, draw: random.Random) -> float:
+        drafts = drafts if drafts is None else self.width * math.ceil((drafts + 1) / self.width) - 1
         exact = self.plain if drafts is None else self.start + self.each * drafts
         hiccup = draw.uniform(1.0, HICCUP) if draw.random() < HICCUPS else 1.0
         return exact * math.exp(draw.gauss(0.0, NOISE)) * hiccup
@@ -127,21 +135,30 @@ def foreseen(drafted: Drafted) -> int | None:
     return drafted.accepted or None
 
 
-def auto(experience: Experience) -> Rule:
+def auto(stats: DraftingStats) -> Rule:
     def rule(text: Text, rounds: Rounds, draw: random.Random) -> float:
-        schedule, place, spent = Schedule(experience), 0, 0.0
+        policy, place, spent = ChainPolicy(stats), 0, 0.0
         while place < len(text):
             signals = text[place].signals
-            room, drafts = schedule.begin(place, len(signals)), 0
-            while drafts < room and schedule.is_open() and schedule.admits(signals[drafts]):
+            room, drafts = policy.begin(place, len(signals)), 0
+            while drafts < room and policy.is_open() and policy.admits(signals[drafts]):
                 drafts += 1
             accepted = min(text[place].accepted, drafts)
-            took = rounds.take(drafts if room else None, draw)
+            took = rounds.take(drafts if policy.is_asked else None, draw)
             place, spent = place + 1 + accepted, spent + took
-            schedule.end(drafts, accepted, took, is_last=place >= len(text))
+            policy.end(drafts, accepted, took, is_last=place >= len(text))
         return spent
 
     return rule
+
+
+def thinned(text: Text, share: float, draw: random.Random) -> Text:
+    """The same, where each right draft is accepted with a probability of `share`."""
+    wrong = [(draw.random() >= share for _ in range(each.accepted)) for each in text]
+    return [
+        Drafted(each.signals, next((k for k, is_wrong in enumerate(wrongs) if is_wrong), each.accepted))
+        for each, wrongs in zip(text, wrong)
+    ]
 
 
 def simulate(
@@ -149,14 +166,14 @@ def simulate(
 ) -> dict[str, list[dict[str, float]]]:
     """Of each rule and each order, the speed on every suite: tokens a millisecond, beside no drafts at all."""
     found: dict[str, list[dict[str, float]]] = {}
-    learned = Experience()
+    learned = DraftingStats()
     for text in (text for texts in suites.values() for text in texts):
         auto(learned)(text, rounds, random.Random(0))
     for number in range(orders):
         draw = random.Random(number)
         chosen = {suite: draw.sample(suites[suite], prompts) for suite in draw.sample(list(suites), len(suites))}
         rules = {f"{count} drafts": fixed(count) for count in range(1, most + 1)}
-        rules |= {"auto": auto(Experience()), LEARNED: auto(learned), "foresight": by_choice(foreseen)}
+        rules |= {"auto": auto(DraftingStats()), LEARNED: auto(learned), "foresight": by_choice(foreseen)}
         for name, rule in rules.items():
             speeds = {
                 suite: rounds.plain * sum(map(len, texts)) / sum(rule(text, rounds, draw) for text in texts)
@@ -209,13 +226,27 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--plain-ms", type=float, required=True, help="that a round without its drafter takes")
     parser.add_argument("--round-ms", type=float, required=True, help="that one with it takes, without its drafts")
     parser.add_argument("--draft-ms", type=float, required=True, help="that each draft takes, verification included")
+    parser.add_argument("--width", type=int, default=1, help="verified tokens that take as long as one")
+    parser.add_argument("--accept", type=float, default=1.0, help="how probably the target accepts a right draft")
+    parser.add_argument("--set", action="append", default=[], metavar="FILE.NAME=VALUE", help="a constant of `auto`")
     parser.add_argument("--output", type=Path, required=True)
     return parser.parse_args()
 
 
+def change_constants(settings: Sequence[str]) -> None:
+    """Of the files of `hf_hyperdflash.auto`, as in `policies.MEMORY=32`."""
+    files = {"acceptance": acceptance, "costs": costs, "policies": policies}
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        file, _, constant = name.partition(".")
+        if not value or not constant.isupper() or not hasattr(files.get(file), constant):
+            raise ValueError(f"`--set` is {setting}, expected FILE.NAME=VALUE, as policies.MEMORY=32.")
+        setattr(files[file], constant, ast.literal_eval(value))
+
+
 def prompts_of(args: argparse.Namespace) -> dict[str, list[list[str]]]:
     """Of each suite, after a look at all that is asked for."""
-    for name in ("plain_ms", "round_ms", "draft_ms", "prompts", "orders"):
+    for name in ("plain_ms", "round_ms", "draft_ms", "prompts", "orders", "width", "accept"):
         if getattr(args, name) <= 0:
             raise ValueError(f"`--{name.replace('_', '-')}` is {getattr(args, name)}, expected more than 0.")
     if args.skip < 0 or args.max_new_tokens < 3:
@@ -236,6 +267,7 @@ def prompts_of(args: argparse.Namespace) -> dict[str, list[list[str]]]:
 def main() -> None:
     args = parse_args()
     prompts = prompts_of(args)
+    change_constants(args.set)
     args.output.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     target, tokenizer = load_target(args.target, dtype=torch.float32), AutoTokenizer.from_pretrained(args.target)
@@ -245,14 +277,17 @@ def main() -> None:
         for turns in asked:
             ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": turns[0]}]}])[0]
             text = target.generate(ids, max_new_tokens=args.max_new_tokens, do_sample=False)
-            suites.setdefault(suite, []).append(drafted_everywhere(target, drafter, text, ids.shape[1]))
-    rounds = Rounds(args.plain_ms, args.round_ms, args.draft_ms)
+            drafted = drafted_everywhere(target, drafter, text, ids.shape[1])
+            suites.setdefault(suite, []).append(thinned(drafted, args.accept, random.Random(str(turns))))
+    rounds = Rounds(args.plain_ms, args.round_ms, args.draft_ms, args.width)
     found = simulate(suites, rounds, drafter.max_draft_tokens, args.orders, args.prompts)
     facts = {
         "target": Path(args.target).name, "drafter": Path(args.drafter).name,
         "prompts of each suite": f"{args.skip + 1} to {args.skip + args.limit}, {args.prompts} an order",
         "orders": args.orders, "new tokens": args.max_new_tokens,
         "milliseconds": f"{args.plain_ms:g} without drafter, {args.round_ms:g} and {args.draft_ms:g} a draft with it",
+        "world": f"{args.width} verified tokens take as long as one, right drafts are accepted at {args.accept:g}",
+        "changed constants": ", ".join(args.set) or "none",
         "date": date.today().isoformat(), "hardware": hardware("cpu"), "torch": torch.__version__,
     }  # fmt: skip
     told = report(found, facts)

@@ -24,8 +24,8 @@ class AugmentedSpaceLinearModel:
 
     Weights are `(lambda I + X X^T)^-1 X d` with 1 as the last input: the bias is penalized like the others, as Qin and
     Principe do. They are solved from sums over all rows seen, recursive least squares in its information form: exact,
-    however the rows are split, at about `n_features ** 3` operations a call. Nothing is forgotten. Inputs should be of
-    about unit size, because squares are summed and `alpha` is weighed against them.
+    however the rows are split, at about `n_features ** 3` operations a call. Nothing is forgotten unless `memory` says
+    so. Inputs should be of about unit size, because squares are summed and `alpha` is weighed against them.
 
     The store has a centre for each row, or fewer with `quantization` or `max_centers`. A centre stays at the input
     that began it and keeps the sums of its rows. Their mean error is the mean target minus `w` times the mean input
@@ -41,6 +41,10 @@ class AugmentedSpaceLinearModel:
         quantization: A row begins a centre if none is nearer than this epsilon, in the scaled space, and so in units
             of the target; else it falls to the nearest one. At 0 all begin one, repeated inputs too.
         max_centers: Most centres, or `None`. Once there are as many, each row falls to its nearest.
+        memory: How many rows a centre counts as at most: its new rows then replace its old ones, and those alone. The
+            line goes through the means of centres, as often as they count. `None` for as many as there were.
+        shrinkage: How many rows without error are added to a centre's rows when their mean error is taken, so that
+            the errors of few rows count less.
 
     Attributes:
         coef_: Weights of the inputs, `[n_features]`.
@@ -60,12 +64,20 @@ class AugmentedSpaceLinearModel:
     _scaled: np.ndarray  # centres times weights, [n_features, centres]
 
     def __init__(
-        self, alpha: float = 0.1, n_neighbors: int = 1, quantization: float = 0.0, max_centers: int | None = None
+        self,
+        alpha: float = 0.1,
+        n_neighbors: int = 1,
+        quantization: float = 0.0,
+        max_centers: int | None = None,
+        memory: int | None = None,
+        shrinkage: float = 0.0,
     ) -> None:
         self.alpha = alpha
         self.n_neighbors = n_neighbors
         self.quantization = quantization
         self.max_centers = max_centers
+        self.memory = memory
+        self.shrinkage = shrinkage
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """The constructor's arguments; `deep` is scikit-learn's, there are no estimators inside."""
@@ -141,10 +153,13 @@ class AugmentedSpaceLinearModel:
         centers = np.concatenate([centers, X[begin]])
         sums = np.concatenate([sums, np.zeros((len(centers) - len(sums), width + 2))])
         np.add.at(sums, places, joint)
+        if self.memory is not None:
+            sums *= np.minimum(1, self.memory / sums[:, -2])[:, None]
+            products = (sums.T / sums[:, -2]) @ sums
         self._products, self._sums, self.centers_, self.n_features_in_ = products, sums, centers, width
         self.coef_, self.intercept_ = weights[:-1], float(weights[-1])
         self._scaled = np.ascontiguousarray((centers * self.coef_).T)
-        self.errors_ = (sums[:, -1] - sums[:, :-1] @ weights) / sums[:, -2]
+        self.errors_ = (sums[:, -1] - sums[:, :-1] @ weights) / (sums[:, -2] + self.shrinkage)
         return self
 
     def _placed(self, rows: np.ndarray, centers: np.ndarray) -> tuple[list[int], np.ndarray]:
@@ -182,9 +197,11 @@ class AugmentedSpaceLinearModel:
             ("alpha", self.alpha, Real, math.ulp(0.0), "a finite number above 0"),
             ("quantization", self.quantization, Real, 0, "a finite number of at least 0"),
             ("n_neighbors", self.n_neighbors, Integral, 1, "a whole number of at least 1"),
+            ("shrinkage", self.shrinkage, Real, 0, "a finite number of at least 0"),
             ("max_centers", self.max_centers, Integral, 1, "a whole number of at least 1, or None"),
+            ("memory", self.memory, Integral, 1, "a whole number of at least 1, or None"),
         ):
-            if name == "max_centers" and value is None:
+            if expected.endswith("None") and value is None:
                 continue
             if not isinstance(value, kind) or isinstance(value, bool) or not least <= value < math.inf:
                 raise ValueError(f"`{name}` is {value!r}, expected {expected}: set it with `set_params`.")

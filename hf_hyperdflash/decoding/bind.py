@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
-from ..auto.schedule import Experience
+from ..auto.policies import DraftingStats
 from ..targets.caches.name import CACHE, own_cache_names, renamed_cache
 from ..targets.hooks import Reading, ResidualTap
 from ..targets.registry import check_layers, check_without_virtual_tokens, is_bound, is_drafter, target_of
@@ -46,7 +46,7 @@ _fitting: WeakKeyDictionary[PreTrainedModel, WeakSet[Any]] = WeakKeyDictionary()
 # The drafters that have bound a target and not unbound it: it stays bound while there are some.
 _binders: WeakKeyDictionary[PreTrainedModel, WeakSet[Any]] = WeakKeyDictionary()
 # Of a bound target's drafters, greedy and sampling.
-_experiences: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[Any, dict[bool, Experience]]] = WeakKeyDictionary()
+_stats: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[Any, dict[bool, DraftingStats]]] = WeakKeyDictionary()
 
 if TYPE_CHECKING:
     _Mixed = PreTrainedModel  # what `bind` mixes `BoundTarget` into
@@ -197,7 +197,7 @@ class BoundTarget(_Mixed):
                 stopping_criteria=stopping_criteria,
                 generation_config=generation_config,
                 streamer=streamer,
-                experience=self._experience_with(assistant_model, generation_config),
+                experience=self._stats_with(assistant_model, generation_config),
                 is_row=is_row,
             )
             check_restart(decoding.target.config, input_ids.shape[1], generation_config.max_length)
@@ -244,12 +244,12 @@ class BoundTarget(_Mixed):
         asked = getattr(config, "_num_drafts_asked", None)
         return drafter.num_draft_tokens if asked is None else drafter.check_num_draft_tokens(asked)
 
-    def _experience_with(self, drafter: Any, config: GenerationConfig) -> Experience | None:
+    def _stats_with(self, drafter: Any, config: GenerationConfig) -> DraftingStats | None:
         """What is known of the drafter with this target, where what pays is asked for."""
         if AUTO not in (self._drafts_asked_of(drafter, config), tree_budget_asked(config)):
             return None
-        drafters = _experiences.setdefault(cast(PreTrainedModel, self), WeakKeyDictionary())
-        return drafters.setdefault(drafter, {}).setdefault(bool(config.do_sample), Experience())
+        drafters = _stats.setdefault(cast(PreTrainedModel, self), WeakKeyDictionary())
+        return drafters.setdefault(drafter, {}).setdefault(bool(config.do_sample), DraftingStats())
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The bound class exists only in memory: copies and pickles are rebuilt from the class it was made of.
@@ -313,7 +313,7 @@ def unbind(target: PreTrainedModel) -> PreTrainedModel:
             for handle in vars(target).pop("hyperdflash_binding").handles:
                 handle.remove()
             target.__class__ = own
-            for kept in (_fitting, _binders, _experiences):
+            for kept in (_fitting, _binders, _stats):
                 cast(Any, kept).pop(target, None)
     return target
 

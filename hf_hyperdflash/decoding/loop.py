@@ -15,8 +15,7 @@ from typing import Any, cast
 import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..auto.schedule import Experience, FixedSchedule, Schedule
-from ..auto.tree_schedule import MOST_NODES, TreeSchedule
+from ..auto.policies import MOST_NODES, ChainPolicy, DraftingStats, FixedPolicy, TreePolicy
 from ..drafters.sampling import DraftSampler, DraftsWanted, check_proposed
 from ..targets.caches.name import CACHE, cache_of
 from ..trees.acceptance import Step, greedy_walk, sampled_walk, traversal_walk
@@ -88,7 +87,7 @@ class Decoding:
         stopping_criteria: Any,
         generation_config: Any,
         streamer: Any = None,
-        experience: Experience | None = None,
+        experience: DraftingStats | None = None,
         is_row: bool = False,
     ) -> None:
         self.model, self.drafter, self.num_drafts = model, drafter, num_drafts
@@ -106,7 +105,7 @@ class Decoding:
         budget = tree_budget_asked(generation_config)
         self.is_joint = is_row and self.target.joins_rows  # with others in one forward
         self.tree_budget = None if budget == AUTO and (experience is None or self.is_joint) else budget
-        self.schedule = FixedSchedule()
+        self.schedule = FixedPolicy()
         self.experience = experience
         self.skips_padding = is_row or self.target.skips_padding
         self.waited = 0.0  # less than nothing: seconds in the caller's streamer, which no draft can save
@@ -243,9 +242,9 @@ class Decoding:
         """Let what pays be drafted, if that is asked for: of trees where they can be verified, else of chains."""
         known, has_trees = None if self.is_joint else self.experience, self.sampler.tree_budget is not None
         if known is not None and has_trees and self.tree_budget == AUTO:
-            self.schedule = TreeSchedule(known, self.sampler)
+            self.schedule = TreePolicy(known, self.sampler)
         elif known is not None and not has_trees:
-            self.schedule = self.sampler.schedule = Schedule(known)
+            self.schedule = self.sampler.schedule = ChainPolicy(known)
 
     # Draft
 

@@ -60,7 +60,7 @@ def _for_paths(processor: Any) -> Any:
 
 
 class Schedule(Protocol):
-    """Admits the drafts of a chain one by one ([`~auto.schedule.Schedule`])."""
+    """Admits the drafts of a chain one by one ([`~auto.policies.ChainPolicy`])."""
 
     def is_open(self) -> bool: ...
     def admits(self, signal: float) -> bool: ...

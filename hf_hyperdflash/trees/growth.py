@@ -21,7 +21,7 @@ as the shipped drafter's are."""
 
 
 class NodeModel(Protocol):
-    """What is known of how nodes fare ([`~auto.node_survival.NodeSurvival`])."""
+    """What is known of how nodes fare ([`~auto.acceptance.NodeAcceptance`])."""
 
     later: tuple[float, ...]
 

@@ -38,6 +38,8 @@ def cases(draw):
         n_neighbors=draw(st.sampled_from([1, 50] if repeated else [1, 3, 50])),
         quantization=draw(st.sampled_from([0.0, 0.05, 0.5, 5.0])),
         max_centers=draw(st.sampled_from([None, 1, 4])),
+        memory=draw(st.sampled_from([None, None, 1, 3])),
+        shrinkage=draw(st.sampled_from([0.0, 2.5])),
     )
     return X, y, np.cumsum(sizes)[:-1], parameters
 
@@ -73,6 +75,7 @@ def test_everything_is_as_in_loops(case):
 @given(cases())
 def test_any_split_has_the_weights_of_one_fit(case):
     X, y, ends, parameters = case
+    parameters["memory"] = None
     whole, split = AugmentedSpaceLinearModel(**parameters).fit(X, y), learned(X, y, ends, **parameters)
     assert split.coef_ == pytest.approx(whole.coef_, abs=1e-8)
     assert split.intercept_ == pytest.approx(whole.intercept_, abs=1e-8)
@@ -161,6 +164,26 @@ def test_max_centers_bounds_the_store_and_no_row_is_lost(quantization):
     assert counts.sum() == 300 and counts @ model.errors_ == pytest.approx(errors.sum())
 
 
+def test_what_a_centre_remembers_gives_way_to_its_new_rows():
+    """Two inputs, of which one gets another target: the line and its prediction follow, the other's stays."""
+    model = AugmentedSpaceLinearModel(alpha=1e-6, quantization=0.01, memory=10)
+    model.fit([[1.0], [2.0]] * 100, [1.0, 2.0] * 100)
+    for _ in range(60):
+        model.partial_fit([[2.0]], [5.0])
+    assert model.predict([[1.0], [2.0]]) == pytest.approx([1.0, 5.0], abs=0.02)
+    assert model.coef_ == pytest.approx([4.0], abs=0.02) and model._sums[:, -2].max() <= 10
+    forgetful, all_ = model.predict([[2.0]])[0], AugmentedSpaceLinearModel(alpha=1e-6, quantization=0.01)
+    all_.fit([[1.0], [2.0]] * 100 + [[2.0]] * 60, [1.0, 2.0] * 100 + [5.0] * 60)
+    assert all_.predict([[2.0]])[0] < 3.2 < forgetful
+
+
+def test_errors_of_few_rows_count_less():
+    X, y = [[0.0], [1.0], [2.0], [2.0], [2.0]], [0.0, 3.0, 2.0, 2.0, 2.0]
+    plain, shrunk = (AugmentedSpaceLinearModel(quantization=0.01, shrinkage=k).fit(X, y) for k in (0.0, 3.0))
+    assert shrunk.errors_ == pytest.approx(plain.errors_ * np.array([1 / 4, 1 / 4, 3 / 6]))
+    assert shrunk.coef_ == pytest.approx(plain.coef_)
+
+
 def test_many_rows_are_predicted_as_one():
     """They are taken in blocks, the last of which is not full."""
     X, y = drawn(700, 5)
@@ -177,7 +200,9 @@ def test_lists_and_whole_numbers_are_inputs_too():
 
 
 def test_parameters_go_out_and_in_unchanged():
-    given_ones = dict(alpha=np.float32(2), n_neighbors=np.int64(3), quantization=1, max_centers=9)
+    given_ones = dict(
+        alpha=np.float32(2), n_neighbors=np.int64(3), quantization=1, max_centers=9, memory=7, shrinkage=2
+    )
     model = AugmentedSpaceLinearModel(**given_ones)
     assert all(getattr(model, name) is value for name, value in given_ones.items())
     twin = AugmentedSpaceLinearModel(**model.get_params(deep=False))
@@ -210,6 +235,8 @@ NAN, INF = float("nan"), float("inf")
         ({"n_neighbors": True}, "`n_neighbors` is True, expected a whole"),
         ({"quantization": -0.5}, "`quantization` is -0.5, expected a finite number of at least 0"),
         ({"quantization": NAN}, "`quantization` is nan, expected"),
+        ({"shrinkage": -1}, "`shrinkage` is -1, expected a finite number of at least 0"),
+        ({"memory": 0}, "`memory` is 0, expected a whole number of at least 1, or None"),
         ({"max_centers": 0}, "`max_centers` is 0, expected a whole number of at least 1, or None"),
     ],
 )

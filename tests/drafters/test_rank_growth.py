@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
-from hf_hyperdflash.auto.node_survival import NodeSurvival
+from hf_hyperdflash.auto.acceptance import NodeAcceptance
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.drafters.unrolled.rank_growth import BlockStep, grow_blocks
 from hf_hyperdflash.trees.growth import ACCEPTED, Admission, level_sizes
@@ -114,7 +114,7 @@ def test_the_tree_is_the_best_of_all_nodes(seed, budget, count, rules, ranked):
 @pytest.mark.parametrize("least", [0.0, 0.05, 0.2, 0.999])
 def test_a_tree_has_what_is_worth_it(least):
     """By what is known of survival, not by the drafter's word."""
-    survival = NodeSurvival()
+    survival = NodeAcceptance()
     for said in (0.1, 0.5, 0.9) * 100:
         survival.observe([said], 0 if said > 0.4 else None, are_drawn=False)
     drawn_by = sampler(60)
@@ -164,7 +164,7 @@ def test_text_with_drawn_trees_is_the_targets(rule, vocabulary, slots, depth, bu
         nonlocal widest, most
         talker = Talker(vocabulary, slots, 5)
         drawn_by = sampler(budget, True)
-        drawn_by.admission = None if least is None else Admission(NodeSurvival(), least)
+        drawn_by.admission = None if least is None else Admission(NodeAcceptance(), least)
         tree = grow_blocks(IDS, depth, drawn_by, talker, shape([2, 3, 3, 1], max_blocks))
         assert 1 <= len(tree) <= budget and max(tree.depths) <= depth and len(set(paths_of(tree))) == len(tree)
         most = max(most, len(tree))
@@ -214,7 +214,7 @@ def test_a_pass_draws_the_nodes_of_its_levels(slots, count, budget):
 @pytest.mark.parametrize("told", [0, 400])
 def test_draws_are_those_that_are_accepted_most_often(count, budget, passes, told):
     """All places that a pass could draw for, by the product of what is known of each node on the way."""
-    survival, slots = NodeSurvival(), 3
+    survival, slots = NodeAcceptance(), 3
     for _ in range(told):
         survival.observe([0.2], None, are_drawn=True)
         survival.observe([0.8], 0, are_drawn=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hf_hyperdflash.auto.schedule import FixedSchedule
+from hf_hyperdflash.auto.policies import FixedPolicy
 
 
-class Asked(FixedSchedule):
+class Asked(FixedPolicy):
     """Admits all drafts but the one of this number, and asks for no more than `most`."""
 
     def __init__(self, refused: int = 100, most: int = 100) -> None:

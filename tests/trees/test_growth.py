@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
-from hf_hyperdflash.auto.node_survival import NodeSurvival
+from hf_hyperdflash.auto.acceptance import NodeAcceptance
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.trees.growth import ACCEPTED, SHARPENED, Admission, DraftStep, drawn, level_sizes, most_probable
 
@@ -183,7 +183,7 @@ def test_text_with_drawn_trees_is_the_targets(rule, vocabulary, depth, budget, s
 )
 @pytest.mark.parametrize("rule", SAMPLING_RULES)
 def test_text_with_trees_of_what_is_worth_it_is_the_targets(rule, vocabulary, depth, budget, least):
-    survival, shapes = NodeSurvival(), set()
+    survival, shapes = NodeAcceptance(), set()
     survival.observe([0.6], 0, are_drawn=True)  # so that it is not the drafter's word
     admission = Admission(survival, least)
 
@@ -201,7 +201,7 @@ def test_text_with_trees_of_what_is_worth_it_is_the_targets(rule, vocabulary, de
 @pytest.mark.parametrize("least", [0.0, 0.03, 0.1, 0.3, 0.999])
 def test_a_tree_has_what_is_worth_it(least):
     """By what is known of survival, not by the drafter's word."""
-    survival = NodeSurvival()
+    survival = NodeAcceptance()
     for said in (0.1, 0.5, 0.9) * 100:
         survival.observe([said], 0 if said > 0.4 else None, are_drawn=False)
     talker = Talker(4, 11)

@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ...auto.batch_schedule import BatchSchedule
+from ...auto.policies import BatchPolicy
 from ...targets.attention_masks import attention_mask_for
 from ...targets.caches.name import CACHE
 from ...targets.caches.ragged import RaggedCache
@@ -70,7 +70,7 @@ def decode_together(decodings: Sequence[Decoding]) -> None:
     active = list(decodings)
     cache = prefill_together(active)
     experience = active[0].experience
-    schedule = None if experience is None else BatchSchedule(experience, active)
+    schedule = None if experience is None else BatchPolicy(experience, active)
     with mode_of_rounds(all(row.leaves_nothing for row in active)):
         while active := _still_active(active, cache):
             began = active[0].now()

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import pickle
+import random
 from collections import defaultdict
 
 import pytest
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter
-from hf_hyperdflash.auto.schedule import Experience, FixedSchedule, RoundCosts, Schedule
-from hf_hyperdflash.auto.tree_schedule import TreeSchedule, Turns
+from hf_hyperdflash.auto.costs import RoundCosts
+from hf_hyperdflash.auto.policies import ChainPolicy, DraftingStats, FixedPolicy, Probes, TreePolicy
 from hf_hyperdflash.decoding import bind as binding
 from hf_hyperdflash.decoding import loop as decoding
 from hf_hyperdflash.drafters.sampling import DraftSampler
@@ -37,23 +38,26 @@ def seconds(drafts: int | None) -> float:
     return PLAIN if drafts is None else START + EACH * drafts
 
 
-def experienced(tokens: float = 3.0, span: float = 0.04) -> Experience:
+def experienced(tokens: float = 3.0, span: float = 0.04) -> DraftingStats:
     """Of rounds that cost as above, and write `tokens` in `span` seconds."""
-    known = Experience(tokens=tokens, rounds=100)
-    for drafts in (8, None, 1, 4) * 3:
+    known = DraftingStats(tokens=tokens, cost=span / PLAIN, rounds=100, trials=100)
+    for drafts in (8, None, 4):
+        known.costs.observe(100, drafts, seconds(drafts), is_trial=True)
+    for drafts in (*range(9), None) * 40:
         known.costs.observe(100, drafts, seconds(drafts))
-    known.share = span * known.costs.plain / PLAIN
     return known
 
 
-def begun(known: Experience, room: int = 8) -> Schedule:
+def begun(known: DraftingStats, room: int = 8) -> ChainPolicy:
     """In a round that is not its generation's first."""
-    schedule = Schedule(known)
-    schedule.begin(99, room)
-    schedule.end(0, 0, 0.03, False)
-    known.is_drafting, known.waited = True, 0
-    assert schedule.begin(100, room) == room
-    return schedule
+    policy = ChainPolicy(known)
+    tokens, rounds = known.tokens, known.rounds
+    policy.begin(99, room)
+    policy.end(0, 0, seconds(0), False)
+    known.is_drafting, known.probes = True, Probes(64, 256)
+    assert policy.begin(100, room) == room
+    assert (tokens, rounds) == (known.tokens, known.rounds)
+    return policy
 
 
 # What is admitted
@@ -86,26 +90,9 @@ def test_a_tree_that_nobody_admitted_is_cut_without_a_look_at_it():
     cut = schedule.cut(chain)
     assert cut.tokens.tolist() == [0, 1, 2] and len(cut.q) == 3  # 0.7 of each: 0.34 after three, 0.24 after four
     assert schedule.cut(chain) is chain  # they have been admitted
-    assert FixedSchedule().cut(chain) is chain
+    assert FixedPolicy().cut(chain) is chain
     tree = DraftTree(torch.arange(3), (-1, -1, 0))
     assert begun(experienced(5.0, 0.04)).cut(tree) is tree
-
-
-def test_drafts_of_a_bad_path_are_counted_by_themselves():
-    """Settled from its end, such a path survives further drafts that a good one would not."""
-    known = experienced(3.0, 0.06)
-    for i in range(400):
-        reached, share = ((1.0, 0.4), (0.2, 0.9))[i % 2]
-        known.survival.observe(0.6, i // 2 % 10 < 10 * share, reached)
-    assert known.survival(0.6, 1.0) < 0.5 < 0.8 < known.survival(0.6, 0.2)
-    assert known.survival(0.6, 0.5) == pytest.approx(0.65, abs=0.15)  # not seen: as all are
-    schedule = begun(known)
-    chances = []
-    for _ in range(4):
-        before = schedule._reached
-        schedule.admits(0.6)
-        chances.append(schedule._reached / before)
-    assert chances[0] < 0.5 and max(chances[1:]) > 0.6
 
 
 def test_only_drafts_whose_fate_is_known_are_counted():
@@ -118,7 +105,7 @@ def test_only_drafts_whose_fate_is_known_are_counted():
         known = experienced(3.0, 0.06)
         schedule = begun(known)
         heard = []
-        known.survival.observe = lambda signal, right, reached, heard=heard: heard.append((signal, right))
+        known.acceptance.observe = lambda signal, right, heard=heard: heard.append((signal, right))
         signals = [0.9, 0.91, 0.92, 0.93]
         assert all(map(schedule.admits, signals))
         schedule.end(4, accepted, 0.03, is_last)
@@ -128,80 +115,24 @@ def test_only_drafts_whose_fate_is_known_are_counted():
 # What is measured
 
 
-def test_costs_are_found_under_noise_and_when_the_machine_slows_down():
-    generator = torch.Generator().manual_seed(0)
-    costs = RoundCosts()
-    assert costs.plain == 0.0 and costs.further(2) == [0.0] * 3
-
-    def run(rounds: int, slower: float, choices: list[int | None]) -> None:
-        for i in range(rounds):
-            drafts = choices[i % len(choices)]
-            noise = 1 + 0.1 * float(torch.rand((), generator=generator) - 0.5)
-            hiccup = 20 if i % 37 == 5 else 1
-            costs.observe(100, drafts, slower * seconds(drafts) * noise * hiccup)
-
-    def share_of_8() -> float:
-        return costs.further(8)[8] / costs.plain
-
-    run(300, 1.0, [8, None, 1, 4, 8, 6, 2])
-    assert share_of_8() == pytest.approx(8 * EACH / PLAIN, rel=0.15)
-    run(60, 2.0, [8])  # and nothing else is tried
-    run(8, 2.0, [None])
-    assert share_of_8() == pytest.approx(8 * EACH / PLAIN, rel=0.25)
-    for _ in range(60):
-        costs.observe(5000, 8, 6 * seconds(8))  # a longer text
-    for _ in range(8):
-        costs.observe(5000, None, 6 * seconds(None))
-        costs.observe(100, None, 2 * seconds(None))
-    assert share_of_8() == pytest.approx(8 * EACH / PLAIN, rel=0.25)
-
-
 def test_drafts_that_cost_as_much_together_as_one_are_admitted_together():
     """Kernels have widths: four drafts more take no longer than one."""
-    known, generator = Experience(), torch.Generator().manual_seed(0)
-    for _ in range(600):
-        drafts = int(torch.randint(0, 9, (), generator=generator))
-        known.costs.observe(100, drafts, START + (0.012 if drafts > 4 else 0.0))
-        known.costs.observe(100, None, PLAIN)
-    known.tokens, known.share, known.rounds = 3.0, 0.04 * known.costs.plain / PLAIN, 100  # 0.9 tokens in 12 ms
-    prices = [share * PLAIN / known.costs.plain for share in known.costs.further(8)]
-    assert prices[4] < 0.004 and prices[8] - prices[5] < 0.004 and prices[5] - prices[4] > 0.007
-    for chance, count in ((0.7, 4), (0.95, 8)):
+
+    def in_steps(drafts):
+        return PLAIN if drafts is None else START + (0.012 if drafts > 4 else 0.0)
+
+    known, generator = DraftingStats(tokens=3.0, cost=0.04 / PLAIN, rounds=100, trials=100), random.Random(0)
+    for drafts in (8, None, 4):
+        known.costs.observe(100, drafts, in_steps(drafts), is_trial=True)
+    for _ in range(1200):
+        drafts = generator.choice([None, *range(9)])
+        known.costs.observe(100, drafts, in_steps(drafts))
+    for chance, count in ((0.7, 4), (0.95, 8)):  # 0.9 tokens in 12 ms
         schedule = begun(known)
         admitted = 0
         while admitted < 8 and schedule.is_open() and schedule.admits(chance):
             admitted += 1
         assert admitted == count
-
-
-def test_after_an_uncertain_draft_the_usual_ones_are_counted_on():
-    """What four drafts cost together is one's price, and those after a hard token are as good as ever."""
-    known = Experience(tokens=3.0, rounds=100)
-    for _ in range(200):
-        for drafts in range(9):
-            known.costs.observe(100, drafts, START + 0.008 * math.ceil(drafts / 4))
-        known.costs.observe(100, None, PLAIN)
-        known.survival.observe(0.95, True)
-    known.share = 0.04 * known.costs.plain / PLAIN
-    price = known.costs.further(4)[4] * known.tokens / known.share
-    assert 0.3 * (1 + 0.3 + 0.3**2 + 0.3**3) < price < 0.3 * 3
-    assert begun(known).admits(0.3) and known.survival.usual > 0.9
-    known.survival.usual = 0.3
-    assert not begun(known).admits(0.3)
-
-
-def test_a_number_that_was_seldom_seen_does_not_make_larger_ones_dear():
-    known, generator = RoundCosts(), torch.Generator().manual_seed(0)
-    for i in range(600):
-        drafts = (1, 5, 8)[i % 3]
-        known.observe(100, drafts, START + EACH * drafts + 0.001 * float(torch.rand((), generator=generator)))
-    for _ in range(8):
-        known.observe(100, 2, 1.25 * (START + EACH * 8))  # as dear as none is, by chance
-        for _ in range(8):
-            known.observe(100, 1, START + EACH)
-    told = known.further(8)
-    share = (told[5] - told[1]) / (told[8] - told[1])
-    assert told == sorted(told) and share == pytest.approx(4 / 7, rel=0.2)
 
 
 def test_a_machine_that_gets_slower_changes_nothing_of_what_pays():
@@ -224,8 +155,8 @@ def test_a_machine_that_gets_slower_changes_nothing_of_what_pays():
 
 def test_slow_first_rounds_do_not_make_many_drafts_dear():
     """A drafter's first round with a number of drafts takes twice as long, and what is tried first comes first."""
-    known = Experience()
-    schedule, seen, made = Schedule(known), set(), []
+    known = DraftingStats()
+    schedule, seen, made = ChainPolicy(known), set(), []
     for _ in range(60):
         count, drafts = schedule.begin(100, 8), 0
         while drafts < count and schedule.is_open() and schedule.admits(0.9):
@@ -236,12 +167,13 @@ def test_slow_first_rounds_do_not_make_many_drafts_dear():
         made.append(drafts)
         schedule.end(drafts, drafts, took, False)
     assert made[-20:] == [8] * 20
-    assert known.costs.further(8)[8] / known.costs.plain == pytest.approx(8 * EACH / PLAIN, rel=0.1)
+    predicted = known.costs.predict(100, 8)
+    assert predicted[8] == pytest.approx(seconds(8) / PLAIN, rel=0.1)
 
 
 def test_what_is_not_known_is_tried():
-    known, tried = Experience(), []
-    schedule = Schedule(known)
+    known, tried = DraftingStats(), []
+    schedule = ChainPolicy(known)
     for _ in range(12):
         count = schedule.begin(100, 8)
         tried.append(count)
@@ -249,25 +181,15 @@ def test_what_is_not_known_is_tried():
         while drafts < count and schedule.is_open() and schedule.admits(0.99):
             drafts += 1
         schedule.end(drafts, drafts, seconds(drafts if count else None), False)
-    assert tried == [8, *[8, 0, 4] * 2, *[8] * 5]  # the first takes longer than others, and counts for nothing
-    assert known.costs.further(8)[4] / known.costs.plain == pytest.approx(4 * EACH / PLAIN)
-    schedule = Schedule(known)  # the next generation knows
+    assert tried == [8, 8, 0, 8, 4, *[8] * 7]  # the first two take longer than others, and count for nothing
+    assert known.costs.predict(100, 4)[4] == pytest.approx(seconds(4) / PLAIN, rel=0.12)
+    schedule = ChainPolicy(known)  # the next generation knows
     assert [schedule.begin(100, 8), schedule.begin(100, 3)] == [8, 3]
 
 
-@pytest.mark.parametrize(("room", "half"), [(0, 0), (1, 1), (2, 1), (5, 3)])
-def test_half_of_what_there_is_room_for_is_no_more_than_that(room, half):
-    costs = RoundCosts()
-    tried = [costs.trial(room)]
-    for drafts in (room, None):
-        costs.observe(100, drafts, seconds(drafts))
-        tried.append(costs.trial(room))
-    assert tried == [room, None, half]
-
-
 def test_a_drafter_of_one_token_is_not_tried_for_ever():
-    known = Experience()
-    schedule = Schedule(known)
+    known = DraftingStats()
+    schedule = ChainPolicy(known)
     for _ in range(14):
         count = schedule.begin(100, 1)
         admitted = count and schedule.admits(0.9)
@@ -279,17 +201,17 @@ def test_a_drafter_of_one_token_is_not_tried_for_ever():
 
 
 @pytest.mark.parametrize("accepted", [0, 1, 2])
-def test_a_round_is_judged_half_by_what_was_held_of_its_drafts(accepted):
+def test_a_round_is_judged_half_by_what_was_expected_of_its_drafts(accepted):
     known = experienced()
-    known.survival.usual = 0.9
-    for pays in (True, False):  # a look at a drafter that did not pay goes by what came of it
-        schedule, known.rounds = begun(known), 0  # the first counts alone
-        first = known.survival(0.9)
-        held = first + first * known.survival(0.8, first)
-        assert schedule.admits(0.9) and schedule.admits(0.8) and held != pytest.approx(accepted)
+    for pays in (True, False):  # a probe of a drafter that did not pay goes by what came of it
+        policy, known.rounds = begun(known), 0  # the first counts alone
+        first = known.acceptance(0.9)
+        expected = first + first * known.acceptance(0.8)
+        assert policy.admits(0.9) and policy.admits(0.8) and expected != pytest.approx(accepted)
         known.is_drafting = pays
-        schedule.end(2, accepted, seconds(2), True)
-        assert known.tokens == pytest.approx(1 + ((accepted + held) / 2 if pays else accepted))
+        policy.end(2, accepted, seconds(2), True)
+        assert known.tokens == pytest.approx(1 + ((accepted + expected) / 2 if pays else accepted))
+        assert known.cost == pytest.approx(seconds(2) / PLAIN, rel=0.05)
 
 
 def test_what_a_round_without_drafts_brought_is_what_counts():
@@ -299,10 +221,10 @@ def test_what_a_round_without_drafts_brought_is_what_counts():
     assert known.tokens == 1
 
 
-def simulated(known: Experience, rounds: int, chance: float, generator: torch.Generator, noise: float = 0.0):
+def simulated(known: DraftingStats, rounds: int, chance: float, generator: torch.Generator, noise: float = 0.0):
     """Tokens and seconds of rounds of a drafter whose drafts are accepted by `chance`, on a machine whose times are
     `noise` apart, as standard deviation of their logarithm."""
-    schedule, tokens, spent = Schedule(known), 0, 0.0
+    schedule, tokens, spent = ChainPolicy(known), 0, 0.0
     for _ in range(rounds):
         count, drafts = schedule.begin(100, 8), 0
         while drafts < count and schedule.is_open() and schedule.admits(0.5):
@@ -315,7 +237,7 @@ def simulated(known: Experience, rounds: int, chance: float, generator: torch.Ge
 
 
 def test_a_hopeless_drafter_costs_next_to_nothing_and_a_good_one_is_found_again():
-    known, generator = Experience(), torch.Generator().manual_seed(0)
+    known, generator = DraftingStats(), torch.Generator().manual_seed(0)
     tokens, spent = simulated(known, 2000, 0.02, generator)
     assert spent / tokens < 1.02 * PLAIN
     assert not known.is_drafting
@@ -330,8 +252,8 @@ def test_a_drafter_that_pays_a_little_is_not_given_up_by_bad_luck():
     """Ten drafters whose rounds bring a tenth more than their price, through 400 rounds each."""
     asked = 0
     for seed in range(10):
-        known, generator = Experience(), torch.Generator().manual_seed(seed)
-        schedule = Schedule(known)
+        known, generator = DraftingStats(), torch.Generator().manual_seed(seed)
+        schedule = ChainPolicy(known)
         for _ in range(400):
             count = schedule.begin(100, 8)
             admitted = 0
@@ -345,7 +267,7 @@ def test_a_drafter_that_pays_a_little_is_not_given_up_by_bad_luck():
 
 @pytest.mark.parametrize("chance", [0.3, 0.5, 0.7, 0.9])
 def test_it_is_near_the_best_fixed_number(chance):
-    known, generator = Experience(), torch.Generator().manual_seed(1)
+    known, generator = DraftingStats(), torch.Generator().manual_seed(1)
     tokens, spent = simulated(known, 3000, chance, generator)
     fixed = [(1 - chance ** (k + 1)) / (1 - chance) / seconds(k) for k in range(1, 9)]
     assert tokens / spent > 0.96 * max(1 / PLAIN, *fixed)
@@ -355,7 +277,7 @@ def test_a_restless_machine_is_no_reason_to_stop_drafting():
     """Rounds that take half or twice as long as others by chance: drafting pays by a third and looks no dearer."""
     tokens, spent, asked, seeds = 0, 0.0, 0, 12
     for seed in range(seeds):
-        known, generator = Experience(), torch.Generator().manual_seed(seed)
+        known, generator = DraftingStats(), torch.Generator().manual_seed(seed)
         simulated(known, 300, 0.6, generator, noise=0.5)
         for _ in range(30):
             made = simulated(known, 50, 0.6, generator, noise=0.5)
@@ -367,20 +289,21 @@ def test_a_restless_machine_is_no_reason_to_stop_drafting():
 
 def test_what_seemed_too_dear_is_seen_again():
     """More than four drafts took twice as long when they were first made, and nothing would make them again."""
-    known, generator = Experience(), torch.Generator().manual_seed(0)
-    for drafts in (4, 8, None, 1, 2, 3, 4, 5, 6, 7, 8) * 4:
+    known, generator = DraftingStats(trials=100), torch.Generator().manual_seed(0)
+    for i, drafts in enumerate((4, 8, None, 1, 2, 3, 4, 5, 6, 7, 8) * 4):
         slow = 2 if drafts is not None and drafts > 4 else 1
-        known.costs.observe(100, drafts, slow * seconds(drafts))
+        known.costs.observe(100, drafts, slow * seconds(drafts), is_trial=i < 3)
+    dear = known.costs.predict(100, 8)[8]
     simulated(known, 6000, 0.95, generator)
     tokens, spent = simulated(known, 1000, 0.95, generator)
     best = (1 - 0.95**9) / 0.05 / seconds(8)
-    assert tokens / spent > 0.95 * best
+    assert dear > 1.4 * seconds(8) / PLAIN and tokens / spent > 0.95 * best
 
 
 def test_a_round_that_drafts_all_has_all_the_room_and_no_more():
     """Whatever was tried last, and in every trial: near the end of a text there is room for less than one draft."""
-    known, all_ = Experience(), []
-    schedule = Schedule(known)
+    known, all_ = DraftingStats(), []
+    schedule = ChainPolicy(known)
     for i in range(1000):
         room = 0 if i in (3, 4, 5, 6) else 8
         count, drafts = schedule.begin(100, room), 0
@@ -394,8 +317,8 @@ def test_a_round_that_drafts_all_has_all_the_room_and_no_more():
 
 
 def test_where_drafting_pays_rounds_without_it_are_rare():
-    known, generator = Experience(), torch.Generator().manual_seed(0)
-    schedule, plain = Schedule(known), 0
+    known, generator = DraftingStats(), torch.Generator().manual_seed(0)
+    schedule, plain = ChainPolicy(known), 0
     for _ in range(4000):
         count, drafts = schedule.begin(100, 8), 0
         plain += not count
@@ -461,7 +384,7 @@ def target_law() -> dict[tuple[int, ...], float]:
     return law
 
 
-def strict() -> Schedule:
+def strict() -> ChainPolicy:
     """One that stops at some places of some paths and goes on at others."""
     return begun(experienced(3.5, 0.05))
 
@@ -526,12 +449,18 @@ def test_greedy_text_is_the_targets(make, kind):
     assert torch.equal(gone_on, plain)
 
 
-def test_looks_at_a_drafter_that_does_not_pay_become_rare():
-    known = experienced(1.0, 0.0)
-    for _ in range(200):
-        known.costs.observe(100, 4, 3.0)
-        known.judge(1.0, 3.0)
-    assert not known.is_drafting and known.wait == 128
+def test_probes_of_a_drafter_that_does_not_pay_become_rare():
+    known, generator, probed = DraftingStats(), torch.Generator().manual_seed(0), []
+    for _ in range(2000):
+        simulated(known, 2, 0.0, generator)  # two rounds of a generation
+        probed.append(known.probes.interval)
+    assert not known.is_drafting and probed[-1] == 128 and {8, 16, 32, 64, 128} <= {*probed}
+
+
+def test_intervals_double():
+    probes = Probes(2, 8)
+    due = [call for call in range(1, 40) if probes.is_due()]
+    assert due == [2, 6, 14, 22, 30, 38]
 
 
 @pytest.mark.parametrize(("make", "wait"), [(tiny_target, 100), (qwen3, 150)])
@@ -542,8 +471,8 @@ def test_what_a_sleeping_drafter_takes_in_late(make, wait, monkeypatch):
     drafter, ids = tiny_drafter(target, reducer="fc"), prompt(12)
     drafter.bind(target)
     known = experienced(1.0, 0.06)
-    monkeypatch.setattr(binding, "Experience", lambda: known)
-    known.is_drafting, known.wait, taken, extend = False, wait, [], drafter.extend
+    monkeypatch.setattr(binding, "DraftingStats", lambda: known)
+    known.is_drafting, known.probes, taken, extend = False, Probes(wait, wait), [], drafter.extend
 
     def listened(target, context, residual, position_ids, next_ids):
         assert residual.shape[1] == position_ids.shape[1] == next_ids.shape[1]
@@ -585,9 +514,9 @@ def test_a_sleeping_drafter_has_its_text_where_the_text_ends(target, monkeypatch
     drafter, ids = tiny_drafter(target), prompt(12)
     drafter.bind(target)
     known = experienced(1.0, 0.06)
-    monkeypatch.setattr(binding, "Experience", lambda: known)
+    monkeypatch.setattr(binding, "DraftingStats", lambda: known)
     for length in (1, 2, 30, 64, 70):
-        known.is_drafting, known.wait = False, 400
+        known.is_drafting, known.probes = False, Probes(400, 400)
         out = target.generate(
             ids, assistant_model=drafter, num_assistant_tokens="auto", max_new_tokens=length, do_sample=False,
             return_dict_in_generate=True,
@@ -598,13 +527,13 @@ def test_a_sleeping_drafter_has_its_text_where_the_text_ends(target, monkeypatch
 
 def test_what_is_known_is_kept_for_as_long_as_the_target_is_bound(target, monkeypatch):
     made, drafter, ids = [], tiny_drafter(target), prompt(12)
-    monkeypatch.setattr(binding, "Experience", lambda: made.append(Experience()) or made[-1])
+    monkeypatch.setattr(binding, "DraftingStats", lambda: made.append(DraftingStats()) or made[-1])
     drafter.num_draft_tokens = "auto"
     drafter.bind(target)
 
     def learned_in(asked, do_sample):
         """Which of all that were made changes with a generation."""
-        before, fresh = list(map(pickle.dumps, made)), pickle.dumps(Experience())
+        before, fresh = list(map(pickle.dumps, made)), pickle.dumps(DraftingStats())
         asked.generate(ids, assistant_model=drafter, max_new_tokens=30, do_sample=do_sample)
         changed = [
             place
@@ -615,7 +544,7 @@ def test_what_is_known_is_kept_for_as_long_as_the_target_is_bound(target, monkey
         return place
 
     greedy, sampled = learned_in(target, False), learned_in(target, True)
-    assert greedy != sampled and made[greedy].costs.plain > 0
+    assert greedy != sampled and made[greedy].costs.is_known
     assert learned_in(target, False) == greedy and learned_in(target, True) == sampled
     copies = copy.deepcopy(target), pickle.loads(pickle.dumps(target))
     assert all(type(other) is type(target) for other in copies)
@@ -640,7 +569,8 @@ def test_the_callers_streamer_is_no_price_of_a_round(target, monkeypatch):
         return clock[0]
 
     monkeypatch.setattr(decoding, "clock", lambda device: now)
-    monkeypatch.setattr(RoundCosts, "observe", lambda self, length, drafts, took: heard.append(took))
+    observe = RoundCosts.observe
+    monkeypatch.setattr(RoundCosts, "observe", lambda self, *told: heard.append(told[2]) or observe(self, *told))
     drafter = tiny_drafter(target)
     drafter.bind(target)
     target.generate(
@@ -683,8 +613,8 @@ def test_what_is_neither_a_number_nor_auto_is_refused(target, wrong):
 def test_a_drafter_woken_by_another_generation_catches_up(target, monkeypatch):
     drafter, known = tiny_drafter(target), experienced(1.0, 0.06)
     drafter.bind(target)
-    monkeypatch.setattr(binding, "Experience", lambda: known)
-    known.is_drafting, known.wait, propose, behind = False, 10**6, drafter.propose, []
+    monkeypatch.setattr(binding, "DraftingStats", lambda: known)
+    known.is_drafting, known.probes, propose, behind = False, Probes(10**6, 10**6), drafter.propose, []
 
     def listened(target, context, ids, *rest):
         behind.append(ids.shape[1] - 1 - context.end)
@@ -696,7 +626,7 @@ def test_a_drafter_woken_by_another_generation_catches_up(target, monkeypatch):
         def put(self, value):
             self.count += 1
             if self.count == 9:
-                known.is_drafting, known.waited = True, 0
+                known.is_drafting, known.probes = True, Probes(64, 256)
 
         def end(self):
             pass
@@ -734,15 +664,15 @@ def test_text_of_trees_of_any_size(target, kind, do_sample, monkeypatch):
     plain = None if do_sample else target.generate(ids, max_new_tokens=50, do_sample=False)
     drafter.bind(target)
     asked = {"assistant_model": drafter, "tree_budget": "auto", "max_new_tokens": 50, "do_sample": do_sample}
-    known, verified = Experience(turns=Turns(left=5)), []
-    end = TreeSchedule.end
+    known, verified = DraftingStats(), []
+    end = TreePolicy.end
 
     def listened(self, drafts, *rest):
-        verified.append((self.turns.are_trees, drafts))
+        verified.append((self._chosen is self.trees, drafts))
         end(self, drafts, *rest)
 
-    monkeypatch.setattr(TreeSchedule, "end", listened)
-    monkeypatch.setattr(binding, "Experience", lambda: known)
+    monkeypatch.setattr(TreePolicy, "end", listened)
+    monkeypatch.setattr(binding, "DraftingStats", lambda: known)
     for _ in range(3):
         out = target.generate(ids, **asked)
         assert plain is None or torch.equal(out, plain)
@@ -756,42 +686,9 @@ def test_trees_that_cannot_be_verified_are_chains_that_pay(monkeypatch, caplog):
     drafter, ids = tiny_drafter(target, reducer="fc"), prompt(12)
     drafter.bind(target)
     monkeypatch.setattr(decoding, "verification_of", lambda family, cache: "chain")
-    known = Experience()
-    monkeypatch.setattr(binding, "Experience", lambda: known)
+    known = DraftingStats()
+    monkeypatch.setattr(binding, "DraftingStats", lambda: known)
     plain = target.generate(ids, max_new_tokens=30, do_sample=False)
     out = target.generate(ids, assistant_model=drafter, tree_budget="auto", max_new_tokens=30, do_sample=False)
     assert torch.equal(out, plain) and "`tree_budget` is auto" in caplog.text
-    assert known.costs.plain > 0
-
-
-class Shared(dict):
-    """Another thread adds a key while this one goes through the dictionary, but not while it is copied."""
-
-    def __iter__(self):
-        for key in super().__iter__():
-            self[100 + len(self)] = 1.0
-            yield key
-
-    def keys(self):
-        return iter(self)
-
-    def values(self):
-        return (self[key] for key in self)
-
-    def items(self):
-        return ((key, self[key]) for key in self)
-
-    def copy(self):
-        return dict(super().items())
-
-
-def test_threads_may_learn_at_once():
-    known = Experience()
-    known.costs._shares, known.costs._times, known.costs._levels = Shared(), Shared(), Shared()
-    known.survival._drafts, known.survival._accepted = Shared(), Shared()
-    for i in range(20):
-        known.costs.observe(2**i, i % 9, 0.03)
-        known.costs.further(8), known.costs.trial(8), known.costs.is_tried
-        known.survival.observe(0.1 * (i % 10), True), known.survival(0.5)
-    with pytest.raises(RuntimeError, match="changed size"):
-        tuple(known.costs._shares)
+    assert known.costs.is_known

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_hyperdflash.auto.node_survival import NodeSurvival
-from hf_hyperdflash.auto.schedule import Experience
-from hf_hyperdflash.auto.tree_schedule import MOST_NODES, NodeSchedule, TreeSchedule
+from hf_hyperdflash.auto.acceptance import NodeAcceptance
+from hf_hyperdflash.auto.policies import MOST_NODES, DraftingStats, NodePolicy, TreePolicy
 from hf_hyperdflash.trees.growth import Admission
 from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
 
@@ -95,7 +94,7 @@ def run(world: World, schedule: Any, sampler: Sampler, rounds: int, draw: random
 )
 def test_what_is_fastest_is_drafted(world, has_trees):
     sampler = Sampler()
-    schedule, draw = TreeSchedule(Experience(), sampler), random.Random(1)
+    schedule, draw = TreePolicy(DraftingStats(), sampler), random.Random(1)
     run(world, schedule, sampler, 500, draw)
     tokens, spent, trees = run(world, schedule, sampler, 3000, draw)
     assert tokens / spent > 0.95 * world.best()
@@ -104,13 +103,13 @@ def test_what_is_fastest_is_drafted(world, has_trees):
 
 def test_a_hopeless_drafter_costs_little():
     sampler = Sampler()
-    tokens, spent, _ = run(World(0.0, 0.0), TreeSchedule(Experience(), sampler), sampler, 400, random.Random(2))
+    tokens, spent, _ = run(World(0.0, 0.0), TreePolicy(DraftingStats(), sampler), sampler, 400, random.Random(2))
     assert spent < 1.05 * 400 * PLAIN and tokens == 400
 
 
 def test_it_drafts_again_where_the_text_changes():
     sampler, draw = Sampler(), random.Random(4)
-    schedule = TreeSchedule(Experience(), sampler)
+    schedule = TreePolicy(DraftingStats(), sampler)
     run(World(0.0, 0.0), schedule, sampler, 1000, draw)
     good = World(0.6, 0.95)
     run(good, schedule, sampler, 3000, draw)
@@ -121,7 +120,7 @@ def test_it_drafts_again_where_the_text_changes():
 def test_the_slower_way_is_looked_at_again():
     """Of trees nothing is heard while chains are drafted."""
     sampler, draw = Sampler(), random.Random(6)
-    schedule = TreeSchedule(Experience(), sampler)
+    schedule = TreePolicy(DraftingStats(), sampler)
     assert run(World(0.9, 0.7, of_node=0.002, of_draft=0.0004), schedule, sampler, 1500, draw)[2] < 300
     wide = World(0.7, 0.97)
     run(wide, schedule, sampler, 3000, draw)
@@ -129,19 +128,19 @@ def test_the_slower_way_is_looked_at_again():
 
 
 def test_the_next_generation_knows_what_was_found():
-    known, draw, good = Experience(), random.Random(5), World(0.5, 0.95)
+    known, draw, good = DraftingStats(), random.Random(5), World(0.5, 0.95)
     for _ in range(20):
         sampler = Sampler()
-        run(good, TreeSchedule(known, sampler), sampler, 60, draw)
+        run(good, TreePolicy(known, sampler), sampler, 60, draw)
         assert sampler.tree_budget == MOST_NODES  # between rounds there is room for the deepest
     sampler = Sampler()
-    assert run(good, TreeSchedule(known, sampler), sampler, 64, draw)[2] >= 40
+    assert run(good, TreePolicy(known, sampler), sampler, 64, draw)[2] >= 40
 
 
 def test_it_learns_of_the_children_of_what_was_accepted():
     """A node whose parent was rejected tells nothing, nor do the children of the last one of a text."""
 
-    class Heard(NodeSurvival):
+    class Heard(NodeAcceptance):
         def __init__(self) -> None:
             super().__init__()
             self.heard: list = []
@@ -156,9 +155,9 @@ def test_it_learns_of_the_children_of_what_was_accepted():
         (True, [([0.5, 0.25], 1, False), ([0.75, 0.125], 0, False)]),
     ):
         survival = Heard()
-        NodeSchedule(Experience(survival=survival), Sampler()).learn(tree, [1, 2], is_last)
+        NodePolicy(DraftingStats(survival), Sampler()).learn(tree, [1, 2], is_last)
         assert survival.heard == expected
     survival = Heard()
-    schedule = NodeSchedule(Experience(survival=survival), Sampler())
+    schedule = NodePolicy(DraftingStats(survival), Sampler())
     schedule.learn(DraftTree.chain(torch.arange(2)), [0], False)
     assert survival.heard == []

@@ -5,12 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hf_hyperdflash import bind
-from hf_hyperdflash.auto.batch_schedule import BatchSchedule, PositionSurvival
-from hf_hyperdflash.auto.schedule import Experience
+from hf_hyperdflash.auto.acceptance import PositionAcceptance
+from hf_hyperdflash.auto.policies import BatchPolicy, DraftingStats
 from hf_hyperdflash.decoding import bind as binding
 from hf_hyperdflash.decoding.batch import decoding as batch_decoding
 from hf_hyperdflash.decoding.bind import capture_residual
@@ -30,10 +28,10 @@ def fake_rows(count: int, room: int = 8):
     ]
 
 
-def simulated(known: Experience, size: int, rounds: int, chance: float, each: float, seed: int = 0):
+def simulated(known: DraftingStats, size: int, rounds: int, chance: float, each: float, seed: int = 0):
     """Tokens of a row and seconds of rounds whose drafts are accepted by `chance` and take `each` more."""
     generator, rows = torch.Generator().manual_seed(seed), fake_rows(size)
-    schedule, tokens, spent = BatchSchedule(known, rows), 0.0, 0.0
+    schedule, tokens, spent = BatchPolicy(known, rows), 0.0, 0.0
     for _ in range(rounds):
         schedule.begin(rows)
         made = [row.schedule.begin(100, 8) for row in rows]
@@ -47,7 +45,7 @@ def simulated(known: Experience, size: int, rounds: int, chance: float, each: fl
 
 @pytest.mark.parametrize("size", [2, 8])
 def test_a_batch_in_which_no_draft_pays_drafts_none_and_looks_again(size):
-    known = Experience()
+    known = DraftingStats()
     simulated(known, size, 100, 0.2, each=0.004)
     tokens, spent = simulated(known, size, 1000, 0.2, each=0.004)
     assert spent / tokens < 1.02 * PLAIN
@@ -60,7 +58,7 @@ def test_a_batch_in_which_no_draft_pays_drafts_none_and_looks_again(size):
 @pytest.mark.parametrize("each", [0.0005, 0.003, 0.008])
 @pytest.mark.parametrize("chance", [0.4, 0.7, 0.95])
 def test_it_is_near_the_best_number(chance, each):
-    known = Experience()
+    known = DraftingStats()
     simulated(known, 4, 200, chance, each)
     tokens, spent = simulated(known, 4, 1000, chance, each)
     fixed = [(1 - chance ** (k + 1)) / (1 - chance) / (START + each * k) for k in range(1, 9)]
@@ -69,7 +67,7 @@ def test_it_is_near_the_best_number(chance, each):
 
 def test_what_pays_in_a_small_batch_need_not_in_a_large_one():
     """Each size has an experience of its own, and rows that end change the size."""
-    known = Experience()
+    known = DraftingStats()
     for _ in range(3):
         simulated(known, 2, 100, 0.8, each=0.001)
         simulated(known, 8, 100, 0.8, each=0.030)
@@ -78,19 +76,19 @@ def test_what_pays_in_a_small_batch_need_not_in_a_large_one():
 
 
 def test_a_round_of_many_rows_tells_more_than_one_of_few():
-    known = Experience()
+    known = DraftingStats()
     for size in (2, 15):
         simulated(known, size, 1, 0.5, each=0.001)
-        assert known.batches[size.bit_length()].doubt == pytest.approx(known.doubt / size**0.5)
+        assert known.batches[size.bit_length()].relative_error == pytest.approx(known.relative_error / size**0.5)
 
 
 def test_rows_are_counted_by_the_drafts_that_they_made():
     """A row with less room, or a drafter that makes fewer drafts than it is asked for, rejects none of the others."""
-    known, rows = Experience(), fake_rows(3)
-    schedule = BatchSchedule(known, rows)
-    survival, heard = PositionSurvival(), []
-    survival.observe = lambda position, accepted, reached: heard.append((position, accepted))
-    known.batches[2] = Experience(survival=survival)
+    known, rows = DraftingStats(), fake_rows(3)
+    schedule = BatchPolicy(known, rows)
+    survival, heard = PositionAcceptance(), []
+    survival.observe = lambda position, accepted: heard.append((position, accepted))
+    known.batches[2] = DraftingStats(survival)
     schedule.begin(rows)
     assert [row.schedule.begin(100, room) for row, room in zip(rows, (8, 2, 6))] == [8, 2, 6]
     rows[2].row.finished = True  # by a stop: what follows was not rejected
@@ -98,23 +96,7 @@ def test_rows_are_counted_by_the_drafts_that_they_made():
     assert sorted(heard) == [(0, True)] * 3 + [(1, True)] * 2 + [(2, True), (3, False)]
 
 
-@given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=60))
-def test_chances_of_positions(observed):
-    """Each is a mean of what was seen there and of the position before, recent drafts more."""
-    survival = PositionSurvival()
-    for position, accepted in observed:
-        survival.observe(position, accepted)
-    expected = 0.7
-    for position in range(8):
-        drafts = kept = 0.0
-        for other, accepted in observed:
-            if other == position:
-                drafts, kept = 0.99 * drafts + 1, 0.99 * kept + accepted
-        expected = (kept + 4 * expected) / (drafts + 4)
-        assert survival(position) == pytest.approx(expected)
-
-
-class RandomSchedule(BatchSchedule):
+class RandomSchedule(BatchPolicy):
     """Any number of drafts in any round, often none."""
 
     def begin(self, rows):
@@ -138,7 +120,7 @@ def test_greedy_text_is_the_targets_whatever_is_drafted(family, monkeypatch):
                 assert told[0].tolist() == each.ids[0, 1:].tolist()
             return super().propose_rows(target, wanted)
 
-    monkeypatch.setattr(batch_decoding, "BatchSchedule", RandomSchedule)
+    monkeypatch.setattr(batch_decoding, "BatchPolicy", RandomSchedule)
     torch.manual_seed(0)
     target = bind(family().eval())
     rows = [prompt(length, seed=length)[0] for length in (9, 9, 9)]
@@ -162,7 +144,7 @@ def test_what_is_known_of_batches_is_kept_from_one_to_the_next(monkeypatch):
     ids = torch.cat([prompt(8, seed=seed) for seed in range(4)])
     drafter = tiny_drafter(target)
     made, seen = [], []
-    monkeypatch.setattr(binding, "Experience", lambda: made.append(Experience()) or made[-1])
+    monkeypatch.setattr(binding, "DraftingStats", lambda: made.append(DraftingStats()) or made[-1])
 
     def generate():
         target.generate(ids, assistant_model=drafter, num_assistant_tokens="auto", do_sample=False, max_new_tokens=30)
@@ -170,11 +152,11 @@ def test_what_is_known_of_batches_is_kept_from_one_to_the_next(monkeypatch):
     generate()
     (known,) = (each for each in made if each.batches)
     of_batches = known.batches[3].costs
-    assert of_batches.plain > 0 and not known.costs.plain and not known.costs.is_tried
+    assert of_batches.is_known and not known.costs.is_known and not known.is_tried
     observe = of_batches.observe
     of_batches.observe = lambda *round_: seen.append(round_) or observe(*round_)
     generate()
-    assert seen and known.batches[3].costs is of_batches and not any(each.costs.plain for each in made)
+    assert seen and known.batches[3].costs is of_batches and not any(each.costs.is_known for each in made)
 
 
 def test_a_tree_of_any_size_is_a_chain_that_pays():

@@ -1,0 +1,80 @@
+"""What a round takes, learned from the rounds before: an augmented space linear model at work."""
+
+from __future__ import annotations
+
+import copy
+
+from .aslm import AugmentedSpaceLinearModel
+
+ROUNDS = 8  # that the model learns from at once, as one call is dearer than its rows; and that the pace is a mean of
+HICCUP = 1.6
+MODEL = AugmentedSpaceLinearModel(quantization=0.02, max_centers=64, memory=128, shrinkage=8.0)
+
+Inputs = tuple[float, float, float, float]
+
+
+class RoundCosts:
+    """Predicts what a round takes: one target and one drafter on their devices.
+
+    A least-squares line says what is common to all rounds: what a verified token costs, asking the drafter, doubling
+    the text, a text more in the batch. The mean error of the nearest measurements corrects it, as kernels have widths.
+    Costs are in units of a pace in seconds: a machine that gets busy makes all rounds dearer, also those that were not
+    measured since.
+
+    Memory is bounded, and old rounds are forgotten where new ones come. Several threads may observe at once: a
+    measurement may get lost, which changes nothing that matters, and a model is complete before others see it.
+    """
+
+    def __init__(self) -> None:
+        self._model = copy.copy(MODEL)
+        self._pace, self._least = 0.0, 1.0
+        self._measured: list[tuple[Inputs, float]] = []
+        self._tables: dict[tuple[int, int], list[float]] = {}
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any round was learned."""
+        return hasattr(self._model, "coef_")
+
+    def observe(self, length: int, drafts: int | None, seconds: float, texts: int = 1, is_trial: bool = False) -> None:
+        """Learn from one round.
+
+        Args:
+            length: Of the text before it.
+            drafts: How many each text verified; `None` if the drafter was not asked.
+            seconds: What it took.
+            texts: Of the batch.
+            is_trial: Whether nothing is known of rounds like it: the model learns at once.
+        """
+        seconds = max(seconds, 1e-9)  # a clock may be coarse
+        self._pace = self._pace or seconds
+        cost = seconds / self._pace
+        if not is_trial:
+            expected = self._table(length, drafts or 0, texts)[0 if drafts is None else drafts + 1]
+            cost = min(cost, HICCUP * expected)
+            self._pace *= 1 + (cost / expected - 1) / ROUNDS
+        measured = self._measured = [*self._measured, (_inputs(length.bit_length(), drafts, texts), cost)]
+        if is_trial or len(measured) >= ROUNDS:
+            inputs, costs = zip(*measured)
+            self._least = min(self._least, *costs)
+            self._model = copy.copy(self._model).partial_fit(inputs, costs)
+            self._measured, self._tables = [], {}
+
+    def predict(self, length: int, most: int, texts: int = 1) -> list[float]:
+        """What rounds with 0, 1, .. `most` drafts a text take, in units of a round without the drafter."""
+        plain, *others = self._table(length, most, texts)
+        return [cost / plain for cost in others[: most + 1]]
+
+    def _table(self, length: int, most: int, texts: int) -> list[float]:
+        """A round without the drafter, then rounds with 0, 1, .. drafts: none faster than the fastest measured."""
+        key, tables = (length.bit_length(), texts), self._tables
+        table = tables.get(key, [])
+        if len(table) < most + 2:
+            inputs = [_inputs(key[0], drafts, texts) for drafts in (None, *range(most + 1))]
+            table = tables[key] = self._model.predict(inputs).clip(self._least).tolist()
+        return table
+
+
+def _inputs(doublings: int, drafts: int | None, texts: int) -> Inputs:
+    """Of about unit size."""
+    return texts * (1 + (drafts or 0)) / 8, float(drafts is not None), doublings / 8, texts / 8

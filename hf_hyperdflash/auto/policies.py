@@ -1,0 +1,352 @@
+"""How much a round drafts where the request says "auto": what pays for itself.
+
+A draft pays if the tokens that it adds, its probability to be accepted, are more than this generation writes in the
+time that it takes. Along a path that probability only falls: the first draft that does not pay, whatever may follow,
+ends a chain, and a node that does not pay has no descendant that would (greedy admission with early stop).
+
+Whether a draft is verified never depends on the token drawn for it, only on what was known before: else text that is
+drawn at random would not be the target's. Greedy text is the target's whatever is verified.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..trees.growth import Admission
+from ..trees.tree import ANCHOR, DraftTree
+from .acceptance import UNKNOWN, AcceptanceLine, NodeAcceptance, PositionAcceptance
+from .costs import RoundCosts
+
+MOST_NODES = 64  # of a tree
+TRIALS = 4  # rounds before anything is known: with all drafts, without the drafter, with all and with half of them
+MEMORY = 64  # rounds that the mean of recent ones remembers
+INTERVALS = {True: (64, 256), False: (8, 128)}  # rounds between probes, first and at most, if drafting pays or not
+TURNS = 4, 32  # rounds between probes of trees or chains, first and at most
+
+
+@dataclass
+class Probes:
+    """Says when to try what does not seem to pay: after `interval` calls, which doubles up to `most`."""
+
+    interval: int
+    most: int
+    waited: int = 0
+
+    def is_due(self) -> bool:
+        """Whether it is time."""
+        self.waited += 1
+        if self.waited < self.interval:
+            return False
+        self.waited, self.interval = 0, min(2 * self.interval, self.most)
+        return True
+
+
+@dataclass
+class DraftingStats:
+    """What is known of a drafter with a target, kept from generation to generation for as long as that is bound.
+
+    Attributes:
+        acceptance: Predicts which drafts are accepted.
+        costs: Predicts what rounds take.
+        is_drafting: Whether it pays to ask the drafter.
+        tokens: That rounds write in which the drafter is asked, a running mean.
+        cost: What they take, in rounds without the drafter.
+        rounds: How many these means are of; what was known before the last change of `is_drafting` counts as a few.
+        trials: Rounds that tried what was not known.
+        probes: Of the drafter where it does not pay, of rounds without it where it does.
+        relative_error: Relative standard error of one round, about: how much worse drafting may look by chance.
+        trees: The same of the drafter's trees, once there are some.
+        turns: Probes of trees or chains, whichever are slower.
+        batches: The same of batches, by the binary logarithm of their size.
+    """
+
+    acceptance: Any = field(default_factory=AcceptanceLine)
+    costs: RoundCosts = field(default_factory=RoundCosts)
+    is_drafting: bool = True
+    tokens: float = 0.0
+    cost: float = 0.0
+    rounds: int = 0
+    trials: int = 0
+    probes: Probes = field(default_factory=lambda: Probes(*INTERVALS[True]))
+    relative_error: float = 0.5
+    trees: DraftingStats | None = None
+    turns: Probes = field(default_factory=lambda: Probes(*TURNS))
+    batches: dict[int, DraftingStats] = field(default_factory=dict)
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether enough was tried for something to be known."""
+        return self.trials >= TRIALS and self.costs.is_known
+
+    @property
+    def speedup(self) -> float:
+        """Of rounds as they are chosen now, over rounds without drafts."""
+        return self.tokens / self.cost if self.is_drafting and self.cost else 1.0
+
+    def drafts_all(self) -> bool:
+        """Whether this round drafts as much as there is room for, once between two probes: what seemed too dear by
+        chance would never be seen again."""
+        first = INTERVALS[True][0]
+        return self.is_drafting and self.probes.waited % first == first // 2
+
+    def judge(self, tokens: float, cost: float) -> None:
+        """Decide whether to ask the drafter from now on, by a round in which it was asked."""
+        self.rounds += self.is_drafting or not self.rounds
+        weight = max(1 / MEMORY, 1 / self.rounds)
+        self.tokens += (tokens - self.tokens) * weight
+        self.cost += (cost - self.cost) * weight
+        gain, few = self.tokens / self.cost, INTERVALS[False][0]
+        # A change has to be worth it: 2 %, or what chance can explain.
+        too_slow = self.rounds >= 2 * few and gain < 1 - self.relative_error / math.sqrt(self.rounds)
+        if too_slow if self.is_drafting else gain > 1.02:
+            self.is_drafting, self.rounds = not self.is_drafting, few
+            self.probes = Probes(*INTERVALS[self.is_drafting])
+
+
+class FixedPolicy:
+    """As many drafts as were asked for, every round."""
+
+    is_asked = True  # whether the drafter drafts in this round, and so is to know what was accepted
+
+    def begin(self, length: int, room: int) -> int:
+        """Begin a round after a text of that length, with room for so many drafts; how many may be made."""
+        return room
+
+    def learn(self, tree: DraftTree, path: list[int], is_last: bool) -> None:
+        """Learn which nodes of a tree were accepted, and whether the text has ended."""
+
+    def end(self, drafts: int, accepted: int, seconds: float, is_last: bool) -> None:
+        """End it."""
+
+    def cut(self, tree: DraftTree) -> DraftTree:
+        """What of the drafts is verified."""
+        return tree
+
+
+class ChainPolicy(FixedPolicy):
+    """Chains of as many drafts as pay.
+
+    Args:
+        stats: Of the drafter with the target; changed.
+    """
+
+    def __init__(self, stats: DraftingStats) -> None:
+        self.stats, self.texts = stats, 1
+        self._is_first = True  # round of the generation, which takes longer than others
+        self._is_trial = self._drafts_all = False
+        self._least = 0  # drafts in any case
+        self._signals: list[float] = []
+        self._reached: list[float] = [1.0]  # the probability that all drafts before each are accepted
+        self._costs: list[float] = []  # of each number of drafts
+        self._length = 0
+
+    def begin(self, length: int, room: int) -> int:
+        stats, self._length, self._signals, self._reached = self.stats, length, [], [1.0]
+        self._is_trial = not self._is_first and not stats.is_tried
+        count = (room, None, room, -(-room // 2))[stats.trials % TRIALS] if self._is_trial else room
+        self.is_asked = count is not None if self._is_trial else stats.probes.is_due() != stats.is_drafting
+        if not self.is_asked:
+            return 0
+        predicted = stats.costs.predict(length, room, self.texts) if stats.is_tried else [0.0] * (room + 1)
+        # In tokens that this generation writes meanwhile: at least what rounds without the drafter do.
+        self._costs = [cost * max(stats.speedup, 1.0) for cost in predicted]
+        self._drafts_all = self._is_trial or stats.drafts_all()
+        # A probe makes some drafts in any case: nothing is learned from those that are not made.
+        self._least = 0 if stats.is_drafting else 2
+        return count or 0
+
+    def is_open(self) -> bool:
+        """Whether the drafter is to be asked for one more draft: not if even a certain one would not pay."""
+        return self._drafts_all or len(self._signals) < self._least or self._pays(1.0)
+
+    def admits(self, signal: float) -> bool:
+        """Whether the next draft is drawn and verified.
+
+        Args:
+            signal: What the drafter says of it before it is drawn, in [0, 1].
+        """
+        chance = self.stats.acceptance(signal)
+        if not self._drafts_all and len(self._signals) >= self._least and not self._pays(chance):
+            return False
+        self._signals.append(signal)
+        self._reached.append(self._reached[-1] * chance)
+        return True
+
+    def _pays(self, chance: float) -> bool:
+        """Whether some number of further drafts brings more than it takes, if each is accepted as probably as the
+        next. One more may cost what several do: kernels have widths."""
+        here, reached, gained = len(self._signals), self._reached[-1], 0.0
+        for cost in self._costs[here + 1 :]:
+            reached *= chance
+            gained += reached
+            if gained >= cost - self._costs[here]:
+                return True
+        return False
+
+    def cut(self, tree: DraftTree) -> DraftTree:
+        """Of drafts that were not admitted one by one, as of a drafter that does without a sampler, those that are."""
+        if self._signals or not len(tree) or not tree.is_chain:
+            return tree
+        count = next((k for k in range(len(tree)) if not self.admits(UNKNOWN)), len(tree))
+        return tree.first(count)
+
+    def end(self, drafts: int, accepted: int, seconds: float, is_last: bool) -> None:
+        # What was expected of drafts varies less than what came of them, and may be wrong: each counts half. Not in a
+        # probe of a drafter that did not pay, of which what is known may be long past.
+        expected = sum(self._reached[1:]) if self._signals and self.stats.is_drafting else accepted
+        self.count(accepted, is_last)
+        self.weigh(drafts, (accepted + expected) / 2, seconds)
+
+    def count(self, accepted: int, is_last: bool) -> None:
+        """Learn from the drafts whose fate is known: the accepted ones, and the next if the text has not ended."""
+        for place, signal in enumerate(self._signals[: accepted + (not is_last)]):
+            self.stats.acceptance.observe(signal, place < accepted)
+
+    def weigh(self, drafts: int, accepted: float, seconds: float) -> None:
+        """Learn what the round took and brought."""
+        stats = self.stats
+        # A generation's first round is slow, and so is a drafter's: they tell nothing.
+        if not self._is_first and not (self._is_trial and not stats.trials):
+            asked_for = drafts if self.is_asked else None
+            stats.costs.observe(self._length, asked_for, seconds, self.texts, self._is_trial)
+        stats.trials += self._is_trial
+        if self.is_asked and not self._is_first and not self._drafts_all:
+            stats.judge(1 + accepted, stats.costs.predict(self._length, drafts, self.texts)[drafts])
+        self._is_first = False
+
+
+class NodePolicy(ChainPolicy):
+    """Trees of the nodes that pay.
+
+    Args:
+        stats: Of the drafter's trees with the target; changed.
+        sampler: Of the generation.
+    """
+
+    def __init__(self, stats: DraftingStats, sampler: Any) -> None:
+        super().__init__(stats)
+        self.sampler = sampler
+
+    def begin(self, length: int, room: int) -> int:
+        most = super().begin(length, MOST_NODES if self.stats.is_tried else MOST_NODES // 4)
+        if not most:
+            return 0
+        least = max(self._costs[-1] - self._costs[0], 0.0) / most  # what a node costs
+        least = least / 4 if self._drafts_all else least  # a round that looks at more
+        self.sampler.tree_budget, self.sampler.admission = most, Admission(self.stats.acceptance, least)
+        return room
+
+    def cut(self, tree: DraftTree) -> DraftTree:
+        return tree
+
+    def learn(self, tree: DraftTree, path: list[int], is_last: bool) -> None:
+        if tree.confidence is None:
+            return
+        signals = tree.confidence.tolist()
+        ends: list[int | None] = [] if is_last else [None]  # where no child was accepted, or the text ended
+        for parent, accepted in zip([ANCHOR, *path], [*path, *ends]):
+            children = tree.children.get(parent, [])
+            rank = None if accepted is None else children.index(accepted)
+            self.stats.acceptance.observe([signals[child] for child in children], rank, tree.q is not None)
+
+    def end(self, drafts: int, accepted: int, seconds: float, is_last: bool) -> None:
+        self.weigh(drafts, accepted, seconds)
+
+
+class TreePolicy(FixedPolicy):
+    """Trees or chains, of what pays, by turns until it is known which are faster.
+
+    Args:
+        stats: Of the drafter with the target; changed.
+        sampler: Of the generation, whose `tree_budget` is set for every round.
+    """
+
+    def __init__(self, stats: DraftingStats, sampler: Any) -> None:
+        stats.trees = stats.trees or DraftingStats(NodeAcceptance())
+        self.sampler, self.chains, self.trees = sampler, ChainPolicy(stats), NodePolicy(stats.trees, sampler)
+        sampler.schedule = self._chosen = self.chains
+        sampler.tree_budget = MOST_NODES  # between rounds there is room for the deepest
+
+    def begin(self, length: int, room: int) -> int:
+        self._chosen = self.trees if self._are_trees_next(self.chains.stats, self.trees.stats) else self.chains
+        self.sampler.tree_budget = None
+        count = self._chosen.begin(length, room)
+        self.is_asked = self._chosen.is_asked
+        return count
+
+    @staticmethod
+    def _are_trees_next(chains: DraftingStats, trees: DraftingStats) -> bool:
+        if min(chains.rounds, trees.rounds) < MEMORY // 2 and chains.is_drafting and trees.is_drafting:
+            return trees.rounds < chains.rounds
+        return (trees.speedup > chains.speedup) != trees.turns.is_due()
+
+    def cut(self, tree: DraftTree) -> DraftTree:
+        return self._chosen.cut(tree)
+
+    def learn(self, tree: DraftTree, path: list[int], is_last: bool) -> None:
+        self._chosen.learn(tree, path, is_last)
+
+    def end(self, drafts: int, accepted: int, seconds: float, is_last: bool) -> None:
+        self._chosen.end(drafts, accepted, seconds, is_last)
+        self.sampler.tree_budget = MOST_NODES
+
+
+class SequencePolicy(FixedPolicy):
+    """Of one text of a batch: what was decided for all."""
+
+    drafts = 0
+
+    def begin(self, length: int, room: int) -> int:
+        self.is_asked = self.drafts > 0
+        return min(room, self.drafts)
+
+
+class BatchPolicy:
+    """Decides how many drafts all texts of a batch make in a round, before any is drawn: they share a forward, so what
+    a draft costs is none of a text's own.
+
+    Args:
+        stats: Of the drafter with the target; changed.
+        rows: Of the batch: they get a policy that follows.
+    """
+
+    def __init__(self, stats: DraftingStats, rows: Sequence[Any]) -> None:
+        self._stats, self._policies = stats, dict[int, ChainPolicy]()
+        for row in rows:
+            row.schedule = SequencePolicy()
+
+    def begin(self, rows: Sequence[Any]) -> None:
+        """Begin a round of the rows that are left."""
+        policy = self._policy_for(len(rows))
+        room = max(row.room() for row in rows)
+        most = policy.begin(max(row.row.length for row in rows), room)
+        # One at least where the drafter is asked at all: whether that pays is judged by what it took.
+        drafts = next((position for position in range(most) if not policy.admits(position)), most) or min(most, 1)
+        for row in rows:
+            row.schedule.drafts = drafts
+
+    def end(self, rows: Sequence[Any], drafted: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
+        """End it.
+
+        Args:
+            rows: Those of `begin`.
+            drafted: How many tokens each drafted.
+            accepted: How many of these were accepted.
+            seconds: What the round took.
+        """
+        policy = self._policy_for(len(rows))
+        for row, made, kept in zip(rows, drafted, accepted):
+            policy.count(kept, is_last=row.row.finished or kept == made)
+        policy.weigh(max(drafted), sum(accepted) / len(rows), seconds)
+
+    def _policy_for(self, texts: int) -> ChainPolicy:
+        size = texts.bit_length()
+        if size not in self._policies:
+            error = self._stats.relative_error / math.sqrt(texts)
+            stats = DraftingStats(PositionAcceptance(), relative_error=error)
+            self._policies[size] = ChainPolicy(self._stats.batches.setdefault(size, stats))
+        self._policies[size].texts = texts
+        return self._policies[size]

@@ -1,0 +1,184 @@
+"""What is predicted of drafts that were not drawn yet, against what becomes of them."""
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hf_hyperdflash.auto.acceptance import AcceptanceLine, NodeAcceptance, PositionAcceptance
+from hf_hyperdflash.trees.growth import ACCEPTED
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def log_odds(p: float) -> float:
+    return math.log(p / (1 - p))
+
+
+# By signal
+
+
+def test_a_drafter_is_taken_at_its_word_at_first():
+    line = AcceptanceLine()
+    assert [line(p) for p in (0.02, 0.5, 0.8)] == pytest.approx([0.02, 0.5, 0.8])
+    assert 0 < line(0.0) < 0.01 and 0.99 < line(1.0) < 1
+
+
+def test_a_signal_is_calibrated_by_what_becomes_of_drafts():
+    line, generator = AcceptanceLine(), torch.Generator().manual_seed(0)
+    for accepted in (torch.rand(400, generator=generator) < 0.3).tolist():
+        line.observe(0.8, accepted)
+    assert line(0.8) == pytest.approx(0.3, abs=0.08)  # the standard error of 400 outcomes is 0.023
+    before = line(0.8)
+    line.observe(0.8, True)
+    assert line(0.8) > before
+
+
+def test_what_becomes_of_some_drafts_tells_of_others():
+    """A drafter that is surer than it says where it is sure, and less where it is not. Drafts of which it is not sure
+    are seldom made: those that are made tell of them."""
+    truth = lambda signal: sigmoid(1.6 * log_odds(signal) + 1.0)  # noqa: E731
+    generator, off = torch.Generator().manual_seed(0), []
+    for _ in range(50):
+        line = AcceptanceLine()
+        for signal in (0.4 + 0.55 * torch.rand(60, generator=generator)).tolist():
+            line.observe(signal, float(torch.rand((), generator=generator)) < truth(signal))
+        off.append([abs(line(signal) - truth(signal)) for signal in (0.2, 0.3)])
+    # By its own word 0.02 and 0.11 off.
+    means = torch.tensor(off).mean(0)
+    assert abs(0.3 - truth(0.3)) > 0.1 and means[1] < 0.09 and means[0] < 0.11, means
+
+
+def test_it_follows_a_text_that_gets_harder():
+    """From 0.9 to 0.3 accepted of a signal of 0.8, after a long time: within 400 drafts."""
+    line, draw = AcceptanceLine(), random.Random(0)
+    for chance, count in ((0.9, 5000), (0.3, 400)):
+        for _ in range(count):
+            line.observe(0.8, draw.random() < chance)
+        assert line(0.8) == pytest.approx(chance, abs=0.1)
+
+
+def test_the_line_is_the_maximum_of_the_posterior():
+    """But for what is forgotten, and for taking each outcome's curvature where it is heard: over 300 sequences of up
+    to 60 outcomes off by 0.02 on average, and by 0.1 at most in 19 of 20."""
+    off = []
+    for seed in range(300):
+        generator, line = torch.Generator().manual_seed(seed), AcceptanceLine()
+        x = 2 * torch.randn(1 + seed % 60, generator=generator, dtype=torch.float64)
+        y = torch.rand(len(x), generator=generator) < torch.sigmoid(0.7 * x + 0.5)
+        for each, outcome in zip(x.sigmoid().tolist(), y.tolist()):
+            line.observe(each, outcome)
+        best = most_probable(x, y.double())
+        at = torch.tensor([-3.0, -1.0, 0.0, 1.0, 3.0], dtype=torch.float64)
+        found = torch.tensor([line(each) for each in at.sigmoid().tolist()])
+        off.append((found - torch.sigmoid(best[0] * at + best[1])).abs().max())
+    off = torch.stack(off)
+    assert off.mean() < 0.03 and off.quantile(0.95) < 0.1, (off.mean(), off.quantile(0.95))
+
+
+def most_probable(x, y):
+    """Slope and intercept, by Newton steps over all outcomes at once."""
+    start, precision = torch.tensor([1.0, 0.0]).double(), torch.diag(torch.tensor([4.0, 1.0])).double()
+    rows, known = torch.stack([x, torch.ones_like(x)], dim=1), start
+    for _ in range(60):
+        chance = torch.sigmoid(rows @ known)
+        slope = rows.T @ (y - chance) - precision @ (known - start)
+        known = known + 0.5 * torch.linalg.solve(precision + rows.T @ torch.diag(chance * (1 - chance)) @ rows, slope)
+    return known
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=12), st.integers(1, 400))
+@example([(0.5, True)], 3000)
+@example([(0.88, False)], 3000)
+@example([(1.0, False), (0.0, True)], 1500)
+def test_the_line_stays_a_distribution_however_long_it_learns(outcomes, times):
+    """Also from one signal alone, as a drafter's that gives none, and from outcomes that it holds to be impossible."""
+    line = AcceptanceLine()
+    for _ in range(times):
+        for p, outcome in outcomes:
+            line.observe(p, outcome)
+    slope, intercept, *precision = line._state
+    assert all(map(math.isfinite, line._state)) and abs(slope) < 40 and abs(intercept) < 40  # no exponent is too large
+    # It never knows less than at first.
+    a, b, c = precision[0] - 4, precision[1], precision[2] - 1
+    assert a >= -1e-9 and c >= -1e-9 and a * c - b * b >= -1e-6 * max(1, a * c)
+
+
+def test_one_surprise_among_many_certain_outcomes_changes_little():
+    line, sure, likely = AcceptanceLine(), sigmoid(9.3), sigmoid(4.0)
+    for _ in range(2000):
+        line.observe(sure, True), line.observe(likely, True), line.observe(1 - sure, False)
+    before = [line(p) for p in (1 - likely, likely)]
+    line.observe(1 - sure, True)
+    assert [line(p) for p in (1 - likely, likely)] == pytest.approx(before, abs=0.1) and before[1] > 0.9
+
+
+# By position
+
+
+def test_an_unseen_position_is_as_good_as_the_one_before():
+    acceptance = PositionAcceptance()
+    assert [acceptance(position) for position in range(4)] == pytest.approx([0.7] * 4)
+    for accepted in [True, False, False, False] * 40:
+        acceptance.observe(1, accepted)
+    chances = [acceptance(position) for position in range(4)]
+    assert chances[0] == pytest.approx(0.7) and chances[1] == pytest.approx(0.25, abs=0.08)
+    assert chances[2:] == pytest.approx([chances[1]] * 2)
+
+
+def test_positions_are_learned_apart():
+    acceptance, draw, law = PositionAcceptance(), random.Random(1), (0.9, 0.5, 0.75, 0.2)
+    for _ in range(1500):
+        for position, chance in enumerate(law):
+            acceptance.observe(position, draw.random() < chance)
+    assert [acceptance(position) for position in range(4)] == pytest.approx(law, abs=0.08)
+
+
+# Of a tree's nodes
+
+
+def test_nodes_are_as_probable_as_the_drafter_says_at_first():
+    acceptance, said = NodeAcceptance(), torch.tensor([0.9, 0.5, 0.01])
+    torch.testing.assert_close(acceptance.of_likely(said.log()).exp(), said)
+    assert acceptance.of_one(0.25) == pytest.approx(0.25) and acceptance.later == pytest.approx(ACCEPTED[1:])
+    assert acceptance.of_likely(torch.tensor([-math.inf, 0.0])).isfinite().all()
+
+
+@pytest.mark.parametrize("are_drawn", [False, True])
+def test_it_learns_how_often_nodes_are_accepted(are_drawn):
+    """By a law of half the slope, from 4,000 nodes with three children: where nodes are the most probable ones one at
+    most of them is right, where they are drawn each has its turn once those before it were rejected."""
+    draw, acceptance = random.Random(3), NodeAcceptance()
+
+    def chance(said: float) -> float:
+        return sigmoid(0.5 * log_odds(said) - 0.4)
+
+    for _ in range(4000):
+        signals = [draw.uniform(0.4, 0.95)] * 3 if are_drawn else [draw.uniform(0.3, 0.9), 0.08, 0.02]
+        of_children = [chance(signals[0]), 0.5, 0.1] if are_drawn else [chance(said) for said in signals]
+        accepted, left = None, 1.0
+        for rank, each in enumerate(of_children):
+            if accepted is None and draw.random() < (each if are_drawn else each / left):
+                accepted = rank
+            left -= each
+        acceptance.observe(signals, accepted, are_drawn)
+    for said in (0.4, 0.6, 0.9) if are_drawn else (0.02, 0.08, 0.4, 0.8):
+        assert acceptance.of_one(said) == pytest.approx(chance(said), abs=0.06)
+        assert float(acceptance.of_likely(torch.tensor([said]).log()).exp()) == pytest.approx(acceptance.of_one(said))
+    if are_drawn:
+        assert acceptance.later == pytest.approx((0.5, 0.1), abs=0.08)
+    else:
+        assert acceptance.later == pytest.approx(ACCEPTED[1:])
+
+
+def test_a_later_sibling_is_never_held_to_be_better():
+    acceptance = NodeAcceptance()
+    for _ in range(200):
+        acceptance.observe([0.5, 0.5, 0.5], 2, are_drawn=True)
+    assert acceptance.later[0] >= acceptance.later[1] and acceptance.later[0] < 0.1

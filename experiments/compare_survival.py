@@ -28,8 +28,8 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
+from hf_hyperdflash.auto.acceptance import AcceptanceLine
 from hf_hyperdflash.auto.aslm import AugmentedSpaceLinearModel
-from hf_hyperdflash.auto.survival import Survival
 from hf_hyperdflash.benchmark.suites import load_suite, suites_in
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.training.data.rows import encode_prompts
@@ -168,18 +168,18 @@ class Confidence:
         pass
 
 
-class Counted:
-    """`Survival`: a line through all drafts, and counts of what became of those with about the same signal."""
+class Line:
+    """The rule of `"auto"`: a line through all drafts (logistic regression)."""
 
     def __init__(self, name: str, column: int) -> None:
-        self.name, self.column, self.survival = name, column, Survival()
+        self.name, self.column, self.line = name, column, AcceptanceLine()
 
     def __call__(self, features: np.ndarray) -> list[float]:
-        return [self.survival(sigmoid(x)) for x in features[:, self.column].tolist()]
+        return [self.line(sigmoid(x)) for x in features[:, self.column].tolist()]
 
     def learn(self, round_: Round) -> None:
         for x, outcome in zip(round_.features[:, self.column].tolist(), round_.outcomes):
-            self.survival.observe(sigmoid(x), bool(outcome))
+            self.line.observe(sigmoid(x), bool(outcome))
 
 
 class Regressed:
@@ -226,9 +226,9 @@ class Linear(Regressed):
 def predictors(has_confidence: bool) -> list[Any]:
     made = [Constant(), Recent()]
     if has_confidence:
-        made += [Confidence(), Counted("confidence, counted", 0)]
+        made += [Confidence(), Line("confidence, a line", 0)]
     made += [
-        Counted("best token's probability, counted", 1),
+        Line("best token's probability, a line", 1),
         Linear("linear least squares", max_centers=1),
         Regressed("ASLM, 1 neighbour", max_centers=256),
         Regressed("ASLM, 8 neighbours", n_neighbors=8, max_centers=256),

@@ -9,8 +9,8 @@ would have had accepted is known. What a round takes is given, with a little noi
 often as `--orders` says, each order with prompts of its own, and what is learned is forgotten in between.
 
 Other worlds: `--width 3` for kernels that take as long for three tokens as for one, `--accept 0.55` for a drafter of
-whose right drafts the target rejects the others. `--set policies.MEMORY=32` changes a constant of `hf_hyperdflash.auto`
-(`acceptance`, `costs`, `policies`): so each was chosen.
+whose right drafts the target rejects the others. `--set policies.MEMORY=32` changes a constant of
+`hf_hyperdflash.auto` (`acceptance`, `costs`, `policies`): what each is worth.
 """
 
 from __future__ import annotations

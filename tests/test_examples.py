@@ -658,7 +658,7 @@ def test_rules_are_simulated_over_what_is_drafted(auto_script):
     rounds, easy, draw = auto_script.Rounds(plain=10.0, start=15.0, each=1.0), [], random.Random(0)
     for left in range(400, -1, -1):  # from each position, what is left of the text
         easy.append(auto_script.Drafted([0.99] * min(8, left), min(left, draw.choice((0, 8, 8, 8)))))
-    known = auto_script.Experience()
+    known = auto_script.DraftingStats()
     for _ in range(8):
         took = auto_script.auto(known)(easy, rounds, Exact())
     best = min(auto_script.fixed(count)(easy, rounds, Exact()) for count in range(1, 9))
@@ -666,17 +666,17 @@ def test_rules_are_simulated_over_what_is_drafted(auto_script):
     assert foreseen < best < 5 * len(easy) and foreseen < took < 1.1 * best
     hard = [auto_script.Drafted([0.02] * 8, 0)] * 400
     assert auto_script.by_choice(auto_script.foreseen)(hard, rounds, Exact()) == 10 * len(hard)
-    hopeless = auto_script.Experience()
+    hopeless = auto_script.DraftingStats()
     for _ in range(4):
         took = auto_script.auto(hopeless)(hard, rounds, Exact())
     assert 10 * len(hard) <= took < 10.3 * len(hard)
     taken, take = [], rounds.take
     rounds.take = lambda drafts, draw: taken.append(drafts) or take(drafts, draw)
-    auto_script.auto(auto_script.Experience())(hard, rounds, Exact())
+    auto_script.auto(auto_script.DraftingStats())(hard, rounds, Exact())
     assert {None, 0} <= set(taken)  # the drafter is not asked, or says nothing that is worth it
     rounds.take = take
     no_room = [auto_script.Drafted([], 0)]
-    assert auto_script.auto(auto_script.Experience())(no_room, rounds, Exact()) == 10
+    assert auto_script.auto(auto_script.DraftingStats())(no_room, rounds, Exact()) == 10
     speeds = auto_script.simulate({"a": [hard] * 2}, rounds, most=2, orders=1, prompts=1)
     assert speeds["2 drafts"][0]["a"] == pytest.approx(10 / 17, rel=0.03)
     noisy = [rounds.take(4, random.Random(seed)) for seed in range(2000)]

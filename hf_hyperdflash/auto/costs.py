@@ -8,7 +8,7 @@ from .aslm import AugmentedSpaceLinearModel
 
 ROUNDS = 8  # that the model learns from at once, as one call is dearer than its rows; and that the pace is a mean of
 HICCUP = 1.6
-MODEL = AugmentedSpaceLinearModel(quantization=0.02, max_centers=64, memory=128, shrinkage=8.0)
+MODEL = AugmentedSpaceLinearModel(quantization=0.02, max_centers=64, memory=512, shrinkage=8.0)
 
 Inputs = tuple[float, float, float, float]
 

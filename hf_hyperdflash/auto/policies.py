@@ -100,7 +100,7 @@ class DraftingStats:
         self.cost += (cost - self.cost) * weight
         gain, few = self.tokens / self.cost, INTERVALS[False][0]
         # A change has to be worth it: 2 %, or what chance can explain.
-        too_slow = self.rounds >= 2 * few and gain < 1 - self.relative_error / math.sqrt(self.rounds)
+        too_slow = self.rounds >= 2 * few and gain < 1 - self.relative_error / math.sqrt(min(self.rounds, MEMORY))
         if too_slow if self.is_drafting else gain > 1.02:
             self.is_drafting, self.rounds = not self.is_drafting, few
             self.probes = Probes(*INTERVALS[self.is_drafting])

@@ -8,10 +8,12 @@ from __future__ import annotations
 import inspect
 import math
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+
+if TYPE_CHECKING:  # it takes modules that nothing else needs
+    from numpy.typing import ArrayLike
 
 _BLOCK = 2**15  # differences held at once by a prediction of many rows: a quarter of a MiB
 

@@ -235,7 +235,6 @@ class NodePolicy(ChainPolicy):
         if not most:
             return 0
         least = max(self._costs[-1] - self._costs[0], 0.0) / most  # what a node costs
-        least = least / 4 if self._drafts_all else least  # a round that looks at more
         self.sampler.tree_budget, self.sampler.admission = most, Admission(self.stats.acceptance, least)
         return room
 

@@ -82,6 +82,15 @@ def test_a_round_of_many_rows_tells_more_than_one_of_few():
         assert known.batches[size.bit_length()].relative_error == pytest.approx(known.relative_error / size**0.5)
 
 
+def test_a_batch_that_asks_its_drafter_makes_a_draft():
+    """Also where none seems to pay: whether that is so is judged by what such a round took."""
+    known, rows = DraftingStats(), fake_rows(3)
+    policy = BatchPolicy(known, rows)
+    policy._policy_for(3).admits = lambda position: False
+    policy.begin(rows)
+    assert [row.schedule.drafts for row in rows] == [1, 1, 1]
+
+
 def test_rows_are_counted_by_the_drafts_that_they_made():
     """A row with less room, or a drafter that makes fewer drafts than it is asked for, rejects none of the others."""
     known, rows = DraftingStats(), fake_rows(3)

@@ -73,7 +73,8 @@ def test_admitted_are_as_many_as_gain_most(chances, tokens, span):
     rate = max(tokens / span, 1 / PLAIN)
     through = list(itertools.accumulate(chances, lambda a, b: a * b))
     gains = [sum(through[:count]) - rate * EACH * count for count in range(len(chances) + 1)]
-    assert gains[admitted] == pytest.approx(max(gains), abs=1e-9)
+    # As far as costs are known: the predicted price of a draft is within a hundredth of the true one.
+    assert gains[admitted] >= max(gains) - 0.01 * rate * EACH * len(chances)
 
 
 def test_nothing_is_asked_of_the_drafter_that_even_a_certain_draft_would_not_pay():
@@ -212,6 +213,33 @@ def test_a_round_is_judged_half_by_what_was_expected_of_its_drafts(accepted):
         policy.end(2, accepted, seconds(2), True)
         assert known.tokens == pytest.approx(1 + ((accepted + expected) / 2 if pays else accepted))
         assert known.cost == pytest.approx(seconds(2) / PLAIN, rel=0.05)
+
+
+def test_a_probe_of_a_drafter_that_does_not_pay_makes_two_drafts():
+    known = experienced()
+    known.is_drafting, known.probes = False, Probes(1, 1)
+    policy = ChainPolicy(known)
+    assert policy.begin(100, 8) == 8
+    assert [policy.is_open() and policy.admits(0.001) for _ in range(3)] == [True, True, False]
+
+
+def test_means_are_of_recent_rounds():
+    known = experienced(tokens=1.0, span=0.04)
+    for _ in range(1000):
+        known.judge(1.0, 0.1)
+    for _ in range(200):
+        known.judge(5.0, 0.1)
+    assert known.tokens > 4.5
+
+
+def test_the_first_trial_tells_nothing_of_costs():
+    known, heard = DraftingStats(), []
+    known.costs.observe = lambda *told: heard.append(told[1])
+    policy = ChainPolicy(known)
+    for _ in range(5):  # the first of the generation, and four trials
+        policy.begin(100, 8)
+        policy.end(8 if policy.is_asked else 0, 0, 0.02, False)
+    assert heard == [None, 8, 8]
 
 
 def test_what_a_round_without_drafts_brought_is_what_counts():

@@ -36,7 +36,7 @@ from hf_hyperdflash.training.acceptance import AcceptanceCallback, gathered, mea
 from hf_hyperdflash.training.arguments import HyperDFlashTrainingArguments
 from hf_hyperdflash.training.trainer import HyperDFlashTrainer
 
-METRICS = Path(importlib.util.find_spec("hf_hyperdflash").origin).parent / "metrics"
+METRICS = Path(importlib.util.find_spec("hf_hyperdflash").origin).parent / "benchmark" / "metrics"
 PROMPTS = [prompt(9, vocab_size=6), prompt(14, seed=1, vocab_size=6), prompt(5, seed=2, vocab_size=6)]
 
 

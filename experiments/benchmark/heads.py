@@ -202,7 +202,7 @@ def timed(target: PreTrainedModel, arguments: argparse.Namespace, **shape: Any) 
     def steps(kind: str, candidates: int) -> Callable[[], None]:
         """A head's part of a pass, without what it has in common with a drafter that has none."""
         heads[kind].config.head_candidates = candidates
-        path = BlockPath(heads[kind], target, embeds[:, :drafts])
+        path = BlockPath(heads[kind], target_of(target), embeds[:, :drafts])
 
         first = ids.new_zeros(1)
 

@@ -487,7 +487,7 @@ def test_every_family_passes_its_residual(family):
     with torch.no_grad(), capture_residual(family, [1, -1]) as captured:
         logits = family(ids).logits
     assert captured[0].shape == (1, 9, 2 * paths, 64)
-    states = teacher_states(family, captured[0][:, :, paths:])
+    states = teacher_states(target_of(family), captured[0][:, :, paths:])
     torch.testing.assert_close(target_of(family).logits(states), logits)
     some = torch.randint(0, 64, (9, 5))
     torch.testing.assert_close(target_of(family).logits_of(states[0], some), logits[0].gather(1, some))
@@ -659,7 +659,7 @@ def test_a_mean_needs_a_norm_after_it():
     if REWINDABLE_QWEN4:
         torch.manual_seed(0)
         with pytest.raises(ValueError, match="'mean_pool', but a qwen4_exp_text target has no norm"):
-            check_teacher(qwen4_exp(), "mean_pool")
+            check_teacher(target_of(qwen4_exp()), "mean_pool")
 
 
 # Native V4 in all its loadings

@@ -509,7 +509,7 @@ def test_another_load_of_the_same_target_is_recognised(tmp_path):
     residual = FeatureCache(tmp_path, layerless)[1]["residual"].unsqueeze(0)
     with torch.no_grad():  # without its layers the target still gives its logits
         logits = exact(torch.tensor([rows[1]["input_ids"]])).logits
-        assert torch.equal(layerless.lm_head(teacher_states(layerless, residual)), logits)
+        assert torch.equal(layerless.lm_head(teacher_states(target_of(layerless), residual)), logits)
     assert len(write(tmp_path, layerless, rows, dtype="float32")) == 2
     (tmp_path / cache.index["shards"][0]["name"]).unlink()
     with pytest.raises(ValueError, match=r"no layers to run.*num_hidden_layers=0"):

@@ -157,7 +157,7 @@ def check_same_loss(
     """Both packages' total variation of the same blocks; theirs is divided by the number of positions, ours by their
     weights."""
     batch = {name: value.to(args.device) for name, value in collate([row]).items()}
-    trainer.objective.lay(batch, 0)
+    trainer.objective.add_anchors(batch, 0)
     whole = (batch["labels"][0] != -100).all(-1)
     batch["anchors"], batch["labels"] = batch["anchors"][:, whole], batch["labels"][:, whole]
     anchors = batch["anchors"][0]

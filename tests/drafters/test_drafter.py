@@ -1,6 +1,7 @@
 """What all drafters have in common, on drafters of a few lines."""
 
 import copy
+import os
 import threading
 from importlib import import_module
 
@@ -8,12 +9,14 @@ import pytest
 import torch
 from transformers import AutoModel, GenerationConfig, PreTrainedConfig
 
-from hf_hyperdflash import Drafter, PromptLookupDrafter, bind
+from hf_hyperdflash import Drafter, PromptLookupDrafter, __version__, bind
 from hf_hyperdflash.drafters.saved import SavedDrafter
 from hf_hyperdflash.trees.tree import DraftTree
 
 from ..conftest import half_right, perfect, prompt, tiny_drafter, tiny_target
+from ..helpers import families
 from ..helpers.families import qwen3
+from ..helpers.processes import python
 
 
 class Repeating(Drafter):
@@ -154,6 +157,50 @@ def test_a_drafter_in_files_of_its_own_carries_them(tmp_path, monkeypatch):
     assert {path.name for path in (tmp_path / "saved").glob("*.py")} == {"own.py", "parts_sizes.py"}
     loaded = AutoModel.from_pretrained(tmp_path / "saved", trust_remote_code=True)
     assert loaded.norm.weight.shape == (3, 3) and type(loaded) is not own.Own
+
+
+RUN = """
+import sys
+sys.modules["hf_hyperdflash"] = None
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+target = AutoModelForCausalLM.from_pretrained("target").eval()
+drafter = AutoModel.from_pretrained("drafter", trust_remote_code=True).eval()
+ids = torch.arange(2, 11)[None]
+plain = target.generate(ids, max_new_tokens=12, do_sample=False)
+drafter.bind(target)
+for options in ({}, {"tree_budget": 8}, {"num_assistant_tokens": "auto"}):
+    text = target.generate(ids, assistant_model=drafter, max_new_tokens=12, do_sample=False, **options)
+    assert torch.equal(text, plain) and drafter.last_stats.rounds
+"""
+
+
+@pytest.mark.parametrize(
+    ("family", "left_out"),
+    [
+        (families.qwen3, {"deepseek_v4", "hyper_connections"}),
+        (families.granite_hybrid, {"deepseek_v4", "hyper_connections"}),
+        (families.hunyuan_v4, {"deepseek_v4"}),
+        (tiny_target, set()),
+    ],
+)
+def test_saved_code_knows_the_targets_kin_and_runs_without_the_package(tmp_path, family, left_out):
+    target = family().eval()
+    target.save_pretrained(tmp_path / "target")
+    tiny_drafter(target).save_pretrained(tmp_path / "drafter")
+    families_there = {
+        name for name in ("deepseek_v4", "hyper_connections", "plain")
+        if (tmp_path / "drafter" / f"targets_{name}.py").is_file()
+    }  # fmt: skip
+    assert families_there == {"deepseek_v4", "hyper_connections", "plain"} - left_out
+    assert (tmp_path / "drafter" / "targets_caches_deepseek_v4.py").is_file() == ("deepseek_v4" not in left_out)
+    text = (tmp_path / "drafter" / "README.md").read_text()
+    assert (
+        f"hf_hyperdflash {__version__} wrote it" in text and "pip install hf-hyperdflash" in text and "unbind" in text
+    )
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = python("-c", RUN, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
 
 
 def test_weights_and_configuration_alone(tmp_path):

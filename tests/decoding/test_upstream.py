@@ -167,6 +167,10 @@ PRIVATE = [
         "_pad_token_tensor": "to fill up a batch",
         **({} if transformers.__version__.startswith("5.17.") else {"_mask_length": "to go on from a cache"}),
     }),
+    (transformers.dynamic_module_utils, {
+        "_dot_": "to know a drafter's repository by the name of its module",
+        "_hyphen_": "to know a drafter's repository by the name of its module",
+    }),
     (transformers.configuration_utils, {"_commit_hash": "to remember a target's revision"}),
     (accelerate.hooks, {"_hf_hook": "to tell an offloaded LM head"}),
     (torch._dynamo.eval_frame, {"_orig_mod": "to see the model in a compiled one"}),
@@ -254,6 +258,7 @@ import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 from hf_hyperdflash import HyperDFlashDrafter, capture_residual
 from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.targets.registry import target_of
 from tests.conftest import MIXES, PerfectDrafter, half_right_about, prompt, tiny_drafter, tiny_target
 torch.set_num_threads(1)
 
@@ -273,8 +278,9 @@ class HyperDFlashCandidates(CandidateGenerator):
         if is_first_iteration or count < 1:
             return input_ids, None
         kept, positions = input_ids.shape[1] - 1 - self.end, torch.arange(input_ids.shape[1])[None]
-        self.drafter.extend(target_of(self.target), self.context, self.residuals[-1][:, :kept], positions[:, self.end :
-        -1], None) self.end += kept
+        new = self.residuals[-1][:, :kept], positions[:, self.end : -1], None
+        self.drafter.extend(target_of(self.target), self.context, *new)
+        self.end += kept
         sampler = DraftSampler(self.processor, False)
         tree = self.drafter.propose(target_of(self.target), self.context, input_ids, positions, count, sampler)
         return torch.cat([input_ids, tree.tokens[None]], dim=1), None

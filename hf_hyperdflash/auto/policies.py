@@ -145,9 +145,10 @@ class ChainPolicy(FixedPolicy):
 
     def begin(self, length: int, room: int) -> int:
         stats, self._length, self._signals, self._reached = self.stats, length, [], [1.0]
-        self._is_trial = not self._is_first and not stats.is_tried
+        self._is_trial = not self._is_first and not stats.is_tried and room > 0
         count = (room, None, room, -(-room // 2))[stats.trials % TRIALS] if self._is_trial else room
-        self.is_asked = count is not None if self._is_trial else stats.probes.is_due() != stats.is_drafting
+        wants_drafts = count is not None if self._is_trial else stats.probes.is_due() != stats.is_drafting
+        self.is_asked = wants_drafts and room > 0  # without room it is a round like any without the drafter
         if not self.is_asked:
             return 0
         predicted = stats.costs.predict(length, room, self.texts) if stats.is_tried else [0.0] * (room + 1)
@@ -209,7 +210,7 @@ class ChainPolicy(FixedPolicy):
         """Learn what the round took and brought."""
         stats = self.stats
         # A generation's first round is slow, and so is a drafter's: they tell nothing.
-        if not self._is_first and not (self._is_trial and not stats.trials):
+        if not self._is_first and (stats.trials > 0 if self._is_trial else stats.is_tried):
             asked_for = drafts if self.is_asked else None
             stats.costs.observe(self._length, asked_for, seconds, self.texts, self._is_trial)
         stats.trials += self._is_trial
@@ -231,7 +232,8 @@ class NodePolicy(ChainPolicy):
         self.sampler = sampler
 
     def begin(self, length: int, room: int) -> int:
-        most = super().begin(length, MOST_NODES if self.stats.is_tried else MOST_NODES // 4)
+        nodes = MOST_NODES if self.stats.is_tried else MOST_NODES // 4
+        most = super().begin(length, nodes if room else 0)
         if not most:
             return 0
         least = max(self._costs[-1] - self._costs[0], 0.0) / most  # what a node costs

@@ -6,6 +6,7 @@ import math
 import pickle
 import random
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from transformers import LogitsProcessorList
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter
 from hf_hyperdflash.auto.costs import RoundCosts
-from hf_hyperdflash.auto.policies import ChainPolicy, DraftingStats, FixedPolicy, Probes, TreePolicy
+from hf_hyperdflash.auto.policies import ChainPolicy, DraftingStats, FixedPolicy, NodePolicy, Probes, TreePolicy
 from hf_hyperdflash.decoding import bind as binding
 from hf_hyperdflash.decoding import loop as decoding
 from hf_hyperdflash.drafters.sampling import DraftSampler
@@ -720,3 +721,14 @@ def test_trees_that_cannot_be_verified_are_chains_that_pay(monkeypatch, caplog):
     out = target.generate(ids, assistant_model=drafter, tree_budget="auto", max_new_tokens=30, do_sample=False)
     assert torch.equal(out, plain) and "`tree_budget` is auto" in caplog.text
     assert known.costs.is_known
+
+
+@pytest.mark.parametrize("nodes", [False, True])
+def test_a_round_without_room_is_one_without_the_drafter(nodes):
+    """As the last of a text is: nothing is asked, no trial is spent, and its seconds are a plain round's."""
+    stats = DraftingStats()
+    policy = NodePolicy(stats, SimpleNamespace()) if nodes else ChainPolicy(stats)
+    for _ in range(12):
+        assert policy.begin(30, 0) == 0 and not policy.is_asked
+        policy.end(0, 0, 0.01, is_last=False)
+    assert stats.trials == 0 and not stats.is_tried

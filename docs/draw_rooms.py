@@ -11,46 +11,15 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGE, PAGE = ROOT / "hf_hyperdflash", ROOT / "docs" / "site" / "rooms.md"
-ORDER = (
-    "version",
-    "trees",
-    "targets",
-    "drafters",
-    "auto",
-    "decoding",
-    "hub",
-    "training",
-    "benchmark",
-    "cli",
-    "serving",
-)
-BIND = ("drafters", "decoding")  # `drafter.bind(target)`, the one call upwards
+sys.path.insert(0, str(ROOT / "tools"))
+from house import PACKAGE, ROOMS, import_graph, modules  # noqa: E402
 
-
-def modules() -> dict[str, Path]:
-    """Every module but the packages' own, `trees.growth` for example."""
-    found = {
-        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if path.stem != "__init__"
-    }
-    return dict(sorted(found.items(), key=lambda item: ORDER.index(room_of(item[0]))))
+PAGE = ROOT / "docs" / "site" / "rooms.md"
+ORDER = (*ROOMS, "serving")
 
 
 def room_of(module: str) -> str:
     return module.partition(".")[0]
-
-
-def imports(module: str, there: dict[str, Path]) -> set[str]:
-    """Modules of the package that a module imports, anywhere in it."""
-    found = set()
-    for node in ast.walk(ast.parse(there[module].read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            folder = there[module].parents[node.level - 1].relative_to(PACKAGE).parts
-            name = ".".join([*folder, *(node.module or "").split(".")]).strip(".")
-            found |= {name} if name in there else {f"{name}.{part.name}".strip(".") for part in node.names}
-    return found & there.keys()
 
 
 def flowchart(edges: set[tuple[str, str]]) -> list[str]:
@@ -71,8 +40,8 @@ def flowchart(edges: set[tuple[str, str]]) -> list[str]:
 
 def rooms() -> str:
     there = modules()
-    graph = {(a, b) for a in there for b in imports(a, there)}
-    between = {(room_of(a), room_of(b)) for a, b in graph if "version" not in (a, b)} - {BIND}
+    graph = {(a, b) for a, imported in import_graph().items() for b in imported}
+    between = {(room_of(a), room_of(b)) for a, b in graph if "version" not in (a, b)}
     lines = ["# Map of the package", "", "`docs/draw_rooms.py` writes this page from the code; a test compares.", ""]
     lines += ["Who imports whom, room by room:", "", *flowchart({(a, b) for a, b in between if a != b}), ""]
     for room in ORDER:

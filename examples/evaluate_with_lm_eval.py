@@ -26,10 +26,10 @@ from typing import Any
 
 import datasets
 import torch
-from kept_results import keep
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
+from hf_hyperdflash.benchmark.results import save_report
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.decoding.stats import SpeculationStats
 
@@ -207,7 +207,7 @@ def main() -> None:
     )
     report = f"# lm-eval\n\n{head}\n\n{table(results)}\n"
     print(report)
-    keep(report, arguments, results=results)
+    save_report(report, arguments, results=results)
 
 
 if __name__ == "__main__":

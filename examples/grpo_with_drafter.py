@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from kept_results import keep
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
+from hf_hyperdflash.benchmark.results import save_report
 from hf_hyperdflash.benchmark.runner import hardware
 
 try:
@@ -187,7 +187,7 @@ def main() -> None:
     )
     report = f"# GRPO\n\n{head}\n\n{table(runs)}\n"
     print(report)
-    keep(report, arguments, runs=runs)
+    save_report(report, arguments, runs=runs)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 import transformers
-from measured import keep
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
 from hf_hyperdflash import load_drafter, load_target
+from hf_hyperdflash.benchmark.results import save_report
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.benchmark.suites import load_suite, suites_in
 from hf_hyperdflash.trees.acceptance import sampled_walk, traversal_walk
@@ -150,7 +150,7 @@ def main() -> None:
     )
     report = f"# Two rules of verification\n\n{head}\n\n{table(results)}\n"
     print(report)
-    keep(report, arguments, results={name: found.figures() for name, found in results.items()})
+    save_report(report, arguments, results={name: found.figures() for name, found in results.items()})
 
 
 if __name__ == "__main__":

@@ -1,16 +1,13 @@
-"""When, where and with which versions something was measured, and the files that its run leaves."""
+"""When, where and with which versions something was measured."""
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import importlib.metadata
 import importlib.util
-import json
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,18 +28,3 @@ def commit_of(path: str) -> str:
     command = ["git", "-C", folder if folder.is_dir() else folder.parent, "rev-parse", "--short=10", "HEAD"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     return ran.stdout.strip() or "a commit that git does not know"
-
-
-def keep(report: str, arguments: argparse.Namespace, **figures: Any) -> None:
-    """Write report.md and results.json, if `--output` was given. Files and folders of this machine go in by name."""
-    if not arguments.output:
-        return
-    folder = Path(arguments.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = {
-        name: Path(value).name if isinstance(value, (str, Path)) and Path(value).exists() else value
-        for name, value in vars(arguments).items()
-        if name != "output"
-    }
-    (folder / "report.md").write_text(report, encoding="utf-8")
-    (folder / "results.json").write_text(json.dumps({"settings": settings, **figures}, indent=1), encoding="utf-8")

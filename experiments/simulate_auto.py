@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measured import keep
 from transformers import AutoTokenizer, LogitsProcessorList
 
 from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.auto import acceptance, costs, policies
 from hf_hyperdflash.auto.policies import ChainPolicy, DraftingStats, FixedPolicy
+from hf_hyperdflash.benchmark.results import save_report
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.benchmark.suites import load_suite, suites_in
 from hf_hyperdflash.decoding.bind import capture_residual
@@ -291,7 +291,7 @@ def main() -> None:
         "date": date.today().isoformat(), "hardware": hardware("cpu"), "torch": torch.__version__,
     }  # fmt: skip
     told = report(found, facts)
-    keep(told + "\n", args)
+    save_report(told + "\n", args)
     print(told)
 
 

@@ -13,35 +13,15 @@ import pytest
 import hf_hyperdflash
 from hf_hyperdflash.drafters.saved import flat_code
 from hf_hyperdflash.hub.kinds import KINDS
+from tools.house import PACKAGE, ROOMS, import_graph, imports, modules
 
 from .helpers.processes import python
 
-PACKAGE = Path(hf_hyperdflash.__file__).parent
-# A room may import only rooms to its left. `serving` stands beside them: engines import it, and nothing here does.
-ROOMS = ["version", "trees", "targets", "drafters", "auto", "decoding", "hub", "training", "benchmark", "cli"]
-# `drafter.bind(target)` is the one call upwards, and the statistics of a generation the one type.
-UPWARDS = {("drafters.base", "decoding.bind"), ("drafters.base", "decoding.stats")}
-MODULES = {
-    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
-    for path in PACKAGE.rglob("*.py")
-    if path.stem != "__init__" and path.parent.name != "metrics"
-}
-
-
-def imports_of(module: str) -> set[str]:
-    """Modules of the package that a module imports, anywhere in it."""
-    path = MODULES[module]
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            folder = path.parents[node.level - 1].relative_to(PACKAGE).parts
-            name = ".".join([*folder, *(node.module or "").split(".")]).strip(".")
-            found |= {name} if name in MODULES else {f"{name}.{part.name}".strip(".") for part in node.names}
-    return found & MODULES.keys()
+MODULES = modules()
 
 
 def test_imports_run_one_way():
-    graph = {module: {b for b in imports_of(module) if (module, b) not in UPWARDS} for module in MODULES}
+    graph = import_graph()
     list(TopologicalSorter(graph).static_order())  # raises on a circle
     rooms = {module: module.partition(".")[0] for module in MODULES if not module.startswith("serving.")}
     assert set(rooms.values()) == set(ROOMS)
@@ -56,7 +36,7 @@ def test_imports_run_one_way():
     assert not any("from ." in path.read_text() for path in (PACKAGE / "benchmark" / "metrics").glob("*.py"))
 
 
-@pytest.mark.parametrize("room", ROOMS[1:] + ["serving"])
+@pytest.mark.parametrize("room", [*ROOMS[1:], "serving"])
 def test_a_room_can_be_looked_over(room):
     """At most 12 files and rooms within it, of which each has at most 8 files."""
     own = [path for path in (PACKAGE / room).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
@@ -72,10 +52,12 @@ def test_what_serves_imports_reducers_heads_and_configuration_alone():
     parts = {f"drafters.parts.{name}" for name in ("reducers", "heads", "block_attention")}
     # The kinds of drafters are words and names of modules.
     allowed = {*parts, "drafters.blocks.configuration_hyperdflash", "hub.kinds"} | served
-    assert imports_of("hub.kinds") == {"hub.descriptions"}  # of which `import hf_hyperdflash` loads nothing heavy
-    assert served and not {b for module in served for b in imports_of(module)} - allowed
-    assert {b for part in parts for b in imports_of(part)} <= {*parts, "targets.gate"}
-    importing = {module for module in MODULES if imports_of(module) & served}
+    assert imports(MODULES["hub.kinds"], MODULES) == {
+        "hub.descriptions"
+    }  # of which `import hf_hyperdflash` loads nothing heavy
+    assert served and not {b for module in served for b in imports(MODULES[module], MODULES)} - allowed
+    assert {b for part in parts for b in imports(MODULES[part], MODULES)} <= {*parts, "targets.gate"}
+    importing = {module for module in MODULES if imports(MODULES[module], MODULES) & served}
     assert importing <= served  # nobody needs it
 
 

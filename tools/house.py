@@ -25,7 +25,10 @@ PACKAGE, RECORD = ROOT / "hf_hyperdflash", Path(__file__).with_suffix(".json")
 sys.path.insert(0, str(ROOT))
 # What a newcomer reads first.
 PATH = ("decoding/loop.py", "decoding/rounds.py", "trees/acceptance.py", "trees/tree.py", "drafters/base.py")
-UPWARDS = {("drafters.base", "decoding.bind"), ("drafters.base", "decoding.stats")}  # as in tests/test_package.py
+# A room may import only rooms to its left. `serving` stands beside them: engines import it, and nothing here does.
+ROOMS = ("version", "trees", "targets", "drafters", "auto", "decoding", "hub", "training", "benchmark", "cli")
+# `drafter.bind(target)` is the one call upwards, and the statistics of a generation the one type.
+UPWARDS = {("drafters.base", "decoding.bind"), ("drafters.base", "decoding.stats")}
 # A figure and the most that it should be; `None` for no aim.
 AIMS: dict[str, float | None] = {
     "rooms": 10,
@@ -47,7 +50,7 @@ AIMS: dict[str, float | None] = {
 
 def modules() -> dict[str, Path]:
     """Every module but the packages' own, by its name within the package."""
-    paths = (path for path in PACKAGE.rglob("*.py") if path.stem != "__init__")
+    paths = (path for path in sorted(PACKAGE.rglob("*.py")) if path.stem != "__init__")
     return {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in paths}
 
 
@@ -67,16 +70,20 @@ def rooms() -> list[Path]:
 
 def longest_chain() -> int:
     """Modules on the longest way from one to what it imports, and on."""
-    there, depth = modules(), {}
-    graph = {
-        name: {other for other in imports(path, there) if (name, other) not in UPWARDS} for name, path in there.items()
-    }
+    graph, depth = import_graph(), {}
     for name in TopologicalSorter(graph).static_order():
         depth[name] = 1 + max((depth[other] for other in graph[name]), default=0)
     return max(depth.values())
 
 
+def import_graph() -> dict[str, set[str]]:
+    """Of each module those that it imports, anywhere in it, but for the ways upwards."""
+    there = modules()
+    return {name: {b for b in imports(path, there) if (name, b) not in UPWARDS} for name, path in there.items()}
+
+
 def imports(path: Path, there: dict[str, Path]) -> set[str]:
+    """Modules of the package that a file imports, anywhere in it."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 import transformers
-from measured import keep
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
+from hf_hyperdflash.benchmark.results import save_report
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.benchmark.suites import load_suite
 
@@ -146,4 +146,4 @@ def main() -> None:
     )
     report = f"# Batches\n\n{head}\n\n{table(results, arguments, target.config.model_type)}\n"
     print(report)
-    keep(report, arguments, results=results)
+    save_report(report, arguments, results=results)

@@ -25,12 +25,12 @@ from importlib.metadata import version
 import speculators.models.dflash.core as theirs
 import torch
 import transformers
-from measured import keep
 from speculators.losses import resolve_loss_config
 from speculators.models.dflash import DFlashSpeculatorConfig
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_hyperdflash import HyperDFlashDrafter, HyperDFlashTrainer, HyperDFlashTrainingArguments
+from hf_hyperdflash.benchmark.results import save_report
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.training.losses.loss import position_weights
 from hf_hyperdflash.training.losses.objective import collate
@@ -208,7 +208,7 @@ def main() -> None:
     )
     report = f"# Training steps beside speculators'\n\n{head}\n\n{table(seconds, args)}\n"
     print(report)
-    keep(report, args, seconds=seconds)
+    save_report(report, args, seconds=seconds)
 
 
 def table(seconds: dict[str, list[float]], args: argparse.Namespace) -> str:

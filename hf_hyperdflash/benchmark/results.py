@@ -7,6 +7,7 @@ prompts that all of them have, because a run may have been killed anywhere.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -335,3 +336,19 @@ def _sums(pairs: list[Pair]) -> np.ndarray:
         figures += [sum(line["emitted"]), line["rounds"]]
         sums[line["prompt"]] = sums.get(line["prompt"], np.zeros(len(figures))) + figures
     return np.stack(list(sums.values()))
+
+
+def save_report(report: str, arguments: argparse.Namespace, **figures: Any) -> None:
+    """Write a script's report.md and results.json, if its `--output` asks for them. Files and folders of this machine
+    go in by name."""
+    if not arguments.output:
+        return
+    folder = Path(arguments.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {
+        name: Path(value).name if isinstance(value, (str, Path)) and Path(value).exists() else value
+        for name, value in vars(arguments).items()
+        if name != "output"
+    }
+    (folder / "report.md").write_text(report, encoding="utf-8")
+    (folder / "results.json").write_text(json.dumps({"settings": settings, **figures}, indent=1), encoding="utf-8")

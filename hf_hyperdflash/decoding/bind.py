@@ -197,7 +197,7 @@ class BoundTarget(_Mixed):
                 stopping_criteria=stopping_criteria,
                 generation_config=generation_config,
                 streamer=streamer,
-                experience=self._stats_with(assistant_model, generation_config),
+                drafting_stats=self._stats_with(assistant_model, generation_config),
                 is_row=is_row,
             )
             check_restart(decoding.target.config, input_ids.shape[1], generation_config.max_length)

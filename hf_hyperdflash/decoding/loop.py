@@ -64,7 +64,7 @@ class Decoding:
         drafter: A [`~drafters.base.Drafter`], on any device.
         num_drafts: Most drafted tokens per round. The cache can take back one more.
         logits_processor: As prepared by `generate`, like the rest.
-        experience: Of this drafter with this target, to draft by as many tokens as pay for themselves; `None` for
+        drafting_stats: Of this drafter with this target, to draft by as many tokens as pay for themselves; `None` for
             `num_drafts`, or a tree of the size asked for, every round; there is no tree where its size is not settled.
         is_row: Whether it is one of a batch. Its target sees none of the prompt's padding.
 
@@ -87,7 +87,7 @@ class Decoding:
         stopping_criteria: Any,
         generation_config: Any,
         streamer: Any = None,
-        experience: DraftingStats | None = None,
+        drafting_stats: DraftingStats | None = None,
         is_row: bool = False,
     ) -> None:
         self.model, self.drafter, self.num_drafts = model, drafter, num_drafts
@@ -104,9 +104,9 @@ class Decoding:
         self.sampler = DraftSampler(logits_processor, generation_config.do_sample)
         budget = tree_budget_asked(generation_config)
         self.is_joint = is_row and self.target.joins_rows  # with others in one forward
-        self.tree_budget = None if budget == AUTO and (experience is None or self.is_joint) else budget
+        self.tree_budget = None if budget == AUTO and (drafting_stats is None or self.is_joint) else budget
         self.schedule = FixedPolicy()
-        self.experience = experience
+        self.drafting_stats = drafting_stats
         self.skips_padding = is_row or self.target.skips_padding
         self.waited = 0.0  # less than nothing: seconds in the caller's streamer, which no draft can save
         self.shown = Shown(generation_config, self.target)
@@ -240,7 +240,7 @@ class Decoding:
 
     def _settle_on_schedule(self) -> None:
         """Let what pays be drafted, if that is asked for: of trees where they can be verified, else of chains."""
-        known, has_trees = None if self.is_joint else self.experience, self.sampler.tree_budget is not None
+        known, has_trees = None if self.is_joint else self.drafting_stats, self.sampler.tree_budget is not None
         if known is not None and has_trees and self.tree_budget == AUTO:
             self.schedule = TreePolicy(known, self.sampler)
         elif known is not None and not has_trees:

@@ -66,7 +66,7 @@ def test_it_is_near_the_best_number(chance, each):
 
 
 def test_what_pays_in_a_small_batch_need_not_in_a_large_one():
-    """Each size has an experience of its own, and rows that end change the size."""
+    """Each size has statistics of its own, and rows that end change the size."""
     known = DraftingStats()
     for _ in range(3):
         simulated(known, 2, 100, 0.8, each=0.001)

@@ -69,8 +69,8 @@ def decode_together(decodings: Sequence[Decoding]) -> None:
     """Write the texts of several rows; those that end leave the batch."""
     active = list(decodings)
     cache = prefill_together(active)
-    experience = active[0].experience
-    schedule = None if experience is None else BatchPolicy(experience, active)
+    drafting_stats = active[0].drafting_stats
+    schedule = None if drafting_stats is None else BatchPolicy(drafting_stats, active)
     with mode_of_rounds(all(row.leaves_nothing for row in active)):
         while active := _still_active(active, cache):
             began = active[0].now()

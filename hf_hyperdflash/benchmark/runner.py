@@ -31,6 +31,7 @@ from ..decoding.stats import clock, exact_timing
 from ..training.data.rows import encode_prompts
 from ..training.features.fingerprint import module_fingerprint, short_fingerprint, target_fingerprint
 from ..training.features.locking import only_writer
+from ..version import __version__
 from .results import MODES, ROUND_FIELDS, TARGET_ONLY, Generation, generation_key, read_lines
 from .suites import SUITES, load_suite
 
@@ -312,8 +313,6 @@ def _run_facts(
 
 def environment(target: Any) -> dict[str, Any]:
     """Return the date, command, hardware and versions for a report, without this machine's folders."""
-    from ..version import __version__
-
     return {
         "date": date.today().isoformat(),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),

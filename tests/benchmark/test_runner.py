@@ -245,7 +245,7 @@ def changed_config(monkeypatch, target, tokenizer, drafter, run):
 
 
 def changed_version(monkeypatch, target, tokenizer, drafter, run):
-    monkeypatch.setattr("hf_hyperdflash.__version__", "0.0.7")
+    monkeypatch.setattr("hf_hyperdflash.benchmark.runner.__version__", "0.0.7")
 
 
 def changed_commit(monkeypatch, target, tokenizer, drafter, run):

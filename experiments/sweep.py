@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import datetime
 import json
 import os
 import runpy
@@ -36,10 +37,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from measured import circumstances
+import transformers
 from transformers import AutoTokenizer, PrinterCallback
 
 from hf_hyperdflash import HyperDFlashTrainer, HyperDFlashTrainingArguments, load_drafter, load_target
+from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.training.data.rows import load_rows, prepare_dataset
 from hf_hyperdflash.training.features.store import FeatureCache
 from hf_hyperdflash.training.script import earlier_drafter, new_drafter, parse
@@ -148,7 +150,9 @@ class Sweep:
         return json.loads(record.read_text())
 
     def report(self, found: dict[Cell, dict[str, dict[str, float]]]) -> None:
-        print(f"\n{circumstances(('torch', 'transformers'))}, {' '.join(self.args.train_args)}\n")
+        versions = f"torch {torch.__version__}, transformers {transformers.__version__}, float32"
+        where = f"{hardware('cpu')}, {torch.get_num_threads()} thread(s)"
+        print(f"\n{datetime.date.today()}, {where}, {versions}, {' '.join(self.args.train_args)}\n")
         print("| drafter | parameters | learning rate | tau, T = 0 | expected tau, T = 1 | tau by generation |")
         print("|---|---:|---:|---:|---:|---:|")
         rates = dict.fromkeys(cell.rate for cell in found)

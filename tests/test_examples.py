@@ -390,12 +390,6 @@ def test_quickstart_says_what_is_wrong(tmp_path, monkeypatch, capsys, arguments,
     assert message in said and "Traceback" not in said
 
 
-def test_without_other_programs_nothing_is_compared():
-    when, _, said, *_ = run("experiments/compare_unrolled.py").splitlines()
-    assert f"torch {torch.__version__}, transformers {transformers.__version__}" in when and "EAGLE" not in when
-    assert said.startswith(("- speculators is not compared", "- EAGLE-3, speculators"))
-
-
 def test_from_text_to_a_working_pair(tmp_path):
     data, target_dir, answers = tmp_path / "data.jsonl", tmp_path / "target", tmp_path / "answers.jsonl"
     rows = [{"question": f"What is {i} plus {i}?", "answer": f"{i}+{i}={2 * i}\n#### {2 * i}"} for i in range(60)]

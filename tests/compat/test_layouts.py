@@ -1,34 +1,32 @@
-"""What other programs draft from a checkpoint and what ours does: PyPI's `dflash`, `speculators` and DeepSpec.
+"""Our drafts are those of the programs that wrote a layout: PyPI's `dflash`, `speculators` and DeepSpec.
 
-Both ways: ours loads what theirs saved, theirs loads what ours wrote. In every round both draft after the same text,
-greedily and, at temperature 1, drawn with the same numbers from what each says the probabilities are. dflash's and
-DeepSpec's rounds are those of their own loops; speculators, which trains, has none: its rounds are the positions of a
-text, and what it drafts there is its training forward along our drafts. Target and drafters are random and small.
+    .ci/compat                       # makes an environment with these programs and runs the comparisons
+    pytest -m compat tests/compat    # where they are installed; each that is missing says how to get it
 
-    pip install --no-deps dflash==0.1.0
-    pip install speculators==0.9.0
-    git clone https://github.com/deepseek-ai/DeepSpec && export PYTHONPATH=$PWD/DeepSpec
-    python experiments/compare_layouts.py
+Each layout is compared both ways: ours loads what theirs saved, theirs loads what ours wrote. In every round both
+draft after the same text: greedily, and at temperature 1 with the same random numbers, each from its own
+probabilities. The rounds of dflash and DeepSpec are those of their own loops. speculators trains and has no loop: its
+rounds are the positions of a text, and what it drafts there comes from its training forward along our drafts. Target
+and drafters are random and small.
+
+Ours never draft the mask token, to which the others give a probability. Trained drafters give it none, so no head
+scores it here.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
-import transformers
-from measured import circumstances
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from hf_hyperdflash import HyperDFlashDrafter, load_drafter
@@ -37,6 +35,8 @@ from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.hub.formats import export_dflash
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.trees.acceptance import one_of
+
+from .programs import require_checkout, require_package
 
 WIDTH, LAYERS, BLOCK, MASK, RANK, VOCABULARY, DRAFTED = 64, 6, 5, 1, 8, 96, 40
 READ = [1, 2, 4]  # the target's layers whose output the drafters read
@@ -49,6 +49,7 @@ HEADS = {"vanilla": "markov", "gated": "gated_markov", "rnn": "recurrent"}
 # Layers of two kinds, in Qwen3's words and, where a window counts from the anchor, in ours.
 MIXED = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=6, use_sliding_window=True)
 OURS = {name: MIXED[name] for name in ("layer_types", "sliding_window")}
+PROMPTS, NEW_TOKENS = (8, 16), 24
 
 
 @dataclass
@@ -58,9 +59,9 @@ class Round:
     Attributes:
         ids: The text, `[1, seq]`.
         tokens: The drafts.
-        numbers: That they were drawn with; none greedily.
-        q: `[drafts, vocab]`, what they were drawn from, where that is told.
-        confidence: `[drafts]`, of each draft's acceptance, where that is told.
+        numbers: The random numbers that drew them; none greedily.
+        q: `[drafts, vocab]`, the distributions that they were drawn from; `None` where the program does not say.
+        confidence: `[drafts]`, how probable it says each draft's acceptance is; `None` where it does not.
     """
 
     ids: Tensor
@@ -71,8 +72,10 @@ class Round:
 
 
 class Draws:
-    """`torch.multinomial` or our `one_of` with numbers that are remembered: the first token at which the probabilities
-    add up to more."""
+    """Draws in place of `torch.multinomial` and our `one_of`, and remembers its random numbers.
+
+    A number draws the first token at which the probabilities add up to more.
+    """
 
     def __init__(self, numbers: list[float] | None = None) -> None:
         self.given, self.used, self.source = iter(numbers or ()), [], random.Random(0)
@@ -85,8 +88,8 @@ class Draws:
         return tokens.reshape(*probabilities.shape[:-1], 1)
 
 
-def randomized(model: Any, seed: int) -> Any:
-    """With weights of its own, none of them as a fresh model has it; what it shares with the target stays."""
+def randomize(model: nn.Module, seed: int) -> Any:
+    """Draw all weights anew, none of them as a fresh model has it; what is shared with the target stays."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "embed_tokens" not in name and "lm_head" not in name and "verifier" not in name:
@@ -96,15 +99,32 @@ def randomized(model: Any, seed: int) -> Any:
     return model.eval()
 
 
-def random_target() -> PreTrainedModel:
+def without_mask_token(model: nn.Module) -> Any:
+    """Let no LM head over the whole vocabulary score the mask token."""
+
+    def hide(head: nn.Module, args: tuple, logits: Tensor) -> Tensor:
+        return logits.index_fill(-1, torch.tensor([MASK]), -1e4)
+
+    for name, module in model.named_modules():
+        if name.endswith("lm_head") and module.weight.shape[0] == VOCABULARY:
+            module.register_forward_hook(hide)
+    return model
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> PreTrainedModel:
+    """A random target, saved at its `_name_or_path`: speculators reads its LM head from there."""
     torch.manual_seed(0)
     config = Qwen3Config(**{**SHAPE, "num_hidden_layers": LAYERS}, initializer_range=0.2)
-    return Qwen3ForCausalLM(config).eval()
+    target = Qwen3ForCausalLM(config).eval()
+    target.save_pretrained(tmp_path / "target")
+    target.config._name_or_path = str(tmp_path / "target")
+    return without_mask_token(target)
 
 
 @torch.no_grad()
 def our_round(drafter: Any, target: PreTrainedModel, ids: Tensor, count: int, draws: Draws | None) -> Round:
-    """Ours after a text, from the start."""
+    """Draft with ours after a text, from the start; greedily without `draws`."""
     with capture_residual(target, drafter.target_layer_ids) as captured:
         target(ids[:, :-1])
     context, positions = drafter.new_context(), torch.arange(ids.shape[1])[None]
@@ -125,13 +145,13 @@ def dflash_config(windows: dict[str, Any]) -> Qwen3Config:
     return Qwen3Config(**SHAPE, num_target_layers=LAYERS, dflash_config=own, **windows)
 
 
-def save_with_dflash(windows: dict[str, Any], folder: Path, _: Path, target: PreTrainedModel) -> None:
+def save_with_dflash(windows: dict[str, Any], folder: Path, target: PreTrainedModel) -> None:
     from dflash.model import DFlash2DraftModel
 
-    randomized(DFlash2DraftModel(dflash_config(windows)), 1).save_pretrained(folder)
+    randomize(DFlash2DraftModel(dflash_config(windows)), 1).save_pretrained(folder)
 
 
-def rounds_of_dflash(folder: Path, target: PreTrainedModel, prompt: Tensor, tokens: int, T: float) -> list[Round]:
+def rounds_of_dflash(folder: Path, target: PreTrainedModel, prompt: Tensor, T: float) -> list[Round]:
     from dflash.model import DFlash2DraftModel, dflash_generate
 
     model, draws, seen = DFlash2DraftModel.from_pretrained(folder, dtype=torch.float32).eval(), Draws(), []
@@ -142,23 +162,25 @@ def rounds_of_dflash(folder: Path, target: PreTrainedModel, prompt: Tensor, toke
         ids = topk(values, count, dim=-1).indices.sort(dim=-1).values
         return values.gather(-1, ids), ids
 
-    def telling(*args: Any) -> Any:
+    def recording(*args: Any) -> Any:
         before = len(draws.used)
         with patch("torch.topk", in_order):
-            drafted, candidates, said = propose(*args)
-        q = None if said is None else torch.zeros(*said.shape[1:2], VOCABULARY).scatter(-1, candidates[0], said[0])
+            drafted, candidates, probabilities = propose(*args)
+        q = None
+        if probabilities is not None:
+            q = torch.zeros(*probabilities.shape[1:2], VOCABULARY).scatter(-1, candidates[0], probabilities[0])
         seen.append(Round(torch.empty(0), drafted[0].tolist(), draws.used[before:], q))
-        return drafted, candidates, said
+        return drafted, candidates, probabilities
 
     starts = []
 
-    def verifying(module: object, args: tuple, kwargs: dict) -> None:
+    def verifying(module: nn.Module, args: tuple, kwargs: dict) -> None:
         starts.append(int(kwargs["position_ids"][0, 0]))
 
     handle = target.register_forward_pre_hook(verifying, with_kwargs=True)
-    model.propose = telling
+    model.propose = recording
     with patch("torch.multinomial", draws):
-        text = dflash_generate(model, target, prompt, tokens, stop_token_ids=None, temperature=T)
+        text = dflash_generate(model, target, prompt, NEW_TOKENS, stop_token_ids=None, temperature=T)
     handle.remove()
     for start, one in zip(starts[1:], seen):
         one.ids = text[:, : start + 1]
@@ -168,7 +190,7 @@ def rounds_of_dflash(folder: Path, target: PreTrainedModel, prompt: Tensor, toke
 # speculators
 
 
-def speculators_model(algorithm: str, target_folder: Path, windows: dict[str, Any], **fields: Any) -> Any:
+def speculators_model(algorithm: str, target_folder: str, windows: dict[str, Any], **fields: Any) -> Any:
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
     from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
@@ -188,37 +210,34 @@ def speculators_model(algorithm: str, target_folder: Path, windows: dict[str, An
         speculators_config=SpeculatorsConfig(
             algorithm=algorithm, proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=BLOCK - 1)],
             default_proposal_method="greedy",
-            verifier=VerifierConfig(name_or_path=str(target_folder), architectures=["Qwen3ForCausalLM"]),
+            verifier=VerifierConfig(name_or_path=target_folder, architectures=["Qwen3ForCausalLM"]),
         ),
     )  # fmt: skip
     return model_class(config)
 
 
 def save_with_speculators(
-    algorithm: str,
-    windows: dict[str, Any],
-    fields: dict[str, Any],
-    folder: Path,
-    target_folder: Path,
-    target: PreTrainedModel,
+    algorithm: str, windows: dict[str, Any], fields: dict[str, Any], folder: Path, target: PreTrainedModel
 ) -> None:
-    model = speculators_model(algorithm, target_folder, windows, **fields)
+    model = speculators_model(algorithm, target.config._name_or_path, windows, **fields)
     if model.use_draft_vocab:
-        kept = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))[:DRAFTED].sort().values
+        generator = torch.Generator().manual_seed(0)
+        kept = 2 + torch.randperm(VOCABULARY - 2, generator=generator)[:DRAFTED].sort().values
         mask = torch.zeros(VOCABULARY, dtype=torch.bool).index_fill_(0, kept, True)
         model.load_vocab_mappings(mask, kept - torch.arange(DRAFTED))
     model.load_verifier_weights()
-    randomized(model, 2).save_pretrained(folder)
+    randomize(model, 2).save_pretrained(folder)
 
 
-def rounds_of_speculators(folder: Path, target: PreTrainedModel, prompt: Tensor, tokens: int, T: float) -> list[Round]:
+def rounds_of_speculators(folder: Path, target: PreTrainedModel, prompt: Tensor, T: float) -> list[Round]:
     from speculators import SpeculatorModel, SpeculatorModelConfig
 
     config = SpeculatorModelConfig.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "eager"
     model = SpeculatorModel.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+    without_mask_token(model)
     drafter = load_drafter(folder, target=target)
-    text = target.generate(prompt, max_new_tokens=tokens, do_sample=False)
+    text = target.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
     seen = []
     for end in range(prompt.shape[1], text.shape[1]):
         ours = our_round(drafter, target, text[:, :end], drafter.max_draft_tokens, Draws() if T else None)
@@ -228,7 +247,8 @@ def rounds_of_speculators(folder: Path, target: PreTrainedModel, prompt: Tensor,
 
 @torch.no_grad()
 def along_our_drafts(model: Any, target: PreTrainedModel, ours: Round) -> Round:
-    """Its training forward with our drafts as the text after the anchor: what it says of each, given those before."""
+    """Run its training forward with our drafts as the text after the anchor: what it drafts at each position, given
+    the drafts before."""
     ids, anchor = torch.cat([ours.ids, torch.tensor([[*ours.tokens, 0]])], dim=1), ours.ids.shape[1] - 1
     states = target(ids, output_hidden_states=True).hidden_states
     features = torch.cat([states[i] for i in model.target_layer_ids], dim=-1)
@@ -264,7 +284,7 @@ def along_our_drafts(model: Any, target: PreTrainedModel, ours: Round) -> Round:
 # DeepSpec
 
 
-def save_with_deepspec(head: str | None, reads: bool, folder: Path, _: Path, target: PreTrainedModel) -> None:
+def save_with_deepspec(head: str | None, reads: bool, folder: Path, target: PreTrainedModel) -> None:
     from deepspec.modeling.dspark import Qwen3DSparkModel
 
     fields = dict(num_target_layers=LAYERS, block_size=BLOCK, mask_token_id=MASK, target_layer_ids=READ)
@@ -275,28 +295,28 @@ def save_with_deepspec(head: str | None, reads: bool, folder: Path, _: Path, tar
     model.initialize_embeddings_and_head(
         embed_tokens=target.get_input_embeddings(), lm_head=target.get_output_embeddings()
     )
-    randomized(model, 3).save_pretrained(folder)
+    randomize(model, 3).save_pretrained(folder)
 
 
-def rounds_of_deepspec(folder: Path, target: PreTrainedModel, prompt: Tensor, tokens: int, T: float) -> list[Round]:
+def rounds_of_deepspec(folder: Path, target: PreTrainedModel, prompt: Tensor, T: float) -> list[Round]:
     from deepspec.eval.dspark.evaluator import Qwen3DSparkEvaluator
     from deepspec.modeling.dspark import Qwen3DSparkModel
 
     evaluator, draws, seen = object.__new__(Qwen3DSparkEvaluator), Draws(), []
     evaluator.target_model, evaluator.confidence_head_recorder = target, None
     model = Qwen3DSparkModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
-    evaluator.draft_model = model
-    evaluator.args = SimpleNamespace(max_new_tokens=tokens, temperature=T, confidence_threshold=0.0)
+    evaluator.draft_model = without_mask_token(model)
+    evaluator.args = SimpleNamespace(max_new_tokens=NEW_TOKENS, temperature=T, confidence_threshold=0.0)
     propose = evaluator._propose
 
-    def telling(*, context: Any, output_ids: Tensor, position_ids: Tensor, start: int, **rest: Any) -> Any:
+    def recording(*, context: Any, output_ids: Tensor, position_ids: Tensor, start: int, **rest: Any) -> Any:
         before = len(draws.used)
-        said = propose(context=context, output_ids=output_ids, position_ids=position_ids, start=start, **rest)
-        one = Round(output_ids[:, : start + 1].clone(), said.verify_input_ids[0, 1:].tolist(), draws.used[before:])
-        one.q = said.draft_probs[0] if T else None
-        one.confidence = None if said.confidence_logits is None else torch.sigmoid(said.confidence_logits[0])
+        drafted = propose(context=context, output_ids=output_ids, position_ids=position_ids, start=start, **rest)
+        one = Round(output_ids[:, : start + 1].clone(), drafted.verify_input_ids[0, 1:].tolist(), draws.used[before:])
+        one.q = drafted.draft_probs[0] if T else None
+        one.confidence = None if drafted.confidence_logits is None else torch.sigmoid(drafted.confidence_logits[0])
         seen.append(one)
-        return said
+        return drafted
 
     crop = DynamicCache.crop
 
@@ -304,7 +324,7 @@ def rounds_of_deepspec(folder: Path, target: PreTrainedModel, prompt: Tensor, to
         """As transformers 5.10, which DeepSpec is written for: from 5.18 on a number of tokens to remove is meant."""
         crop(cache, length if length <= 0 else min(length - cache.get_seq_length(), 0))
 
-    evaluator._propose = telling
+    evaluator._propose = recording
     with patch("torch.multinomial", draws), patch.object(DynamicCache, "crop", to_length):
         evaluator.generate_one_sample(input_ids=prompt, stop_token_ids=None)
     return seen
@@ -315,14 +335,23 @@ def rounds_of_deepspec(folder: Path, target: PreTrainedModel, prompt: Tensor, to
 
 @dataclass
 class Case:
-    """One program, one kind of drafter: how it is saved there, what it is among ours, and how the program drafts."""
+    """One program and one kind of drafter.
+
+    Attributes:
+        program: The package that has it.
+        kind: What the drafter is called.
+        format: The layout, as `export_dflash` calls it.
+        save: Saves a random one with the program.
+        fields: Our configuration of it.
+        rounds: Drafts with the program after a prompt, at a temperature.
+    """
 
     program: str
     kind: str
     format: str
-    save: Callable[[Path, Path, PreTrainedModel], None]
+    save: Callable[[Path, PreTrainedModel], None]
     fields: dict[str, Any]
-    rounds: Callable[..., list[Round]]
+    rounds: Callable[[Path, PreTrainedModel, Tensor, float], list[Round]]
 
 
 def cases() -> Iterator[Case]:
@@ -357,69 +386,55 @@ def cases() -> Iterator[Case]:
         yield Case("deepspec", f"DSpark {kind or 'headless'}", "deepspec", save, ours, rounds_of_deepspec)
 
 
-def our_checkpoint(case: Case, folder: Path, target: PreTrainedModel) -> None:
+def random_drafter(target: PreTrainedModel, fields: dict[str, Any]) -> HyperDFlashDrafter:
     drafter = HyperDFlashDrafter.from_target(
         target, reducer="fc", target_layer_ids=READ, mask_token_id=MASK, num_hidden_layers=2, head_dim=16,
-        num_draft_tokens=BLOCK - (0 if case.fields.get("sample_from_anchor") else 1), **case.fields,
+        num_draft_tokens=BLOCK - (0 if fields.get("sample_from_anchor") else 1), **fields,
     )  # fmt: skip
-    if case.fields.get("draft_vocab_size"):
-        drafter.draft_ids.copy_(torch.randperm(VOCABULARY)[: len(drafter.draft_ids)].sort().values)
+    if fields.get("draft_vocab_size"):
+        drafter.draft_ids.copy_(2 + torch.randperm(VOCABULARY - 2)[: len(drafter.draft_ids)].sort().values)
         drafter.lm_head.weight.data.copy_(target.get_output_embeddings().weight[drafter.draft_ids])
-    export_dflash(randomized(drafter, 4), folder, case.format, target)
+    return randomize(drafter, 4)
 
 
-def compare(case: Case, folder: Path, target: PreTrainedModel, prompts: list[Tensor], tokens: int) -> str:
-    drafter, cells = load_drafter(folder, target=target), []
-    far: dict[str, list[float]] = {"q": [], "confidence": []}
-    for T in (0.0, 1.0):
-        same = total = 0
-        theirs = [one for prompt in prompts for one in case.rounds(folder, target, prompt, tokens, T)]
-        for their in theirs:
-            ours = our_round(drafter, target, their.ids, len(their.tokens), Draws(their.numbers) if T else None)
-            same += ours.tokens == their.tokens
-            total += 1
-            for name in far:
-                a, b = getattr(ours, name), getattr(their, name)
-                assert (a is None) == (b is None), f"only one of the two tells its {name}"
-                far[name] += [] if a is None else [float((a - b).abs().max())]
-        cells.append(f"{same} of {total}")
-    return " | ".join([*cells, *(f"{max(distances):.0e}" if distances else "–" for distances in far.values())])
+@pytest.mark.compat
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # what other programs call by its old name
+@pytest.mark.parametrize("written_by", ["theirs", "ours"])
+@pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.program}-{case.kind}")
+def test_both_draft_the_same(case, written_by, target, tmp_path, monkeypatch):
+    if case.program == "deepspec":
+        monkeypatch.syspath_prepend(require_checkout("DEEPSPEC"))
+    else:
+        require_package(case.program)
+    if written_by == "theirs":
+        case.save(tmp_path / "drafter", target)
+    else:
+        export_dflash(random_drafter(target, case.fields), tmp_path / "drafter", case.format, target)
+    drafter = load_drafter(tmp_path / "drafter", target=target)
+    for temperature in (0.0, 1.0):
+        for length in PROMPTS:
+            theirs = case.rounds(tmp_path / "drafter", target, torch.randint(2, VOCABULARY, (1, length)), temperature)
+            assert len(theirs) > 2
+            for their in theirs:
+                draws = Draws(their.numbers) if temperature else None
+                ours = our_round(drafter, target, their.ids, len(their.tokens), draws)
+                assert ours.tokens == their.tokens
+                torch.testing.assert_close(ours.q, their.q, atol=5e-5, rtol=0)
+                torch.testing.assert_close(ours.confidence, their.confidence, atol=5e-6, rtol=0)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=4, help="of 8, 16, 24, .. tokens")
-    parser.add_argument("--max-new-tokens", type=int, default=48)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    deepspec = importlib.util.find_spec("deepspec")
-    packages = ("torch", "transformers", "dflash", "speculators")
-    print(circumstances(packages, {"DeepSpec": next(iter(deepspec.submodule_search_locations)) if deepspec else None}))
-    print()
-    print("| program | drafter | written by | same rounds, T = 0 | T = 1 | furthest q | furthest confidence |")
-    print("|---|---|---|---|---|---|---|")
-    target = random_target()
-    prompts = [torch.randint(2, VOCABULARY, (1, 8 * (i + 1))) for i in range(arguments.prompts)]
-    absent = {}
-    with TemporaryDirectory() as scratch:
-        target.save_pretrained(Path(scratch, "target"))
-        target.config._name_or_path = str(Path(scratch, "target"))
-        for number, case in enumerate(cases()):
-            if importlib.util.find_spec(case.program) is None:
-                absent[case.program] = f"{case.program} is not installed: see the top of this file"
-                continue
-            for by in ("theirs", "ours"):
-                folder = Path(scratch, f"{number}-{by}")
-                if by == "theirs":
-                    case.save(folder, Path(scratch, "target"), target)
-                else:
-                    our_checkpoint(case, folder, target)
-                found = compare(case, folder, target, prompts, arguments.max_new_tokens)
-                print(f"| {case.program} | {case.kind} | {by} | {found} |", flush=True)
-    for why in absent.values():
-        print(f"\n{why}.")
-
-
-if __name__ == "__main__":
-    main()
+def test_our_rounds_draw_with_the_numbers_that_are_given(target):
+    """What the comparisons rest on, without another program: each draft by its own number, from its own `q`."""
+    drafter, numbers = random_drafter(target, {"sequential_head": "markov", "head_rank": RANK}), [0.9, 0.1, 0.5, 0.7]
+    ids = torch.randint(2, VOCABULARY, (1, 8))
+    drawn = our_round(drafter, target, ids, BLOCK - 1, Draws(numbers))
+    expected = []
+    for number, q in zip(numbers, drawn.q.tolist()):
+        total, token = q[0], 0
+        while total <= number:
+            token += 1
+            total += q[token]
+        expected.append(token)
+    greedy = our_round(drafter, target, ids, BLOCK - 1, None)
+    assert drawn.tokens == expected != greedy.tokens and drawn.numbers == numbers
+    assert drawn.q[:, MASK].eq(0).all() and greedy.q is None

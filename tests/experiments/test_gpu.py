@@ -4,9 +4,9 @@ fit is not begun."""
 import json
 from pathlib import Path
 
-from .helpers.processes import python
+from ..helpers.processes import python
 
-SCRIPT = Path(__file__).parent.parent / "experiments" / "gpu.py"
+SCRIPT = Path(__file__).parents[2] / "experiments" / "gpu.py"
 
 
 def test_parts_are_written_and_resumed(tmp_path):

@@ -1,33 +1,65 @@
-"""The flags of `hf-hyperdflash train`, and the help of its own ones without PyTorch."""
+"""The flags of `hf-hyperdflash train` and their help. Importing this file does not import PyTorch."""
 
 from __future__ import annotations
 
 import ast
 import shutil
 import textwrap
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from ..hub.kinds import KINDS
 
-_BOTH_STAGES = {
-    "num_train_epochs": 5, "per_device_train_batch_size": 4, "lr_scheduler_type": "cosine", "warmup_steps": 0.04
-}  # fmt: skip
-STAGES: dict[int, dict[str, Any]] = {
-    1: {**_BOTH_STAGES, "dataset": ["zhaode/EagleChat"], "rows": 300_000, "learning_rate": 8e-4},
-    2: {**_BOTH_STAGES, "dataset": ["theblackcat102/evol-codealpaca-v1"], "rows": 150_000, "learning_rate": 1e-4},
+_T = TypeVar("_T")
+_Default = str | int | float | list[str] | list[int] | None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Defaults of a stage of the paper's recipe (section 3.1), for both kinds of arguments."""
+
+    dataset: list[str]
+    rows: int
+    learning_rate: float
+    num_train_epochs: int = 5
+    per_device_train_batch_size: int = 4
+    lr_scheduler_type: str = "cosine"
+    warmup_steps: float = 0.04
+
+
+STAGES = {
+    1: Stage(["zhaode/EagleChat"], rows=300_000, learning_rate=8e-4),
+    2: Stage(["theblackcat102/evol-codealpaca-v1"], rows=150_000, learning_rate=1e-4),
 }
-_TYPES = [kind.model_type for kind in KINDS if kind.train_flags is not None]
+_TRAINED = {kind.model_type: kind.train_flags for kind in KINDS if kind.train_flags is not None}
+_TYPES = list(_TRAINED)
+_OF_ONE_KIND = tuple(dict.fromkeys(flag for flags in _TRAINED.values() for flag in flags))
+_OF_HEADS = ("sequential_head", "head_rank", "head_candidates", "confidence_head")
+_OF_ANY_KIND = ("intermediate_size", "draft_vocab_size", "reducer", "target_layer_ids")
+_OF_NEW_DRAFTERS = (
+    "drafter_type", "layers", *_OF_ANY_KIND,
+    *(flag for flag in _OF_ONE_KIND if flag not in (*_OF_HEADS, "num_draft_tokens")),
+)  # fmt: skip
+_MINIMA = {
+    "rows": 1, "eval_rows": 1, "eval_prompts": 0, "eval_max_new_tokens": 1, "layers": 1, "intermediate_size": 1,
+    "draft_vocab_size": 1, "num_draft_tokens": 1, "block_size": 1, "max_blocks": 1,
+}  # fmt: skip
 
 
-def _flag(default: Any, help: str, **more: Any) -> Any:
-    return field(default=default, metadata={"help": help, **more})
+def _flag(default: _T, help: str, **choices: list[_T]) -> _T:
+    return field(default=default, metadata={"help": help, **choices})
 
 
 @dataclass
 class ScriptArguments:
+    """The flags that are not the trainer's arguments; the help of each says what it means.
+
+    Raises:
+        ValueError: If a number is too small, or flags do not fit together.
+    """
+
     target: str = field(metadata={"help": "path or Hub id of the target"})
     stage: int = _flag(1, "whose defaults to use: 1 or 2", choices=[1, 2])
     drafter: str | None = _flag(None, "go on from this drafter, as stage 2 does; unset for a new one")
@@ -87,6 +119,61 @@ class ScriptArguments:
     trust_remote_code: bool = _flag(False, "run the code that the target brings along")
     save_dtype: str = _flag("bfloat16", "number format of the finished drafter")
 
+    def __post_init__(self) -> None:
+        if self.stage == 2 and not self.drafter:
+            raise ValueError(
+                "`--stage 2` goes on from stage 1: name its drafter with `--drafter FOLDER`. For a new drafter leave "
+                "`--stage` out and set `--dataset` and `--learning_rate`."
+            )
+        if self.drafter and (ignored := self._first_given(_OF_NEW_DRAFTERS)):
+            raise ValueError(
+                f"`--{ignored}` is for a new drafter, but `--drafter {self.drafter}` has its own: leave one out."
+            )
+        if self.drafter_type not in _TRAINED:
+            raise ValueError(f"`--drafter_type` is {self.drafter_type!r}, expected one of {', '.join(_TYPES)}.")
+        own = _TRAINED[self.drafter_type]
+        if wrong := self._first_given(flag for flag in _OF_ONE_KIND if flag not in own):
+            raise ValueError(f"`--{wrong}` is not for a drafter of type {self.drafter_type}: leave it out.")
+        for name, least in _MINIMA.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"`--{name}` is {value}, expected at least {least}.")
+        if self.streaming and not self.eval_dataset:
+            raise ValueError("`--streaming` needs `--eval_dataset`: nothing can be split off a stream.")
+        if self.streaming and self.draft_vocab_size:
+            raise ValueError("`--draft_vocab_size` counts the tokens of a dataset, not of a stream: leave one out.")
+        self.window_field()
+
+    def _first_given(self, names: Iterable[str]) -> str | None:
+        unset = {flag.name: flag.default for flag in fields(self)}
+        return next((name for name in names if getattr(self, name) != unset[name]), None)
+
+    def window_field(self) -> dict[str, int | None]:
+        """Return the field `sliding_window` of a new drafter; nothing for its default.
+
+        Raises:
+            ValueError: If the flag is neither a number nor none.
+        """
+        given = self.sliding_window
+        if given is None:
+            return {}
+        if given.lower() in ("none", "0"):
+            return {"sliding_window": None}
+        if not given.isdecimal():
+            raise ValueError(f"`--sliding_window` is {given!r}, expected a number of tokens, or none for no window.")
+        return {"sliding_window": int(given)}
+
+    def head_fields(self) -> dict[str, str | int | bool]:
+        """Return the flags about heads as fields of a drafter's configuration."""
+        given = {name: getattr(self, name) for name in _OF_HEADS}
+        return {name: value for name, value in given.items() if value is not None and value is not False}
+
+    def drafter_fields(self) -> dict[str, str | int | bool | list[int] | None]:
+        """Return the flags about a new drafter as fields of its configuration."""
+        given = {name: getattr(self, name) for name in (*_OF_ANY_KIND, *_TRAINED[self.drafter_type])}
+        given["num_hidden_layers"] = self.layers
+        return {name: value for name, value in given.items() if value is not None} | self.window_field()
+
 
 INTRODUCTION = """\
 usage: {prog} --target TARGET --output_dir FOLDER [--dataset ROWS] [flags]
@@ -113,49 +200,61 @@ but for
 """
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """A flag in the help, with its default as it is shown."""
+
+    name: str
+    default: str
+    help: str
+
+    def __str__(self) -> str:
+        first, second = (getattr(stage, self.name, None) for stage in STAGES.values())
+        shown = self.default if first is None else _shown(first)
+        if second != first:
+            shown += f" (stage 2: {_shown(second)})"
+        text = textwrap.fill(self.help, min(shutil.get_terminal_size().columns, 120) - 8)
+        return f"  --{self.name} {shown}".rstrip() + "\n" + textwrap.indent(text, " " * 8)
+
+
 def help_text(prog: str) -> str:
-    """Our flags with their defaults, those of stage 1 where the stages differ, and what transformers' own are."""
-    parts = [INTRODUCTION.format(prog=prog)]
-    for title, flags in _flags().items():
-        parts += ["", f"{title}:", *(_entry(name, *told) for name, told in flags.items())]
-    set_here = "\n".join(f"  --{name} {value}" for name, value in _BOTH_STAGES.items())
+    """Return the help: our flags with their defaults, those of stage 1 where the stages differ, and how to see
+    transformers' own."""
+    parts = [INTRODUCTION.format(prog=prog), "", "The run:"]
+    for part in fields(ScriptArguments):
+        default = "" if part.default is MISSING else _shown(part.default)
+        parts.append(str(_Entry(part.name, default, part.metadata["help"])))
+    source = Path(__file__).with_name("arguments.py")  # to import it takes PyTorch
+    parts += ["", "Training a drafter:", *map(str, _entries_in(source, "HyperDFlashTrainingArguments"))]
+    of_both = [part for part in fields(Stage) if part.default is not MISSING]
+    set_here = "\n".join(f"  --{part.name} {part.default}" for part in of_both)
     return "\n".join([*parts, "", THEIRS.format(set_here=set_here)])
 
 
-def _flags() -> dict[str, dict[str, tuple[str, str]]]:
-    """Default and help of each of ours, by what they are for."""
-    script = {part.name: (_shown(part.default), part.metadata["help"]) for part in fields(ScriptArguments)}
-    source = Path(__file__).with_name("arguments.py")  # to import it takes PyTorch
-    return {"The run": script, "Training a drafter": dict(_fields_in(source, "HyperDFlashTrainingArguments"))}
-
-
-def _entry(name: str, default: str, help: str) -> str:
-    first, second = (stage.get(name) for stage in STAGES.values())
-    shown = default if first is None else _shown(first)
-    if second != first:
-        shown += f" (stage 2: {_shown(second)})"
-    text = textwrap.fill(help, min(shutil.get_terminal_size().columns, 120) - 8)
-    return f"  --{name} {shown}".rstrip() + "\n" + textwrap.indent(text, " " * 8)
-
-
-def _shown(default: Any) -> str:
+def _shown(default: _Default) -> str:
     if isinstance(default, list):
         return " ".join(map(str, default))
     return str(default) if isinstance(default, (str, int, float)) else ""
 
 
-def _fields_in(source: Path, name: str) -> Iterator[tuple[str, tuple[str, str]]]:
-    """The fields of a dataclass with defaults and help, as its source has them."""
+def _entries_in(source: Path, name: str) -> Iterator[_Entry]:
+    """Yield the fields of a dataclass, as its source has them."""
     tree = ast.parse(source.read_text(encoding="utf-8"))
     (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
     for node in body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call):
-            given: dict[str | None, Any] = {keyword.arg: keyword.value for keyword in node.value.keywords}
-            metadata, default = given.get("metadata", ast.Dict([], [])), given.get("default", ast.Constant(None))
-            words = [value for key, value in zip(metadata.keys, metadata.values) if ast.unparse(key) == "'help'"]
+            given = {keyword.arg: keyword.value for keyword in node.value.keywords}
             if "init" not in given:
-                help = "".join(map(ast.literal_eval, words)).replace("%%", "%")  # as argparse shows it
-                yield ast.unparse(node.target), (_written(default), help)
+                default = given.get("default", ast.Constant(None))
+                yield _Entry(ast.unparse(node.target), _written(default), _help_in(given.get("metadata")))
+
+
+def _help_in(metadata: ast.expr | None) -> str:
+    """Return a field's help, with `%` as argparse shows it."""
+    if not isinstance(metadata, ast.Dict):
+        return ""
+    words = [value for key, value in zip(metadata.keys, metadata.values) if key and ast.unparse(key) == "'help'"]
+    return "".join(map(ast.literal_eval, words)).replace("%%", "%")
 
 
 def _written(default: ast.expr) -> str:

@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -49,20 +48,7 @@ from .runs.progress import Lines, LinesAboveBar
 from .runs.record import public_name
 from .trainer import HyperDFlashTrainer
 
-_MINIMA = {
-    "rows": 1, "eval_rows": 1, "eval_prompts": 0, "eval_max_new_tokens": 1, "layers": 1, "intermediate_size": 1,
-    "draft_vocab_size": 1, "num_draft_tokens": 1, "block_size": 1, "max_blocks": 1,
-}  # fmt: skip
 _NUM_DRAFT_TOKENS = 6  # of a new drafter's block
-_HEADS = ("sequential_head", "head_rank", "head_candidates", "confidence_head")
-_OF_ANY_KIND = ("intermediate_size", "draft_vocab_size", "reducer", "target_layer_ids")
-_OF_ONE_KIND = tuple(dict.fromkeys(flag for kind in KINDS for flag in kind.train_flags or ()))
-_NEW_DRAFTER_FIELDS = (
-    "drafter_type", "layers", *_OF_ANY_KIND,
-    *(flag for flag in _OF_ONE_KIND if flag not in (*_HEADS, "num_draft_tokens")),
-)  # fmt: skip
-
-
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)  # argparse's own takes -1e-3 for a flag
 
 
@@ -99,26 +85,13 @@ def make_parser(argv: list[str] | None, prog: str | None = None) -> HfArgumentPa
     # A bar only on a terminal: transformers would decide it by its log level.
     parser.set_defaults(disable_tqdm=not sys.stderr.isatty())
     parser._negative_number_matcher = _NEGATIVE
-    parser.set_defaults(**STAGES.get(stage.parse_known_args(argv)[0].stage, {}))
+    if defaults := STAGES.get(stage.parse_known_args(argv)[0].stage):
+        parser.set_defaults(**vars(defaults))
     return parser
 
 
 def _check(script: ScriptArguments, args: Any) -> None:
     """Refuse flags that do not fit together, before anything is loaded."""
-    if script.stage == 2 and not script.drafter:
-        raise ValueError(
-            "`--stage 2` goes on from stage 1: name its drafter with `--drafter FOLDER`. For a new drafter leave "
-            "`--stage` out and set `--dataset` and `--learning_rate`."
-        )
-    unset = {flag.name: flag.default for flag in fields(ScriptArguments)}
-    ignored = [name for name in _NEW_DRAFTER_FIELDS if getattr(script, name) != unset[name]]
-    if script.drafter and ignored:
-        raise ValueError(
-            f"`--{ignored[0]}` is for a new drafter, but `--drafter {script.drafter}` has its own: leave one out."
-        )
-    own = _kind(script).train_flags or ()
-    if wrong := [name for name in _OF_ONE_KIND if name not in own and getattr(script, name) != unset[name]]:
-        raise ValueError(f"`--{wrong[0]}` is not for a drafter of type {script.drafter_type}: leave it out.")
     for name in ("target_dtype", "save_dtype"):
         value = getattr(script, name)
         named = getattr(torch, value or "auto", None)
@@ -128,10 +101,7 @@ def _check(script: ScriptArguments, args: Any) -> None:
         value = getattr(script, name)
         if value is not None and value not in kinds:
             raise ValueError(f"`--{name}` is {value!r}, expected {', '.join(kinds[:-1])} or {kinds[-1]}.")
-    for name, least in _MINIMA.items():
-        value = getattr(script, name)
-        if value is not None and value < least:
-            raise ValueError(f"`--{name}` is {value}, expected at least {least}.")
+    own = _kind(script).train_flags or ()
     has_block = not script.drafter and "num_draft_tokens" in own
     drafts = script.num_draft_tokens or (_NUM_DRAFT_TOKENS if has_block else 0)
     if args.max_length is not None and args.max_length <= drafts:
@@ -147,12 +117,8 @@ def _check(script: ScriptArguments, args: Any) -> None:
         raise ValueError(
             "`--blind_weight` is for a head that chooses among candidates: add `--sequential_head`, or leave it out."
         )
-    if script.streaming and not script.eval_dataset:
-        raise ValueError("`--streaming` needs `--eval_dataset`: nothing can be split off a stream.")
     if script.streaming and args.max_steps <= 0:
         raise ValueError("`--streaming` needs `--max_steps`: how long a stream is is not known.")
-    if script.streaming and script.draft_vocab_size:
-        raise ValueError("`--draft_vocab_size` counts the tokens of a dataset, not of a stream: leave one out.")
     folder = Path(args.output_dir).absolute()
     if not os.path.isdir(
         existing := next(candidate for candidate in (folder, *folder.parents) if os.path.lexists(candidate))
@@ -173,7 +139,6 @@ def _check(script: ScriptArguments, args: Any) -> None:
             "`--overwrite_output_dir` begins anew and `--resume_from_checkpoint` goes on: leave one of them out."
         )
     _read_template(script)
-    _window_field(script)
 
 
 def _read_template(script: ScriptArguments) -> str | None:
@@ -195,18 +160,6 @@ def _read_template(script: ScriptArguments) -> str | None:
     return template
 
 
-def _window_field(script: ScriptArguments) -> dict[str, int | None]:
-    """Return the field `sliding_window` of a new drafter; nothing for its default."""
-    given = script.sliding_window
-    if given is None:
-        return {}
-    if given.lower() in ("none", "0"):
-        return {"sliding_window": None}
-    if not given.isdecimal():
-        raise ValueError(f"`--sliding_window` is {given!r}, expected a number of tokens, or none for no window.")
-    return {"sliding_window": int(given)}
-
-
 def earlier_drafter(script: ScriptArguments, seed: int) -> SavedDrafter:
     """Load an earlier stage's drafter in float32, which an optimizer needs, with the heads and the number of draft
     positions of the flags. No weight depends on that number.
@@ -218,7 +171,7 @@ def earlier_drafter(script: ScriptArguments, seed: int) -> SavedDrafter:
     drafter: Any = load_drafter(str(script.drafter), dtype=torch.float32)
     if getattr(drafter.config, "target_name_or_path", None) == "":  # other programs' files mostly do not say
         drafter.config.target_name_or_path = public_name(script.target)
-    heads = _head_fields(script)
+    heads = script.head_fields()
     if not isinstance(drafter, BlockDrafter):
         if wrong := next((name for name in (*heads, "num_draft_tokens") if getattr(script, name)), None):
             raise ValueError(f"`--{wrong}` is not for a {type(drafter).__name__}: leave it out.")
@@ -231,22 +184,11 @@ def earlier_drafter(script: ScriptArguments, seed: int) -> SavedDrafter:
     return drafter
 
 
-def _head_fields(script: ScriptArguments) -> dict[str, Any]:
-    """Return the flags about heads as fields of the configuration."""
-    given = {name: getattr(script, name) for name in _HEADS}
-    return {name: value for name, value in given.items() if value is not None and value is not False}
-
-
 def new_drafter(script: ScriptArguments, target: Any, tokenizer: Any) -> SavedDrafter:
     """Make a new drafter in float32."""
     kind = _kind(script)
-    own = kind.train_flags or ()
-    given = {name: getattr(script, name) for name in (*_OF_ANY_KIND, *own) if getattr(script, name) is not None}
-    if script.layers is not None:
-        given["num_hidden_layers"] = script.layers
-    if "sliding_window" in given:
-        given |= _window_field(script)
-    if "mask_token_id" in own:  # which is found in the vocabulary, if it is not given
+    given: dict[str, Any] = dict(script.drafter_fields())
+    if "mask_token_id" in (kind.train_flags or ()):  # which is found in the vocabulary, if it is not given
         given["tokenizer"] = tokenizer
     public = public_name(script.target)
     return cast(

@@ -1,11 +1,12 @@
-"""EAGLE-3's layouts: the flat ones of SafeAILab, SpecForge, AngelSlim, NVIDIA and DeepSpec, and speculators'.
+"""Reads EAGLE-3's layouts: the flat ones of SafeAILab, SpecForge, AngelSlim, NVIDIA and DeepSpec, and speculators'.
 
-A flat one is a configuration of Llama's (DeepSpec's, of Qwen3's) layers with a `draft_vocab_size`, an architecture
-with EAGLE-3's name, or both; which of the target's layers are read it mostly does not say. SafeAILab's has one layer,
-called `midlayer`, and may have copied `num_hidden_layers` from its target: there the tensors count.
+A flat config.json describes layers of Llama's kind; DeepSpec's describes Qwen3's. It has a `draft_vocab_size`, an
+architecture with EAGLE-3's name, or both. Most do not say which layers of the target the drafter reads. SafeAILab's
+drafter has one layer, called `midlayer`. Its `num_hidden_layers` may be a copy of the target's, so the tensors decide.
 
-NVIDIA and SpecForge (`eagle_config`) and DeepSpec (`target_layer_ids`) count layers as we do. A top-level
-`eagle_aux_hidden_state_layer_ids` is speculators' and vLLM's: their id i is what enters layer i, one more than ours.
+NVIDIA and SpecForge (`eagle_config`) and DeepSpec (`target_layer_ids`) count layers as we do. speculators and vLLM
+write `eagle_aux_hidden_state_layer_ids` at the top level. There id i means the input of layer i: each id is one more
+than ours.
 """
 
 from __future__ import annotations
@@ -20,23 +21,24 @@ from .common import SHAPE_FIELDS, WINDOW_FIELDS, check_known, read_shape, sectio
 SPECULATORS = "eagle3"  # the `speculators_model_type`
 _OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _IDS = "eagle_aux_hidden_state_layer_ids"
-# Fields that only such a drafter has.
+# Only an EAGLE-3 drafter has these fields.
 _MARKS = ("eagle_config", _IDS, "draft_vocab_size", "ttt_length")
-# Whose layers are the same.
+# Words in names of architectures whose layers are Llama's or Qwen3's.
 _LLAMAS = ("llama", "qwen", "phi", "eagle3draftmodel", "eagle3speculator")
 _READS = (
     *SHAPE_FIELDS, *WINDOW_FIELDS, *_MARKS, "num_aux_hidden_states", "target_hidden_size", "target_model_type",
     "target_layer_ids", "target_model_name_or_path", "num_target_layers", "draft_num_hidden_layers",
     "norm_before_residual", "fc_norm",
 )  # fmt: skip
-# SpecForge's own `norm_output` is whether the LM head reads normed states, as it always does here. Of Hunyuan's fields
-# AngelSlim copies all and reads none.
+# Fields that change what is drafted, with the values that do not. SpecForge's `norm_output` says whether the LM head
+# reads normed states; here it always does.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "norm_output": (True,), "norm_before_fc": (False,), "is_causal": (True,), "causal": (True,), "logit_scale": (1,),
     "partial_rotary_factor": (1,), "norm_type": ("rms",), "use_rotary_pos_emb": (True,),
     "use_aux_hidden_state": (True,), "use_last_layernorm": (True,), "use_mtp_layernorm": (False,),
     "use_input_layernorm_in_first_layer": (True,), "next_layer_regular": (True,), "parallel_draft_step": (0, 1),
 }  # fmt: skip
+# AngelSlim copies these fields from Hunyuan and reads none of them.
 _HUNYUAN_FIELDS = (
     "attention_head_dim", "cla_share_factor", "dense_list", "eod_token_id", "im_end_id", "im_newline_id",
     "im_start_id", "mask_init_id", "org_vocab_size", "pad_id", "pool_type", "text_end_id", "text_start_id",
@@ -57,10 +59,10 @@ def fits(fields: dict[str, Any]) -> bool:
 
 
 def read(fields: dict[str, Any], name: str) -> Eagle3Config:
-    """Return the configuration of a drafter, from its config.json; missing fields have defaults until [`settle`].
+    """Return the configuration of a drafter from its config.json. Missing fields have defaults until [`settle`].
 
     Raises:
-        ValueError: If it cannot be reproduced here.
+        ValueError: If the drafter would draft something else here.
     """
     if "speculators_model_type" in fields:
         layer = section(fields, "transformer_layer_config", name)
@@ -92,7 +94,7 @@ def read(fields: dict[str, Any], name: str) -> Eagle3Config:
     more = {
         "norm_before_residual": bool(fields.get("norm_before_residual")),
         "fc_norm": bool(fields.get("fc_norm")),
-        # With vLLM's field beside it, EAGLE-3.1's: a further step goes on from the normed state.
+        # With vLLM's field beside it this is EAGLE-3.1, whose later steps read the normed state.
         "norm_output": bool(fields.get("norm_output")) and fields.get("num_aux_hidden_states") is not None,
         "qk_norm": is_deepspec,
         "target_name_or_path": fields.get("target_model_name_or_path") or "",
@@ -135,7 +137,7 @@ def _config(
 
 
 def _flat_ids(fields: dict[str, Any], eagle: dict[str, Any], name: str) -> list[Any]:
-    """Return the layers in a flat config.json, counted as ours; none if it does not have them."""
+    """Return the layers that a flat config.json names, counted from 0; none if it names none."""
     entering = [i - 1 if type(i) is int else i for i in fields.get(_IDS) or ()]
     stated = [ids for ids in (eagle.get(_IDS), fields.get("target_layer_ids"), entering) if ids]
     if any(ids != stated[0] for ids in stated):
@@ -147,7 +149,7 @@ def _flat_ids(fields: dict[str, Any], eagle: dict[str, Any], name: str) -> list[
 
 
 def settle(config: Eagle3Config, tensors: dict[str, torch.Tensor], fields: dict[str, Any]) -> None:
-    """Set fields that a flat config.json does not have from the tensors, which have our names."""
+    """Set the fields that a flat config.json lacks, from the tensors under our names."""
     if fields.get("tie_word_embeddings") and "lm_head.weight" not in tensors and "embed_tokens.weight" in tensors:
         tensors["lm_head.weight"] = tensors["embed_tokens.weight"].clone()
     if "speculators_model_type" in fields or _is_deepspec(fields):
@@ -159,7 +161,7 @@ def settle(config: Eagle3Config, tensors: dict[str, torch.Tensor], fields: dict[
 
 
 def rename(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rename tensors to our names."""
+    """Return the tensors under our names, without the target's and without RoPE's tables."""
     named = {}
     for key, tensor in tensors.items():
         key = key.removeprefix("model.").replace("midlayer.", "layers.0.")

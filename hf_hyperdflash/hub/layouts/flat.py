@@ -1,5 +1,7 @@
-"""Flat layouts: one configuration of Qwen3 layers, as z-lab, SpecForge, NVIDIA and DeepSpec write it, for DFlash,
-DFlash 2 and DSpark. All of them count layers as we do; SpecForge's DSpark drafts as DeepSpec's does.
+"""Reads the flat layouts of z-lab, SpecForge, NVIDIA and DeepSpec for DFlash, DFlash 2 and DSpark.
+
+A flat config.json describes Qwen3 layers at its top level. All of these programs count layers as we do. SpecForge's
+DSpark drafts as DeepSpec's does.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from .common import (
 
 DFLASH2 = "DFlash2DraftModel"
 CAUSAL = {None: "sliding", False: "none", True: "all"}  # what `is_causal` means
-# Names of drafters whose other fields describe them completely.
+# With these values of `projector_type` the other fields describe the drafter completely.
 _PROJECTORS = (None, "dflash", "dflash2", "dspark")
 _PREFIX = "dspark_"
 _ENTERING = "eagle_aux_hidden_state_layer_ids"
@@ -46,10 +48,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
-    """Return the configuration of a drafter, from its config.json.
+    """Return the configuration of a drafter from its config.json.
 
     Raises:
-        ValueError: If it cannot be reproduced here.
+        ValueError: If the drafter would draft something else here.
     """
     inner: dict[str, Any] = {}
     for part in _SECTIONS:
@@ -63,7 +65,9 @@ def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
     is_causal = value("causal") if value("is_causal") is None else value("is_causal")
     if is_causal not in (None, False, True):
         raise ValueError(f"`is_causal` of {name} is {is_causal!r}, expected true, false or none.")
-    slides_of_kind = "sliding_attention" in (fields.get("layer_types") or ())  # `use_swa` alone has nobody be causal
+    slides_of_kind = "sliding_attention" in (
+        fields.get("layer_types") or ()
+    )  # with `use_swa` alone no layer is causal
     size = value("draft_vocab_size")
     return drafter_config(
         fields, name,
@@ -82,25 +86,28 @@ def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
 
 
 def _value(fields: Mapping[str, Any], inner: Mapping[str, Any]) -> Value:
-    """Return a function from a field to its value: with DSpark's prefix, in a section, or at the top level."""
+    """Return a function that looks a field up: with DSpark's prefix, then in a section, then at the top level."""
     prefixed = {field.removeprefix(_PREFIX): values for field, values in fields.items() if field.startswith(_PREFIX)}
     sources = [{k: v for k, v in source.items() if v is not None} for source in (fields, inner, prefixed)]
     return {**sources[0], **sources[1], **sources[2]}.get
 
 
 def _is_dspark(fields: Mapping[str, Any], value: Value, name: str) -> bool:
-    """Return whether a drafter is DSpark's. Its heads alone do not show it: it may have none."""
-    made = " ".join(map(str, fields.get("architectures") or ()))
-    projector = "domino" if "Domino" in made else value("projector_type")
+    """Return whether a drafter is DSpark's. Its heads do not tell, because it may have none."""
+    architectures = " ".join(map(str, fields.get("architectures") or ()))
+    projector = "domino" if "Domino" in architectures else value("projector_type")
     if projector not in _PROJECTORS:
         raise ValueError(
             f"`projector_type` of {name} is {projector!r}, which is not supported: expected dflash or dspark."
         )
-    return projector == "dspark" or "DSpark" in made or "dspark_config" in fields
+    return projector == "dspark" or "DSpark" in architectures or "dspark_config" in fields
 
 
 def _layer_ids(value: Value, name: str) -> Any:
-    """Return the layers that are read. NVIDIA and vLLM may count the layer that each output enters, one more."""
+    """Return the layers that the drafter reads, counted from 0.
+
+    NVIDIA and vLLM may name the layer that an output enters instead, which is one more.
+    """
     ids, entering = value("target_layer_ids"), value(_ENTERING)
     if isinstance(entering, list):
         before = [i - 1 if type(i) is int else i for i in entering]
@@ -114,7 +121,7 @@ def _layer_ids(value: Value, name: str) -> Any:
 
 
 def _from_anchor(value: Value, is_dspark: bool, name: str) -> bool:
-    """Return whether the anchor's slot drafts."""
+    """Return whether the anchor's slot drafts a token."""
     values, is_bonus = value("sample_from_anchor"), value("bonus_anchor")
     for field, flag in (("sample_from_anchor", values), ("dspark_bonus_anchor", is_bonus)):
         if flag not in (None, False, True):
@@ -130,6 +137,7 @@ def _from_anchor(value: Value, is_dspark: bool, name: str) -> bool:
 
 
 def _heads(fields: Mapping[str, Any], value: Value, is_dspark: bool, name: str) -> dict[str, Any]:
+    """Return our fields for the heads of DFlash 2 or DSpark; none for DFlash."""
     if any(value(field) for field in SELECTOR_FIELDS) or DFLASH2 in (fields.get("architectures") or ()):
         return read_dflash2(value, name)
     if not is_dspark and not value("markov_rank"):

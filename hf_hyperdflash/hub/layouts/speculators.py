@@ -1,5 +1,7 @@
-"""The layout of vllm-project/speculators: DFlash, DFlash 2 and DSpark. Its layer id i is what enters layer i, one more
-than ours."""
+"""Reads and writes the layout of vllm-project/speculators for DFlash, DFlash 2 and DSpark.
+
+Its layer id i means the input of layer i, so each id is one more than ours.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from .common import (
     write_dspark,
 )
 
-# Defaults of an algorithm's config.json.
+# What a missing field means, by algorithm.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "dflash": {"sample_from_anchor": False, "sliding_window_non_causal": False},
     "dflash2": {
@@ -48,15 +50,15 @@ _LAYER_FIELDS = (*SHAPE_FIELDS, *WINDOW_FIELDS, "hc_mult")
 
 
 def fits(fields: dict[str, Any]) -> bool:
-    """Whether a config.json is in this layout. EAGLE-3 drafters in it are read by [`~hub.layouts.eagle3`]."""
+    """Return whether a config.json is in this layout. [`~hub.layouts.eagle3`] reads its EAGLE-3 drafters."""
     return fields.get("speculators_model_type", "eagle3") != "eagle3"
 
 
 def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
-    """Return the configuration of a drafter, from its config.json.
+    """Return the configuration of a drafter from its config.json.
 
     Raises:
-        ValueError: If it cannot be reproduced here.
+        ValueError: If the drafter would draft something else here.
     """
     algorithm = fields["speculators_model_type"]
     if algorithm not in _DEFAULTS:
@@ -121,6 +123,7 @@ def write(config: HyperDFlashConfig) -> dict[str, Any]:
 
 
 def _algorithm(config: HyperDFlashConfig) -> str:
+    """Return what speculators calls a drafter's kind."""
     if is_dflash2(config):
         return "dflash2"
     return "dspark" if config.sequential_head != "none" or config.confidence_head else "dflash"
@@ -147,7 +150,7 @@ def obstacles(config: HyperDFlashConfig) -> dict[str, bool]:
 
 
 def served(config: HyperDFlashConfig, folder: Path) -> str:
-    """Return the options with which engines serve it."""
+    """Return the option with which vLLM serves the drafter, or why no engine does."""
     algorithm = _algorithm(config)
     if algorithm == "dflash2":
         return "vLLM reads DFlash 2 in z-lab's layout."

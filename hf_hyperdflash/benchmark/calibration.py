@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..decoding.stats import SpeculationStats
 from ..drafters.blocks.drafter import BlockDrafter
@@ -60,7 +60,11 @@ class Calibration:
     given: list[BeforeAfter]
 
 
-def check_confidence(config: Any) -> None:
+# Of acceptance, from logits `[rounds, drafts]` and temperatures `[drafts]`.
+Probability = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+def check_confidence(config: PreTrainedConfig) -> None:
     """Raise a `ValueError` if a drafter has no confidence to calibrate."""
     if not config.confidence_head:
         raise ValueError(
@@ -116,9 +120,15 @@ def calibrate(
     return fitted(*halves)
 
 
-def record_rounds(target: Any, drafter: BlockDrafter, prompts: Any, max_new_tokens: int, temperature: float) -> Rounds:
+def record_rounds(
+    target: PreTrainedModel,
+    drafter: BlockDrafter,
+    prompts: Iterable[torch.Tensor],
+    max_new_tokens: int,
+    temperature: float,
+) -> Rounds:
     """Generate from every prompt and record confidence and outcome of every round."""
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    options: dict[str, float] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
     observed: Any = copy.copy(drafter)  # others may be using the drafter itself
@@ -132,7 +142,7 @@ def record_rounds(target: Any, drafter: BlockDrafter, prompts: Any, max_new_toke
     observed.observe = observe
     for prompt in prompts:
         ids = prompt.to(target.device)
-        target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=observed, **options)
+        target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=observed, **options)  # type: ignore[operator]
         stats += cast(SpeculationStats, observed.last_stats)
     logits, accepted = np.full((2, stats.rounds, observed.config.max_draft_tokens), math.nan)
     for number, confidence in enumerate(confidences):
@@ -163,7 +173,10 @@ def _given_earlier(accepted: np.ndarray) -> np.ndarray:
 
 
 def _before_and_after(
-    logits: np.ndarray, accepted: np.ndarray, temperatures: np.ndarray, probability: Any
+    logits: np.ndarray,
+    accepted: np.ndarray,
+    temperatures: np.ndarray,
+    probability: Probability,
 ) -> list[BeforeAfter]:
     before, after = probability(logits, np.ones_like(temperatures)), probability(logits, temperatures)
     columns = [*range(logits.shape[1]), slice(None)]

@@ -31,6 +31,7 @@ KEY = ("suite", "mode", "temperature", "prompt", "turn", "method")  # identifies
 ROUND_FIELDS = ("rounds", "draft_positions", "emitted", "accepted", "draft_seconds", "verify_seconds", "loop_seconds")
 
 Generation = dict[str, Any]
+Key = tuple[str | float, ...]  # the values of [`KEY`]
 Pair = tuple[Generation, Generation]  # a method's and target-only's, of one prompt
 Cell = tuple[str, float, str]  # mode, temperature, suite
 Row = SimpleNamespace  # figures by name, see `_summary_row`
@@ -42,7 +43,7 @@ def mode_title(mode: str) -> str:
     return MODES.get(mode, mode).partition(" (")[0]
 
 
-def generation_key(line: Mapping[str, Any]) -> tuple[Any, ...]:
+def generation_key(line: Mapping[str, Any]) -> Key:
     """Return the key that identifies a generation in a file."""
     return tuple(line[name] for name in KEY)
 
@@ -110,7 +111,7 @@ class Results:
     def cells(self) -> dict[Cell, dict[str, list[Pair]]]:
         """Each method's generations paired with target-only's, over the prompts that all methods have. Modes and
         suites are in the paper's order, temperatures ascend."""
-        lines: dict[Cell, dict[str, dict[tuple[Any, Any], Generation]]] = {}
+        lines: dict[Cell, dict[str, dict[tuple[int, int], Generation]]] = {}
         for line in self.generations:
             cell_lines = lines.setdefault((line["mode"], line["temperature"], line["suite"]), {})
             cell_lines.setdefault(line["method"], {})[line["prompt"], line["turn"]] = line
@@ -250,7 +251,7 @@ def _summary_row(mode: str, temperature: float, suite: str, method: str, pairs: 
     )
 
 
-def _sum(lines: list[Generation], name: str) -> Any:
+def _sum(lines: list[Generation], name: str) -> float:
     return sum(line[name] for line in lines)
 
 

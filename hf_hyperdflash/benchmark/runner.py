@@ -32,7 +32,7 @@ from ..training.data.rows import encode_prompts
 from ..training.features.fingerprint import module_fingerprint, short_fingerprint, target_fingerprint
 from ..training.features.locking import only_writer
 from ..version import __version__
-from .results import MODES, ROUND_FIELDS, TARGET_ONLY, Generation, generation_key, read_lines
+from .results import MODES, ROUND_FIELDS, TARGET_ONLY, Generation, Key, generation_key, read_lines
 from .suites import SUITES, load_suite
 
 _WARM_UP_TOKENS = 16
@@ -179,13 +179,13 @@ def run_benchmark(
 
 
 def _conversation(
-    target: Any,
+    target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     methods: Sequence[Method],
     settings: BenchmarkSettings,
     cell: dict[str, Any],
     turns: list[str],
-    done: dict[tuple[Any, ...], Generation],
+    done: dict[Key, Generation],
     progress: tqdm,
 ) -> Iterator[Generation]:
     """Yield the generations of one prompt that are not done yet, each as soon as the target's own text is known.
@@ -240,8 +240,8 @@ class _Clock(BaseStreamer):
 
 
 def _generate(
-    target: Any, method: Method, ids: torch.Tensor, temperature: float, max_new_tokens: int
-) -> tuple[dict[str, Any], list[int]]:
+    target: PreTrainedModel, method: Method, ids: torch.Tensor, temperature: float, max_new_tokens: int
+) -> tuple[Generation, list[int]]:
     """Generate once, and return its figures and its new tokens."""
     streamer, drafter = _Clock(), method.drafter
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, "streamer": streamer}
@@ -255,7 +255,7 @@ def _generate(
     with exact_timing():
         now = clock(target.device)
         began = now()
-        output = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        output = target.generate(ids, attention_mask=torch.ones_like(ids), **options)  # type: ignore[operator]
         ended = now()
     new = output[0, ids.shape[1] :].tolist()
     figures = {
@@ -295,7 +295,7 @@ def _peak_memory(device: torch.device) -> int | None:
 
 
 def _run_facts(
-    target: Any,
+    target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     methods: Sequence[Method],
     settings: BenchmarkSettings,
@@ -311,7 +311,7 @@ def _run_facts(
     }
 
 
-def environment(target: Any) -> dict[str, Any]:
+def environment(target: PreTrainedModel) -> dict[str, Any]:
     """Return the date, command, hardware and versions for a report, without this machine's folders."""
     return {
         "date": date.today().isoformat(),
@@ -330,7 +330,7 @@ def environment(target: Any) -> dict[str, Any]:
     }
 
 
-def _weights_digest(target: Any, method: Method) -> str | None:
+def _weights_digest(target: PreTrainedModel, method: Method) -> str | None:
     if method.drafter is None:
         return short_fingerprint(target_fingerprint(target))
     return module_fingerprint(method.drafter)[:32] if isinstance(method.drafter, nn.Module) else None
@@ -383,7 +383,7 @@ def hardware(device: torch.device | str) -> str:
     return f"{model}, {os.cpu_count()} cores"
 
 
-def _open_results(path: Path, run: dict[str, Any]) -> dict[tuple[Any, ...], Generation]:
+def _open_results(path: Path, run: dict[str, Any]) -> dict[Key, Generation]:
     """Write the run's facts, and return the generations of earlier runs with the same facts."""
     path.touch()
     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)  # a kill may have left the last line unfinished

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from typer import Option
 
 from . import options
 from .models import announce, check_writable, load
+
+if TYPE_CHECKING:
+    import torch
 
 
 def calibrate(
@@ -44,12 +47,13 @@ def calibrate(
 
     from ..benchmark import calibration, report
     from ..benchmark.runner import environment
+    from ..drafters.blocks.drafter import BlockDrafter
 
     assistant = loaded[str(drafter)]
     assistant.bind(model)
     torch.manual_seed(seed)
     options_used: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    found = calibration.calibrate(model, assistant, prompts, **options_used, disable_tqdm=False)
+    found = calibration.calibrate(model, cast(BlockDrafter, assistant), prompts, **options_used, disable_tqdm=False)
     calibration.save_temperatures(drafter, found.temperatures)
     report.print_calibration(found)
     typer.echo(f"`confidence_temperatures` in {drafter / 'config.json'} is {found.temperatures}.")
@@ -61,7 +65,7 @@ def calibrate(
 
 def _prompts(
     target: str, drafter: Path, data: str, limit: int | None, max_new_tokens: int, output: Path | None, trust: bool
-) -> list[Any]:
+) -> list[torch.Tensor]:
     """Return the tokens of the prompts. Errors in them, or in folders to write to, are raised before models are
     loaded."""
     for folder in (drafter, output):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -41,7 +41,7 @@ def generate(
     from rich.console import Console
     from transformers import TextStreamer
 
-    from ..decoding.stats import keep_trees
+    from ..decoding.stats import SpeculationStats, keep_trees
     from ..training.data.rows import encode_prompts
     from .display.who_wrote import WhoWrote
 
@@ -57,7 +57,7 @@ def generate(
         keep_trees() if show else nullcontext(),
         WhoWrote(tokenizer, assistant, Console(highlight=False)) if show else plain as streamer,
     ):
-        text = model.generate(
+        text = model.generate(  # type: ignore[operator]
             ids,
             assistant_model=assistant,
             max_new_tokens=max_new_tokens,
@@ -65,7 +65,7 @@ def generate(
             streamer=streamer,
             **sampling,
         )
-    stats = assistant.last_stats
+    stats = cast(SpeculationStats, assistant.last_stats)
     rates = ", ".join(f"{100 * rate:.0f}" for rate in stats.acceptance)
     ends = model.generation_config.eos_token_id
     is_cut = stats.tokens >= max_new_tokens and int(text[0, -1]) not in (ends if isinstance(ends, list) else [ends])

@@ -16,11 +16,15 @@ from . import options
 from .models import announce, check_loadable, check_writable, load, load_checked
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from ..benchmark.runner import BenchmarkSettings
+    from ..drafters.base import Drafter
+    from ..drafters.saved import SavedDrafter
 
 # Tokens that are drafted one after the other, nodes of a tree, and whether the drafter learns meanwhile.
 Shape = tuple[int | str, int | str | None, bool]
-Compared = tuple[str, Any, Sequence[Shape]]  # a drafter's name, the drafter, and its shapes
+Compared = tuple[str, "Drafter", Sequence[Shape]]  # a drafter's name, the drafter, and its shapes
 
 
 def doctor(
@@ -185,7 +189,13 @@ def _parse_drafters(drafters: list[str] | None, others: Any = None) -> list[Name
 
 
 def _make_settings(
-    target: str, output: Path, suite: Any, data: Path | None, mode: Any, temperature: Any, *rest: Any
+    target: str,
+    output: Path,
+    suite: list[str] | None,
+    data: Path | None,
+    mode: list[str] | None,
+    temperature: list[float] | None,
+    *rest: Any,
 ) -> BenchmarkSettings:
     """Announce the run, and return its settings."""
     check_writable(output)
@@ -201,7 +211,7 @@ def _make_settings(
 def _load_all(
     settings: BenchmarkSettings, target: str, requested: list[tuple[str, int | str | None]], dtype: str | None,
     device_map: str | None, threads: int | None, trust_remote_code: bool,
-) -> tuple[Any, Any, dict[str, Any]]:  # fmt: skip
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, SavedDrafter]]:  # fmt: skip
     """Load models as [`load`] does. Errors in their folders are raised before suites are read, and maybe downloaded;
     errors in suites are raised before models are loaded."""
     check_loadable(target, requested, device_map)
@@ -216,8 +226,8 @@ def _suites(suite: list[str] | None, data: Path | None) -> list[str]:
 
 
 def _measure_server(
-    endpoint: str, target: str, output: Path, ours: dict[str, Any], suite: Any, data: Path | None, temperature: Any,
-    concurrency: Any, limit: int | None, max_new_tokens: int, seed: int,
+    endpoint: str, target: str, output: Path, ours: dict[str, Any], suite: list[str] | None, data: Path | None,
+    temperature: list[float] | None, concurrency: list[int] | None, limit: int | None, max_new_tokens: int, seed: int,
 ) -> None:  # fmt: skip
     """Measure a server with the suites. It uses its own drafter."""
     for option, value in ours.items():
@@ -235,13 +245,13 @@ def _measure_server(
     typer.echo((output / "endpoint.md").read_text(encoding="utf-8"))
 
 
-def _chain_shapes(counts: Sequence[int]) -> list[Shape]:
+def _chain_shapes(counts: Sequence[int | str]) -> list[Shape]:
     return [(count, None, False) for count in counts]
 
 
 def _bind_all(
-    model: Any, named: list[Named], loaded: dict[str, Any]
-) -> Iterator[tuple[str, Any, int | str | None, int | str | None, bool]]:
+    model: PreTrainedModel, named: list[Named], loaded: dict[str, SavedDrafter]
+) -> Iterator[tuple[str, SavedDrafter, int | str | None, int | str | None, bool]]:
     from ..hub.kinds import title
 
     for name, count, nodes, learns, path in named:
@@ -255,7 +265,13 @@ def _method_name(name: str, count: int | str, nodes: int | str | None, learns: b
     return f"{name} ({', '.join(filter(None, parts))})"
 
 
-def _run(model: Any, tokenizer: Any, compared: list[Compared], settings: BenchmarkSettings, output: Path) -> Path:
+def _run(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    compared: list[Compared],
+    settings: BenchmarkSettings,
+    output: Path,
+) -> Path:
     from ..benchmark.report import print_results, write_report
     from ..benchmark.runner import Method, run_benchmark
 

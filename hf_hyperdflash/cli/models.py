@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import typer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-def announce(kind: str, name: Any) -> None:
+    from ..drafters.saved import SavedDrafter
+
+
+def announce(kind: str, name: str | Path) -> None:
     """Print what is going to be loaded, because it takes a while."""
     typer.echo(f"Loading the {kind} {name} ...", err=True)
 
@@ -32,7 +37,7 @@ def load(
     threads: int | None,
     trust_remote_code: bool,
     num_draft_tokens: int | str | None = None,
-) -> tuple[Any, Any, dict[str, Any]]:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, SavedDrafter]]:
     """Load the target, bound, its tokenizer, and its drafters by name. All are checked before one is loaded."""
     check_loadable(target, [(drafter, num_draft_tokens) for drafter in drafters], device_map)
     return load_checked(target, drafters, dtype, device_map, threads, trust_remote_code)
@@ -60,7 +65,7 @@ def load_checked(
     device_map: str | None,
     threads: int | None,
     trust_remote_code: bool,
-) -> tuple[Any, Any, dict[str, Any]]:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, SavedDrafter]]:
     """Load models that have passed [`check_loadable`], as [`load`] does."""
     import torch
 

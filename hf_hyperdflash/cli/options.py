@@ -2,15 +2,16 @@
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from typer import Argument, BadParameter, Option
 
 MOST_NODES = 1024  # of `decoding.request`, which takes seconds to import
+_Temperature = TypeVar("_Temperature", float, list[float], None)
 _DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 
 
-def _temperature(value: Any) -> Any:
+def _temperature(value: _Temperature) -> _Temperature:
     for temperature in value if isinstance(value, list) else [value]:
         if temperature is not None and not 0 <= temperature < math.inf:
             raise BadParameter(f"{temperature} is no temperature: 0 (greedy) or above.")
@@ -23,15 +24,15 @@ def check_dtype(value: str | None) -> str | None:
     return value
 
 
-def _number_or_auto(value: str) -> Any:
+def _number_or_auto(value: str) -> int | str:
     if value.lower() != "auto" and not (value.isdecimal() and int(value)):
         raise BadParameter(f"{value!r} is neither a number, 1 or above, nor auto.")
     return "auto" if value.lower() == "auto" else int(value)
 
 
-def _nodes_or_auto(value: str) -> Any:
+def _nodes_or_auto(value: str) -> int | str:
     nodes = _number_or_auto(value)
-    if nodes != "auto" and nodes > MOST_NODES:
+    if isinstance(nodes, int) and nodes > MOST_NODES:
         raise BadParameter(f"{value!r} is more nodes than a draft tree can have: {MOST_NODES} at most, or auto.")
     return nodes
 

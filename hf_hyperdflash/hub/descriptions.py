@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from transformers import PreTrainedConfig
 
 if TYPE_CHECKING:  # so that words cost nothing to import
     from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
@@ -95,7 +97,7 @@ def _shares_all(config: HyperDFlashConfig | UnrolledConfig) -> bool:
     return not getattr(config, "own_embedding", False) and not config.draft_vocab_size
 
 
-def _reducer(config: Any) -> str:
+def _reducer(config: PreTrainedConfig) -> str:
     has_gate = config.target_hc_mult > 1
     reducer = (
         "fc" if getattr(config, "any_streams", False) and not has_gate else config.reducer
@@ -104,7 +106,7 @@ def _reducer(config: Any) -> str:
     return _REDUCERS[reducer].format(layers=_layers(config), origin=origin)
 
 
-def _layers(config: Any) -> str:
+def _layers(config: PreTrainedConfig) -> str:
     if getattr(config, "usual_layers", False) and not config.target_num_layers:  # of no target yet
         return "the residual paths after layer 1, one in the middle and the fourth from the end"
     ids = config.target_layer_ids or []
@@ -117,7 +119,7 @@ def _listed(names: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
-def _confidence(config: Any) -> list[str]:
+def _confidence(config: PreTrainedConfig) -> list[str]:
     if not config.confidence_head:
         return []
     calibrated = ", calibrated on held-out prompts" if config.confidence_temperatures else ""

@@ -78,7 +78,7 @@ def load_foreign(
         folder = _downloaded(name, **hub_kwargs)
     fields = PreTrainedConfig.get_config_dict(folder)[0]
     kind, layout = _layout_of(fields, name)
-    config: Any = layout.read(fields, name)
+    config: DrafterConfig = layout.read(fields, name)
     tensors = _tensors(folder, kind.files, name)
     if hasattr(layout, "rename"):
         tensors = layout.rename(tensors)

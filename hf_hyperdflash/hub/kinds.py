@@ -13,6 +13,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from .descriptions import (
     Description,
     describe_block,
@@ -174,13 +176,13 @@ def kind_in(fields: Mapping[str, Any]) -> DrafterKind | None:
     return next((kind for kind in KINDS if kind.model_type in said or kind.class_name in said), None)
 
 
-def kind_of(config: Any) -> DrafterKind | None:
+def kind_of(config: PreTrainedConfig) -> DrafterKind | None:
     """The kind of a drafter with this configuration, which may be the class that came with it; `None` for somebody's
     own kind."""
     return next((kind for kind in KINDS if kind.model_type == config.model_type), None)
 
 
-def describe(config: Any) -> Description:
+def describe(config: PreTrainedConfig) -> Description:
     """A drafter in words, by its configuration."""
     if kind := kind_of(config):
         return kind.describe(config)
@@ -191,7 +193,7 @@ def describe(config: Any) -> Description:
     )
 
 
-def title(config: Any) -> str:
+def title(config: PreTrainedConfig) -> str:
     """What tells a drafter from others beside it, where the user gives it no name."""
     kind = kind_of(config)
     if kind is None:

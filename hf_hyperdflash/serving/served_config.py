@@ -76,12 +76,12 @@ class ServedConfig(HyperDFlashConfig):
         ]  # fmt: skip
 
 
-def layers_read(config: Any) -> list[int]:
+def layers_read(config: PreTrainedConfig) -> list[int]:
     """Return the layers as engines count them: our -1 is the last one, before the norm."""
     return [config.target_num_layers - 1 if i == -1 else i for i in config.target_layer_ids or ()]
 
 
-def check_same_target(config: Any, target: Any) -> None:
+def check_same_target(config: PreTrainedConfig, target: Any) -> None:
     """Check that a drafter was made for a target like this.
 
     Args:
@@ -134,7 +134,7 @@ class Started(NamedTuple):
     counts_anchor: bool = False
 
 
-def check_started(config: Any, started: Started) -> None:
+def check_started(config: PreTrainedConfig, started: Started) -> None:
     """Check that an engine was started with the block and the window that a drafter was trained with.
 
     Args:

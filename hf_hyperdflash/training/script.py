@@ -14,7 +14,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from jinja2 import TemplateSyntaxError
-from transformers import HfArgumentParser, PrinterCallback, ProgressCallback
+from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -90,7 +90,7 @@ def make_parser(argv: list[str] | None, prog: str | None = None) -> HfArgumentPa
     return parser
 
 
-def _check(script: ScriptArguments, args: Any) -> None:
+def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     """Refuse flags that do not fit together, before anything is loaded."""
     for name in ("target_dtype", "save_dtype"):
         value = getattr(script, name)
@@ -119,7 +119,7 @@ def _check(script: ScriptArguments, args: Any) -> None:
         )
     if script.streaming and args.max_steps <= 0:
         raise ValueError("`--streaming` needs `--max_steps`: how long a stream is is not known.")
-    folder = Path(args.output_dir).absolute()
+    folder = Path(str(args.output_dir)).absolute()
     if not os.path.isdir(
         existing := next(candidate for candidate in (folder, *folder.parents) if os.path.lexists(candidate))
     ):
@@ -184,7 +184,7 @@ def earlier_drafter(script: ScriptArguments, seed: int) -> SavedDrafter:
     return drafter
 
 
-def new_drafter(script: ScriptArguments, target: Any, tokenizer: Any) -> SavedDrafter:
+def new_drafter(script: ScriptArguments, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> SavedDrafter:
     """Make a new drafter in float32."""
     kind = _kind(script)
     given: dict[str, Any] = dict(script.drafter_fields())

@@ -146,7 +146,12 @@ class HyperDFlashTrainer(Trainer):
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
 
     def _prepare_rows(
-        self, dataset: Any, name: str, args: HyperDFlashTrainingArguments, tokenizer: Any, packing: bool = False
+        self,
+        dataset: Any,
+        name: str,
+        args: HyperDFlashTrainingArguments,
+        tokenizer: PreTrainedTokenizerBase | None,
+        packing: bool = False,
     ) -> Any:
         """Turn a user's dataset into rows that the trainer reads."""
         if dataset is None:
@@ -598,7 +603,10 @@ def _max_length(args: HyperDFlashTrainingArguments, target: PreTrainedModel) -> 
 
 
 def _check_trainable(
-    config: HyperDFlashConfig, args: HyperDFlashTrainingArguments, tokenizer: Any, **models: nn.Module
+    config: HyperDFlashConfig,
+    args: HyperDFlashTrainingArguments,
+    tokenizer: PreTrainedTokenizerBase | None,
+    **models: nn.Module,
 ) -> None:
     """Refuse settings that do not fit the drafter, and weights that are not finite, which would look like
     divergence."""

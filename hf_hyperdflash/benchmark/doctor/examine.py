@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 import transformers
 from tqdm.auto import tqdm
-from transformers import DeepseekV4Config, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DeepseekV4Config, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...decoding.bind import check_fit
 from ...decoding.stats import SpeculationStats, clock
@@ -193,7 +193,7 @@ def _size(count: float) -> str:
     return f"{count:.3g} {units[0]}"
 
 
-def _compare_fingerprints(found: Diagnosis, target: PreTrainedModel, config: Any) -> None:
+def _compare_fingerprints(found: Diagnosis, target: PreTrainedModel, config: PreTrainedConfig) -> None:
     if not getattr(config, "target_fingerprint", ""):
         found.remarks.append("The drafter does not say which weights it was trained for; that cannot be compared.")
         return
@@ -219,7 +219,7 @@ def _compare_fingerprints(found: Diagnosis, target: PreTrainedModel, config: Any
 
 
 def _check_tokenizer(
-    found: Diagnosis, target: PreTrainedModel, config: Any, tokenizer: PreTrainedTokenizerBase
+    found: Diagnosis, target: PreTrainedModel, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> bool:
     """Report problems of the tokenizer, and return whether generation is possible with it."""
     vocabulary = target_of(target).config.vocab_size

@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ...decoding.request import AUTO
 from ...decoding.rounds import verification_of
 from ...decoding.stats import clock, exact_timing
+from ...drafters.base import Drafter
 from ...targets.registry import target_of
 from ..intervals import Interval, draw, interval
 
@@ -31,7 +32,7 @@ class Timed(NamedTuple):
         fastest: Speed of the fastest settings as a multiple of this one's.
     """
 
-    settings: dict[str, Any]
+    settings: dict[str, int | str]
     speedup: Interval
     fastest: Interval
 
@@ -47,7 +48,7 @@ class Timed(NamedTuple):
 
 def time_settings(
     target: PreTrainedModel,
-    drafter: Any,
+    drafter: Drafter,
     prompts: Sequence[torch.Tensor],
     *,
     temperature: float = 0.0,
@@ -64,8 +65,8 @@ def time_settings(
         max_new_tokens: Most new tokens per prompt.
         disable_tqdm: `False` for a progress bar on stderr, `None` for one where that is a terminal.
     """
-    tried: list[dict[str, Any]] = [{}, *_settings(target, drafter)]
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    tried: list[dict[str, int | str]] = [{}, *_settings(target, drafter)]
+    options: dict[str, float] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature:
         options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
     some, now = prompts[:_MOST_PROMPTS], clock(target.device)
@@ -86,12 +87,12 @@ def time_settings(
     return _ranked(tried[1:], tokens[1:], seconds[1:])
 
 
-def count_generations(target: PreTrainedModel, drafter: Any, prompts: int) -> int:
+def count_generations(target: PreTrainedModel, drafter: Drafter, prompts: int) -> int:
     """Return how many texts [`time_settings`] generates from that many prompts at one temperature."""
     return (1 + min(prompts, _MOST_PROMPTS)) * (1 + len(_settings(target, drafter)))
 
 
-def _ranked(tried: list[dict[str, Any]], tokens: np.ndarray, seconds: np.ndarray) -> list[Timed]:
+def _ranked(tried: list[dict[str, int | str]], tokens: np.ndarray, seconds: np.ndarray) -> list[Timed]:
     """Rank settings by speedup. `tokens` and `seconds` are `[prompts, 1 + settings]`, the target alone first."""
     if len(tokens) > 1:
         drawn = draw(len(tokens), np.random.default_rng(0))
@@ -104,10 +105,10 @@ def _ranked(tried: list[dict[str, Any]], tokens: np.ndarray, seconds: np.ndarray
     return sorted(timed, key=lambda each: -each.speedup.value)
 
 
-def _settings(target: PreTrainedModel, drafter: Any) -> list[dict[str, Any]]:
+def _settings(target: PreTrainedModel, drafter: Drafter) -> list[dict[str, int | str]]:
     most = drafter.max_draft_tokens or 6
-    counts = sorted({max(1, most // 4), max(1, most // 2), most})
-    found: list[dict[str, Any]] = [{"num_assistant_tokens": count} for count in [*counts, AUTO]]
+    counts: list[int | str] = [*sorted({max(1, most // 4), max(1, most // 2), most}), AUTO]
+    found: list[dict[str, int | str]] = [{"num_assistant_tokens": count} for count in counts]
     if verification_of(target_of(target), DynamicCache(config=target.config)) != "chain":
         found.append({"num_assistant_tokens": most, "tree_budget": AUTO})
     return found

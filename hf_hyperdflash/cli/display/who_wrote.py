@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.text import Text
+from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from .live_line import LiveLine
@@ -36,7 +37,7 @@ class WhoWrote(BaseStreamer):
         console: The console to write to.
     """
 
-    def __init__(self, tokenizer: Any, drafter: Any, console: Console) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, drafter: Any, console: Console) -> None:
         self.tokenizer, self.drafter, self.console = tokenizer, drafter, console
         self.line = LiveLine(console)
         self._pieces: Pieces | None = None  # after the prompt

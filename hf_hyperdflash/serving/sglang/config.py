@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from ...drafters.parts.block_attention import FULL
 from ..served_config import TRAIN, ServedConfig, Started, check_same_target, check_started, layers_read
 
@@ -41,7 +43,7 @@ class SGLangConfig(ServedConfig):
         ]  # fmt: skip
 
 
-def check_served_pair(config: Any, target: Any, drafts: int, longest: int) -> None:
+def check_served_pair(config: PreTrainedConfig, target: Any, drafts: int, longest: int) -> None:
     """Check that SGLang can run a drafter with a target as it was started.
 
     Args:

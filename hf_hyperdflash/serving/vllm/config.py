@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from ...drafters.parts.block_attention import FULL, SLIDING
 from ..served_config import TRAIN, ServedConfig, Started, check_same_target, check_started, layers_read
 
@@ -32,12 +34,12 @@ class VLLMConfig(ServedConfig):
         ]  # fmt: skip
 
 
-def reads_streams(config: Any) -> bool:
+def reads_streams(config: PreTrainedConfig) -> bool:
     """Return whether a drafter's configuration reads several residual streams of a layer separately."""
     return getattr(config, "target_hc_mult", 1) > 1 and config.reducer != "stream_mean"
 
 
-def check_served_pair(config: Any, target: Any, drafts: int, longest: int) -> None:
+def check_served_pair(config: PreTrainedConfig, target: Any, drafts: int, longest: int) -> None:
     """Check that vLLM can run a drafter with a target as it was started.
 
     Args:
@@ -53,7 +55,7 @@ def check_served_pair(config: Any, target: Any, drafts: int, longest: int) -> No
     check_started(config, Started(VLLMConfig.engine, drafts, longest, "num_speculative_tokens", "--max-model-len"))
 
 
-def check_one_number_of_drafts(config: Any, by_batch_size: Any) -> None:
+def check_one_number_of_drafts(config: PreTrainedConfig, by_batch_size: Any) -> None:
     """Check that vLLM always runs the block that a drafter was trained with, however many requests there are.
 
     Args:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from ...drafters.parts.block_attention import Reach
 from ..losses.loss import IGNORE_INDEX
@@ -111,7 +111,9 @@ def block_mask(
     return torch.cat([sees_context, sees_block], dim=-1).unsqueeze(1)
 
 
-def block_masks(config: Any, anchors: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def block_masks(
+    config: PreTrainedConfig, anchors: torch.Tensor, position_ids: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """Return the [`block_mask`] of each kind of layer that a drafter has."""
     kinds = dict.fromkeys(config.kinds)
     return {kind: block_mask(anchors, position_ids, config.block_size, config.reach(kind)) for kind in kinds}

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
 from safetensors import safe_open
@@ -49,6 +49,40 @@ _SPACE_ADVICE = (
 )
 
 
+class TargetIdentity(TypedDict):
+    """What an index says of the target that wrote the cache: fingerprints of its weights, and its configuration."""
+
+    name: str
+    head: str
+    body: str
+    config: dict[str, Any]
+
+
+class Shard(TypedDict):
+    """A file of a cache; `bytes` and `sha256` are known once it is written."""
+
+    name: str
+    rows: int
+    tokens: int
+    bytes: int | None
+    sha256: str | None
+
+
+class Index(TypedDict):
+    """The file that says what is in a cache."""
+
+    version: int
+    target: TargetIdentity
+    dtype: str
+    target_layer_ids: list[int]
+    hc_mult: int
+    hidden_size: int
+    rows: int
+    tokens: int
+    rows_sha256: str
+    shards: list[Shard]
+
+
 class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """The target's residual streams of every row of a dataset, on disk: written once, read many times.
 
@@ -70,7 +104,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __init__(self, directory: str | os.PathLike[str], target: PreTrainedModel) -> None:
         self._open(_folder(directory), _describe_target(target))
 
-    def _open(self, directory: Path, identity: dict[str, Any]) -> None:
+    def _open(self, directory: Path, identity: TargetIdentity) -> None:
         self.directory = directory
         self.index = _read_index(directory, identity)
         _check_shards(directory, self.index["shards"])
@@ -173,7 +207,7 @@ class FeatureCache(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         """
         self._verify(self.index["shards"])
 
-    def _verify(self, shards: list[dict[str, Any]]) -> None:
+    def _verify(self, shards: list[Shard]) -> None:
         damaged = [shard["name"] for shard in shards if _sha256(self.directory / shard["name"]) != shard["sha256"]]
         if damaged:
             raise ValueError(
@@ -202,7 +236,7 @@ class _Writer:
         self.rows = rows.with_format("numpy") if hasattr(rows, "with_format") else rows
         self.directory, self.target, self.batch_size = directory, target, batch_size
         self.lengths, digest = self._scan(family.config.vocab_size)
-        self.plan: dict[str, Any] = {
+        self.plan: Index = {
             "version": _FORMAT,
             "target": _describe_target(target),
             "dtype": dtype,
@@ -241,18 +275,22 @@ class _Writer:
             )
         return {name: torch.tensor(row[name], dtype=torch.long) for name in _COLUMNS}
 
-    def read_begun_index(self) -> dict[str, Any]:
+    def read_begun_index(self) -> Index:
         """Read the index of a cache that was begun, and refuse one that differs from the plan."""
         index = _read_index(self.directory, self.plan["target"])
         differing = [
-            f"{label} ({index[key]} there, {self.plan[key]} here)"
-            for key, label in (
-                ("dtype", "`dtype`"),
-                ("rows", "the number of rows"),
-                ("tokens", "the number of tokens"),
-                ("rows_sha256", "the SHA-256 of the rows' tokens, loss masks and positions"),
+            f"{label} ({there} there, {here} here)"
+            for label, there, here in (
+                ("`dtype`", index["dtype"], self.plan["dtype"]),
+                ("the number of rows", index["rows"], self.plan["rows"]),
+                ("the number of tokens", index["tokens"], self.plan["tokens"]),
+                (
+                    "the SHA-256 of the rows' tokens, loss masks and positions",
+                    index["rows_sha256"],
+                    self.plan["rows_sha256"],
+                ),
             )
-            if index[key] != self.plan[key]
+            if there != here
         ]
         if differing:
             raise ValueError(
@@ -262,7 +300,7 @@ class _Writer:
         _check_layers(self.directory, index, self.plan["target_layer_ids"])
         return index
 
-    def missing(self, index: dict[str, Any]) -> list[int]:
+    def missing(self, index: Index) -> list[int]:
         return [i for i, shard in enumerate(index["shards"]) if not _is_whole(self.directory / shard["name"], shard)]
 
     def complete(self, shard_size: int | None) -> None:
@@ -293,7 +331,7 @@ class _Writer:
         computed = _size(self.plan, rows=0, tokens=sum(map(len, documents)))
         return min(_SHARD_SIZE, int(computed * _SHARD_SECONDS / seconds))
 
-    def _shards(self, shard_size: int) -> list[dict[str, Any]]:
+    def _shards(self, shard_size: int) -> list[Shard]:
         """Plan shards of whole rows and at most `shard_size` bytes; a longer row gets its own shard."""
         starts, size_so_far = [0], 0
         for i, size in enumerate(_size(self.plan, 1, length) for length in self.lengths):
@@ -312,7 +350,7 @@ class _Writer:
             for i, (start, stop) in enumerate(zip(starts, [*starts[1:], len(self.lengths)]), 1)
         ]
 
-    def _prepare_disk(self, index: dict[str, Any], missing: list[int]) -> None:
+    def _prepare_disk(self, index: Index, missing: list[int]) -> None:
         """Remove an interrupted call's files, print the bytes to write, and refuse a disk with too little space."""
         shards = [index["shards"][i] for i in missing]
         for shard in shards:
@@ -330,7 +368,7 @@ class _Writer:
                 f"({_human(_RESERVED_BYTES)} stay reserved). {_SPACE_ADVICE}"
             )
 
-    def _write_shards(self, index: dict[str, Any], missing: list[int]) -> None:
+    def _write_shards(self, index: Index, missing: list[int]) -> None:
         first_rows = _first_rows(index)
         total = sum(index["shards"][i]["tokens"] for i in missing)
         self._write(_INDEX, json.dumps(index, indent=1).encode())  # the same shards are planned after a kill
@@ -338,11 +376,11 @@ class _Writer:
             for i in missing:
                 shard = index["shards"][i]
                 data = save(self._tensors(first_rows[i], shard["rows"], index, progress))
-                shard.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+                shard["bytes"], shard["sha256"] = len(data), hashlib.sha256(data).hexdigest()
                 self._write(shard["name"], data)
                 self._write(_INDEX, json.dumps(index, indent=1).encode())
 
-    def _tensors(self, first_row: int, count: int, index: dict[str, Any], progress: tqdm) -> dict[str, torch.Tensor]:
+    def _tensors(self, first_row: int, count: int, index: Index, progress: tqdm) -> dict[str, torch.Tensor]:
         """Return all rows of a shard end to end, their lengths and residual, computed in batches of similar length."""
         rows = [self._read_columns(i) for i in range(first_row, first_row + count)]
         lengths = [len(row["input_ids"]) for row in rows]
@@ -389,19 +427,20 @@ class _Writer:
             ) from error
 
 
-def _folder(directory: Any) -> Path:
+def _folder(directory: str | os.PathLike[str]) -> Path:
     if not isinstance(directory, (str, os.PathLike)):
         raise ValueError(f"`directory` is {directory!r}, expected the path of a feature cache.")
     return Path(directory)
 
 
-def _describe_target(target: PreTrainedModel) -> dict[str, Any]:
+def _describe_target(target: PreTrainedModel) -> TargetIdentity:
     digests = target_fingerprint(target)  # raises if it is no target
     fields = config_fields(target.config)  # not their digest, so that errors can name what differs
-    return {"name": target.config._name_or_path, **digests, "config": fields}
+    name = target.config._name_or_path
+    return {"name": name, "head": digests["head"], "body": digests["body"], "config": fields}
 
 
-def _size(index: dict[str, Any], rows: int, tokens: int) -> int:
+def _size(index: Index, rows: int, tokens: int) -> int:
     """Return the bytes on disk without file headers (under a kilobyte per shard)."""
     per_stream = index["hidden_size"] * FEATURE_DTYPES[index["dtype"]].itemsize
     if index["dtype"] == "float8":
@@ -428,7 +467,7 @@ def _check_row(i: int, row: dict[str, torch.Tensor], vocab_size: int) -> None:
         raise ValueError(f"The `position_ids` of row {i} do not count 0, 1, 2, .. in each of its documents.")
 
 
-def _check_layers(directory: Path, index: dict[str, Any], wanted: Sequence[int]) -> None:
+def _check_layers(directory: Path, index: Index, wanted: Sequence[int]) -> None:
     stored = index["target_layer_ids"]
     if not set(wanted) <= set(stored):
         raise ValueError(
@@ -455,7 +494,7 @@ def _encode(residual: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
     return {"residual": (residual / scale.unsqueeze(-1)).to(kind), "scale": scale}
 
 
-def _read_index(directory: Path, identity: dict[str, Any]) -> dict[str, Any]:
+def _read_index(directory: Path, identity: TargetIdentity) -> Index:
     """Read the index of a cache that this target wrote."""
     path = directory / _INDEX
     if not path.exists():
@@ -480,17 +519,20 @@ def _read_index(directory: Path, identity: dict[str, Any]) -> dict[str, Any]:
     return index
 
 
-def _check_target(directory: Path, written: dict[str, Any], current: dict[str, Any]) -> None:
+def _check_target(directory: Path, written: TargetIdentity, current: TargetIdentity) -> None:
     differing = [
-        f"{part} weights: {written[part][:12]} there, {current[part][:12]} here"
-        for part in ("head", "body")
-        if current[part] and current[part] != written[part]
+        f"{part} weights: {there[:12]} there, {here[:12]} here"
+        for part, there, here in (
+            ("head", written["head"], current["head"]),
+            ("body", written["body"], current["body"]),
+        )
+        if here and here != there
     ]
-    there, here = written["config"], current["config"]
+    old, new = written["config"], current["config"]
     differing += [
-        f"config.{name}: {reprlib.repr(there.get(name))} there, {reprlib.repr(here.get(name))} here"
-        for name in sorted(there.keys() | here.keys())
-        if there.get(name) != here.get(name)
+        f"config.{name}: {reprlib.repr(old.get(name))} there, {reprlib.repr(new.get(name))} here"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
     ]
     if differing:
         raise ValueError(
@@ -500,7 +542,7 @@ def _check_target(directory: Path, written: dict[str, Any], current: dict[str, A
         )
 
 
-def _check_shards(directory: Path, shards: list[dict[str, Any]]) -> None:
+def _check_shards(directory: Path, shards: list[Shard]) -> None:
     again = "Run `FeatureCache.write` again with the same arguments: it writes only what is missing."
     unwritten = sum(shard["sha256"] is None for shard in shards)
     if unwritten:
@@ -514,11 +556,11 @@ def _check_shards(directory: Path, shards: list[dict[str, Any]]) -> None:
         raise ValueError(f"Shards in {directory} are missing or not as long as they were written: {named}. {again}")
 
 
-def _is_whole(path: Path, shard: dict[str, Any]) -> bool:
+def _is_whole(path: Path, shard: Shard) -> bool:
     return shard["sha256"] is not None and path.is_file() and path.stat().st_size == shard["bytes"]
 
 
-def _first_rows(index: dict[str, Any]) -> list[int]:
+def _first_rows(index: Index) -> list[int]:
     return list(accumulate((shard["rows"] for shard in index["shards"]), initial=0))
 
 

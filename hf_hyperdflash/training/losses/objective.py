@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from ...drafters.parts.heads import HEADS, HeadOutput
 from ...drafters.parts.layers import block_inputs
@@ -42,7 +43,7 @@ def collate(rows: Sequence[dict[str, Any]]) -> Batch:
     return batch
 
 
-def training_layer_ids(config: Any) -> list[int]:
+def training_layer_ids(config: PreTrainedConfig) -> list[int]:
     """Return the layers that training reads: the drafter's and, for the teacher, the last one."""
     ids = list(config.target_layer_ids or ())
     return ids if ids[-1] == -1 else [*ids, -1]

@@ -23,7 +23,7 @@ _EVALUATIONS: tuple[tuple[str, str, dict[str, str]], ...] = (
 )
 
 
-def format_entry(step: int, logs: Mapping[str, Any]) -> str:
+def format_entry(step: int, logs: Mapping[str, float]) -> str:
     """Format an entry of the log as a line: all values of a step; loss, tau and acceptance of an evaluation; the
     duration of the whole run."""
     if "train_runtime" in logs:
@@ -39,7 +39,7 @@ def format_entry(step: int, logs: Mapping[str, Any]) -> str:
     return f"step {step}: {', '.join(f'{name} {value}' for name, value in zip(entries, values))}"
 
 
-def _numbered(logs: Mapping[str, Any], start: str) -> list[float]:
+def _numbered(logs: Mapping[str, float], start: str) -> list[float]:
     names = takewhile(logs.__contains__, (f"{start}{k}" for k in count(1)))
     return [logs[name] for name in names]
 
@@ -48,17 +48,27 @@ class LinesAboveBar(ProgressCallback):
     """transformers' progress bar, with a line for each entry instead of a dictionary."""
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
     ) -> None:
         if state.is_world_process_zero and self.training_bar is not None:
-            self.training_bar.write(format_entry(state.global_step, logs))
+            self.training_bar.write(format_entry(state.global_step, logs or {}))
 
 
 class Lines(PrinterCallback):
     """Prints a line for each entry where there is no bar."""
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
     ) -> None:
         if state.is_world_process_zero:
-            print(format_entry(state.global_step, logs), flush=True)
+            print(format_entry(state.global_step, logs or {}), flush=True)

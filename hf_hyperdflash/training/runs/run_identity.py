@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from ..arguments import RECIPES, HyperDFlashTrainingArguments
@@ -20,7 +21,11 @@ _SETTINGS = ("recipe", *next(iter(RECIPES.values())), "kl_temperature", "kl_teac
 
 
 def run_identity(
-    args: HyperDFlashTrainingArguments, config: PreTrainedConfig, drafter: str, target: str, target_dtype: Any
+    args: HyperDFlashTrainingArguments,
+    config: PreTrainedConfig,
+    drafter: str,
+    target: str,
+    target_dtype: torch.dtype | str,
 ) -> dict[str, Any]:
     """Return what a checkpoint records of its run, without the data.
 

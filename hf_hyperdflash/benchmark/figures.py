@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -17,10 +24,10 @@ _COLOURS = (
     "#0072B2", "#E69F00", "#CC79A7", "#56B4E9", "#D55E00", "#009E73", "#000000", "#8C6D31", "#6A3D9A",
 )  # fmt: skip
 _MARKERS = ("o", "s", "^", "v", "D", "P", "X", "*")
-_RIM = {"markeredgecolor": "white", "markeredgewidth": 0.5}
+_RIM: dict[str, Any] = {"markeredgecolor": "white", "markeredgewidth": 0.5}
 
 
-def acceptance_figure(pooled: Sequence[Row], conditional: bool = False) -> Any:
+def acceptance_figure(pooled: Sequence[Row], conditional: bool = False) -> Figure:
     """Draw the paper's Figure 1 from rows of [`pool`]: acceptance per draft position, a panel per mode and
     temperature.
 
@@ -48,7 +55,7 @@ def acceptance_figure(pooled: Sequence[Row], conditional: bool = False) -> Any:
     return figure
 
 
-def speedup_figure(rows: Sequence[Row]) -> Any:
+def speedup_figure(rows: Sequence[Row]) -> Figure:
     """Draw speedup against tau from rows of [`summarize`]: suites faint, averages strong, lines of equal efficiency.
 
     Returns:
@@ -69,7 +76,11 @@ def speedup_figure(rows: Sequence[Row]) -> Any:
             if row.tau is not None:
                 axes.plot(row.tau, row.speedup, alpha=0.4, markersize=5, markeredgewidth=0, **styles[row.method])
         for (mode, temperature, method), (speedup, tau) in means.items():
-            if (mode, temperature) == (panel_rows[0].mode, panel_rows[0].temperature) and None not in (speedup, tau):
+            if (
+                (mode, temperature) == (panel_rows[0].mode, panel_rows[0].temperature)
+                and speedup is not None
+                and tau is not None
+            ):
                 axes.plot(tau, speedup, markersize=9, zorder=4, **_RIM, **styles[method])
         axes.margins(0.1)
         axes.set_xlim(left=max(axes.get_xlim()[0], 0.5))  # a round has a token at least
@@ -81,7 +92,7 @@ def speedup_figure(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def reliability_figure(positions: Sequence[BeforeAfter]) -> Any:
+def reliability_figure(positions: Sequence[BeforeAfter]) -> Figure:
     """Draw the share of accepted drafts against the drafter's confidence, before and after calibration.
 
     Args:
@@ -119,7 +130,7 @@ def reliability_figure(positions: Sequence[BeforeAfter]) -> Any:
     return figure
 
 
-def import_matplotlib() -> tuple[Any, Any]:
+def import_matplotlib() -> tuple[type[Figure], type[Line2D]]:
     """Import matplotlib, and return its `Figure` and `Line2D`.
 
     Raises:
@@ -135,7 +146,7 @@ def import_matplotlib() -> tuple[Any, Any]:
 
 def _panels(
     rows: Sequence[Row], xlabel: str, ylabel: str, size: tuple[float, float], key: str = ""
-) -> tuple[Any, dict[str, dict[str, Any]], list[tuple[Any, list[Row]]]]:
+) -> tuple[Figure, dict[str, dict[str, Any]], list[tuple[Axes, list[Row]]]]:
     """Return a figure with a legend under `key`, each method's style, and panels with their rows: a line of panels
     per mode, a column per temperature."""
     figure_kind, line_kind = import_matplotlib()

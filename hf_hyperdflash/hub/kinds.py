@@ -75,7 +75,7 @@ class DrafterKind:
         return _imported(self.drafter_path)
 
     @property
-    def config(self) -> Any:
+    def config(self) -> type[PreTrainedConfig]:
         """The class of its configuration."""
         return _imported(self.config_path)
 

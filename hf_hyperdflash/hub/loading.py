@@ -365,7 +365,7 @@ def _found(fields: dict[str, Any]) -> FoundDrafter | None:
     return found and FoundDrafter(*found)
 
 
-def read_config(folder: str | Path) -> Any:
+def read_config(folder: str | Path) -> PreTrainedConfig:
     """The configuration of the drafter saved in `folder`, of any kind that this package saves.
 
     Raises:

@@ -148,7 +148,7 @@ def _now(device: torch.device) -> float:
 
 
 @contextmanager
-def gathered(accelerator: Accelerator, model: nn.Module) -> Iterator[Any]:
+def gathered(accelerator: Accelerator, model: nn.Module) -> Iterator[nn.Module]:
     """Unwrap a drafter in training, with all of its parameters on every rank inside the `with`.
 
     Parameters that FSDP2 or DeepSpeed ZeRO-3 shard are gathered once and sharded again at the end. Every rank must

@@ -6,20 +6,21 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
-from huggingface_hub import HfApi
+from huggingface_hub import CommitInfo, HfApi
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy, TrainOutput
 from transformers.utils.hub import PushInProgress
 
 from ..decoding.stats import SpeculationStats
@@ -96,7 +97,7 @@ class HyperDFlashTrainer(Trainer):
         *,
         train_dataset: Any = None,
         eval_dataset: Any = None,
-        processing_class: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
         **kwargs: Any,
     ) -> None:
         args = args or HyperDFlashTrainingArguments(output_dir="hyperdflash-drafter")
@@ -353,7 +354,7 @@ class HyperDFlashTrainer(Trainer):
         resume_from_checkpoint: str | bool | None = None,
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
-    ) -> Any:
+    ) -> TrainOutput:
         """Train, or resume from a checkpoint: its folder, or `True` for the newest complete one in `output_dir`.
 
         Raises:
@@ -460,7 +461,7 @@ class HyperDFlashTrainer(Trainer):
             (Path(output_dir) / RUN_RECORD).write_text(json.dumps(self._run_identity(), indent=1))
         self.accelerator.wait_for_everyone()  # then the first process writes `trainer_state.json`
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         if not self.args.should_save:
             return super()._save(output_dir, state_dict)
         folder = Path(output_dir or str(self.args.output_dir))
@@ -490,7 +491,7 @@ class HyperDFlashTrainer(Trainer):
         revision: str | None = None,
         private: bool | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> CommitInfo | Future[CommitInfo] | None:
         """Save the drafter and [`upload`] it. Other arguments are [`create_model_card`]'s."""
         if self.hub_model_id is None:
             self.init_hf_repo(token=token, private=private)
@@ -504,7 +505,7 @@ class HyperDFlashTrainer(Trainer):
         token: str | None = None,
         revision: str | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> CommitInfo | Future[CommitInfo] | None:
         """Upload the drafter or adapter that `output_dir` holds, its code and its card, as one commit.
 
         Nothing else there is uploaded: no features, no checkpoints, no pickles.
@@ -574,7 +575,9 @@ class HyperDFlashTrainer(Trainer):
         job = self._upload(message, self.args.hub_token, self.args.hub_revision, True)
         self.push_in_progress = PushInProgress([job])  # type: ignore[assignment,arg-type]
 
-    def _upload(self, message: str | None, token: str | None, revision: str | None, run_as_future: bool) -> Any:
+    def _upload(
+        self, message: str | None, token: str | None, revision: str | None, run_as_future: bool
+    ) -> CommitInfo | Future[CommitInfo]:
         folder = Path(str(self.args.output_dir))
         with reaching_hub(str(self.hub_model_id)):
             return HfApi(token=token).upload_folder(  # type: ignore[call-overload]

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...targets.registry import target_of
 from .file_positions import add_file_positions, locating_errors
-from .messages import Message, read_tools, to_messages
+from .messages import Message, Tool, read_tools, to_messages
 from .rows import load_rows, render
 
 Answer = tuple[Message, bool]  # and whether it is cut off, so that it has no end to learn from
@@ -79,7 +79,7 @@ def check_tokenizer(target: str, tokenizer: PreTrainedTokenizerBase, thinking: b
 class Conversation:
     """Messages so far and user turns that wait; `ids` is the prompt of the next answer."""
 
-    def __init__(self, turns: list[Message], tools: list[Any] | None) -> None:
+    def __init__(self, turns: list[Message], tools: list[Tool] | None) -> None:
         self.prompt_id, self.waiting, self.tools = prompt_id(turns, tools), turns, tools
         self.has_several = sum(message["role"] == "user" for message in turns) > 1
         self.messages: list[Message] = []
@@ -111,7 +111,7 @@ class Conversation:
         return row | ({"tools": json.dumps(self.tools)} if self.tools else {})
 
 
-def prompt_id(messages: list[Message], tools: list[Any] | None = None) -> str:
+def prompt_id(messages: list[Message], tools: list[Tool] | None = None) -> str:
     """What a conversation is recognized by when a run goes on: its tools, its system prompt and all user turns."""
     asked = [[m["role"], m["content"]] for m in messages if m["role"] != "assistant"] + (tools or [])
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]

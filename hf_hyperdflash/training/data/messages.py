@@ -6,11 +6,13 @@ import json
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeAlias
 
 from .file_positions import POSITION_COLUMN
 
 Message = dict[str, Any]
+Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
+Tool = dict[str, Json]  # a JSON schema
 
 _ROLES = {
     **dict.fromkeys(("user", "human"), "user"),
@@ -34,7 +36,7 @@ _UNREAD_ROW_FIELDS = (*_MEDIA_FIELDS, "documents", "functions", "chat_template_k
 _UNREAD_MESSAGE_FIELDS = (*_MEDIA_FIELDS, "function_call", "train_detail", "loss_scale", "recipient")
 
 
-def to_messages(row: Mapping[str, Any]) -> list[Message]:
+def to_messages(row: Mapping[str, Json]) -> list[Message]:
     """Turn one dataset row into chat messages.
 
     Understands `messages`, ShareGPT `conversations`, `turns` (user turns only), `instruction`/`input`/`output`,
@@ -48,12 +50,14 @@ def to_messages(row: Mapping[str, Any]) -> list[Message]:
         ValueError: If the row has none of these columns, a conversation an unknown speaker or no text, or there is a
             field that would change the text and is not read, as `images`.
     """
-    given = {name: value for name, value in row.items() if value not in (None, "", []) and name != POSITION_COLUMN}
+    given: dict[str, Json] = {
+        name: value for name, value in row.items() if value not in (None, "", []) and name != POSITION_COLUMN
+    }
     _refuse_unread(given, _UNREAD_ROW_FIELDS)
     return _with_system(given, _conversation(row, given))
 
 
-def _conversation(row: Mapping[str, Any], given: dict[str, Any]) -> list[Message]:
+def _conversation(row: Mapping[str, Json], given: dict[str, Json]) -> list[Message]:
     messages: list[Any] = []
     if "messages" in given:
         messages = _checked_list(given["messages"])
@@ -76,7 +80,7 @@ def _conversation(row: Mapping[str, Any], given: dict[str, Any]) -> list[Message
     )
 
 
-def _refuse_unread(given: Mapping[str, Any], unread: tuple[str, ...], owner: str = "a row") -> None:
+def _refuse_unread(given: Mapping[str, Json], unread: tuple[str, ...], owner: str = "a row") -> None:
     for name in unread:
         value = given.get(name)
         if value not in (None, "", [], {}) and not (name in REASONING and _is_switch(value)):
@@ -86,12 +90,12 @@ def _refuse_unread(given: Mapping[str, Any], unread: tuple[str, ...], owner: str
             )
 
 
-def _is_switch(value: Any) -> bool:
+def _is_switch(value: Json) -> bool:
     """Return whether a reasoning column only says that there is reasoning, and is not the reasoning."""
     return isinstance(value, bool) or value in ("on", "off")
 
 
-def _with_system(given: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+def _with_system(given: Mapping[str, Json], messages: list[Message]) -> list[Message]:
     texts = [given[name] for name in _SYSTEM if name in given]
     if messages and messages[0]["role"] in ("system", "developer"):
         texts.append(messages[0].get("content"))
@@ -106,7 +110,7 @@ def _with_system(given: Mapping[str, Any], messages: list[Message]) -> list[Mess
 
 
 def _exchange(
-    row: Mapping[str, Any], given: Mapping[str, Any], question_column: str, answer_column: str
+    row: Mapping[str, Json], given: Mapping[str, Json], question_column: str, answer_column: str
 ) -> list[Message]:
     question, answer = row[question_column], row[answer_column]
     if question_column == "instruction":
@@ -130,7 +134,7 @@ def _history(given: Any) -> list[Message]:
     return [m for pair in given for m in (*_as_messages(pair[0], "user"), *_as_messages(pair[1], "assistant"))]
 
 
-def read_tools(row: Mapping[str, Any]) -> list[Any] | None:
+def read_tools(row: Mapping[str, Json]) -> list[Tool] | None:
     """Return the tools that a row's conversation may call, from a list of JSON schemas or its JSON text.
 
     Raises:
@@ -156,7 +160,7 @@ def _without_nones(part: Any) -> Any:
     return [_without_nones(value) for value in part] if isinstance(part, list) else part
 
 
-def _as_messages(given: Any, role: str | None = None) -> list[Message]:
+def _as_messages(given: Json, role: str | None = None) -> list[Message]:
     """Return messages from a list of them, or from the text of one `role`."""
     if isinstance(given, str) and role:
         return [{"role": role, "content": given}]
@@ -200,7 +204,7 @@ def _normalized(given: Message) -> Message:
     return message
 
 
-def _text(content: Any, speaker: str) -> str:
+def _text(content: Json, speaker: str) -> str:
     """Return the text of a message; multimodal datasets split it into a list of parts."""
     if isinstance(content, str):
         return content
@@ -219,7 +223,7 @@ def _is_trained(message: Message) -> bool:
     return all(flag for _, flag in flags)
 
 
-def _parsed_calls(given: Any) -> list[Any]:
+def _parsed_calls(given: Json) -> list[Any]:
     """Return a list of calls, from one, several, or their JSON text."""
     try:
         calls = json.loads(given) if isinstance(given, str) else given
@@ -231,29 +235,31 @@ def _parsed_calls(given: Any) -> list[Any]:
     return calls
 
 
-def function_name(tool: Mapping[str, Any]) -> Any:
+def function_name(tool: Mapping[str, Json]) -> Json:
     """Return the name of a tool or a call, with or without its `function`."""
     function = tool.get("function")
     return (function if isinstance(function, Mapping) else tool).get("name")
 
 
-def _checked_list(given: Any, kind: type = object) -> list[Any]:
+def _checked_list(given: Json, kind: type = object) -> list[Any]:
     if isinstance(given, list) and all(isinstance(part, kind) for part in given):
         return given
     raise ValueError(f"A conversation is {str(given)[:100]!r}, expected a list of messages.")
 
 
-def _from_sharegpt(turn: Any) -> Message:
+def _from_sharegpt(turn: Json) -> Message:
     if not isinstance(turn, Mapping):
         raise ValueError(f"A turn of a conversation is {turn!r}, expected `from` and `value`.")
-    message = {name: value for name, value in turn.items() if name not in ("from", "value") and value is not None}
+    message: Message = {
+        name: value for name, value in turn.items() if name not in ("from", "value") and value is not None
+    }
     for name, sharegpt_name in (("role", "from"), ("content", "value")):
         if turn.get(sharegpt_name) is not None:
             message[name] = turn[sharegpt_name]
     return message
 
 
-def _clean_worked_answer(answer: Any) -> Any:
+def _clean_worked_answer(answer: Json) -> Json:
     if not isinstance(answer, str):
         return answer
     steps, marker, final = re.sub(r"<<.*?>>", "", answer).partition("\n#### ")

@@ -20,7 +20,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from .blocks import anchor_candidates
 from .file_positions import POSITION_COLUMN, encoding_error, json_error, locating_errors, type_mismatch
-from .messages import REASONING, Message, function_name, read_tools, to_messages
+from .messages import REASONING, Message, Tool, function_name, read_tools, to_messages
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -145,7 +145,7 @@ def encode_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],
     truncated: bool = False,
-    tools: list[Any] | None = None,
+    tools: list[Tool] | None = None,
 ) -> dict[str, list[int]]:
     """Tokenize a conversation with the tokenizer's chat template and mark the assistant's tokens.
 
@@ -175,7 +175,7 @@ def encode_chat(
 
 
 def _encode(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], truncated: bool, tools: list[Any] | None
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], truncated: bool, tools: list[Tool] | None
 ) -> tuple[list[int], list[int], list[str]]:
     """Return tokens, loss mask, and notes on parts that are not supervised: keys of [`_LOG_LINES`]."""
     notes = []
@@ -245,7 +245,7 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def _answer_spans(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Any] | None
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Tool] | None
 ) -> tuple[str, list[tuple[int, int] | None]]:
     """Return the rendered conversation and the spans `text[start:end]` of the answers; None where one is not found."""
     template = _chat_template(tokenizer, tools)
@@ -257,7 +257,7 @@ def _answer_spans(
         # As apply_chat_template renders it, with spans of the text instead of the tokens.
         rendered: Any = render_jinja_template(
             conversations=[_with_reasoning_aliases(messages, template)],
-            tools=tools,
+            tools=tools,  # type: ignore[arg-type]
             chat_template=template,
             return_assistant_tokens_mask=True,
             **variables,
@@ -274,7 +274,7 @@ def _answer_spans(
     return text, [(start, end) for start, end in spans if start < end]
 
 
-def _chat_template(tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None = None) -> str:
+def _chat_template(tokenizer: PreTrainedTokenizerBase, tools: list[Tool] | None = None) -> str:
     if tokenizer.chat_template:
         return tokenizer.get_chat_template(tools=tools)
     raise ValueError(
@@ -305,7 +305,7 @@ def _with_reasoning_aliases(messages: list[Message], template: str) -> list[Mess
     ]
 
 
-def _omitted_parts(text: str, messages: list[Message], tools: list[Any] | None) -> list[str]:
+def _omitted_parts(text: str, messages: list[Message], tools: list[Tool] | None) -> list[str]:
     """Return the parts of a row that the chat template does not write: keys of [`_LOG_LINES`]."""
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
     parts_by_kind = {
@@ -322,7 +322,7 @@ def _omitted_parts(text: str, messages: list[Message], tools: list[Any] | None) 
 def render(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],
-    tools: list[Any] | None,
+    tools: list[Tool] | None,
     thinking: bool,
     prompt: bool,
 ) -> str:
@@ -335,13 +335,17 @@ def render(
     spelled = _with_reasoning_aliases(messages, _chat_template(tokenizer, tools))
     with _explaining_template_errors():
         text = tokenizer.apply_chat_template(
-            spelled, tools=tools, tokenize=False, add_generation_prompt=prompt, **mode
+            spelled,
+            tools=tools,  # type: ignore[arg-type]
+            tokenize=False,
+            add_generation_prompt=prompt,
+            **mode,
         )
     return str(text)
 
 
 def _spans_by_prefix(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Any] | None
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Tool] | None
 ) -> tuple[str, list[tuple[int, int] | None]]:
     thinks = [bool(message.get("reasoning_content")) for message in messages]
     text = render(tokenizer, messages, tools, thinks[-1], prompt=False)

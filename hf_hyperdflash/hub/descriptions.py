@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from transformers import PreTrainedConfig
-
 if TYPE_CHECKING:  # so that words cost nothing to import
+    from transformers import PreTrainedConfig
+
     from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
     from ..drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
     from ..drafters.deepseek_v4.configuration_mtp import DeepseekV4MTPConfig

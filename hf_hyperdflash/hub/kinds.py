@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
-from typing import Any
-
-from transformers import PreTrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from .descriptions import (
     Description,
@@ -24,6 +22,9 @@ from .descriptions import (
     describe_specblock,
     title_block,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _PACKAGE = __package__.rpartition(".")[0]
 

@@ -81,7 +81,7 @@ def layers_read(config: PreTrainedConfig) -> list[int]:
     return [config.target_num_layers - 1 if i == -1 else i for i in config.target_layer_ids or ()]
 
 
-def check_same_target(config: PreTrainedConfig, target: Any) -> None:
+def check_same_target(config: PreTrainedConfig, target: PreTrainedConfig) -> None:
     """Check that a drafter was made for a target like this.
 
     Args:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import date
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -123,7 +123,7 @@ def fetch(url: str, body: Any = None) -> str:
 
 
 @contextmanager
-def _opened(url: str, body: Any) -> Iterator[Any]:
+def _opened(url: str, body: Any) -> Iterator[HTTPResponse]:
     data = None if body is None else json.dumps(body).encode()
     try:
         with urlopen(Request(url, data, {"Content-Type": "application/json"})) as response:
@@ -135,7 +135,9 @@ def _opened(url: str, body: Any) -> Iterator[Any]:
         raise ValueError(f"{url} does not answer ({error}): start the server, or look at its log.") from error
 
 
-def ask(settings: EndpointSettings, messages: Any, temperature: float, more: dict[str, Any]) -> Answer:
+def ask(
+    settings: EndpointSettings, messages: list[dict[str, str]], temperature: float, more: dict[str, Any]
+) -> Answer:
     """Ask the server for the next turn of a conversation, and read its stream.
 
     Args:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from transformers import PreTrainedConfig
 
 from ...drafters.parts.block_attention import FULL
@@ -43,7 +41,7 @@ class SGLangConfig(ServedConfig):
         ]  # fmt: skip
 
 
-def check_served_pair(config: PreTrainedConfig, target: Any, drafts: int, longest: int) -> None:
+def check_served_pair(config: PreTrainedConfig, target: PreTrainedConfig, drafts: int, longest: int) -> None:
     """Check that SGLang can run a drafter with a target as it was started.
 
     Args:

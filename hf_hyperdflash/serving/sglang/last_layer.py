@@ -6,12 +6,14 @@ for the last layer's output, and silently omit it. The norm after that layer get
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch import nn
+
+Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # of the norm, with the residual that it has added
+States = torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]  # of the trunk, with what the layers got
 
 
-def hand_out_last_layer(target: Any, layers: int) -> None:
+def hand_out_last_layer(target: nn.Module, layers: int) -> None:
     """Make a target add its last layer's output to the states that it returns, if it omits it.
 
     Args:
@@ -30,10 +32,10 @@ def hand_out_last_layer(target: Any, layers: int) -> None:
         )
     last_output: list[torch.Tensor] = []
 
-    def record(_: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
+    def record(_: nn.Module, inputs: tuple[torch.Tensor, ...], output: Output) -> None:
         last_output[:] = [(output[1] if isinstance(output, tuple) else inputs[0]).clone()]
 
-    def append_last(_: Any, inputs: Any, output: Any) -> Any:
+    def append_last(_: nn.Module, inputs: tuple[torch.Tensor, ...], output: States) -> States:
         hidden, states = output if isinstance(output, tuple) else (output, [])
         if isinstance(states, list) and len(states) == layers - 1:
             states.append(last_output.pop() if last_output else hidden)  # without tokens the norm is not called

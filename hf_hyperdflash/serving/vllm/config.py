@@ -39,7 +39,7 @@ def reads_streams(config: PreTrainedConfig) -> bool:
     return getattr(config, "target_hc_mult", 1) > 1 and config.reducer != "stream_mean"
 
 
-def check_served_pair(config: PreTrainedConfig, target: Any, drafts: int, longest: int) -> None:
+def check_served_pair(config: PreTrainedConfig, target: PreTrainedConfig, drafts: int, longest: int) -> None:
     """Check that vLLM can run a drafter with a target as it was started.
 
     Args:

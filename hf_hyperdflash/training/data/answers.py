@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby, takewhile
 from pathlib import Path
@@ -60,7 +60,7 @@ class AnswerSettings:
     dtype: str | None = None
     batch_size: int = 64
 
-    def written(self, target: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    def written(self, target: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, str | float | None]:
         """What is written beside the answers, the target without this machine's folders."""
         template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16]
         name = Path(target).name if Path(target).exists() else target
@@ -169,7 +169,7 @@ class WrittenAnswers:
         ValueError: If other settings shaped what is written, or something else wrote it.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, str | float | None]) -> None:
         self.path, self.settings = path, settings
         self.beside = path.with_name(f"{path.name}.settings")  # a suffix that nobody reads as rows
         self._check_settings()

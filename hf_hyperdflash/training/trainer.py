@@ -47,7 +47,7 @@ from .losses.objective import Batch, BlockObjective, collate, training_layer_ids
 from .losses.unrolled import make_objective
 from .runs.checkpoints import CHECKPOINT, apply_umask, checkpoint_to_resume, describe_earlier_run, newest_complete
 from .runs.record import write_record
-from .runs.run_identity import RUN_RECORD, check_same_run, data_digest, run_identity
+from .runs.run_identity import RUN_RECORD, DataDigest, RunIdentity, check_same_run, data_digest, run_identity
 
 logger = logging.getLogger(__name__)
 
@@ -442,10 +442,10 @@ class HyperDFlashTrainer(Trainer):
             return ""
 
     @cached_property
-    def _data_digest(self) -> dict[str, Any] | None:
+    def _data_digest(self) -> DataDigest | None:
         return data_digest(self._train_rows)
 
-    def _run_identity(self) -> dict[str, Any]:
+    def _run_identity(self) -> RunIdentity:
         identity = run_identity(
             self.args, self.drafter_config, self._drafter_kind, self._target_fingerprint, self.target.dtype
         )

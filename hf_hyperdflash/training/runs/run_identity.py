@@ -6,12 +6,13 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from transformers import PreTrainedConfig
 
 from ..arguments import RECIPES, HyperDFlashTrainingArguments
+from ..data.messages import Json
 from ..features.fingerprint import config_fields
 from ..features.store import FeatureCache
 
@@ -20,13 +21,37 @@ RUN_RECORD = "run.json"  # of a checkpoint
 _SETTINGS = ("recipe", *next(iter(RECIPES.values())), "kl_temperature", "kl_teacher", "packing", "optim")
 
 
+class DataDigest(TypedDict):
+    """How many rows there are, and a digest of all of them; `of` says of what: rows or features."""
+
+    rows: int
+    sha256: str
+    of: str
+
+
+class DrafterIdentity(TypedDict):
+    """What a checkpoint records of its run, without the data."""
+
+    kind: str
+    target: str
+    target_dtype: str
+    drafter: dict[str, Json]
+    settings: dict[str, Json]
+
+
+class RunIdentity(DrafterIdentity):
+    """What a checkpoint records of its run; no data of a stream."""
+
+    data: DataDigest | None
+
+
 def run_identity(
     args: HyperDFlashTrainingArguments,
     config: PreTrainedConfig,
     drafter: str,
     target: str,
     target_dtype: torch.dtype | str,
-) -> dict[str, Any]:
+) -> DrafterIdentity:
     """Return what a checkpoint records of its run, without the data.
 
     Args:
@@ -42,7 +67,7 @@ def run_identity(
     return json.loads(json.dumps({**facts, "settings": settings}, default=str))
 
 
-def data_digest(rows: Any) -> dict[str, Any] | None:
+def data_digest(rows: Any) -> DataDigest | None:
     """Return the number of rows and a digest of all of them; `None` for a stream."""
     if isinstance(rows, FeatureCache):
         return {"rows": len(rows), "sha256": rows.index["rows_sha256"], "of": "features"}
@@ -57,7 +82,7 @@ def data_digest(rows: Any) -> dict[str, Any] | None:
     return {"rows": len(rows), "sha256": digest.hexdigest(), "of": "rows"}
 
 
-def check_same_run(checkpoint: Path, now: dict[str, Any]) -> bool:
+def check_same_run(checkpoint: Path, now: RunIdentity) -> bool:
     """Refuse a checkpoint of another run.
 
     Returns:
@@ -76,7 +101,7 @@ def check_same_run(checkpoint: Path, now: dict[str, Any]) -> bool:
     return True
 
 
-def _differences(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+def _differences(then: RunIdentity, now: RunIdentity) -> Iterator[str]:
     old, new = then["data"], now["data"]
     if old and new and old["of"] == new["of"] and old != new:
         rows = f"{old['rows']} rows then, {new['rows']} now" if old["rows"] != new["rows"] else "as many, other rows"
@@ -86,13 +111,13 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     if then["kind"] != now["kind"]:
         yield f"its drafter is a {then['kind']}, this one a {now['kind']}"
         return
-    for part in ("drafter", "settings"):
-        for name in then[part].keys() & now[part].keys():  # a field of another release is in one of them
-            if then[part][name] != now[part][name]:
-                yield f"`{name}` was {then[part][name]!r} and is {now[part][name]!r}"
+    for was, is_now in ((then["drafter"], now["drafter"]), (then["settings"], now["settings"])):
+        for name in was.keys() & is_now.keys():  # a field of another release is in one of them
+            if was[name] != is_now[name]:
+                yield f"`{name}` was {was[name]!r} and is {is_now[name]!r}"
 
 
-def _changed_target(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def _changed_target(then: RunIdentity, now: RunIdentity) -> list[str]:
     """Return the parts that differ. With another number format only the configuration is compared: weights may be
     rounded."""
     changed = {

@@ -16,7 +16,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
-from ..trees.acceptance import one_of
+from ..trees.acceptance import sample_index
 from ..trees.growth import Admission, DraftStep, Steps, drawn, most_probable, width_for
 from ..trees.tree import ANCHOR, DraftTree
 
@@ -151,7 +151,7 @@ class DraftSampler:
         if not self.do_sample:
             return scores.argmax(-1), None
         q = scores.softmax(-1)
-        return one_of(q).squeeze(1), q[0]
+        return sample_index(q).squeeze(1), q[0]
 
     def blind(self, ids: torch.Tensor, logits: torch.Tensor) -> DraftTree:
         """Drafts from logits that do not depend on them: drawn all at once, where the request does not ask for more.
@@ -171,7 +171,7 @@ class DraftSampler:
         if not self.do_sample:
             return DraftTree.chain(scores.argmax(-1))
         q = scores.softmax(-1)
-        return DraftTree.chain(one_of(q).squeeze(1), q.unbind())
+        return DraftTree.chain(sample_index(q).squeeze(1), q.unbind())
 
     @staticmethod
     def _admitted(scores: torch.Tensor, schedule: Schedule) -> int:

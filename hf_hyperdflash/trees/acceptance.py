@@ -92,8 +92,8 @@ def traversal_walk(tree: DraftTree, p: torch.Tensor) -> Iterator[Step]:
         left[parent + 1] = torch.where(total > 0, more / total, left[parent + 1])
     order = _upwards(tree)
     held = torch.cat([weights[node + 1] for node in order[:-1]] + [certain])
-    place = one_of(held * torch.cat([certain, (1 - held[:-1]).cumprod(0)]))
-    own = one_of(torch.stack([left[node + 1] for node in order]).index_select(0, place)[0])
+    place = sample_index(held * torch.cat([certain, (1 - held[:-1]).cumprod(0)]))
+    own = sample_index(torch.stack([left[node + 1] for node in order]).index_select(0, place)[0])
     last, token, *drafts = torch.cat([place, own, tokens]).cpu().tolist()
     for node in tree.path(order[last]):
         yield drafts[node], node
@@ -131,7 +131,7 @@ def _left(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return torch.where(total > 0, more / total, p)  # rounding can leave nothing where the two are equal
 
 
-def one_of(weights: torch.Tensor) -> torch.Tensor:
+def sample_index(weights: torch.Tensor) -> torch.Tensor:
     """Sample one index with probability proportional to `weights` (exponential race), without a wait for the device.
 
     Args:

@@ -19,7 +19,7 @@ from transformers import (
 from transformers.generation import logits_process as stock
 
 from hf_hyperdflash.drafters.sampling import DraftSampler, DraftsWanted, chains_in_step, without_state
-from hf_hyperdflash.trees.acceptance import one_of
+from hf_hyperdflash.trees.acceptance import sample_index
 from hf_hyperdflash.trees.growth import DraftStep
 from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
 
@@ -145,11 +145,11 @@ def test_drafts_are_those_of_a_naive_loop(names, do_sample, drafts, dtype, seed)
             scores = processor(text, scores)
         assume(scores.isfinite().any())  # a forced end and a minimal length at once leave nothing to draw
         q.append(scores.softmax(-1)[0])
-        token = one_of(q[-1]) if do_sample else scores.argmax(-1)
+        token = sample_index(q[-1]) if do_sample else scores.argmax(-1)
         text = torch.cat([text, token[None]], dim=1)
     if do_sample and drafts and set(names) <= WITHOUT_TEXT:
         torch.manual_seed(seed + 1)
-        text = torch.cat([ids, one_of(torch.stack(q)).T], dim=1)
+        text = torch.cat([ids, sample_index(torch.stack(q)).T], dim=1)
     following = torch.rand(4)
 
     torch.manual_seed(seed + 1)

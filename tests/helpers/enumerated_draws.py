@@ -22,7 +22,7 @@ class Coin(torch.Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
         assert function.__name__ in ("lt", "__lt__") and isinstance(args[0], Coin), f"not `random < x`: {function}"
         threshold = min(max(float(args[1]), 0.0), 1.0)
-        return torch.tensor(args[0].draws.one_of([1 - threshold, threshold]) == 1)
+        return torch.tensor(args[0].draws.sample_index([1 - threshold, threshold]) == 1)
 
 
 class Draws:
@@ -36,7 +36,7 @@ class Draws:
     def __init__(self, decided: list[int]) -> None:
         self.decided, self.others, self.at, self.probability = decided, [], 0, 1.0
 
-    def one_of(self, weights: list[float]) -> int:
+    def sample_index(self, weights: list[float]) -> int:
         ways = [way for way, weight in enumerate(weights) if weight > 0]
         if self.at == len(self.decided):
             self.others += [[*self.decided, way] for way in ways[1:]]
@@ -58,7 +58,7 @@ class Draws:
         drawn: list[int] = []
         for _ in range(count):
             left = [0.0 if token in drawn else weight for token, weight in enumerate(weights)]
-            drawn.append(self.one_of(left) if any(left) else next(t for t in range(len(weights)) if t not in drawn))
+            drawn.append(self.sample_index(left) if any(left) else next(t for t in range(len(weights)) if t not in drawn))
         return drawn
 
     def rand_like(self, like: torch.Tensor) -> Coin:
@@ -69,17 +69,17 @@ class Draws:
 
 
 def every_outcome(run: Callable[[], T]) -> Iterator[tuple[float, T]]:
-    """What `run` returns for every way in which its `one_of`, `torch.multinomial` and `torch.rand_like(..) < x` can
-    go, and how probable that is."""
+    """What `run` returns for every way in which its `sample_index`, `torch.multinomial` and `torch.rand_like(..) < x`
+    can go, and how probable that is."""
     modules = [module for name, module in sys.modules.items() if name.startswith("hf_hyperdflash.")]
-    drawing = [module for module in modules if hasattr(module, "one_of")]
+    drawing = [module for module in modules if hasattr(module, "sample_index")]
     pending: list[list[int]] = [[]]
     while pending:
         draws = Draws(pending.pop())
         with ExitStack() as patches:
             patches.enter_context(mock.patch.multiple(torch, multinomial=draws.multinomial, rand_like=draws.rand_like))
             for module in drawing:
-                patches.enter_context(mock.patch.object(module, "one_of", draws.one))
+                patches.enter_context(mock.patch.object(module, "sample_index", draws.one))
             result = run()
         pending += draws.others
         yield draws.probability, result

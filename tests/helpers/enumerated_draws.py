@@ -58,7 +58,9 @@ class Draws:
         drawn: list[int] = []
         for _ in range(count):
             left = [0.0 if token in drawn else weight for token, weight in enumerate(weights)]
-            drawn.append(self.sample_index(left) if any(left) else next(t for t in range(len(weights)) if t not in drawn))
+            drawn.append(
+                self.sample_index(left) if any(left) else next(t for t in range(len(weights)) if t not in drawn)
+            )
         return drawn
 
     def rand_like(self, like: torch.Tensor) -> Coin:

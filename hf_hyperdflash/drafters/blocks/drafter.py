@@ -11,7 +11,7 @@ from torch import nn
 from ...targets.attention_masks import attention_mask_for
 from ...targets.target import Target
 from ...trees.tree import DraftTree, are_trees_kept
-from ..parts.heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, SequentialHead, SilentLinear, along_text
+from ..parts.heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, SequentialHead, ZeroInitLinear, along_text
 from ..parts.layers import ContextCache, Rotary, block_inputs
 from ..reading import ReadingDrafter
 from ..sampling import DraftSampler, DraftsWanted, chains_in_step
@@ -35,7 +35,7 @@ class BlockDrafter(ReadingDrafter):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, SilentLinear):
+        if isinstance(module, ZeroInitLinear):
             module.reset_parameters()
         elif isinstance(module, SelectorHead):
             module.reset(self.config.initializer_range)

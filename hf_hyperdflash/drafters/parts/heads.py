@@ -52,7 +52,7 @@ class HeadOutput(NamedTuple):
     ranks: torch.Tensor | None = None
 
 
-class SilentLinear(nn.Linear):
+class ZeroInitLinear(nn.Linear):
     """A linear layer that says nothing at first: with it a fresh drafter drafts as it would without."""
 
     def reset_parameters(self) -> None:
@@ -108,7 +108,7 @@ class MarkovHead(SequentialHead):
         super().__init__()
         rank = self.memory_size = config.head_rank
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = SilentLinear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
+        self.markov_w2 = ZeroInitLinear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
 
     def forward(
         self, hidden: torch.Tensor, ids: torch.Tensor, embeds: torch.Tensor | None, carried: torch.Tensor | None
@@ -207,7 +207,7 @@ class StateHead(SequentialHead):
         width = self.memory_size = config.target_hidden_size
         self.eps = config.rms_norm_eps
         self.up_proj = nn.Linear(3 * width, 2 * config.head_rank, bias=False)
-        self.down_proj = SilentLinear(config.head_rank, width, bias=False)
+        self.down_proj = ZeroInitLinear(config.head_rank, width, bias=False)
 
     def forward(
         self, hidden: torch.Tensor, ids: torch.Tensor, embeds: torch.Tensor | None, carried: torch.Tensor | None
@@ -236,7 +236,7 @@ class ConfidenceHead(nn.Module):
 
     def __init__(self, config: Any, memory_size: int, bias: bool = True) -> None:
         super().__init__()
-        self.proj = SilentLinear(config.target_hidden_size + memory_size, 1, bias=bias)
+        self.proj = ZeroInitLinear(config.target_hidden_size + memory_size, 1, bias=bias)
         self.memory_size = memory_size
 
     def forward(self, hidden: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:

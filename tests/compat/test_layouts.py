@@ -34,7 +34,7 @@ from hf_hyperdflash.decoding.bind import capture_residual
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.hub.formats import export_dflash
 from hf_hyperdflash.targets.registry import target_of
-from hf_hyperdflash.trees.acceptance import one_of
+from hf_hyperdflash.trees.acceptance import sample_index
 
 from .programs import require_checkout, require_package
 
@@ -72,7 +72,7 @@ class Round:
 
 
 class Draws:
-    """Draws in place of `torch.multinomial` and our `one_of`, and remembers its random numbers.
+    """Draws in place of `torch.multinomial` and our `sample_index`, and remembers its random numbers.
 
     A number draws the first token at which the probabilities add up to more.
     """
@@ -130,7 +130,7 @@ def our_round(drafter: Any, target: PreTrainedModel, ids: Tensor, count: int, dr
     context, positions = drafter.new_context(), torch.arange(ids.shape[1])[None]
     drafter.extend(target_of(target), context, captured[0], positions[:, :-1], ids[:, 1:])
     sampler = DraftSampler(LogitsProcessorList(), draws is not None)
-    with patch("hf_hyperdflash.drafters.sampling.one_of", draws or one_of):
+    with patch("hf_hyperdflash.drafters.sampling.sample_index", draws or sample_index):
         tree = drafter.propose(target_of(target), context, ids, positions, count, sampler)
     q = None if draws is None else torch.stack(tree.q)
     return Round(ids, tree.tokens.tolist(), draws.used if draws else [], q, tree.confidence)

@@ -12,9 +12,9 @@ import torch
 
 from ..targets.attention_masks import attention_mask_for
 from ..targets.caches.name import CACHE
-from ..targets.caches.ragged import CachedRow
+from ..targets.caches.ragged import CachedSequence
 from ..targets.target import Target, TreeVerification
-from ..trees.layout import TreeRows
+from ..trees.layout import TreeLayout
 from ..trees.tree import DraftTree
 from .sequence import Row
 
@@ -66,7 +66,7 @@ class ChainRound:
 
     def take_back(self, cache: Any) -> None:
         """Leave nothing of the round in the cache, whose forward was interrupted."""
-        self.target.take_back(cache, self.start)
+        self.target.abort_forward(cache, self.start)
 
 
 class MaskedRound(ChainRound):
@@ -74,7 +74,7 @@ class MaskedRound(ChainRound):
 
     def __init__(self, target: Target, tree: DraftTree, start: int) -> None:
         super().__init__(target, tree, start)
-        self.rows = TreeRows(tree)
+        self.rows = TreeLayout(tree)
 
     def inputs(self, row: Row, kwargs: dict[str, Any]) -> dict[str, Any]:
         ids, anchor = row.with_drafts(self.tree.tokens), row.positions(self.start, self.start + 1)
@@ -82,7 +82,7 @@ class MaskedRound(ChainRound):
         inputs = self._prepared(ids, self.count, kwargs)
         inputs["position_ids"] = anchor + self.rows.depths.to(anchor.device)
         inputs["attention_mask"] = self._masks(cache, row.mask(self.start), ids.device)
-        self.target.hold(cache, self.rows)
+        self.target.begin_tree(cache, self.rows)
         return inputs
 
     def _masks(self, cache: Any, real: torch.Tensor | None, device: torch.device) -> Any:
@@ -106,10 +106,10 @@ class MaskedRound(ChainRound):
     def kept_residual(self, residual: torch.Tensor, kept: list[int]) -> torch.Tensor:
         before = residual.shape[1] - self.count  # of a prompt
         places = [*range(before), *(before + row for row in kept)]
-        return residual.index_select(1, self.rows.numbers(places, residual.device))
+        return residual.index_select(1, self.rows.index(places, residual.device))
 
     def keep(self, cache: Any, kept: list[int]) -> None:
-        self.target.keep(cache, self.rows, kept)
+        self.target.accept(cache, self.rows, kept)
 
 
 class RowRound(MaskedRound):
@@ -135,7 +135,7 @@ class RowRound(MaskedRound):
         return outputs.logits[self.batch_place : self.batch_place + 1, : self.count]
 
     def keep(self, cache: Any, kept: list[int]) -> None:
-        cache.keep(kept)
+        cache.accept(kept)
 
 
 class ForkedRound(ChainRound):
@@ -210,8 +210,8 @@ def round_over(target: Target, cache: Any, tree: DraftTree, start: int) -> Chain
     Raises:
         ValueError: If it has several paths, and the target verifies none but chains.
     """
-    if isinstance(cache, CachedRow):
-        return RowRound(target, tree, start, cache.place)
+    if isinstance(cache, CachedSequence):
+        return RowRound(target, tree, start, cache.index)
     if tree.is_chain:
         return ChainRound(target, tree, start)
     how = verification_of(target, cache)

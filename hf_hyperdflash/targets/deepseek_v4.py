@@ -26,9 +26,9 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4RMSNorm,
 )
 
-from ..trees.layout import TreeRows
+from ..trees.layout import TreeLayout
 from .caches.deepseek_v4 import DEFAULT_MAX_REWIND, make_rewindable
-from .caches.held_tree import HeldTree, best_seen
+from .caches.tree_state import TreeState, best_visible
 from .gate import path_gates
 from .hooks import PerThread
 from .hyper_connections import HyperConnected, read_gate
@@ -123,13 +123,15 @@ class DeepseekV4(HyperConnected):
                 lengths.add(entries * layer.compress_rate + (0 if buffered is None else buffered.shape[1]))
         return lengths
 
-    def attention_keys(self, layer: Any, keys: int, rows: int, seen: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def attention_keys(
+        self, layer: Any, keys: int, count: int, visible: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compressed entries, one per closed window, come after the keys."""
         if not hasattr(layer, "entry_count"):
-            return super().attention_keys(layer, keys, rows, seen)
+            return super().attention_keys(layer, keys, count, visible)
         keys -= layer.entries_in_round("compressor")
-        of_tokens, _ = super().attention_keys(layer, keys, rows, seen)
-        return of_tokens, keys + layer.entries_seen("compressor", seen[-1], rows)
+        token_keys, _ = super().attention_keys(layer, keys, count, visible)
+        return token_keys, keys + layer.entries_seen("compressor", visible[-1], count)
 
     # Draft trees
 
@@ -143,20 +145,21 @@ class DeepseekV4(HyperConnected):
         return False  # a cache layer counts the windows of one text
 
     def can_mask(self, cache: Any) -> bool:
-        return all(getattr(layer, "can_hold_trees", False) for layer in cache.layers)
+        return all(getattr(layer, "can_verify_trees", False) for layer in cache.layers)
 
-    def hold(self, cache: Any, rows: TreeRows) -> None:
+    def begin_tree(self, cache: Any, layout: TreeLayout) -> None:
         for layer in cache.layers:
-            layer.hold(rows)
+            layer.begin_tree(layout)
 
-    def keep(self, cache: Any, rows: TreeRows, kept: list[int]) -> None:
+    def accept(self, cache: Any, layout: TreeLayout, accepted: list[int]) -> None:
         for layer in cache.layers:
-            layer.keep(kept)
+            layer.accept(accepted)
 
-    def take_back(self, cache: Any, start: int) -> None:
+    def abort_forward(self, cache: Any, start: int) -> None:
         for layer in cache.layers:
-            layer.keep([])
-        super().take_back(cache, start)
+            if hasattr(layer, "accept"):  # in a layer of a drafter's own, older code no tree has begun
+                layer.accept([])
+        super().abort_forward(cache, start)
 
     # The indexer
 
@@ -200,9 +203,9 @@ def _remember(rounds: Rounds, indexer: nn.Module, scores: torch.Tensor) -> None:
 def _choose_again(rounds: Rounds, indexer: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
     for round_ in rounds.get(get_ident(), ())[-1:]:
         scores, position_ids = round_.pop(indexer, None), args[2]
-        held = _held(args)
-        if held is not None and scores is not None:
-            return best_seen(scores, held.seen("indexer"), min(indexer.index_topk, scores.shape[2]))
+        tree = _tree_state(args)
+        if tree is not None and scores is not None:
+            return best_visible(scores, tree.visible_entries("indexer"), min(indexer.index_topk, scores.shape[2]))
         # Else there is nothing to choose, or it is chosen as for one token.
         if scores is not None and scores.shape[1] > 1 and scores.shape[2] > indexer.index_topk:
             return one_token_entries(scores, position_ids, indexer.compress_rate, indexer.index_topk)
@@ -211,19 +214,19 @@ def _choose_again(rounds: Rounds, indexer: Any, args: Any, output: torch.Tensor)
 
 @torch.compiler.disable
 def _see_own_path(args: Any, output: Any) -> Any:
-    held, (entries, bias) = _held(args), output
-    if held is None or bias is None:
+    tree, (entries, bias) = _tree_state(args), output
+    if tree is None or bias is None:
         return output
-    seen = held.seen("compressor").to(bias.device)
+    visible = tree.visible_entries("compressor").to(bias.device)
     bias = torch.zeros_like(bias)
-    bias[..., bias.shape[-1] - seen.shape[1] :].masked_fill_(~seen, -torch.inf)
+    bias[..., bias.shape[-1] - visible.shape[1] :].masked_fill_(~visible, -torch.inf)
     return entries, bias
 
 
-def _held(args: Any) -> HeldTree | None:
+def _tree_state(args: Any) -> TreeState | None:
     """The draft tree in the cache layer that a compressor is called with."""
     cache, layer = args[3:5]
-    return None if cache is None else getattr(cache.layers[layer], "held", None)
+    return None if cache is None else getattr(cache.layers[layer], "tree_state", None)
 
 
 def one_token_entries(

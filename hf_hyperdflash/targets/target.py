@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
-from ..trees.layout import TreeRows
+from ..trees.layout import TreeLayout
 from .attention_masks import MASKED_IMPLEMENTATIONS
 from .caches.linear import CallRecorder, make_linear_rewindable
 from .hooks import PerThread
@@ -258,51 +258,55 @@ class Target:
         other."""
         return self.tree_verification == "mask" and self.rope_switch is None
 
-    def hold(self, cache: Cache, rows: TreeRows) -> None:
+    def begin_tree(self, cache: Cache, layout: TreeLayout) -> None:
         """Prepare a cache for a masked forward over a draft tree."""
 
-    def keep(self, cache: Any, rows: TreeRows, kept: list[int]) -> None:
-        """Leave of a draft tree's rows those of the accepted path in the cache.
+    def accept(self, cache: Any, layout: TreeLayout, accepted: list[int]) -> None:
+        """Keep the accepted path of a draft tree in the cache, and no other node.
 
         Args:
             cache: As a masked forward left it.
-            rows: All of the forward.
-            kept: The path's, from the anchor on.
+            layout: The tree's.
+            accepted: The path's verification positions, from the anchor on.
         """
-        for layer in cache.layers if kept != list(range(len(kept))) else ():
+        for layer in cache.layers if accepted != list(range(len(accepted))) else ():
             for states in (layer.keys, layer.values):
                 if states is not None:  # in place: what follows the path is cut off
-                    last = states[:, :, -len(rows) :]
-                    last[:, :, : len(kept)] = last.index_select(2, rows.numbers(kept, states.device))
-        cache.crop(len(kept) - len(rows))
+                    last = states[:, :, -len(layout) :]
+                    last[:, :, : len(accepted)] = last.index_select(2, layout.index(accepted, states.device))
+        cache.crop(len(accepted) - len(layout))
 
-    def take_back(self, cache: Any, start: int) -> None:
-        """Leave the first `start` tokens in a cache after a round's forward was interrupted, which some of its parts
-        saw and others did not."""
+    def abort_forward(self, cache: Any, start: int) -> None:
+        """Leave the first `start` tokens in a cache after a round's forward was interrupted, which some parts of the
+        cache saw and others did not."""
         for layer in cache.layers:
             # A layer's own crop takes as many of an indexer's tokens as of its own, and either may come first.
             parts = _parts_of(layer)
-            if hasattr(layer, "take_back"):  # a running state's, by this code or a drafter's own copy of it
-                layer.take_back(start)
+            # The layers of a drafter's own, older code have the method under the old name.
+            abort = getattr(layer, "abort_forward", getattr(layer, "take_back", None))
+            if abort is not None:  # a running state's
+                abort(start)
             elif getattr(layer, "keys", None) is not None:  # an MLP has a layer without
                 layer.crop(min(0, start - layer.get_seq_length()))
             for name, (dim, part) in parts.items():
                 setattr(layer, name, part.narrow(dim, 0, min(start, part.shape[dim])))
 
-    def attention_keys(self, layer: Any, keys: int, rows: int, seen: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where, in a verification round's attention weights, a token finds its keys.
+    def attention_keys(
+        self, layer: Any, keys: int, count: int, visible: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where, in a verification round's attention weights, a token finds its keys.
 
         Args:
             layer: Of the cache, as the round left it.
             keys: How many keys the weights are over.
-            rows: Rows of the round.
-            seen: Those that it sees, its own last.
+            count: Verification positions of the round.
+            visible: Those that the token sees, its own last.
 
         Returns:
-            The keys of tokens, in the order of the text, and the other entries that were there for it.
+            The keys of tokens, in the order of the text, and the other entries that were there for the token.
         """
-        past = keys - rows
-        return torch.cat([torch.arange(past), past + torch.tensor(seen)]), torch.arange(0)
+        past = keys - count
+        return torch.cat([torch.arange(past), past + torch.tensor(visible)]), torch.arange(0)
 
 
 def _warn_of_model(name: str) -> None:

@@ -645,12 +645,12 @@ def test_a_ragged_cache_holds_what_each_rows_own_would(data):
             keys, values = cache.update(states, -states, index)
             assert torch.equal(keys, -values) and keys.shape[2] == layer.get_seq_length() + width
             for place, row in enumerate(names):
-                columns = keys[place, 0, : layer.held[place], 0].tolist()
+                columns = keys[place, 0, : layer.lengths[place], 0].tolist()
                 assert columns == [100.0 * row + token for token in held[place][index]]
             assert torch.equal(keys[:, :, -width:], states)
         paths = st.lists(st.integers(1, width - 1), unique=True).map(sorted) if width > 1 else st.just([])
         kept = [[0, *data.draw(paths)] for _ in names]
-        cache.keep(kept)
+        cache.accept(kept)
         for place, positions in enumerate(kept):
             for of_layer in held[place]:
                 of_layer += [new[place][position] for position in positions]

@@ -21,7 +21,7 @@ from hf_hyperdflash.targets.caches.name import CACHE
 from hf_hyperdflash.targets.registry import FAMILIES as KNOWN
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.targets.target import Target
-from hf_hyperdflash.trees.layout import TreeRows
+from hf_hyperdflash.trees.layout import TreeLayout
 from hf_hyperdflash.trees.tree import DraftTree
 
 from ..conftest import CSA, HCA, SLIDING, prompt, tiny_target
@@ -118,7 +118,7 @@ def test_an_accepted_path_is_looked_up_once_for_all_layers(monkeypatch):
     kept = [layer.keys[:, :, [6, 8]].clone() for layer in cache.layers]
     made, tensor = [], torch.tensor
     monkeypatch.setattr(torch, "tensor", lambda *args, **kwargs: made.append(args) or tensor(*args, **kwargs))
-    family.keep(cache, TreeRows(DraftTree(prompt(2)[0], (-1, -1))), [0, 2])
+    family.accept(cache, TreeLayout(DraftTree(prompt(2)[0], (-1, -1))), [0, 2])
     assert made == [([0, 2],)]
     for layer, before, path in zip(cache.layers, keys, kept):
         assert torch.equal(layer.keys, torch.cat([before, path], dim=2))
@@ -208,7 +208,7 @@ def test_v4s_caches_are_what_the_accepted_path_alone_would_have_left(number, len
     cache, row = check_rounds(target, MaskedRound, prompt(length), trees, chance)
     alone = filled_cache(target, row.ids[:, :-1])
     for layer, expected in zip(cache.layers, alone.layers):
-        assert layer.held is None and layer.cumulative_length == expected.cumulative_length
+        assert layer.tree_state is None and layer.cumulative_length == expected.cumulative_length
         torch.testing.assert_close(layer.keys, expected.keys, atol=2e-5, rtol=1e-4)
         assert getattr(layer, "entry_count", None) == getattr(expected, "entry_count", None)
         for state in KEPT_STATES:

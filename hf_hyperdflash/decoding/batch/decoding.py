@@ -79,7 +79,7 @@ def decode_together(decodings: Sequence[Decoding]) -> None:
             rounds = _draft(active)
             outputs = _verify(active, rounds, cache)
             accepted = [row.end_round(round_, outputs) for row, round_ in zip(active, rounds)]
-            cache.keep([row.cache.kept for row in active])
+            cache.accept([row.cache.accepted for row in active])
             seconds = active[0].now() - began
             if schedule is not None:
                 schedule.end(active, [len(round_.tree) for round_ in rounds], accepted, seconds)
@@ -90,9 +90,9 @@ def decode_together(decodings: Sequence[Decoding]) -> None:
 def _still_active(rows: list[Decoding], cache: RaggedCache) -> list[Decoding]:
     left = [row for row in rows if not row.row.finished]
     if left and len(left) < len(rows):
-        cache.batch_select_indices(torch.tensor([row.cache.place for row in left]))
+        cache.batch_select_indices(torch.tensor([row.cache.index for row in left]))
         for place, row in enumerate(left):
-            row.cache.place = place
+            row.cache.index = place
     return left
 
 
@@ -149,7 +149,7 @@ def _masks(rows: list[Decoding], rounds: list[RowRound], cache: RaggedCache, wid
         # What is filled up sees itself, so that it is finite.
         mask[..., columns:] = torch.eye(width, dtype=torch.bool, device=device)
         for place, (row, round_) in enumerate(zip(rows, rounds)):
-            past, count = layer.held[place], round_.count
+            past, count = layer.lengths[place], round_.count
             of_row, real = round_.rows.mask(past, layer.sliding_window, device), row.row.mask(round_.start)
             if real is not None and past:
                 of_row[:, :past] &= real[0, -past:].bool()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...targets.caches.name import CACHE
-from ...targets.caches.ragged import CachedRow, RaggedCache
+from ...targets.caches.ragged import CachedSequence, RaggedCache
 from ...targets.hooks import Reading
 from ..loop import Decoding
 
@@ -43,7 +43,7 @@ def prefill_together(rows: Sequence[Decoding]) -> RaggedCache:
             if padding < end < width and row.row.residuals:
                 row.extend(end - padding)
     for place, row in enumerate(rows):
-        row.cache = CachedRow(place, row.row.prompt_length - 1)
+        row.cache = CachedSequence(place, row.row.prompt_length - 1)
         row.begin(outputs)
     return RaggedCache(cache, [row.row.prompt_length for row in rows])
 

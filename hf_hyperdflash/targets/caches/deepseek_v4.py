@@ -20,8 +20,8 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache, DeepseekV4HCACache
 
-from ...trees.layout import TreeRows
-from .held_tree import HeldTree, Parts
+from ...trees.layout import TreeLayout
+from .tree_state import Parts, TreeState
 
 DEFAULT_MAX_REWIND = 128
 
@@ -74,7 +74,7 @@ class _RewindableKeys(DynamicSlidingWindowLayer):
     # None until the first forward; the methods below use them only after it.
     keys: Any
     values: Any
-    held: HeldTree | None = None  # while a draft tree is verified
+    tree_state: TreeState | None = None  # while a draft tree is verified
 
     @classmethod
     def from_stock(cls, layer: DynamicSlidingWindowLayer, max_rewind: int = DEFAULT_MAX_REWIND) -> Any:
@@ -153,8 +153,8 @@ class _RewindableKeys(DynamicSlidingWindowLayer):
             self.lazy_initialization(key_states, value_states)
         full = torch.cat([self._past_keys if self.record_past else self.keys, key_states], dim=-2)
         visible = _last(full, self.sliding_window - 1 + key_states.shape[-2])
-        if self.held is not None:
-            self.held.keys = key_states
+        if self.tree_state is not None:
+            self.tree_state.keys = key_states
             return visible, visible
         self.cumulative_length += key_states.shape[-2]
         if self.record_past:
@@ -176,22 +176,23 @@ class _RewindableKeys(DynamicSlidingWindowLayer):
     # Draft trees
 
     @property
-    def can_hold_trees(self) -> bool:
-        """Whether all is known that the windows of a draft tree are made of."""
+    def can_verify_trees(self) -> bool:
+        """Whether the layer still has everything that the windows of a draft tree consist of."""
         return True
 
-    def hold(self, rows: TreeRows) -> None:
-        """Let the next forward be one over a draft tree, which changes the layer only when [`keep`] is called."""
-        self.held = HeldTree(rows)
+    def begin_tree(self, layout: TreeLayout) -> None:
+        """Make the next forward one over a draft tree. It changes the layer only when [`accept`] is called."""
+        self.tree_state = TreeState(layout)
 
-    def keep(self, kept: list[int]) -> None:
-        """Take in the rows `kept` of the draft tree, a path from the anchor on, as if they had come alone."""
-        held, self.held = self.held, None
-        if held is not None and kept:
-            self._take_in(held, kept)
+    def accept(self, accepted: list[int]) -> None:
+        """End a draft tree: append the verification positions `accepted`, a path from the anchor on, as if they had
+        come alone. An empty list appends nothing."""
+        state, self.tree_state = self.tree_state, None
+        if state is not None and accepted:
+            self._append(state, accepted)
 
-    def _take_in(self, held: HeldTree, kept: list[int]) -> None:
-        keys = held.at(held.keys, kept, dim=2)
+    def _append(self, state: TreeState, accepted: list[int]) -> None:
+        keys = state.select(state.keys, accepted, dim=2)
         self.update(keys, keys)
 
     # Rewinding
@@ -381,10 +382,10 @@ class RewindableHCACacheLayer(_RewindableKeys, DeepseekV4HCACache):
             As the stock layer: raw `kv` and `gate` of the closed windows, `[batch, windows * compress_rate,
             features]`, and the position of the first one.
         """
-        if self.held is not None:
+        if self.tree_state is not None:
             open_window = self.buffer_kv[name], self.buffer_gate[name]
             before, entries = self._window_before(name, kv, gate), self.entry_count[name]
-            return self.held.close_windows(name, self.compress_rate, entries, before, open_window, (kv, gate))
+            return self.tree_state.close_windows(name, self.compress_rate, entries, before, open_window, (kv, gate))
         states = [state[name] for state in self._compressor_states()]
         self._unfinished[name] = states, self.entry_count[name], list(self._closed_windows[name])
         closed_kv, closed_gate, first_position = super().store_compression_weights(name, kv, gate)
@@ -422,39 +423,41 @@ class RewindableHCACacheLayer(_RewindableKeys, DeepseekV4HCACache):
     def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
         """Append entries `[batch, windows, features]` and return all there are, `[batch, entries, features]`; those of
         a draft tree are not appended."""
-        if self.held is None:
+        if self.tree_state is None:
             known = super().update_compressor_states(name, compressed)
             self._unfinished.pop(name, None)
             return known
-        entries = self.held.hold_entries(name, compressed)
+        entries = self.tree_state.store_entries(name, compressed)
         known = self.compressed_kv[name]
         return entries if known is None else torch.cat([known, entries], dim=1)
 
-    def _take_in(self, held: HeldTree, kept: list[int]) -> None:
-        super()._take_in(held, kept)
-        for name, (kv, gate) in held.projections.items():
-            self.store_compression_weights(name, held.at(kv, kept), held.at(gate, kept))
-            self._take_in_windows(held, name, held.closed(name, kept))
+    def _append(self, state: TreeState, accepted: list[int]) -> None:
+        super()._append(state, accepted)
+        for name, (kv, gate) in state.projections.items():
+            self.store_compression_weights(name, state.select(kv, accepted), state.select(gate, accepted))
+            self._append_windows(state, name, state.windows_closed_by(name, accepted))
 
-    def _take_in_windows(self, held: HeldTree, name: str, closed: list[int]) -> None:
-        self.update_compressor_states(name, held.at(held.entries[name], closed))
+    def _append_windows(self, state: TreeState, name: str, windows: list[int]) -> None:
+        self.update_compressor_states(name, state.select(state.entries[name], windows))
 
     def entries_in_round(self, name: str) -> int:
-        """Entries that the last forward saw, those of a draft tree included."""
-        return self.entry_count[name] + (0 if self.held is None else self.held.entries[name].shape[1])
+        """Return the number of entries that the last forward saw, those of a draft tree included."""
+        return self.entry_count[name] + (0 if self.tree_state is None else self.tree_state.entries[name].shape[1])
 
-    def entries_seen(self, name: str, row: int, rows: int) -> torch.Tensor:
-        """Which entries a row of the last forward, of `rows` rows, sees: their numbers."""
-        if self.held is not None:
+    def entries_seen(self, name: str, position: int, count: int) -> torch.Tensor:
+        """Return the indices of the entries that one verification position sees, of the `count` of the last
+        forward."""
+        if self.tree_state is not None:
             before = self.entry_count[name]
-            return torch.cat([torch.arange(before), before + self.held.seen(name)[row].nonzero()[:, 0]])
-        return torch.arange((self.cumulative_length - (rows - 1 - row)) // self.compress_rate)
+            own = self.tree_state.visible_entries(name)[position].nonzero()[:, 0]
+            return torch.cat([torch.arange(before), before + own])
+        return torch.arange((self.cumulative_length - (count - 1 - position)) // self.compress_rate)
 
-    def take_back(self, start: int) -> None:
-        """Undo what the layer has seen of a forward that was interrupted, even between a window and its entry.
+    def abort_forward(self, start: int) -> None:
+        """Undo a forward that was interrupted, even between a window and its entry.
 
         Args:
-            start: Tokens before it.
+            start: Tokens before the forward.
         """
         for name, (states, entries, journal) in self._unfinished.items():
             for kind, state in zip(self._compressor_states(), states):
@@ -517,7 +520,7 @@ class RewindableCSACacheLayer(RewindableHCACacheLayer, DeepseekV4CSACache):
     _windows_read = 1
 
     @property
-    def can_hold_trees(self) -> bool:
+    def can_verify_trees(self) -> bool:
         return all(self._closed_windows[name] for name, entries in self.entry_count.items() if entries)
 
     def _window_before(self, name: str, kv: torch.Tensor, gate: torch.Tensor) -> Parts:
@@ -526,11 +529,11 @@ class RewindableCSACacheLayer(RewindableHCACacheLayer, DeepseekV4CSACache):
         shape = kv.shape[0], self.compress_rate, kv.shape[2]
         return kv.new_zeros(shape), gate.new_full(shape, torch.finfo(gate.dtype).min)  # which weighs nothing
 
-    def _take_in_windows(self, held: HeldTree, name: str, closed: list[int]) -> None:
-        if closed:
-            kv, gate = (held.at(part, closed) for part in held.overlaps[name])
+    def _append_windows(self, state: TreeState, name: str, windows: list[int]) -> None:
+        if windows:
+            kv, gate = (state.select(part, windows) for part in state.overlaps[name])
             self.update_overlap_state(name, kv, gate, kv.shape[-1] // 2)
-        super()._take_in_windows(held, name, closed)
+        super()._append_windows(state, name, windows)
 
     def update_overlap_state(
         self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
@@ -545,8 +548,8 @@ class RewindableCSACacheLayer(RewindableHCACacheLayer, DeepseekV4CSACache):
         Returns:
             As the stock layer: kv and gate of the window before, `[batch, compress_rate, head_dim]`, or `None` twice.
         """
-        if self.held is not None:  # each window comes behind the one that it overlaps with
-            self.held.hold_overlaps(name, chunk_kv, chunk_gate)
+        if self.tree_state is not None:  # each window comes after the one that it overlaps with
+            self.tree_state.store_overlaps(name, chunk_kv, chunk_gate)
             return None, None
         prior_kv, prior_gate = super().update_overlap_state(name, chunk_kv, chunk_gate, head_dim)
         if self.record_past:
@@ -616,9 +619,9 @@ def make_rewindable(cache: Cache, max_rewind: int = DEFAULT_MAX_REWIND) -> Cache
     _checked_max_rewind(max_rewind)
     cache.layers[:] = [_rewindable(layer, max_rewind) for layer in cache.layers]
     rewindable: list[Any] = [layer for layer in cache.layers if _is_rewindable(layer)]
-    reach = max([max_rewind, *(layer.max_rewind for layer in rewindable)])
+    most = max([max_rewind, *(layer.max_rewind for layer in rewindable)])
     for layer in rewindable:
-        layer.max_rewind = reach
+        layer.max_rewind = most
     return cache
 
 

@@ -108,11 +108,11 @@ class RewindableLinearLayer(LinearAttentionLayer):
         if 0 < count < length:
             self._replay(calls, length, length - count)
 
-    def take_back(self, start: int) -> None:
-        """Undo what the layer has seen of a forward that was interrupted, the first since the last crop.
+    def abort_forward(self, start: int) -> None:
+        """Undo a forward that was interrupted, the first one since the last crop.
 
         Args:
-            start: Tokens before it.
+            start: Tokens before the forward.
         """
         if self._before is not None:
             self._restore(self._before)
@@ -183,8 +183,8 @@ class RewindableHybridLayer(RewindableLinearLayer, LinearAttentionAndFullAttenti
         if self.keys is not None:
             self.keys, self.values = change(self.keys), change(cast(torch.Tensor, self.values))
 
-    def take_back(self, start: int) -> None:
-        super().take_back(start)
+    def abort_forward(self, start: int) -> None:
+        super().abort_forward(start)
         if (count := self.get_seq_length() - start) > 0:
             DynamicLayer.crop(self, -count)
 

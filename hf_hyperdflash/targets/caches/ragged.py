@@ -3,87 +3,92 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 
 class RaggedLayer(DynamicLayer):
-    """Keys and values of several rows, each of which begins in the first column.
+    """Keys and values of several sequences, each of which begins in the first column.
 
-    A forward writes behind the longest row, and what stays of it is moved to the end of its own row: so nothing of
-    rejected drafts is left between the tokens of a text, and columns behind a row's end are hidden by the mask. In
-    buffers that grow by doubling. A sliding window's keys are kept from the end of the prompt on; the mask hides those
-    that have left the window.
+    A forward writes behind the longest sequence. [`accept`] then moves what stays of it to the end of each own
+    sequence, so that rejected drafts leave no gap between the tokens of a text. The mask hides the columns behind a
+    sequence's end. Keys and values lie in buffers that grow by doubling. A sliding window's keys stay from the end of
+    the prompt on; the mask hides those that have left the window.
 
     Args:
-        layer: Of all rows, as their prompts left it, padded on the left.
-        lengths: Tokens of each row's prompt.
+        layer: The layer of all sequences after their prompts, which are padded on the left.
+        lengths: Tokens of each sequence's prompt.
 
     Attributes:
-        sliding_window: As of the layer, `None` for full attention.
-        held: Tokens of each row, the last ones of its text.
+        sliding_window: That of the layer, `None` for full attention.
+        lengths: How many tokens there are of each sequence, the last ones of its text.
     """
 
     _layer_type = None  # else it would be registered for all of transformers
 
-    def __init__(self, layer: Any, lengths: Sequence[int]) -> None:
+    def __init__(self, layer: CacheLayerMixin, lengths: Sequence[int]) -> None:
         super().__init__()
+        keys, values = cast(tuple[torch.Tensor, torch.Tensor], (layer.keys, layer.values))
         self.sliding_window: int | None = getattr(layer, "sliding_window", None)
-        self.held = [min(length, layer.keys.shape[2]) for length in lengths]
-        self._buffers = [_without_padding(states, self.held) for states in (layer.keys, layer.values)]
+        self.lengths = [min(length, keys.shape[2]) for length in lengths]
+        self._buffers = [_without_padding(states, self.lengths) for states in (keys, values)]
         self.dtype, self.device = self._buffers[0].dtype, self._buffers[0].device
         self.is_initialized = True
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Write the keys and values of a forward, `[batch, heads, rows, head_dim]`, and return all there are."""
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the keys and values of a forward, `[batch, heads, positions, head_dim]`, and return all there are."""
         start, stop = self.get_seq_length(), self.get_seq_length() + key_states.shape[2]
         for index, (buffer, states) in enumerate(zip(self._buffers, (key_states, value_states))):
             if stop > buffer.shape[2]:
                 buffer = self._buffers[index] = torch.nn.functional.pad(buffer, (0, 0, 0, stop))
             buffer[:, :, start:stop] = states
-        return tuple(buffer[:, :, :stop] for buffer in self._buffers)
+        keys, values = self._buffers
+        return keys[:, :, :stop], values[:, :, :stop]
 
     def get_seq_length(self) -> int:
-        """Columns: tokens of the longest row."""
-        return max(self.held)
+        """Return the number of columns: tokens of the longest sequence."""
+        return max(self.lengths)
 
-    def keep(self, kept: Sequence[Sequence[int]]) -> None:
-        """Leave of the last forward the positions `kept` of each row."""
+    def accept(self, accepted: Sequence[Sequence[int]]) -> None:
+        """Keep the positions `accepted` of the last forward, for each sequence its own, and no others."""
         start = self.get_seq_length()
         moves = [
-            (row, start + position, held + place)
-            for row, (held, positions) in enumerate(zip(self.held, kept))
-            for place, position in enumerate(positions)
-            if start + position != held + place
+            (index, start + position, length + offset)
+            for index, (length, positions) in enumerate(zip(self.lengths, accepted))
+            for offset, position in enumerate(positions)
+            if start + position != length + offset
         ]
         if moves:
-            rows, old, new = torch.tensor(moves, device=self._buffers[0].device).unbind(1)
+            sequences, old, new = torch.tensor(moves, device=self._buffers[0].device).unbind(1)
             for buffer in self._buffers:
-                buffer[rows, :, new] = buffer[rows, :, old]
-        self.held = [held + len(positions) for held, positions in zip(self.held, kept)]
+                buffer[sequences, :, new] = buffer[sequences, :, old]
+        self.lengths = [length + len(positions) for length, positions in zip(self.lengths, accepted)]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Go on with the rows `indices` alone."""
-        self.held = [self.held[row] for row in indices.tolist()]
+        """Keep only the sequences `indices`."""
+        self.lengths = [self.lengths[index] for index in indices.tolist()]
         self._buffers = [buffer[indices.to(buffer.device)] for buffer in self._buffers]
 
 
-def _without_padding(states: torch.Tensor, held: Sequence[int]) -> torch.Tensor:
-    """Each row's last columns, so many as it holds, moved to its beginning."""
+def _without_padding(states: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Move the last columns of each sequence, as many as it has tokens, to its beginning."""
     moved = states.clone()
-    for row, count in enumerate(held):
-        moved[row, :, :count] = states[row, :, states.shape[2] - count :]
+    for index, length in enumerate(lengths):
+        moved[index, :, :length] = states[index, :, states.shape[2] - length :]
     return moved
 
 
 class RaggedCache(Cache):
-    """The cache of several rows, each as long as its own text.
+    """The cache of several sequences, each as long as its own text.
 
     Args:
-        cache: Of plain attention layers, as the rows' prompts left it, padded on the left; not to be used afterwards.
-        lengths: Tokens of each row's prompt.
+        cache: A cache of plain attention layers after the sequences' prompts, which are padded on the left. It must
+            not be used afterwards.
+        lengths: Tokens of each sequence's prompt.
     """
 
     layers: list[RaggedLayer]  # type: ignore[assignment]
@@ -91,31 +96,31 @@ class RaggedCache(Cache):
     def __init__(self, cache: Cache, lengths: Sequence[int]) -> None:
         super().__init__(layers=[RaggedLayer(layer, lengths) for layer in cache.layers])
 
-    def keep(self, kept: Sequence[Sequence[int]]) -> None:
-        """Leave of the last forward the positions `kept` of each row, in all layers."""
+    def accept(self, accepted: Sequence[Sequence[int]]) -> None:
+        """Keep the positions `accepted` of the last forward, for each sequence its own, in all layers."""
         for layer in self.layers:
-            layer.keep(kept)
+            layer.accept(accepted)
 
 
-class CachedRow:
-    """What of a [`RaggedCache`] belongs to one row, as the loop over a single text knows its cache.
+class CachedSequence:
+    """One sequence's part of a [`RaggedCache`], with the methods that the loop over a single text calls.
 
     Args:
-        place: Of the row in the batch.
+        index: Of the sequence in the batch.
         length: Tokens in the cache.
 
     Attributes:
-        kept: Positions of the last forward that stay.
+        accepted: Positions of the last forward that stay.
     """
 
-    def __init__(self, place: int, length: int) -> None:
-        self.place, self.length = place, length
-        self.kept: list[int] = []
+    def __init__(self, index: int, length: int) -> None:
+        self.index, self.length = index, length
+        self.accepted: list[int] = []
 
     def get_seq_length(self) -> int:
-        """Tokens in the cache."""
+        """Return the number of tokens in the cache."""
         return self.length
 
-    def keep(self, kept: list[int]) -> None:
-        """Leave of the last forward the positions `kept`."""
-        self.kept, self.length = kept, self.length + len(kept)
+    def accept(self, accepted: list[int]) -> None:
+        """Keep the positions `accepted` of the last forward."""
+        self.accepted, self.length = accepted, self.length + len(accepted)

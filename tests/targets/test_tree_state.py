@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hyperdflash.targets.caches.held_tree import best_seen
+from hf_hyperdflash.targets.caches.tree_state import best_visible
 
 
 @settings(deadline=None, max_examples=200)
@@ -20,7 +20,7 @@ def test_a_row_chooses_among_what_it_sees_as_if_there_were_no_more(before, own, 
     scores = torch.randint(0, 9, (1, rows, before + own)).relu().float()  # many alike, as an indexer's zeros are
     seen = torch.rand(rows, own) < 0.5
     top_k = min(top_k, before + own)
-    found = best_seen(scores, seen, top_k)
+    found = best_visible(scores, seen, top_k)
     assert found.shape == (1, rows, top_k)
     for row in range(rows):
         there = [*range(before), *(before + i for i in range(own) if seen[row, i])]
@@ -36,5 +36,5 @@ def test_rows_that_see_as_many_entries_choose_at_once(monkeypatch):
     monkeypatch.setattr(
         torch.Tensor, "topk", lambda own, *args, **kw: calls.append(own.shape) or topk(own, *args, **kw)
     )
-    best_seen(scores, seen, 5)
+    best_visible(scores, seen, 5)
     assert calls == [(1, 300), (8, 301)]

@@ -18,7 +18,7 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 
 from ..auto.policies import DraftingStats
 from ..targets.caches.name import CACHE, own_cache_names, renamed_cache
-from ..targets.hooks import Reading, ResidualTap
+from ..targets.hooks import ResidualCapture, ResidualTap
 from ..targets.registry import check_layers, check_without_virtual_tokens, is_bound, is_drafter, target_of
 from ..targets.rope_switch import check_restart
 from ..targets.target import Target
@@ -70,17 +70,17 @@ class Binding:
         self.target = self.family = target  # drafters' own code from before 0.3 asks for a family, also of a `Target`
         target.hyperdflash_binding = self
         self.residual = ResidualTap(target.layers, target.paths)
-        self.handles = [*self.residual.handles, *target.put_on_hooks(), *count_forwards(target.model)]
+        self.handles = [*self.residual.handles, *target.register_hooks(), *count_forwards(target.model)]
 
     @contextmanager
-    def own_forward(self, reading: Reading, is_round: bool = False) -> Iterator[None]:
+    def capturing_forward(self, capture: ResidualCapture, is_round: bool = False) -> Iterator[None]:
         """Run one forward of ours inside: what others run on the target, logits processors for example, is not seen.
 
         Args:
-            reading: Of `residual.reader`, to which the forward adds its residual paths.
+            capture: Of `residual.new_capture`, to which the forward adds its residual streams.
             is_round: Whether it verifies drafts, of consecutive positions, or runs a prompt.
         """
-        ends = [self.residual.readings.add(reading)]
+        ends = [self.residual.captures.add(capture)]
         if is_round:
             ends.append(self.target.rounds.add({}))
         try:
@@ -367,12 +367,13 @@ def capture_residual(target: PreTrainedModel, target_layer_ids: Sequence[int] = 
         A list that grows by one tensor per forward, `[batch, seq, paths, config.hidden_size]` with `config.hc_mult`
         paths per layer, in the order of `target_layer_ids`.
     """
-    seen, is_kept = target_of(target), is_bound(target)
-    tap = cast(BoundTarget, target).hyperdflash_binding.residual if is_kept else ResidualTap(seen.layers, seen.paths)
-    reading = tap.reader(target_layer_ids)
-    end = tap.readings.add(reading) if target_layer_ids else None
+    seen, tap = target_of(target), getattr(vars(target).get("hyperdflash_binding"), "residual", None)
+    is_kept = hasattr(tap, "new_capture")  # that of a drafter's own, older code has other names
+    tap = tap if is_kept else ResidualTap(seen.layers, seen.paths)
+    capture = tap.new_capture(target_layer_ids)
+    end = tap.captures.add(capture) if target_layer_ids else None
     try:
-        yield reading.captured
+        yield capture.captured
     finally:
         if end is not None:
             end()

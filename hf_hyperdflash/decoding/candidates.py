@@ -47,8 +47,8 @@ class DraftCandidateGenerator(CandidateGenerator):
         self.context = drafter.new_context()
         binding = model.hyperdflash_binding
         self.target = binding.target
-        self._reading = binding.residual.reader(drafter.target_layer_ids, most=1)
-        weakref.finalize(self, binding.residual.readings.add(self._reading))
+        self._capture = binding.residual.new_capture(drafter.target_layer_ids, max_forwards=1)
+        weakref.finalize(self, binding.residual.captures.add(self._capture))
 
     def get_candidates(  # type: ignore[override]
         self,
@@ -75,7 +75,7 @@ class DraftCandidateGenerator(CandidateGenerator):
         end = input_ids.shape[1] - 1  # of what the target has seen
         count = min(self.num_drafts, self.max_length - end - 2)
         if is_first_iteration or count < 1:
-            self._reading.captured.clear()
+            self._capture.captured.clear()
             return input_ids, None
         if not self.context.end:  # the prompt's forward is over
             weakref.finalize(self, self.target.rounds.add({}))
@@ -99,12 +99,12 @@ class DraftCandidateGenerator(CandidateGenerator):
         """Give the drafter the tokens that the target's last forward was right about, without padding."""
         start, residual = self.context.end, None
         if self.drafter.target_layer_ids:
-            if not self._reading.captured or self._reading.captured[0].shape[1] < end - start:
+            if not self._capture.captured or self._capture.captured[0].shape[1] < end - start:
                 raise ValueError(
                     f"The target has not been run over the tokens {start} to {end} since the last candidates: "
                     "expected one forward a round, in the thread that made the generator, and an empty cache at first."
                 )
-            residual = self._reading.captured.pop()[:, : end - start]
+            residual = self._capture.captured.pop()[:, : end - start]
         real = slice(int((positions[0] < 0).sum()) if not start else 0, None)
         positions, following = positions.clamp(min=0)[:, start:end], ids[:, start + 1 : end + 1]
         residual = None if residual is None else residual[:, real]

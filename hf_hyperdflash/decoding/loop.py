@@ -99,7 +99,7 @@ class Decoding:
         self.lesson = None if self.learner is None else self.learner.begin(model, generation_config.do_sample)
         self.layer_ids = drafter.target_layer_ids if self.lesson is None else self.lesson.layer_ids
         self.own_paths = len(drafter.target_layer_ids) * self.target.paths  # the drafter's, which come first
-        self.reading = self.binding.residual.reader(self.layer_ids)
+        self.capture = self.binding.residual.new_capture(self.layer_ids)
         self.processor, self.stopping = logits_processor, Stopping(stopping_criteria, is_row)
         self.sampler = DraftSampler(logits_processor, generation_config.do_sample)
         budget = tree_budget_asked(generation_config)
@@ -211,12 +211,12 @@ class Decoding:
             if start:  # which earlier transformers tell by the mask
                 inputs.setdefault("attention_mask", torch.ones_like(self.row.text[:, :end]))
             try:
-                with self.binding.own_forward(self.reading):
+                with self.binding.capturing_forward(self.capture):
                     outputs = self.model._prefill(self.row.text[:, :end], config, inputs)
             except BaseException:  # as of Ctrl-C: a prompt is not recorded, so that nothing could take it back
                 setattr(self.cache, TORN, 1)
                 raise
-            self.row.residuals += self.reading.taken()
+            self.row.residuals += self.capture.pop()
             if cache_of(outputs) is not self.cache:  # remote code may make a cache of its own
                 self.cache = self.kwargs[CACHE] = check_cache(cache_of(outputs))
             if end < length and self.row.residuals:
@@ -269,7 +269,7 @@ class Decoding:
         """One forward of the target over the anchor and the drafts."""
         try:
             inputs, began = round_.inputs(self.row, self.kwargs), self.now()
-            with self.binding.own_forward(self.reading, is_round=True):
+            with self.binding.capturing_forward(self.capture, is_round=True):
                 outputs = self.model(**inputs, return_dict=True)
         except BaseException as error:  # as of Ctrl-C, after which a caller may go on with the cache
             setattr(self.cache, TORN, 1)
@@ -277,7 +277,7 @@ class Decoding:
                 round_.take_back(self.cache)
                 setattr(self.cache, TORN, 0)
             raise
-        self.row.residuals += self.reading.taken()
+        self.row.residuals += self.capture.pop()
         self.stats.verify_seconds += self.now() - began
         return outputs
 

@@ -163,10 +163,10 @@ class DeepseekV4(HyperConnected):
 
     # The indexer
 
-    def put_on_hooks(self) -> list[RemovableHandle]:
+    def register_hooks(self) -> list[RemovableHandle]:
         """Hooks on compressors and their indexers, in verification rounds only: they choose as for one token at a
         time, and each node of a draft tree among the entries on its own path."""
-        handles = super().put_on_hooks()
+        handles = super().register_hooks()
         for module in self.model.modules():
             if isinstance(module, DeepseekV4Indexer):
                 scored = partial(_scored, self.rounds, module)

@@ -1,7 +1,7 @@
-"""Hooks on a target's modules: residual paths as they leave its decoder layers, for the threads that ask for them.
+"""Hooks on a target's decoder layers that capture their residual streams, for the threads that ask for them.
 
-Hooks belong to a module, and every thread that runs the module runs them; torch does not expect them to come and go
-meanwhile. So ours are put on once, when a target is bound, and look up what the thread that they run in wants.
+A hook belongs to a module, so every thread that runs the module runs its hooks, and torch does not expect hooks to
+come and go meanwhile. So ours are registered once, when a target is bound. Each call looks up what its thread asks for.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 T = TypeVar("T")
+LayerOutput = torch.Tensor | tuple[torch.Tensor, ...]  # of a decoder layer
 
 
 class PerThread(dict[int, tuple[T, ...]]):
     """A stack of values for each thread that has any, the innermost last.
 
-    As `threading.local`, but it can be copied and pickled with a target, and hooks read it as the dictionary it is.
+    Like `threading.local`, but it can be copied and pickled with a target, and hooks read it as the dictionary it is.
     """
 
     def add(self, value: T) -> Callable[[], None]:
-        """Let this thread have one more value, until what is returned is called."""
+        """Add a value for this thread, and return a function that removes it again."""
         thread = get_ident()
         self[thread] = (*self.get(thread, ()), value)
 
@@ -40,78 +41,90 @@ class PerThread(dict[int, tuple[T, ...]]):
         return remove
 
 
-class Reading:
-    """What one thread reads: a tensor per forward, from the layers that it wants.
+class ResidualCapture:
+    """The residual streams that one thread captures: one tensor per forward, of the layers that it asks for.
 
     Args:
-        wanted: Those layers, in the order of what is captured.
-        most: How many forwards are kept until somebody takes them; the first ones.
+        layer_ids: Those layers, in the order of what is captured.
+        max_forwards: How many forwards are kept until somebody pops them; the first ones.
 
     Attributes:
-        captured: `[batch, seq, paths, config.hidden_size]` of every forward.
+        captured: `[batch, seq, streams, config.hidden_size]` of every forward.
     """
 
-    def __init__(self, wanted: list[int], most: float = math.inf) -> None:
-        self.wanted, self.most = wanted, most
+    def __init__(self, layer_ids: list[int], max_forwards: float = math.inf) -> None:
+        self.layer_ids, self.max_forwards = layer_ids, max_forwards
         self.captured: list[torch.Tensor] = []
-        self._passed: dict[int, torch.Tensor] = {}
+        self._outputs: dict[int, torch.Tensor] = {}  # of the forward that is running
 
-    def take(self, layer: int, residual: torch.Tensor) -> None:
-        """The output of a layer that is wanted."""
-        if len(self.captured) >= self.most:
+    def add(self, layer: int, residual: torch.Tensor) -> None:
+        """Add the output of one of the layers; the last one of them ends the forward."""
+        if len(self.captured) >= self.max_forwards:
             return
-        self._passed[layer] = residual
-        if layer == max(self.wanted):
-            parts = [self._passed[i].to(residual.device) for i in self.wanted]
+        self._outputs[layer] = residual
+        if layer == max(self.layer_ids):
+            parts = [self._outputs[i].to(residual.device) for i in self.layer_ids]
             self.captured.append(torch.cat(parts, dim=2) if len(parts) > 1 else parts[0])
-            self._passed.clear()
+            self._outputs.clear()
 
-    def taken(self) -> list[torch.Tensor]:
-        """What was captured since this was last asked."""
+    def pop(self) -> list[torch.Tensor]:
+        """Return what was captured since the last call, and forget it."""
         captured, self.captured = self.captured, []
         return captured
 
 
 class ResidualTap:
-    """Hooks on every decoder layer that hand out its residual paths. They do nothing in threads that do not ask.
+    """Hooks on every decoder layer that add its residual streams to a thread's captures. They do nothing in threads
+    that have none.
 
     Args:
         layers: The target's decoder layers.
-        paths: How many residual paths there are: 1, or `config.hc_mult`.
+        streams: How many residual streams there are: 1, or `config.hc_mult`.
+
+    Attributes:
+        captures: Of each thread, those that its forwards fill.
+        handles: Of the hooks.
     """
 
-    def __init__(self, layers: nn.ModuleList, paths: int) -> None:
-        self.readings: PerThread[Reading] = PerThread()
+    def __init__(self, layers: nn.ModuleList, streams: int) -> None:
+        self.captures: PerThread[ResidualCapture] = PerThread()
         self._last = len(layers) - 1
         self.handles: list[RemovableHandle] = [
-            layer.register_forward_hook(partial(_leaving, self.readings, i, paths)) for i, layer in enumerate(layers)
+            layer.register_forward_hook(partial(_on_output, self.captures, i, streams))
+            for i, layer in enumerate(layers)
         ]
 
-    def reader(self, target_layer_ids: Sequence[int], most: float = math.inf) -> Reading:
-        """What a thread adds to `readings` while it runs forwards, see [`~decoding.bind.capture_residual`]."""
+    def new_capture(self, target_layer_ids: Sequence[int], max_forwards: float = math.inf) -> ResidualCapture:
+        """Return a capture of these layers, -1 for the last. Forwards fill it while it is in `captures`.
+
+        Raises:
+            ValueError: If the target has no such layer.
+        """
         if wrong := [i for i in target_layer_ids if not -1 <= i <= self._last]:
             raise ValueError(
                 f"`target_layer_ids` has {wrong[0]}, but the target's layers are 0 to {self._last}, or -1 for the "
                 "last."
             )
-        return Reading([self._last if i == -1 else i for i in target_layer_ids], most)
+        return ResidualCapture([self._last if i == -1 else i for i in target_layer_ids], max_forwards)
 
 
-def _leaving(readings: PerThread[Reading], layer: int, paths: int, module: nn.Module, args: Any, output: Any) -> None:
-    if readings:  # apart from what follows, so that a compiled layer that nobody reads stays one graph
-        hand_out = _hand_out_of_graph if torch.compiler.is_compiling() else _hand_out
-        hand_out(readings, layer, paths, output)
+def _on_output(
+    captures: PerThread[ResidualCapture], layer: int, streams: int, module: nn.Module, args: Any, output: LayerOutput
+) -> None:
+    if captures:  # apart from what follows, so that a compiled layer that nobody captures stays one graph
+        add = _add_out_of_graph if torch.compiler.is_compiling() else _add_to_captures
+        add(captures, layer, streams, output)
 
 
-def _hand_out(readings: PerThread[Reading], layer: int, paths: int, output: Any) -> None:
-    for reading in readings.get(get_ident(), ()):
-        if layer in reading.wanted:
+def _add_to_captures(captures: PerThread[ResidualCapture], layer: int, streams: int, output: LayerOutput) -> None:
+    for capture in captures.get(get_ident(), ()):
+        if layer in capture.layer_ids:
             residual = output[0] if isinstance(output, tuple) else output
-            reading.take(layer, residual.unflatten(2, (paths, -1)) if residual.ndim == 3 else residual)
+            capture.add(layer, residual.unflatten(2, (streams, -1)) if residual.ndim == 3 else residual)
 
 
 # A compiled layer leaves its graph here.
-_hand_out_of_graph = torch.compiler.disable(
-    _hand_out,
+_add_out_of_graph = torch.compiler.disable(
+    _add_to_captures,
     reason="a drafter reads this layer of its bound target: compile the target with `fullgraph=False`",
 )

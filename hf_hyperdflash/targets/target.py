@@ -221,7 +221,7 @@ class Target:
         if isinstance(cache, Cache):
             make_linear_rewindable(cache)
 
-    def put_on_hooks(self) -> list[RemovableHandle]:
+    def register_hooks(self) -> list[RemovableHandle]:
         """What a verification round needs on the target's modules, silent elsewhere."""
         return CallRecorder(self.layers).handles if self.has_running_state else []
 

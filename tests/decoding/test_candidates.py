@@ -146,7 +146,7 @@ def test_nothing_is_read_once_the_loop_is_over():
     in_transformers_loop(target, tiny_drafter(target), prompt(9), do_sample=False, max_new_tokens=8)
     gc.collect()
     binding = target.hyperdflash_binding
-    assert not binding.residual.readings and not binding.target.rounds
+    assert not binding.residual.captures and not binding.target.rounds
 
 
 def test_a_loop_that_runs_the_target_elsewhere_is_told():

@@ -44,10 +44,10 @@ def verified(target, kind, cache, row, tree):
     """A round, and its logits `[rows, vocabulary]`."""
     binding = target.hyperdflash_binding
     round_ = kind(binding.target, tree, row.text.shape[1] - 1)
-    reading = binding.residual.reader([-1])
-    with binding.own_forward(reading, is_round=True):
+    capture = binding.residual.new_capture([-1])
+    with binding.capturing_forward(capture, is_round=True):
         outputs = target(**round_.inputs(row, {CACHE: cache, "use_cache": True}), return_dict=True)
-    return round_, round_.logits(outputs)[0], reading.taken()[0]
+    return round_, round_.logits(outputs)[0], capture.pop()[0]
 
 
 def from_scratch(target, ids):

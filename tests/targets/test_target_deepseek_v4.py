@@ -83,7 +83,7 @@ def test_prompts_are_stocks_and_nothing_stays():
         bind(target)
         assert torch.equal(target(ids, use_cache=True).logits, stock)
         binding = target.hyperdflash_binding
-        with binding.own_forward(binding.residual.reader([-1])):
+        with binding.capturing_forward(binding.residual.new_capture([-1])):
             assert torch.equal(target(ids, use_cache=False).logits, stock)
     unbind(target)
     assert not any(module._forward_hooks for module in target.modules())

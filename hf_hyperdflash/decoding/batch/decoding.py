@@ -19,7 +19,7 @@ from ..loop import Decoding, speculative_decoding
 from ..outputs import Shown
 from ..rounds import RowRound
 from ..stats import SpeculationStats
-from .prefill import arguments_of, prefill_together, reading_of
+from .prefill import arguments_of, capture_for, prefill_together
 
 
 class WrittenRow(NamedTuple):
@@ -116,7 +116,7 @@ def _draft(rows: list[Decoding]) -> list[Any]:
 
 def _verify(rows: list[Decoding], rounds: list[RowRound], cache: RaggedCache) -> Any:
     """One forward of the target over the anchors and drafts of all rows, shorter ones filled up."""
-    first, width, reading = rows[0], max(round_.count for round_ in rounds), reading_of(rows)
+    first, width, capture = rows[0], max(round_.count for round_ in rounds), capture_for(rows)
     ids, positions = torch.zeros(2, len(rows), width, dtype=torch.long, device=first.row.ids.device)
     for place, (row, round_) in enumerate(zip(rows, rounds)):
         ids[place, : round_.count] = row.row.with_drafts(round_.tree.tokens)[0, round_.start :]
@@ -126,10 +126,10 @@ def _verify(rows: list[Decoding], rounds: list[RowRound], cache: RaggedCache) ->
         ids, next_sequence_length=width, is_first_iteration=False, **{**arguments_of(rows), CACHE: cache}
     )
     inputs |= {"position_ids": positions, "attention_mask": _masks(rows, rounds, cache, width)}
-    with first.binding.own_forward(reading, is_round=True):
+    with first.binding.capturing_forward(capture, is_round=True):
         outputs = first.model(**{**inputs, "logits_to_keep": width, "return_dict": True})
     seconds = (first.now() - began) / len(rows)
-    captured = reading.taken()
+    captured = capture.pop()
     for place, (row, round_) in enumerate(zip(rows, rounds)):
         row.row.residuals += [residual[place : place + 1, : round_.count] for residual in captured]
         row.stats.verify_seconds += seconds

@@ -10,7 +10,7 @@ import torch
 
 from ...targets.caches.name import CACHE
 from ...targets.caches.ragged import CachedSequence, RaggedCache
-from ...targets.hooks import Reading
+from ...targets.hooks import ResidualCapture
 from ..loop import Decoding
 
 
@@ -24,7 +24,7 @@ def prefill_together(rows: Sequence[Decoding]) -> RaggedCache:
     Returns:
         The cache of all rows.
     """
-    first, cache, reading = rows[0], rows[0].cache, reading_of(rows)
+    first, cache, capture = rows[0], rows[0].cache, capture_for(rows)
     prompts = _padded(rows)
     width = prompts["input_ids"].shape[1]
     config = copy.copy(first.config)
@@ -34,9 +34,9 @@ def prefill_together(rows: Sequence[Decoding]) -> RaggedCache:
         inputs = {**arguments_of(rows), CACHE: cache, "logits_to_keep": 1}
         inputs["attention_mask"] = prompts["attention_mask"][:, :end]
         inputs["position_ids"] = prompts["position_ids"][:, start:end]
-        with first.binding.own_forward(reading):
+        with first.binding.capturing_forward(capture):
             outputs = first.model._prefill(prompts["input_ids"][:, :end], config, inputs)
-        captured = reading.taken()
+        captured = capture.pop()
         for place, row in enumerate(rows):
             padding = width - row.row.prompt_length
             row.row.residuals += [residual[place : place + 1, max(padding - start, 0) :] for residual in captured]
@@ -70,6 +70,6 @@ def arguments_of(rows: Sequence[Decoding]) -> dict[str, Any]:
     return shared
 
 
-def reading_of(rows: Sequence[Decoding]) -> Reading:
+def capture_for(rows: Sequence[Decoding]) -> ResidualCapture:
     """Of the target's residual paths what one of the rows needs, and so all."""
-    return next((row.reading for row in rows if row.lesson is not None), rows[0].reading)
+    return next((row.capture for row in rows if row.lesson is not None), rows[0].capture)

@@ -15,9 +15,10 @@ from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
 _CONTEXT, _PADDING = "_hyperdflash_context", "_hyperdflash_padding"
-# On a cache, how many forwards began to fill it and did not end. Unless it is 0, some parts of the cache may hold what
-# others do not. Counts of tokens tell it of most parts, but a running state has none.
-TORN = "_hyperdflash_torn"
+# The attribute of a cache that counts the forwards which began to fill it and did not end. Unless it is 0, the parts
+# of the cache may hold different tokens. Most parts count their tokens, but a running state does not. Drafters' own,
+# older code reads and writes the attribute, too.
+OPEN_FORWARDS = "_hyperdflash_torn"
 
 
 class LeftContext:
@@ -71,7 +72,7 @@ def padding_of(cache: Any, mask: Any) -> int:
 
 
 def count_forwards(target: nn.Module) -> list[RemovableHandle]:
-    """Hooks that count, in [`TORN`], the forwards of a target that fill a cache, from their begin to their end."""
+    """Register hooks that count, in [`OPEN_FORWARDS`], the forwards of a target that fill a cache and have not ended."""
     return [
         target.register_forward_pre_hook(partial(_count, 1), with_kwargs=True),
         target.register_forward_hook(partial(_count, -1), with_kwargs=True),
@@ -85,7 +86,7 @@ def _count(change: int, module: nn.Module, args: tuple[Any, ...], kwargs: Any = 
     named = kwargs.values() if isinstance(kwargs, dict) else ()
     for value in (*args, *named):
         if isinstance(value, Cache):
-            setattr(value, TORN, max(0, getattr(value, TORN, 0) + change))
+            setattr(value, OPEN_FORWARDS, max(0, getattr(value, OPEN_FORWARDS, 0) + change))
 
 
 def is_between_writes(cache: Any, error: BaseException) -> bool:

@@ -20,7 +20,7 @@ from ..drafters.sampling import DraftSampler, DraftsWanted, check_proposed
 from ..targets.caches.name import CACHE, cache_of
 from ..trees.acceptance import Step, greedy_walk, sampled_walk, traversal_walk
 from ..trees.tree import ANCHOR, DraftTree
-from .continuation import TORN, context_of, is_between_writes, leave_context, padding_of, stop_recording
+from .continuation import OPEN_FORWARDS, context_of, is_between_writes, leave_context, padding_of, stop_recording
 from .inference_mode import leaves_nothing, mode_of_rounds
 from .outputs import Shown
 from .request import AUTO, check_cache, tree_budget_asked
@@ -214,7 +214,7 @@ class Decoding:
                 with self.binding.capturing_forward(self.capture):
                     outputs = self.model._prefill(self.row.text[:, :end], config, inputs)
             except BaseException:  # as of Ctrl-C: a prompt is not recorded, so that nothing could take it back
-                setattr(self.cache, TORN, 1)
+                setattr(self.cache, OPEN_FORWARDS, 1)
                 raise
             self.row.residuals += self.capture.pop()
             if cache_of(outputs) is not self.cache:  # remote code may make a cache of its own
@@ -272,10 +272,10 @@ class Decoding:
             with self.binding.capturing_forward(self.capture, is_round=True):
                 outputs = self.model(**inputs, return_dict=True)
         except BaseException as error:  # as of Ctrl-C, after which a caller may go on with the cache
-            setattr(self.cache, TORN, 1)
+            setattr(self.cache, OPEN_FORWARDS, 1)
             if is_between_writes(self.cache, error):
                 round_.take_back(self.cache)
-                setattr(self.cache, TORN, 0)
+                setattr(self.cache, OPEN_FORWARDS, 0)
             raise
         self.row.residuals += self.capture.pop()
         self.stats.verify_seconds += self.now() - began
@@ -348,7 +348,7 @@ class Decoding:
         try:
             round_.keep(self.cache, rows)
         except BaseException:  # as of Ctrl-C: some layers are cropped, and others are not
-            setattr(self.cache, TORN, 1)
+            setattr(self.cache, OPEN_FORWARDS, 1)
             raise
         if self.cache.get_seq_length() != kept:
             raise RuntimeError(

@@ -11,7 +11,7 @@ from ..drafters.base import AUTO
 from ..targets.caches.name import CACHE
 from ..targets.registry import is_bound, target_of
 from ..targets.target import Target
-from .continuation import TORN
+from .continuation import OPEN_FORWARDS
 
 # Ways to write that are not ours, by the argument that asks for each.
 _WAYS = ("num_beams", "custom_generate", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "is_assistant")
@@ -224,7 +224,7 @@ def check_whole(family: Target, cache: Any) -> None:
     """Raise a `ValueError` if the layers of a target's cache, the caller's, hold different tokens: going on with it
     would write other text."""
     lengths = family.cached_lengths(cache)
-    if len(lengths) > 1 or getattr(cache, TORN, False):
+    if len(lengths) > 1 or getattr(cache, OPEN_FORWARDS, False):
         raise ValueError(
             f"`{CACHE}` was interrupted inside a forward or while drafts were taken back: its layers hold "
             f"different tokens (of lengths {sorted(lengths)}), expected the same text in all. Start from a new cache."

@@ -1,7 +1,8 @@
 """Hooks on a target's decoder layers that capture their residual streams, for the threads that ask for them.
 
 A hook belongs to a module, so every thread that runs the module runs its hooks, and torch does not expect hooks to
-come and go meanwhile. So ours are registered once, when a target is bound. Each call looks up what its thread asks for.
+come and go meanwhile. So ours are registered once, when a target is bound. Each call looks up what its thread asks
+for.
 """
 
 from __future__ import annotations

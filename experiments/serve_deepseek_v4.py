@@ -1,4 +1,4 @@
-"""Serve DeepSeek-V4 with a drafter that reads its residual paths, on eight GPUs: pass or fail for each claim.
+"""Serve DeepSeek-V4 with a drafter that reads its residual streams, on eight GPUs: pass or fail for each claim.
 
     python experiments/serve_deepseek_v4.py --target deepseek-ai/DeepSeek-V4-Flash --drafter my-drafter --data suites \
         --expected-tau 3.7 --output out
@@ -177,7 +177,7 @@ def check(args: argparse.Namespace) -> None:
     if reducer not in ("hc_gate", "hybrid"):
         raise ValueError(
             f"The `reducer` of {args.drafter} is {reducer!r}, expected a gate, 'hc_gate' or 'hybrid': this is about "
-            "drafters that read the residual paths, `vllm serve` takes others, too."
+            "drafters that read the residual streams, `vllm serve` takes others, too."
         )
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of a server that has just ended, too

@@ -101,8 +101,8 @@ for other in ("transformers", "accelerate", "huggingface_hub", "safetensors", "n
 from types import SimpleNamespace
 import torch
 from hf_hyperdflash.drafters.parts.reducers import REDUCERS
-config = SimpleNamespace(hidden_size=8, target_hidden_size=8, target_hc_mult=2, target_layer_ids=[0, -1], num_paths=4,
-                         rms_norm_eps=1e-6, hc_eps=1e-6, path_norm=True)
+config = SimpleNamespace(hidden_size=8, target_hidden_size=8, target_hc_mult=2, target_layer_ids=[0, -1],
+                         num_streams=4, rms_norm_eps=1e-6, hc_eps=1e-6, path_norm=True)
 for reducer in REDUCERS.values():
     engine = torch.nn.Module()
     engine.config = config

@@ -189,7 +189,7 @@ def timed(target: PreTrainedModel, arguments: argparse.Namespace, **shape: Any) 
         heads[kind].layers = heads["none"].layers  # one copy of what they have in common
     plain, length = heads["none"], arguments.context
     config, drafts = plain.config, plain.max_draft_tokens
-    residual = torch.randn(1, length, config.num_paths, config.target_hidden_size, dtype=target.dtype)
+    residual = torch.randn(1, length, config.num_streams, config.target_hidden_size, dtype=target.dtype)
     ids, positions = torch.randint(4, config.vocab_size, (1, length + 1)), torch.arange(length + 1)[None]
     context, sampler = plain.new_context(), DraftSampler(LogitsProcessorList(), do_sample=False)
     plain.extend(target_of(target), context, residual, positions[:, :-1], ids[:, 1:])

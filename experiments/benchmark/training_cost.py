@@ -56,7 +56,7 @@ def main() -> None:
     )
     targets = {"DeepSeek-V4-Flash": (verification(flash, 1), of_flash), "Qwen3-8B": (dense(qwen, 1), of_qwen)}
     for name, (token, drafter) in targets.items():
-        wide = drafter.config.num_paths * drafter.config.target_hidden_size * BF16
+        wide = drafter.config.num_streams * drafter.config.target_hidden_size * BF16
         rows = []
         for count in arguments.rows:
             times = [

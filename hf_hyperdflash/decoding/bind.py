@@ -69,7 +69,7 @@ class Binding:
     def __init__(self, target: Target) -> None:
         self.target = self.family = target  # drafters' own code from before 0.3 asks for a family, also of a `Target`
         target.hyperdflash_binding = self
-        self.residual = ResidualTap(target.layers, target.paths)
+        self.residual = ResidualTap(target.layers, target.streams)
         self.handles = [*self.residual.handles, *target.register_hooks(), *count_forwards(target.model)]
 
     @contextmanager
@@ -355,21 +355,21 @@ def check_fit(target: PreTrainedModel, drafter: Any) -> None:
 
 @contextmanager
 def capture_residual(target: PreTrainedModel, target_layer_ids: Sequence[int] = (-1,)) -> Iterator[list[torch.Tensor]]:
-    """Collect the residual paths of every forward that this thread runs inside the context.
+    """Collect the residual streams of every forward that this thread runs inside the context.
 
     Args:
         target: The target. One that is not bound gets hooks for the time, which torch does not expect to go while
             another thread runs it: bind it where several threads do.
-        target_layer_ids: After which layers: -1 is the last, whose paths are the pre-collapse residual. Empty
+        target_layer_ids: After which layers: -1 is the last, whose streams are the pre-collapse residual. Empty
             for nothing.
 
     Yields:
-        A list that grows by one tensor per forward, `[batch, seq, paths, config.hidden_size]` with `config.hc_mult`
-        paths per layer, in the order of `target_layer_ids`.
+        A list that grows by one tensor per forward, `[batch, seq, streams, config.hidden_size]` with `config.hc_mult`
+        streams per layer, in the order of `target_layer_ids`.
     """
     seen, tap = target_of(target), getattr(vars(target).get("hyperdflash_binding"), "residual", None)
     is_kept = hasattr(tap, "new_capture")  # that of a drafter's own, older code has other names
-    tap = tap if is_kept else ResidualTap(seen.layers, seen.paths)
+    tap = tap if is_kept else ResidualTap(seen.layers, seen.streams)
     capture = tap.new_capture(target_layer_ids)
     end = tap.captures.add(capture) if target_layer_ids else None
     try:

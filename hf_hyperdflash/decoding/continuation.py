@@ -72,7 +72,7 @@ def padding_of(cache: Any, mask: Any) -> int:
 
 
 def count_forwards(target: nn.Module) -> list[RemovableHandle]:
-    """Register hooks that count, in [`OPEN_FORWARDS`], the forwards of a target that fill a cache and have not ended."""
+    """Register hooks that count, in [`OPEN_FORWARDS`], the forwards of a target that fill a cache and are not over."""
     return [
         target.register_forward_pre_hook(partial(_count, 1), with_kwargs=True),
         target.register_forward_hook(partial(_count, -1), with_kwargs=True),

@@ -98,7 +98,7 @@ class Decoding:
         self.leaves_nothing = leaves_nothing(model, drafter, generation_config, asked)
         self.lesson = None if self.learner is None else self.learner.begin(model, generation_config.do_sample)
         self.layer_ids = drafter.target_layer_ids if self.lesson is None else self.lesson.layer_ids
-        self.own_paths = len(drafter.target_layer_ids) * self.target.paths  # the drafter's, which come first
+        self.own_streams = len(drafter.target_layer_ids) * self.target.streams  # the drafter's, which come first
         self.capture = self.binding.residual.new_capture(self.layer_ids)
         self.processor, self.stopping = logits_processor, Stopping(stopping_criteria, is_row)
         self.sampler = DraftSampler(logits_processor, generation_config.do_sample)
@@ -386,7 +386,7 @@ class Decoding:
         if following.shape[1]:
             if self.lesson is not None and residual is not None:
                 self.lesson.add(residual, positions, following, start >= self.row.prompt_length)
-                residual = residual[:, :, : self.own_paths]
+                residual = residual[:, :, : self.own_streams]
             began = self.now()
             self.drafter.extend(self.target, self.row.context, residual, positions, following)
             self.stats.draft_seconds += self.now() - began

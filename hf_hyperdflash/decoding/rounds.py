@@ -57,7 +57,7 @@ class ChainRound:
         return list(range(row + 1))
 
     def kept_residual(self, residual: torch.Tensor, kept: list[int]) -> torch.Tensor:
-        """Of the forward's residual paths `[batch, positions, ...]` those of the rows `kept`, `[1, kept, ...]`."""
+        """Of the forward's residual streams `[batch, positions, ...]` those of the rows `kept`, `[1, kept, ...]`."""
         return residual[:, : residual.shape[1] - (self.count - len(kept))]
 
     def keep(self, cache: Any, kept: list[int]) -> None:

@@ -25,7 +25,7 @@ class Row:
         length: Tokens of the text, padding included.
         prompt_length: Tokens of the prompt, padding left out.
         context: The drafter's.
-        residuals: Residual paths of what is in the target's cache and not yet in the context.
+        residuals: Residual streams of what is in the target's cache and not yet in the context.
         finished: Whether the text has ended.
     """
 

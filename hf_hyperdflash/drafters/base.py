@@ -40,7 +40,7 @@ class Drafter:
 
     Attributes:
         config: Of its own, or the target's: `generate` compares vocabularies.
-        target_layer_ids: Whose residual paths it reads, as in [`~decoding.bind.capture_residual`]; empty for none.
+        target_layer_ids: Whose residual streams it reads, as in [`~decoding.bind.capture_residual`]; empty for none.
         max_draft_tokens: The most tokens that one round can draft; `None` for any number.
         learner: Hears what is generated with it, while it learns ([`adapt`]).
     """
@@ -74,7 +74,7 @@ class Drafter:
         Args:
             target: The target, for its embedding.
             context: Of the sequence; changed.
-            residual: `[1, new, paths, config.hidden_size]` of `target_layer_ids`, `None` if they are empty.
+            residual: `[1, new, streams, config.hidden_size]` of `target_layer_ids`, `None` if they are empty.
             position_ids: The tokens' true positions, `[1, new]`.
             next_ids: The token that follows each, `[1, new]`.
         """

@@ -1,4 +1,4 @@
-"""What every drafter's configuration says that makes states of its own from the target's residual paths."""
+"""What every drafter's configuration says that makes states of its own from the target's residual streams."""
 
 from __future__ import annotations
 
@@ -59,20 +59,20 @@ class DrafterConfig(PreTrainedConfig):
         max_position_embeddings: Longest position RoPE is made for.
         draft_vocab_size: How many tokens it can draft, with an LM head of its own for them; 0 for all, with the
             target's. Only for drafters of other formats.
-        target_layer_ids: Whose residual paths the drafter reads, ascending: -1 is the last layer's output, the
+        target_layer_ids: Whose residual streams the drafter reads, ascending: -1 is the last layer's output, the
             pre-collapse residual, which is the paper's source and the default; other numbers are intermediate layers,
             counted from 0.
-        reducer: How the paths become the conditioning feature. `"hc_gate"`: the paper's, gates inherited from the
-            target's `hc_head` (Eq. 1), per layer read. `"fc"`: vanilla DFlash's dense projection of all paths read.
+        reducer: How the streams become the conditioning feature. `"hc_gate"`: the paper's, gates inherited from the
+            target's `hc_head` (Eq. 1), per layer read. `"fc"`: vanilla DFlash's dense projection of all streams read.
             `"hybrid"`: ours, the gate of the last layer read plus a normed dense projection of the others (of the
-            same, where only one is read), which counts for nothing at first. `"stream_mean"`: the mean over the paths
-            of each layer, then a projection.
-        path_norm: Whether a gate normalizes each path before summing (section 2.2, "per-path RMSNorm").
+            same, where only one is read), which adds nothing at first. `"stream_mean"`: the mean over the streams of
+            each layer, then a projection.
+        path_norm: Whether a gate normalizes each stream before summing (section 2.2, "per-path RMSNorm").
         hc_eps: The target's offset on each gate.
         target_hidden_size: Width of the target; 0 for the drafter's. If it differs from `hidden_size`, the reducer
             cannot have a gate.
-        target_hc_mult: Number of residual paths of the target.
-        any_streams: Whether it reads the mean over a target's paths, however many these are: `target_hc_mult` is set
+        target_hc_mult: Number of residual streams of the target.
+        any_streams: Whether it reads the mean over a target's streams, however many these are: `target_hc_mult` is set
             when it is bound. Other programs' checkpoints do not say how many.
         target_num_layers: Number of the target's layers, 0 if not known; other programs' layouts say it.
         target_model_type: `config.model_type` of the target.
@@ -280,8 +280,8 @@ class DrafterConfig(PreTrainedConfig):
         return REDUCERS[self.reducer].has_gate
 
     @property
-    def num_paths(self) -> int:
-        """Residual paths that the drafter reads: `target_hc_mult` of each layer in `target_layer_ids`."""
+    def num_streams(self) -> int:
+        """Residual streams that the drafter reads: `target_hc_mult` of each layer in `target_layer_ids`."""
         return len(self.target_layer_ids or ()) * self.target_hc_mult
 
     @property

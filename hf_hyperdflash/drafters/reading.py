@@ -28,7 +28,7 @@ class ReadingDrafter(SavedDrafter):
 
     @property
     def target_layer_ids(self) -> list[int]:  # type: ignore[override]
-        """Whose residual paths the drafter reads."""
+        """Whose residual streams the drafter reads."""
         return self.config.target_layer_ids or []
 
     @property
@@ -41,7 +41,7 @@ class ReadingDrafter(SavedDrafter):
         is told here how many these are; what kind of model that is and how many layers it has is kept where the
         configuration, another program's, does not say."""
         if getattr(self.config, "any_streams", False):
-            self.config.target_hc_mult = target.paths
+            self.config.target_hc_mult = target.streams
         check_pair(self.config, target, type(self).__name__)
         config, own = self.config, target.config
         if getattr(config, "target_model_type", None) == "":  # ours say it, and stay as they were trained
@@ -149,7 +149,7 @@ def check_pair(config: Any, target: Target, drafter: str) -> None:
     for what, drafters, targets in (
         ("vocab_size", config.vocab_size, own.vocab_size),
         ("hidden_size", config.target_hidden_size, own.hidden_size),
-        ("hc_mult", config.target_hc_mult, target.paths),
+        ("hc_mult", config.target_hc_mult, target.streams),
     ):
         if drafters != targets:
             raise ValueError(

@@ -19,7 +19,7 @@ _REDUCERS = {
     "fc": "Its reducer is `fc`, the dense projection of DFlash, over {layers}.",
     "hybrid": "Its reducer is `hybrid`, an extension of HyperDFlash: the paper's gate, {origin}, "
     "on the last layer read, plus a normed dense projection of the others; it reads {layers}.",
-    "stream_mean": "Its reducer is the mean over the residual paths and a projection, over {layers}.",
+    "stream_mean": "Its reducer is the mean over the residual streams and a projection, over {layers}.",
 }
 
 
@@ -108,10 +108,10 @@ def _reducer(config: PreTrainedConfig) -> str:
 
 def _layers(config: PreTrainedConfig) -> str:
     if getattr(config, "usual_layers", False) and not config.target_num_layers:  # of no target yet
-        return "the residual paths after layer 1, one in the middle and the fourth from the end"
+        return "the residual streams after layer 1, one in the middle and the fourth from the end"
     ids = config.target_layer_ids or []
     before = [str(layer) for layer in ids if layer != -1]
-    parts = [f"the residual paths after layer{'s' if len(before) > 1 else ''} {_listed(before)}"] if before else []
+    parts = [f"the residual streams after layer{'s' if len(before) > 1 else ''} {_listed(before)}"] if before else []
     return " and ".join([*parts, *(["the pre-collapse residual"] if -1 in ids else [])])
 
 

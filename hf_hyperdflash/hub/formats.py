@@ -240,7 +240,7 @@ def check_expressible(config: HyperDFlashConfig, format: str, has_target: bool) 
     obstacles = {
         f"its reducer is {config.reducer!r}, and the layout knows only a dense projection, `fc`, of one stream or of "
         "the mean of several": config.reducer != "fc" and not is_mean,
-        f"its target has {config.target_hc_mult} residual paths, and the layout only one": config.target_hc_mult != 1
+        f"its target has {config.target_hc_mult} residual streams, and the layout only one": config.target_hc_mult != 1
         and not is_mean,
         "it reads the last layer's residual, which engines do not hand to a drafter": -1
         in (config.target_layer_ids or ()),

@@ -29,7 +29,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 from ..trees.layout import TreeLayout
 from .caches.deepseek_v4 import DEFAULT_MAX_REWIND, make_rewindable
 from .caches.tree_state import TreeState, best_visible
-from .gate import path_gates
+from .gate import stream_gates
 from .hooks import PerThread
 from .hyper_connections import HyperConnected, read_gate
 from .target import TreeVerification
@@ -80,7 +80,7 @@ class DeepseekV4(HyperConnected):
         return is_bare or (is_named and super().fits(target, trunk))
 
     @property
-    def paths(self) -> int:
+    def streams(self) -> int:
         return self.config.hc_mult if self._bare is None else self._bare.hc_head_fn.shape[0]
 
     def gate(self) -> dict[str, torch.Tensor]:
@@ -89,7 +89,7 @@ class DeepseekV4(HyperConnected):
     def collapse(self, residual: torch.Tensor) -> torch.Tensor:
         if self._bare is None:
             return super().collapse(residual)
-        gates = path_gates(residual, **self.gate(), norm_eps=self.norm_eps, hc_eps=self.hc_eps)
+        gates = stream_gates(residual, **self.gate(), norm_eps=self.norm_eps, hc_eps=self.hc_eps)
         return self.trunk.norm((gates.unsqueeze(-1) * residual).sum(dim=2).to(residual.dtype))
 
     @property

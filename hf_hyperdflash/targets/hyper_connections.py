@@ -13,7 +13,7 @@ from .target import Target
 
 
 class HyperConnected(Target):
-    """A target whose `hc_head` has one gate per residual path."""
+    """A target whose `hc_head` has one gate per residual stream."""
 
     title = "Hunyuan V4 (Hy4)"
     forked_types = frozenset({"hy_v4", "hy_v4_vl_text"})
@@ -23,7 +23,7 @@ class HyperConnected(Target):
         return isinstance(getattr(trunk, "hc_head", None), nn.Module)
 
     @property
-    def paths(self) -> int:
+    def streams(self) -> int:
         return self.config.hc_mult
 
     @property
@@ -58,16 +58,16 @@ class Glm5Next(HyperConnected):
         return super().fits(target, trunk) and not hasattr(trunk.hc_head, "hc_fn")
 
     def gate(self) -> dict[str, torch.Tensor]:
-        """The gate whose collapse is the mean of the paths, whatever they hold."""
+        """Return the gate whose collapse is the mean of the streams, whatever they hold."""
         return {
-            "hc_fn": torch.zeros(self.paths, self.paths * self.config.hidden_size),
-            "hc_base": torch.tensor(1 / self.paths - self.config.hc_eps).logit().repeat(self.paths),
+            "hc_fn": torch.zeros(self.streams, self.streams * self.config.hidden_size),
+            "hc_base": torch.tensor(1 / self.streams - self.config.hc_eps).logit().repeat(self.streams),
             "hc_scale": torch.ones(1),
         }
 
 
 class Qwen4Exp(Target):
-    """A target whose mixer weighs every channel of a path by itself, and norms."""
+    """A target whose mixer weighs every channel of a stream by itself, and norms."""
 
     title = "Qwen4-Exp (Qwen3.8-Flash-Next)"
     forked_types = frozenset({"qwen4_exp_text"})
@@ -81,12 +81,12 @@ class Qwen4Exp(Target):
         return hasattr(trunk, "hyper_connection_mixer")
 
     @property
-    def paths(self) -> int:
+    def streams(self) -> int:
         return self.config.hc_count
 
     @property
     def why_ungated(self) -> str:
-        return "its collapse weighs every channel of a path by itself, which one gate per path cannot express"
+        return "its collapse weighs every channel of a stream by itself, which one gate per stream cannot express"
 
     def collapse(self, residual: torch.Tensor) -> torch.Tensor:
         return self.trunk.hyper_connection_mixer(residual.flatten(2))

@@ -21,7 +21,7 @@ def target_of(model: PreTrainedModel | Target) -> Target:
     """A model as drafters and the loop see it: of a bound one what `bind` made; a [`Target`] as it is.
 
     Raises:
-        ValueError: If the model is of no known family, or has residual paths of a kind that is not known.
+        ValueError: If the model is of no known family, or has residual streams of a kind that is not known.
     """
     if isinstance(model, Target):
         return model

@@ -36,14 +36,14 @@ class Target:
         model: The model itself.
         config: The model's text configuration.
         title: How the family is called.
-        paths: Residual paths that leave its decoder layers.
+        streams: How many residual streams leave its decoder layers.
         why_ungated: Why a drafter cannot inherit a gate from it, in words; empty if it can.
         rewindable_kinds: Of `config.layer_types`, those whose cache layers can be rewound after [`make_rewindable`].
         mask_token_id: A token that no text of the family has, where the vocabulary alone does not tell; `None` if not
             known.
         skips_padding: Whether its text would depend on how much padding there is, so that it is not to see any.
         masked_types: Of `config.model_type`, those whose draft trees one masked forward verifies.
-        forked_types: Those whose draft trees are verified with a row per path.
+        forked_types: Those whose draft trees are verified with a sequence per path.
         rounds: Threads whose forwards verify drafts.
         rope_switch: Where its rotary frequencies depend on the length of the text; `None` where they never do.
         layers: The decoder layers; the last one's output is the pre-collapse residual.
@@ -95,20 +95,25 @@ class Target:
     # The end of the trunk
 
     @property
-    def paths(self) -> int:
+    def streams(self) -> int:
         return 1
+
+    @property
+    def paths(self) -> int:
+        """The number of streams, for a drafter's own code from before 0.3."""
+        return self.streams
 
     @property
     def why_ungated(self) -> str:
         return f"a {self.config.model_type} target has one residual stream, and no gate that collapses several"
 
     def gate(self) -> dict[str, torch.Tensor]:
-        """The collapse's `hc_fn` `[paths, paths * config.hidden_size]`, `hc_base` `[paths]` and `hc_scale` `[1]`,
-        copied; empty if it has another form."""
+        """Return a copy of the collapse's `hc_fn` `[streams, streams * config.hidden_size]`, `hc_base` `[streams]` and
+        `hc_scale` `[1]`; nothing if it has another form."""
         return {}
 
     def collapse(self, residual: torch.Tensor) -> torch.Tensor:
-        """The pre-collapse residual `[batch, seq, paths, config.hidden_size]` to what the LM head reads,
+        """Collapse the residual `[batch, seq, streams, config.hidden_size]` to the states that the LM head reads,
         `[batch, seq, config.hidden_size]`."""
         return self.norm(residual.squeeze(2))
 
@@ -240,8 +245,8 @@ class Target:
 
     @property
     def tree_verification(self) -> TreeVerification:
-        """How its draft trees are verified: by one forward with a mask of ancestors, by one with a row per path, or
-        not at all, so that drafts are a chain."""
+        """How its draft trees are verified: by one forward with a mask of ancestors, by one forward with a sequence
+        for each path, or not at all, so that drafts are a chain."""
         kind = self.config.model_type
         if kind in self.masked_types and self.layer_kinds <= _MASKED_KINDS:
             return "mask" if self.config._attn_implementation in MASKED_IMPLEMENTATIONS else "fork"

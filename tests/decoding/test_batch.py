@@ -404,7 +404,7 @@ DRAFTERS = [
 def test_one_pass_drafts_for_each_text_what_a_pass_of_its_own_would(qwen3, fields):
     """Round by round, whatever was new to each context; also where processors or trees are asked for."""
     drafter = learned(tiny_drafter(qwen3, **fields))
-    chance, paths = torch.Generator().manual_seed(2), drafter.config.num_paths
+    chance, streams = torch.Generator().manual_seed(2), drafter.config.num_streams
     texts = [prompt(length, seed=length) for length in (4, 17, 9)]
     contexts = [drafter.new_context() for _ in texts]
     banned = LogitsProcessorList([SuppressTokensLogitsProcessor([3, 4, 5, 6])])
@@ -418,7 +418,7 @@ def test_one_pass_drafts_for_each_text_what_a_pass_of_its_own_would(qwen3, field
         wanted = []
         for row, (text, context) in enumerate(zip(texts, contexts)):
             end = text.shape[1] - 1
-            residual = torch.randn(1, end - context.end, paths, 64, generator=chance)
+            residual = torch.randn(1, end - context.end, streams, 64, generator=chance)
             positions = torch.arange(context.end, end)[None]
             if end > context.end:
                 drafter.extend(target_of(qwen3), context, residual, positions, text[:, context.end + 1 :])

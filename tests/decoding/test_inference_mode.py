@@ -209,10 +209,10 @@ def check_that_they_learn(target, drafter, options):
     logits = target(text).logits
     logits.float().logsumexp(-1).sum().backward()
     assert target.get_input_embeddings().weight.grad.abs().sum() > 0
-    paths = drafter.config.num_paths, drafter.config.target_hidden_size
+    width = drafter.config.num_streams, drafter.config.target_hidden_size
     hidden = drafter(
-        torch.zeros(1, drafter.config.block_size, paths[1]), torch.arange(drafter.config.block_size)[None] + 3,
-        residual=torch.ones(1, 3, *paths), residual_position_ids=torch.arange(3)[None],
+        torch.zeros(1, drafter.config.block_size, width[1]), torch.arange(drafter.config.block_size)[None] + 3,
+        residual=torch.ones(1, 3, *width), residual_position_ids=torch.arange(3)[None],
     )  # fmt: skip
     hidden.sum().backward()
     assert any(parameter.grad is not None for parameter in drafter.parameters())

@@ -92,7 +92,7 @@ def test_round_trip(tmp_path):
     again = HyperDFlashConfig.from_pretrained(tmp_path)
     assert again.to_dict() == config.to_dict()
     assert again.max_draft_tokens == 4
-    assert again.target_layer_ids == [-1] and again.num_paths == 4  # the paper's source
+    assert again.target_layer_ids == [-1] and again.num_streams == 4  # the paper's source
 
 
 @pytest.mark.parametrize(

@@ -71,10 +71,10 @@ def naive_for(tensors, config, target):
     return NaiveDSpark(tensors, config, target.get_input_embeddings().weight.detach(), head)
 
 
-def entries(length, seed=0, first=0, paths=12):
+def entries(length, seed=0, first=0, streams=12):
     """Residual, positions and ids `[1, length + 1]` of an accepted sequence; the last is the anchor."""
     generator = torch.Generator().manual_seed(seed)
-    residual = torch.randn(1, length, paths, 32, generator=generator)
+    residual = torch.randn(1, length, streams, 32, generator=generator)
     return residual, torch.arange(first, first + length + 1)[None], prompt(length + 1, seed)
 
 
@@ -145,8 +145,8 @@ def test_drafters_of_other_sizes(tmp_path, fields, shape, blocks):
     target = tiny_target(**FIELDS, **shape)
     layers = len(config.dspark_target_layer_ids)
     assert drafter.num_draft_tokens == drafter.max_draft_tokens == config.dspark_block_size
-    assert len(drafter.layers) == blocks and drafter.config.num_paths == layers * config.hc_mult
-    sequence = entries(12, paths=layers * config.hc_mult)
+    assert len(drafter.layers) == blocks and drafter.config.num_streams == layers * config.hc_mult
+    sequence = entries(12, streams=layers * config.hc_mult)
     tree, logits = from_scratch(drafter, target, sequence, 12, count=drafter.max_draft_tokens)
     assert_deepseeks(tree, logits, naive_for(tensors, config, target), sequence, 12)
 

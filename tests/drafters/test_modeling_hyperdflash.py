@@ -13,7 +13,7 @@ from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
 from hf_hyperdflash.drafters.blocks.path import BlockPath
 from hf_hyperdflash.drafters.parts.heads import HEADS
 from hf_hyperdflash.drafters.parts.layers import block_inputs
-from hf_hyperdflash.drafters.parts.reducers import HCGateReducer, path_gates
+from hf_hyperdflash.drafters.parts.reducers import HCGateReducer, stream_gates
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.data.blocks import block_mask, block_masks, previous_tokens
 
@@ -67,7 +67,7 @@ def test_a_gate_without_a_target_is_half_open_and_reads_its_input():
         num_hidden_layers=1, mask_token_id=1, initializer_range=0.2,
     )  # fmt: skip
     gate = HyperDFlashDrafter(config).hc_gate
-    gates = path_gates(torch.randn(1, 200, 4, 32), gate.hc_fn, gate.hc_base, gate.hc_scale, 1e-6, 1e-6)
+    gates = stream_gates(torch.randn(1, 200, 4, 32), gate.hc_fn, gate.hc_base, gate.hc_scale, 1e-6, 1e-6)
     assert 0.4 < gates.mean() < 0.6 and gates.std() > 0.1
 
 

@@ -62,7 +62,7 @@ def test_the_text_is_the_targets(family, kind):
 def test_a_reducer_with_a_gate(kind, fields):
     target = small_target([SLIDING, SLIDING])
     drafter = unrolled(kind, target, **KINDS[kind], **fields)
-    assert drafter.config.num_paths == len(drafter.target_layer_ids) * 4 and drafter.target_layer_ids[-1] == -1
+    assert drafter.config.num_streams == len(drafter.target_layer_ids) * 4 and drafter.target_layer_ids[-1] == -1
     drafter.bind(target)
     assert_same_text(target, drafter, tree_budget=7)
 

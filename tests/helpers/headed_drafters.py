@@ -56,7 +56,7 @@ def proposed(
     config, length = drafter.config, ids.shape[1] - 1
     count = drafter.max_draft_tokens if count is None else count
     context, generator = drafter.new_context(), torch.Generator().manual_seed(3)
-    residual = torch.randn(1, length, config.num_paths, config.target_hidden_size, generator=generator)
+    residual = torch.randn(1, length, config.num_streams, config.target_hidden_size, generator=generator)
     drafter.extend(target_of(target), context, residual.to(drafter.dtype), torch.arange(length)[None], ids[:, 1:])
     drafter.take_in(context)
     block, positions = block_inputs(ids[:, -1:], torch.tensor([[length]]), config.block_size, config.mask_token_id)

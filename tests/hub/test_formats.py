@@ -207,7 +207,7 @@ def test_a_truncated_vocabulary_is_written_back(target, tmp_path):
 
 def test_what_cannot_be_expressed_is_refused(tmp_path):
     gated = tiny_drafter(tiny_target())
-    with pytest.raises(ValueError, match=r"reducer is 'hc_gate'.*4 residual paths.*last layer's residual"):
+    with pytest.raises(ValueError, match=r"reducer is 'hc_gate'.*4 residual streams.*last layer's residual"):
         export_dflash(gated, tmp_path / "out")
     plain = tiny_drafter(qwen3(), reducer="fc", target_layer_ids=[0], sliding_window=8)
     with pytest.raises(ValueError, match=r"window.*`from_pretrained\(\.\.\., sliding_window=None\)`"):

@@ -115,4 +115,4 @@ def test_the_residual_of_a_target_is_its_models():
     model = tiny_target()
     with torch.no_grad(), capture_residual(model) as captured:
         model(prompt(9))
-    assert captured[0].shape == (1, 9, target_of(model).paths, model.config.hidden_size)
+    assert captured[0].shape == (1, 9, target_of(model).streams, model.config.hidden_size)

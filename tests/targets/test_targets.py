@@ -483,11 +483,11 @@ def test_every_family_shows_what_plain_decoding_shows(family):
 
 
 def test_every_family_passes_its_residual(family):
-    ids, paths = prompt(9), target_of(family).paths
+    ids, streams = prompt(9), target_of(family).streams
     with torch.no_grad(), capture_residual(family, [1, -1]) as captured:
         logits = family(ids).logits
-    assert captured[0].shape == (1, 9, 2 * paths, 64)
-    states = teacher_states(target_of(family), captured[0][:, :, paths:])
+    assert captured[0].shape == (1, 9, 2 * streams, 64)
+    states = teacher_states(target_of(family), captured[0][:, :, streams:])
     torch.testing.assert_close(target_of(family).logits(states), logits)
     some = torch.randint(0, 64, (9, 5))
     torch.testing.assert_close(target_of(family).logits_of(states[0], some), logits[0].gather(1, some))
@@ -501,8 +501,8 @@ def test_every_family_embeds_as_its_first_layer_reads(family):
     )
     with torch.no_grad():
         family(ids)
-    for path in read[0].reshape(1, 9, of.paths, 64).unbind(2):
-        torch.testing.assert_close(of.embed(ids), path)
+    for stream in read[0].reshape(1, 9, of.streams, 64).unbind(2):
+        torch.testing.assert_close(of.embed(ids), stream)
 
 
 def test_every_family_hands_its_gate_down_or_says_why_not(family, caplog):
@@ -512,7 +512,7 @@ def test_every_family_hands_its_gate_down_or_says_why_not(family, caplog):
         family(prompt(9))
     facts, residual = target_of(family), captured[0]
     if facts.gate():
-        assert drafter.config.reducer == "hc_gate" and not caplog.text and facts.paths > 1
+        assert drafter.config.reducer == "hc_gate" and not caplog.text and facts.streams > 1
         norm_reads = []
         facts.norm.register_forward_pre_hook(lambda module, args: norm_reads.append(args[0]))
         facts.collapse(residual)

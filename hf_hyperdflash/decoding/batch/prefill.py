@@ -71,5 +71,5 @@ def arguments_of(rows: Sequence[Decoding]) -> dict[str, Any]:
 
 
 def capture_for(rows: Sequence[Decoding]) -> ResidualCapture:
-    """Of the target's residual paths what one of the rows needs, and so all."""
+    """Of the target's residual streams what one of the rows needs, and so all."""
     return next((row.capture for row in rows if row.lesson is not None), rows[0].capture)

@@ -25,7 +25,7 @@ class BlockDrafter(ReadingDrafter):
     A subclass has `layers`, each called with the block's hidden states, the feature of what is new to the context, the
     rotary embedding of both, the context's and the mask, and with a `keys_values` for the feature alone; `rotary_emb`;
     and [`reduce`], [`_begin`] and [`_end`]. Its configuration has `vocab_size`, `draft_vocab_size`, `block_size`,
-    `first_slot`, `max_draft_tokens`, `mask_token_id`, `kinds`, `reach`, `target_layer_ids`, `num_paths`,
+    `first_slot`, `max_draft_tokens`, `mask_token_id`, `kinds`, `reach`, `target_layer_ids`, `num_streams`,
     `target_hc_mult`, `target_hidden_size`, `target_name_or_path`, what [`ContextCache`] and its heads read.
     """
 
@@ -43,7 +43,7 @@ class BlockDrafter(ReadingDrafter):
     # The block
 
     def reduce(self, residual: torch.Tensor) -> torch.Tensor:
-        """Collapse `[batch, seq, config.num_paths, config.target_hidden_size]` to the normed conditioning feature
+        """Collapse `[batch, seq, config.num_streams, config.target_hidden_size]` to the normed conditioning feature
         `[batch, seq, config.hidden_size]` in the drafter's dtype."""
         raise NotImplementedError(f"A {type(self).__name__} has no `reduce`.")
 
@@ -83,8 +83,8 @@ class BlockDrafter(ReadingDrafter):
             attention_mask: Boolean `[batch, 1, queries, context + seq + queries]`, `True` where a query may look, or
                 one for each kind of layer that `config.kinds` has; `None` for one block, which sees what
                 `config.reach` says.
-            residual: The target's residual paths of `config.target_layer_ids` of tokens before the anchors,
-                `[batch, seq, config.num_paths, config.target_hidden_size]`.
+            residual: The target's residual streams of `config.target_layer_ids` of tokens before the anchors,
+                `[batch, seq, config.num_streams, config.target_hidden_size]`.
             residual_position_ids: `[batch, seq]`, true positions of `residual`.
             previous_ids: `[batch, blocks, config.max_draft_tokens]`, in training: the token before each draft.
             previous_embeds: The target's embeddings of them, `[..., config.target_hidden_size]`.

@@ -28,7 +28,7 @@ class DeepseekV4DSparkConfig(DeepseekV4Config):
         block_size: Inputs of a block, the anchor and mask tokens; each drafts the token after it.
         mask_token_id: The token that stands after the anchor.
         head_rank: Of the Markov head.
-        target_layer_ids: Of the target's layers whose residual paths it reads, ascending from 0; -1 for the last.
+        target_layer_ids: Of the target's layers whose residual streams it reads, ascending from 0; -1 for the last.
         confidence_temperatures: As of [`HyperDFlashConfig`].
         target_name_or_path, target_revision, target_fingerprint: As of [`HyperDFlashConfig`].
         hyperdflash_version: Of the package that saved the drafter.
@@ -106,8 +106,8 @@ class DeepseekV4DSparkConfig(DeepseekV4Config):
         return self.block_size
 
     @property
-    def num_paths(self) -> int:
-        """Residual paths that the drafter reads: `hc_mult` of each layer in `target_layer_ids`."""
+    def num_streams(self) -> int:
+        """Residual streams that the drafter reads: `hc_mult` of each layer in `target_layer_ids`."""
         return len(self.target_layer_ids or ()) * self.hc_mult
 
     @property

@@ -222,7 +222,7 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
         Raises:
             ValueError: Naming both values, if they cannot work together.
         """
-        targets_sizes = (target.config.vocab_size, target.config.hidden_size, target.paths)
+        targets_sizes = (target.config.vocab_size, target.config.hidden_size, target.streams)
         for what, targets in zip(("vocab_size", "hidden_size", "hc_mult"), targets_sizes):
             drafters = getattr(self.config, what)
             if drafters != targets:

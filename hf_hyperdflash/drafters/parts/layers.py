@@ -129,8 +129,8 @@ class HyperDFlashRotaryEmbedding(Qwen3RotaryEmbedding):
 
 
 def reset_reducer(module: nn.Module, std: float) -> None:
-    """Fresh weights of a reducer's module: half-open gates on every path, near the mean of the paths, where `hc_head`
-    starts too; a norm that says nothing yet."""
+    """Reset a reducer's module: its gates to half open on every stream, near the mean of the streams, where `hc_head`
+    starts too; its norm to zero, so that it adds nothing yet. Other modules stay as they are."""
     if isinstance(module, HCGateReducer):
         init.normal_(module.hc_fn, mean=0.0, std=std)
         init.zeros_(module.hc_base)

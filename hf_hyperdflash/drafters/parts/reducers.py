@@ -1,4 +1,4 @@
-"""Reducers: how the target's residual paths become the feature that a drafter's blocks are conditioned on.
+"""Reducers: how the target's residual streams become the feature that a drafter's blocks are conditioned on.
 
 Torch alone, so that a serving engine can import them. A reducer has no parameters of its own: its modules are the
 drafter's, under the names that checkpoints have, so that adapters and sharding find them where they look.
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...targets.gate import path_gates, unit_rms
+from ...targets.gate import stream_gates, unit_rms
 
 
 class RMSNorm(nn.Module):
@@ -26,24 +26,25 @@ class RMSNorm(nn.Module):
 
 
 class HCGateReducer(nn.Module):
-    """Collapse the target's residual paths with an input-dependent sigmoid gate per path (Eq. 1).
+    """Collapse the target's residual streams with an input-dependent sigmoid gate per stream (Eq. 1).
 
     The gate has the form and, after `HyperDFlashDrafter.from_target`, the values of the target's `hc_head`; its
-    parameters are float32 as the target's are. With `config.path_norm` each path is normalized, without a weight,
+    parameters are float32 as the target's are. With `config.path_norm` each stream is normalized, without a weight,
     before the sum; without it an untrained reducer computes exactly what the target's `hc_head` does.
 
     Args:
         config: The drafter's.
-        layers: How many of the target's layers are read. Each has gates of its own; all layers' paths are summed.
+        layers: How many of the target's layers are read. Each has gates of its own, and the streams of all of them are
+            summed.
     """
 
     def __init__(self, config: Any, layers: int = 1) -> None:
         super().__init__()
-        paths, width = config.target_hc_mult, config.hidden_size
+        streams, width = config.target_hc_mult, config.hidden_size
         self.layers, self.path_norm = layers, config.path_norm
         self.eps, self.norm_eps = config.hc_eps, config.rms_norm_eps
-        self.hc_fn = nn.Parameter(torch.empty(layers * paths, paths * width, dtype=torch.float32))
-        self.hc_base = nn.Parameter(torch.empty(layers * paths, dtype=torch.float32))
+        self.hc_fn = nn.Parameter(torch.empty(layers * streams, streams * width, dtype=torch.float32))
+        self.hc_base = nn.Parameter(torch.empty(layers * streams, dtype=torch.float32))
         self.hc_scale = nn.Parameter(torch.empty(layers, dtype=torch.float32))
 
     @torch.no_grad()
@@ -53,17 +54,15 @@ class HCGateReducer(nn.Module):
             getattr(self, name).copy_(value.repeat(self.layers, *[1] * (value.ndim - 1)))
 
     def forward(self, residual: torch.Tensor) -> torch.Tensor:
-        """Residual `[batch, seq, layers * config.target_hc_mult, config.hidden_size]` to
+        """Reduce a residual `[batch, seq, layers * config.target_hc_mult, config.hidden_size]` to
         `[batch, seq, config.hidden_size]`."""
         weights = (weight.chunk(self.layers) for weight in (self.hc_fn, self.hc_base, self.hc_scale))
         # Mixed-precision training keeps the gate float32 too.
         with torch.autocast(residual.device.type, enabled=False):
             parts = zip(residual.chunk(self.layers, dim=2), *weights)
-            gates = torch.cat(
-                [path_gates(read, fn, base, scale, self.norm_eps, self.eps) for read, fn, base, scale in parts], dim=-1
-            )
-            paths = unit_rms(residual.float(), self.norm_eps) if self.path_norm else residual
-            return (gates.unsqueeze(-1) * paths).sum(dim=2).to(residual.dtype)
+            gates = torch.cat([stream_gates(*part, self.norm_eps, self.eps) for part in parts], dim=-1)
+            streams = unit_rms(residual.float(), self.norm_eps) if self.path_norm else residual
+            return (gates.unsqueeze(-1) * streams).sum(dim=2).to(residual.dtype)
 
 
 def _projection(config: Any, read: int) -> nn.Linear:
@@ -82,13 +81,13 @@ class Gate:
 
     @staticmethod
     def reduce(drafter: Any, residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Residual `[batch, seq, paths read, config.target_hidden_size]` to `[batch, seq, config.hidden_size]` in
+        """Residual `[batch, seq, streams read, config.target_hidden_size]` to `[batch, seq, config.hidden_size]` in
         `dtype`, by the modules of `drafter`."""
         return drafter.hc_gate(residual).to(dtype)
 
 
 class Dense:
-    """Vanilla DFlash's dense projection of all paths read (section 2.2; z-lab's checkpoints call it `fc` too)."""
+    """Vanilla DFlash's dense projection of all streams read (section 2.2; z-lab's checkpoints call it `fc` too)."""
 
     has_gate = False
 
@@ -120,14 +119,14 @@ class Hybrid:
     @staticmethod
     def reduce(drafter: Any, residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """As of [`Gate`]."""
-        paths = drafter.config.target_hc_mult
-        gated, others = residual[:, :, -paths:], residual[:, :, :-paths]
+        streams = drafter.config.target_hc_mult
+        gated, others = residual[:, :, -streams:], residual[:, :, :-streams]
         dense = drafter.fc((others if others.shape[2] else gated).flatten(2).to(dtype))
         return drafter.hc_gate(gated).to(dtype) + drafter.fc_norm(dense)
 
 
 class StreamMean:
-    """The mean over the paths of each layer read, then a projection."""
+    """The mean over the streams of each layer read, then a projection."""
 
     has_gate = False
 

@@ -134,8 +134,8 @@ class UnrolledDrafter(ReadingDrafter):
     # What a subclass says
 
     def condition(self, residual: torch.Tensor) -> torch.Tensor:
-        """The target's residual paths `[batch, seq, config.num_paths, config.target_hidden_size]` as what first blocks
-        are conditioned on, `[batch, seq, config.hidden_size]`."""
+        """Return what first blocks are conditioned on, `[batch, seq, config.hidden_size]`, from the target's residual
+        streams `[batch, seq, config.num_streams, config.target_hidden_size]`."""
         return self.reducer.reduce(self, residual, self.dtype)
 
     def _begin(self, condition: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
@@ -211,7 +211,7 @@ class UnrolledDrafter(ReadingDrafter):
         """First blocks of all entries and, from some of them, blocks that go on from each other.
 
         Args:
-            residual: `[batch, seq, config.num_paths, config.target_hidden_size]`.
+            residual: `[batch, seq, config.num_streams, config.target_hidden_size]`.
             position_ids: `[batch, seq]`, counting from 0 in every packed document.
             next_embeds: `[batch, seq, config.target_hidden_size]`, of the token after each; with `own_embedding` these
                 tokens, `[batch, seq]`.
@@ -508,7 +508,7 @@ def fields_of(target: Target) -> dict[str, Any]:
         "hc_eps": target.hc_eps,
         "target_layer_ids": usual_layers(layers) if layers > 7 else sorted({0, (layers - 1) // 2}),
         "target_hidden_size": own.hidden_size,
-        "target_hc_mult": target.paths,
+        "target_hc_mult": target.streams,
         "target_num_layers": layers,
         "target_model_type": own.model_type,
         "target_name_or_path": target.model.config._name_or_path,

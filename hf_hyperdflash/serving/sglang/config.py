@@ -34,7 +34,7 @@ class SGLangConfig(ServedConfig):
     def _unsupported_by_engine(self) -> list[tuple[bool, str, str, str]]:
         window, block = self.sliding_window, self.block_size
         return [
-            (self.target_hc_mult > 1, "target_hc_mult", "targets with one residual path",
+            (self.target_hc_mult > 1, "target_hc_mult", "targets with one residual stream",
              "serve with vLLM, or draft in transformers' `generate`"),
             (window is not None and window < block and self.window_from == "slot", "sliding_window",
              f"windows of the block's {block} slots at least", f"{TRAIN} `sliding_window={block}` or more"),

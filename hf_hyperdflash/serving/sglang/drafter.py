@@ -57,7 +57,7 @@ class ServedDrafter(DFlashDraftModel):
     # Conditioning
 
     def project_target_hidden(self, target_hidden: torch.Tensor) -> torch.Tensor:
-        """Reduce the concatenated states of each token, `[tokens, config.num_paths * config.target_hidden_size]`, to
+        """Reduce the concatenated states of each token, `[tokens, config.num_streams * config.target_hidden_size]`, to
         the normed conditioning feature `[tokens, config.hidden_size]`."""
         read, width = len(self.config.target_layer_ids), self.config.target_hidden_size
         if target_hidden.shape[-1] != read * width:

@@ -78,7 +78,7 @@ class ServedDrafter(DFlashQwen3ForCausalLM):
     # Conditioning
 
     def combine_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Reduce the concatenated states of each token, `[tokens, config.num_paths * config.target_hidden_size]`, to
+        """Reduce the concatenated states of each token, `[tokens, config.num_streams * config.target_hidden_size]`, to
         the conditioning feature `[tokens, config.hidden_size]`, before its norm."""
         config = self.config
         residual = hidden_states.unflatten(-1, (-1, config.target_hidden_size)).unsqueeze(0)

@@ -241,7 +241,7 @@ class _Writer:
             "target": _describe_target(target),
             "dtype": dtype,
             "target_layer_ids": list(target_layer_ids),
-            "hc_mult": family.paths,
+            "hc_mult": family.streams,
             "hidden_size": family.config.hidden_size,
             "rows": len(self.lengths),
             "tokens": sum(self.lengths),

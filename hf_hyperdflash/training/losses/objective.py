@@ -152,7 +152,7 @@ class BlockObjective:
             embeds,
             positions,
             attention_mask=block_masks(config, anchors, batch["position_ids"]),
-            residual=residual[:, :, : config.num_paths],
+            residual=residual[:, :, : config.num_streams],
             residual_position_ids=batch["position_ids"],
             previous_ids=previous,
             previous_embeds=previous_embeds,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from hf_hyperdflash.drafters.parts.block_attention import Reach
+from hf_hyperdflash.drafters.parts.block_attention import AttentionSpan
 from hf_hyperdflash.drafters.parts.layers import CausalConvolution, ContextCache, DrafterRMSNorm
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.data.blocks import block_mask
@@ -24,7 +24,7 @@ def blocks(window=None):
     torch.manual_seed(0)
     anchors, everywhere = torch.tensor([[3, 17]]), torch.arange(24)[None]
     positions = (anchors.unsqueeze(-1) + torch.arange(7)).flatten(1)
-    mask = block_mask(anchors, everywhere, 7, Reach(window))
+    mask = block_mask(anchors, everywhere, 7, AttentionSpan(window))
     return torch.randn(1, 14, 32), positions, None, mask, torch.randn(1, 24, 4, 32), everywhere
 
 
@@ -92,7 +92,7 @@ def test_a_context_is_its_accepted_tokens_whatever_blocks_come_between(steps, wi
     """Against a list: tokens that are new go in, a block's are seen and overwritten, old ones leave the window of each
     layer, and all of them the buffer."""
     config = type("Config", (), dict(num_hidden_layers=2, num_key_value_heads=1, head_dim=2))
-    context, accepted, number = ContextCache([Reach(window) for window in windows]), [], 0
+    context, accepted, number = ContextCache([AttentionSpan(window) for window in windows]), [], 0
     longest = None if None in windows else max(windows)
 
     def rows(values):

@@ -14,7 +14,7 @@ from transformers import DeepseekV4Config, LogitsProcessorList, TemperatureLogit
 
 from hf_hyperdflash import DeepseekV4DSparkDrafter, DeepseekV4MTPDrafter
 from hf_hyperdflash.drafters.deepseek_v4.configuration_dspark import DeepseekV4DSparkConfig
-from hf_hyperdflash.drafters.parts.block_attention import Reach
+from hf_hyperdflash.drafters.parts.block_attention import AttentionSpan
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.data.blocks import block_mask, previous_tokens
@@ -217,7 +217,7 @@ def test_rows_as_in_training_are_deepseeks(drafter, target, naive, config):
     out = drafter(
         target.get_input_embeddings()(blocks.flatten(1)),
         at.flatten(1),
-        attention_mask=block_mask(anchors, positions, BLOCK, Reach(WINDOW)),
+        attention_mask=block_mask(anchors, positions, BLOCK, AttentionSpan(WINDOW)),
         residual=residual,
         residual_position_ids=positions,
         previous_ids=previous,
@@ -241,7 +241,7 @@ def test_gradient_checkpointing_changes_nothing(drafter, target):
     inputs = dict(
         block_embeds=target.get_input_embeddings()(ids[:, -BLOCK:]).detach(),
         position_ids=positions[:, -1:] + torch.arange(BLOCK),
-        attention_mask=block_mask(torch.tensor([[11]]), positions[:, :-1], BLOCK, Reach(WINDOW)),
+        attention_mask=block_mask(torch.tensor([[11]]), positions[:, :-1], BLOCK, AttentionSpan(WINDOW)),
         residual=residual,
         residual_position_ids=positions[:, :-1],
     )

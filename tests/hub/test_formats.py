@@ -176,7 +176,7 @@ def test_export_is_what_the_oracle_reads(target, tmp_path, format, windows):
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in drafter.state_dict().items())
     assert torch.equal(drafted(again, target, ids, 4), drafted(drafter, target, ids, 4))
     assert again.config.kinds == drafter.config.kinds
-    assert all(again.config.reach(kind) == drafter.config.reach(kind) for kind in again.config.kinds)
+    assert all(again.config.attention_span(kind) == drafter.config.attention_span(kind) for kind in again.config.kinds)
 
 
 def test_scaled_rope_is_written_and_read(target, tmp_path):

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hyperdflash.drafters.parts.block_attention import Reach
+from hf_hyperdflash.drafters.parts.block_attention import AttentionSpan
 from hf_hyperdflash.drafters.parts.layers import block_inputs
 from hf_hyperdflash.training.data.blocks import (
     anchor_candidates,
@@ -69,7 +69,7 @@ def test_mask_equals_a_loop(lengths, size, window, from_slot, causal, seed):
     _, _, positions, documents = packed(lengths, seed)
     context = len(documents)
     anchors = torch.randint(-1, context, (1, 3), generator=torch.Generator().manual_seed(seed))
-    mask = block_mask(anchors, positions, size, Reach(window, from_slot, causal))
+    mask = block_mask(anchors, positions, size, AttentionSpan(window, from_slot, causal))
     for q in range(3 * size):
         anchor = int(anchors[0, q // size])
         for j in range(context):

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from ..configuration import DrafterConfig
-from ..parts.block_attention import CAUSAL_LAYERS, FULL, LAYER_KINDS, SLIDING, WINDOW_FROM, Reach
+from ..parts.block_attention import CAUSAL_LAYERS, FULL, LAYER_KINDS, SLIDING, WINDOW_FROM, AttentionSpan
 from ..parts.heads import HEADS
 
 
@@ -32,7 +32,8 @@ class HyperDFlashConfig(DrafterConfig):
         layer_types: `"full_attention"` or `"sliding_attention"` for each layer, where only the latter have the window;
             `None` if all are alike. Mixed ones, and the next two, are DFlash drafters' of other formats.
         causal_layers: In which layers a slot sees only those before it of its block: `"none"`, `"sliding"` or `"all"`.
-        window_from: Where the window begins: `"anchor"`, or each `"slot"`, which is then counted in (see [`Reach`]).
+        window_from: Where the window begins: at the `"anchor"`, or at each `"slot"`, which it then includes (see
+            [`AttentionSpan`]).
         block_size: Anchor plus draft positions: 7 is the paper's six drafted steps (section 3.3).
         sample_from_anchor: Whether the anchor's slot drafts as well, so that slot k drafts the token k + 1 after the
             anchor and 7 inputs give 7 drafts (DSpark). The paper's does not: slot k drafts the token k after it.
@@ -149,10 +150,10 @@ class HyperDFlashConfig(DrafterConfig):
         alike = FULL if self.sliding_window is None else SLIDING
         return self.layer_types or [alike] * self.num_hidden_layers
 
-    def reach(self, kind: str) -> Reach:
+    def attention_span(self, kind: str) -> AttentionSpan:
         """What slots see in layers of a kind."""
         is_causal = self.causal_layers == "all" or (self.causal_layers == "sliding" and kind == SLIDING)
-        return Reach(self.sliding_window if kind == SLIDING else None, self.window_from == "slot", is_causal)
+        return AttentionSpan(self.sliding_window if kind == SLIDING else None, self.window_from == "slot", is_causal)
 
     @property
     def max_draft_tokens(self) -> int:

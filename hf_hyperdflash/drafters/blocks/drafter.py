@@ -25,7 +25,7 @@ class BlockDrafter(ReadingDrafter):
     A subclass has `layers`, each called with the block's hidden states, the feature of what is new to the context, the
     rotary embedding of both, the context's and the mask, and with a `keys_values` for the feature alone; `rotary_emb`;
     and [`reduce`], [`_begin`] and [`_end`]. Its configuration has `vocab_size`, `draft_vocab_size`, `block_size`,
-    `first_slot`, `max_draft_tokens`, `mask_token_id`, `kinds`, `reach`, `target_layer_ids`, `num_streams`,
+    `first_slot`, `max_draft_tokens`, `mask_token_id`, `kinds`, `attention_span`, `target_layer_ids`, `num_streams`,
     `target_hc_mult`, `target_hidden_size`, `target_name_or_path`, what [`ContextCache`] and its heads read.
     """
 
@@ -82,7 +82,7 @@ class BlockDrafter(ReadingDrafter):
             context: What is known of the tokens before; the residual's are added to it. `None` in training.
             attention_mask: Boolean `[batch, 1, queries, context + seq + queries]`, `True` where a query may look, or
                 one for each kind of layer that `config.kinds` has; `None` for one block, which sees what
-                `config.reach` says.
+                `config.attention_span` says.
             residual: The target's residual streams of `config.target_layer_ids` of tokens before the anchors,
                 `[batch, seq, config.num_streams, config.target_hidden_size]`.
             residual_position_ids: `[batch, seq]`, true positions of `residual`.
@@ -136,7 +136,7 @@ class BlockDrafter(ReadingDrafter):
         for kind in dict.fromkeys(kinds):
             if given is None:
                 seen = new if context is None else context.visible(kinds.index(kind), new)
-                mask = self.config.reach(kind).mask(hidden.shape[1], seen, hidden.device)
+                mask = self.config.attention_span(kind).mask(hidden.shape[1], seen, hidden.device)
             else:
                 mask = given if isinstance(given, torch.Tensor) else given[kind]
             implementation = self.config._attn_implementation
@@ -172,7 +172,7 @@ class BlockDrafter(ReadingDrafter):
 
     def new_context(self) -> ContextCache:
         """An empty context for one sequence."""
-        return ContextCache([self.config.reach(kind) for kind in self.config.kinds])
+        return ContextCache([self.config.attention_span(kind) for kind in self.config.kinds])
 
     @torch.no_grad()
     def extend(
@@ -237,8 +237,8 @@ class BlockDrafter(ReadingDrafter):
         context = JointContext([each.context for each in wanted])
         anchors, last = (torch.cat([part[:, -1:] for part in parts]) for parts in list(zip(*wanted))[1:3])
         block, positions = block_inputs(anchors, last, config.block_size, config.mask_token_id)
-        reaches = {kind: config.reach(kind) for kind in dict.fromkeys(config.kinds)}
-        masks = context.masks(config.kinds, reaches, config.block_size, device)
+        spans = {kind: config.attention_span(kind) for kind in dict.fromkeys(config.kinds)}
+        masks = context.masks(config.kinds, spans, config.block_size, device)
         embeds = target.embed(block).to(device)
         hidden = self(embeds, positions.to(device), context, masks, *context.pending())
         states = hidden[:, config.first_slot : config.first_slot + max(each.drafts for each in wanted)]

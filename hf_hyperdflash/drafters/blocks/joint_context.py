@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..parts.block_attention import Reach
+from ..parts.block_attention import AttentionSpan
 from ..parts.layers import ContextCache, ContextLayer, KeysValues
 
 
@@ -65,15 +65,15 @@ class JointContext:
         return update
 
     def masks(
-        self, kinds: Sequence[str], reaches: dict[str, Reach], block_size: int, device: torch.device
+        self, kinds: Sequence[str], spans: dict[str, AttentionSpan], block_size: int, device: torch.device
     ) -> dict[str, torch.Tensor]:
         """Of each kind of layer, what its slots see, boolean `[batch, 1, block_size, longest + block_size]`."""
         masks = {}
-        for kind, reach in reaches.items():
+        for kind, span in spans.items():
             seen = [context.visible(kinds.index(kind), own) for context, own in zip(self.contexts, self.news)]
             mask = torch.zeros(len(seen), 1, block_size, max(seen) + block_size, dtype=torch.bool, device=device)
             for row, own in enumerate(seen):
-                of_row = reach.mask(block_size, own, device)
+                of_row = span.mask(block_size, own, device)
                 mask[row, ..., max(seen) - own :] = True if of_row is None else of_row[0]
             masks[kind] = mask
         return masks

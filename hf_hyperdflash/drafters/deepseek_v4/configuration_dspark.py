@@ -8,7 +8,7 @@ from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4
 
 from ..blocks.configuration_hyperdflash import HyperDFlashConfig, check_temperatures
 from ..configuration import check_layer_ids
-from ..parts.block_attention import SLIDING, Reach
+from ..parts.block_attention import SLIDING, AttentionSpan
 from .configuration_mtp import of_blocks
 
 # DeepSeek's names of what we call the same in every drafter of blocks.
@@ -59,9 +59,9 @@ class DeepseekV4DSparkConfig(DeepseekV4Config):
         """The kind of every layer."""
         return [SLIDING] * self.num_hidden_layers
 
-    def reach(self, kind: str) -> Reach:
+    def attention_span(self, kind: str) -> AttentionSpan:
         """What slots see in layers of a kind."""
-        return Reach(self.sliding_window)
+        return AttentionSpan(self.sliding_window)
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)

@@ -18,7 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from .block_attention import Reach
+from .block_attention import AttentionSpan
 from .reducers import HCGateReducer, RMSNorm
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
@@ -226,7 +226,7 @@ class ContextCache:
     neither a new token nor a block copies the context.
 
     Args:
-        reaches: Of every layer.
+        spans: Of every layer.
 
     Attributes:
         window: How many of the last tokens any layer sees; `None` for all.
@@ -234,8 +234,8 @@ class ContextCache:
         pending: Residual and positions of the last of them, which go in with the next block.
     """
 
-    def __init__(self, reaches: Sequence[Reach]) -> None:
-        self._windows = [reach.context for reach in reaches]
+    def __init__(self, spans: Sequence[AttentionSpan]) -> None:
+        self._windows = [span.context_window for span in spans]
         self.window = None if None in self._windows else max(window for window in self._windows if window is not None)
         self.end = 0
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None

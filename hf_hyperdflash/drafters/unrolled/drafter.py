@@ -20,7 +20,7 @@ from ...targets.attention_masks import attention_mask_for
 from ...targets.registry import target_of
 from ...targets.target import Target
 from ...trees.tree import DraftTree
-from ..parts.block_attention import Reach
+from ..parts.block_attention import AttentionSpan
 from ..parts.heads import HeadOutput
 from ..parts.layers import (
     ContextCache,
@@ -52,7 +52,7 @@ class EntryContext(ContextCache):
     position: torch.Tensor
 
     def __init__(self, layers: int) -> None:
-        super().__init__([Reach()] * layers)
+        super().__init__([AttentionSpan()] * layers)
 
 
 class UnrolledDrafter(ReadingDrafter):

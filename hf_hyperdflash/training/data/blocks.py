@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedConfig
 
-from ...drafters.parts.block_attention import Reach
+from ...drafters.parts.block_attention import AttentionSpan
 from ..losses.loss import IGNORE_INDEX
 
-_EVERYTHING = Reach()
+_EVERYTHING = AttentionSpan()
 
 
 def anchor_candidates(loss_mask: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
@@ -85,15 +85,15 @@ def previous_tokens(input_ids: torch.Tensor, anchors: torch.Tensor, drafts: int)
 
 
 def block_mask(
-    anchors: torch.Tensor, position_ids: torch.Tensor, block_size: int, reach: Reach = _EVERYTHING
+    anchors: torch.Tensor, position_ids: torch.Tensor, block_size: int, span: AttentionSpan = _EVERYTHING
 ) -> torch.Tensor:
-    """Return the attention mask: a block sees its document strictly before its anchor, and itself, within `reach`.
+    """Return the attention mask: a block sees its document strictly before its anchor, and itself, within `span`.
 
     Args:
         anchors: Indices `[batch, anchors]`, -1 for missing ones (they see only their own block).
         position_ids: `[batch, context]`, counting from 0 in every packed document.
         block_size: Slots per block.
-        reach: How far its slots see.
+        span: What its slots see.
 
     Returns:
         Boolean `[batch, 1, anchors * block_size, context + anchors * block_size]`.
@@ -103,10 +103,10 @@ def block_mask(
     back = anchors.unsqueeze(-1) - torch.arange(position_ids.shape[1], device=device)
     slots = torch.arange(block_size, device=device).view(-1, 1)
     before = (back > 0) & (back <= documents)
-    sees_context = before.unsqueeze(2) & reach.seen(slots, back.unsqueeze(2))
+    sees_context = before.unsqueeze(2) & span.sees_context(slots, back.unsqueeze(2))
     sees_context = sees_context.expand(-1, -1, block_size, -1).flatten(1, 2)
     block = torch.arange(count, device=device).repeat_interleave(block_size)
-    sees_block = (block.unsqueeze(-1) == block) & reach.seen_slots(block_size, device).repeat(count, count)
+    sees_block = (block.unsqueeze(-1) == block) & span.sees_slots(block_size, device).repeat(count, count)
     sees_block = sees_block.expand(len(anchors), -1, -1)
     return torch.cat([sees_context, sees_block], dim=-1).unsqueeze(1)
 
@@ -116,7 +116,7 @@ def block_masks(
 ) -> dict[str, torch.Tensor]:
     """Return the [`block_mask`] of each kind of layer that a drafter has."""
     kinds = dict.fromkeys(config.kinds)
-    return {kind: block_mask(anchors, position_ids, config.block_size, config.reach(kind)) for kind in kinds}
+    return {kind: block_mask(anchors, position_ids, config.block_size, config.attention_span(kind)) for kind in kinds}
 
 
 def walk_rounds(anchors: torch.Tensor, matched: torch.Tensor, available: torch.Tensor) -> list[tuple[int, int]]:

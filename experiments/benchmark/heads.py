@@ -193,7 +193,7 @@ def timed(target: PreTrainedModel, arguments: argparse.Namespace, **shape: Any) 
     ids, positions = torch.randint(4, config.vocab_size, (1, length + 1)), torch.arange(length + 1)[None]
     context, sampler = plain.new_context(), DraftSampler(LogitsProcessorList(), do_sample=False)
     plain.extend(target_of(target), context, residual, positions[:, :-1], ids[:, 1:])
-    plain.take_in(context)
+    plain.flush_pending(context)
     embeds = torch.randn(1, config.block_size, config.target_hidden_size, dtype=target.dtype)
     at = positions[:, -1:] + torch.arange(config.block_size)
 

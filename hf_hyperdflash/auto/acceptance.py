@@ -90,11 +90,11 @@ class NodeAcceptance:
         second, others = (line(p) for line, p in zip(self._later, ACCEPTED[1:]))
         return second, min(second, others)
 
-    def of_likely(self, likely: torch.Tensor) -> torch.Tensor:
+    def log_chances(self, likely: torch.Tensor) -> torch.Tensor:
         """The logarithms of probabilities of acceptance, from those of the drafter's probabilities."""
         return self.line.of_logarithms(likely)
 
-    def of_one(self, signal: float) -> float:
+    def chance(self, signal: float) -> float:
         """The probability of acceptance of one node, by the drafter's."""
         return self.line(signal)
 

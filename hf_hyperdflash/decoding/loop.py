@@ -103,7 +103,7 @@ class Decoding:
         self.processor, self.stopping = logits_processor, Stopping(stopping_criteria, is_row)
         self.sampler = DraftSampler(logits_processor, generation_config.do_sample)
         budget = tree_budget_asked(generation_config)
-        self.is_joint = is_row and self.target.joins_rows  # with others in one forward
+        self.is_joint = is_row and self.target.can_join_sequences  # with others in one forward
         self.tree_budget = None if budget == AUTO and (drafting_stats is None or self.is_joint) else budget
         self.schedule = FixedPolicy()
         self.drafting_stats = drafting_stats

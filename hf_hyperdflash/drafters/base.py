@@ -58,7 +58,7 @@ class Drafter:
     def new_context(self) -> Any:
         """State of one sequence, with an attribute `end`, 0 at first: tokens that were taken in, which the loop
         counts."""
-        return SeenTokens()
+        return EmptyContext()
 
     def extend(
         self,
@@ -243,7 +243,7 @@ class Drafter:
         _last_stats.of[self] = stats
 
 
-class SeenTokens:
+class EmptyContext:
     """The context of a drafter that keeps nothing of a sequence.
 
     Attributes:

@@ -48,7 +48,7 @@ class ReadingDrafter(SavedDrafter):
             config.target_model_type = own.model_type
             config.target_num_layers = config.target_num_layers or own.num_hidden_layers
 
-    def of_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+    def to_full_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """`[..., config.vocab_size]` from those of the tokens that can be drafted."""
         if not self.config.draft_vocab_size:
             return logits
@@ -95,7 +95,7 @@ class ReadingDrafter(SavedDrafter):
                 weight[:, part] = logits[:, ids.to(logits.device)].T.to(weight)
 
     @torch.no_grad()
-    def _quieten(self, logits: Callable[[], torch.Tensor]) -> None:
+    def _flatten_logits(self, logits: Callable[[], torch.Tensor]) -> None:
         """Make a fresh drafter's last norm so small that a guess of any token costs at most about a nat more than
         among equals: an LM head that is the target's embedding has large rows, and is sure of tokens by chance, so
         that training would begin with unlearning it.

@@ -141,7 +141,7 @@ class DeepseekV4(HyperConnected):
         return "mask" if is_stock else "fork"
 
     @property
-    def joins_rows(self) -> bool:
+    def can_join_sequences(self) -> bool:
         return False  # a cache layer counts the windows of one text
 
     def can_mask(self, cache: Any) -> bool:

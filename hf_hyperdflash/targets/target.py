@@ -257,7 +257,7 @@ class Target:
         return True
 
     @property
-    def joins_rows(self) -> bool:
+    def can_join_sequences(self) -> bool:
         """Whether one forward serves the rows of a batch, whose texts differ in length: where a mask hides all that a
         row is not to see, and rotary frequencies are not those of the longest. Else they are written one after the
         other."""

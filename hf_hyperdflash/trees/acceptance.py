@@ -23,7 +23,7 @@ def greedy_walk(tree: DraftTree, drafts: Sequence[int], choice_after: Callable[[
     Args:
         tree: The drafts.
         drafts: `tree.tokens`, on the host.
-        choice_after: The target's token after a node, or after the anchor ([`ANCHOR`]).
+        choice_after: Returns the target's token after a node, or after the anchor ([`ANCHOR`]).
 
     Yields:
         Accepted drafts from the anchor on, then the target's own token.
@@ -38,17 +38,17 @@ def greedy_walk(tree: DraftTree, drafts: Sequence[int], choice_after: Callable[[
 def sampled_walk(
     tree: DraftTree, drafts: Sequence[int], distribution_after: Callable[[int], torch.Tensor]
 ) -> Iterator[Step]:
-    """Accept at random, so that the text has the target's distribution, whatever the drafts are.
+    """Accept drafts at random, so that the text has the target's distribution, whatever the drafts are.
 
-    Siblings that were drawn at random are tried one after the other: each is accepted with probability min(1, p/q),
-    and else `p` becomes what it has more of than `q` (Leviathan et al., algorithm 1, with one draft; SpecInfer,
-    algorithm 2, with several). What is left of `p` is drawn from; a sibling that was not drawn at random is right if
-    it comes out.
+    Siblings that were drawn at random are tried one after the other. Each is accepted with probability min(1, p/q);
+    after a rejection, `p` becomes the normalized positive part of `p - q` (Leviathan et al., algorithm 1, with one
+    draft; SpecInfer, algorithm 2, with several). If all are rejected, a token is drawn from the last `p`. A sibling
+    that was not drawn at random is accepted if it is that token.
 
     Args:
         tree: The drafts.
         drafts: `tree.tokens`, on the host.
-        distribution_after: The target's distribution `[config.vocab_size]` after a node, or after the anchor
+        distribution_after: Returns the target's distribution `[config.vocab_size]` after a node, or after the anchor
             ([`ANCHOR`]).
 
     Yields:
@@ -56,45 +56,46 @@ def sampled_walk(
     """
     node: int | None = ANCHOR
     while node is not None:
-        token, node = _drawn(tree, drafts, tree.children.get(node, []), distribution_after(node))
+        token, node = _sampled_step(tree, drafts, tree.children.get(node, []), distribution_after(node))
         yield token, node
 
 
 def traversal_walk(tree: DraftTree, p: torch.Tensor) -> Iterator[Step]:
-    """Accept at random, so that the text has the target's distribution, and as much of each path as possible.
+    """Accept drafts at random, so that the text has the target's distribution, and as much of each path as possible.
 
-    [`sampled_walk`] gives a path up at its first rejected draft. Here a path is settled from its end: that it is
-    accepted as far as a node or further has the probability min(1, w p/q), where w is that of its parent, so that a
-    draft which the target likes better than the drafter makes up for one before it which it likes less. What is left
-    of w and p once all below a sibling is rejected goes to the next, and last to the node itself. Of a chain that is
-    block verification (Sun et al., arXiv 2403.10444, algorithm 2), of trees traversal verification (Weng et al.,
-    arXiv 2505.12398). A draft that was not drawn at random is one of probability 1.
+    [`sampled_walk`] gives up a path at its first rejected draft. Here each path is judged as a whole, from its end. A
+    node is accepted, alone or with nodes after it, with probability min(1, w p/q), where w is this probability of its
+    parent. So a draft that is more probable for the target than for the drafter makes up for an earlier one that is
+    less probable. When a sibling and all nodes below it are rejected, the remaining w and p go to the next sibling,
+    and at last to the parent itself. For a chain this is block verification (Sun et al., arXiv 2403.10444, algorithm
+    2), for a tree traversal verification (Weng et al., arXiv 2505.12398). A draft that was not drawn at random has a q
+    of 1.
 
     Args:
         tree: The drafts.
         p: The target's distributions after the anchor and after each node, `[nodes + 1, config.vocab_size]`.
 
     Yields:
-        As [`greedy_walk`]. All is settled before the first, with one wait for the device.
+        As [`greedy_walk`]. All is decided before the first one, with one wait for the device.
     """
     tokens, certain = tree.tokens.to(p.device), torch.ones_like(p[0, :1])
-    weights, left = [certain], [p[0]]  # of the anchor and of each node
+    weights, remaining = [certain], [p[0]]  # of the anchor and of each node
     for node, parent in enumerate(tree.parents):
-        weight, more, drafted = weights[parent + 1], left[parent + 1], tokens[node : node + 1]
+        weight, more, drafted = weights[parent + 1], remaining[parent + 1], tokens[node : node + 1]
         q = tree.q[node] if tree.q else None
         q = torch.zeros_like(more).scatter(0, drafted, 1.0) if q is None else q
         weights.append((weight * more.gather(0, drafted) / q.gather(0, drafted)).clamp(max=1))
-        left.append(p[node + 1])
+        remaining.append(p[node + 1])
         more = (weight * more - q).clamp(min=0)
         total = more.sum()
         rejected = 1 - weight + total  # all below this node
         weights[parent + 1] = torch.where(rejected > 0, total / rejected, weight)
-        left[parent + 1] = torch.where(total > 0, more / total, left[parent + 1])
+        remaining[parent + 1] = torch.where(total > 0, more / total, remaining[parent + 1])
     order = _upwards(tree)
-    held = torch.cat([weights[node + 1] for node in order[:-1]] + [certain])
-    place = sample_index(held * torch.cat([certain, (1 - held[:-1]).cumprod(0)]))
-    own = sample_index(torch.stack([left[node + 1] for node in order]).index_select(0, place)[0])
-    last, token, *drafts = torch.cat([place, own, tokens]).cpu().tolist()
+    ends = torch.cat([weights[node + 1] for node in order[:-1]] + [certain])  # of each node, unless an earlier one
+    end = sample_index(ends * torch.cat([certain, (1 - ends[:-1]).cumprod(0)]))
+    own = sample_index(torch.stack([remaining[node + 1] for node in order]).index_select(0, end)[0])
+    last, token, *drafts = torch.cat([end, own, tokens]).cpu().tolist()
     for node in tree.path(order[last]):
         yield drafts[node], node
     yield token, None
@@ -109,7 +110,7 @@ def _upwards(tree: DraftTree) -> list[int]:
     return order[::-1]
 
 
-def _drawn(tree: DraftTree, drafts: Sequence[int], siblings: list[int], p: torch.Tensor) -> Step:
+def _sampled_step(tree: DraftTree, drafts: Sequence[int], siblings: list[int], p: torch.Tensor) -> Step:
     fixed: dict[int, int] = {}
     for node in siblings:
         q, token = tree.q[node] if tree.q else None, drafts[node]
@@ -119,23 +120,24 @@ def _drawn(tree: DraftTree, drafts: Sequence[int], siblings: list[int], p: torch
         ratio = p[token] / q[token]
         if bool(torch.rand_like(ratio) < ratio):
             return token, node
-        p = _left(p, q)
+        p = _after_rejection(p, q)
     token = int(torch.multinomial(p, num_samples=1))
     return token, fixed.get(token)
 
 
-def _left(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Return the normalized positive part of `p - q`, the distribution that is left after a rejection."""
+def _after_rejection(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Return the normalized positive part of `p - q`, the target's distribution after a rejection."""
     more = (p - q).clamp(min=0)
     total = more.sum()
-    return torch.where(total > 0, more / total, p)  # rounding can leave nothing where the two are equal
+    return torch.where(total > 0, more / total, p)  # where the two are equal, rounding can make both sides 0
 
 
 def sample_index(weights: torch.Tensor) -> torch.Tensor:
-    """Sample one index with probability proportional to `weights` (exponential race), without a wait for the device.
+    """Sample one index with probability proportional to `weights` (exponential race), without the synchronisation of
+    `torch.multinomial`.
 
     Args:
-        weights: `[..., values]`, at least 0, not all of them 0. The race avoids `torch.multinomial`'s synchronisation.
+        weights: `[..., values]`, at least 0, not all of them 0.
 
     Returns:
         `[..., 1]`.

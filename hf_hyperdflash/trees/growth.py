@@ -1,6 +1,6 @@
-"""How a draft tree grows, level by level: the most probable nodes first, or drawn at random.
+"""Grows a draft tree level by level: from its most probable nodes, or from random draws.
 
-Both ask the drafter once per level, for all nodes of it that go on.
+Both ways ask the drafter once per level, for all nodes of the level that get children.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import torch
 from .tree import ANCHOR, DraftTree
 
 ACCEPTED = 0.7, 0.3, 0.25
-"""How often a child is accepted once it comes into play, by its rank among its siblings, the last for all that follow:
-as the shipped drafter's are."""
+"""How often a child is accepted once it is tried, by its rank among its siblings; the last number is for all later
+ranks. Measured with the shipped drafter."""
 
 
 class NodeModel(Protocol):
-    """What is known of how nodes fare ([`~auto.acceptance.NodeAcceptance`])."""
+    """Predicts how often nodes are accepted ([`~auto.acceptance.NodeAcceptance`])."""
 
     later: tuple[float, ...]
 
-    def of_likely(self, likely: torch.Tensor) -> torch.Tensor: ...
-    def of_one(self, signal: float) -> float: ...
+    def log_chances(self, likely: torch.Tensor) -> torch.Tensor: ...
+    def chance(self, signal: float) -> float: ...
 
 
 class Admission(NamedTuple):
-    """Which nodes a tree may have: in order of their survival, until one is not worth it.
+    """Which nodes a tree may have: those that are accepted often enough.
 
     Attributes:
-        survival: What is known of nodes.
-        least: How probable it has to be that a node is accepted.
+        survival: Predicts how often nodes are accepted.
+        least: The lowest probability of acceptance with which a node is admitted.
     """
 
     survival: NodeModel
@@ -42,17 +42,16 @@ class Admission(NamedTuple):
 
     @property
     def log_least(self) -> float:
-        """Where values of nodes are logarithms."""
+        """The logarithm of `least`."""
         return math.log(self.least) if self.least else -math.inf
 
 
 class DraftStep(NamedTuple):
-    """What a drafter says after several paths.
+    """A drafter's output after several paths.
 
     Attributes:
         logits: `[paths, config.vocab_size]`.
-        confidence: How probable it holds it that the target accepts what it drafts next, `[paths]`; `None` if it has
-            no opinion.
+        confidence: Its probability that the target accepts the next draft, `[paths]`; `None` if it gives none.
     """
 
     logits: torch.Tensor
@@ -60,12 +59,12 @@ class DraftStep(NamedTuple):
 
 
 Steps = Callable[[int, torch.Tensor, torch.Tensor], DraftStep]
-"""From a draft position k, the token before it on each path `[paths]`, and which path of the step before each goes on
-from `[paths]`; for k = 0 one path, that of the anchor."""
+"""A drafter as a function of a draft position k, the token before it on each path `[paths]`, and, for each path, the
+index of the path of the step before that it continues `[paths]`. At k = 0 there is one path, the anchor's."""
 
 Scored = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Scores `[paths, config.vocab_size]` as the request changes them, from the drafts before them on each path,
-`[paths, drafts]`, and logits."""
+"""Applies the request's logits processors: from the drafts so far on each path, `[paths, drafts]`, and logits
+`[paths, config.vocab_size]` to scores of the same shape."""
 
 
 def most_probable(
@@ -78,75 +77,76 @@ def most_probable(
     children: int | None = None,
     admission: Admission | None = None,
 ) -> DraftTree:
-    """The tree of the nodes that are most probable, by the product of the drafter's probabilities along the path.
+    """Grow the tree of the most probable nodes, by the product of the drafter's probabilities along the path.
 
-    A node is never more probable than its parent, so what is not among the best of all nodes so far has no descendant
-    among the best: each level goes on from those that are, or from the `width` best of these.
+    A node is never more probable than its parent. So a node that is not among the best so far has no descendant among
+    the best, and each level gives children only to those that are, or to the `width` best of these.
 
     Args:
         ids: `[1, seq]`, the text.
-        count: Its greatest depth.
+        count: The greatest depth.
         budget: The most nodes.
         steps: The drafter.
         scored: The request's processors.
-        width: How many nodes of a level go on at most; `None` for any number.
-        children: How many each of them has at most; `None` for any number.
-        admission: Which nodes are worth it, by what is known of their survival; `None` for all, by the drafter's word.
+        width: The most nodes of a level that get children; `None` for any number.
+        children: The most children of a node; `None` for any number.
+        admission: Which nodes are admitted; `None` for all.
     """
     width, children = min(width or budget, budget), min(children or budget, budget)
     tokens, parents = ids.new_empty(0), ids.new_empty(0)
     values, signals = torch.empty(0, device=ids.device), torch.empty(0, device=ids.device)
     least = -math.inf if admission is None else admission.log_least
-    level, rows, of_level = ids[:, -1], ids.new_zeros(1), torch.zeros(1, device=ids.device)
+    level, rows, level_values = ids[:, -1], ids.new_zeros(1), torch.zeros(1, device=ids.device)
     places, paths = ids.new_full((1,), ANCHOR), ids[:, :0]
     for k in range(count):
         likely = (scored(paths, steps(k, level, rows).logits) / SHARPENED).log_softmax(-1)
         best = likely.topk(min(children, likely.shape[-1]), dim=-1)
-        chances = best.values if admission is None else admission.survival.of_likely(best.values)
-        found = (of_level[:, None] + chances).flatten().nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        chances = best.values if admission is None else admission.survival.log_chances(best.values)
+        found = (level_values[:, None] + chances).flatten().nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         start, each = len(values), best.values.shape[1]
-        # A level has no more of the best than there are nodes: of a large tree it has far more in all, dear to sort.
-        of_best = found.topk(min(budget, len(found))).indices.sort().values
-        values = torch.cat([values, found[of_best]])
-        signals = torch.cat([signals, best.values.flatten()[of_best]])
-        tokens = torch.cat([tokens, best.indices.flatten()[of_best]])
-        parents = torch.cat([parents, places[of_best // each]])
+        # No more than `budget` nodes of a level can be among the best, and to sort all that there are would be slow.
+        best_found = found.topk(min(budget, len(found))).indices.sort().values
+        values = torch.cat([values, found[best_found]])
+        signals = torch.cat([signals, best.values.flatten()[best_found]])
+        tokens = torch.cat([tokens, best.indices.flatten()[best_found]])
+        parents = torch.cat([parents, places[best_found // each]])
         among = values.sort(descending=True, stable=True).indices[:budget]
         places = among[(among >= start) & (values[among] > least)][:width].sort().values
         if not len(places):
             break
-        rows = of_best[places - start] // each
-        level, of_level = tokens[places], values[places]
+        rows = best_found[places - start] // each
+        level, level_values = tokens[places], values[places]
         paths = torch.cat([paths[rows], level[:, None]], dim=1)
     kept = values.sort(descending=True, stable=True).indices[:budget]
     kept = kept[values[kept] > least].sort().values
     number = {ANCHOR: ANCHOR, **{place: node for node, place in enumerate(kept.tolist())}}
-    of_tree = tuple(number[parent] for parent in parents[kept].tolist())
-    return DraftTree(tokens[kept], of_tree, confidence=None if admission is None else signals[kept].exp())
+    tree_parents = tuple(number[parent] for parent in parents[kept].tolist())
+    return DraftTree(tokens[kept], tree_parents, confidence=None if admission is None else signals[kept].exp())
 
 
 def width_for(budget: int) -> int:
-    """From how many nodes of a level a tree of the most probable ones goes on. Early levels hold as many as the whole
-    tree, of which nearly all give way to deeper ones: to ask the drafter about them takes time and finds nothing."""
+    """Return how many nodes of a level get children in a tree of the most probable nodes. An early level has as many
+    candidates as the whole tree has nodes, and deeper nodes replace nearly all of them: to ask the drafter about those
+    takes time for nothing."""
     return max(4, budget // 4)
 
 
 def drawn(
     ids: torch.Tensor, count: int, budget: int, steps: Steps, scored: Scored, admission: Admission | None = None
 ) -> DraftTree:
-    """A tree of random draws, siblings without replacement.
+    """Grow a tree of random draws, siblings without replacement.
 
-    How many children a node gets is settled before any of them is drawn, from what is known of the paths so far, and
-    what is drawn stays: so each is drawn from its `q` and no other, and verification is exact (multi-round rejection:
-    SpecInfer, algorithm 2; Sequoia). How many nodes a level gets does not depend on the text at all.
+    The number of a node's children is decided before any of them is drawn, from the paths so far, and every draw stays
+    in the tree. So each token is drawn from its `q` and no other distribution, and verification is exact (multi-round
+    rejection: SpecInfer, algorithm 2; Sequoia). The number of a level's nodes does not depend on the text at all.
 
     Args:
         ids: `[1, seq]`, the text.
-        count: Its greatest depth.
+        count: The greatest depth.
         budget: The most nodes.
         steps: The drafter.
         scored: The request's processors.
-        admission: Which nodes are worth it, by what is known of their survival; `None` for all that there is room for.
+        admission: Which nodes are admitted; `None` for all that there is room for.
     """
     tokens: list[torch.Tensor] = []
     parents: list[int] = []
@@ -156,35 +156,36 @@ def drawn(
     level, rows, places, values, paths = ids[:, -1], ids.new_zeros(1), [ANCHOR], [1.0], ids[:, :0]
     for k, width in enumerate(level_sizes(count, budget)):
         step = steps(k, level, rows)
-        left = scored(paths, step.logits).softmax(-1)
+        distributions = scored(paths, step.logits).softmax(-1)
         if admission is not None:
-            said = left.amax(-1).tolist()
-            sure = [admission.survival.of_one(each) for each in said]
+            level_signals = distributions.amax(-1).tolist()
+            chances = [admission.survival.chance(signal) for signal in level_signals]
         else:
-            said = sure = [ACCEPTED[0]] * len(places) if step.confidence is None else step.confidence.tolist()
+            chances = [ACCEPTED[0]] * len(places) if step.confidence is None else step.confidence.tolist()
+            level_signals = chances
         slots = [
             (value * hit, row, rank)
-            for row, (value, each) in enumerate(zip(values, sure))
-            for rank, hit in enumerate(hits_of(each, width, later))
+            for row, (value, chance) in enumerate(zip(values, chances))
+            for rank, hit in enumerate(hits_of(chance, width, later))
             if value * hit > least
         ]
         if not slots:
             break
         # Of equals the earlier sibling: no child without those before it.
         slots = heapq.nlargest(width, slots, key=lambda slot: (slot[0], -slot[2]))
-        most = min(max(rank for _, _, rank in slots) + 1, left.shape[-1])
-        draws = torch.multinomial(left, most)  # one after the other
+        most = min(max(rank for _, _, rank in slots) + 1, distributions.shape[-1])
+        draws = torch.multinomial(distributions, most)  # one after the other
         new_rows: list[int] = []
         new_values: list[float] = []
-        is_there = left.gather(-1, draws).gt(0).tolist()
+        is_there = distributions.gather(-1, draws).gt(0).tolist()
         for value, row, rank in sorted(slots, key=lambda slot: slot[1:]):
             if rank < most and is_there[row][rank]:
                 before = draws[row, :rank]
-                rest = left[row].index_fill(0, before, 0.0)
+                rest = distributions[row].index_fill(0, before, 0.0)
                 q.append(rest / rest.sum())
                 tokens.append(draws[row, rank])
                 parents.append(places[row])
-                signals.append(said[row])
+                signals.append(level_signals[row])
                 new_rows.append(row)
                 new_values.append(value)
         places, values = list(range(len(parents) - len(new_rows), len(parents))), new_values
@@ -197,32 +198,32 @@ def drawn(
 
 
 SHARPENED = 0.55
-"""Temperature of the probabilities by which nodes are compared where the target's best token is what counts: a drafter
-learns to draw as the target does, and what it would draw most often is the target's best token more often still."""
+"""Temperature of the probabilities by which nodes are compared in greedy decoding. A drafter is trained to draw as the
+target does; its most probable token is the target's best one more often than its probability says."""
 
 
 def hits_of(first: float, ranks: int, later: tuple[float, ...] = ACCEPTED[1:]) -> list[float]:
-    """How probable it is that the target goes on with the child of each rank: those before it have to be rejected. The
-    first is never held to be less probable than the second."""
-    hits, reached = [], 1.0
+    """Return the probability that the child of each rank is accepted, for which those before it must be rejected. The
+    first one's chance is taken as at least the second one's."""
+    hits, tried = [], 1.0
     for rank in range(ranks):
         accepted = later[min(rank, len(later)) - 1] if rank else max(first, later[0])
-        hits.append(reached * accepted)
-        reached *= 1 - accepted
+        hits.append(tried * accepted)
+        tried *= 1 - accepted
     return hits
 
 
 @lru_cache
 def level_sizes(count: int, budget: int) -> list[int]:
-    """How many nodes each level of a drawn tree gets: those of the tree that is best where children are accepted as
-    often as [`ACCEPTED`] says (Sequoia's construction).
+    """Return the number of nodes on each level of a drawn tree: those of the best tree for children that are accepted
+    as often as [`ACCEPTED`] says (Sequoia's construction).
 
     Args:
         count: The greatest depth.
         budget: Nodes.
     """
     sizes, hits = [0] * count, hits_of(ACCEPTED[0], budget)
-    heap = [(-hits[0], 1.0, 0, 0)]  # by value: what the parent is worth, its depth, and the rank among its children
+    heap = [(-hits[0], 1.0, 0, 0)]  # by value: the parent's value, its depth, and the rank among its children
     for _ in range(budget):
         value, parent, depth, rank = heapq.heappop(heap)
         sizes[depth] += 1

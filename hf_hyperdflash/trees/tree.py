@@ -22,12 +22,12 @@ class DraftTree:
         tokens: `[nodes]`.
         parents: Of each node, the node that it follows, which comes before it; [`ANCHOR`] for the first of a path.
         q: The distribution that each token was drawn from, `[config.vocab_size]`; `None` for a token that was not
-            drawn at random, or for all of them. Of siblings that were drawn one after the other without replacement,
-            each has the distribution that was left for it.
-        confidence: How probable the drafter holds it that each node is accepted once its parent is, `[nodes]`; `None`
-            if it has no opinion.
-        passes: In which of the drafter's passes each node was made, from 1; `None` for all in one.
-        by_head: Of each node whether a sequential head chose it, where the block alone holds another token more
+            drawn at random, or for all of them. Siblings that were drawn one after the other without replacement each
+            have the distribution that remained for them.
+        confidence: The drafter's probability that each node is accepted once its parent is, `[nodes]`; `None` if the
+            drafter gives none.
+        passes: The number of the drafter's pass that made each node, from 1; `None` for all in one.
+        by_head: Whether a sequential head chose each node, although the block alone finds another token more
             probable; `None` if there is no head, or nobody asked ([`~decoding.stats.keep_trees`]).
 
     Raises:
@@ -48,11 +48,11 @@ class DraftTree:
                 f"A draft tree has tokens of type {type(self.tokens).__name__}, expected a tensor `[nodes]`."
             )
         shapes = [list(part.shape) for part in (self.tokens, self.confidence) if part is not None]
-        drawn, made, told = (nodes if part is None else len(part) for part in (self.q, self.passes, self.by_head))
-        if {drawn, made, told} != {nodes} or any(shape != [nodes] for shape in shapes):
+        drawn, made, chosen = (nodes if part is None else len(part) for part in (self.q, self.passes, self.by_head))
+        if {drawn, made, chosen} != {nodes} or any(shape != [nodes] for shape in shapes):
             raise ValueError(
                 f"A draft tree has {nodes} parents, tokens and confidence of shape {shapes}, {drawn} distributions, "
-                f"{made} passes and {told} words on the head: expected one of each per node."
+                f"{made} passes and {chosen} choices of the head: expected one of each per node."
             )
         if any(not ANCHOR <= parent < node for node, parent in enumerate(self.parents)):
             raise ValueError(

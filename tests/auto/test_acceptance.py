@@ -145,9 +145,9 @@ def test_positions_are_learned_apart():
 
 def test_nodes_are_as_probable_as_the_drafter_says_at_first():
     acceptance, said = NodeAcceptance(), torch.tensor([0.9, 0.5, 0.01])
-    torch.testing.assert_close(acceptance.of_likely(said.log()).exp(), said)
-    assert acceptance.of_one(0.25) == pytest.approx(0.25) and acceptance.later == pytest.approx(ACCEPTED[1:])
-    assert acceptance.of_likely(torch.tensor([-math.inf, 0.0])).isfinite().all()
+    torch.testing.assert_close(acceptance.log_chances(said.log()).exp(), said)
+    assert acceptance.chance(0.25) == pytest.approx(0.25) and acceptance.later == pytest.approx(ACCEPTED[1:])
+    assert acceptance.log_chances(torch.tensor([-math.inf, 0.0])).isfinite().all()
 
 
 @pytest.mark.parametrize("are_drawn", [False, True])
@@ -169,8 +169,9 @@ def test_it_learns_how_often_nodes_are_accepted(are_drawn):
             left -= each
         acceptance.observe(signals, accepted, are_drawn)
     for said in (0.4, 0.6, 0.9) if are_drawn else (0.02, 0.08, 0.4, 0.8):
-        assert acceptance.of_one(said) == pytest.approx(chance(said), abs=0.06)
-        assert float(acceptance.of_likely(torch.tensor([said]).log()).exp()) == pytest.approx(acceptance.of_one(said))
+        assert acceptance.chance(said) == pytest.approx(chance(said), abs=0.06)
+        log_chance = float(acceptance.log_chances(torch.tensor([said]).log()))
+        assert math.exp(log_chance) == pytest.approx(acceptance.chance(said))
     if are_drawn:
         assert acceptance.later == pytest.approx((0.5, 0.1), abs=0.08)
     else:

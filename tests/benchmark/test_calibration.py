@@ -99,7 +99,9 @@ def test_rounds_are_those_of_the_head_itself():
 
 def test_deepseeks_own_drafter_is_heard_too():
     target = bind(tiny_target())
-    drafter = DeepseekV4DSparkDrafter(DeepseekV4DSparkConfig.of_target(tiny_config(**dspark_fields()), 1)).eval()
+    drafter = DeepseekV4DSparkDrafter(
+        DeepseekV4DSparkConfig.from_target_config(tiny_config(**dspark_fields()), 1)
+    ).eval()
     torch.nn.init.normal_(drafter.confidence_head.proj.weight)
     found = record_rounds(target, drafter, PROMPTS[:1], 9, 0.0)
     told = told_by_the_text(target, drafter, PROMPTS[0], max_new_tokens=9)

@@ -170,9 +170,9 @@ def test_specblock_gives_the_blocks_of_its_authors(tmp_path, monkeypatch):
         torch.testing.assert_close(head, ranks[0, entry], **CLOSE)
         if entry == 0:
             unrolling = Unrolling(drafter, target, context)
-            states = unrolling.further(torch.tensor([0]), torch.tensor([slot]), later[0, :1])
+            states = unrolling.branch(torch.tensor([0]), torch.tensor([slot]), later[0, :1])
             torch.testing.assert_close(logits_of(drafter, target, states[0]), second[0, 0], **CLOSE)
-            unrolling.forget()
+            unrolling.discard()
 
 
 @torch.no_grad()
@@ -213,6 +213,6 @@ def test_eagle3_gives_the_logits_of_speculators(layer_type, flags, tmp_path):
         for step in range(min(3, LENGTH - entry)):
             if step:
                 last = torch.tensor([step - 1]), torch.tensor([0])
-                states = unrolling.further(*last, tokens[0, entry + step, None])
+                states = unrolling.branch(*last, tokens[0, entry + step, None])
             torch.testing.assert_close(logits_of(drafter, target, states[0, 0]), steps[step][entry], **CLOSE)
-        unrolling.forget()
+        unrolling.discard()

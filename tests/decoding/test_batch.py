@@ -674,4 +674,4 @@ def test_deepseek_v4_writes_row_after_row_with_its_gate():
     drafter.bind(target)
     out = target.generate(ids, attention_mask=mask, assistant_model=drafter, do_sample=False, max_new_tokens=NEW)
     assert_rows(out, rows, texts)
-    assert not target_of(target).joins_rows
+    assert not target_of(target).can_join_sequences

@@ -176,7 +176,7 @@ def test_the_drafters_context_continues_with_the_cache(pair):
     a, b = (cache_of(out)._hyperdflash_context.context for out in (continued, fresh))
     assert a.end == b.end == continued.sequences.shape[1] - 1 == len(a)
     for context in (a, b):
-        drafter.take_in(context)  # what waits for the next block
+        drafter.flush_pending(context)  # what waits for the next block
     for x, y in zip(a.layers, b.layers):
         torch.testing.assert_close(x[0], y[0], atol=1e-4, rtol=1e-4)
 

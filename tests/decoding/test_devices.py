@@ -157,7 +157,7 @@ def test_mtp():
 
 def test_dspark():
     target = small_target([CSA, SLIDING], **dspark_fields(target_layer_ids=[0, 1]))
-    drafter = DeepseekV4DSparkDrafter(DeepseekV4DSparkConfig.of_target(target.config, blocks=1)).eval()
+    drafter = DeepseekV4DSparkDrafter(DeepseekV4DSparkConfig.from_target_config(target.config, blocks=1)).eval()
     torch.nn.init.normal_(drafter.markov_head.markov_w2.weight)  # a fresh one says nothing
     drafter.set_experts_implementation("batched_mm")
     assert_same_text(target, drafter)

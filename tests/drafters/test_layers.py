@@ -126,7 +126,7 @@ def test_what_waits_for_the_next_block_counts(target):
         drafter.extend(target_of(target), context, residual, positions, positions)
         assert len(context) == end
     assert context.pending[1].tolist() == [[23, 24]]
-    drafter.take_in(context)
+    drafter.flush_pending(context)
     assert context.pending is None and len(context) == 25 == context.layers[0][0].shape[2]
 
 

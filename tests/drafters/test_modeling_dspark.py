@@ -157,7 +157,9 @@ def test_round_by_round_drafts_are_deepseeks(accepted, first):
     """However many tokens a round accepts, at once or one by one, within the window and beyond."""
     config = tiny_config(**FIELDS, **dspark_fields())
     target = tiny_target(**FIELDS)
-    drafter = DeepseekV4DSparkDrafter._empty(DeepseekV4DSparkConfig.of_target(config), torch.float32, "cpu").eval()
+    drafter = DeepseekV4DSparkDrafter._empty(
+        DeepseekV4DSparkConfig.from_target_config(config), torch.float32, "cpu"
+    ).eval()
     tensors = random_tensors(dspark_shapes(config), seed=3)
     for name, tensor in drafter.deepseek_state_dict().items():
         tensor.copy_(tensors[name])
@@ -408,7 +410,7 @@ def test_a_saved_configuration_is_looked_at_too(tmp_path, drafter):
 def test_its_tensors_are_those_of_v4_flash_0731():
     """By their published number and by the shapes that several readers of the checkpoint found."""
     fields = dspark_fields(noise_token_id=128799, markov_rank=256, target_layer_ids=[40, 41, 42])
-    config = DeepseekV4DSparkConfig.of_target(DeepseekV4Config(**fields))
+    config = DeepseekV4DSparkConfig.from_target_config(DeepseekV4Config(**fields))
     drafter = DeepseekV4DSparkDrafter._empty(config, torch.bfloat16, "meta")
     tensors, count = drafter.deepseek_state_dict(), [0, 0, 0]
     for name, tensor in tensors.items():
@@ -526,7 +528,7 @@ def test_it_learns_to_draft_what_its_target_writes(tmp_path):
     """By DSpark's own loss, through the trainer that trains ours: bias and confidence among what learns."""
     fields = dspark_fields(block_size=3, target_layer_ids=[0, 2])
     target = tiny_target(**fields)
-    drafter = DeepseekV4DSparkDrafter(DeepseekV4DSparkConfig.of_target(target.config, blocks=1))
+    drafter = DeepseekV4DSparkDrafter(DeepseekV4DSparkConfig.from_target_config(target.config, blocks=1))
     texts = [target.generate(prompt(6, seed), do_sample=False, max_new_tokens=18)[0].tolist() for seed in range(8)]
     rows = Dataset.from_list([{"input_ids": ids, "loss_mask": [0] * 6 + [1] * 18} for ids in texts])
     options = dict(recipe="dspark", max_steps=25, num_anchors=8, per_device_train_batch_size=4)

@@ -333,7 +333,7 @@ def test_forward_equals_a_reference_written_query_by_query(target, taps):
         context = drafter.new_context()
         drafter.extend(target_of(target), context, residual[None], context_positions[None], None)
         if not pending:
-            drafter.take_in(context)
+            drafter.flush_pending(context)
         found = drafter(embeds[None], positions[None], context, None, *(context.pending or ()))
         context.pending = None
         torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=1e-4)
@@ -527,14 +527,14 @@ def test_training_sees_what_is_drafted_from(target, kind, fields):
         embed(block), positions, None, mask, residual, everywhere.expand(2, -1), previous, embed(previous)
     )  # fmt: skip
     assert out.states.shape == (2, 2, drafts, 32) and (out.vectors is None) == (drafter.head_table is None)
-    logits = drafter.of_vocabulary(drafter.logits(target_of(target), out.states, out.vectors))
+    logits = drafter.to_full_vocabulary(drafter.logits(target_of(target), out.states, out.vectors))
     for row, of_row in enumerate(anchors.tolist()):
         for i, anchor in enumerate(of_row):
             context, slots = drafter.new_context(), slice(i * config.block_size, (i + 1) * config.block_size)
             drafter.extend(
                 target_of(target), context, residual[row : row + 1, :anchor], everywhere[None, :anchor], None
             )
-            drafter.take_in(context)
+            drafter.flush_pending(context)
             states = drafter(embed(block[row : row + 1, slots]), positions[row : row + 1, slots], context)
             path = BlockPath(drafter, target_of(target), states[:, first:])
             for k in range(drafts):

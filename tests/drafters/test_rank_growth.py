@@ -124,7 +124,7 @@ def test_a_tree_has_what_is_worth_it(least):
         path: math.exp(value) for path, value in all_nodes(Talker(12, 3, 6), [2, 4, 6, 0], 2, 6).items()
     }  # of the whole path
     of_node = {path: value / said.get(path[:-1], 1.0) for path, value in said.items()}
-    worth = {path: math.prod(survival.of_one(of_node[path[: k + 1]]) for k in range(len(path))) for path in of_node}
+    worth = {path: math.prod(survival.chance(of_node[path[: k + 1]]) for k in range(len(path))) for path in of_node}
     best = sorted((path for path in worth if worth[path] > least), key=lambda path: -worth[path])[:60]
     assert set(paths_of(tree)) == set(best) and bool(best) == (least < 0.9)
     assert tree.confidence.tolist() == pytest.approx([of_node[path] for path in paths_of(tree)], rel=1e-4)
@@ -225,7 +225,7 @@ def test_draws_are_those_that_are_accepted_most_often(count, budget, passes, tol
     later = survival.later if told else ACCEPTED[1:]
 
     def chance(block: tuple, slot: int, rank: int) -> float:
-        first = max(survival.of_one(float(talker.ranks(block, slot)[0])), later[0]) if told else ACCEPTED[0]
+        first = max(survival.chance(float(talker.ranks(block, slot)[0])), later[0]) if told else ACCEPTED[0]
         tried = [first, later[0], *[later[1]] * rank]
         return math.prod(1 - each for each in tried[:rank]) * tried[rank]
 

@@ -185,10 +185,10 @@ def test_a_chain_goes_on_as_a_tree_of_one_path(kind, moves):
         unrolling, states = unrolled_drafter.Unrolling(drafter, target_of(target), context), []
         for number, token in enumerate(torch.tensor([[5], [7], [11]])):
             if is_chain:
-                states.append(unrolling.along(token))
+                states.append(unrolling.extend_chain(token))
             else:
-                states.append(unrolling.further(torch.tensor([number]), torch.tensor([size - 1]), token))
-        unrolling.forget()
+                states.append(unrolling.branch(torch.tensor([number]), torch.tensor([size - 1]), token))
+        unrolling.discard()
         found.append(torch.cat(states))
     assert found[0].shape == (3, size, drafter.config.hidden_size)
     torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)

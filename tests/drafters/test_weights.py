@@ -29,7 +29,7 @@ def saved(request, tmp_path):
     if request.param == "MTP":
         drafter = DeepseekV4MTPDrafter(tiny_target().config)
     elif request.param == "DSpark":
-        drafter = DeepseekV4DSparkDrafter(DeepseekV4DSparkConfig.of_target(tiny_config(**dspark_fields())))
+        drafter = DeepseekV4DSparkDrafter(DeepseekV4DSparkConfig.from_target_config(tiny_config(**dspark_fields())))
     else:
         drafter = tiny_drafter(tiny_target())
     drafter.save_pretrained(tmp_path)

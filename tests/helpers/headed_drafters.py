@@ -58,7 +58,7 @@ def proposed(
     context, generator = drafter.new_context(), torch.Generator().manual_seed(3)
     residual = torch.randn(1, length, config.num_streams, config.target_hidden_size, generator=generator)
     drafter.extend(target_of(target), context, residual.to(drafter.dtype), torch.arange(length)[None], ids[:, 1:])
-    drafter.take_in(context)
+    drafter.flush_pending(context)
     block, positions = block_inputs(ids[:, -1:], torch.tensor([[length]]), config.block_size, config.mask_token_id)
     with torch.no_grad():
         hidden = drafter(target_of(target).embed(block), positions, copy.deepcopy(context))

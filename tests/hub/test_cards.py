@@ -97,7 +97,9 @@ def test_heads_are_told(target, tmp_path):
         (lambda target: unrolled("eagle3", target), ["up to 7 tokens, a pass for each", "10 nodes of each level"]),
         (lambda target: DeepseekV4MTPDrafter(target.config), ["DeepSeek-V4's own multi-token-prediction block"]),
         (
-            lambda target: DeepseekV4DSparkDrafter(DeepseekV4DSparkConfig.of_target(tiny_config(**dspark_fields()))),
+            lambda target: DeepseekV4DSparkDrafter(
+                DeepseekV4DSparkConfig.from_target_config(tiny_config(**dspark_fields()))
+            ),
             ["5 tokens in one pass", "rank 6", "layers 0 and 1 and the pre-collapse residual", "acceptance is (`Dr"],
         ),
     ],

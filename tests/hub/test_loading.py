@@ -39,7 +39,7 @@ def written(kind: str, folder):
     """A target and, saved in `folder`, a drafter for it of that kind."""
     if kind in CLASSES:
         target, kind_of = tiny_target(**dspark_fields()), CLASSES[kind]
-        drafter = kind_of(kind_of.config_class.of_target(target.config)).eval()
+        drafter = kind_of(kind_of.config_class.from_target_config(target.config)).eval()
         drafter.save_pretrained(folder)
     elif kind in UNROLLED:
         target = tiny_target()

@@ -154,7 +154,7 @@ def test_what_is_expected_of_a_round(target, head, vocabulary, do_sample):
         logits = (drafter if vocabulary else target).lm_head(drafted.states)
         if head != "none":
             logits = logits + drafted.vectors @ drafter.head_table.T
-        logits = drafter.of_vocabulary(logits)
+        logits = drafter.to_full_vocabulary(logits)
         laws = target(text).logits[0].softmax(-1)
     tokens = {"drawn": [], "greedy": []}
     for place, anchor in enumerate(anchors[0].tolist()):

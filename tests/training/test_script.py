@@ -424,7 +424,7 @@ def test_deepseeks_own_drafter_is_trained_on(tmp_path):
     config = AutoConfig.from_pretrained(TARGET)
     for name, value in dspark_fields(target_layer_ids=[2, 4]).items():
         setattr(config, name, value)
-    drafter = DeepseekV4DSparkDrafter(DeepseekV4DSparkConfig.of_target(config, blocks=1))
+    drafter = DeepseekV4DSparkDrafter(DeepseekV4DSparkConfig.from_target_config(config, blocks=1))
     drafter.save_pretrained(tmp_path / "dspark")
     main(flags(tmp_path, write(tmp_path / "rows.jsonl", chats(6)), drafter=tmp_path / "dspark", layers=None))
     trained = load_drafter(tmp_path / "out")

@@ -209,7 +209,7 @@ def test_a_tree_has_what_is_worth_it(least):
     expected = {}
     for path in [path for depth in (1, 2, 3) for path in itertools.product(range(4), repeat=depth)]:
         said = [float((talker.logits(path[:k]) / SHARPENED).softmax(-1)[path[k]]) for k in range(len(path))]
-        if math.prod(survival.of_one(each) for each in said) > least:
+        if math.prod(survival.chance(each) for each in said) > least:
             expected[path] = said[-1]
     assert set(paths_of(tree)) == set(expected) and bool(expected) == (least < 0.9)
     assert tree.confidence.tolist() == pytest.approx([expected[path] for path in paths_of(tree)], rel=1e-4)

@@ -94,7 +94,7 @@ def test_parts_that_are_no_tree_are_refused(wrong):
         DraftTree(**parts)
     shapes = [list(parts[name].shape) for name in ("tokens", "confidence")]
     said = f"{len(parts['parents'])} parents, tokens and confidence of shape {shapes}, {len(parts['q'])} distributions"
-    said += f", {len(parts['passes'])} passes and {len(parts['by_head'])} words on the head"
+    said += f", {len(parts['passes'])} passes and {len(parts['by_head'])} choices of the head"
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 

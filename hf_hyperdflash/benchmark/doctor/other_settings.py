@@ -185,7 +185,7 @@ def _rounds(
         previous = previous_tokens(text, anchors, config.max_draft_tokens)
         embeds = seen.embed(previous.flatten(1)).view(*previous.shape, -1)
         output = along_text(drafts, previous, embeds, drafter.head, None)
-        logits = drafter.of_vocabulary(drafter.logits(seen, output.states, output.vectors))[0]
+        logits = drafter.to_full_vocabulary(drafter.logits(seen, output.states, output.vectors))[0]
         logits = logits.to(text.device).float()
         labels = block_labels(text, is_text, positions, anchors, config.max_draft_tokens)[0]
         emitted.append(1 + (logits.argmax(-1) == labels).long().cumprod(-1).sum(-1).cpu())

@@ -43,7 +43,7 @@ class BatchRequest:
         Args:
             decodings: One per row, each made when it is asked for.
         """
-        rows = decode_rows(decodings, target_of(self.target).joins_rows)
+        rows = decode_rows(decodings, target_of(self.target).can_join_sequences)
         self.drafter.remember(stats_of(rows))
         return written_batch(rows)
 

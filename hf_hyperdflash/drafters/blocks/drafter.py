@@ -55,7 +55,7 @@ class BlockDrafter(ReadingDrafter):
         """What heads read of the last layer's, `[batch, queries, config.target_hidden_size]`."""
         raise NotImplementedError(f"A {type(self).__name__} has no `_end`.")
 
-    def readable(self, states: torch.Tensor) -> torch.Tensor:
+    def lm_head_input(self, states: torch.Tensor) -> torch.Tensor:
         """What the LM head reads of what heads make of a block's states."""
         return states
 
@@ -119,9 +119,9 @@ class BlockDrafter(ReadingDrafter):
         drafts = hidden.unflatten(1, (-1, config.block_size))[:, :, config.first_slot :]
         output = along_text(drafts, previous_ids, previous_embeds, self.head, self.confidence_head)
         chooses = self.head is not None and config.head_candidates
-        blind = self.readable(drafts) if chooses else None
+        blind = self.lm_head_input(drafts) if chooses else None
         # Made anew: before torch 2.12 or so a compiled forward knows no `_replace`.
-        return HeadOutput(self.readable(output.states), output.vectors, output.confidence, blind)
+        return HeadOutput(self.lm_head_input(output.states), output.vectors, output.confidence, blind)
 
     def _masks(
         self,
@@ -186,14 +186,14 @@ class BlockDrafter(ReadingDrafter):
         """Add accepted tokens to the context: of many, those that its window keeps. Few of them go in with the next
         block, in one pass; the residual of many, a prompt's, is not kept for so long."""
         if context.pending is not None:
-            self.take_in(context)
+            self.flush_pending(context)
         kept, device = slice(-context.window if context.window else None, None), self.device
         context.pending = residual[:, kept].to(device), position_ids[:, kept].to(device)
         if residual.shape[1] > self.config.block_size:
-            self.take_in(context)
+            self.flush_pending(context)
 
     @torch.no_grad()
-    def take_in(self, context: ContextCache) -> None:
+    def flush_pending(self, context: ContextCache) -> None:
         """Compute keys and values of what is pending, without a block."""
         if context.pending is None:
             return
@@ -225,10 +225,10 @@ class BlockDrafter(ReadingDrafter):
         context.pending = None
         states = hidden[:, config.first_slot : config.first_slot + count]
         if self.head is None and self.confidence_head is None:
-            return sampler.blind(ids, self.of_vocabulary(self.logits(target, states)))
+            return sampler.blind(ids, self.to_full_vocabulary(self.logits(target, states)))
         path = BlockPath(self, target, states)
         tree = sampler.grow(ids, count, path)
-        return path.told(tree) if self.head is not None and are_trees_kept() else tree
+        return path.with_head_choices(tree) if self.head is not None and are_trees_kept() else tree
 
     @torch.no_grad()
     def propose_rows(self, target: Target, wanted: Sequence[DraftsWanted]) -> list[DraftTree]:
@@ -251,7 +251,7 @@ class BlockDrafter(ReadingDrafter):
                 each.sampler.grow(each.ids, each.drafts, BlockPath(self, target, own))
                 for each, own in zip(wanted, rows)
             ]
-        logits = self.of_vocabulary(self.logits(target, states))
+        logits = self.to_full_vocabulary(self.logits(target, states))
         return [each.sampler.blind(each.ids, logits[row : row + 1, : each.drafts]) for row, each in enumerate(wanted)]
 
     def logits(self, target: Target, hidden: torch.Tensor, vectors: torch.Tensor | None = None) -> torch.Tensor:
@@ -259,7 +259,7 @@ class BlockDrafter(ReadingDrafter):
         target's LM head, or an own one over fewer tokens, and by the head's table; minus infinity for the mask token,
         which no text has. Of a block's states, as [`forward`] returns them without `previous_ids`: with them they are
         for the LM head already."""
-        hidden = self.readable(hidden)
+        hidden = self.lm_head_input(hidden)
         mask = self.config.mask_token_id
         if self.config.draft_vocab_size:
             logits = self.lm_head(hidden).masked_fill(self.draft_ids == (-1 if mask is None else mask), -torch.inf)
@@ -273,7 +273,7 @@ class BlockDrafter(ReadingDrafter):
 
     def logits_of(self, target: Target, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The same of some of them, `[batch, tokens]`, from `[batch, config.target_hidden_size]`."""
-        hidden = self.readable(hidden)
+        hidden = self.lm_head_input(hidden)
         if not self.config.draft_vocab_size:
             return target.logits_of(hidden, ids)
         return torch.einsum("bd,bcd->bc", hidden, self.lm_head.weight[ids])

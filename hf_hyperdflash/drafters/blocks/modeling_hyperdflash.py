@@ -174,11 +174,11 @@ class HyperDFlashDrafter(BlockDrafter):
         if config.draft_vocab_size:
             drafter.draft_only(seen, torch.arange(config.draft_vocab_size))
         if target.get_input_embeddings().weight is target.get_output_embeddings().weight:
-            drafter._say_nothing_yet(seen)
+            drafter._flatten_first_logits(seen)
         return drafter
 
     @torch.no_grad()
-    def _say_nothing_yet(self, target: Target) -> None:
+    def _flatten_first_logits(self, target: Target) -> None:
         """Let no token stand out in a fresh drafter's logits, by its last norm. Where the target's LM head is its
         embedding, that is sure otherwise of what is like the token that a slot reads, and training begins with
         unlearning it. With every other sign turned a state is like no embedding; then it is as small as it has to
@@ -191,7 +191,7 @@ class HyperDFlashDrafter(BlockDrafter):
         anchors = torch.linspace(0, config.vocab_size - 1, count, device=self.device).long()[:, None]
         block, _ = block_inputs(anchors, torch.zeros_like(anchors), config.block_size, config.mask_token_id)
         read = self._begin(target.embed(block).to(self.device, self.dtype))[:, config.first_slot : 2]
-        self._quieten(lambda: self.logits(target, self._end(read)))
+        self._flatten_logits(lambda: self.logits(target, self._end(read)))
 
     def with_heads(self, **fields: Any) -> HyperDFlashDrafter:
         """This drafter with heads that it lacks, for training on: they say nothing yet, so it drafts as before.

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from ...targets.registry import check_layers
 from ...targets.target import Target
 from ...trees.tree import DraftTree
-from ..base import SeenTokens
+from ..base import EmptyContext
 from ..sampling import DraftsWanted
 from ..saved import SavedDrafter
 
@@ -54,7 +54,7 @@ class ResidualBlock(nn.Module):
         return states + nn.functional.silu(self.linear(states))
 
 
-class LastState(SeenTokens):
+class LastState(EmptyContext):
     """What the target's LM head read last of a sequence, `[1, config.hidden_size]`; zeros at first."""
 
     state: torch.Tensor

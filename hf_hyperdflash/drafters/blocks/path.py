@@ -60,13 +60,13 @@ class BlockPath:
             else:
                 ids = self._candidates[:, k].expand(len(tokens), -1)
                 logits = self._best(blind.float(), ids, states, vectors)
-        return DraftStep(self.drafter.of_vocabulary(logits), self._confidence(k, hidden, memory))
+        return DraftStep(self.drafter.to_full_vocabulary(logits), self._confidence(k, hidden, memory))
 
-    def told(self, tree: DraftTree) -> DraftTree:
+    def with_head_choices(self, tree: DraftTree) -> DraftTree:
         """A tree of this block, with which of its nodes the head chose: where the block alone holds another token more
         probable, before the request's processors."""
         blind = self.drafter.logits(self.target, self.hidden) if self._blind is None else self._blind
-        alone = self.drafter.of_vocabulary(blind)[0].argmax(-1).tolist()
+        alone = self.drafter.to_full_vocabulary(blind)[0].argmax(-1).tolist()
         drafts = zip(tree.tokens.tolist(), tree.depths)
         return replace(tree, by_head=tuple(token != alone[depth - 1] for token, depth in drafts))
 

@@ -9,7 +9,7 @@ from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4
 from ..blocks.configuration_hyperdflash import HyperDFlashConfig, check_temperatures
 from ..configuration import check_layer_ids
 from ..parts.block_attention import SLIDING, AttentionSpan
-from .configuration_mtp import of_blocks
+from .configuration_mtp import blocks_config
 
 # DeepSeek's names of what we call the same in every drafter of blocks.
 _DEEPSEEK_FIELDS = {
@@ -76,7 +76,7 @@ class DeepseekV4DSparkConfig(DeepseekV4Config):
             )
 
     @classmethod
-    def of_target(cls, config: DeepseekV4Config, blocks: int = 3) -> DeepseekV4DSparkConfig:
+    def from_target_config(cls, config: DeepseekV4Config, blocks: int = 3) -> DeepseekV4DSparkConfig:
         """The drafter of so many blocks that a target with this configuration, `dspark_*` fields among it, carries.
 
         Raises:
@@ -91,7 +91,7 @@ class DeepseekV4DSparkConfig(DeepseekV4Config):
         ids, last = fields["target_layer_ids"], config.num_hidden_layers - 1
         if isinstance(ids, list) and last in ids:  # the residual that training reads anyway, by the name that it has
             fields["target_layer_ids"] = [-1 if i == last else i for i in ids]
-        return of_blocks(
+        return blocks_config(
             cls,
             config,
             blocks,

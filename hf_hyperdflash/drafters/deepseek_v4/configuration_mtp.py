@@ -9,7 +9,7 @@ from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4
 Kind = TypeVar("Kind", bound=DeepseekV4Config)
 
 
-def of_blocks(kind: type[Kind], config: DeepseekV4Config, blocks: int, **fields: Any) -> Kind:
+def blocks_config(kind: type[Kind], config: DeepseekV4Config, blocks: int, **fields: Any) -> Kind:
     """The configuration of a drafter of V4 blocks: sliding-window attention and a mixture of experts with learned
     routing, whatever the target's layers are.
 
@@ -48,9 +48,9 @@ class DeepseekV4MTPConfig(DeepseekV4Config):
     hyperdflash_version: str = ""
 
     @classmethod
-    def of_target(cls, config: DeepseekV4Config) -> DeepseekV4MTPConfig:
+    def from_target_config(cls, config: DeepseekV4Config) -> DeepseekV4MTPConfig:
         """The block of a target with this configuration."""
-        return of_blocks(cls, config, 1)
+        return blocks_config(cls, config, 1)
 
     @classmethod
     def get_config_dict(

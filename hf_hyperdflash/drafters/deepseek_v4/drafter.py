@@ -117,7 +117,7 @@ class DeepseekV4Drafter(SavedDrafter, DeepseekV4PreTrainedModel):
 
     @classmethod
     def _config_of(cls, checkpoint: MTPCheckpoint) -> Any:
-        return cast(Any, cls.config_class).of_target(checkpoint.config)
+        return cast(Any, cls.config_class).from_target_config(checkpoint.config)
 
     @classmethod
     def _empty(cls: type[Own], config: Any, dtype: torch.dtype, device: torch.device | str) -> Own:

@@ -116,7 +116,7 @@ class DeepseekV4DSparkDrafter(DeepseekV4Drafter, BlockDrafter):
 
     @classmethod
     def _config_of(cls, checkpoint: MTPCheckpoint) -> DeepseekV4DSparkConfig:
-        return DeepseekV4DSparkConfig.of_target(checkpoint.config, checkpoint.blocks)
+        return DeepseekV4DSparkConfig.from_target_config(checkpoint.config, checkpoint.blocks)
 
     def _place(self, name: str) -> tuple[str, str]:
         if name.startswith("layers."):
@@ -142,5 +142,5 @@ class DeepseekV4DSparkDrafter(DeepseekV4Drafter, BlockDrafter):
     def _end(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.hc_head(hidden)
 
-    def readable(self, states: torch.Tensor) -> torch.Tensor:
+    def lm_head_input(self, states: torch.Tensor) -> torch.Tensor:
         return self.norm(states)

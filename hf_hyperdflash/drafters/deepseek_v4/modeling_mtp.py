@@ -45,7 +45,7 @@ class MTPContext:
         """Keys of the past that the next entry can see."""
         return 0 if self.keys is None else self.keys.shape[2]
 
-    def go_on_from(self, rows: torch.Tensor) -> None:
+    def select(self, rows: torch.Tensor) -> None:
         """Be as many sequences as there are `rows`, each going on from that one of those so far."""
         if self.keys is not None:
             self.keys = self.keys[rows]
@@ -81,7 +81,7 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
 
     def __init__(self, config: DeepseekV4Config) -> None:
         is_block = isinstance(config, DeepseekV4MTPConfig)
-        super().__init__(config if is_block else DeepseekV4MTPConfig.of_target(config))
+        super().__init__(config if is_block else DeepseekV4MTPConfig.from_target_config(config))
         hidden, eps = self.config.hidden_size, self.config.rms_norm_eps
         self.e_proj, self.h_proj = nn.Linear(hidden, hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
         self.enorm, self.hnorm, self.norm = (DeepseekV4RMSNorm(hidden, eps) for _ in range(3))
@@ -200,7 +200,7 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
             if k:
                 rotary = cos[:, k - 1 : k], sin[:, k - 1 : k]
                 rows = rows.to(self.device)
-                ahead.go_on_from(rows)
+                ahead.select(rows)
                 embeds = self._embed(target, tokens[:, None])
                 streams = self(streams[rows], embeds, context=ahead, rotary=rotary)
             return DraftStep(self._logits(target, streams)[:, 0])

@@ -66,14 +66,14 @@ class HyperDFlashAttention(nn.Module):
 
     Args:
         config: The drafter's.
-        reads: Width of what it reads; the drafter's if left out.
+        input_width: Width of its input; the drafter's if left out.
     """
 
     is_causal = False
 
-    def __init__(self, config: Any, reads: int | None = None) -> None:
+    def __init__(self, config: Any, input_width: int | None = None) -> None:
         super().__init__()
-        width, dim = reads or config.hidden_size, config.head_dim
+        width, dim = input_width or config.hidden_size, config.head_dim
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.config, self.head_dim, self.scaling = config, dim, dim**-0.5
         self.num_key_value_groups = heads // kv_heads
@@ -191,7 +191,7 @@ class HyperDFlashLayer(GradientCheckpointingLayer):
         if self.has_convolutions:
             self.attention_conv, self.mlp_conv = CausalConvolution(config), CausalConvolution(config)
 
-    def reads(self, hidden: torch.Tensor) -> torch.Tensor:
+    def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
         """What attention makes keys and values of."""
         return self.input_layernorm(hidden)
 
@@ -213,7 +213,7 @@ class HyperDFlashLayer(GradientCheckpointingLayer):
         def attend(normed: torch.Tensor) -> torch.Tensor:
             return self.self_attn(normed, feature, rotary, context, attention_mask)
 
-        normed = self.reads(hidden)
+        normed = self.attention_input(hidden)
         hidden = hidden + (self.attention_conv(normed, attend) if self.has_convolutions else attend(normed))
         normed = self.post_attention_layernorm(hidden)
         return hidden + (self.mlp_conv(normed, self.mlp) if self.has_convolutions else self.mlp(normed))

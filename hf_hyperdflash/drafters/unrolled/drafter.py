@@ -57,7 +57,7 @@ class EntryContext(ContextCache):
 
 class UnrolledDrafter(ReadingDrafter):
     """What the drafters of entries share. A subclass has [`_begin`] and, where they differ, [`condition`], [`_layers`]
-    and [`handed_on`].
+    and [`next_condition`].
     """
 
     config: UnrolledConfig
@@ -128,7 +128,7 @@ class UnrolledDrafter(ReadingDrafter):
         if is_tied and drafter.device.type != "meta":
             states = torch.randn(_FRESH_STATES, config.hidden_size, generator=torch.Generator().manual_seed(0))
             states = states.to(drafter.device, drafter.dtype)
-            drafter._quieten(lambda: drafter.drafted_logits(seen, drafter.norm(states)))
+            drafter._flatten_logits(lambda: drafter.drafted_logits(seen, drafter.norm(states)))
         return drafter.eval()
 
     # What a subclass says
@@ -147,7 +147,7 @@ class UnrolledDrafter(ReadingDrafter):
         """What layer `index` reads of what the one before it returned."""
         return hidden
 
-    def handed_on(self, states: torch.Tensor) -> torch.Tensor:
+    def next_condition(self, states: torch.Tensor) -> torch.Tensor:
         """What a later block is conditioned on, of states `[..., config.hidden_size]`."""
         return states
 
@@ -185,7 +185,7 @@ class UnrolledDrafter(ReadingDrafter):
         for index, (layer, known) in enumerate(zip(self.layers, keys_values)):
             hidden = self._between(index, hidden)
             if of_last and index == len(self.layers) - 1:
-                before, hidden = cast(Any, layer).reads(hidden[:, :-size]), hidden[:, -size:]
+                before, hidden = cast(Any, layer).attention_input(hidden[:, :-size]), hidden[:, -size:]
                 seen = None if mask is None else attention_mask_for(kind, mask[:, :, -size:], hidden.dtype)
             hidden = layer(hidden, before, rotary, known, seen)
         return hidden.unflatten(1, (-1, self.config.block_size))
@@ -233,7 +233,7 @@ class UnrolledDrafter(ReadingDrafter):
         for level, slot in enumerate(slots):
             positions = positions + (slot + 1 if self.moves else 0)
             mask = later_mask(entries, position_ids, self.config.block_size, slots[: level + 1])
-            carried = self.handed_on(blocks[-1][:, :, slot])
+            carried = self.next_condition(blocks[-1][:, :, slot])
             blocks.append(self.run(carried, later_embeds[:, :, level], positions, kept, mask))
         normed = self.norm(torch.cat(blocks, dim=2))
         head = self.lm_head if head is not None and self.config.draft_vocab_size else head
@@ -312,7 +312,7 @@ class UnrolledDrafter(ReadingDrafter):
         try:
             return self._draft(target, unrolling, ids, count, sampler)
         finally:
-            unrolling.forget()
+            unrolling.discard()
 
     def _draft(
         self, target: Target, unrolling: Unrolling, ids: torch.Tensor, count: int, sampler: DraftSampler
@@ -322,7 +322,7 @@ class UnrolledDrafter(ReadingDrafter):
     def logits(self, target: Target, states: torch.Tensor) -> torch.Tensor:
         """Logits `[..., config.vocab_size]` of states `[..., config.hidden_size]`, which are normed here; those that
         cannot be drafted are minus infinity."""
-        return self.of_vocabulary(self.drafted_logits(target, self.norm(states)))
+        return self.to_full_vocabulary(self.drafted_logits(target, self.norm(states)))
 
     def drafted_logits(self, target: Target, normed: torch.Tensor) -> torch.Tensor:
         """Of normed states, `[..., config.draft_vocab_size or config.vocab_size]`."""
@@ -332,7 +332,7 @@ class UnrolledDrafter(ReadingDrafter):
 class Unrolling:
     """The blocks of one round: the last entry's, which is number 0, and those that go on from it.
 
-    Their keys lie behind the context's until [`forget`]. A tree is grown by [`further`], a chain by [`along`].
+    Their keys lie behind the context's until [`discard`]. A tree grows by [`branch`], a chain by [`extend_chain`].
 
     Args:
         drafter: Whose blocks they are.
@@ -349,7 +349,7 @@ class Unrolling:
         self._seen = torch.zeros(1, self.size, dtype=torch.bool, device=drafter.device)  # [blocks, keys of blocks]
         self._moved = self._seen.new_zeros(1, dtype=torch.long)
 
-    def further(self, blocks: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def branch(self, blocks: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Blocks that go on from others.
 
         Args:
@@ -377,7 +377,7 @@ class Unrolling:
         self._seen = nn.functional.pad(self._seen, (0, new * size))
         return states
 
-    def along(self, tokens: torch.Tensor) -> torch.Tensor:
+    def extend_chain(self, tokens: torch.Tensor) -> torch.Tensor:
         """The block that goes on from the last slot of the last one. It sees all that is there, which nothing has to
         be counted for.
 
@@ -399,7 +399,7 @@ class Unrolling:
         self, states: torch.Tensor, moved: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         drafter, context, new = self.drafter, self.context, len(tokens) * self.size
-        carried = drafter.handed_on(states)[None]
+        carried = drafter.next_condition(states)[None]
         positions = context.position + (moved if drafter.moves else 0 * moved)
         context.make_room(new, carried, drafter.config)
         layers = [context.layer(index, 0) for index in range(len(drafter.layers))]
@@ -409,7 +409,7 @@ class Unrolling:
         self._written += new
         return found
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Leave the context as it was."""
         self.context.advance(self.size - self._written)
 

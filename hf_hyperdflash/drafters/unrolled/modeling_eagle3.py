@@ -27,11 +27,11 @@ class Eagle3Layer(HyperDFlashLayer):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
-        self.self_attn = HyperDFlashAttention(config, reads=2 * config.hidden_size)
+        self.self_attn = HyperDFlashAttention(config, input_width=2 * config.hidden_size)
         self.hidden_norm = DrafterRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm_before_residual = config.norm_before_residual
 
-    def reads(self, hidden: torch.Tensor) -> torch.Tensor:
+    def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
         embeds, state = hidden.chunk(2, dim=-1)
         return torch.cat([self.input_layernorm(embeds), self.hidden_norm(state)], dim=-1)
 
@@ -46,7 +46,7 @@ class Eagle3Layer(HyperDFlashLayer):
         """`[batch, queries, 2 * config.hidden_size]` to `[batch, queries, config.hidden_size]`."""
         state = hidden.chunk(2, dim=-1)[1]
         residual = self.hidden_norm(state) if self.norm_before_residual else state
-        hidden = residual + self.self_attn(self.reads(hidden), feature, rotary, context, attention_mask)
+        hidden = residual + self.self_attn(self.attention_input(hidden), feature, rotary, context, attention_mask)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -89,7 +89,7 @@ class Eagle3Drafter(UnrolledDrafter):
     def _begin(self, condition: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
         return torch.cat([embeds, condition], dim=-1)
 
-    def handed_on(self, states: torch.Tensor) -> torch.Tensor:
+    def next_condition(self, states: torch.Tensor) -> torch.Tensor:
         return self.norm(states) if self.config.norm_output else states
 
     def _draft(
@@ -101,11 +101,11 @@ class Eagle3Drafter(UnrolledDrafter):
             nonlocal first
             states = unrolling.states[:1]
             if k and is_chain:
-                states = unrolling.along(tokens.to(self.device))
+                states = unrolling.extend_chain(tokens.to(self.device))
             elif k:
                 blocks = first + rows.to(self.device)
                 first = len(unrolling.states)
-                states = unrolling.further(blocks, torch.zeros_like(blocks), tokens.to(self.device))
+                states = unrolling.branch(blocks, torch.zeros_like(blocks), tokens.to(self.device))
             return DraftStep(self.logits(target, states[:, 0]))
 
         tree = sampler.grow(ids, count, steps, width=self.config.tree_width)

@@ -86,7 +86,7 @@ class SpecBlockDrafter(UnrolledDrafter):
                 break
             if blocks:
                 ids = torch.cat([ids, blocks[-1].tokens[None].to(ids.device)], dim=1)
-                unrolling.along(ids[0, -1:].to(self.device))
+                unrolling.extend_chain(ids[0, -1:].to(self.device))
             logits = self.logits(target, unrolling.states[-1:, : count - start])
             blocks.append(sampler.blind(ids, logits))
             if len(blocks[-1]) < logits.shape[1]:
@@ -100,12 +100,12 @@ class SpecBlockDrafter(UnrolledDrafter):
         def blocks(come_from: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> BlockStep:
             states = unrolling.states[:1]
             if len(come_from):
-                states = unrolling.further(*(each.to(self.device) for each in (come_from, slots, tokens)))
+                states = unrolling.branch(*(each.to(self.device) for each in (come_from, slots, tokens)))
             normed = self.norm(states)
             drafted = self.drafted_logits(target, normed)
             ranks = None
             if self.rank_head is not None:
                 ranks = self.rank_head(normed, rank_features(drafted).to(normed.device)).float().softmax(-1)
-            return BlockStep(self.of_vocabulary(drafted), ranks)
+            return BlockStep(self.to_full_vocabulary(drafted), ranks)
 
         return blocks

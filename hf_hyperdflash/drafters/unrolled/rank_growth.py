@@ -187,7 +187,7 @@ class _Growing:
         """The logarithm of how probable it is that a node is accepted, of how probable the drafter holds it."""
         if self.admission is None or gain == -math.inf:
             return gain
-        return math.log(self.admission.survival.of_one(math.exp(gain)))
+        return math.log(self.admission.survival.chance(math.exp(gain)))
 
     def _signals(self, step: BlockStep, blocks: int) -> list[list[float]]:
         """How probable the rank head holds it that the target's token is the best one, by block and slot."""
@@ -208,7 +208,7 @@ class _Growing:
             heapq.heappush(waiting, (-parent * chances[rank], row, slot, rank, parent, chances))
 
         def reach(row: int, slot: int, parent: float) -> None:
-            sure = ACCEPTED[0] if survival is None else survival.of_one(signals[row][slot])
+            sure = ACCEPTED[0] if survival is None else survival.chance(signals[row][slot])
             wait(row, slot, 0, parent, hits_of(sure, share, later))
 
         counts: list[list[list[float]]] = [[] for _ in starts]

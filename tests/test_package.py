@@ -122,14 +122,14 @@ for other in ("transformers", "accelerate", "huggingface_hub", "safetensors", "n
     sys.modules[other] = None
 from types import SimpleNamespace
 import torch
-from hf_hyperdflash.drafters.parts.heads import HEADS, ConfidenceHead, along_text
+from hf_hyperdflash.drafters.parts.heads import HEADS, ConfidenceHead, run_heads
 config = SimpleNamespace(target_hidden_size=8, vocab_size=9, draft_vocab_size=0, head_rank=4, rms_norm_eps=1e-6)
 for kind in HEADS.values():
     head = kind(config)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter)
     ids, states = torch.randint(0, 9, (2, 3)), torch.randn(2, 3, 8)
-    out = along_text(states, ids, torch.randn(2, 3, 8), head, ConfidenceHead(config, head.memory_size))
+    out = run_heads(states, ids, torch.randn(2, 3, 8), head, ConfidenceHead(config, head.memory_size))
     print(tuple(out.states.shape), tuple(out.confidence.shape))
 """
     assert run(code).splitlines() == ["(2, 3, 8) (2, 3)"] * 5

@@ -369,7 +369,7 @@ def capture_residual(target: PreTrainedModel, target_layer_ids: Sequence[int] = 
     """
     seen, tap = target_of(target), getattr(vars(target).get("hyperdflash_binding"), "residual", None)
     is_kept = hasattr(tap, "new_capture")  # that of a drafter's own, older code has other names
-    tap = tap if is_kept else ResidualTap(seen.layers, seen.streams)
+    tap = cast(ResidualTap, tap) if is_kept else ResidualTap(seen.layers, seen.streams)
     capture = tap.new_capture(target_layer_ids)
     end = tap.captures.add(capture) if target_layer_ids else None
     try:

@@ -124,7 +124,7 @@ class ReadingDrafter(SavedDrafter):
     @staticmethod
     def device_for(target: Target) -> torch.device:
         """Where a new drafter belongs: with the target's LM head, or on the CPU where that is offloaded."""
-        head: Any = target.model.get_output_embeddings()
+        head = target.output_head
         is_offloaded = head.weight.is_meta and hasattr(head, "_hf_hook")
         return torch.device("cpu") if is_offloaded else head.weight.device
 

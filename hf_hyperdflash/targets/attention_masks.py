@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 MASKED_IMPLEMENTATIONS = frozenset({"eager", "sdpa", "flex_attention"})
+AttentionMask = torch.Tensor | BlockMask
 
 
-def attention_mask_for(implementation: str | None, mask: torch.Tensor, dtype: torch.dtype) -> Any:
-    """A mask as an implementation of transformers' attention interface takes it.
+def attention_mask_for(implementation: str | None, mask: torch.Tensor, dtype: torch.dtype) -> AttentionMask:
+    """Return a mask as an implementation of transformers' attention interface takes it.
 
     Args:
         implementation: `config._attn_implementation`.
-        mask: Boolean `[batch, 1, queries, keys]`, `True` where a query may look.
-        dtype: Of the attention's logits.
+        mask: Boolean `[batch, 1, queries, keys]`, `True` where a query sees a key.
+        dtype: That of the attention's logits.
 
     Raises:
-        ValueError: If the implementation knows no masks of this kind.
+        ValueError: If the implementation takes no masks of this kind.
     """
     if implementation == "sdpa":
         return mask
     if implementation == "flex_attention":
         batch, _, queries, keys = mask.shape
-        seen = mask[:, 0]
+        visible = mask[:, 0]
         return create_block_mask(
-            lambda b, h, q, k: seen[b, q, k],
+            lambda b, h, q, k: visible[b, q, k],
             batch,
             None,
             queries,

@@ -28,11 +28,12 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 
 from ..trees.layout import TreeLayout
 from .caches.deepseek_v4 import DEFAULT_MAX_REWIND, make_rewindable
+from .caches.protocols import RewindableCache
 from .caches.tree_state import TreeState, best_visible
 from .gate import stream_gates
 from .hooks import PerThread
 from .hyper_connections import HyperConnected, read_gate
-from .target import TreeVerification
+from .target import TreeVerification, Trunk
 
 # This vocabulary has no mask token; the id is what DeepSeek's own DSpark drafter masks with.
 _VOCAB_SIZE, _MASK_TOKEN = 129280, 128799
@@ -64,14 +65,14 @@ class DeepseekV4(HyperConnected):
     rewindable_kinds = HyperConnected.rewindable_kinds | _COMPRESSED
     skips_padding = True  # its compressors pool padding with text
 
-    def __init__(self, model: PreTrainedModel, trunk: Any) -> None:
+    def __init__(self, model: PreTrainedModel, trunk: Trunk) -> None:
         super().__init__(model, trunk)
         # In DeepSeek's own layout, as remote code has it, the gate's parameters belong to no module.
         is_bare = not isinstance(getattr(trunk, "hc_head", None), nn.Module)
         self._bare: Any = (trunk if hasattr(trunk, "hc_head_fn") else model) if is_bare else None
 
     @classmethod
-    def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:
+    def fits(cls, target: PreTrainedModel, trunk: Trunk) -> bool:
         config = target.config.get_text_config(decoder=True)
         is_named = config.model_type == "deepseek_v4" or bool(
             _COMPRESSED & set(getattr(config, "layer_types", None) or ())
@@ -113,7 +114,7 @@ class DeepseekV4(HyperConnected):
         if self.config.model_type == "deepseek_v4" or any(isinstance(layer, DeepseekV4HCACache) for layer in layers):
             make_rewindable(cache, max(DEFAULT_MAX_REWIND, num_drafts + 1))
 
-    def cached_lengths(self, cache: Any) -> set[int]:
+    def cached_lengths(self, cache: Cache) -> set[int]:
         """Each compressor counts its tokens, and a layer without keys has seen none."""
         lengths = super().cached_lengths(cache)
         for layer in getattr(cache, "layers", ()):
@@ -144,7 +145,7 @@ class DeepseekV4(HyperConnected):
     def can_join_sequences(self) -> bool:
         return False  # a cache layer counts the windows of one text
 
-    def can_mask(self, cache: Any) -> bool:
+    def can_mask(self, cache: RewindableCache) -> bool:
         return all(getattr(layer, "can_verify_trees", False) for layer in cache.layers)
 
     def begin_tree(self, cache: Any, layout: TreeLayout) -> None:
@@ -155,7 +156,7 @@ class DeepseekV4(HyperConnected):
         for layer in cache.layers:
             layer.accept(accepted)
 
-    def abort_forward(self, cache: Any, start: int) -> None:
+    def abort_forward(self, cache: RewindableCache, start: int) -> None:
         for layer in cache.layers:
             if hasattr(layer, "accept"):  # in a layer of a drafter's own, older code no tree has begun
                 layer.accept([])
@@ -180,16 +181,23 @@ class DeepseekV4(HyperConnected):
 Rounds = PerThread[dict[nn.Module, torch.Tensor]]  # scores by indexer until it has chosen
 
 
-def _scored(rounds: Rounds, indexer: nn.Module, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+# What transformers calls a compressor or an indexer with: hidden states, queries, positions, the cache, and the layer.
+CompressorInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Cache | None, int]
+Compressed = tuple[torch.Tensor, torch.Tensor | None]  # entries, and the bias of the attention to them
+
+
+def _scored(
+    rounds: Rounds, indexer: nn.Module, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor
+) -> None:
     if rounds:  # apart from what follows, so that a compiled indexer stays one graph where nothing is verified
         _remember(rounds, indexer, output)
 
 
-def _chosen(rounds: Rounds, indexer: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+def _chosen(rounds: Rounds, indexer: DeepseekV4Indexer, args: CompressorInputs, output: torch.Tensor) -> torch.Tensor:
     return _choose_again(rounds, indexer, args, output) if rounds else output
 
 
-def _compressed(rounds: Rounds, compressor: Any, args: Any, output: Any) -> Any:
+def _compressed(rounds: Rounds, compressor: nn.Module, args: CompressorInputs, output: Compressed) -> Compressed:
     return _see_own_path(args, output) if rounds else output
 
 
@@ -200,7 +208,9 @@ def _remember(rounds: Rounds, indexer: nn.Module, scores: torch.Tensor) -> None:
 
 
 @torch.compiler.disable
-def _choose_again(rounds: Rounds, indexer: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+def _choose_again(
+    rounds: Rounds, indexer: DeepseekV4Indexer, args: CompressorInputs, output: torch.Tensor
+) -> torch.Tensor:
     for round_ in rounds.get(get_ident(), ())[-1:]:
         scores, position_ids = round_.pop(indexer, None), args[2]
         tree = _tree_state(args)
@@ -213,7 +223,7 @@ def _choose_again(rounds: Rounds, indexer: Any, args: Any, output: torch.Tensor)
 
 
 @torch.compiler.disable
-def _see_own_path(args: Any, output: Any) -> Any:
+def _see_own_path(args: CompressorInputs, output: Compressed) -> Compressed:
     tree, (entries, bias) = _tree_state(args), output
     if tree is None or bias is None:
         return output
@@ -223,7 +233,7 @@ def _see_own_path(args: Any, output: Any) -> Any:
     return entries, bias
 
 
-def _tree_state(args: Any) -> TreeState | None:
+def _tree_state(args: CompressorInputs) -> TreeState | None:
     """The draft tree in the cache layer that a compressor is called with."""
     cache, layer = args[3:5]
     return None if cache is None else getattr(cache.layers[layer], "tree_state", None)

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 from accelerate.utils import align_module_device
 from torch import nn
 from transformers import PreTrainedModel
 
-from .target import Target
+from .target import Target, Trunk
+
+
+class GatedTrunk(Trunk, Protocol):
+    """A trunk that collapses its residual streams with `hc_head`."""
+
+    hc_head: nn.Module
+    norm: nn.Module
 
 
 class HyperConnected(Target):
     """A target whose `hc_head` has one gate per residual stream."""
 
+    trunk: GatedTrunk
+
     title = "Hunyuan V4 (Hy4)"
     forked_types = frozenset({"hy_v4", "hy_v4_vl_text"})
 
     @classmethod
-    def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:
+    def fits(cls, target: PreTrainedModel, trunk: Trunk) -> bool:
         return isinstance(getattr(trunk, "hc_head", None), nn.Module)
 
     @property
@@ -54,8 +63,8 @@ class Glm5Next(HyperConnected):
     forked_types = frozenset({"glm5_next_text"})
 
     @classmethod
-    def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:
-        return super().fits(target, trunk) and not hasattr(trunk.hc_head, "hc_fn")
+    def fits(cls, target: PreTrainedModel, trunk: Trunk) -> bool:
+        return super().fits(target, trunk) and not hasattr(getattr(trunk, "hc_head", None), "hc_fn")
 
     def gate(self) -> dict[str, torch.Tensor]:
         """Return the gate whose collapse is the mean of the streams, whatever they hold."""
@@ -66,18 +75,26 @@ class Glm5Next(HyperConnected):
         }
 
 
+class MixedTrunk(Trunk, Protocol):
+    """A trunk that collapses its residual streams with a mixer."""
+
+    hyper_connection_mixer: nn.Module
+
+
 class Qwen4Exp(Target):
     """A target whose mixer weighs every channel of a stream by itself, and norms."""
+
+    trunk: MixedTrunk
 
     title = "Qwen4-Exp (Qwen3.8-Flash-Next)"
     forked_types = frozenset({"qwen4_exp_text"})
 
-    def __init__(self, model: PreTrainedModel, trunk: Any) -> None:
+    def __init__(self, model: PreTrainedModel, trunk: Trunk) -> None:
         super().__init__(model, trunk)
         self.norm = None
 
     @classmethod
-    def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:
+    def fits(cls, target: PreTrainedModel, trunk: Trunk) -> bool:
         return hasattr(trunk, "hyper_connection_mixer")
 
     @property

@@ -1,42 +1,42 @@
-"""Which token of a target's vocabulary stands at the draft positions of a block: one that no text has, if any."""
+"""Finds the token that stands at the draft positions of a block: one of the target's vocabulary that no text has."""
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .registry import target_of
 from .target import Target
 
 logger = logging.getLogger(__name__)
 
-# What tokenizers call tokens that are there for later uses, and
+# The names of tokens that a tokenizer reserves for later uses, and
 _RESERVED = re.compile(r"reserved|unused|place.?holder|(extra|dummy|control|special)(.id|.token)?.?\d", re.IGNORECASE)
-# the marks between a repository's files, issues and notebooks in a pretraining corpus (StarCoder's names).
-_OF_DOCUMENTS = re.compile(
+# of the marks between a repository's files, issues and notebooks in a pretraining corpus (StarCoder's).
+_DOCUMENT_MARKS = re.compile(
     r"repo_?name|file_?(name|sep)|gh_stars|issue_|jupyter_|empty_output|commit_(before|msg|after)"
 )
 
 
-def find_mask_token(target: PreTrainedModel, tokenizer: Any = None) -> int | None:
-    """A token that can stand for "not known yet"; which one, and why that, is logged. `None` if there is none: the
+def find_mask_token(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> int | None:
+    """Return a token that can stand for "not known yet", and log which one and why. `None` if there is none: the
     drafter then has a mask vector of its own.
 
-    The tokenizer's mask token; else the first id past the tokenizer's last, where the embedding has rows to spare
-    (what z-lab's drafters for Qwen3 mask with); else a token reserved for later uses; else a padding token that does
-    not end texts, too; else, where there is a chat template, a special token that marks the parts of documents in
-    pretraining alone. None that the chat template names.
+    The first of these that exists, except tokens that the chat template names: the tokenizer's mask token; the first
+    id after the tokenizer's last, where the embedding has more rows (z-lab's drafters for Qwen3 use it); a token that
+    the tokenizer reserves for later uses; a padding token that does not end texts, too; and, where there is a chat
+    template, a special token that marks the parts of documents in pretraining alone.
 
     Args:
         target: The target.
-        tokenizer: Its tokenizer; where its weights came from, if left out. Nothing is downloaded for that.
+        tokenizer: Its tokenizer; by default the one beside its weights. Nothing is downloaded for that.
 
     Raises:
-        ValueError: If `tokenizer` is none.
+        ValueError: If `tokenizer` is no tokenizer.
     """
     if tokenizer is not None and not hasattr(tokenizer, "mask_token_id"):
         raise ValueError(
@@ -62,8 +62,10 @@ def find_mask_token(target: PreTrainedModel, tokenizer: Any = None) -> int | Non
     return token
 
 
-def _candidates(target: Target, tokenizer: Any, ends: set[int]) -> Any:
-    """Pairs of a token and what it is, the best first."""
+def _candidates(
+    target: Target, tokenizer: PreTrainedTokenizerBase | None, ends: set[int]
+) -> Iterator[tuple[int, str]]:
+    """Yield pairs of a token and what it is, the best first."""
     if tokenizer is not None:
         if tokenizer.mask_token_id is not None:
             yield tokenizer.mask_token_id, f"the tokenizer's {tokenizer.mask_token!r}"
@@ -86,14 +88,14 @@ def _candidates(target: Target, tokenizer: Any, ends: set[int]) -> Any:
     pad = config.pad_token_id if tokenizer is None else tokenizer.pad_token_id
     if pad is not None and 0 <= pad < config.vocab_size and pad not in ends:
         yield pad, "the padding token"
-    if tokenizer is not None and template:  # text that has no template may be such documents
+    if tokenizer is not None and template:  # without a template, texts may be such documents
         for token in reversed(added):
-            if _OF_DOCUMENTS.search(added[token]) and tokenizer.added_tokens_decoder[token].special:
+            if _DOCUMENT_MARKS.search(added[token]) and tokenizer.added_tokens_decoder[token].special:
                 yield token, f"{added[token]!r}, which chats have no use for"
 
 
-def _ends(target: PreTrainedModel, config: Any, tokenizer: Any) -> set[int]:
-    """Tokens that texts begin or end with, or that stand for what the tokenizer does not know."""
+def _ends(target: PreTrainedModel, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
+    """Return the tokens with which texts begin or end, and the one for what the tokenizer does not know."""
     ends: set[int] = set()
     for owner in (config, target.generation_config, tokenizer):
         for name in ("bos_token_id", "eos_token_id", "unk_token_id"):
@@ -102,7 +104,8 @@ def _ends(target: PreTrainedModel, config: Any, tokenizer: Any) -> set[int]:
     return ends
 
 
-def _tokenizer_of(target: PreTrainedModel) -> Any:
+def _tokenizer_of(target: PreTrainedModel) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer beside the target's weights, if it is on this machine."""
     from transformers import AutoTokenizer
 
     name = target.config._name_or_path
@@ -110,6 +113,6 @@ def _tokenizer_of(target: PreTrainedModel) -> Any:
         return None
     try:
         return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever it is, the target does without a tokenizer
+    except Exception as error:  # without a tokenizer there are fewer candidates
         logger.info("No tokenizer was found with the target, in %s: %s", Path(name).name, error)
         return None

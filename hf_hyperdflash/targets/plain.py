@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from transformers import PreTrainedModel
 
-from .target import Target
+from .target import Target, Trunk
 
 # `<|reserved_200000|>`, which the chat format leaves unused and other DFlash drafters for it mask with.
 _VOCAB_SIZE, _MASK_TOKEN = 201088, 200000
@@ -20,7 +18,7 @@ class GptOss(Target):
     masked_types = frozenset({"gpt_oss"})
 
     @classmethod
-    def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:
+    def fits(cls, target: PreTrainedModel, trunk: Trunk) -> bool:
         # Also the text part of a multimodal class: here nothing lies in the head.
         return target.config.get_text_config(decoder=True).model_type in cls.masked_types
 
@@ -36,7 +34,7 @@ class Granite(Target):
     forked_types = frozenset({"granitemoehybrid"})
 
     @classmethod
-    def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:
+    def fits(cls, target: PreTrainedModel, trunk: Trunk) -> bool:
         # Not the text part of a multimodal class, whose head is of its own and scales nothing.
         return target.config.model_type.startswith("granite") and hasattr(target.config, "logits_scaling")
 
@@ -60,12 +58,12 @@ class MambaHybrid(Target):
     rewindable_kinds = Target.rewindable_kinds | {"hybrid", "mlp", "moe"}
     forked_types = frozenset({"bamba", "falcon_h1", "nemotron_h"})
 
-    def __init__(self, model: PreTrainedModel, trunk: Any) -> None:
+    def __init__(self, model: PreTrainedModel, trunk: Trunk) -> None:
         super().__init__(model, trunk)
-        self.norm = trunk.norm_f if hasattr(trunk, "norm_f") else trunk.final_layernorm
+        self.norm = getattr(trunk, "norm_f" if hasattr(trunk, "norm_f") else "final_layernorm")
 
     @classmethod
-    def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:
+    def fits(cls, target: PreTrainedModel, trunk: Trunk) -> bool:
         return target.config.model_type in cls.forked_types
 
     @property

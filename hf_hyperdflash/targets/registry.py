@@ -1,4 +1,4 @@
-"""The families of targets, and which one a target is of."""
+"""The families of targets, and the choice of the family that a model belongs to."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from transformers import PreTrainedModel
 from .deepseek_v4 import FAMILIES as DEEPSEEK_V4
 from .hyper_connections import FAMILIES as HYPER_CONNECTIONS
 from .plain import FAMILIES as PLAIN
-from .target import Target
+from .target import Target, Trunk
 
-# The first that fits counts. Code that goes with a saved drafter has those of its target's kin and the plain ones.
+# The first family that fits is chosen. A saved drafter's own code has its target's family and the plain ones.
 FAMILIES: tuple[type[Target], ...] = (*DEEPSEEK_V4, *HYPER_CONNECTIONS, *PLAIN, Target)
 
 
 def target_of(model: PreTrainedModel | Target) -> Target:
-    """A model as drafters and the loop see it: of a bound one what `bind` made; a [`Target`] as it is.
+    """Return a model as drafters and the loop see it. For a bound model that is what `bind` made; a [`Target`] is
+    returned as it is.
 
     Raises:
-        ValueError: If the model is of no known family, or has residual streams of a kind that is not known.
+        ValueError: If the model belongs to no known family, or has residual streams of an unknown kind.
     """
     if isinstance(model, Target):
         return model
@@ -38,7 +39,7 @@ def target_of(model: PreTrainedModel | Target) -> Target:
         raise ValueError(f"The target is {given}, expected a model: {fix}.")
     trunk = _trunk(model)
     family = next((family for family in FAMILIES if family.fits(model, trunk)), None) if trunk is not None else None
-    if family is None:
+    if trunk is None or family is None:
         name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         known = ", ".join(family.title for family in FAMILIES[:-1])
         raise ValueError(
@@ -49,12 +50,12 @@ def target_of(model: PreTrainedModel | Target) -> Target:
 
 
 def check_layers(target: Target, layer_ids: Sequence[int] = ()) -> None:
-    """Raise a `ValueError` if a drafter cannot read these layers (-1 for the last), because their output is not
-    one state for each token of a prompt, or if nothing can be drafted for the target at all.
+    """Raise a `ValueError` if a drafter cannot read these layers (-1 for the last) because their output is not one
+    state for each token of a prompt, or if nothing can be drafted for the target at all.
 
     Args:
-        target: Of this code, or of the copy of it that a drafter brought along.
-        layer_ids: What the drafter reads.
+        target: By this code, or by a drafter's own copy of it.
+        layer_ids: The layers that the drafter reads.
     """
     own, count = target.config, len(target.layers)
     loops = max(getattr(own, name, 1) for name in ("n_recurrent_loops", "loop_num_passes"))
@@ -74,7 +75,7 @@ def check_layers(target: Target, layer_ids: Sequence[int] = ()) -> None:
         raise ValueError(f"The drafter reads layers {list(layer_ids)} of a {own.model_type} target, but {why}. {fix}.")
 
 
-def check_without_virtual_tokens(target: Any) -> None:
+def check_without_virtual_tokens(target: object) -> None:
     """Raise a `ValueError` if a target is wrapped by PEFT for prompt or prefix tuning, or generates for such a
     wrapper, which is how PEFT's `generate` runs it."""
     preparing = getattr(target, "prepare_inputs_for_generation", None)
@@ -88,26 +89,26 @@ def check_without_virtual_tokens(target: Any) -> None:
             )
 
 
-def _inside(wrapper: Any) -> str | None:
-    """Where the model is in what wraps it: PEFT's, `torch.compile`'s, a data-parallel one's, a pipeline's."""
+def _inside(wrapper: object) -> str | None:
+    """Return where a wrapper of PEFT, of `torch.compile`, of data parallelism or of a pipeline has its model."""
     if hasattr(wrapper, "get_base_model") and not isinstance(wrapper, type):
         return "get_base_model()"
-    places = ("_orig_mod", "module", "model")
-    return next((place for place in places if isinstance(getattr(wrapper, place, None), PreTrainedModel)), None)
+    names = ("_orig_mod", "module", "model")
+    return next((name for name in names if isinstance(getattr(wrapper, name, None), PreTrainedModel)), None)
 
 
-def _trunk(target: PreTrainedModel) -> Any:
-    """The module that runs the decoder layers."""
-    places = (target.get_decoder(), target.base_model, target)
-    return next((place for place in places if isinstance(getattr(place, "layers", None), nn.ModuleList)), None)
+def _trunk(target: PreTrainedModel) -> Trunk | None:
+    """Return the module that runs the decoder layers, if there is one."""
+    modules: tuple[Any, ...] = (target.get_decoder(), target.base_model, target)
+    return next((module for module in modules if isinstance(getattr(module, "layers", None), nn.ModuleList)), None)
 
 
-def is_bound(model: Any) -> bool:
-    """Whether `model` is a bound target, by this code or by the copy of it that a drafter brought along."""
+def is_bound(model: object) -> bool:
+    """Return whether `model` is a target that this code, or a drafter's own copy of it, has bound."""
     return hasattr(type(model), "bound_by")
 
 
-def is_drafter(model: Any) -> bool:
-    """Whether `model` drafts through our loop, a [`~drafters.base.Drafter`]: wrapped and remote-code drafters count
-    too."""
+def is_drafter(model: object) -> bool:
+    """Return whether `model` has the methods of a [`~drafters.base.Drafter`], as wrapped and remote-code drafters
+    have, too."""
     return all(callable(getattr(model, name, None)) for name in ("check_target", "extend", "propose"))

@@ -1,16 +1,18 @@
-"""Where a target's rotary frequencies depend on how long its text is, and with them what can be drafted.
+"""Where a target's rotary frequencies depend on the length of its text, which limits what can be drafted.
 
-They follow the highest position of a forward, drafts included, whether or not those are accepted. So a round that
-passes the length at which they change would turn the keys of tokens that plain decoding turns by what was before.
+The frequencies depend on the highest position of a forward, drafts included, whether or not those are accepted. So a
+round over the length at which they change would apply new frequencies to tokens for which plain decoding uses the old.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-# Which run a text from its start again once it is longer, in a new cache.
+from transformers import PreTrainedConfig
+
+# They run a text from its start again, in a new cache, once it is longer than the length of the switch.
 _RESTARTING = frozenset({"phi3", "phimoe", "phi4_multimodal"})
 
 
@@ -18,26 +20,26 @@ class RopeSwitch(NamedTuple):
     """A length of the text at which rotary frequencies change."""
 
     length: int
-    is_at_every_token: bool  # once for all, or with every token from there on
+    is_at_every_token: bool  # whether they change with every token from there on, or only once
 
     def most_drafts(self, seen: int) -> float:
-        """How many drafts a round may have, one after the other, after `seen` tokens, the anchor included."""
+        """Return how deep the drafts of a round may go after `seen` tokens, the anchor included."""
         if seen <= self.length:
             return self.length - seen
         return 0 if self.is_at_every_token else math.inf
 
 
-def rope_switch_of(config: Any) -> RopeSwitch | None:
-    """A target's, by its text configuration; `None` where frequencies are the same for texts of any length."""
+def rope_switch_of(config: PreTrainedConfig) -> RopeSwitch | None:
+    """Return the switch of a target by its text configuration; `None` if its frequencies never change."""
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [of for of in (rope, *rope.values()) if isinstance(of, Mapping) and of.get("rope_type")]
-    if any("dynamic" in of["rope_type"] for of in kinds):
+    kinds = [each for each in (rope, *rope.values()) if isinstance(each, Mapping) and each.get("rope_type")]
+    if any("dynamic" in each["rope_type"] for each in kinds):
         return RopeSwitch(config.max_position_embeddings, is_at_every_token=True)
-    lengths = [of["original_max_position_embeddings"] for of in kinds if of["rope_type"] == "longrope"]
+    lengths = [each["original_max_position_embeddings"] for each in kinds if each["rope_type"] == "longrope"]
     return RopeSwitch(min(lengths), is_at_every_token=False) if lengths else None
 
 
-def check_restart(config: Any, length: int, most: int) -> None:
+def check_restart(config: PreTrainedConfig, length: int, most: int) -> None:
     """Raise a `ValueError` if a target starts its cache anew while a text grows from `length` to `most` tokens."""
     at = getattr(config, "original_max_position_embeddings", None)
     if config.model_type in _RESTARTING and at is not None and length <= at < most:

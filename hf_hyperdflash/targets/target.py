@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
 from ..trees.layout import TreeLayout
 from .attention_masks import MASKED_IMPLEMENTATIONS
 from .caches.linear import CallRecorder, make_linear_rewindable
+from .caches.protocols import RewindableCache
 from .hooks import PerThread
 from .rope_switch import rope_switch_of
 
@@ -24,6 +25,12 @@ _PARTS = {
     "idx_keys": -2,
 }  # of layers with an indexer, and where tokens are
 _MASKED_KINDS = frozenset({"full_attention", "sliding_attention", "of no declared kind"})
+
+
+class Trunk(Protocol):
+    """The module that runs a model's decoder layers. Families have more in it, by other names."""
+
+    layers: nn.ModuleList
 
 
 class Target:
@@ -65,9 +72,9 @@ class Target:
 
     hyperdflash_binding: Any = None  # while the model is bound
 
-    def __init__(self, model: PreTrainedModel, trunk: Any) -> None:
+    def __init__(self, model: PreTrainedModel, trunk: Trunk) -> None:
         self.model, self.trunk = model, trunk
-        self.config: Any = model.config.get_text_config(decoder=True)
+        self.config: PreTrainedConfig = model.config.get_text_config(decoder=True)
         self.layers: nn.ModuleList = trunk.layers
         self.norm: Any = getattr(trunk, "norm", None)
         self.rounds: PerThread[dict[nn.Module, torch.Tensor]] = PerThread()
@@ -87,7 +94,7 @@ class Target:
         return self.model(*args, **kwargs)
 
     @classmethod
-    def fits(cls, target: PreTrainedModel, trunk: Any) -> bool:
+    def fits(cls, target: PreTrainedModel, trunk: Trunk) -> bool:
         """Whether `target`, whose decoder layers are in `trunk`, is of this family."""
         config = target.config.get_text_config(decoder=True)
         return hasattr(trunk, "norm") and not any(hasattr(config, name) for name in ("hc_mult", "hc_count"))
@@ -124,15 +131,25 @@ class Target:
 
     # Embedding and head, which drafters share
 
+    @property
+    def input_embedding(self) -> nn.Embedding:
+        """The model's input embedding."""
+        return cast(nn.Embedding, self.model.get_input_embeddings())
+
+    @property
+    def output_head(self) -> nn.Linear:
+        """The model's LM head."""
+        return cast(nn.Linear, self.model.get_output_embeddings())
+
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """What the first layer reads of `ids` `[batch, seq]`, `[batch, seq, config.hidden_size]`, on their device."""
-        embedding: Any = self.model.get_input_embeddings()
+        embedding = self.input_embedding
         weight = embedding.weight
         return embedding(ids if weight.is_meta else ids.to(weight.device)).to(ids.device)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """The target's logits from `states` `[..., config.hidden_size]` of any dtype and device."""
-        head: Any = self.model.get_output_embeddings()
+        head = self.output_head
         return self.after_head(head(computable(states, head.weight)))
 
     def logits_of(self, states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -145,7 +162,7 @@ class Target:
         Returns:
             `[batch, tokens]`, where the head is.
         """
-        head: Any = self.model.get_output_embeddings()
+        head = self.output_head
         weight = head.weight
         is_plain = type(weight) in (torch.Tensor, nn.Parameter) and weight.is_floating_point() and not weight.is_meta
         if not is_plain or weight.itemsize == 1:  # offloaded, sharded or quantized: it has no rows to be read
@@ -192,8 +209,7 @@ class Target:
     @property
     def dtype(self) -> torch.dtype:
         """Of the residual stream."""
-        embedding: Any = self.model.get_input_embeddings()
-        return embedding.weight.dtype
+        return self.input_embedding.weight.dtype
 
     @property
     def mask_token_id(self) -> int | None:
@@ -230,7 +246,7 @@ class Target:
         """What a verification round needs on the target's modules, silent elsewhere."""
         return CallRecorder(self.layers).handles if self.has_running_state else []
 
-    def cached_lengths(self, cache: Any) -> set[int]:
+    def cached_lengths(self, cache: Cache) -> set[int]:
         """How many tokens each part of a cache has seen that counts them: one number, unless a forward was
         interrupted between two of them. Running states count none."""
         lengths = set()
@@ -252,7 +268,7 @@ class Target:
             return "mask" if self.config._attn_implementation in MASKED_IMPLEMENTATIONS else "fork"
         return "fork" if kind in self.masked_types | self.forked_types else "chain"
 
-    def can_mask(self, cache: Cache) -> bool:
+    def can_mask(self, cache: RewindableCache) -> bool:
         """Whether a masked forward can go on from this cache; else paths are forked."""
         return True
 
@@ -263,10 +279,10 @@ class Target:
         other."""
         return self.tree_verification == "mask" and self.rope_switch is None
 
-    def begin_tree(self, cache: Cache, layout: TreeLayout) -> None:
+    def begin_tree(self, cache: RewindableCache, layout: TreeLayout) -> None:
         """Prepare a cache for a masked forward over a draft tree."""
 
-    def accept(self, cache: Any, layout: TreeLayout, accepted: list[int]) -> None:
+    def accept(self, cache: RewindableCache, layout: TreeLayout, accepted: list[int]) -> None:
         """Keep the accepted path of a draft tree in the cache, and no other node.
 
         Args:
@@ -281,7 +297,7 @@ class Target:
                     last[:, :, : len(accepted)] = last.index_select(2, layout.index(accepted, states.device))
         cache.crop(len(accepted) - len(layout))
 
-    def abort_forward(self, cache: Any, start: int) -> None:
+    def abort_forward(self, cache: RewindableCache, start: int) -> None:
         """Leave the first `start` tokens in a cache after a round's forward was interrupted, which some parts of the
         cache saw and others did not."""
         for layer in cache.layers:
@@ -323,7 +339,7 @@ def _warn_of_model(name: str) -> None:
     )
 
 
-def _parts_of(layer: Any) -> dict[str, tuple[int, torch.Tensor]]:
+def _parts_of(layer: object) -> dict[str, tuple[int, torch.Tensor]]:
     """What an indexer has filled of a cache layer beside its keys and values, and the dimension of tokens."""
     return {name: (dim, part) for name, dim in _PARTS.items() if (part := getattr(layer, name, None)) is not None}
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hf_hyperdflash.drafters.parts.heads import HEADS, ConfidenceHead, SequentialHead, along_text
+from hf_hyperdflash.drafters.parts.heads import HEADS, ConfidenceHead, SequentialHead, run_heads
 
 from ..helpers import oracle_heads as oracle
 
@@ -62,7 +62,7 @@ def test_every_head_follows_its_formula(kind, width, rank, vocabulary, fewer, dr
     hidden = torch.randn(*rows, drafts, width, dtype=torch.float64)
     embeds, ids = torch.randn_like(hidden), torch.randint(0, vocabulary, (*rows, drafts))
     with torch.no_grad():
-        whole = along_text(hidden, ids, embeds, head, judge)
+        whole = run_heads(hidden, ids, embeds, head, judge)
     for row in np.ndindex(*rows):
         expected, carried = oracle.ORACLES[kind](weights), None
         for k in range(drafts):
@@ -93,7 +93,7 @@ def test_a_draft_depends_on_nothing_behind_it(kind):
     later = hidden.clone(), (ids + 1) % 9, embeds + 1
     later[0][3:] += 1
     later[1][:3], later[2][:3] = ids[:3], embeds[:3]
-    one, other = (along_text(*inputs, head, None) for inputs in ((hidden, ids, embeds), later))
+    one, other = (run_heads(*inputs, head, None) for inputs in ((hidden, ids, embeds), later))
     assert torch.equal(one.states[:3], other.states[:3])
     assert not torch.equal(one.states[3:], other.states[3:])
     if head.table is not None:
@@ -102,14 +102,14 @@ def test_a_draft_depends_on_nothing_behind_it(kind):
 
 def test_without_heads_states_are_the_blocks():
     hidden = torch.randn(2, 3, 4)
-    said = along_text(hidden, torch.zeros(2, 3, dtype=torch.long), None, None, None)
+    said = run_heads(hidden, torch.zeros(2, 3, dtype=torch.long), None, None, None)
     assert said.states is hidden and not any(part is not None for part in said[1:])
 
 
 def test_a_confidence_without_a_head_reads_the_state_alone():
     judge, hidden = trained(ConfidenceHead(config(), 0)), torch.randn(3, 6, dtype=torch.float64)
-    found = along_text(hidden, torch.zeros(3, dtype=torch.long), None, None, judge).confidence
-    blind = along_text(hidden, torch.zeros(3, dtype=torch.long), None, head_of("markov"), judge).confidence
+    found = run_heads(hidden, torch.zeros(3, dtype=torch.long), None, None, judge).confidence
+    blind = run_heads(hidden, torch.zeros(3, dtype=torch.long), None, head_of("markov"), judge).confidence
     for k in range(3):
         sure = oracle.confidence(weights_of(judge), hidden[k].numpy(), None)
         np.testing.assert_allclose(torch.sigmoid(torch.stack([found[k], blind[k]])).detach(), [sure] * 2)
@@ -120,7 +120,7 @@ def test_a_confidence_judges_drafts_and_does_not_shape_them(kind):
     head, hidden = head_of(kind), torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
     embeds, ids = torch.randn(5, 6, dtype=torch.float64, requires_grad=True), torch.randint(0, 9, (5,))
     judge = trained(ConfidenceHead(config(), head.memory_size))
-    out = along_text(hidden, ids, embeds, head, judge)
+    out = run_heads(hidden, ids, embeds, head, judge)
     out.confidence.sum().backward()
     assert all(part.grad is None for part in (hidden, embeds, *head.parameters()))
     assert all(part.grad.any() for part in judge.parameters())
@@ -130,4 +130,4 @@ def test_a_confidence_judges_drafts_and_does_not_shape_them(kind):
 
 def test_a_head_that_reads_embeddings_says_so():
     with pytest.raises(ValueError, match="reads the embedding of the token before, expected `embeds`"):
-        along_text(torch.randn(3, 6), torch.zeros(3, dtype=torch.long), None, HEADS["state"](config()), None)
+        run_heads(torch.randn(3, 6), torch.zeros(3, dtype=torch.long), None, HEADS["state"](config()), None)

@@ -175,7 +175,7 @@ def test_a_chain_goes_on_as_a_tree_of_one_path(kind, moves):
     torch.manual_seed(0)
     target, ids = families.qwen3().eval(), prompt(12)
     drafter = unrolled(kind, target, **KINDS[kind])
-    drafter.moves, size = moves, drafter.config.block_size
+    drafter.moves_positions, size = moves, drafter.config.block_size
     with capture_residual(target, drafter.target_layer_ids) as captured:
         target(ids[:, :-1])
     context = drafter.new_context()

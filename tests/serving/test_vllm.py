@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from hf_hyperdflash import load_drafter, load_target
-from hf_hyperdflash.drafters.parts.heads import along_text
+from hf_hyperdflash.drafters.parts.heads import run_heads
 from hf_hyperdflash.hub.formats import export_dflash
 
 from ..conftest import MODELS, prompt, tiny_drafter
@@ -385,7 +385,7 @@ def test_what_is_exported_as_dspark_says_the_same_in_vllms_own_classes(tmp_path,
     heads = {"sequential_head": "markov", "head_rank": 5, "head_candidates": 0}
     drafter = stirred(tiny_drafter(target, head_dim=32, reducer="fc", **fields, **heads))
     hidden, before = torch.randn(6, 64), torch.randint(96, (6,))
-    ours = along_text(hidden[:, None], before[:, None], None, drafter.head, drafter.confidence_head)
+    ours = run_heads(hidden[:, None], before[:, None], None, drafter.head, drafter.confidence_head)
     bias = ours.vectors[:, 0] @ drafter.head.table.T
     with loaded_by_vllm(target, drafter, layout, tmp_path, monkeypatch) as model:
         assert type(model).__name__ == "Qwen3DSparkForCausalLM"

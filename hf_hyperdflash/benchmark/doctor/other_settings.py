@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ...drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
-from ...drafters.parts.heads import along_text
+from ...drafters.parts.heads import run_heads
 from ...drafters.parts.layers import block_inputs
 from ...targets.registry import target_of
 from ...training.data.blocks import block_labels, block_masks, previous_tokens
@@ -184,7 +184,7 @@ def _rounds(
         drafts = hidden.unflatten(1, (-1, config.block_size))[:, :, config.first_slot :]
         previous = previous_tokens(text, anchors, config.max_draft_tokens)
         embeds = seen.embed(previous.flatten(1)).view(*previous.shape, -1)
-        output = along_text(drafts, previous, embeds, drafter.head, None)
+        output = run_heads(drafts, previous, embeds, drafter.head, None)
         logits = drafter.to_full_vocabulary(drafter.logits(seen, output.states, output.vectors))[0]
         logits = logits.to(text.device).float()
         labels = block_labels(text, is_text, positions, anchors, config.max_draft_tokens)[0]

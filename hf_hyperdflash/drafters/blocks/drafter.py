@@ -11,7 +11,7 @@ from torch import nn
 from ...targets.attention_masks import attention_mask_for
 from ...targets.target import Target
 from ...trees.tree import DraftTree, are_trees_kept
-from ..parts.heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, SequentialHead, ZeroInitLinear, along_text
+from ..parts.heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, SequentialHead, ZeroInitLinear, run_heads
 from ..parts.layers import ContextCache, Rotary, block_inputs
 from ..reading import ReadingDrafter
 from ..sampling import DraftSampler, DraftsWanted, chains_in_step
@@ -117,7 +117,7 @@ class BlockDrafter(ReadingDrafter):
         if previous_ids is None:
             return hidden
         drafts = hidden.unflatten(1, (-1, config.block_size))[:, :, config.first_slot :]
-        output = along_text(drafts, previous_ids, previous_embeds, self.head, self.confidence_head)
+        output = run_heads(drafts, previous_ids, previous_embeds, self.head, self.confidence_head)
         chooses = self.head is not None and config.head_candidates
         blind = self.lm_head_input(drafts) if chooses else None
         # Made anew: before torch 2.12 or so a compiled forward knows no `_replace`.

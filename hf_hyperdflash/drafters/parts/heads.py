@@ -9,7 +9,7 @@ Torch alone, so that a serving engine can import them. Modules are called as in 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -17,14 +17,29 @@ from torch import nn
 from ...targets.gate import unit_rms
 
 
+class HeadConfig(Protocol):
+    """The fields of a drafter's configuration that heads read."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def draft_vocab_size(self) -> int: ...
+    @property
+    def target_hidden_size(self) -> int: ...
+    @property
+    def head_rank(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+
+
 class HeadStep(NamedTuple):
-    """What a head says of one draft position.
+    """A head's output for one draft position.
 
     Attributes:
         states: z_k `[..., config.target_hidden_size]`, for the LM head.
         vectors: v_k `[..., config.head_rank]`, for the head's table; `None` if it has none.
-        memory: What it knows of the token before, `[..., head.memory_size]`.
-        carried: For the next step.
+        memory: Its representation of the token before, `[..., head.memory_size]`.
+        carried: Its input of the next step; `None` if the next step needs none.
     """
 
     states: torch.Tensor
@@ -34,14 +49,14 @@ class HeadStep(NamedTuple):
 
 
 class HeadOutput(NamedTuple):
-    """What heads say of whole blocks.
+    """The output of heads for whole blocks.
 
     Attributes:
         states: `[..., drafts, config.target_hidden_size]`, for the LM head.
         vectors: `[..., drafts, config.head_rank]`, for the head's table; `None` without one.
         confidence: `[..., drafts]`, the logit of each draft's acceptance; `None` without a confidence head.
-        blind: `[..., drafts, config.target_hidden_size]`, the block's own states for the LM head, where a head chooses
-            among their best tokens; else `None`.
+        blind: `[..., drafts, config.target_hidden_size]`, the block's own states for the LM head, which no head has
+            changed, where a head chooses among their best tokens; else `None`.
         ranks: `[..., drafts, 4]`, a rank head's logits; `None` without one.
     """
 
@@ -53,7 +68,7 @@ class HeadOutput(NamedTuple):
 
 
 class ZeroInitLinear(nn.Linear):
-    """A linear layer that says nothing at first: with it a fresh drafter drafts as it would without."""
+    """A linear layer whose weights are zero at first: with it a fresh drafter drafts as it would without."""
 
     def reset_parameters(self) -> None:
         for parameter in self.parameters():
@@ -61,11 +76,11 @@ class ZeroInitLinear(nn.Linear):
 
 
 class SequentialHead(nn.Module):
-    """A head, one step at a time: `head(state, token, embeds, carried)`.
+    """A head that runs one draft position at a time: `head(state, token, embeds, carried)`.
 
     Attributes:
         key: Its module's name in a drafter.
-        candidates: How many of the block's best tokens it chooses among by default; 0 for all.
+        candidates: Among how many of the block's best tokens it chooses by default; 0 for all.
         reads_embeds: Whether it reads the target's embedding of the token before.
         memory_size: Width of [`HeadStep`]'s `memory`.
     """
@@ -78,24 +93,25 @@ class SequentialHead(nn.Module):
     def forward(
         self, hidden: torch.Tensor, ids: torch.Tensor, embeds: torch.Tensor | None, carried: torch.Tensor | None
     ) -> HeadStep:
-        """One draft position.
+        """Run one draft position.
 
         Args:
             hidden: The block's h_k, `[..., config.target_hidden_size]`.
             ids: The token before, `[...]`.
             embeds: The target's embedding of it, `[..., config.target_hidden_size]`, where the head reads it.
-            carried: What the step before gave; `None` at the first.
+            carried: The output `carried` of the step before; `None` at the first.
         """
         raise NotImplementedError(f"A {type(self).__name__} has no `forward`.")
 
     @classmethod
     def candidates_of(cls, vocabulary: int) -> int:
-        """Among how many of so many tokens it chooses by default; 0 for all."""
+        """Return among how many tokens of a vocabulary it chooses by default; 0 for all."""
         return min(cls.candidates, vocabulary)
 
     @property
     def table(self) -> torch.Tensor | None:
-        """`[config.draft_vocab_size or config.vocab_size, config.head_rank]`, what turns vectors into logits."""
+        """The table that turns vectors into logits, `[config.draft_vocab_size or config.vocab_size,
+        config.head_rank]`; `None` if the head has none."""
         return None
 
 
@@ -104,7 +120,7 @@ class MarkovHead(SequentialHead):
 
     key = "markov_head"
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         rank = self.memory_size = config.head_rank
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
@@ -120,7 +136,7 @@ class MarkovHead(SequentialHead):
     def vectors(
         self, hidden: torch.Tensor, memory: torch.Tensor, carried: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """v_k, and what the next step is given."""
+        """Return v_k and the input of the next step."""
         return memory, None
 
     @property
@@ -131,7 +147,7 @@ class MarkovHead(SequentialHead):
 class GatedMarkovHead(MarkovHead):
     """The same, with a gate that reads the state: v_k = sigmoid(W [h_k; e] + b) * e, e = W1[x_{k-1}] (DSpark)."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
         self.gate_proj = nn.Linear(config.target_hidden_size + config.head_rank, config.head_rank)
 
@@ -145,7 +161,7 @@ class RecurrentHead(MarkovHead):
     """A state of the whole path: [g; c; o] = W [s_{k-1}; W1[x_{k-1}]; h_k] + b, s_k = sigmoid(g) s_{k-1} +
     (1 - sigmoid(g)) tanh(c), v_k = tanh(o), s_0 = 0 (DSpark)."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
         rank = config.head_rank
         self.joint_proj = nn.Linear(2 * rank + config.target_hidden_size, 3 * rank)
@@ -165,7 +181,7 @@ class SelectorHead(SequentialHead):
     key = "candidate_selector"
     candidates = 16
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         rank = self.memory_size = config.head_rank
         self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, rank))
@@ -183,15 +199,15 @@ class SelectorHead(SequentialHead):
         return self.successor_codebook
 
     def reset(self, std: float) -> None:
-        """Fresh weights, with which it says nothing."""
+        """Reset the weights, so that the head changes nothing at first."""
         nn.init.normal_(self.predecessor_codebook, std=std)
         nn.init.zeros_(self.successor_codebook)
 
 
 class StateHead(SequentialHead):
     """Ours: corrects the state itself, z_k = h_k + D(silu(g) * u), [g; u] = U [norm(h_k); norm(e(x_{k-1}));
-    norm(z_{k-1})], z_0 = 0. It has no table of the vocabulary's size: e is the target's embedding, and what reads z_k
-    is the target's LM head, of which only the rows of the block's best tokens are read again."""
+    norm(z_{k-1})], z_0 = 0. It has no table of the vocabulary's size: e is the target's embedding, and the target's LM
+    head reads z_k, of which only the rows of the block's best tokens are computed again."""
 
     key = "state_head"
     candidates = 1024
@@ -199,10 +215,10 @@ class StateHead(SequentialHead):
 
     @classmethod
     def candidates_of(cls, vocabulary: int) -> int:
-        # Here a choice only saves time: to gather rows of a small vocabulary's LM head takes longer than all of it.
+        # Candidates only save time here: to gather some rows of a small LM head takes longer than to compute all.
         return cls.candidates if vocabulary > 8 * cls.candidates else 0
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         width = self.memory_size = config.target_hidden_size
         self.eps = config.rms_norm_eps
@@ -223,8 +239,8 @@ class StateHead(SequentialHead):
 
 
 class ConfidenceHead(nn.Module):
-    """The logit of a draft's acceptance once those before it are: w^T [h_k; memory of x_{k-1}] + b (DSpark), at first
-    even odds. What it reads is detached: it judges drafts and does not shape them.
+    """The logit of a draft's acceptance once the drafts before it are accepted: w^T [h_k; memory of x_{k-1}] + b
+    (DSpark), 0 at first. Its inputs are detached: it judges drafts and does not shape them.
 
     Args:
         config: The drafter's.
@@ -234,7 +250,7 @@ class ConfidenceHead(nn.Module):
 
     key = "confidence_head"
 
-    def __init__(self, config: Any, memory_size: int, bias: bool = True) -> None:
+    def __init__(self, config: HeadConfig, memory_size: int, bias: bool = True) -> None:
         super().__init__()
         self.proj = ZeroInitLinear(config.target_hidden_size + memory_size, 1, bias=bias)
         self.memory_size = memory_size
@@ -244,14 +260,14 @@ class ConfidenceHead(nn.Module):
         return self.proj(read.detach()).squeeze(-1)
 
 
-def along_text(
+def run_heads(
     hidden: torch.Tensor,
     ids: torch.Tensor,
     embeds: torch.Tensor | None,
     head: SequentialHead | None,
     confidence_head: ConfidenceHead | None,
 ) -> HeadOutput:
-    """What heads say of blocks whose tokens are known, as in training.
+    """Run the heads over blocks whose tokens are known, as in training.
 
     Args:
         hidden: The blocks' states, `[..., drafts, config.target_hidden_size]`.

@@ -1,12 +1,12 @@
-"""What blocks of a drafter are made of: their input, attention over an injected context, and that context's cache."""
+"""The parts of a drafter's blocks: their input, attention over an injected context, and that context's cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -18,6 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
+from ...targets.attention_masks import AttentionMask
 from .block_attention import AttentionSpan
 from .reducers import HCGateReducer, RMSNorm
 
@@ -27,8 +28,8 @@ ContextLayer = Callable[[torch.Tensor, torch.Tensor], KeysValues]  # as [`Contex
 
 
 class DrafterRMSNorm(Qwen3RMSNorm):
-    """Qwen3's, bit for bit on a CPU, in one call, for which a GPU has one kernel: a small layer costs what launches
-    do."""
+    """Qwen3's RMSNorm, bit for bit on a CPU, in one call, for which a GPU has one kernel: a small layer takes as long
+    as its kernel launches."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         normed = nn.functional.rms_norm(hidden_states.float(), self.weight.shape, None, self.variance_epsilon)
@@ -38,13 +39,13 @@ class DrafterRMSNorm(Qwen3RMSNorm):
 def block_inputs(
     tokens: torch.Tensor, positions: torch.Tensor, block_size: int, mask_token_id: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A drafter's input: each anchor followed by mask tokens, at consecutive positions (section 2.1).
+    """Return a drafter's input: each anchor followed by mask tokens, at consecutive positions (section 2.1).
 
     Args:
         tokens: The anchors' token ids, `[batch, anchors]`.
         positions: Their true positions, `[batch, anchors]`.
         block_size: Slots per block, the anchor's included.
-        mask_token_id: Stands at every draft position; `None` for a drafter that puts a vector of its own there, and
+        mask_token_id: The token at every draft position; `None` for a drafter that puts a vector of its own there and
             reads no token.
 
     Returns:
@@ -71,7 +72,7 @@ class HyperDFlashAttention(nn.Module):
 
     is_causal = False
 
-    def __init__(self, config: Any, input_width: int | None = None) -> None:
+    def __init__(self, config: PreTrainedConfig, input_width: int | None = None) -> None:
         super().__init__()
         width, dim = input_width or config.hidden_size, config.head_dim
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -86,7 +87,8 @@ class HyperDFlashAttention(nn.Module):
         )
 
     def keys_values(self, hidden: torch.Tensor, rotary: Rotary) -> KeysValues:
-        """Keys and values `[batch, config.num_key_value_heads, seq, config.head_dim]` of context or block states."""
+        """Return keys and values `[batch, config.num_key_value_heads, seq, config.head_dim]` of context or block
+        states."""
         keys = self.k_norm(self._heads(self.k_proj(hidden))).transpose(1, 2)
         values = self._heads(self.v_proj(hidden)).transpose(1, 2)
         return _rotate(keys, *rotary), values
@@ -97,7 +99,7 @@ class HyperDFlashAttention(nn.Module):
         feature: torch.Tensor | None,
         rotary: Rotary,
         context: ContextLayer | None,
-        attention_mask: Any,
+        attention_mask: AttentionMask | None,
     ) -> torch.Tensor:
         length, cos, sin = hidden.shape[1], *rotary
         keys, values = self.keys_values(hidden if feature is None else torch.cat([feature, hidden], dim=1), rotary)
@@ -117,14 +119,14 @@ class HyperDFlashRotaryEmbedding(Qwen3RotaryEmbedding):
     """RoPE whose frequencies stay float32 in a drafter of another dtype: rounded to bfloat16, they turn the queries
     and keys of position 1,000 by up to a radian too far.
 
-    Its cosines and sines are of all heads, `[batch, 1, seq, config.head_dim]`, once for all layers.
+    Its cosines and sines are for all heads, `[batch, 1, seq, config.head_dim]`, computed once for all layers.
     """
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Rotary:
         cos, sin = super().forward(x, position_ids)
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> HyperDFlashRotaryEmbedding:
         return super()._apply(lambda tensor: fn(tensor) if tensor.is_meta else tensor.to(fn(tensor).device), recurse)
 
 
@@ -140,10 +142,10 @@ def reset_reducer(module: nn.Module, std: float) -> None:
 
 
 class CausalConvolution(nn.Module):
-    """Of a few taps over the slots of a block, before and after a sublayer, with a kernel per channel and a dynamic
-    one per group of channels, which the sublayer's input says (DFlash 2)."""
+    """Convolves the slots of a block with a few taps, before and after a sublayer. Each channel has a kernel, and each
+    group of channels a dynamic one, which is computed from the sublayer's input (DFlash 2)."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         self.block_size, self.taps = config.block_size, config.conv_kernel_size
         self.groups = config.hidden_size // config.conv_group_size
@@ -151,7 +153,8 @@ class CausalConvolution(nn.Module):
         self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * self.groups, bias=False)
 
     def forward(self, hidden: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The sublayer's `[batch, blocks * config.block_size, config.hidden_size]` for an input of that shape."""
+        """Run a sublayer between the two convolutions, over `[batch, blocks * config.block_size,
+        config.hidden_size]`."""
         dynamic = self.kernel_projection(hidden).unflatten(-1, (2, self.taps, self.groups))
         out = sublayer(self._convolve(hidden, dynamic[..., 0, :, :], self.base_kernel[0]))
         return self._convolve(out, dynamic[..., 1, :, :], self.base_kernel[1])
@@ -166,7 +169,7 @@ class CausalConvolution(nn.Module):
         return out.flatten(-2).flatten(1, 2)
 
     def reset(self) -> None:
-        """Fresh weights: every slot as it is."""
+        """Reset the weights, so that every slot stays as it is at first."""
         itself = torch.zeros_like(self.base_kernel)
         itself[:, 0] = 1.0
         init.copy_(self.base_kernel, itself)
@@ -176,12 +179,12 @@ class CausalConvolution(nn.Module):
 class HyperDFlashLayer(GradientCheckpointingLayer):
     """A Qwen3-style block: attention with QK-norm, gated MLP, pre-norm residuals.
 
-    What is new to the context comes as the conditioning feature, whose keys and values every layer makes of its own;
-    what is there already is read from `context`. So wrappers that shard or checkpoint a layer see everything it
-    computes.
+    The conditioning feature brings what is new to the context, and every layer computes its own keys and values of it.
+    What is in the context already is read from `context`. So wrappers that shard or checkpoint a layer see everything
+    that it computes.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         self.self_attn = HyperDFlashAttention(config)
         self.mlp = Qwen3MLP(config)
@@ -192,11 +195,11 @@ class HyperDFlashLayer(GradientCheckpointingLayer):
             self.attention_conv, self.mlp_conv = CausalConvolution(config), CausalConvolution(config)
 
     def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What attention makes keys and values of."""
+        """Return the input of the attention's keys and values."""
         return self.input_layernorm(hidden)
 
     def keys_values(self, feature: torch.Tensor, rotary: Rotary) -> KeysValues:
-        """Of the context alone, as [`HyperDFlashAttention.keys_values`]."""
+        """Return keys and values of the context alone, as [`HyperDFlashAttention.keys_values`]."""
         return self.self_attn.keys_values(feature, rotary)
 
     def forward(
@@ -205,9 +208,9 @@ class HyperDFlashLayer(GradientCheckpointingLayer):
         feature: torch.Tensor | None,
         rotary: Rotary,
         context: ContextLayer | None,
-        attention_mask: Any,
+        attention_mask: AttentionMask | None,
     ) -> torch.Tensor:
-        """`[batch, queries, config.hidden_size]` to the same; `rotary` is of the feature's tokens, then the
+        """Run the layer over `[batch, queries, config.hidden_size]`; `rotary` is for the feature's tokens, then the
         block's."""
 
         def attend(normed: torch.Tensor) -> torch.Tensor:
@@ -222,16 +225,16 @@ class HyperDFlashLayer(GradientCheckpointingLayer):
 class ContextCache:
     """Keys and values of the accepted tokens, computed once per token and layer.
 
-    A block's are written after them to be read, and overwritten by what comes next. The buffer grows by doubling:
-    neither a new token nor a block copies the context.
+    A block's own keys and values are written after them, read once, and overwritten by the next. The buffer grows by
+    doubling: neither a new token nor a block copies the context.
 
     Args:
-        spans: Of every layer.
+        spans: What each layer's slots see.
 
     Attributes:
         window: How many of the last tokens any layer sees; `None` for all.
-        end: Position after the last token seen, in tokens of the sequence.
-        pending: Residual and positions of the last of them, which go in with the next block.
+        end: The number of tokens of the sequence that were added.
+        pending: Residual and positions of the last of them, which the next block adds.
     """
 
     def __init__(self, spans: Sequence[AttentionSpan]) -> None:
@@ -240,27 +243,27 @@ class ContextCache:
         self.end = 0
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self._buffer: torch.Tensor | None = None  # [layers, 2, batch, kv_heads, capacity, head_dim]
-        self._of_layer: list[KeysValues] = []  # views of it
+        self._layer_views: list[KeysValues] = []  # views of it
         self._start = self._stop = 0  # the filled part of it
 
-    def make_room(self, count: int, like: torch.Tensor, config: Any) -> None:
-        """Let `count` tokens be written after those that are there; `like` `[batch, ...]` gives dtype and device."""
+    def make_room(self, count: int, like: torch.Tensor, config: PreTrainedConfig) -> None:
+        """Make room for `count` more tokens; `like` `[batch, ...]` gives dtype and device."""
         old, kept = self._buffer, self._stop - self._start
         if old is None or self._stop + count > old.shape[4]:
             shape = config.num_hidden_layers, 2, like.shape[0], config.num_key_value_heads
             self._buffer = like.new_empty(*shape, 2 * (kept + count) + 64, config.head_dim)
             if old is not None:
                 self._buffer[..., :kept, :] = old[..., self._start : self._stop, :]
-            self._of_layer = [(keys, values) for keys, values in self._buffer]
+            self._layer_views = [(keys, values) for keys, values in self._buffer]
             self._start, self._stop = 0, kept
 
     def layer(self, index: int, new: int) -> ContextLayer:
-        """What one layer's attention calls with keys and values `[batch, kv_heads, new + queries, head_dim]`, to get
-        those that the queries see: of the context, which `new` tokens are added to, and of the queries themselves."""
+        """Return a function for one layer's attention. It takes keys and values `[batch, kv_heads, new + queries,
+        head_dim]`, of `new` tokens for the context and of the queries, and returns all that the queries see."""
 
         def update(keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
             stop, start = self._stop + keys.shape[2], self._first_visible(self._stop + new, self._windows[index])
-            own_keys, own_values = self._of_layer[index]
+            own_keys, own_values = self._layer_views[index]
             own_keys[:, :, self._stop : stop] = keys
             own_values[:, :, self._stop : stop] = values
             return own_keys[:, :, start:stop], own_values[:, :, start:stop]
@@ -268,7 +271,7 @@ class ContextCache:
         return update
 
     def visible(self, index: int, new: int) -> int:
-        """How many tokens of the context a layer sees, `new` ones among them."""
+        """Return how many tokens of the context a layer sees, `new` ones among them."""
         stop = self._stop + new
         return stop - self._first_visible(stop, self._windows[index])
 
@@ -287,6 +290,6 @@ class ContextCache:
         return [(keys, values) for keys, values in buffer]
 
     def __len__(self) -> int:
-        """Tokens that the next block sees."""
+        """The number of tokens that the next block sees."""
         count = self._stop - self._start + (0 if self.pending is None else self.pending[1].shape[1])
         return count if self.window is None else min(count, self.window)

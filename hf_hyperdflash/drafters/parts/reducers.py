@@ -1,4 +1,4 @@
-"""Reducers: how the target's residual streams become the feature that a drafter's blocks are conditioned on.
+"""Reducers turn the target's residual streams into the feature that a drafter's blocks are conditioned on.
 
 Torch alone, so that a serving engine can import them. A reducer has no parameters of its own: its modules are the
 drafter's, under the names that checkpoints have, so that adapters and sharding find them where they look.
@@ -6,7 +6,8 @@ drafter's, under the names that checkpoints have, so that adapters and sharding 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,8 +15,42 @@ from torch import nn
 from ...targets.gate import stream_gates, unit_rms
 
 
+class ReducerConfig(Protocol):
+    """The fields of a drafter's configuration that reducers read."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def target_hidden_size(self) -> int: ...
+    @property
+    def target_hc_mult(self) -> int: ...
+    @property
+    def target_layer_ids(self) -> Sequence[int] | None: ...
+    @property
+    def path_norm(self) -> bool: ...
+    @property
+    def hc_eps(self) -> float: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+
+
+class Reducer(Protocol):
+    """A way to reduce residual streams to a feature: the modules that it needs, and how it uses them."""
+
+    has_gate: bool
+
+    @staticmethod
+    def modules(config: ReducerConfig) -> dict[str, nn.Module]:
+        """Return its modules by their names in checkpoints."""
+
+    @staticmethod
+    def reduce(drafter: Any, residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Reduce the residual `[batch, seq, streams read, config.target_hidden_size]` to `[batch, seq,
+        config.hidden_size]` in `dtype`, with the modules of `drafter`."""
+
+
 class RMSNorm(nn.Module):
-    """RMSNorm in float32 with a weight, which is zero at first: what it normalizes counts for nothing yet."""
+    """RMSNorm in float32 with a weight that is zero at first: what it normalizes adds nothing yet."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -38,7 +73,7 @@ class HCGateReducer(nn.Module):
             summed.
     """
 
-    def __init__(self, config: Any, layers: int = 1) -> None:
+    def __init__(self, config: ReducerConfig, layers: int = 1) -> None:
         super().__init__()
         streams, width = config.target_hc_mult, config.hidden_size
         self.layers, self.path_norm = layers, config.path_norm
@@ -60,12 +95,12 @@ class HCGateReducer(nn.Module):
         # Mixed-precision training keeps the gate float32 too.
         with torch.autocast(residual.device.type, enabled=False):
             parts = zip(residual.chunk(self.layers, dim=2), *weights)
-            gates = torch.cat([stream_gates(*part, self.norm_eps, self.eps) for part in parts], dim=-1)
+            gates = [stream_gates(read, fn, base, scale, self.norm_eps, self.eps) for read, fn, base, scale in parts]
             streams = unit_rms(residual.float(), self.norm_eps) if self.path_norm else residual
-            return (gates.unsqueeze(-1) * streams).sum(dim=2).to(residual.dtype)
+            return (torch.cat(gates, dim=-1).unsqueeze(-1) * streams).sum(dim=2).to(residual.dtype)
 
 
-def _projection(config: Any, read: int) -> nn.Linear:
+def _projection(config: ReducerConfig, read: int) -> nn.Linear:
     return nn.Linear(read * config.target_hidden_size, config.hidden_size, bias=False)
 
 
@@ -75,14 +110,14 @@ class Gate:
     has_gate = True
 
     @staticmethod
-    def modules(config: Any) -> dict[str, nn.Module]:
-        """Modules by their names in checkpoints."""
-        return {"hc_gate": HCGateReducer(config, len(config.target_layer_ids))}
+    def modules(config: ReducerConfig) -> dict[str, nn.Module]:
+        """Return its modules by their names in checkpoints."""
+        return {"hc_gate": HCGateReducer(config, len(config.target_layer_ids or ()))}
 
     @staticmethod
     def reduce(drafter: Any, residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Residual `[batch, seq, streams read, config.target_hidden_size]` to `[batch, seq, config.hidden_size]` in
-        `dtype`, by the modules of `drafter`."""
+        """Reduce the residual `[batch, seq, streams read, config.target_hidden_size]` to `[batch, seq,
+        config.hidden_size]` in `dtype`, with the modules of `drafter`."""
         return drafter.hc_gate(residual).to(dtype)
 
 
@@ -92,9 +127,9 @@ class Dense:
     has_gate = False
 
     @staticmethod
-    def modules(config: Any) -> dict[str, nn.Module]:
+    def modules(config: ReducerConfig) -> dict[str, nn.Module]:
         """As of [`Gate`]."""
-        return {"fc": _projection(config, len(config.target_layer_ids) * config.target_hc_mult)}
+        return {"fc": _projection(config, len(config.target_layer_ids or ()) * config.target_hc_mult)}
 
     @staticmethod
     def reduce(drafter: Any, residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -110,9 +145,9 @@ class Hybrid:
     has_gate = True
 
     @staticmethod
-    def modules(config: Any) -> dict[str, nn.Module]:
+    def modules(config: ReducerConfig) -> dict[str, nn.Module]:
         """As of [`Gate`]."""
-        read = max(len(config.target_layer_ids) - 1, 1) * config.target_hc_mult
+        read = max(len(config.target_layer_ids or ()) - 1, 1) * config.target_hc_mult
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         return {"hc_gate": HCGateReducer(config), "fc": _projection(config, read), "fc_norm": norm}
 
@@ -131,9 +166,9 @@ class StreamMean:
     has_gate = False
 
     @staticmethod
-    def modules(config: Any) -> dict[str, nn.Module]:
+    def modules(config: ReducerConfig) -> dict[str, nn.Module]:
         """As of [`Gate`]."""
-        return {"fc": _projection(config, len(config.target_layer_ids))}
+        return {"fc": _projection(config, len(config.target_layer_ids or ()))}
 
     @staticmethod
     def reduce(drafter: Any, residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -141,4 +176,4 @@ class StreamMean:
         return drafter.fc(residual.to(dtype).unflatten(2, (-1, drafter.config.target_hc_mult)).mean(3).flatten(2))
 
 
-REDUCERS: dict[str, Any] = {"hc_gate": Gate, "fc": Dense, "hybrid": Hybrid, "stream_mean": StreamMean}
+REDUCERS: dict[str, type[Reducer]] = {"hc_gate": Gate, "fc": Dense, "hybrid": Hybrid, "stream_mean": StreamMean}

@@ -1,10 +1,10 @@
-"""A drafter of entries that goes on from states of its own: EAGLE-3, token by token, and SpecBlock, block by block.
+"""Drafters that continue from states of their own: EAGLE-3, token by token, and SpecBlock, block by block.
 
-Entry t is made of the target's residual after token t and the embedding of token t + 1. Its block has K slots, of
-which slot k drafts token t + 2 + k. A later block goes on from a slot of an earlier one: that slot's state stands in
-for the target's, the token that was chosen there is embedded. In every layer a slot sees all slots of the entries
-before its own, those of the blocks that its block goes on from, up to where it does, and of its own block itself and
-those before.
+Entry t consists of the target's residual after token t and the embedding of token t + 1. Its block has K slots, and
+slot k drafts token t + 2 + k. A later block continues from a slot of an earlier one: that slot's state replaces the
+target's residual, and the token that was chosen there is embedded. In every layer a slot sees all slots of earlier
+entries; of the blocks that its own continues, the slots up to the one it continues from; and of its own block itself
+and the slots before it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ..parts.layers import (
     ContextCache,
     ContextLayer,
     DrafterRMSNorm,
+    HyperDFlashLayer,
     HyperDFlashRotaryEmbedding,
     KeysValues,
     reset_reducer,
@@ -37,14 +38,14 @@ from ..weights import named_dtype
 from .configuration import UnrolledConfig
 
 _ENTRIES_AT_ONCE = 256  # of a prompt: their mask is as large as the square of their slots
-_FRESH_STATES = 8  # of which a new drafter is to be sure of nothing
+_FRESH_STATES = 8  # random ones, for which a new drafter's logits are to be flat
 
 
 class EntryContext(ContextCache):
-    """Keys and values of the accepted tokens' entries, with what is drafted from behind them.
+    """Keys and values of the accepted tokens' entries, and the state from which the next round drafts.
 
     Attributes:
-        states: The last entry's, `[1, config.block_size, config.hidden_size]`; `None` before the first.
+        states: Of the last entry, `[1, config.block_size, config.hidden_size]`; `None` before the first.
         position: Its true position, `[1, 1]`.
     """
 
@@ -56,8 +57,8 @@ class EntryContext(ContextCache):
 
 
 class UnrolledDrafter(ReadingDrafter):
-    """What the drafters of entries share. A subclass has [`_begin`] and, where they differ, [`condition`], [`_layers`]
-    and [`next_condition`].
+    """The base of drafters of entries. A subclass has [`_begin`] and [`_draft`] and, where they differ, [`condition`],
+    [`_between`] and [`next_condition`].
     """
 
     config: UnrolledConfig
@@ -65,7 +66,7 @@ class UnrolledDrafter(ReadingDrafter):
     base_model_prefix = "drafter"
     _supports_sdpa = _supports_flex_attn = _supports_attention_backend = True
     _keep_in_fp32_modules_strict = ["hc_gate"]
-    moves = True  # whether the slots of a later block stand behind those that it goes on from, for RoPE
+    moves_positions = True  # whether a later block has later positions than the block that it continues, for RoPE
 
     def __init__(self, config: UnrolledConfig) -> None:
         super().__init__(config)
@@ -88,8 +89,8 @@ class UnrolledDrafter(ReadingDrafter):
     @classmethod
     def from_target(
         cls, target: PreTrainedModel, *, dtype: torch.dtype | str | None = None, **config_fields: Any
-    ) -> Any:
-        """Build an untrained drafter fitted to a target, reading its paper's three layers where nothing else is said.
+    ) -> UnrolledDrafter:
+        """Build an untrained drafter that fits a target. By default it reads the three layers of its paper.
 
         Args:
             target: The model to draft for. It is read, not changed.
@@ -102,7 +103,7 @@ class UnrolledDrafter(ReadingDrafter):
             ValueError: If it is no target, there is no such field, or an embedding of its own is to be of another
                 width than the target's.
         """
-        kind, seen = cast(Any, cls.config_class), target_of(target)
+        kind, seen = cast(type[UnrolledConfig], cls.config_class), target_of(target)
         kind.check_fields(config_fields)
         fields = {**fields_of(seen), **config_fields}
         reducer = REDUCERS.get(str(config_fields.get("reducer")))
@@ -139,16 +140,16 @@ class UnrolledDrafter(ReadingDrafter):
         return self.reducer.reduce(self, residual, self.dtype)
 
     def _begin(self, condition: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
-        """What the first layer reads, `[batch, blocks * config.block_size, ...]`, of conditions and embeddings
-        `[batch, blocks, config.hidden_size]`."""
+        """Return the input of the first layer, `[batch, blocks * config.block_size, ...]`, from conditions and
+        embeddings `[batch, blocks, config.hidden_size]`."""
         raise NotImplementedError(f"A {type(self).__name__} has no `_begin`.")
 
     def _between(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        """What layer `index` reads of what the one before it returned."""
+        """Return the input of layer `index` from the output of the layer before it."""
         return hidden
 
     def next_condition(self, states: torch.Tensor) -> torch.Tensor:
-        """What a later block is conditioned on, of states `[..., config.hidden_size]`."""
+        """Return the condition of a later block from the states `[..., config.hidden_size]` that it continues."""
         return states
 
     # Blocks
@@ -160,19 +161,19 @@ class UnrolledDrafter(ReadingDrafter):
         positions: torch.Tensor,
         keys_values: Sequence[ContextLayer],
         mask: torch.Tensor | None,
-        of_last: bool = False,
+        last_only: bool = False,
     ) -> torch.Tensor:
-        """Blocks, one pass.
+        """Run blocks in one pass.
 
         Args:
             condition: `[batch, blocks, config.hidden_size]`.
-            embeds: `[batch, blocks, config.target_hidden_size]`, of the tokens after.
+            embeds: `[batch, blocks, config.target_hidden_size]`, of the tokens that follow.
             positions: `[batch, blocks]`, of their first slots.
-            keys_values: For each layer, what adds the keys and values of the blocks to those they see.
-            mask: Boolean `[batch, 1, blocks * config.block_size, keys]`, `True` where a slot may look; `None` for
-                everywhere.
-            of_last: Whether only the last block's states are wanted: of the others the last layer makes no more than
-                keys and values.
+            keys_values: For each layer, the function that adds the blocks' keys and values to those that they see.
+            mask: Boolean `[batch, 1, blocks * config.block_size, keys]`, `True` where a slot sees a key; `None` for
+                all.
+            last_only: Whether to return the last block's states only. The last layer then computes only keys and
+                values of the others.
 
         Returns:
             `[batch, blocks, config.block_size, config.hidden_size]`, or of one block.
@@ -181,17 +182,17 @@ class UnrolledDrafter(ReadingDrafter):
         slots = torch.arange(self.config.block_size, device=positions.device)
         rotary = self.rotary_emb(hidden, (positions.unsqueeze(-1) + slots).flatten(1))
         kind, size = self.config._attn_implementation, self.config.block_size
-        seen, before = None if mask is None else attention_mask_for(kind, mask, hidden.dtype), None
+        visible, before = None if mask is None else attention_mask_for(kind, mask, hidden.dtype), None
         for index, (layer, known) in enumerate(zip(self.layers, keys_values)):
             hidden = self._between(index, hidden)
-            if of_last and index == len(self.layers) - 1:
-                before, hidden = cast(Any, layer).attention_input(hidden[:, :-size]), hidden[:, -size:]
-                seen = None if mask is None else attention_mask_for(kind, mask[:, :, -size:], hidden.dtype)
-            hidden = layer(hidden, before, rotary, known, seen)
+            if last_only and index == len(self.layers) - 1:
+                before, hidden = cast(HyperDFlashLayer, layer).attention_input(hidden[:, :-size]), hidden[:, -size:]
+                visible = None if mask is None else attention_mask_for(kind, mask[:, :, -size:], hidden.dtype)
+            hidden = layer(hidden, before, rotary, known, visible)
         return hidden.unflatten(1, (-1, self.config.block_size))
 
     def embed(self, target: Target, ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings of tokens, its own or the target's."""
+        """Return embeddings of tokens, the drafter's own or the target's."""
         if self.config.own_embedding:
             return self.embed_tokens(ids.to(self.device))
         return target.embed(ids).to(self.device)
@@ -208,33 +209,33 @@ class UnrolledDrafter(ReadingDrafter):
         slots: Sequence[int],
         head: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> HeadOutput:
-        """First blocks of all entries and, from some of them, blocks that go on from each other.
+        """Run the first blocks of all entries and, from some of them, blocks that continue each other.
 
         Args:
             residual: `[batch, seq, config.num_streams, config.target_hidden_size]`.
             position_ids: `[batch, seq]`, counting from 0 in every packed document.
             next_embeds: `[batch, seq, config.target_hidden_size]`, of the token after each; with `own_embedding` these
                 tokens, `[batch, seq]`.
-            entries: Which entries go on, `[batch, entries]`.
-            later_embeds: Of the token that each later block goes on with,
+            entries: The entries that later blocks continue, `[batch, entries]`.
+            later_embeds: Of the token with which each later block continues,
                 `[batch, entries, len(slots), config.target_hidden_size]`; with `own_embedding` these tokens.
-            slots: From which slot of the block before it each later block goes on.
-            head: The LM head, for what reads logits.
+            slots: The slot of the block before it from which each later block continues.
+            head: The LM head, for a rank head, which reads logits.
 
         Returns:
             States for the LM head, `[batch, entries, (1 + len(slots)) * config.block_size, config.hidden_size]`.
         """
-        kept = [_Kept() for _ in self.layers]
+        caches = [_LevelCache() for _ in self.layers]
         mask = entry_mask(position_ids, self.config.block_size)
         next_embeds, later_embeds = (self._embedded(each) for each in (next_embeds, later_embeds))
-        first = self.run(self.condition(residual), next_embeds, position_ids + 1, kept, mask)
+        first = self.run(self.condition(residual), next_embeds, position_ids + 1, caches, mask)
         rows = torch.arange(len(entries), device=entries.device).unsqueeze(-1)
         blocks, positions = [first[rows, entries]], position_ids.gather(1, entries) + 1
         for level, slot in enumerate(slots):
-            positions = positions + (slot + 1 if self.moves else 0)
+            positions = positions + (slot + 1 if self.moves_positions else 0)
             mask = later_mask(entries, position_ids, self.config.block_size, slots[: level + 1])
             carried = self.next_condition(blocks[-1][:, :, slot])
-            blocks.append(self.run(carried, later_embeds[:, :, level], positions, kept, mask))
+            blocks.append(self.run(carried, later_embeds[:, :, level], positions, caches, mask))
         normed = self.norm(torch.cat(blocks, dim=2))
         head = self.lm_head if head is not None and self.config.draft_vocab_size else head
         return HeadOutput(normed, ranks=None if head is None else self._ranks(normed, head))
@@ -243,7 +244,7 @@ class UnrolledDrafter(ReadingDrafter):
         return self.embed_tokens(given) if self.config.own_embedding else given
 
     def _ranks(self, normed: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
-        """A rank head's logits `[..., 4]` of normed states, if there is one."""
+        """Return a rank head's logits `[..., 4]` from normed states; `None` without one."""
         return None
 
     # One sequence
@@ -256,14 +257,14 @@ class UnrolledDrafter(ReadingDrafter):
         )
 
     def check_target(self, target: Target) -> None:
-        """Raise a `ValueError` that names both values if the drafter does not fit `target`. One that reads a target's
-        usual layers is told here which these are."""
+        """Raise a `ValueError` that names both values if the drafter does not fit `target`. A drafter that reads the
+        usual layers of any target learns here which they are."""
         if self.config.usual_layers:
             self.config.target_layer_ids = usual_layers(target.config.num_hidden_layers)
         super().check_target(target)
 
     def check_trainable(self, target: Target) -> None:
-        """Raise a `ValueError` if the drafter cannot be trained for `target`: what trains a model looks for this."""
+        """Raise a `ValueError` if the drafter cannot be trained for `target`. Trainers call it."""
         self.check_target(target)
 
     def new_context(self) -> EntryContext:
@@ -279,7 +280,7 @@ class UnrolledDrafter(ReadingDrafter):
         position_ids: torch.Tensor,
         next_ids: torch.Tensor,
     ) -> None:
-        """Take in accepted tokens' entries."""
+        """Add the entries of accepted tokens."""
         size = self.config.block_size
         for start in range(0, residual.shape[1], _ENTRIES_AT_ONCE):
             part = slice(start, start + _ENTRIES_AT_ONCE)
@@ -291,7 +292,7 @@ class UnrolledDrafter(ReadingDrafter):
             mask = nn.functional.pad(mask, (context.visible(0, 0), 0), value=True)
             layers = [context.layer(index, 0) for index in range(len(self.layers))]
             embeds = self.embed(target, next_ids[:, part])
-            states = self.run(condition, embeds, positions, layers, mask, of_last=True)
+            states = self.run(condition, embeds, positions, layers, mask, last_only=True)
             context.advance(new)
             context.states, context.position = states[:, -1], positions[:, -1:]
 
@@ -305,7 +306,7 @@ class UnrolledDrafter(ReadingDrafter):
         count: int,
         sampler: DraftSampler,
     ) -> DraftTree:
-        """Draft after `ids`, nothing from an empty context."""
+        """Draft after `ids`; an empty context gives no drafts."""
         if context.states is None:
             return DraftTree.chain(ids.new_empty(0))
         unrolling = Unrolling(self, target, context)
@@ -320,24 +321,24 @@ class UnrolledDrafter(ReadingDrafter):
         raise NotImplementedError(f"A {type(self).__name__} has no `_draft`.")
 
     def logits(self, target: Target, states: torch.Tensor) -> torch.Tensor:
-        """Logits `[..., config.vocab_size]` of states `[..., config.hidden_size]`, which are normed here; those that
-        cannot be drafted are minus infinity."""
+        """Return logits `[..., config.vocab_size]` from states `[..., config.hidden_size]`, which are normed here.
+        Tokens that cannot be drafted have minus infinity."""
         return self.to_full_vocabulary(self.drafted_logits(target, self.norm(states)))
 
     def drafted_logits(self, target: Target, normed: torch.Tensor) -> torch.Tensor:
-        """Of normed states, `[..., config.draft_vocab_size or config.vocab_size]`."""
+        """Return logits `[..., config.draft_vocab_size or config.vocab_size]` from normed states."""
         return self.lm_head(normed) if self.config.draft_vocab_size else target.logits(normed)
 
 
 class Unrolling:
-    """The blocks of one round: the last entry's, which is number 0, and those that go on from it.
+    """The blocks of one round: the last entry's, which is number 0, and those that continue it.
 
-    Their keys lie behind the context's until [`discard`]. A tree grows by [`branch`], a chain by [`extend_chain`].
+    Their keys lie after the context's until [`discard`]. A tree grows by [`branch`], a chain by [`extend_chain`].
 
     Args:
-        drafter: Whose blocks they are.
+        drafter: The drafter.
         target: For its embedding.
-        context: Of the sequence.
+        context: The sequence's.
     """
 
     def __init__(self, drafter: UnrolledDrafter, target: Target, context: EntryContext) -> None:
@@ -346,61 +347,61 @@ class Unrolling:
         self.states = cast(torch.Tensor, context.states)
         self._before = context.visible(0, 0) - self.size  # keys of the entries before the last
         self._written = self.size  # keys of blocks
-        self._seen = torch.zeros(1, self.size, dtype=torch.bool, device=drafter.device)  # [blocks, keys of blocks]
-        self._moved = self._seen.new_zeros(1, dtype=torch.long)
+        self._visible = torch.zeros(1, self.size, dtype=torch.bool, device=drafter.device)  # [blocks, keys of blocks]
+        self._offsets = self._visible.new_zeros(1, dtype=torch.long)
 
     def branch(self, blocks: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Blocks that go on from others.
+        """Run blocks that continue earlier ones.
 
         Args:
-            blocks: By number, from which, `[new]`.
-            slots: From which of their slots, `[new]`.
-            tokens: With which tokens, `[new]`.
+            blocks: Numbers of the earlier blocks, `[new]`.
+            slots: The slot of each from which the new block continues, `[new]`.
+            tokens: The token that was chosen there, `[new]`.
 
         Returns:
-            Their states, `[new, config.block_size, config.hidden_size]`. Their numbers are the next.
+            Their states, `[new, config.block_size, config.hidden_size]`. They have the next numbers.
         """
         size, new = self.size, len(tokens)
-        known = self._seen.shape[1]
+        known = self._visible.shape[1]
         slot_of = torch.arange(known, device=slots.device)
-        sees = self._seen[blocks]
+        sees = self._visible[blocks]
         sees = sees | ((slot_of // size == blocks[:, None]) & (slot_of % size <= slots[:, None]))
         within = torch.ones(size, size, dtype=torch.bool, device=slots.device).tril()
         own = torch.eye(new, dtype=torch.bool, device=slots.device)[:, None, :, None] & within[None, :, None]
         mask = torch.cat([sees.repeat_interleave(size, dim=0), own.flatten(2).flatten(0, 1)], dim=-1)
         mask = nn.functional.pad(mask, (self._before, 0), value=True)[None, None]
-        moved = self._moved[blocks] + slots + 1
-        states = self._run(self.states[blocks, slots], moved, tokens, mask)
+        offsets = self._offsets[blocks] + slots + 1
+        states = self._run(self.states[blocks, slots], offsets, tokens, mask)
         self.states = torch.cat([self.states, states])
-        self._moved = torch.cat([self._moved, moved])
-        self._seen = torch.cat([self._seen, sees])
-        self._seen = nn.functional.pad(self._seen, (0, new * size))
+        self._offsets = torch.cat([self._offsets, offsets])
+        self._visible = torch.cat([self._visible, sees])
+        self._visible = nn.functional.pad(self._visible, (0, new * size))
         return states
 
     def extend_chain(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The block that goes on from the last slot of the last one. It sees all that is there, which nothing has to
-        be counted for.
+        """Run the block that continues the last slot of the last block. It sees everything before it, so no mask among
+        blocks is needed.
 
         Args:
-            tokens: With which token, `[1]`.
+            tokens: The token that was chosen at that slot, `[1]`.
 
         Returns:
-            Its states, `[1, config.block_size, config.hidden_size]`; those of the one before are no longer known.
+            Its states, `[1, config.block_size, config.hidden_size]`; those of the block before are forgotten.
         """
         mask = None
         if self.size > 1:
             within = torch.ones(self.size, self.size, dtype=torch.bool, device=tokens.device).tril()
             mask = nn.functional.pad(within, (self._before + self._written, 0), value=True)[None, None]
-        self._moved = self._moved + self.size
-        self.states = self._run(self.states[:, -1], self._moved, tokens, mask)
+        self._offsets = self._offsets + self.size
+        self.states = self._run(self.states[:, -1], self._offsets, tokens, mask)
         return self.states
 
     def _run(
-        self, states: torch.Tensor, moved: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor | None
+        self, states: torch.Tensor, offsets: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         drafter, context, new = self.drafter, self.context, len(tokens) * self.size
         carried = drafter.next_condition(states)[None]
-        positions = context.position + (moved if drafter.moves else 0 * moved)
+        positions = context.position + (offsets if drafter.moves_positions else 0 * offsets)
         context.make_room(new, carried, drafter.config)
         layers = [context.layer(index, 0) for index in range(len(drafter.layers))]
         embeds = drafter.embed(self.target, tokens[None])
@@ -410,12 +411,12 @@ class Unrolling:
         return found
 
     def discard(self) -> None:
-        """Leave the context as it was."""
+        """Remove the blocks' keys: the context is as it was."""
         self.context.advance(self.size - self._written)
 
 
-class _Kept:
-    """Keys and values of every level so far, in training."""
+class _LevelCache:
+    """Keys and values of all levels of blocks so far, in training."""
 
     def __init__(self) -> None:
         self.parts: list[KeysValues] = []
@@ -428,7 +429,8 @@ class _Kept:
 
 
 def entry_mask(position_ids: torch.Tensor, size: int) -> torch.Tensor:
-    """Who sees whom among the first blocks of all entries, boolean `[batch, 1, seq * size, seq * size]`.
+    """Return which slots see each other among the first blocks of all entries, boolean `[batch, 1, seq * size,
+    seq * size]`.
 
     Args:
         position_ids: `[batch, seq]`, counting from 0 in every packed document.
@@ -443,15 +445,14 @@ def entry_mask(position_ids: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def later_mask(entries: torch.Tensor, position_ids: torch.Tensor, size: int, slots: Sequence[int]) -> torch.Tensor:
-    """Who sees whom among later blocks that go on from each other, boolean
-    `[batch, 1, entries * size, seq * size + len(slots) * entries * size]`: first all first blocks, then the later ones
-    level by level, their own last.
+    """Return which slots later blocks see, boolean `[batch, 1, entries * size, seq * size + len(slots) * entries *
+    size]`: those of all first blocks, then those of later blocks level by level, their own last.
 
     Args:
-        entries: Which entries go on, `[batch, entries]`.
+        entries: The entries that later blocks continue, `[batch, entries]`.
         position_ids: `[batch, seq]`, counting from 0 in every packed document.
         size: Slots of a block.
-        slots: From which slot of the block before it each level goes on, to their own.
+        slots: The slot of the block before it from which each level continues, up to their own level.
     """
     batch, count, device = *entries.shape, entries.device
     until = [torch.arange(size, device=device) <= slot for slot in slots]
@@ -468,16 +469,16 @@ def later_mask(entries: torch.Tensor, position_ids: torch.Tensor, size: int, slo
 
 
 def _entries_before(entries: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """Which entries lie before others in their document, boolean `[batch, entries, seq]`."""
+    """Return which entries lie before others in their document, boolean `[batch, entries, seq]`."""
     back = entries.unsqueeze(-1) - torch.arange(position_ids.shape[1], device=entries.device)
     return (back > 0) & (back <= position_ids.gather(1, entries).unsqueeze(-1))
 
 
 def usual_layers(layers: int) -> list[int]:
-    """The layers of a target that EAGLE-3 and SpecBlock read.
+    """Return the three layers of a target that EAGLE-3 and SpecBlock read.
 
     Raises:
-        ValueError: If it has too few for them to be three.
+        ValueError: If the target has too few layers for three different ones.
     """
     ids = [1, layers // 2 - 1, layers - 4]
     if ids != sorted(set(ids)):
@@ -489,8 +490,8 @@ def usual_layers(layers: int) -> list[int]:
 
 
 def fields_of(target: Target) -> dict[str, Any]:
-    """What a target suggests of a drafter's configuration: heads and widths as its own, the three layers that EAGLE-3
-    and SpecBlock read."""
+    """Return the fields of a drafter's configuration that a target suggests: heads and widths like its own, and the
+    three layers that EAGLE-3 and SpecBlock read."""
     own = target.config
     head_dim = min(128, target.head_dim)
     heads = max(1, own.hidden_size // head_dim)

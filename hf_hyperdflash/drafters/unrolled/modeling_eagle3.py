@@ -1,4 +1,4 @@
-"""EAGLE-3: a token at a time from three of the target's layers, each further one from the drafter's own state.
+"""EAGLE-3 drafts a token at a time: the first from three of the target's layers, each later one from its own state.
 
 Read in SafeAILab's `cnets.py` and speculators 0.9, whose checkpoints `load_drafter` reads. The first layer attends
 over the normed embedding of the next token beside the normed state, and adds to the state; other layers, where there
@@ -8,11 +8,12 @@ are any, are as usual.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 import torch
 from torch import nn
 
+from ...targets.attention_masks import AttentionMask
 from ...targets.target import Target
 from ...trees.growth import DraftStep
 from ...trees.tree import DraftTree
@@ -41,9 +42,9 @@ class Eagle3Layer(HyperDFlashLayer):
         feature: torch.Tensor | None,
         rotary: Rotary,
         context: ContextLayer | None,
-        attention_mask: Any,
+        attention_mask: AttentionMask | None,
     ) -> torch.Tensor:
-        """`[batch, queries, 2 * config.hidden_size]` to `[batch, queries, config.hidden_size]`."""
+        """Run the layer from `[batch, queries, 2 * config.hidden_size]` to `[batch, queries, config.hidden_size]`."""
         state = hidden.chunk(2, dim=-1)[1]
         residual = self.hidden_norm(state) if self.norm_before_residual else state
         hidden = residual + self.self_attn(self.attention_input(hidden), feature, rotary, context, attention_mask)
@@ -83,8 +84,7 @@ class Eagle3Drafter(UnrolledDrafter):
             normed = self.input_norm(layers.flatten(2))
         else:
             normed = torch.cat([norm(layer) for norm, layer in zip(self.fc_norms, layers.unbind(2))], dim=-1)
-        project: Any = self.fc
-        return project(normed)
+        return cast(nn.Linear, self.fc)(normed)
 
     def _begin(self, condition: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
         return torch.cat([embeds, condition], dim=-1)

@@ -21,7 +21,7 @@ _LOGITS_AT_ONCE = 256
 
 
 class SpecBlockDrafter(UnrolledDrafter):
-    """Drafts blocks whose slots know each other, and later blocks from any slot of an earlier one.
+    """Drafts blocks whose slots depend on each other, and later blocks from any slot of an earlier one.
 
     Use [`from_target`] or `load_drafter`, `drafter.bind(target)` once, then
     `target.generate(**inputs, assistant_model=drafter, tree_budget=60)`.
@@ -30,7 +30,7 @@ class SpecBlockDrafter(UnrolledDrafter):
     config: SpecBlockConfig
     config_class = SpecBlockConfig
     _no_split_modules = ["HyperDFlashLayer"]
-    moves = False  # the authors' checkpoints are trained and used so
+    moves_positions = False  # the authors' checkpoints are trained and used so
 
     def __init__(self, config: SpecBlockConfig) -> None:
         super().__init__(config)
@@ -46,13 +46,13 @@ class SpecBlockDrafter(UnrolledDrafter):
 
     def _begin(self, condition: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
         size = self.config.block_size
-        told = torch.cat([self.condition_norm(condition), self.token_norm(embeds)], dim=-1).unsqueeze(2)
+        inputs = torch.cat([self.condition_norm(condition), self.token_norm(embeds)], dim=-1).unsqueeze(2)
         if self.config.broadcast:
-            told = told.expand(-1, -1, size, -1)
+            inputs = inputs.expand(-1, -1, size, -1)
         else:
-            told = nn.functional.pad(told, (0, 0, 0, size - 1))
-        slots = self.slot_norm(self.slot_embeddings.weight).expand(*told.shape[:3], -1)
-        return self.fuse(torch.cat([told, slots], dim=-1)).flatten(1, 2)
+            inputs = nn.functional.pad(inputs, (0, 0, 0, size - 1))
+        slots = self.slot_norm(self.slot_embeddings.weight).expand(*inputs.shape[:3], -1)
+        return self.fuse(torch.cat([inputs, slots], dim=-1)).flatten(1, 2)
 
     def _between(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         if not index or not self.config.shift:
@@ -79,7 +79,7 @@ class SpecBlockDrafter(UnrolledDrafter):
     def _chain(
         self, target: Target, unrolling: Unrolling, ids: torch.Tensor, count: int, sampler: DraftSampler
     ) -> DraftTree:
-        """A block's slots do not know its tokens, so that these are drawn together."""
+        """Draft a chain block by block. A block's slots do not depend on its tokens: these are drawn at once."""
         blocks: list[DraftTree] = []
         for start in range(0, count, self.config.block_size):
             if blocks and not sampler.is_open():
@@ -97,10 +97,10 @@ class SpecBlockDrafter(UnrolledDrafter):
         return replace(tree, passes=tuple(1 + k // self.config.block_size for k in range(len(tree))))
 
     def _blocks(self, target: Target, unrolling: Unrolling) -> Blocks:
-        def blocks(come_from: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> BlockStep:
+        def blocks(earlier: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> BlockStep:
             states = unrolling.states[:1]
-            if len(come_from):
-                states = unrolling.branch(*(each.to(self.device) for each in (come_from, slots, tokens)))
+            if len(earlier):
+                states = unrolling.branch(*(each.to(self.device) for each in (earlier, slots, tokens)))
             normed = self.norm(states)
             drafted = self.drafted_logits(target, normed)
             ranks = None

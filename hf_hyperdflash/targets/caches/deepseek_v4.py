@@ -13,7 +13,7 @@ crops, the first one included, and a refused `Cache.crop` leaves all of them as 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
@@ -24,6 +24,7 @@ from ...trees.layout import TreeLayout
 from .tree_state import Parts, TreeState
 
 DEFAULT_MAX_REWIND = 128
+Kind = TypeVar("Kind", bound="_RewindableKeys")
 
 
 class _ClosedWindow(NamedTuple):
@@ -72,12 +73,12 @@ class _RewindableKeys(DynamicSlidingWindowLayer):
     _layer_type: Any = None
 
     # None until the first forward; the methods below use them only after it.
-    keys: Any
-    values: Any
+    keys: torch.Tensor
+    values: torch.Tensor
     tree_state: TreeState | None = None  # while a draft tree is verified
 
     @classmethod
-    def from_stock(cls, layer: DynamicSlidingWindowLayer, max_rewind: int = DEFAULT_MAX_REWIND) -> Any:
+    def from_stock(cls: type[Kind], layer: DynamicSlidingWindowLayer, max_rewind: int = DEFAULT_MAX_REWIND) -> Kind:
         """Build a rewindable layer that continues from `layer`'s state; what led to that state is not recorded.
 
         Args:
@@ -166,7 +167,7 @@ class _RewindableKeys(DynamicSlidingWindowLayer):
         return visible, visible
 
     @property
-    def _past_keys(self) -> Any:
+    def _past_keys(self) -> torch.Tensor:
         return self.keys if self._recorded_keys is None else self._recorded_keys
 
     def _set_recorded_keys(self, keys: torch.Tensor) -> None:
@@ -256,7 +257,7 @@ class _RewindableKeys(DynamicSlidingWindowLayer):
     def reset(self) -> None:
         """Forget all tokens and records; recording stays on if it was."""
         # Not by way of `super()`: in transformers 5.17 that zeroes the keys and keeps them.
-        self.keys = self.values = None
+        self.keys = self.values = None  # type: ignore[assignment]
         self.is_initialized = False
         self.cumulative_length = 0
         self._forget_past()
@@ -618,16 +619,16 @@ def make_rewindable(cache: Cache, max_rewind: int = DEFAULT_MAX_REWIND) -> Cache
         )
     _checked_max_rewind(max_rewind)
     cache.layers[:] = [_rewindable(layer, max_rewind) for layer in cache.layers]
-    rewindable: list[Any] = [layer for layer in cache.layers if _is_rewindable(layer)]
+    rewindable = [layer for layer in cache.layers if _is_rewindable(layer)]
     most = max([max_rewind, *(layer.max_rewind for layer in rewindable)])
     for layer in rewindable:
         layer.max_rewind = most
     return cache
 
 
-def _is_rewindable(layer: Any) -> bool:
-    """By what it can do, not by its class: a drafter that brought its own copy of this code may have made the
-    layer."""
+def _is_rewindable(layer: object) -> TypeGuard[_RewindableKeys]:
+    """Return whether a layer can do what ours can. Its class does not tell: a drafter's own copy of this code may have
+    made the layer."""
     return hasattr(type(layer), "undoable_tokens") and hasattr(layer, "max_rewind")
 
 

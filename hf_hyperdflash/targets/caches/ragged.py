@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 
 class RaggedLayer(DynamicLayer):
@@ -28,9 +28,9 @@ class RaggedLayer(DynamicLayer):
 
     _layer_type = None  # else it would be registered for all of transformers
 
-    def __init__(self, layer: CacheLayerMixin, lengths: Sequence[int]) -> None:
+    def __init__(self, layer: Any, lengths: Sequence[int]) -> None:
         super().__init__()
-        keys, values = cast(tuple[torch.Tensor, torch.Tensor], (layer.keys, layer.values))
+        keys, values = layer.keys, layer.values
         self.sliding_window: int | None = getattr(layer, "sliding_window", None)
         self.lengths = [min(length, keys.shape[2]) for length in lengths]
         self._buffers = [_without_padding(states, self.lengths) for states in (keys, values)]

@@ -1,4 +1,4 @@
-"""What a drafter is: the few methods that the loop asks for, and what all drafters have in common."""
+"""The base class of drafters: the few methods that the loop calls, and what all drafters have in common."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..targets.target import Target
 from ..trees.tree import DraftTree
@@ -23,10 +23,10 @@ AUTO = "auto"  # `num_assistant_tokens`, `tree_budget`: what pays for itself
 
 
 class _LastStats(threading.local):
-    """Of this thread's last generation with each drafter; gone with the thread."""
+    """The statistics of this thread's last generation with each drafter; gone with the thread."""
 
     def __init__(self) -> None:
-        self.of: WeakKeyDictionary[Any, SpeculationStats | None] = WeakKeyDictionary()
+        self.by_drafter: WeakKeyDictionary[Drafter, SpeculationStats | None] = WeakKeyDictionary()
 
 
 _last_stats = _LastStats()
@@ -36,28 +36,29 @@ class Drafter:
     """Drafts for a target: `drafter.bind(target)` once, then `target.generate(**inputs, assistant_model=drafter)`.
 
     A drafter is a subclass with [`propose`] and, if it reads the target, `target_layer_ids` and [`extend`]. Several
-    threads may draft with one: what belongs to a sequence is in its context, which [`new_context`] makes.
+    threads may draft with one: everything that belongs to a sequence is in its context, from [`new_context`].
 
     Attributes:
-        config: Of its own, or the target's: `generate` compares vocabularies.
-        target_layer_ids: Whose residual streams it reads, as in [`~decoding.bind.capture_residual`]; empty for none.
+        config: The drafter's own, or the target's: `generate` compares vocabularies.
+        target_layer_ids: The layers whose residual streams it reads, as in [`~decoding.bind.capture_residual`]; empty
+            for none.
         max_draft_tokens: The most tokens that one round can draft; `None` for any number.
-        learner: Hears what is generated with it, while it learns ([`adapt`]).
+        learner: Gets the generations from which the drafter learns ([`adapt`]); `None` if it does not learn.
     """
 
-    config: Any
+    config: PreTrainedConfig
     target_layer_ids: Sequence[int] = ()
     max_draft_tokens: int | None = None
     learner: Any = None
 
-    # What a drafter does
+    # The methods of a drafter
 
     def check_target(self, target: Target) -> None:
         """Raise a `ValueError` that names both values if the drafter does not fit `target`."""
 
     def new_context(self) -> Any:
-        """State of one sequence, with an attribute `end`, 0 at first: tokens that were taken in, which the loop
-        counts."""
+        """Return the context of a new sequence. It has an attribute `end`, 0 at first, in which the loop counts the
+        tokens that [`extend`] has added."""
         return EmptyContext()
 
     def extend(
@@ -68,12 +69,13 @@ class Drafter:
         position_ids: torch.Tensor,
         next_ids: torch.Tensor,
     ) -> None:
-        """Take in accepted tokens, also where no layer is read. The first token of a text is the next of none, and so
-        only in [`propose`]'s `ids`.
+        """Add accepted tokens to a context; it is called for every drafter, also for one that reads no layer.
+
+        The first token of a text follows no other, so that only `ids` of [`propose`] have it.
 
         Args:
             target: The target, for its embedding.
-            context: Of the sequence; changed.
+            context: The sequence's, which is changed.
             residual: `[1, new, streams, config.hidden_size]` of `target_layer_ids`, `None` if they are empty.
             position_ids: The tokens' true positions, `[1, new]`.
             next_ids: The token that follows each, `[1, new]`.
@@ -92,35 +94,34 @@ class Drafter:
 
         Args:
             target: The target, for its embedding and LM head.
-            context: Of the sequence; holds all of `ids` but the anchor.
-            ids: `[1, seq]`, the accepted tokens, the anchor last. Padding on the left is there where the target was
-                given it: not of DeepSeek-V4, and not in a batch.
+            context: The sequence's, with all of `ids` but the anchor.
+            ids: `[1, seq]`, the accepted tokens, the anchor last. They have padding on the left where the target got
+                it: not with DeepSeek-V4, and not in a batch.
             position_ids: `[1, seq]`, their true positions.
-            count: How many, one after the other.
+            count: The most drafts, one after the other.
             sampler: Draws tokens as the request asks for, a chain of them or a tree.
         """
         raise NotImplementedError(f"A {type(self).__name__} has no `propose`.")
 
     def propose_rows(self, target: Target, wanted: Sequence[DraftsWanted]) -> list[DraftTree]:
-        """As [`propose`], for several texts that share their rounds: one after the other, where a drafter knows no way
-        to draft them in one pass."""
+        """Draft for several texts, as [`propose`] does for one. By default one after the other; a drafter that can
+        draft for all in one pass overrides it."""
         return [self.propose(target, *each) for each in wanted]
 
     def observe(self, context: Any, tree: DraftTree, logits: torch.Tensor, accepted: list[int]) -> None:
-        """Hear what the target said about a round: for drafters that learn while they serve. A drafter that has this
-        method has no round run in inference mode, in which nothing can be kept to learn from
-        ([`~decoding.inference_mode`]).
+        """Get the target's logits of a round: for drafters that learn while they serve. The rounds of a drafter with
+        this method do not run in inference mode, whose tensors cannot be learned from ([`~decoding.inference_mode`]).
 
         Args:
-            context: Of the sequence.
-            tree: What was drafted.
+            context: The sequence's.
+            tree: The drafts.
             logits: The target's, after the anchor and after each node, `[nodes + 1, config.vocab_size]`, float32.
-            accepted: Nodes from the anchor on.
+            accepted: The accepted nodes, from the anchor on.
         """
 
     @property
     def hears(self) -> bool:
-        """Whether it is told what the target says about each round, and may keep it."""
+        """Whether the drafter has an [`observe`] of its own, which may keep what it gets."""
         return getattr(self.observe, "__func__", None) is not Drafter.observe
 
     # Use with a target
@@ -129,24 +130,23 @@ class Drafter:
         """Check that the drafter fits `target` and prepare that one instance for assisted generation.
 
         Afterwards `target.generate(**inputs, assistant_model=drafter)` drafts with it, `num_assistant_tokens` a round.
-        With `tree_budget` a round is a draft tree of at most so many nodes, as deep as that. More nodes, more tokens
-        accepted a round, and a dearer round: each node costs a mixture of experts more experts, and a dense target
-        next to nothing while it waits for its weights. 1024 are the most.
+        With `tree_budget` a round is a draft tree of at most that many nodes, 1024 at most, and of that depth. With
+        more nodes, more tokens are accepted a round, and the round takes longer: each node needs more experts of a
+        mixture of experts, and next to nothing of a dense target, which waits for its weights.
 
-        Either may be `"auto"`: as many drafts or nodes as pay for themselves, and none where none does. What rounds
-        take and bring is measured while it generates, on this machine and for these texts, and kept until the target
-        is unbound. What is drawn at random then depends on time, too: give numbers where a seed has to give the same
-        text again.
+        Either may be `"auto"`: as many drafts or nodes as save time, and none where none do. The time and the tokens
+        of rounds are measured during generation, on this machine and for these texts, and remembered until the target
+        is unbound. Random draws then depend on time, too: pass numbers where a seed must give the same text again.
 
-        Only that instance changes: its class, to a subclass, and hooks on its layers that are silent outside our
-        forwards; [`unbind`] restores it.
+        Only that instance changes: its class becomes a subclass, and its layers get hooks that do nothing outside our
+        forwards. [`unbind`] undoes both.
 
         Args:
             target: The target.
             as_default: Whether `target.generate` drafts with it where no `assistant_model` is passed, until the target
-                is unbound or gets another default: for tools that call `generate` themselves. `assistant_model=None`
-                is plain generation then, and a call that asks for another way (beams, prompt lookup,
-                `custom_generate`) gets that.
+                is unbound or gets another default: for tools that call `generate` themselves. A call with
+                `assistant_model=None` then generates without drafts, and a call for another way (beams, prompt
+                lookup, `custom_generate`) goes that way.
 
         Raises:
             ValueError: If drafter and target do not fit, naming both values.
@@ -156,17 +156,17 @@ class Drafter:
         bind_with(target, self, as_default)
 
     def unbind(self, target: PreTrainedModel) -> None:
-        """Undo [`bind`]: with the last drafter that has bound it, `target` gets its own class back.
+        """Undo [`bind`]. When the last drafter that has bound `target` unbinds it, `target` gets its own class back;
         `hf_hyperdflash.unbind(target)` gives it back at once."""
         from ..decoding.bind import unbind_from
 
         unbind_from(target, self)
 
     def generate(self, *args: Any, **kwargs: Any) -> None:
-        """A drafter does not generate, it assists its target: what a target that is not bound calls.
+        """Raise an error: a drafter does not generate, but a target that is not bound calls this.
 
         Raises:
-            ValueError: Always, saying what to call.
+            ValueError: Always, with the calls to use instead.
         """
         raise ValueError(
             "A HyperDFlash drafter works only through a target that is bound to it. Call `drafter.bind(target)` "
@@ -176,10 +176,10 @@ class Drafter:
     def adapt(self, target: PreTrainedModel, **options: Any) -> Any:
         """Learn while serving: from now on, or inside a `with`, between generations with `target`.
 
-        Every verification tells what the target would have written, for free. Where the text changes, or the target
-        was fine-tuned, the drafter follows. Text stays the target's own. Off unless it is asked for: an update takes
-        time of the request that has just ended, and three times the drafter's parameters in float32 are kept beside
-        it. See [`~training.adaptation.adapt.AdaptationConfig`].
+        Every verification shows what the target would have written, at no cost. So the drafter follows when the kind
+        of text changes, or when the target was fine-tuned. The text stays the target's own. It is off by default: an
+        update takes time at the end of a request, and memory for three times the drafter's parameters in float32. See
+        [`~training.adaptation.adapt.AdaptationConfig`].
 
         Args:
             target: The target that it serves.
@@ -187,11 +187,11 @@ class Drafter:
 
         Returns:
             An [`~training.adaptation.adapt.Adaptation`], with `stop()`, `reset()` to the weights that the drafter
-            came with, and `log`, what was decided after each request. [`save_pretrained`] saves the drafter as it is
-            then.
+            came with, and `log`, the decision after each request. [`save_pretrained`] saves the drafter as it is at
+            that time.
 
         Raises:
-            ValueError: If the drafter cannot learn, or an option is none.
+            ValueError: If the drafter cannot learn, or there is no such option.
         """
         if find_spec("hf_hyperdflash") is None:
             raise ValueError("Learning while serving needs the package: `pip install hf-hyperdflash`.")
@@ -201,8 +201,8 @@ class Drafter:
 
     @property
     def num_draft_tokens(self) -> int | str:
-        """Tokens drafted per round, where `generate` is not told (`num_assistant_tokens`); `"auto"` for as many as pay
-        for themselves. Set to `None` it is what the drafter came with: all that it can, where that has an end."""
+        """The number of tokens drafted per round where `generate` gets no `num_assistant_tokens`; `"auto"` for as many
+        as save time. Set it to `None` for the drafter's default: the most that it can draft, if there is a most."""
         return vars(self).get("_num_draft_tokens") or self.max_draft_tokens or self._usual_drafts
 
     @num_draft_tokens.setter
@@ -227,27 +227,27 @@ class Drafter:
             + advice
         )
 
-    _about_drafts = ""  # why so many, and what to do for more
+    _about_drafts = ""  # for the message: why there are no more drafts, and what to do for more
     _usual_drafts = 1  # of a drafter that can draft any number
 
     # Statistics belong to a generation, and this is where a thread finds those of its last one
 
     @property
     def last_stats(self) -> SpeculationStats | None:
-        """Of this thread's last `generate` with the drafter; `None` before the first, and where that one could not
-        draft (beams, for example, are transformers' own)."""
-        return _last_stats.of.get(self)
+        """The statistics of this thread's last `generate` with the drafter; `None` before the first, and where that
+        one could not draft (beams, for example, are transformers' own)."""
+        return _last_stats.by_drafter.get(self)
 
     def remember(self, stats: SpeculationStats | None) -> None:
-        """Let `stats` be this thread's last."""
-        _last_stats.of[self] = stats
+        """Make `stats` this thread's last."""
+        _last_stats.by_drafter[self] = stats
 
 
 class EmptyContext:
     """The context of a drafter that keeps nothing of a sequence.
 
     Attributes:
-        end: Tokens of the sequence that were taken in.
+        end: The number of tokens of the sequence that were added.
     """
 
     end = 0

@@ -1,4 +1,4 @@
-"""A drafter whose configuration says what it reads of its target and what it drafts."""
+"""The base of drafters that read layers of their target: checks, vocabularies, and the logits of fresh weights."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from pathlib import PurePath
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from ..targets.registry import check_layers
 from ..targets.target import Target
 from .saved import SavedDrafter
 from .weights import check_draft_ids
 
-_STATES_AT_ONCE = 64  # whose logits of the whole vocabulary exist
-_SURE, _HALVINGS = 1.0, 24
+_STATES_AT_ONCE = 64  # whose logits of the whole vocabulary are in memory
+_MOST_EXCESS, _HALVINGS = 1.0, 24  # nats above a uniform guess, and how often the norm is halved
 
 
 class ReadingDrafter(SavedDrafter):
-    """What block drafters and drafters of entries share: `config.target_layer_ids`, `config.max_draft_tokens` and a
-    vocabulary that may be truncated (`config.draft_vocab_size`, `draft_ids`)."""
+    """The base of block drafters and drafters of entries: it has `config.target_layer_ids`, `config.max_draft_tokens`
+    and a vocabulary that may be truncated (`config.draft_vocab_size`, `draft_ids`)."""
 
     norm: Any
     lm_head: torch.nn.Linear
@@ -28,18 +29,20 @@ class ReadingDrafter(SavedDrafter):
 
     @property
     def target_layer_ids(self) -> list[int]:  # type: ignore[override]
-        """Whose residual streams the drafter reads."""
+        """The layers whose residual streams the drafter reads."""
         return self.config.target_layer_ids or []
 
     @property
     def max_draft_tokens(self) -> int:  # type: ignore[override]
-        """The most tokens one after the other that one round can draft."""
+        """The most tokens, one after the other, that one round can draft."""
         return self.config.max_draft_tokens
 
     def check_target(self, target: Target) -> None:
-        """Raise a `ValueError` that names both values if the drafter does not fit `target`. One that reads any streams
-        is told here how many these are; what kind of model that is and how many layers it has is kept where the
-        configuration, another program's, does not say."""
+        """Raise a `ValueError` that names both values if the drafter does not fit `target`.
+
+        What the configuration of another program does not say is set here: the number of streams, the kind of model,
+        and its number of layers.
+        """
         if getattr(self.config, "any_streams", False):
             self.config.target_hc_mult = target.streams
         check_pair(self.config, target, type(self).__name__)
@@ -49,7 +52,7 @@ class ReadingDrafter(SavedDrafter):
             config.target_num_layers = config.target_num_layers or own.num_hidden_layers
 
     def to_full_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """`[..., config.vocab_size]` from those of the tokens that can be drafted."""
+        """Return logits `[..., config.vocab_size]` from those of the tokens that can be drafted."""
         if not self.config.draft_vocab_size:
             return logits
         full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
@@ -57,73 +60,74 @@ class ReadingDrafter(SavedDrafter):
 
     @property
     def head_table(self) -> torch.Tensor | None:
-        """What its sequential head scores tokens with, `[config.draft_vocab_size or config.vocab_size,
-        config.head_rank]`, if it has one."""
+        """The table with which its sequential head scores tokens, `[config.draft_vocab_size or config.vocab_size,
+        config.head_rank]`; `None` without one."""
         return None
 
     @property
     def vocabulary_table(self) -> torch.Tensor | None:
-        """What it scores tokens with itself, beside the target's LM head or instead: the table of its head, or its own
-        LM head's weight `[config.draft_vocab_size, ...]` with that beside it."""
-        of_head = self.head_table
+        """The table with which it scores tokens itself, beside the target's LM head or instead of it: its head's, or
+        its own LM head's weight `[config.draft_vocab_size, ...]` and its head's side by side."""
+        table = self.head_table
         if not self.config.draft_vocab_size:
-            return of_head
+            return table
         own = self.lm_head.weight
-        return own if of_head is None else torch.cat([own, of_head], dim=-1)
+        return own if table is None else torch.cat([own, table], dim=-1)
 
     @torch.no_grad()
     def draft_only(self, target: Target, ids: torch.Tensor) -> None:
-        """Let it draft these tokens alone, at first as the target's LM head would score them where that reads states
-        as wide as the drafter's.
+        """Make it draft these tokens only. Its LM head gets the target's scores of them, if the target's LM head reads
+        states as wide as the drafter's.
 
         Args:
             target: Its target.
-            ids: `[config.draft_vocab_size]`, all different.
+            ids: The tokens, `[config.draft_vocab_size]`, all different.
 
         Raises:
-            ValueError: If they are not so many tokens of the target's vocabulary.
+            ValueError: If they are not that many different tokens of the target's vocabulary.
         """
         config, weight = self.config, self.lm_head.weight
         check_draft_ids(ids, config.draft_vocab_size, config.vocab_size, "the drafter", then="")
         self.draft_ids.copy_(ids)
         if weight.shape[1] == config.target_hidden_size and not weight.is_meta:
             states = torch.eye(weight.shape[1], device=weight.device)
-            nothing = target.logits(torch.zeros_like(states[:1]))  # a bias
+            bias = target.logits(torch.zeros_like(states[:1]))
             for start in range(0, len(states), _STATES_AT_ONCE):
                 part = slice(start, start + _STATES_AT_ONCE)
-                logits = target.logits(states[part]) - nothing
+                logits = target.logits(states[part]) - bias
                 weight[:, part] = logits[:, ids.to(logits.device)].T.to(weight)
 
     @torch.no_grad()
     def _flatten_logits(self, logits: Callable[[], torch.Tensor]) -> None:
-        """Make a fresh drafter's last norm so small that a guess of any token costs at most about a nat more than
-        among equals: an LM head that is the target's embedding has large rows, and is sure of tokens by chance, so
-        that training would begin with unlearning it.
+        """Scale down a fresh drafter's last norm until its logits are nearly flat: the mean cost of a token is then at
+        most about a nat above that of a uniform guess. An LM head that is the target's embedding has large rows, whose
+        logits are far from flat by chance, and training would begin with unlearning them.
 
         Args:
-            logits: Returns what it says of some states, `[..., tokens]`, each time that it is asked.
+            logits: Computes the drafter's logits of some states, `[..., tokens]`, each time that it is called.
         """
         for _ in range(_HALVINGS):
             guesses = logits().float()
             known = guesses.isfinite()
             cost = guesses.logsumexp(-1) - guesses.where(known, 0.0).sum(-1) / known.sum(-1)  # of any token, in nats
-            if not bool((cost - known.sum(-1).log()).mean() > _SURE):
+            if not bool((cost - known.sum(-1).log()).mean() > _MOST_EXCESS):
                 break
             self.norm.weight.mul_(0.5)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Number format of the layers; a gate is always float32."""
+        """The dtype of the layers; a gate is always float32."""
         return self.norm.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the layers are."""
+        """The device of the layers."""
         return self.norm.weight.device
 
     @staticmethod
     def device_for(target: Target) -> torch.device:
-        """Where a new drafter belongs: with the target's LM head, or on the CPU where that is offloaded."""
+        """Return the device of a new drafter: that of the target's LM head, or the CPU where the LM head is
+        offloaded."""
         head = target.output_head
         is_offloaded = head.weight.is_meta and hasattr(head, "_hf_hook")
         return torch.device("cpu") if is_offloaded else head.weight.device
@@ -132,13 +136,13 @@ class ReadingDrafter(SavedDrafter):
 logger = logging.getLogger(__name__)
 
 
-def check_pair(config: Any, target: Target, drafter: str) -> None:
+def check_pair(config: PreTrainedConfig, target: Target, drafter: str) -> None:
     """Check that a drafter's configuration fits a target; warn where only the target's name differs.
 
     Args:
         config: The drafter's.
         target: The target.
-        drafter: Its class, for the message.
+        drafter: The name of the drafter's class, for the message.
 
     Raises:
         ValueError: Naming both values, if they cannot work together.

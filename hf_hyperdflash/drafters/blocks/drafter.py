@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ...targets.attention_masks import attention_mask_for
+from ...targets.attention_masks import AttentionMask, attention_mask_for
 from ...targets.target import Target
 from ...trees.tree import DraftTree, are_trees_kept
 from ..parts.heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, SequentialHead, ZeroInitLinear, run_heads
@@ -20,11 +20,11 @@ from .path import BlockPath
 
 
 class BlockDrafter(ReadingDrafter):
-    """A drafter whose block sees the context, all of itself, and nothing else: what drafting and training need of one.
+    """A drafter whose block sees the context and itself: the base of drafters of blocks, for drafting and training.
 
-    A subclass has `layers`, each called with the block's hidden states, the feature of what is new to the context, the
-    rotary embedding of both, the context's and the mask, and with a `keys_values` for the feature alone; `rotary_emb`;
-    and [`reduce`], [`_begin`] and [`_end`]. Its configuration has `vocab_size`, `draft_vocab_size`, `block_size`,
+    A subclass has `layers`, `rotary_emb`, [`reduce`], [`_begin`] and [`_end`]. A layer is called with the block's
+    hidden states, the feature of what is new to the context, the rotary embedding of both, the context and the mask;
+    its `keys_values` are of the feature alone. Its configuration has `vocab_size`, `draft_vocab_size`, `block_size`,
     `first_slot`, `max_draft_tokens`, `mask_token_id`, `kinds`, `attention_span`, `target_layer_ids`, `num_streams`,
     `target_hc_mult`, `target_hidden_size`, `target_name_or_path`, what [`ContextCache`] and its heads read.
     """
@@ -48,15 +48,15 @@ class BlockDrafter(ReadingDrafter):
         raise NotImplementedError(f"A {type(self).__name__} has no `reduce`.")
 
     def _begin(self, embeds: torch.Tensor) -> torch.Tensor:
-        """What the first layer reads of embeddings `[batch, queries, config.target_hidden_size]`."""
+        """Return the input of the first layer from embeddings `[batch, queries, config.target_hidden_size]`."""
         raise NotImplementedError(f"A {type(self).__name__} has no `_begin`.")
 
     def _end(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What heads read of the last layer's, `[batch, queries, config.target_hidden_size]`."""
+        """Return the heads' input from the last layer's output, `[batch, queries, config.target_hidden_size]`."""
         raise NotImplementedError(f"A {type(self).__name__} has no `_end`.")
 
     def lm_head_input(self, states: torch.Tensor) -> torch.Tensor:
-        """What the LM head reads of what heads make of a block's states."""
+        """Return the LM head's input from a block's states after the heads."""
         return states
 
     def _rotary(self, like: torch.Tensor, position_ids: torch.Tensor) -> Rotary:
@@ -73,15 +73,15 @@ class BlockDrafter(ReadingDrafter):
         previous_ids: torch.Tensor | None = None,
         previous_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor | HeadOutput:
-        """Run blocks over their context: the one path that training and generation share.
+        """Run blocks over their context, for training and for generation.
 
         Args:
             block_embeds: `[batch, queries, config.target_hidden_size]`, the target's embeddings of anchors and mask
                 tokens.
             position_ids: `[batch, queries]`, true positions.
-            context: What is known of the tokens before; the residual's are added to it. `None` in training.
-            attention_mask: Boolean `[batch, 1, queries, context + seq + queries]`, `True` where a query may look, or
-                one for each kind of layer that `config.kinds` has; `None` for one block, which sees what
+            context: The tokens before; those of the residual are added to it. `None` in training.
+            attention_mask: Boolean `[batch, 1, queries, context + seq + queries]`, `True` where a query sees a key, or
+                one for each kind of layer in `config.kinds`; `None` for one block, whose slots see what
                 `config.attention_span` says.
             residual: The target's residual streams of `config.target_layer_ids` of tokens before the anchors,
                 `[batch, seq, config.num_streams, config.target_hidden_size]`.
@@ -90,9 +90,9 @@ class BlockDrafter(ReadingDrafter):
             previous_embeds: The target's embeddings of them, `[..., config.target_hidden_size]`.
 
         Returns:
-            States `[batch, queries, config.target_hidden_size]`, which heads and [`logits`] read; with `previous_ids`
-            what the heads make of those of the draft positions, `[batch, blocks, config.max_draft_tokens, ...]`, for
-            the LM head.
+            States `[batch, queries, config.target_hidden_size]`, which heads and [`logits`] read. With `previous_ids`,
+            the heads' output for the draft positions, `[batch, blocks, config.max_draft_tokens, ...]`, for the LM
+            head.
 
         Raises:
             ValueError: If neither `context` nor `residual` is given.
@@ -128,15 +128,16 @@ class BlockDrafter(ReadingDrafter):
         kinds: Sequence[str],
         given: torch.Tensor | Mapping[str, torch.Tensor] | None,
         hidden: torch.Tensor,
-        context: Any,
+        context: ContextCache | JointContext | None,
         new: int,
-    ) -> dict[str, Any]:
-        """For each kind of layer what its attention takes as a mask."""
-        masks = {}
+    ) -> dict[str, AttentionMask | None]:
+        """Return the mask for each kind of layer, as its attention takes it."""
+        masks: dict[str, AttentionMask | None] = {}
         for kind in dict.fromkeys(kinds):
             if given is None:
-                seen = new if context is None else context.visible(kinds.index(kind), new)
-                mask = self.config.attention_span(kind).mask(hidden.shape[1], seen, hidden.device)
+                # With a joint context the masks are given.
+                visible = new if context is None else cast(ContextCache, context).visible(kinds.index(kind), new)
+                mask = self.config.attention_span(kind).mask(hidden.shape[1], visible, hidden.device)
             else:
                 mask = given if isinstance(given, torch.Tensor) else given[kind]
             implementation = self.config._attn_implementation
@@ -153,7 +154,7 @@ class BlockDrafter(ReadingDrafter):
         )
 
     def check_trainable(self, target: Target) -> None:
-        """Raise a `ValueError` if the drafter cannot be trained for `target`: what trains a model looks for this."""
+        """Raise a `ValueError` if the drafter cannot be trained for `target`. Trainers call it."""
         self.check_target(target)
         if self.config.draft_vocab_size and self.config.head_candidates:
             raise ValueError(
@@ -163,15 +164,15 @@ class BlockDrafter(ReadingDrafter):
             )
 
     def with_heads(self, **fields: Any) -> BlockDrafter:
-        """This drafter with heads that it lacks, where it can be given some.
+        """Return this drafter with heads that it lacks.
 
         Raises:
-            ValueError: If not.
+            ValueError: If it can have none.
         """
         raise ValueError(f"A {type(self).__name__} comes with its heads, expected none of {', '.join(fields)}.")
 
     def new_context(self) -> ContextCache:
-        """An empty context for one sequence."""
+        """Return an empty context for one sequence."""
         return ContextCache([self.config.attention_span(kind) for kind in self.config.kinds])
 
     @torch.no_grad()
@@ -183,18 +184,18 @@ class BlockDrafter(ReadingDrafter):
         position_ids: torch.Tensor,
         next_ids: torch.Tensor,
     ) -> None:
-        """Add accepted tokens to the context: of many, those that its window keeps. Few of them go in with the next
-        block, in one pass; the residual of many, a prompt's, is not kept for so long."""
+        """Add accepted tokens to the context, or the last ones that its window keeps. A few tokens wait for the next
+        block and go through its pass. Many, those of a prompt, do not wait: their residual is large."""
         if context.pending is not None:
             self.flush_pending(context)
-        kept, device = slice(-context.window if context.window else None, None), self.device
-        context.pending = residual[:, kept].to(device), position_ids[:, kept].to(device)
+        last, device = slice(-context.window if context.window else None, None), self.device
+        context.pending = residual[:, last].to(device), position_ids[:, last].to(device)
         if residual.shape[1] > self.config.block_size:
             self.flush_pending(context)
 
     @torch.no_grad()
     def flush_pending(self, context: ContextCache) -> None:
-        """Compute keys and values of what is pending, without a block."""
+        """Compute keys and values of the pending tokens, without a block."""
         if context.pending is None:
             return
         residual, position_ids = context.pending
@@ -255,10 +256,16 @@ class BlockDrafter(ReadingDrafter):
         return [each.sampler.blind(each.ids, logits[row : row + 1, : each.drafts]) for row, each in enumerate(wanted)]
 
     def logits(self, target: Target, hidden: torch.Tensor, vectors: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits of the tokens that can be drafted, `[..., config.draft_vocab_size or config.vocab_size]`, by the
-        target's LM head, or an own one over fewer tokens, and by the head's table; minus infinity for the mask token,
-        which no text has. Of a block's states, as [`forward`] returns them without `previous_ids`: with them they are
-        for the LM head already."""
+        """Return logits of the tokens that can be drafted, `[..., config.draft_vocab_size or config.vocab_size]`.
+
+        They come from the target's LM head, or the drafter's own one over fewer tokens, and from the head's table. The
+        mask token, which no text has, gets minus infinity.
+
+        Args:
+            target: The target.
+            hidden: A block's states, as [`forward`] returns them without `previous_ids`.
+            vectors: For the head's table, if there is one.
+        """
         hidden = self.lm_head_input(hidden)
         mask = self.config.mask_token_id
         if self.config.draft_vocab_size:
@@ -272,7 +279,7 @@ class BlockDrafter(ReadingDrafter):
         return logits + nn.functional.linear(vectors, self.head_table).to(logits)
 
     def logits_of(self, target: Target, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """The same of some of them, `[batch, tokens]`, from `[batch, config.target_hidden_size]`."""
+        """Return logits of some tokens, `[batch, tokens]`, from states `[batch, config.target_hidden_size]`."""
         hidden = self.lm_head_input(hidden)
         if not self.config.draft_vocab_size:
             return target.logits_of(hidden, ids)
@@ -280,7 +287,7 @@ class BlockDrafter(ReadingDrafter):
 
     @property
     def head(self) -> SequentialHead | None:
-        """What lets each draft know the one before it, if there is one."""
+        """The sequential head, by which each draft depends on the one before it; `None` without one."""
         kind = HEADS.get(self.config.sequential_head)
         return None if kind is None else getattr(self, kind.key)
 

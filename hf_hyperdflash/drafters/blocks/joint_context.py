@@ -3,58 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from ..parts.block_attention import AttentionSpan
 from ..parts.layers import ContextCache, ContextLayer, KeysValues
 
 
 class JointContext:
-    """As one [`~drafters.parts.layers.ContextCache`], whose rows are those of several: each keeps its own, which
+    """Several [`~drafters.parts.layers.ContextCache`]s as one with a batch: each sequence keeps its own, which
     outlives the pass.
 
-    What rows have pending, and what they see, is of different length: what is new is padded on the right, what is seen
-    on the left, so that the blocks are the last columns.
+    Sequences differ in how many tokens they have pending and in how many they see. Pending tokens are padded on the
+    right, and visible keys on the left, so that the blocks are the last columns.
 
     Args:
-        contexts: One per row.
+        contexts: One per sequence.
     """
 
     def __init__(self, contexts: Sequence[ContextCache]) -> None:
         self.contexts = contexts
-        self.news = [0 if context.pending is None else context.pending[1].shape[1] for context in contexts]
+        self.new_counts = [0 if context.pending is None else context.pending[1].shape[1] for context in contexts]
 
     def pending(self) -> tuple[torch.Tensor, torch.Tensor] | tuple[()]:
-        """Residual `[batch, new, ...]` and positions `[batch, new]` of what is new to the rows; nothing if nothing
-        is."""
+        """Return residual `[batch, new, ...]` and positions `[batch, new]` of all pending tokens; an empty tuple if
+        there are none."""
         there = [context.pending for context in self.contexts if context.pending is not None]
         if not there:
             return ()
         residual, position_ids = (
-            part.new_zeros(len(self.contexts), max(self.news), *part.shape[2:]) for part in there[0]
+            part.new_zeros(len(self.contexts), max(self.new_counts), *part.shape[2:]) for part in there[0]
         )
         for row, context in enumerate(self.contexts):
             if context.pending is not None:
-                residual[row, : self.news[row]], position_ids[row, : self.news[row]] = (
+                residual[row, : self.new_counts[row]], position_ids[row, : self.new_counts[row]] = (
                     part[0] for part in context.pending
                 )
                 context.pending = None
         return residual, position_ids
 
-    def make_room(self, count: int, like: torch.Tensor, config: Any) -> None:
-        """As of one context, in all."""
+    def make_room(self, count: int, like: torch.Tensor, config: PreTrainedConfig) -> None:
+        """Make room for `count` more tokens in every context."""
         for context in self.contexts:
             context.make_room(count, like[:1], config)
 
     def layer(self, index: int, new: int) -> ContextLayer:
-        """As of one context, with padding on the left."""
-        updates = [context.layer(index, own) for context, own in zip(self.contexts, self.news)]
+        """Return a function for one layer's attention, as [`ContextCache.layer`] does, with padding on the left."""
+        updates = [context.layer(index, own) for context, own in zip(self.contexts, self.new_counts)]
 
         def update(keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
             rows = []
-            for row, (own, write) in enumerate(zip(self.news, updates)):
+            for row, (own, write) in enumerate(zip(self.new_counts, updates)):
                 place = slice(row, row + 1)
                 rows.append(
                     write(*(torch.cat([part[place, :, :own], part[place, :, new:]], dim=2) for part in (keys, values)))
@@ -67,20 +67,20 @@ class JointContext:
     def masks(
         self, kinds: Sequence[str], spans: dict[str, AttentionSpan], block_size: int, device: torch.device
     ) -> dict[str, torch.Tensor]:
-        """Of each kind of layer, what its slots see, boolean `[batch, 1, block_size, longest + block_size]`."""
+        """Return the mask for each kind of layer, boolean `[batch, 1, block_size, longest + block_size]`."""
         masks = {}
         for kind, span in spans.items():
-            seen = [context.visible(kinds.index(kind), own) for context, own in zip(self.contexts, self.news)]
-            mask = torch.zeros(len(seen), 1, block_size, max(seen) + block_size, dtype=torch.bool, device=device)
-            for row, own in enumerate(seen):
-                of_row = span.mask(block_size, own, device)
-                mask[row, ..., max(seen) - own :] = True if of_row is None else of_row[0]
+            visible = [context.visible(kinds.index(kind), own) for context, own in zip(self.contexts, self.new_counts)]
+            mask = torch.zeros(len(visible), 1, block_size, max(visible) + block_size, dtype=torch.bool, device=device)
+            for row, own in enumerate(visible):
+                row_mask = span.mask(block_size, own, device)
+                mask[row, ..., max(visible) - own :] = True if row_mask is None else row_mask[0]
             masks[kind] = mask
         return masks
 
     def advance(self, new: int) -> None:
-        """Keep what was new to each row."""
-        for context, own in zip(self.contexts, self.news):
+        """Keep the tokens that were new to each sequence."""
+        for context, own in zip(self.contexts, self.new_counts):
             context.advance(own)
 
 

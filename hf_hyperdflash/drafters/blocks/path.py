@@ -1,4 +1,4 @@
-"""A block's draft positions one after the other, each with the token chosen before it, on one path or on several."""
+"""Runs a sequential head over a block's draft positions, one after the other, on one path or on several."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ...trees.growth import DraftStep
 from ...trees.tree import DraftTree
 from ..parts.heads import ConfidenceHead, SequentialHead
 
-# Below any candidate's logit: chosen only where a request's processors leave no candidate.
+# What is subtracted from other tokens' logits: they are chosen only where processors leave no candidate.
 _NO_CANDIDATE = 1e4
 
 
 class BlockPath:
-    """The logits of one block's draft positions, which a sequential head makes known to each other.
+    """Computes the logits of one block's draft positions, each from the token chosen before it (a sequential head).
 
     Args:
-        drafter: With `config`, `logits`, `head` and `confidence_head`.
+        drafter: A block drafter.
         target: For its embedding and LM head.
         hidden: The block's states, `[1, drafts, config.target_hidden_size]`.
     """
@@ -31,18 +31,18 @@ class BlockPath:
         self.confidence_head: ConfidenceHead | None = drafter.confidence_head
         self._carried: torch.Tensor | None = None
         count = 0 if self.head is None else self.config.head_candidates or 0
-        # [1, drafts, drafted vocabulary], without the head; nothing asks for it where that scores every token anew.
-        is_asked = self.head is None or self.head.table is not None or count
-        self._blind = drafter.logits(target, hidden) if is_asked else None
+        # [1, drafts, drafted vocabulary], without the head; not needed where the head scores every token anew.
+        is_needed = self.head is None or self.head.table is not None or count
+        self._blind = drafter.logits(target, hidden) if is_needed else None
         self._candidates = None if self._blind is None or not count else self._blind.topk(count, dim=-1).indices
 
     def __call__(self, k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
-        """What follows each of several paths at draft position `k`; once for each k, in order.
+        """Run draft position `k` for several paths. It is called once for each k, in order.
 
         Args:
             k: The draft position.
-            tokens: The last of each path, `[paths]`.
-            rows: Which path of the call before each goes on from, `[paths]`.
+            tokens: The last token of each path, `[paths]`.
+            rows: For each path, the index of the path of the call before that it continues, `[paths]`.
         """
         hidden, memory = self.hidden[:, k].expand(len(tokens), -1), None
         blind = None if self._blind is None else self._blind[:, k].expand(len(tokens), -1)
@@ -63,8 +63,8 @@ class BlockPath:
         return DraftStep(self.drafter.to_full_vocabulary(logits), self._confidence(k, hidden, memory))
 
     def with_head_choices(self, tree: DraftTree) -> DraftTree:
-        """A tree of this block, with which of its nodes the head chose: where the block alone holds another token more
-        probable, before the request's processors."""
+        """Return a tree of this block with `by_head`: whether the head chose each node, although the block alone finds
+        another token more probable, before the request's processors."""
         blind = self.drafter.logits(self.target, self.hidden) if self._blind is None else self._blind
         alone = self.drafter.to_full_vocabulary(blind)[0].argmax(-1).tolist()
         drafts = zip(tree.tokens.tolist(), tree.depths)
@@ -82,7 +82,7 @@ class BlockPath:
     def _best(
         self, blind: torch.Tensor, ids: torch.Tensor, states: torch.Tensor, vectors: torch.Tensor | None
     ) -> torch.Tensor:
-        """Of the block's best tokens; the others stand far below."""
+        """Return logits in which the block's best tokens have the head's scores, and all others are far below."""
         if vectors is None:
             scores = self.drafter.logits_of(self.target, states, ids)
         else:

@@ -1,8 +1,8 @@
-"""How a tree of blocks grows: breadth first, a few passes of many blocks, greedily as wide at each slot as a rank head
-says.
+"""Grows a tree of blocks, breadth first: a few passes of many blocks. In greedy decoding a rank head sets how many
+children each slot has.
 
-A block's first child at a slot goes on at the next slot of the same block. Every other child, and the first at the
-last slot, is where a later block starts: so each node has children from one place alone.
+The first child at a slot continues at the next slot of the same block. At every other child, and at the first child of
+the last slot, a later block starts. So all children of a node come from one slot.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -20,11 +20,11 @@ from ..sampling import DraftSampler
 
 
 class BlockStep(NamedTuple):
-    """What a drafter says in one pass over several blocks.
+    """A drafter's output of one pass over several blocks.
 
     Attributes:
         logits: `[blocks, slots, config.vocab_size]`.
-        ranks: How probable it is that the target's token has rank 1, 2 to 4, 5 to 10, or a later one among them,
+        ranks: The probabilities that the target's token has rank 1, 2 to 4, 5 to 10, or a later one among them,
             `[blocks, slots, 4]`; `None` without a rank head.
     """
 
@@ -33,12 +33,21 @@ class BlockStep(NamedTuple):
 
 
 Blocks = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], BlockStep]
-"""From numbers of blocks, slots of theirs and tokens that were chosen there, `[new]` each: blocks that go on from
-there. Nothing for the first block. Blocks are numbered as they are made."""
+"""Runs blocks that continue earlier ones, from the numbers of those, slots of theirs, and the tokens that were chosen
+there, `[new]` each; all are empty for the first block. Blocks are numbered in the order in which they are run."""
+
+
+class GrowthConfig(Protocol):
+    """The fields of a drafter's configuration that say how a tree of blocks grows."""
+
+    @property
+    def branching(self) -> list[int] | None: ...
+    @property
+    def max_blocks(self) -> int: ...
 
 
 class _Start(NamedTuple):
-    """Where a block starts: after which node, at which slot of which block, with what before it."""
+    """Where a block starts: the node before it, the block and slot that it continues, and the path so far."""
 
     node: int
     block: int
@@ -48,24 +57,26 @@ class _Start(NamedTuple):
     path: tuple[int, ...]  # of drafted tokens
 
 
-def grow_blocks(ids: torch.Tensor, count: int, sampler: DraftSampler, blocks: Blocks, config: Any) -> DraftTree:
-    """A tree of at most `sampler.tree_budget` nodes, from at most `config.max_blocks` passes.
+def grow_blocks(
+    ids: torch.Tensor, count: int, sampler: DraftSampler, blocks: Blocks, config: GrowthConfig
+) -> DraftTree:
+    """Grow a tree of at most `sampler.tree_budget` nodes, in at most `config.max_blocks` passes.
 
-    Greedily its nodes are the most probable ones of those that `config.branching` admits (the paper's pruning, by the
-    product of probabilities along the path). Where the request samples, children are drawn without replacement, how
-    many a node gets is settled before any of them is drawn, and no rank says it: a draw is accepted or not by how well
-    drafter and target agree, also where each other token is as probable. So it is as in [`~trees.growth.drawn`], a
-    pass having the nodes of as many levels as a block has slots.
+    In greedy decoding its nodes are the most probable ones of those that `config.branching` allows (the paper's
+    pruning, by the product of probabilities along the path). Where the request samples, children are drawn without
+    replacement, and the number of a node's children is decided before any of them is drawn. The rank head has no part
+    in it: whether a draw is accepted depends on how well drafter and target agree, also where all tokens are equally
+    probable. So sampling works as in [`~trees.growth.drawn`], with as many levels in a pass as a block has slots.
 
     Args:
         ids: `[1, seq]`, the text.
-        count: Its greatest depth.
-        sampler: Of the request.
+        count: The greatest depth.
+        sampler: The request's.
         blocks: The drafter.
         config: With `branching` and `max_blocks`.
     """
     budget = sampler.tree_budget or count
-    growing = _Growing(ids, count, sampler, config.branching)
+    growing = _GrowingTree(ids, count, sampler, config.branching or [])
     starts = [_Start(ANCHOR, 0, 0, 0, 0.0 if not sampler.do_sample else 1.0, ())]
     made, sizes = 0, level_sizes(count, budget)
     for level in range(config.max_blocks):
@@ -77,10 +88,10 @@ def grow_blocks(ids: torch.Tensor, count: int, sampler: DraftSampler, blocks: Bl
         )
         if sampler.do_sample:
             room = budget if level + 1 == config.max_blocks else sum(sizes[: (level + 1) * step.logits.shape[1]])
-            starts = growing.draw(starts, made, step, max(1, room - len(growing.tokens)))
+            starts = growing.add_drawn(starts, made, step, max(1, room - len(growing.tokens)))
             starts = heapq.nlargest(budget - len(growing.tokens), starts, key=lambda start: start.value)
         else:
-            starts = growing.take(starts, made, step)
+            starts = growing.add_most_probable(starts, made, step)
             least = min(heapq.nlargest(budget, growing.values), default=math.inf)
             starts = heapq.nlargest(budget, [each for each in starts if each.value >= least], lambda each: each.value)
         made += len(step.logits)
@@ -90,14 +101,14 @@ def grow_blocks(ids: torch.Tensor, count: int, sampler: DraftSampler, blocks: Bl
     return growing.tree(budget)
 
 
-class _Growing:
-    """Nodes so far.
+class _GrowingTree:
+    """The nodes so far.
 
     Args:
         ids: `[1, seq]`, the text.
         count: The greatest depth.
-        sampler: Of the request.
-        branching: Children by class.
+        sampler: The request's.
+        branching: The number of a slot's children for each class of the rank head.
     """
 
     def __init__(self, ids: torch.Tensor, count: int, sampler: DraftSampler, branching: list[int]) -> None:
@@ -106,12 +117,12 @@ class _Growing:
         self.parents: list[int] = []
         self.values: list[float] = []
         self.q: list[torch.Tensor] = []
-        self.signals: list[float] = []  # what the drafter says of each
+        self.signals: list[float] = []  # the drafter's probability of each
         self.admission: Admission | None = sampler.admission
         self.passes: list[int] = []
 
-    def take(self, starts: list[_Start], made: int, step: BlockStep) -> list[_Start]:
-        """The most probable children at every slot; where later blocks can start."""
+    def add_most_probable(self, starts: list[_Start], made: int, step: BlockStep) -> list[_Start]:
+        """Add the most probable children at every slot, and return where later blocks can start."""
         widths, found = self._widths(step, starts), []
         least = -math.inf if self.admission is None else self.admission.log_least
         slots, shared = step.logits.shape[1], None
@@ -127,8 +138,8 @@ class _Growing:
                     tokens, gains = shared[0][row][slot], shared[1][row][slot]
                 children = [(token, gain, value + self._chance(gain)) for token, gain in zip(tokens[:width], gains)]
                 children = [child for child in children if child[2] > least]
-                for rank, (token, gain, worth) in enumerate(children):
-                    self._add(token, node, worth, math.exp(gain))
+                for rank, (token, gain, child_value) in enumerate(children):
+                    self._add(token, node, child_value, math.exp(gain))
                     if rank or slot == slots - 1:
                         found.append(self._start(made + row, slot, start.depth, path))
                 if not children:
@@ -137,19 +148,20 @@ class _Growing:
                 value, path = self.values[node], (*path, self.tokens[node])
         return [each for each in found if each.depth < self.count]
 
-    def draw(self, starts: list[_Start], made: int, step: BlockStep, share: int) -> list[_Start]:
-        """Random children at every slot, `share` in all; where later blocks can start."""
+    def add_drawn(self, starts: list[_Start], made: int, step: BlockStep, share: int) -> list[_Start]:
+        """Add randomly drawn children at every slot, `share` in all, and return where later blocks can start."""
         signals = self._signals(step, len(starts))
         slots, found = step.logits.shape[1], []
         counts = self._counts(starts, slots, share, signals)
         for row, start in enumerate(starts):
             node, path = start.node, start.path
             for slot, hits in enumerate(counts[row]):
-                left = self._scores(path, step.logits[row, slot]).softmax(-1)
-                draws = torch.multinomial(left, min(len(hits), len(left)))  # one after the other
-                draws = draws[left[draws] > 0]
+                distribution = self._scores(path, step.logits[row, slot]).softmax(-1)
+                # One after the other.
+                draws = torch.multinomial(distribution, min(len(hits), len(distribution)))
+                draws = draws[distribution[draws] > 0]
                 for rank, token in enumerate(draws.tolist()):
-                    rest = left.index_fill(0, draws[:rank], 0.0)
+                    rest = distribution.index_fill(0, draws[:rank], 0.0)
                     self.q.append(rest / rest.sum())
                     self._add(token, node, hits[rank], signals[row][slot])
                     if rank or slot == slots - 1:
@@ -159,7 +171,7 @@ class _Growing:
         return [each for each in found if each.depth < self.count]
 
     def tree(self, budget: int) -> DraftTree:
-        """The best of them, `budget` at most."""
+        """Return the tree of the best nodes, `budget` at most."""
         if len(self.tokens) <= budget:
             kept = list(range(len(self.tokens)))
         else:  # of equals the earlier one: no child without its parent
@@ -184,13 +196,13 @@ class _Growing:
         return widths
 
     def _chance(self, gain: float) -> float:
-        """The logarithm of how probable it is that a node is accepted, of how probable the drafter holds it."""
+        """Return the logarithm of a node's probability of acceptance, from the drafter's log-probability."""
         if self.admission is None or gain == -math.inf:
             return gain
         return math.log(self.admission.survival.chance(math.exp(gain)))
 
     def _signals(self, step: BlockStep, blocks: int) -> list[list[float]]:
-        """How probable the rank head holds it that the target's token is the best one, by block and slot."""
+        """Return the rank head's probability that the target's token is the best one, by block and slot."""
         if step.ranks is None:
             return [[ACCEPTED[0]] * step.logits.shape[1]] * blocks
         return step.ranks[..., 0].tolist()
@@ -198,22 +210,22 @@ class _Growing:
     def _counts(
         self, starts: list[_Start], slots: int, share: int, signals: list[list[float]]
     ) -> list[list[list[float]]]:
-        """For every block and slot, what its children are worth: as many as the slot gets, of `share` in all those
-        that are accepted most often."""
+        """Return the values of each slot's children, by block and slot: those of the `share` children in all that are
+        accepted most often."""
         survival, least = self.admission or (None, -1.0)
         later = ACCEPTED[1:] if survival is None else survival.later
-        waiting: list[tuple[float, int, int, int, float, list[float]]] = []  # what is worth most comes first
+        waiting: list[tuple[float, int, int, int, float, list[float]]] = []  # the highest value first
 
-        def wait(row: int, slot: int, rank: int, parent: float, chances: list[float]) -> None:
+        def push(row: int, slot: int, rank: int, parent: float, chances: list[float]) -> None:
             heapq.heappush(waiting, (-parent * chances[rank], row, slot, rank, parent, chances))
 
-        def reach(row: int, slot: int, parent: float) -> None:
-            sure = ACCEPTED[0] if survival is None else survival.chance(signals[row][slot])
-            wait(row, slot, 0, parent, hits_of(sure, share, later))
+        def open_slot(row: int, slot: int, parent: float) -> None:
+            first = ACCEPTED[0] if survival is None else survival.chance(signals[row][slot])
+            push(row, slot, 0, parent, hits_of(first, share, later))
 
         counts: list[list[list[float]]] = [[] for _ in starts]
         for row, start in enumerate(starts):
-            reach(row, 0, start.value)
+            open_slot(row, 0, start.value)
         for _ in range(share):
             if not waiting or -waiting[0][0] <= least:
                 break
@@ -221,10 +233,10 @@ class _Growing:
             if not rank:
                 counts[row].append([])
                 if slot + 1 < min(slots, self.count - starts[row].depth):
-                    reach(row, slot + 1, -value)
+                    open_slot(row, slot + 1, -value)
             counts[row][slot].append(-value)
             if rank + 1 < share:
-                wait(row, slot, rank + 1, parent, chances)
+                push(row, slot, rank + 1, parent, chances)
         return counts
 
     def _scores(self, path: tuple[int, ...], logits: torch.Tensor) -> torch.Tensor:
@@ -245,6 +257,6 @@ class _Growing:
 
 
 def _most_probable(logits: torch.Tensor, width: int) -> tuple[list, list]:
-    """The best tokens and their log-probabilities, of `[..., vocabulary]`."""
+    """Return the best tokens and their log-probabilities, from logits `[..., vocabulary]`."""
     best = logits.float().log_softmax(-1).topk(min(width, logits.shape[-1]))
     return best.indices.tolist(), best.values.tolist()

@@ -1,4 +1,4 @@
-"""What every drafter's configuration says that makes states of its own from the target's residual streams."""
+"""The configuration of drafters that compute states of their own from the target's residual streams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .parts.reducers import REDUCERS
 
 logger = logging.getLogger(__name__)
 
-# By transformers, in any model's config.json.
+# Fields that transformers writes into any model's config.json.
 _WRITTEN_BESIDE = ("auto_map", "torch_dtype", "quantization_config", "use_cache")
 _TYPES: dict[str, tuple[Any, str]] = {
     "int": (int, "an integer"),
@@ -28,7 +28,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
 }
 
 
-def check_layer_ids(ids: Any) -> None:
+def check_layer_ids(ids: list[int] | None) -> None:
     """Raise a `ValueError` if `ids` are not layers that a drafter can read."""
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise ValueError(
@@ -56,12 +56,12 @@ class DrafterConfig(PreTrainedConfig):
         hidden_act: Activation of the MLP.
         rms_norm_eps: Epsilon of every RMSNorm, the reducer's included.
         rope_parameters: RoPE of the drafter; positions are the target's true positions.
-        max_position_embeddings: Longest position RoPE is made for.
+        max_position_embeddings: The longest position that RoPE is made for.
         draft_vocab_size: How many tokens it can draft, with an LM head of its own for them; 0 for all, with the
-            target's. Only for drafters of other formats.
-        target_layer_ids: Whose residual streams the drafter reads, ascending: -1 is the last layer's output, the
-            pre-collapse residual, which is the paper's source and the default; other numbers are intermediate layers,
-            counted from 0.
+            target's LM head. Only for drafters of other formats.
+        target_layer_ids: The layers whose residual streams the drafter reads, ascending: -1 is the last layer's
+            output, the pre-collapse residual, which is the paper's source and the default; other numbers are
+            intermediate layers, counted from 0.
         reducer: How the streams become the conditioning feature. `"hc_gate"`: the paper's, gates inherited from the
             target's `hc_head` (Eq. 1), per layer read. `"fc"`: vanilla DFlash's dense projection of all streams read.
             `"hybrid"`: ours, the gate of the last layer read plus a normed dense projection of the others (of the
@@ -73,8 +73,8 @@ class DrafterConfig(PreTrainedConfig):
             cannot have a gate.
         target_hc_mult: Number of residual streams of the target.
         any_streams: Whether it reads the mean over a target's streams, however many these are: `target_hc_mult` is set
-            when it is bound. Other programs' checkpoints do not say how many.
-        target_num_layers: Number of the target's layers, 0 if not known; other programs' layouts say it.
+            when it is bound. Other programs' checkpoints do not have the number.
+        target_num_layers: Number of the target's layers, 0 if not known; other programs' layouts have it.
         target_model_type: `config.model_type` of the target.
         target_name_or_path: The target the drafter was made for; binding to another name warns.
         target_revision: Its commit on the Hub, if it came from there.
@@ -82,12 +82,12 @@ class DrafterConfig(PreTrainedConfig):
             [`~training.features.fingerprint.short_fingerprint`], `-` for what was not loaded.
         attention_bias: Whether the attention projections have biases.
         initializer_range: Standard deviation of fresh weights.
-        bos_token_id, eos_token_id, pad_token_id: The target's, by which transformers' pipelines tell that the two
-            share a tokenizer.
-        hyperdflash_version: Of the package that saved the drafter.
+        bos_token_id, eos_token_id, pad_token_id: The target's. Transformers' pipelines compare them to see that the
+            two share a tokenizer.
+        hyperdflash_version: The version of the package that saved the drafter.
 
     Raises:
-        ValueError: If a field, or a pair of them, makes no drafter.
+        ValueError: If a field, or two together, have values that no drafter can have.
     """
 
     vocab_size: int = 129280
@@ -121,14 +121,14 @@ class DrafterConfig(PreTrainedConfig):
     pad_token_id: int | None = None
     hyperdflash_version: str = ""
 
-    # Lowest and highest values: beyond any model, within what can be tried without filling a machine's memory.
+    # Lowest and highest values: wider than any model, but small enough to be tried in a machine's memory.
     bounds = {
         "vocab_size": (1, 2**24), "draft_vocab_size": (0, 2**24), "hidden_size": (1, 2**17),
         "target_hidden_size": (0, 2**17), "intermediate_size": (1, 2**20), "num_hidden_layers": (1, 2**10),
         "num_attention_heads": (1, 2**12), "num_key_value_heads": (1, 2**12), "head_dim": (1, 2**13),
         "target_hc_mult": (1, 2**8), "max_position_embeddings": (1, 2**40), "target_num_layers": (0, 2**16),
     }  # fmt: skip
-    why = dict[str, str]()  # what is said of a bound beside it
+    why = dict[str, str]()  # what the message adds to a bound
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.check_fields({name: getattr(self, name) for name in self.own_fields()})
@@ -142,11 +142,11 @@ class DrafterConfig(PreTrainedConfig):
         self.check()
 
     def _complete(self) -> None:
-        """Set what depends on other fields."""
+        """Set the fields that depend on others."""
 
     @classmethod
     def own_fields(cls) -> dict[str, str]:
-        """The types of a drafter's fields, without those that any model's configuration has."""
+        """Return the types of a drafter's fields, without the fields of any model's configuration."""
         kinds = [kind for kind in cls.__mro__ if issubclass(kind, DrafterConfig)]
         return {
             name: str(kind.__annotations__[name])
@@ -156,10 +156,11 @@ class DrafterConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As of any configuration, but only from a drafter's: another model's fields would make a drafter of defaults.
+        """Build the configuration as any other, but only from a drafter's fields: another model's would give a drafter
+        of defaults.
 
         Raises:
-            ValueError: If it is another model's, or a field makes no drafter.
+            ValueError: If the fields are another model's, or one has a value that no drafter can have.
         """
         kind = config_dict.get("model_type", cls.model_type)
         if kind != cls.model_type:
@@ -172,19 +173,20 @@ class DrafterConfig(PreTrainedConfig):
         cls._compare_versions(config_dict, unknown)
         known = {name: value for name, value in config_dict.items() if name not in unknown}
         loaded = super().from_dict(known, **kwargs)
-        (loaded[0] if isinstance(loaded, tuple) else loaded).check()  # what `kwargs` changed too
+        (loaded[0] if isinstance(loaded, tuple) else loaded).check()  # with the changes by `kwargs`
         return loaded
 
     @classmethod
     def _unknown(cls, given: Iterable[str]) -> list[str]:
-        """Those names that are no field of ours, and none that transformers has or writes in every configuration."""
+        """Return the names that are no field of ours, and none that transformers has or writes in any
+        configuration."""
         names = [name for name in given if name not in _WRITTEN_BESIDE]
         plain = cls() if names else None
         return [name for name in names if not hasattr(plain, name)]
 
     @classmethod
     def _compare_versions(cls, config_dict: dict[str, Any], unknown: list[str]) -> None:
-        """Warn where the file may say what this version does not understand."""
+        """Warn if the file may have fields that this version does not know."""
         saved = str(config_dict.get("hyperdflash_version") or "")
         if unknown or series(saved) > series(__version__):
             logger.warning(
@@ -197,10 +199,10 @@ class DrafterConfig(PreTrainedConfig):
 
     @classmethod
     def check_fields(cls, given: Mapping[str, Any]) -> None:
-        """Check fields by themselves, before anything is made of them.
+        """Check each field by itself, before a configuration is built.
 
         Raises:
-            ValueError: If a name in `given` is no field (the nearest is told), or its value is not what it takes.
+            ValueError: If a name in `given` is no field (the message has the nearest one), or its value is wrong.
         """
         known = [field.name for field in fields(cls)]
         for name, value in given.items():
@@ -220,8 +222,8 @@ class DrafterConfig(PreTrainedConfig):
     def _check_type(cls, name: str, value: Any) -> None:
         kind, *others = cls.own_fields().get(name, "Any").split(" | ")
         if kind in _TYPES and not (value is None and others):
-            of_type, expected = _TYPES[kind]
-            if not isinstance(value, of_type) or (isinstance(value, bool) and kind != "bool"):
+            types, expected = _TYPES[kind]
+            if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
                 raise ValueError(f"`{name}` is {value!r}, expected {expected}{' or None' if others else ''}.")
             if kind == "float" and not 0 <= value < math.inf:
                 raise ValueError(f"`{name}` is {value}, expected a finite number of at least 0.")
@@ -229,7 +231,7 @@ class DrafterConfig(PreTrainedConfig):
             raise ValueError(f"`rope_parameters` is {value!r}, expected a dictionary with `rope_theta`.")
 
     def check(self) -> None:
-        """Raise a `ValueError` if a field, or a pair of them, makes no drafter."""
+        """Raise a `ValueError` if a field, or two together, have values that no drafter can have."""
         self.check_fields({name: getattr(self, name) for name in self.own_fields()})
         self._check_sizes()
         self._check_functions()
@@ -276,12 +278,12 @@ class DrafterConfig(PreTrainedConfig):
 
     @property
     def has_gate(self) -> bool:
-        """Whether the reducer has a gate to inherit."""
+        """Whether the reducer has a gate, which is inherited from the target."""
         return REDUCERS[self.reducer].has_gate
 
     @property
     def num_streams(self) -> int:
-        """Residual streams that the drafter reads: `target_hc_mult` of each layer in `target_layer_ids`."""
+        """The number of residual streams that it reads: `target_hc_mult` of each layer in `target_layer_ids`."""
         return len(self.target_layer_ids or ()) * self.target_hc_mult
 
     @property

@@ -1,4 +1,4 @@
-"""Prompt lookup as a drafter: the rival that needs no weights, in the loop and with the statistics of the others."""
+"""Prompt lookup as a drafter without weights, in the same loop and with the same statistics as the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PromptLookupDrafter(Drafter):
         max_matching_ngram_size: Longest run of last tokens to look for.
 
     Raises:
-        ValueError: If it is no target (see [`~targets.registry.target_of`]), or either number is less than 1.
+        ValueError: If `target` is no target (see [`~targets.registry.target_of`]), or either number is less than 1.
     """
 
     def __init__(self, target: PreTrainedModel, num_draft_tokens: int = 10, max_matching_ngram_size: int = 2) -> None:

@@ -1,7 +1,7 @@
-"""A drafter with weights, and the code that goes with them.
+"""Saves and loads a drafter with weights, and writes the code that it needs beside them.
 
-Transformers' remote code knows folders without subfolders: what a drafter runs on is written flat, `trees/growth.py`
-as `trees_growth.py`, with its imports rewritten.
+Transformers' remote code supports no subfolders. So the code is written flat, `trees/growth.py` as `trees_growth.py`,
+with its imports rewritten.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ..version import __version__
 from .base import Drafter
@@ -35,14 +35,15 @@ class SavedDrafter(Drafter, PreTrainedModel):
 
     config: Any
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
-        # Transformers reads it of an assistant before it calls `generate`.
+        # Transformers reads it from an assistant before it calls `generate`.
         self.generation_config = GenerationConfig()
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As of any model, but only a whole one in safetensors ([`~drafters.weights.load_complete`]).
+        """Load the drafter as any model, but only a complete one in safetensors
+        ([`~drafters.weights.load_complete`]).
 
         Raises:
             ValueError: If it is no drafter of this kind, or its tensors are not those of its configuration.
@@ -51,16 +52,17 @@ class SavedDrafter(Drafter, PreTrainedModel):
         return load_complete(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
 
     def get_input_embeddings(self) -> None:  # type: ignore[override]
-        """None: they are the target's. (accelerate asks, to shard them by themselves.)"""
+        """Return nothing: the embeddings are the target's. Accelerate asks for them, to shard them apart."""
 
     @classmethod
     def is_remote_code(cls) -> bool:
-        """No: where it is, transformers would write code once more, by the class, which FSDP2 makes a subclass of."""
+        """Return `False`: otherwise transformers would write code, too, for the class, of which FSDP2 makes a
+        subclass."""
         return False
 
     @classmethod
     def _own_class(cls) -> type:
-        """The class that loads what this one saves: FSDP2 makes a subclass of its own, which is in no file."""
+        """Return the class that loads what this one saves: FSDP2 makes a subclass, which is in no file."""
         for kind in cls.__mro__:
             module = sys.modules.get(kind.__module__)
             if getattr(module, kind.__name__, None) is kind and getattr(module, "__file__", None):
@@ -73,9 +75,8 @@ class SavedDrafter(Drafter, PreTrainedModel):
         return kind
 
     def carried_code(self) -> dict[str, str]:
-        """The code that the drafter runs on, by the names of flat files: its own module and all that this imports.
-
-        Of the families of targets it has those of its target's kin and those with one stream.
+        """Return the code that the drafter needs, by the names of flat files: its own module and everything that this
+        imports. Of the families of targets it has the target's relatives and those with one stream.
 
         Raises:
             ValueError: If the class is in no file, or its file imports from above its folder.
@@ -83,7 +84,7 @@ class SavedDrafter(Drafter, PreTrainedModel):
         return flat_code(Path(str(sys.modules[self._own_class().__module__].__file__)), self._other_families())
 
     def _other_families(self) -> set[Path]:
-        """Files of families that the drafter's target is not of, where its configuration tells."""
+        """Return the files of families to which the drafter's target cannot belong, by its configuration."""
         kind, streams = getattr(self.config, "target_model_type", ""), getattr(self.config, "target_hc_mult", None)
         if not kind or streams is None or kind.startswith("deepseek_v4"):
             return set()
@@ -98,8 +99,8 @@ class SavedDrafter(Drafter, PreTrainedModel):
         with_code: bool = True,
         **kwargs: Any,
     ) -> None:
-        """As of any model. The folder also gets the code with which plain transformers drafts without this package,
-        and, if it has no README.md, one that says what that code is.
+        """Save the drafter as any model. The folder also gets the code with which plain transformers drafts without
+        this package, and, if it has no README.md, one that explains the code.
 
         Args:
             save_directory: The folder, made if needed.
@@ -109,12 +110,12 @@ class SavedDrafter(Drafter, PreTrainedModel):
             **kwargs: As of any model, and of [`push_to_hub`].
 
         Raises:
-            OSError: If it is a file, or the disk is full.
+            OSError: If `save_directory` is a file, or the disk is full.
         """
         folder = Path(save_directory)
         if folder.is_file():  # where transformers logs an error and saves nothing
             raise OSError(f"{save_directory} is a file, expected a folder for the drafter: choose another name.")
-        of_push = {name: kwargs.pop(name) for name in _PUSHING if name in kwargs}
+        push_options = {name: kwargs.pop(name) for name in _PUSHING if name in kwargs}
         code = self.carried_code() if with_code else {}
         self.config.hyperdflash_version = __version__
         self.config._auto_class = None  # as of `is_remote_code`
@@ -124,8 +125,8 @@ class SavedDrafter(Drafter, PreTrainedModel):
             places = {"AutoConfig": own.config_class, "AutoModel": own}  # type: ignore[attr-defined]
             self.config.auto_map = {auto: f"{_flat_module(kind)}.{kind.__name__}" for auto, kind in places.items()}
         try:
-            super().save_pretrained(folder, is_main_process=is_main_process, token=of_push.get("token"), **kwargs)
-        except SafetensorError as error:  # what safetensors makes of the system's
+            super().save_pretrained(folder, is_main_process=is_main_process, token=push_options.get("token"), **kwargs)
+        except SafetensorError as error:  # for any error of the system
             raise OSError(
                 f"The drafter cannot be written to {folder} ({error}): make room there, or choose another folder."
             ) from error
@@ -137,7 +138,7 @@ class SavedDrafter(Drafter, PreTrainedModel):
             if not (readme := folder / "README.md").exists():
                 readme.write_text(f"---\nlibrary_name: transformers\n---\n\n{NOTE}\n\n{about_code(__version__)}")
         if is_main_process and push_to_hub:
-            self.push_to_hub(of_push.pop("repo_id", folder.name), **of_push)
+            self.push_to_hub(push_options.pop("repo_id", folder.name), **push_options)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> Any:  # type: ignore[override]
         """Upload drafter, code and model card in one commit. The target's embedding and head are no part of it.
@@ -158,7 +159,7 @@ class SavedDrafter(Drafter, PreTrainedModel):
 
 
 def about_code(version: str) -> str:
-    """What somebody wants to know who is asked to trust the code beside a drafter, as Markdown."""
+    """Return what users should know before they trust the code beside a drafter, as Markdown."""
     return f"""## The code here
 
 hf_hyperdflash {version} wrote it: the part of the package that drafts, in flat files. Transformers runs it only
@@ -172,14 +173,14 @@ can give tokens back, and its layers get hooks that do nothing in other calls. `
 
 
 def flat_code(module: Path, left_out: set[Path] = frozenset()) -> dict[str, str]:  # type: ignore[assignment]
-    """A module and all that it imports from its package or folder, with names and imports for one flat folder.
+    """Return a module and all that it imports from its package or folder, with names and imports for one flat folder.
 
     Args:
         module: The file, of this package, or of a folder of its own.
-        left_out: Files that are not written: what is imported of them is an empty tuple there.
+        left_out: Files that are not written. What is imported from them becomes an empty tuple.
 
     Returns:
-        Texts by file name.
+        The texts by file name.
 
     Raises:
         ValueError: If an import leads out of the folder, or names no module.
@@ -196,7 +197,7 @@ def flat_code(module: Path, left_out: set[Path] = frozenset()) -> dict[str, str]
 
 
 def _flattened(path: Path, root: Path, left_out: set[Path]) -> tuple[str, list[Path]]:
-    """The text of a file for a flat folder, and the files that it imports."""
+    """Return the text of a file for a flat folder, and the files that it imports."""
     lines, imported = path.read_text().splitlines(keepends=True), []
     for node in ast.walk(ast.parse("".join(lines))):
         if not isinstance(node, ast.ImportFrom) or not node.level:
@@ -224,6 +225,6 @@ def _flat_name(path: Path, root: Path) -> str:
 
 
 def _flat_module(kind: type) -> str:
-    """The name of the flat file that a class is in."""
+    """Return the name of the flat file of a class."""
     path = Path(str(sys.modules[kind.__module__].__file__))
     return _flat_name(path, _ROOT if path.is_relative_to(_ROOT) else path.parent)

@@ -1,6 +1,6 @@
-"""Loading a drafter: from safetensors, with every tensor that its configuration asks for and no other, all finite.
+"""Loads a drafter from safetensors, with every tensor that its configuration asks for and no other, all finite.
 
-transformers reports what is missing, fills it at random and goes on; such a drafter drafts nonsense.
+transformers would report missing tensors, fill them at random and continue; such a drafter drafts nonsense.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 def load_complete(
     load: Callable[..., Any], name: Any, *args: Any, output_loading_info: bool = False, **options: Any
 ) -> Any:
-    """What `load`, a `from_pretrained`, makes of a drafter's checkpoint.
+    """Load a drafter's checkpoint with `load`, a `from_pretrained`, and check it.
 
     Args:
         load: transformers' own.
@@ -68,8 +68,8 @@ def load_complete(
 
 
 def resolve_subfolder(name: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A checkpoint and the options of loading it, where a folder's `subfolder` is a folder of its own: whoever looks
-    into it needs not join the two. Of a repository on the Hub it stays an option.
+    """Return a checkpoint and the options of loading it, with a folder's `subfolder` joined to the folder. For a
+    repository on the Hub it stays an option.
 
     Args:
         name: Folder or Hub id.
@@ -86,8 +86,8 @@ def check_source(name: Any, what: str = "drafter", *others: str) -> None:
 
     Args:
         name: Folder or Hub id.
-        what: What it should be, in words.
-        *others: What a folder may have in place of a config.json.
+        what: What it should be, for the message.
+        *others: Files that a folder may have in place of a config.json.
     """
     if not isinstance(name, (str, Path)) or not str(name).strip():
         given = "empty" if isinstance(name, str) else repr(name)
@@ -119,11 +119,11 @@ def check_source(name: Any, what: str = "drafter", *others: str) -> None:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of the files that hold a checkpoint's weights: those that its index lists, or the one that needs none; no
-    names if there is neither.
+    """Return the names of a checkpoint's weight files: those in its index, or the one file that needs no index; none
+    if there is neither.
 
     Raises:
-        OSError: If the index is missing or none, or one of its files is missing.
+        OSError: If the index is missing or damaged, or one of its files is missing.
     """
     if not (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
         if (folder / SAFE_WEIGHTS_NAME).is_file():
@@ -146,17 +146,18 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def tensor_names(folder: Path) -> set[str]:
-    """Names of a checkpoint's tensors, of which none is read; none if they are in several pickles, or damaged.
+    """Return the names of a checkpoint's tensors, without reading those; none if they are in several pickles, or
+    damaged.
 
     Raises:
-        OSError: As of [`weight_files`].
+        OSError: As [`weight_files`].
     """
     names: set[str] = set()
     for file in weight_files(folder):
         try:
             with safe_open(folder / file, "pt") as tensors:
                 names.update(tensors.keys())
-        except SafetensorError:  # what loads it tells
+        except SafetensorError:  # loading it raises the error
             return set()
     if not names and (folder / WEIGHTS_NAME).is_file():
         with suppress(Exception):  # likewise
@@ -165,10 +166,10 @@ def tensor_names(folder: Path) -> set[str]:
 
 
 def indexed(index: Path) -> dict[str, str]:
-    """The file of each tensor, by an index.
+    """Return the file of each tensor, by an index.
 
     Raises:
-        OSError: If it is none.
+        OSError: If the file is no index.
     """
     try:
         files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -186,13 +187,13 @@ def indexed(index: Path) -> dict[str, str]:
     raise OSError(f"{index} {why}. Copy or download it again.")
 
 
-def check_names(name: Any, *, version: str = "", **found: Collection[str]) -> None:
-    """Raise a `ValueError` if there is any name in `found`, lists of tensors by what is wrong with them.
+def check_names(name: str | Path, *, version: str = "", **found: Collection[str]) -> None:
+    """Raise a `ValueError` if `found` has any name.
 
     Args:
-        name: Of the checkpoint.
-        version: Of the package that saved it.
-        **found: `missing=[...]`, for example.
+        name: The checkpoint's.
+        version: That of the package that saved it.
+        **found: Names of tensors by what is wrong with them: `missing=[...]`, for example.
     """
     if any(found.values()):
         by = f" (saved by hf_hyperdflash {version})" if version else ""
@@ -203,7 +204,7 @@ def check_names(name: Any, *, version: str = "", **found: Collection[str]) -> No
 
 
 def listed(**found: Collection[str]) -> str:
-    """`"2 missing (a, b) and 1 unexpected (c)"`, a few names of each kind."""
+    """Return a few names of each kind as text: `"2 missing (a, b) and 1 unexpected (c)"`."""
     return " and ".join(
         f"{len(names)} {kind.replace('_', ' ')} ({', '.join(sorted(names)[:4])}{', ...' if len(names) > 4 else ''})"
         for kind, names in found.items()
@@ -211,7 +212,7 @@ def listed(**found: Collection[str]) -> str:
     )
 
 
-def check_finite(tensors: Mapping[str, torch.Tensor], name: Any) -> None:
+def check_finite(tensors: Mapping[str, torch.Tensor], name: str | Path) -> None:
     """Raise a `ValueError` that names the tensors with NaN or infinity."""
     if broken := not_finite(tensors.items()):
         raise ValueError(
@@ -221,12 +222,12 @@ def check_finite(tensors: Mapping[str, torch.Tensor], name: Any) -> None:
 
 
 def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Names of the tensors with NaN or infinity. Integers, and what is not in this process, are not looked at."""
+    """Return the names of the tensors with NaN or infinity. Integers, and tensors of other processes, are skipped."""
     return [name for name, tensor in tensors if not _is_finite(tensor)]
 
 
 def check_draft_ids(
-    ids: torch.Tensor, count: int, vocab_size: int, name: Any, then: str = " The checkpoint is damaged."
+    ids: torch.Tensor, count: int, vocab_size: int, name: str | Path, then: str = " The checkpoint is damaged."
 ) -> None:
     """Raise a `ValueError` if `ids` are not `count` different tokens of a vocabulary of `vocab_size`."""
     if ids.is_meta:
@@ -251,11 +252,11 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return bool((lowest > -torch.inf) & (highest < torch.inf))
 
 
-def named_dtype(dtype: Any) -> torch.dtype | None:
-    """The dtype of that name, as `from_pretrained` takes it; `None` if it is left out or `"auto"`.
+def named_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the dtype of that name, as `from_pretrained` takes it; `None` if it is left out or `"auto"`.
 
     Raises:
-        ValueError: If weights cannot be of it.
+        ValueError: If weights cannot have it.
     """
     if dtype is None or dtype == "auto":
         return None

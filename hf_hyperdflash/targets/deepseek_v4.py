@@ -1,9 +1,9 @@
-"""DeepSeek-V4, all of it: its gate in both layouts, its caches and its indexer.
+"""DeepSeek-V4: its gate in both layouts, its caches and its indexer.
 
 An indexer's scores are sums over heads of ReLU terms, so many entries can have a score of exactly 0. Which of them
-`topk` takes depends on how many entries there are, and a verification round has those that its drafts close besides.
-The target's text would then depend on how it was cut into forwards; stock DeepSeek-V4's does. Here a round's indexers
-choose the entries that they would choose for one token at a time.
+`topk` chooses depends on the number of entries, and a verification round also has entries of windows that its drafts
+close. The text would then depend on how it was divided into forwards, as it does with stock DeepSeek-V4. Here a
+round's indexers choose the entries that they would choose for one token at a time.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _COMPRESSED = frozenset({"compressed_sparse_attention", "heavily_compressed_atte
 def check_computes(dtype: torch.dtype) -> None:
     """Raise a `ValueError` if the installed transformers cannot run a DeepSeek-V4 that it has loaded in `dtype`.
 
-    It keeps the norms in float32, and for float16 some projections, too. Before transformers 5.20 what norms return is
-    float32 like their weights, and a projection in bfloat16 does not take that.
+    It keeps the norms in float32, and for float16 some projections, too. Before transformers 5.20 the output of norms
+    is float32 like their weights, which a projection in bfloat16 does not accept.
     """
     norm = DeepseekV4RMSNorm(1).float()
     fix = "install transformers 5.20 or later, or load it with dtype='float32'"
@@ -108,14 +108,14 @@ class DeepseekV4(HyperConnected):
     # Caches
 
     def make_rewindable(self, cache: Cache, num_drafts: int) -> None:
-        """Let a cache take back that many drafts and the anchor, compressors and all."""
+        """Make a cache able to remove that many drafts and the anchor, from its compressors, too."""
         super().make_rewindable(cache, num_drafts)
         layers = getattr(cache, "layers", ())
         if self.config.model_type == "deepseek_v4" or any(isinstance(layer, DeepseekV4HCACache) for layer in layers):
             make_rewindable(cache, max(DEFAULT_MAX_REWIND, num_drafts + 1))
 
     def cached_lengths(self, cache: Cache) -> set[int]:
-        """Each compressor counts its tokens, and a layer without keys has seen none."""
+        """Count the tokens of each compressor, too; a layer without keys has seen none."""
         lengths = super().cached_lengths(cache)
         for layer in getattr(cache, "layers", ()):
             lengths.add(layer.get_seq_length())
@@ -165,8 +165,8 @@ class DeepseekV4(HyperConnected):
     # The indexer
 
     def register_hooks(self) -> list[RemovableHandle]:
-        """Hooks on compressors and their indexers, in verification rounds only: they choose as for one token at a
-        time, and each node of a draft tree among the entries on its own path."""
+        """Register hooks on compressors and their indexers. In verification rounds they choose as for one token at a
+        time, and each node of a draft tree chooses among the entries of its own path."""
         handles = super().register_hooks()
         for module in self.model.modules():
             if isinstance(module, DeepseekV4Indexer):
@@ -178,7 +178,7 @@ class DeepseekV4(HyperConnected):
         return handles
 
 
-Rounds = PerThread[dict[nn.Module, torch.Tensor]]  # scores by indexer until it has chosen
+Rounds = PerThread[dict[nn.Module, torch.Tensor]]  # the scores of each indexer until it has chosen
 
 
 # What transformers calls a compressor or an indexer with: hidden states, queries, positions, the cache, and the layer.
@@ -189,7 +189,7 @@ Compressed = tuple[torch.Tensor, torch.Tensor | None]  # entries, and the bias o
 def _scored(
     rounds: Rounds, indexer: nn.Module, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor
 ) -> None:
-    if rounds:  # apart from what follows, so that a compiled indexer stays one graph where nothing is verified
+    if rounds:  # a function of its own, so that a compiled indexer stays one graph where nothing is verified
         _remember(rounds, indexer, output)
 
 
@@ -201,7 +201,7 @@ def _compressed(rounds: Rounds, compressor: nn.Module, args: CompressorInputs, o
     return _see_own_path(args, output) if rounds else output
 
 
-@torch.compiler.disable  # as the hooks that hand out the residual
+@torch.compiler.disable  # as the hooks that capture the residual
 def _remember(rounds: Rounds, indexer: nn.Module, scores: torch.Tensor) -> None:
     for round_ in rounds.get(get_ident(), ())[-1:]:
         round_[indexer] = scores
@@ -216,7 +216,7 @@ def _choose_again(
         tree = _tree_state(args)
         if tree is not None and scores is not None:
             return best_visible(scores, tree.visible_entries("indexer"), min(indexer.index_topk, scores.shape[2]))
-        # Else there is nothing to choose, or it is chosen as for one token.
+        # Otherwise there is nothing to choose, or the choice is that of one token.
         if scores is not None and scores.shape[1] > 1 and scores.shape[2] > indexer.index_topk:
             return one_token_entries(scores, position_ids, indexer.compress_rate, indexer.index_topk)
     return output
@@ -234,7 +234,7 @@ def _see_own_path(args: CompressorInputs, output: Compressed) -> Compressed:
 
 
 def _tree_state(args: CompressorInputs) -> TreeState | None:
-    """The draft tree in the cache layer that a compressor is called with."""
+    """Return the draft tree in the cache layer that a compressor is called with, if there is one."""
     cache, layer = args[3:5]
     return None if cache is None else getattr(cache.layers[layer], "tree_state", None)
 
@@ -242,10 +242,10 @@ def _tree_state(args: CompressorInputs) -> TreeState | None:
 def one_token_entries(
     scores: torch.Tensor, position_ids: torch.Tensor, compress_rate: int, top_k: int
 ) -> torch.Tensor:
-    """The entries with the highest scores of each position, among those that were there when it was the last one.
+    """Return each position's entries with the highest scores, among those that existed when it was the last one.
 
     Args:
-        scores: `[batch, seq, entries]` of the indexer's scorer, all entries there are after the last position.
+        scores: `[batch, seq, entries]` of the indexer's scorer, for all entries that exist after the last position.
         position_ids: `[batch or 1, seq]`, consecutive.
         compress_rate: Tokens an entry.
         top_k: `config.index_topk`.
@@ -254,13 +254,14 @@ def one_token_entries(
         `[batch, seq, top_k]`, -1 where there were fewer entries.
     """
     seq, entries = scores.shape[1:]
-    there = ((position_ids + 1) // compress_rate).unsqueeze(-1)
-    entries_of = torch.full((*scores.shape[:2], top_k), -1, device=scores.device)
-    closed = -(-(seq - 1) // compress_rate)  # at most so many by the forward itself; a count is no wait for the device
+    counts = ((position_ids + 1) // compress_rate).unsqueeze(-1)
+    chosen = torch.full((*scores.shape[:2], top_k), -1, device=scores.device)
+    # The most that the forward itself can close. To look up the true number would be to wait for the device.
+    closed = -(-(seq - 1) // compress_rate)
     for count in range(max(entries - closed, 1), entries + 1):
         found = scores[..., :count].topk(min(top_k, count), dim=-1).indices
-        entries_of = torch.where(there == count, F.pad(found, (0, top_k - found.shape[-1]), value=-1), entries_of)
-    return entries_of
+        chosen = torch.where(counts == count, F.pad(found, (0, top_k - found.shape[-1]), value=-1), chosen)
+    return chosen
 
 
 FAMILIES = (DeepseekV4,)

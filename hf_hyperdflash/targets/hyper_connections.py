@@ -51,7 +51,7 @@ class HyperConnected(Target):
 
 
 def read_gate(owner: nn.Module, prefix: str) -> dict[str, torch.Tensor]:
-    """A gate's parameters, copied; an offloaded one's values come to memory here."""
+    """Return a copy of a gate's parameters; the values of an offloaded one are loaded here."""
     with align_module_device(owner):
         return {f"hc_{part}": getattr(owner, prefix + part).detach().clone() for part in ("fn", "base", "scale")}
 

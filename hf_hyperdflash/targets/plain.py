@@ -19,7 +19,7 @@ class GptOss(Target):
 
     @classmethod
     def fits(cls, target: PreTrainedModel, trunk: Trunk) -> bool:
-        # Also the text part of a multimodal class: here nothing lies in the head.
+        # Also the text part of a multimodal class: the class of the head does not matter here.
         return target.config.get_text_config(decoder=True).model_type in cls.masked_types
 
     @property
@@ -49,9 +49,10 @@ class MambaHybrid(Target):
     """A target with Mamba-2 layers beside attention, or both in a layer. Its last norm has another name. Falcon-H1
     scales embeddings and logits.
 
-    Stock Nemotron-H keeps to its least time step (`config.time_step_min`) in forwards of several tokens only: its
-    logits depend a little on how a text is cut into forwards, and drafted text may differ where two tokens are almost
-    equal. Jamba is none of them: its Mamba-1 layers start from nothing in every forward of several tokens.
+    Stock Nemotron-H applies its least time step (`config.time_step_min`) in forwards of several tokens only. So its
+    logits depend a little on how a text is divided into forwards, and drafted text may differ where two tokens are
+    almost equally probable. Jamba does not belong here: its Mamba-1 layers start from an empty state in every forward
+    of several tokens.
     """
 
     title = "Bamba, Falcon-H1, Nemotron-H"

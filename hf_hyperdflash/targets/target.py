@@ -23,7 +23,7 @@ _PARTS = {
     "indexer_keys": 1,
     "indexer_position_ids": -1,
     "idx_keys": -2,
-}  # of layers with an indexer, and where tokens are
+}  # the tensors of layers with an indexer, and their dimension of tokens
 _MASKED_KINDS = frozenset({"full_attention", "sliding_attention", "of no declared kind"})
 
 
@@ -36,23 +36,23 @@ class Trunk(Protocol):
 class Target:
     """A model as drafters and the loop see it, made once by `bind` and by the trainer.
 
-    This class is right for a causal LM with one residual stream that ends in `model.norm` and an LM head. Other
-    families are subclasses, a file each, and say what differs.
+    This class is for a causal LM with one residual stream that ends in `model.norm` and an LM head. Other families are
+    subclasses that override what differs.
 
     Attributes:
         model: The model itself.
         config: The model's text configuration.
-        title: How the family is called.
+        title: The family's name.
         streams: How many residual streams leave its decoder layers.
-        why_ungated: Why a drafter cannot inherit a gate from it, in words; empty if it can.
-        rewindable_kinds: Of `config.layer_types`, those whose cache layers can be rewound after [`make_rewindable`].
-        mask_token_id: A token that no text of the family has, where the vocabulary alone does not tell; `None` if not
-            known.
-        skips_padding: Whether its text would depend on how much padding there is, so that it is not to see any.
-        masked_types: Of `config.model_type`, those whose draft trees one masked forward verifies.
+        why_ungated: The reason why a drafter cannot inherit a gate from it; empty if it can.
+        rewindable_kinds: The `config.layer_types` whose cache layers can be rewound after [`make_rewindable`].
+        mask_token_id: A token that no text of the family has, where the vocabulary alone does not show it; `None` if
+            none is known.
+        skips_padding: Whether its text would depend on the amount of padding, so that it must not see any.
+        masked_types: The `config.model_type`s whose draft trees one masked forward verifies.
         forked_types: Those whose draft trees are verified with a sequence per path.
-        rounds: Threads whose forwards verify drafts.
-        rope_switch: Where its rotary frequencies depend on the length of the text; `None` where they never do.
+        rounds: For each thread, its forwards that verify drafts.
+        rope_switch: The length of a text at which its rotary frequencies change; `None` where they never do.
         layers: The decoder layers; the last one's output is the pre-collapse residual.
         norm: The final norm, applied after the collapse; `None` where the collapse has its own.
     """
@@ -64,7 +64,7 @@ class Target:
         "minimax_m3_sparse",
     })  # fmt: skip
     skips_padding: ClassVar[bool] = False
-    # By name: a family that no test covers may read what a mask does not hide.
+    # By name: a family that no test covers may read more than a mask shows it.
     masked_types: ClassVar[frozenset[str]] = frozenset({
         "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3_text", "gemma4_text",
     })  # fmt: skip
@@ -81,7 +81,8 @@ class Target:
         self.rope_switch = rope_switch_of(self.config)
 
     def __getattr__(self, name: str) -> Any:
-        """The model's, for drafters that were written for the model itself. To be removed in 0.4."""
+        """Return an attribute of the model, for drafters that were written for the model itself. To be removed in
+        0.4."""
         if name.startswith("__") or "model" not in vars(self):
             raise AttributeError(name)
         value = getattr(self.model, name)
@@ -89,13 +90,13 @@ class Target:
         return value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, as [`__getattr__`]."""
+        """Run the model's forward, for the same drafters."""
         _warn_of_model("__call__")
         return self.model(*args, **kwargs)
 
     @classmethod
     def fits(cls, target: PreTrainedModel, trunk: Trunk) -> bool:
-        """Whether `target`, whose decoder layers are in `trunk`, is of this family."""
+        """Return whether `target`, whose decoder layers are in `trunk`, belongs to this family."""
         config = target.config.get_text_config(decoder=True)
         return hasattr(trunk, "norm") and not any(hasattr(config, name) for name in ("hc_mult", "hc_count"))
 
@@ -126,7 +127,7 @@ class Target:
 
     @property
     def collapse_modules(self) -> tuple[nn.Module, ...]:
-        """What of the collapse and the norm has parameters."""
+        """The modules of the collapse and the norm that have parameters."""
         return (self.norm,)
 
     # Embedding and head, which drafters share
@@ -142,30 +143,31 @@ class Target:
         return cast(nn.Linear, self.model.get_output_embeddings())
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """What the first layer reads of `ids` `[batch, seq]`, `[batch, seq, config.hidden_size]`, on their device."""
+        """Return the first layer's input for `ids` `[batch, seq]`, `[batch, seq, config.hidden_size]`, on their
+        device."""
         embedding = self.input_embedding
         weight = embedding.weight
         return embedding(ids if weight.is_meta else ids.to(weight.device)).to(ids.device)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's logits from `states` `[..., config.hidden_size]` of any dtype and device."""
+        """Return the target's logits from `states` `[..., config.hidden_size]` of any dtype and device."""
         head = self.output_head
         return self.after_head(head(computable(states, head.weight)))
 
     def logits_of(self, states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """The logits of some tokens alone, by the LM head's rows of them.
+        """Return the logits of some tokens only, from the LM head's rows for them.
 
         Args:
             states: `[batch, config.hidden_size]` of any dtype and device.
             ids: `[batch, tokens]`.
 
         Returns:
-            `[batch, tokens]`, where the head is.
+            `[batch, tokens]`, on the head's device.
         """
         head = self.output_head
         weight = head.weight
         is_plain = type(weight) in (torch.Tensor, nn.Parameter) and weight.is_floating_point() and not weight.is_meta
-        if not is_plain or weight.itemsize == 1:  # offloaded, sharded or quantized: it has no rows to be read
+        if not is_plain or weight.itemsize == 1:  # offloaded, sharded or quantized: its rows cannot be read
             logits = self.logits(states)
             return logits.gather(-1, ids.to(logits.device))
         ids = ids.to(weight.device)
@@ -173,7 +175,7 @@ class Target:
         return self.after_head(logits if head.bias is None else logits + head.bias[ids])
 
     def after_head(self, logits: torch.Tensor) -> torch.Tensor:
-        """What the model does to what its LM head gives."""
+        """Return the model's logits from its LM head's output."""
         cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -181,34 +183,34 @@ class Target:
 
     @property
     def layer_kinds(self) -> set[str]:
-        """Kinds of its layers, by the configuration."""
+        """The kinds of its layers, by the configuration."""
         return set(getattr(self.config, "layer_types", None) or ["of no declared kind"])
 
     @property
     def norm_eps(self) -> float:
-        said = (getattr(self.config, name, None) for name in ("rms_norm_eps", "norm_eps", "layer_norm_eps"))
-        return next((eps for eps in said if eps is not None), 1e-6)
+        values = (getattr(self.config, name, None) for name in ("rms_norm_eps", "norm_eps", "layer_norm_eps"))
+        return next((eps for eps in values if eps is not None), 1e-6)
 
     @property
     def hc_eps(self) -> float:
-        """What is added to each gate."""
+        """The number that is added to each gate."""
         return getattr(self.config, "hc_eps", 1e-6)
 
     @property
     def head_dim(self) -> int:
-        layers = getattr(self.config, "per_layer_config", None)  # where they differ, transformers tells none of all
+        layers = getattr(self.config, "per_layer_config", None)  # where they differ, transformers has no common value
         config = layers[0] if layers else self.config
         return getattr(config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
 
     @property
     def rope_theta(self) -> float:
         rope = getattr(self.config, "rope_parameters", None) or {}
-        of_layers = [rope[kind] for kind in ("main", "full_attention") if isinstance(rope.get(kind), dict)]
-        return float((of_layers[0] if of_layers else rope).get("rope_theta", 10000.0))
+        by_kind = [rope[kind] for kind in ("main", "full_attention") if isinstance(rope.get(kind), dict)]
+        return float((by_kind[0] if by_kind else rope).get("rope_theta", 10000.0))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the residual stream."""
+        """The dtype of the residual stream."""
         return self.input_embedding.weight.dtype
 
     @property
@@ -218,12 +220,12 @@ class Target:
     def check_computes(self) -> None:
         """Raise a `ValueError` if the installed transformers cannot run the target in the dtype that it has."""
 
-    # Drafts that have to be taken back
+    # Removing rejected drafts
 
     @property
     def why_not_rewindable(self) -> str:
-        """Why drafts that it rejects could not be taken back from the cache that `generate` makes for it, in words;
-        empty if they can."""
+        """The reason why rejected drafts could not be removed from the cache that `generate` makes for it; empty if
+        they can."""
         makes_stock_cache = getattr(self.model, "_supports_default_dynamic_cache", None)
         if makes_stock_cache is not None and not makes_stock_cache():
             return "makes a cache of its own, which cannot be rewound"
@@ -234,26 +236,27 @@ class Target:
 
     @property
     def has_running_state(self) -> bool:
-        """Whether a layer keeps one state instead of a key per token: only the last forward can be taken back."""
+        """Whether a layer has one running state instead of a key per token: only the last forward can be undone."""
         return not self.layer_kinds.isdisjoint({"linear_attention", "hybrid"})
 
     def make_rewindable(self, cache: Cache, num_drafts: int) -> None:
-        """Let a cache of the target take back that many drafts and the anchor. Remote code's stays as it is."""
+        """Make a cache of the target able to remove that many drafts and the anchor. Remote code's caches stay as they
+        are."""
         if isinstance(cache, Cache):
             make_linear_rewindable(cache)
 
     def register_hooks(self) -> list[RemovableHandle]:
-        """What a verification round needs on the target's modules, silent elsewhere."""
+        """Register the hooks that a verification round needs; they do nothing in other forwards."""
         return CallRecorder(self.layers).handles if self.has_running_state else []
 
     def cached_lengths(self, cache: Cache) -> set[int]:
-        """How many tokens each part of a cache has seen that counts them: one number, unless a forward was
-        interrupted between two of them. Running states count none."""
+        """Return how many tokens the parts of a cache have seen. It is one number, unless a forward was interrupted
+        between two parts. Running states count no tokens."""
         lengths = set()
         for layer in getattr(cache, "layers", ()):
             if getattr(layer, "keys", None) is not None:
                 lengths.add(int(layer.get_seq_length()))
-            if not hasattr(layer, "max_cache_len"):  # a static one's are as long as it can hold
+            if not hasattr(layer, "max_cache_len"):  # a static layer has its full length from the start
                 lengths |= {part.shape[dim] if part.ndim > 1 else 0 for dim, part in _parts_of(layer).values()}
         return lengths
 
@@ -269,14 +272,14 @@ class Target:
         return "fork" if kind in self.masked_types | self.forked_types else "chain"
 
     def can_mask(self, cache: RewindableCache) -> bool:
-        """Whether a masked forward can go on from this cache; else paths are forked."""
+        """Return whether a masked forward can continue from this cache; if not, paths are forked."""
         return True
 
     @property
     def can_join_sequences(self) -> bool:
-        """Whether one forward serves the rows of a batch, whose texts differ in length: where a mask hides all that a
-        row is not to see, and rotary frequencies are not those of the longest. Else they are written one after the
-        other."""
+        """Whether one forward serves all sequences of a batch, whose texts differ in length. For that a mask must hide
+        everything that a sequence must not see, and rotary frequencies must not depend on the longest text. Otherwise
+        the texts are written one after the other."""
         return self.tree_verification == "mask" and self.rope_switch is None
 
     def begin_tree(self, cache: RewindableCache, layout: TreeLayout) -> None:
@@ -340,12 +343,12 @@ def _warn_of_model(name: str) -> None:
 
 
 def _parts_of(layer: object) -> dict[str, tuple[int, torch.Tensor]]:
-    """What an indexer has filled of a cache layer beside its keys and values, and the dimension of tokens."""
+    """Return the tensors of an indexer in a cache layer, by name, each with its dimension of tokens."""
     return {name: (dim, part) for name, dim in _PARTS.items() if (part := getattr(layer, name, None)) is not None}
 
 
 def computable(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`values` where `weight` is and in its dtype. An offloaded module fetches its inputs itself, and a quantized
-    weight's dtype is not one to compute in."""
+    """Return `values` on the device and in the dtype of `weight`. An offloaded module moves its inputs itself, and a
+    quantized weight's dtype cannot be computed in."""
     dtype = weight.dtype if weight.dtype.is_floating_point and weight.dtype.itemsize > 1 else values.dtype
     return values.to(dtype=dtype, device=values.device if weight.is_meta else weight.device)

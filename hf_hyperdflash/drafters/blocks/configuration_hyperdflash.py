@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from ..configuration import DrafterConfig
 from ..parts.block_attention import CAUSAL_LAYERS, FULL, LAYER_KINDS, SLIDING, WINDOW_FROM, AttentionSpan
 from ..parts.heads import HEADS
 
 
-def check_temperatures(temperatures: Any, drafts: int) -> None:
-    """Raise a `ValueError` if `temperatures` are not those of so many draft positions, or `None`."""
+def check_temperatures(temperatures: list[float] | None, drafts: int) -> None:
+    """Raise a `ValueError` if `temperatures` are neither `None` nor one positive number per draft position."""
     if temperatures is not None and not (
         isinstance(temperatures, list)
         and len(temperatures) == drafts
@@ -24,7 +23,7 @@ def check_temperatures(temperatures: Any, drafts: int) -> None:
 
 
 class HyperDFlashConfig(DrafterConfig):
-    r"""Shape of a drafter of blocks and of the target it reads: beside the fields of [`DrafterConfig`] those of blocks
+    r"""Shape of a drafter of blocks and of the target it reads: the fields of [`DrafterConfig`], and those of blocks
     and heads.
 
     Args:
@@ -39,7 +38,7 @@ class HyperDFlashConfig(DrafterConfig):
             anchor and 7 inputs give 7 drafts (DSpark). The paper's does not: slot k drafts the token k after it.
         mask_token_id: The token that stands at every draft position of a block's input, and is never drafted; `None`
             for a vector of the drafter's own there.
-        sequential_head: What lets each draft know the one before it, `"none"` or one of
+        sequential_head: The head by which each draft depends on the one before it, `"none"` or one of
             [`~drafters.parts.heads.HEADS`]: `"markov"`, `"gated_markov"`, `"recurrent"` (DSpark's), `"selector"`
             (DFlash 2's), `"state"` (ours).
         head_rank: Width of the head: rank of its tables, or of the state head's correction.
@@ -49,13 +48,13 @@ class HyperDFlashConfig(DrafterConfig):
         conv_kernel_size: Taps of the causal convolutions around attention and MLP of every layer (DFlash 2: 2); 0 for
             none.
         conv_group_size: Channels that share a convolution's dynamic kernel, a divisor of `hidden_size`.
-        confidence_head: Whether the drafter says how probable the acceptance of each draft is (DSpark).
+        confidence_head: Whether the drafter predicts the probability that each draft is accepted (DSpark).
         confidence_reads_token: Whether that depends on the token before, too, where there is a sequential head.
         confidence_temperatures: One per draft position, which the confidence's logits are divided by, as
             `hf-hyperdflash calibrate` fits them; `None` for 1.
 
     Raises:
-        ValueError: If a field, or a pair of them, makes no drafter.
+        ValueError: If a field, or two together, have values that no drafter can have.
     """
 
     model_type = "hyperdflash"
@@ -151,7 +150,7 @@ class HyperDFlashConfig(DrafterConfig):
         return self.layer_types or [alike] * self.num_hidden_layers
 
     def attention_span(self, kind: str) -> AttentionSpan:
-        """What slots see in layers of a kind."""
+        """Return what slots see in layers of a kind."""
         is_causal = self.causal_layers == "all" or (self.causal_layers == "sliding" and kind == SLIDING)
         return AttentionSpan(self.sliding_window if kind == SLIDING else None, self.window_from == "slot", is_causal)
 

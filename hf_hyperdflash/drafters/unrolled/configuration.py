@@ -1,4 +1,4 @@
-"""Configuration of the drafters that go on from states of their own."""
+"""Configuration of the drafters that continue from states of their own."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from ..configuration import DrafterConfig
 
 
 class UnrolledConfig(DrafterConfig):
-    r"""Shape of a drafter of entries ([`~drafters.unrolled.drafter.UnrolledDrafter`]): beside the fields of
-    [`DrafterConfig`] those of its blocks.
+    r"""Shape of a drafter of entries ([`~drafters.unrolled.drafter.UnrolledDrafter`]): the fields of
+    [`DrafterConfig`], and those of its blocks.
 
     Args:
         block_size: Draft positions of one pass.
-        max_blocks: Passes of one round: the first, and those that go on from it.
+        max_blocks: Passes of one round: the first, and those that continue it.
         own_embedding: Whether it embeds tokens itself, not with the target's embedding.
         qk_norm: Whether its attention normalizes queries and keys.
         usual_layers: Whether it reads the layers 1, n / 2 - 1 and n - 4 of a target of n: `target_layer_ids` are set
-            when it is bound. Other programs' checkpoints do not say n.
+            when it is bound. Other programs' checkpoints do not have n.
 
     Raises:
-        ValueError: If a field, or a pair of them, makes no drafter.
+        ValueError: If a field, or two together, have values that no drafter can have.
     """
 
     block_size: int = 1

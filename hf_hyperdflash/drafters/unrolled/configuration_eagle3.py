@@ -12,14 +12,14 @@ class Eagle3Config(UnrolledConfig):
     Args:
         num_hidden_layers: One in the paper.
         max_blocks: How many tokens one round drafts one after the other: the depth of its tree.
-        tree_width: How many nodes of a level of its draft tree go on, and how many children each gets.
+        tree_width: How many nodes of a level of its draft tree get children, and how many each of them gets.
         norm_before_residual: Whether the first layer adds to the normed state, not to the state itself.
-        norm_before_fc: Whether what is read of the target is normed as a whole before the projection.
-        fc_norm: Whether it is normed layer by layer instead.
-        norm_output: Whether a further step goes on from the normed state (EAGLE-3.1).
+        norm_before_fc: Whether the target's states are normed together before the projection.
+        fc_norm: Whether they are normed layer by layer instead.
+        norm_output: Whether a later step continues from the normed state (EAGLE-3.1).
 
     Raises:
-        ValueError: If a field, or a pair of them, makes no drafter.
+        ValueError: If a field, or two together, have values that no drafter can have.
     """
 
     model_type = "eagle3"

@@ -14,16 +14,16 @@ class SpecBlockConfig(UnrolledConfig):
         num_hidden_layers: Two in the paper.
         block_size: K, dependent draft positions of one pass; four in the paper.
         max_blocks: Two in the paper.
-        shift: Whether each slot takes in the one before it ahead of every layer but the first.
-        broadcast: Whether all slots of a block are told its condition and token; otherwise only the first.
-        rank_head: Whether a head foretells how far down the draft's ranking the target's token is.
+        shift: Whether each slot also reads the slot before it, ahead of every layer but the first.
+        broadcast: Whether all slots of a block read its condition and token; otherwise only the first.
+        rank_head: Whether a head predicts the rank of the target's token among the drafter's.
         rank_width: Of the rank head's hidden layer.
         branching: How many tokens a draft tree tries at a slot: of each of the rank head's classes, or one number
-            without a rank head. The paper's 2, 4, 10 and 0, where 0 gives up, leaves a budget idle; the default is
-            what its authors found fastest.
+            without a rank head. With the paper's 2, 4, 10 and 0, where 0 ends the path, a part of the budget stays
+            unused; the default is what its authors found fastest.
 
     Raises:
-        ValueError: If a field, or a pair of them, makes no drafter.
+        ValueError: If a field, or two together, have values that no drafter can have.
     """
 
     model_type = "specblock"

@@ -1,1 +1,1 @@
-"""Caches of targets that give tokens back: what each kind of layer has to keep for that."""
+"""Caches of targets from which the last tokens can be removed, for each kind of layer."""

@@ -3,7 +3,7 @@
 The stock compressed layers keep a running compressor state (open window, compressed entries, overlap between windows)
 that their `crop` does not touch, so a rejected draft stays in it; the stock sliding layer loses keys when it is
 cropped twice in a row. The layers here keep, while recording is on, the keys that left the sliding window recently and
-one record per window that recently closed: what the compressor held before it closed. `crop` takes them back.
+one record per window that recently closed: the compressor's state before it closed. `crop` restores them.
 
 How far back a crop can go depends on the tokens alone, not on the kind of layer or its windows: `max_rewind` tokens
 from the longest sequence seen, and never past what came before recording. So all layers of a cache refuse the same
@@ -28,7 +28,7 @@ Kind = TypeVar("Kind", bound="_RewindableKeys")
 
 
 class _ClosedWindow(NamedTuple):
-    """What it takes to open one compressor window again.
+    """The state that is needed to open one compressor window again.
 
     `kv` and `gate` are the window's raw projections, `[batch, compress_rate, features]`, the gate without the
     position bias. `overlap_kv` and `overlap_gate` are CSA's overlap state before the window closed,
@@ -50,7 +50,7 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _last(keys: torch.Tensor, count: int) -> torch.Tensor:
-    """The last `count` positions of `keys`, `[batch, 1, positions, head_dim]`, or all of them if there are fewer."""
+    """Return the last `count` positions of `keys`, `[batch, 1, positions, head_dim]`, or all if there are fewer."""
     return keys[:, :, max(keys.shape[-2] - count, 0) :]
 
 
@@ -96,7 +96,7 @@ class _RewindableKeys(DynamicSlidingWindowLayer):
         return rewindable
 
     def _take_over_keys(self) -> None:
-        """Keep the stock layer's keys of the window; its values are equal to them but another tensor."""
+        """Keep the stock layer's keys of the window. Its values are equal to them but another tensor."""
         if not self.is_initialized:
             return
         needed = min(self.cumulative_length, self.sliding_window - 1)
@@ -122,7 +122,7 @@ class _RewindableKeys(DynamicSlidingWindowLayer):
         self._recorded_keys: torch.Tensor | None = None
 
     def activate_past_recording(self) -> None:
-        """Record what comes from here on; nothing of a long prompt is kept alive by what stays of it."""
+        """Start recording. The keys that stay of a long prompt are copied, so that the rest of it is freed."""
         super().activate_past_recording()
         if self.cumulative_length:
             self._rewind(self.cumulative_length)
@@ -200,11 +200,11 @@ class _RewindableKeys(DynamicSlidingWindowLayer):
 
     @property
     def undoable_tokens(self) -> int:
-        """How many of the last tokens `crop` can undo now: the same number in every layer of a cache."""
+        """The number of the last tokens that `crop` can undo now: the same in every layer of a cache."""
         return self.cumulative_length - self._shortest_length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens: the state becomes that of a layer that never saw them.
+        """Remove the last tokens: the state becomes that of a layer that never saw them.
 
         A refused crop leaves the layer as it was.
 
@@ -371,7 +371,7 @@ class RewindableHCACacheLayer(_RewindableKeys, DeepseekV4HCACache):
             name: before[name][max(len(before[name]) - self._windows_read, 0) :] if name in before else []
             for name in self.entry_count
         }
-        # Per name, what a compressor held before the tokens whose entries are on the way.
+        # By compressor, its state before the tokens whose entries are not there yet.
         self._unfinished: dict[str, tuple[list[torch.Tensor | None], int, list[_ClosedWindow]]] = {}
 
     def store_compression_weights(
@@ -409,7 +409,7 @@ class RewindableHCACacheLayer(_RewindableKeys, DeepseekV4HCACache):
         journal.extend(_ClosedWindow(*window) for window in windows)
         del journal[:-most]
 
-    _windows_read = 0  # how many windows before it one is made of besides
+    _windows_read = 0  # how many earlier windows a window's entry also depends on
 
     @property
     def _max_closed_windows(self) -> int:
@@ -418,12 +418,12 @@ class RewindableHCACacheLayer(_RewindableKeys, DeepseekV4HCACache):
     def _window_before(
         self, name: str, kv: torch.Tensor, gate: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Projections of the last closed window, where the next one is made of them too."""
+        """Return the projections of the last closed window, where the next window's entry depends on them, too."""
         return None
 
     def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
-        """Append entries `[batch, windows, features]` and return all there are, `[batch, entries, features]`; those of
-        a draft tree are not appended."""
+        """Append entries `[batch, windows, features]`, unless they are a draft tree's, and return all there are with
+        them, `[batch, entries, features]`."""
         if self.tree_state is None:
             known = super().update_compressor_states(name, compressed)
             self._unfinished.pop(name, None)
@@ -528,7 +528,7 @@ class RewindableCSACacheLayer(RewindableHCACacheLayer, DeepseekV4CSACache):
         if self.entry_count[name]:
             return self._closed_windows[name][-1][:2]
         shape = kv.shape[0], self.compress_rate, kv.shape[2]
-        return kv.new_zeros(shape), gate.new_full(shape, torch.finfo(gate.dtype).min)  # which weighs nothing
+        return kv.new_zeros(shape), gate.new_full(shape, torch.finfo(gate.dtype).min)  # a weight of 0
 
     def _append_windows(self, state: TreeState, name: str, windows: list[int]) -> None:
         if windows:
@@ -539,7 +539,7 @@ class RewindableCSACacheLayer(RewindableHCACacheLayer, DeepseekV4CSACache):
     def update_overlap_state(
         self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Hand out the overlap state of the window before the chunk and keep that of the chunk's last window.
+        """Return the overlap state of the window before the chunk, and store that of the chunk's last window.
 
         Args:
             chunk_kv: The windows that just closed, `[batch, windows, compress_rate, 2 * head_dim]`.
@@ -564,7 +564,7 @@ class RewindableCSACacheLayer(RewindableHCACacheLayer, DeepseekV4CSACache):
         return prior_kv, prior_gate
 
     def _overlaps_within(self, chunk: torch.Tensor, head_dim: int) -> list[torch.Tensor]:
-        """What the chunk's windows after the first find as overlap, for as many windows as a journal keeps."""
+        """Return the overlap of the chunk's windows after the first, for as many windows as a journal has."""
         first = max(chunk.shape[1] - 1 - self._max_closed_windows, 0)
         return list(chunk[:, first:-1, :, :head_dim].clone().unbind(1))
 

@@ -1,9 +1,9 @@
 """Cache layers for linear attention and Mamba that can be cropped after the target has verified a draft.
 
-Linear attention keeps one running state instead of a key per token, so there is nothing to cut off: stock transformers
+Linear attention has one running state instead of a key per token, so there is nothing to cut off: stock transformers
 calls such a cache not croppable and refuses assisted generation. The layers here keep the state from before the last
-forward and what the attention module was called with. A crop puts that state back and runs the module, not the rest of
-the decoder layer, once more over the tokens that stay: at most a block of them.
+forward and the inputs of the attention module. A crop restores that state and runs the module, not the rest of the
+decoder layer, once more over the tokens that stay: at most a block of them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # of a module: arguments by place, and by name
+
 
 class _Snapshot(NamedTuple):
-    """Copies of a layer's states, by their index in the layer; `fed` tells which have seen a token."""
+    """Copies of a layer's states, by their index in the layer; `fed` says which have seen a token."""
 
     conv: dict[int, torch.Tensor | None]
     recurrent: dict[int, torch.Tensor | None]
@@ -39,7 +41,7 @@ class RewindableLinearLayer(LinearAttentionLayer):
 
     @classmethod
     def from_stock(cls, layer: Any) -> RewindableLinearLayer:
-        """A layer that continues from `layer`'s state, which it shares: `layer` must not be used afterwards."""
+        """Build a layer that continues from `layer`'s state, which it shares: `layer` must not be used afterwards."""
         rewindable = cls.__new__(cls)
         vars(rewindable).update(vars(layer))
         # Stock recording keeps the convolution's inputs, which some models then update in place: ours keeps states.
@@ -52,21 +54,21 @@ class RewindableLinearLayer(LinearAttentionLayer):
         return rewindable
 
     def activate_past_recording(self) -> None:
-        """From now on, be ready to undo the last forward."""
+        """Record from now on what is needed to undo the last forward."""
         self.recording = True
 
     def stop_recording(self) -> None:
-        """From now on, keep nothing to undo a forward with, its module's inputs and states."""
+        """Stop recording, and forget the recorded inputs and states."""
         self.recording = False
         self._forget_call()
 
     def _forget_call(self) -> None:
-        self._calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._calls: dict[nn.Module, Call] = {}
         self._before: _Snapshot | None = None
         self._replaying = False
 
     def entering(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A module that updates this layer is about to run: remember how, and the states that it finds."""
+        """Record the call of a module that is about to update this layer, and the states before it."""
         if self._replaying or not self.recording:
             return
         if not self._calls or module in self._calls:  # the first module of a new forward
@@ -76,14 +78,14 @@ class RewindableLinearLayer(LinearAttentionLayer):
 
     @property
     def undoable_tokens(self) -> int:
-        """How many of the last tokens `crop` can undo now: those of the last forward."""
+        """The number of the last tokens that `crop` can undo now: those of the last forward."""
         return max((_length(args, kwargs) for args, kwargs in self._calls.values()), default=0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens. A refused crop leaves the layer as it was.
+        """Remove the last tokens. A refused crop leaves the layer as it was.
 
         Args:
-            tokens_to_remove: Minus the number of tokens; 0 only drops what was kept to undo the last forward.
+            tokens_to_remove: Minus the number of tokens; 0 only forgets what is recorded of the last forward.
 
         Raises:
             ValueError: If `tokens_to_remove` is positive.
@@ -132,7 +134,7 @@ class RewindableLinearLayer(LinearAttentionLayer):
                 if state is not None:  # in place: compiled graphs know the address
                     states[index].copy_(state)  # type: ignore[union-attr]
 
-    def _replay(self, calls: dict[nn.Module, Any], length: int, kept: int) -> None:
+    def _replay(self, calls: dict[nn.Module, Call], length: int, kept: int) -> None:
         self._replaying = True
         try:
             for module, (args, kwargs) in calls.items():
@@ -144,11 +146,11 @@ class RewindableLinearLayer(LinearAttentionLayer):
             self._replaying = False
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence of the batch `repeats` times. What was kept to undo the last forward is dropped."""
+        """Repeat every sequence of the batch `repeats` times. What is recorded of the last forward is forgotten."""
         self._change_batch(lambda state: state.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only the sequences `indices` of the batch. What was kept to undo the last forward is dropped."""
+        """Keep only the sequences `indices` of the batch. What is recorded of the last forward is forgotten."""
         self._change_batch(lambda state: state[indices, ...])
 
     def _change_batch(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -173,7 +175,8 @@ class RewindableHybridLayer(RewindableLinearLayer, LinearAttentionAndFullAttenti
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the stock layer. Keys are cut off: the module that brings them, entered last, is not run again."""
+        """Append keys and values as the stock layer does. A crop cuts them off, so their module, the last one that was
+        entered, is not run again."""
         if self._calls:
             self._calls.popitem()
         return DynamicLayer.update(self, key_states, value_states, *args, **kwargs)
@@ -189,13 +192,14 @@ class RewindableHybridLayer(RewindableLinearLayer, LinearAttentionAndFullAttenti
             DynamicLayer.crop(self, -count)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As of both kinds of layers; what the linear attention refuses leaves the keys as they were."""
+        """Remove the last tokens from both kinds of attention. A refused crop leaves the keys as they were."""
         super().crop(tokens_to_remove)
         DynamicLayer.crop(self, tokens_to_remove)
 
 
 def _length(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Tokens of a call: the first tensor of three dimensions is the hidden states, `[batch, seq, features]`."""
+    """Return the number of tokens of a call: its first tensor of three dimensions is the hidden states, `[batch, seq,
+    features]`."""
     values = (*args, *kwargs.values())
     return next(value.shape[1] for value in values if isinstance(value, torch.Tensor) and value.ndim == 3)
 
@@ -206,7 +210,7 @@ def _prefix(value: Any, length: int, kept: int) -> Any:
 
 
 class CallRecorder:
-    """Hooks that tell the [`RewindableLinearLayer`]s of a cache which modules update them, and how they are called.
+    """Hooks that record, in the [`RewindableLinearLayer`]s of a cache, the calls of the modules that update them.
 
     Args:
         layers: The target's decoder layers, in the order of the cache's.
@@ -224,7 +228,7 @@ def _entering(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict
     # torch marks a hook as one with keyword arguments after it is there: a thread between the two passes none.
     for value in (*args, *(kwargs or {}).values()):
         cached: Any = value.layers[index] if isinstance(value, Cache) else None
-        if hasattr(cached, "entering"):  # of this class, or of the copy of it that a drafter brought along
+        if hasattr(cached, "entering"):  # of this class, or of a drafter's own copy of it
             cached.entering(module, args, kwargs or {})
 
 

@@ -1,4 +1,4 @@
-"""What the cache of a text is called. Nothing else in this package names it.
+"""The argument name of a text's cache. Nothing else in this package has the name.
 
 transformers calls it `cache` from 5.24 on and `past_key_values` before that: in `generate`'s arguments, in outputs,
 and in the forwards and mask functions of its models. Remote code keeps the name that it was written with.
@@ -21,7 +21,7 @@ _NAMES = ("cache", "past_key_values", "cache_params")
 
 @functools.cache
 def cache_argument(function: Callable[..., Any]) -> str:
-    """The argument of a function that takes the cache, by its signature; [`CACHE`] where no argument is named so."""
+    """Return the name of a function's cache argument, by its signature; [`CACHE`] if it has none of the names."""
     parameters = inspect.signature(function).parameters
     return next((name for name in _NAMES if name in parameters), CACHE)
 
@@ -38,27 +38,28 @@ def _name_in_transformers() -> str:
 
 
 CACHE = _name_in_transformers()
-"""What the installed transformers calls it."""
+"""The name in the installed transformers."""
 
 
 def renamed_cache(arguments: dict[str, Any], name: str = CACHE) -> dict[str, Any]:
-    """The same arguments, with the cache under `name`. Two caches under two names stay: transformers refuses these."""
+    """Return the same arguments with the cache under `name`. Two caches under two names stay: transformers refuses
+    them."""
     given = [other for other in _NAMES if other in arguments]
     if len(given) != 1 or given == [name]:
         return arguments
     return {name if key == given[0] else key: value for key, value in arguments.items()}
 
 
-def cache_of(outputs: Any) -> Any:
-    """The cache in the outputs of a model, of transformers' or of remote code; `None` if there is none."""
+def cache_of(outputs: object) -> Any:
+    """Return the cache in the outputs of a model, of transformers or of remote code; `None` if there is none."""
     return next((getattr(outputs, name) for name in (CACHE, *_NAMES) if hasattr(outputs, name)), None)
 
 
 def own_cache_names(model: type) -> dict[str, Any]:
-    """What a subclass of a model needs, so that its own names of the cache and transformers' go together.
+    """Return the methods by which a subclass of a model translates between its names of the cache and transformers'.
 
-    Without it a model whose `forward` has another name than the installed transformers would get the cache among
-    arguments that it does not read, and make a new one in each step.
+    Without them, a model whose `forward` has another name than the installed transformers would get the cache in an
+    argument that it does not read, and would make a new cache in each step.
 
     Returns:
         Its `prepare_inputs_for_generation` by name, or nothing if both names are transformers'.

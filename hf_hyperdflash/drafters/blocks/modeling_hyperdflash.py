@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...targets.mask_token import find_mask_token
 from ...targets.registry import target_of
@@ -30,11 +30,10 @@ from .drafter import BlockDrafter
 
 logger = logging.getLogger(__name__)
 
-# Of a fresh drafter's states: how many nats above a guess any token may cost it, how often they are halved until it
-# costs no more, and after how many anchors.
+# From how many anchors a fresh drafter's logits are checked.
 _ANCHORS = 8
 
-# What can be said of heads that a drafter gets later, and of which.
+# The fields of heads that a drafter can get later, and the head that each belongs to.
 _HEAD_OF = {
     "sequential_head": "sequential_head", "head_rank": "sequential_head", "head_candidates": "sequential_head",
     "confidence_head": "confidence_head", "confidence_reads_token": "confidence_head",
@@ -97,12 +96,12 @@ class HyperDFlashDrafter(BlockDrafter):
         *,
         reducer: str | None = None,
         mask_token_id: int | None = None,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         num_draft_tokens: int = 6,
         dtype: torch.dtype | str | None = None,
         **config_fields: Any,
     ) -> HyperDFlashDrafter:
-        """Build an untrained drafter fitted to a target, its gate inherited from the target's `hc_head`.
+        """Build an untrained drafter that fits a target, with a gate inherited from the target's `hc_head`.
 
         Args:
             target: The model to draft for. It is read, not changed. Of one on the meta device the drafter is there
@@ -120,8 +119,8 @@ class HyperDFlashDrafter(BlockDrafter):
                 ([`draft_only`] takes others).
 
         Raises:
-            ValueError: If it is no target, there is no such field or dtype, or the gate is asked for where it cannot
-                be inherited.
+            ValueError: If `target` is no target, there is no such field or dtype, or the gate is requested and
+                cannot be inherited.
         """
         if type(num_draft_tokens) is not int or num_draft_tokens < 1:
             raise ValueError(f"`num_draft_tokens` is {num_draft_tokens!r}, expected an integer of at least 1.")
@@ -149,7 +148,7 @@ class HyperDFlashDrafter(BlockDrafter):
             "rms_norm_eps": seen.norm_eps,
             "rope_parameters": {"rope_type": "default", "rope_theta": seen.rope_theta},
             "max_position_embeddings": own.max_position_embeddings,
-            # Engines' layouts, which are for targets with one stream, have no words for a window that all slots share.
+            # Engines' layouts, which are for targets with one stream, have no field for a window that all slots share.
             "sliding_window": None if seen.streams == 1 else min(2048, own.max_position_embeddings),
             "block_size": num_draft_tokens + (0 if config_fields.get("sample_from_anchor") else 1),
             "mask_token_id": find_mask_token(target, tokenizer) if mask_token_id is None else mask_token_id,
@@ -179,10 +178,10 @@ class HyperDFlashDrafter(BlockDrafter):
 
     @torch.no_grad()
     def _flatten_first_logits(self, target: Target) -> None:
-        """Let no token stand out in a fresh drafter's logits, by its last norm. Where the target's LM head is its
-        embedding, that is sure otherwise of what is like the token that a slot reads, and training begins with
-        unlearning it. With every other sign turned a state is like no embedding; then it is as small as it has to
-        be."""
+        """Make a fresh drafter's logits nearly flat, by its last norm. An LM head that is the target's embedding would
+        give a high logit to the token that a slot reads, and training would begin with unlearning that. So every other
+        weight of the norm changes its sign, which makes states unlike any embedding, and then the norm is scaled
+        down."""
         if self.device.type == "meta":
             return
         self.norm.weight[1::2].neg_()
@@ -194,16 +193,17 @@ class HyperDFlashDrafter(BlockDrafter):
         self._flatten_logits(lambda: self.logits(target, self._end(read)))
 
     def with_heads(self, **fields: Any) -> HyperDFlashDrafter:
-        """This drafter with heads that it lacks, for training on: they say nothing yet, so it drafts as before.
+        """Return this drafter with heads that it lacks, for further training. At first they change nothing, and it
+        drafts as before.
 
         Args:
-            **fields: Of [`HyperDFlashConfig`]: `sequential_head`, `confidence_head`, and what is said of them.
+            **fields: Of [`HyperDFlashConfig`]: `sequential_head`, `confidence_head`, and their fields.
 
         Returns:
             A new drafter in this one's dtype and on its device; this one stays as it is.
 
         Raises:
-            ValueError: If a field is not of a head, the head is there already, or a value does not fit.
+            ValueError: If a field belongs to no head, the head is there already, or a value does not fit.
         """
         for name, value in fields.items():
             head = _HEAD_OF.get(name)
@@ -246,7 +246,7 @@ class HyperDFlashDrafter(BlockDrafter):
     # Use with a target
 
     def bind(self, target: PreTrainedModel, as_default: bool = False) -> None:
-        """As of any drafter; its configuration takes the target's special tokens, which transformers' pipelines
+        """Bind as any drafter. The configuration gets the target's special tokens, which transformers' pipelines
         compare."""
         super().bind(target, as_default)
         own = target.config.get_text_config(decoder=True)
@@ -255,7 +255,7 @@ class HyperDFlashDrafter(BlockDrafter):
 
 
 def _gate_obstacle(target: Target, width: int) -> str | None:
-    """Why the gate cannot be inherited (the paper's conditions, section 2.2), or `None`."""
+    """Return the reason why the gate cannot be inherited (the paper's conditions, section 2.2), or `None`."""
     if target.why_ungated:
         return target.why_ungated
     if width != target.config.hidden_size:

@@ -1,4 +1,4 @@
-"""Medusa: heads on the target's last state, one for each token ahead, none of which knows what another drafts.
+"""Medusa: heads on the target's last state, one for each token ahead, which do not depend on each other's drafts.
 
 Head k of Cai et al. (arXiv 2401.10774, section 2.1.1) is W2_k (x + SiLU(W1_k x)), with one or more such residual
 blocks. It reads the state x from which the target's LM head made the anchor, and drafts the k-th token after that.
@@ -25,11 +25,11 @@ class MedusaConfig(PreTrainedConfig):
     """Shape of Medusa heads.
 
     Args:
-        medusa_num_heads: Heads, and so the most tokens drafted a round.
-        medusa_num_layers: Residual blocks of each.
+        medusa_num_heads: The number of heads, which is the most tokens drafted a round.
+        medusa_num_layers: Residual blocks of each head.
         hidden_size, vocab_size: The target's.
         target_name_or_path, target_model_type: The target that they were made for, where it is known.
-        hyperdflash_version: Of the package that saved them.
+        hyperdflash_version: The version of the package that saved them.
     """
 
     model_type = "medusa_heads"
@@ -55,7 +55,7 @@ class ResidualBlock(nn.Module):
 
 
 class LastState(EmptyContext):
-    """What the target's LM head read last of a sequence, `[1, config.hidden_size]`; zeros at first."""
+    """The last input of the target's LM head for a sequence, `[1, config.hidden_size]`; zeros at first."""
 
     state: torch.Tensor
 
@@ -87,14 +87,14 @@ class MedusaDrafter(SavedDrafter):
         check_layers(target, self.target_layer_ids)
 
     def new_context(self) -> LastState:
-        """An empty context for one sequence."""
+        """Return an empty context for one sequence."""
         context = LastState()
         context.state = torch.zeros(1, self.config.hidden_size, dtype=self.dtype, device=self.device)
         return context
 
     @torch.no_grad()
     def extend(self, target: Target, context: LastState, residual: torch.Tensor, *_: torch.Tensor) -> None:
-        """Keep what the LM head read of the last accepted token."""
+        """Store the LM head's input for the last accepted token."""
         if residual.shape[1]:
             context.state = target.collapse(residual[:, -1:])[:, 0].to(self.device, self.dtype)
 
@@ -111,12 +111,13 @@ class MedusaDrafter(SavedDrafter):
 
 
 def fits(fields: dict[str, Any]) -> bool:
-    """Whether a config.json is that of published heads: it names heads and target, medusa_lm_head has the tensors."""
+    """Return whether a config.json is that of published heads: it names heads and target, medusa_lm_head has the
+    tensors."""
     return "medusa_num_heads" in fields
 
 
 def read(fields: dict[str, Any], name: str) -> MedusaConfig:
-    """The configuration of published heads, whose sizes [`settle`] sets."""
+    """Return the configuration of published heads, whose sizes [`settle`] sets."""
     return MedusaConfig(target_name_or_path=fields.get("base_model_name_or_path") or "")
 
 

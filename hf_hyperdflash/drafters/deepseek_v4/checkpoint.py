@@ -1,6 +1,6 @@
-"""What DeepSeek-V4's checkpoints carry to draft with, their `mtp.*` tensors, whatever number format they have.
+"""Reads the drafter in a DeepSeek-V4's checkpoint, its `mtp.*` tensors, in any of their number formats.
 
-April's releases have the MTP block there, July's and the `-DSpark` repositories a DSpark drafter.
+The releases of April have the MTP block there; those of July and the `-DSpark` repositories have a DSpark drafter.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from safetensors import safe_open
+from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from ..weights import indexed, listed
@@ -34,7 +35,7 @@ class MTPCheckpoint:
     Args:
         name: Path or Hub id.
         config: The checkpoint's.
-        hub_kwargs: For `cached_file`.
+        hub_kwargs: Arguments of `cached_file`.
 
     Raises:
         ValueError: If there are no such tensors.
@@ -53,16 +54,16 @@ class MTPCheckpoint:
 
     @property
     def blocks(self) -> int:
-        """How many V4 blocks there are."""
+        """The number of V4 blocks."""
         return len({cast(re.Match, _OWN.match(name))[1] for name in self.weights})
 
     @property
     def drafter(self) -> str:
-        """The class that reads it."""
+        """The name of the drafter class that reads it."""
         return "DeepseekV4DSparkDrafter" if "mtp.0.main_proj.weight" in self.weights else "DeepseekV4MTPDrafter"
 
     def _files(self) -> dict[str, str]:
-        """The file that holds each tensor."""
+        """Return the file that holds each tensor."""
         index = self._file(SAFE_WEIGHTS_INDEX_NAME)
         if index is not None:
             shards = indexed(Path(index))
@@ -115,7 +116,7 @@ class MTPCheckpoint:
             )
 
     def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and dequantized tensors, one at a time: V4-Flash's are 13 GB a block in bfloat16."""
+        """Yield names and dequantized tensors, one at a time: V4-Flash's are 13 GB a block in bfloat16."""
         files = sorted({*self.scales.values(), *self.weights.values()})
         paths = {file: cast(str, self._file(file, required=True)) for file in files}
         scales = {_stem(name): tensor for name, tensor in _read(self.scales, paths, device)}
@@ -124,8 +125,8 @@ class MTPCheckpoint:
             yield name, dequantize(tensor, scales.get(_stem(name)), block_size, name)
 
 
-def _block_size(config: Any) -> tuple[int, int]:
-    """Rows and columns that share a scale in the checkpoint's FP8 weights."""
+def _block_size(config: PreTrainedConfig) -> tuple[int, int]:
+    """Return how many rows and columns share a scale in the checkpoint's FP8 weights."""
     quantization = getattr(config, "quantization_config", None) or {}
     if not isinstance(quantization, dict):  # an object in a loaded target
         quantization = quantization.to_dict()
@@ -184,7 +185,7 @@ def dequantize(
 
 
 def _unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
-    """`[out, in / 2]` bytes to `[out, in]`: the low half of a byte comes first, as transformers unpacks it."""
+    """Unpack `[out, in / 2]` bytes to `[out, in]`. The low half of a byte comes first, as in transformers."""
     packed = packed.contiguous().view(torch.uint8)
     codes = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
     return torch.tensor(_FP4_VALUES, device=packed.device)[codes.long()]

@@ -28,13 +28,13 @@ class DeepseekV4DSparkConfig(DeepseekV4Config):
         block_size: Inputs of a block, the anchor and mask tokens; each drafts the token after it.
         mask_token_id: The token that stands after the anchor.
         head_rank: Of the Markov head.
-        target_layer_ids: Of the target's layers whose residual streams it reads, ascending from 0; -1 for the last.
+        target_layer_ids: The target's layers whose residual streams it reads, ascending from 0; -1 for the last.
         confidence_temperatures: As of [`HyperDFlashConfig`].
         target_name_or_path, target_revision, target_fingerprint: As of [`HyperDFlashConfig`].
-        hyperdflash_version: Of the package that saved the drafter.
+        hyperdflash_version: The version of the package that saved the drafter.
 
     Raises:
-        ValueError: If a field makes no drafter.
+        ValueError: If a field has a value that no drafter can have.
     """
 
     model_type = "deepseek_v4_dspark"
@@ -49,7 +49,7 @@ class DeepseekV4DSparkConfig(DeepseekV4Config):
     target_fingerprint: str = ""
     hyperdflash_version: str = ""
 
-    # As every drafter of this kind is, in the words of [`HyperDFlashConfig`].
+    # The fields of [`HyperDFlashConfig`] that every drafter of this kind has.
     sample_from_anchor = confidence_head = True
     first_slot = head_candidates = draft_vocab_size = 0
     sequential_head = "markov"
@@ -60,7 +60,7 @@ class DeepseekV4DSparkConfig(DeepseekV4Config):
         return [SLIDING] * self.num_hidden_layers
 
     def attention_span(self, kind: str) -> AttentionSpan:
-        """What slots see in layers of a kind."""
+        """Return what slots see in layers of a kind."""
         return AttentionSpan(self.sliding_window)
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -77,10 +77,11 @@ class DeepseekV4DSparkConfig(DeepseekV4Config):
 
     @classmethod
     def from_target_config(cls, config: DeepseekV4Config, blocks: int = 3) -> DeepseekV4DSparkConfig:
-        """The drafter of so many blocks that a target with this configuration, `dspark_*` fields among it, carries.
+        """Build the configuration of the drafter in a target's checkpoint, from the target's, with its `dspark_*`
+        fields.
 
         Raises:
-            ValueError: If it has no such fields, or one that makes no drafter.
+            ValueError: If it lacks such a field, or one has a value that no drafter can have.
         """
         if missing := [name for name in _DEEPSEEK_FIELDS.values() if not hasattr(config, name)]:
             raise ValueError(
@@ -89,7 +90,9 @@ class DeepseekV4DSparkConfig(DeepseekV4Config):
             )
         fields = {ours: getattr(config, theirs) for ours, theirs in _DEEPSEEK_FIELDS.items()}
         ids, last = fields["target_layer_ids"], config.num_hidden_layers - 1
-        if isinstance(ids, list) and last in ids:  # the residual that training reads anyway, by the name that it has
+        if (
+            isinstance(ids, list) and last in ids
+        ):  # -1 is the name of the last layer in training, which reads it anyway
             fields["target_layer_ids"] = [-1 if i == last else i for i in ids]
         return blocks_config(
             cls,
@@ -107,15 +110,15 @@ class DeepseekV4DSparkConfig(DeepseekV4Config):
 
     @property
     def num_streams(self) -> int:
-        """Residual streams that the drafter reads: `hc_mult` of each layer in `target_layer_ids`."""
+        """The number of residual streams that it reads: `hc_mult` of each layer in `target_layer_ids`."""
         return len(self.target_layer_ids or ()) * self.hc_mult
 
     @property
     def target_hc_mult(self) -> int:
-        """As the drafter's own blocks have."""
+        """The number of the target's streams, which is that of the drafter's own blocks."""
         return self.hc_mult
 
     @property
     def target_hidden_size(self) -> int:
-        """As wide as the drafter."""
+        """The width of the target, which is the drafter's."""
         return self.hidden_size

@@ -10,14 +10,14 @@ Kind = TypeVar("Kind", bound=DeepseekV4Config)
 
 
 def blocks_config(kind: type[Kind], config: DeepseekV4Config, blocks: int, **fields: Any) -> Kind:
-    """The configuration of a drafter of V4 blocks: sliding-window attention and a mixture of experts with learned
-    routing, whatever the target's layers are.
+    """Build the configuration of a drafter of V4 blocks: sliding-window attention and a mixture of experts with
+    learned routing, whatever the target's layers are.
 
     Args:
-        kind: The drafter's configuration.
+        kind: The class of the drafter's configuration.
         config: The target's, which stays as it is.
-        blocks: How many.
-        **fields: What else the drafter's has.
+        blocks: The number of blocks.
+        **fields: Further fields of the drafter's.
     """
     # Our weights are dequantized, and the target's way to run experts may be for quantized ones only.
     not_ours = {
@@ -40,7 +40,7 @@ class DeepseekV4MTPConfig(DeepseekV4Config):
     """A DeepSeek-V4's configuration, for its MTP block alone.
 
     Args:
-        hyperdflash_version: Of the package that saved the drafter.
+        hyperdflash_version: The version of the package that saved the drafter.
     """
 
     model_type = "deepseek_v4_mtp"
@@ -49,14 +49,15 @@ class DeepseekV4MTPConfig(DeepseekV4Config):
 
     @classmethod
     def from_target_config(cls, config: DeepseekV4Config) -> DeepseekV4MTPConfig:
-        """The block of a target with this configuration."""
+        """Build the configuration of the block of a target with this configuration."""
         return blocks_config(cls, config, 1)
 
     @classmethod
     def get_config_dict(
         cls, pretrained_model_name_or_path: Any, **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As of any configuration; drafters that were saved before the block had a type of its own have it too."""
+        """Read the fields as of any configuration. A drafter that was saved before the block had its own type gets
+        that type."""
         fields, rest = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         if "DeepseekV4MTPDrafter" in (fields.get("architectures") or ()):
             fields["model_type"] = cls.model_type

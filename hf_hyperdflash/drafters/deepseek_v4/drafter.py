@@ -1,4 +1,4 @@
-"""What DeepSeek-V4's own drafters have in common: V4 blocks, read from the checkpoint that their target came from."""
+"""The base of DeepSeek-V4's own drafters: V4 blocks, read from the checkpoint of their target."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DeepseekV4Drafter(SavedDrafter, DeepseekV4PreTrainedModel):
     """A drafter that DeepSeek-V4's checkpoints carry under `mtp.*`.
 
     The target's embedding and LM head are shared: they belong to the target, and are neither copied nor saved. A
-    subclass has a `rotary_emb`, and says in [`_place`] where its tensors are in a checkpoint.
+    subclass has a `rotary_emb`, and its [`_place`] returns where its tensors are in a checkpoint.
     """
 
     rotary_emb: DeepseekV4RotaryEmbedding
@@ -68,7 +68,7 @@ class DeepseekV4Drafter(SavedDrafter, DeepseekV4PreTrainedModel):
         Args:
             target: A checkpoint's path or Hub id, or a loaded target: then its `config._name_or_path`. Only the files
                 with `mtp.*` tensors in them are downloaded.
-            num_draft_tokens: Drafted tokens per round; as many as suit this kind if left out.
+            num_draft_tokens: Drafted tokens per round; this kind's usual number if left out.
             dtype: Of the weights, or its name, except those that V4 keeps in float32; by default the loaded target's
                 LM head's, or the checkpoint's.
             device: By default the loaded target's LM head's, or the CPU.
@@ -76,7 +76,7 @@ class DeepseekV4Drafter(SavedDrafter, DeepseekV4PreTrainedModel):
             **hub_kwargs: For the Hub: `token`, `cache_dir`, `local_files_only`, ...
 
         Raises:
-            ValueError: If it is no DeepSeek-V4, or the checkpoint's `mtp.*` tensors are not those of this drafter.
+            ValueError: If `target` is no DeepSeek-V4, or its checkpoint's `mtp.*` tensors are another drafter's.
         """
         checkpoint = own_checkpoint(target, revision=revision, **hub_kwargs)
         checkpoint.check_drafter(cls.__name__)
@@ -121,8 +121,8 @@ class DeepseekV4Drafter(SavedDrafter, DeepseekV4PreTrainedModel):
 
     @classmethod
     def _empty(cls: type[Own], config: Any, dtype: torch.dtype, device: torch.device | str) -> Own:
-        """A drafter with uninitialized weights: V4-Flash's would take minutes and 25 GB a block to initialize in
-        float32."""
+        """Build a drafter with uninitialized weights: to initialize V4-Flash's in float32 would take minutes and 25 GB
+        a block."""
         with torch.device("meta"):
             drafter = cls(config)
         for name, tensor in drafter.state_dict(keep_vars=True).items():
@@ -148,7 +148,7 @@ class DeepseekV4Drafter(SavedDrafter, DeepseekV4PreTrainedModel):
             own[name].copy_(tensor)
 
     def deepseek_state_dict(self) -> dict[str, torch.Tensor]:
-        """The parameters under DeepSeek's names, `mtp.*`, as views: what is written to them is in the drafter."""
+        """Return the parameters under DeepSeek's names, `mtp.*`, as views: writing to them changes the drafter."""
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in self.state_dict().items():
             place, part = self._place(name)
@@ -168,16 +168,15 @@ class DeepseekV4Drafter(SavedDrafter, DeepseekV4PreTrainedModel):
         return self.rotary_emb(like, position_ids=position_ids, layer_type="main")
 
     def _place(self, name: str) -> tuple[str, str]:
-        """The checkpoint's prefix for a tensor of ours, `"mtp.0."`, and its name within a block."""
+        """Return the checkpoint's prefix for a tensor of ours, `"mtp.0."`, and its name within a block."""
         raise NotImplementedError
 
 
 def own_checkpoint(target: PreTrainedModel | str | Path, **hub_kwargs: Any) -> MTPCheckpoint:
-    """The `mtp.*` tensors of a target's checkpoint: by its path or Hub id, or of a loaded target, that which it came
-    from.
+    """Return the `mtp.*` tensors of a target's checkpoint, by the path or Hub id of it, or by the loaded target.
 
     Raises:
-        ValueError: If it is no DeepSeek-V4, or there are no such tensors.
+        ValueError: If `target` is no DeepSeek-V4, or there are no such tensors.
     """
     if isinstance(target, PreTrainedModel):
         target_of(target)  # says what a target is, if it is none

@@ -39,11 +39,12 @@ from .drafter import DeepseekV4Drafter
 
 
 class KeysBefore:
-    """Stands in for a transformers cache in a block's attention: keys that come before those of the block itself.
+    """Takes the place of a cache of transformers in a block's attention: it puts the context's keys before the
+    block's.
 
     Args:
-        keys: Of what is new to the context, `[batch, 1, new, config.head_dim]`.
-        context: What is known already, see [`ContextCache.layer`].
+        keys: Of the tokens that are new to the context, `[batch, 1, new, config.head_dim]`.
+        context: For the keys that the context has already, see [`ContextCache.layer`].
     """
 
     def __init__(self, keys: torch.Tensor | None, context: ContextLayer | None) -> None:
@@ -52,16 +53,16 @@ class KeysBefore:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys, the context's first; V4's values are its keys."""
+        """Return all keys, the context's first; V4's values are its keys."""
         keys = key_states if self.keys is None else torch.cat([self.keys, key_states], dim=2)
         return (keys, keys) if self.context is None else self.context(keys, keys)
 
 
 class DSparkLayer(DeepseekV4DecoderLayer):
-    """A V4 block over a context whose keys it makes of the conditioning feature."""
+    """A V4 block over a context whose keys it computes from the conditioning feature."""
 
     def keys_values(self, feature: torch.Tensor, rotary: Rotary) -> KeysValues:
-        """Of the context alone, `[batch, 1, seq, config.head_dim]`; V4's values are its keys."""
+        """Return keys and values of the context, `[batch, 1, seq, config.head_dim]`; V4's values are its keys."""
         keys = self.self_attn.kv_norm(self.self_attn.kv_proj(feature)).unsqueeze(1)
         keys = apply_rotary_pos_emb(keys, *rotary)
         return keys, keys
@@ -74,8 +75,8 @@ class DSparkLayer(DeepseekV4DecoderLayer):
         context: ContextLayer | None,
         attention_mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`[batch, queries, config.hc_mult, config.hidden_size]` to the same; `rotary` is of the feature's tokens,
-        then the block's."""
+        """Run the block over `[batch, queries, config.hc_mult, config.hidden_size]`; `rotary` is for the feature's
+        tokens, then the block's."""
         new = 0 if feature is None else feature.shape[1]
         cos, sin = rotary
         keys = None if feature is None else self.keys_values(feature, (cos[:, :new], sin[:, :new]))[0]
@@ -90,8 +91,8 @@ class DSparkLayer(DeepseekV4DecoderLayer):
 
 
 class DeepseekV4DSparkDrafter(DeepseekV4Drafter, BlockDrafter):
-    """Drafts a block in one pass over V4 blocks, conditioned on a mean over the streams of a few of the target's
-    layers, its tokens made known to each other by a Markov head.
+    """Drafts a block in one pass over V4 blocks, conditioned on means over the streams of a few of the target's
+    layers. By a Markov head each draft depends on the one before it.
 
     Use [`from_target`], `drafter.bind(target)` once, then `target.generate(**inputs, assistant_model=drafter)`.
     """
@@ -129,7 +130,7 @@ class DeepseekV4DSparkDrafter(DeepseekV4Drafter, BlockDrafter):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Number format of the layers; what V4 keeps in float32 is float32."""
+        """The dtype of the layers, except of those that V4 keeps in float32."""
         return self.main_proj.weight.dtype
 
     def reduce(self, residual: torch.Tensor) -> torch.Tensor:

@@ -26,10 +26,10 @@ from .drafter import DeepseekV4Drafter, Rotary
 
 
 class MTPContext:
-    """What the block keeps of one sequence: the keys of its last accepted entries, and its streams after the last.
+    """The block's context of one sequence: the keys of its last accepted entries, and its streams after the last one.
 
-    Stands in for a transformers cache in the block's attention. Tensors are replaced, never written to: a shallow copy
-    can run ahead, and the original is as it was.
+    It takes the place of a cache of transformers in the block's attention. Tensors are replaced, never written to: a
+    shallow copy can run ahead, and the original stays as it is.
 
     Args:
         sliding_window: `config.sliding_window`; a query sees itself and `sliding_window - 1` keys before it.
@@ -37,23 +37,23 @@ class MTPContext:
 
     def __init__(self, sliding_window: int) -> None:
         self.sliding_window = sliding_window
-        self.end = 0  # position after the last token seen, in tokens of the sequence
+        self.end = 0  # the number of tokens of the sequence that were added
         self.keys: torch.Tensor | None = None  # [sequences, 1, at most sliding_window - 1, config.head_dim]
         self.streams: torch.Tensor | None = None  # [1, 1, config.hc_mult, config.hidden_size]
 
     def __len__(self) -> int:
-        """Keys of the past that the next entry can see."""
+        """The number of past keys that the next entry can see."""
         return 0 if self.keys is None else self.keys.shape[2]
 
-    def select(self, rows: torch.Tensor) -> None:
-        """Be as many sequences as there are `rows`, each going on from that one of those so far."""
+    def select(self, indices: torch.Tensor) -> None:
+        """Become one sequence for each of `indices`, which continues the sequence of that index."""
         if self.keys is not None:
-            self.keys = self.keys[rows]
+            self.keys = self.keys[indices]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys `[sequences, 1, new, config.head_dim]`, which are values too; return all, old ones first."""
+        """Append keys `[sequences, 1, new, config.head_dim]`, which are the values, too, and return all keys."""
         full = key_states if self.keys is None else torch.cat([self.keys, key_states], dim=2)
         self.keys = full[:, :, max(full.shape[2] - (self.sliding_window - 1), 0) :]
         return full, full
@@ -62,8 +62,8 @@ class MTPContext:
 class DeepseekV4MTPDrafter(DeepseekV4Drafter):
     """Drafts one token at a time from the target's pre-collapse residual with the block that V4 was trained with.
 
-    The block's entry `t` is made of the residual after token `t` and the embedding of token `t + 1`; the LM head reads
-    token `t + 2` from what comes out. To draft further, the streams that come out stand in for the next residual.
+    The block's entry `t` consists of the residual after token `t` and the embedding of token `t + 1`; from its output
+    the LM head predicts token `t + 2`. For later drafts the block's own streams replace the residual.
 
     Use [`from_target`], `drafter.bind(target)` once, then `target.generate(**inputs, assistant_model=drafter)`.
 
@@ -104,17 +104,17 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
         attention_mask: torch.Tensor | None = None,
         rotary: Rotary | None = None,
     ) -> torch.Tensor:
-        """Run the block: the one path that training and generation share.
+        """Run the block, for training and for generation.
 
         Args:
-            residual: `[batch, seq, config.hc_mult, config.hidden_size]`, the target's pre-collapse residual, or what
-                this returned for the entry before.
+            residual: `[batch, seq, config.hc_mult, config.hidden_size]`, the target's pre-collapse residual, or the
+                block's streams of the entry before.
             next_embeds: `[batch, seq, config.hidden_size]`, the target's embeddings of the tokens after.
             position_ids: `[batch, seq]`, true positions of `residual`'s tokens; counted from 0 if left out.
-            context: The sequence so far. It takes in the new entries' keys.
+            context: The sequence so far. The new entries' keys are appended to it.
             attention_mask: Added to the attention's logits, `[batch, 1, seq, past + seq]`; a causal sliding window if
                 left out.
-            rotary: Cosines and sines of `position_ids`, where they are known already.
+            rotary: Cosines and sines of `position_ids`; computed if left out.
 
         Returns:
             The block's streams, `[batch, seq, config.hc_mult, config.hidden_size]`, for [`collapse`] and for the next
@@ -141,14 +141,14 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
         )
 
     def collapse(self, streams: torch.Tensor) -> torch.Tensor:
-        """Streams `[batch, seq, config.hc_mult, config.hidden_size]` to the states that the target's LM head reads,
-        `[batch, seq, config.hidden_size]`."""
+        """Collapse streams `[batch, seq, config.hc_mult, config.hidden_size]` to the states that the target's LM head
+        reads, `[batch, seq, config.hidden_size]`."""
         return self.norm(self.hc_head(streams))
 
     # Drafting
 
     def new_context(self) -> MTPContext:
-        """An empty context for one sequence."""
+        """Return an empty context for one sequence."""
         return MTPContext(self.config.sliding_window)
 
     @torch.no_grad()
@@ -160,11 +160,11 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
         position_ids: torch.Tensor,
         next_ids: torch.Tensor,
     ) -> None:
-        """Take accepted tokens into the context.
+        """Add accepted tokens to the context.
 
         Args:
             target: The target, for its embedding.
-            context: Of the sequence; changed.
+            context: The sequence's, which is changed.
             residual: `[1, seq, config.hc_mult, config.hidden_size]`, the target's pre-collapse residual. `seq` may be
                 0.
             position_ids: `[1, seq]`, true positions.
@@ -172,11 +172,11 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
         """
         if residual.shape[1] == 0:
             return
-        # One layer: nothing before the last entry's window reaches what is drafted from here on.
+        # With one layer, later drafts depend on nothing before the last entry's window.
         window = self.config.sliding_window
         residual, position_ids, next_ids = residual[:, -window:], position_ids[:, -window:], next_ids[:, -window:]
         streams = self(residual.to(self.device), self._embed(target, next_ids), position_ids.to(self.device), context)
-        context.streams = streams[:, -1:].clone()  # not a view that keeps the rest alive
+        context.streams = streams[:, -1:].clone()  # a view would keep the others in memory
 
     @torch.no_grad()
     def propose(
@@ -188,12 +188,12 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
         count: int,
         sampler: DraftSampler,
     ) -> DraftTree:
-        """Draft the tokens after `ids` one by one, nothing from an empty context."""
+        """Draft the tokens after `ids` one by one; an empty context gives no drafts."""
         if context.streams is None:
             return DraftTree.chain(ids.new_empty(0))
         ahead, streams = copy.copy(context), context.streams
-        further = torch.arange(count - 1, device=self.device)
-        cos, sin = self._rotary(streams, position_ids[:, -1:].to(self.device) + further)
+        offsets = torch.arange(count - 1, device=self.device)
+        cos, sin = self._rotary(streams, position_ids[:, -1:].to(self.device) + offsets)
 
         def steps(k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
             nonlocal streams
@@ -233,7 +233,7 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
 
 
 def sliding_mask(queries: int, past: int, window: int, like: torch.Tensor) -> torch.Tensor | None:
-    """The mask that V4's own model builds: causal, `window` keys wide, added to the attention's logits.
+    """Return the mask that V4's own model builds: causal, `window` keys wide, added to the attention's logits.
 
     Args:
         queries: New entries.
@@ -242,7 +242,7 @@ def sliding_mask(queries: int, past: int, window: int, like: torch.Tensor) -> to
         like: Gives dtype and device.
 
     Returns:
-        `[1, 1, queries, past + queries]`, or `None` for a single query, which sees all there is.
+        `[1, 1, queries, past + queries]`, or `None` for a single query, which sees all keys.
     """
     if queries == 1:
         return None

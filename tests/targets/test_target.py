@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from transformers.cache_utils import Cache
 
 from hf_hyperdflash import bind, capture_residual, unbind
 from hf_hyperdflash.drafters.base import Drafter
@@ -116,3 +117,16 @@ def test_the_residual_of_a_target_is_its_models():
     with torch.no_grad(), capture_residual(model) as captured:
         model(prompt(9))
     assert captured[0].shape == (1, 9, target_of(model).streams, model.config.hidden_size)
+
+
+def test_older_codes_names_are_understood():
+    """Of a drafter's own code from before 0.3: it asks for `paths`, and its cache layers have `take_back`."""
+
+    class OlderLayer:
+        def take_back(self, start):
+            aborted.append(start)
+
+    aborted, target = [], target_of(tiny_target())
+    assert target.paths == target.streams == target.config.hc_mult
+    target.abort_forward(Cache(layers=[OlderLayer(), OlderLayer()]), 7)
+    assert aborted == [7, 7]

@@ -90,9 +90,7 @@ class DeepseekV4DSparkConfig(DeepseekV4Config):
             )
         fields = {ours: getattr(config, theirs) for ours, theirs in _DEEPSEEK_FIELDS.items()}
         ids, last = fields["target_layer_ids"], config.num_hidden_layers - 1
-        if (
-            isinstance(ids, list) and last in ids
-        ):  # -1 is the name of the last layer in training, which reads it anyway
+        if isinstance(ids, list) and last in ids:  # -1 is its name in training, which reads that layer anyway
             fields["target_layer_ids"] = [-1 if i == last else i for i in ids]
         return blocks_config(
             cls,

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
@@ -23,10 +24,9 @@ from ..targets.registry import check_layers, check_without_virtual_tokens, is_bo
 from ..targets.rope_switch import check_restart
 from ..targets.target import Target
 from ..version import __version__, series
-from .batch.request import STARTS_ONLY, batch_asked
 from .candidates import DraftCandidateGenerator
 from .continuation import count_forwards, stop_recording
-from .loop import Decoding, speculative_decoding
+from .loop import speculative_decoding
 from .request import (
     AUTO,
     by_name,
@@ -38,6 +38,8 @@ from .request import (
     tree_budget_asked,
     way_asked,
 )
+from .sequence import Sequence
+from .several import arguments_of_each
 
 # `bind` and `unbind` change a target as a whole, and each drafter is checked once for a target that is bound.
 _BINDING = threading.Lock()
@@ -103,26 +105,29 @@ class BoundTarget(_Mixed):
     hyperdflash_binding: Binding
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any model, and with a drafter for a batch, too: [`~decoding.batch.request`]."""
+        """As of any model, and with a drafter for several sequences, too."""
         generate = super().generate  # type: ignore[misc]
         kwargs = renamed_cache(kwargs)  # both names are taken, whatever the installed transformers calls it
-        asked = inspect.signature(generate).bind(*args, **kwargs).arguments
+        asked = by_name(inspect.signature(generate).bind(*args, **kwargs).arguments)
         default = self.hyperdflash_binding.default
         if default is not None and "assistant_model" not in asked and way_asked(self, asked) is None:
             kwargs["assistant_model"] = asked["assistant_model"] = default
-        assistant: Any = by_name(asked).get("assistant_model")
-        if assistant is not None and not hasattr(assistant, "config") and "custom_generate" not in by_name(asked):
+        assistant: Any = asked.get("assistant_model")
+        if assistant is not None and not hasattr(assistant, "config") and "custom_generate" not in asked:
             raise ValueError(
                 f"`assistant_model` is {assistant!r}, expected a drafter: load it with `hf_hyperdflash.load_drafter` "
                 "first."
             )
-        if is_drafter(assistant):
-            assistant.remember(None)  # of an earlier call's, where this one turns out not to draft
-            check_shapes(by_name(asked))
-        request = batch_asked(self, asked)
-        if request is None:
+        if not is_drafter(assistant):
             return generate(*args, **kwargs)
-        return request.written(generate(**row, **{STARTS_ONLY: True}) for row in request.rows)
+        assistant.remember(None)  # of an earlier call's, where this one turns out not to draft
+        check_shapes(asked)
+        each = arguments_of_each(self, asked)
+        if not each:
+            return generate(*args, **kwargs)
+        # transformers prepares each sequence as if it were alone: with processors, criteria and a cache of its own.
+        sequences = (generate(**arguments, custom_generate=_start_one_of_several) for arguments in each)
+        return speculative_decoding(sequences, self.hyperdflash_binding.target.joins_rows)
 
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any
@@ -132,7 +137,7 @@ class BoundTarget(_Mixed):
             drafts_asked(generation_config),
             drafts_asked(self.generation_config),
         ]
-        budget = {name: kwargs.pop(name) for name in ("tree_budget", STARTS_ONLY) if name in kwargs}
+        budget = {name: kwargs.pop(name) for name in ("tree_budget",) if name in kwargs}
         config, model_kwargs = super()._prepare_generation_config(  # type: ignore[misc]
             generation_config, *args, **kwargs
         )
@@ -187,22 +192,16 @@ class BoundTarget(_Mixed):
         check_without_virtual_tokens(self)
         if is_drafter(assistant_model):
             check_request(input_ids, generation_config, synced_gpus, model_kwargs)
-            num_drafts = self._prepare_drafting(assistant_model, generation_config, model_kwargs)
-            is_row = vars(generation_config).pop(STARTS_ONLY, False)
-            decoding = Decoding(
-                self,
+            sequence = self._start(
                 assistant_model,
-                num_drafts,
+                input_ids,
+                model_kwargs,
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
                 generation_config=generation_config,
                 streamer=streamer,
-                drafting_stats=self._stats_with(assistant_model, generation_config),
-                is_row=is_row,
             )
-            check_restart(decoding.target.config, input_ids.shape[1], generation_config.max_length)
-            decoding.start(input_ids, model_kwargs)
-            return decoding if is_row else speculative_decoding(decoding)
+            return speculative_decoding([sequence])
         check_stock_assistance(assistant_model, model_kwargs)
         try:
             return super()._assisted_decoding(  # type: ignore[misc]
@@ -231,6 +230,24 @@ class BoundTarget(_Mixed):
         num_drafts = self._prepare_drafting(assistant_model, config, model_kwargs)
         return DraftCandidateGenerator(self, assistant_model, num_drafts, config, kwargs.get("logits_processor"))
 
+    def _start(
+        self,
+        drafter: Any,
+        input_ids: torch.Tensor,
+        model_kwargs: dict[str, Any],
+        *,
+        generation_config: GenerationConfig,
+        **options: Any,
+    ) -> Sequence:
+        """Return a sequence of a request that transformers has prepared."""
+        num_drafts = self._prepare_drafting(drafter, generation_config, model_kwargs)
+        target = self.hyperdflash_binding.target
+        check_restart(target.config, input_ids.shape[1], generation_config.max_length)
+        options["drafting_stats"] = self._stats_with(drafter, generation_config)
+        return Sequence(
+            target, drafter, num_drafts, input_ids, model_kwargs, generation_config=generation_config, **options
+        )
+
     def _prepare_drafting(self, drafter: Any, config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
         """Check the pair, make the cache ready, and tell how many tokens to draft a round."""
         check_fit(cast(PreTrainedModel, self), drafter)
@@ -255,6 +272,35 @@ class BoundTarget(_Mixed):
         # The bound class exists only in memory: copies and pickles are rebuilt from the class it was made of.
         state = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))[2:]
         return _new_bound, (_unbound_class(type(self)),), *state
+
+
+def _start_one_of_several(
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    assistant_model: Any,
+    synced_gpus: bool = False,
+    tokenizer: Any = None,
+    assistant_tokenizer: Any = None,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> Sequence:
+    """Start a sequence instead of writing it: transformers' `custom_generate`."""
+    mode = generation_config.get_generation_mode(assistant_model)
+    if mode != GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(f"The request asks for {mode.value}, expected greedy search or sampling beside a drafter.")
+    check_request(input_ids, generation_config, synced_gpus, model_kwargs)
+    return model._start(
+        assistant_model,
+        input_ids,
+        model_kwargs,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        is_one_of_several=True,
+    )
 
 
 def bind(target: PreTrainedModel) -> PreTrainedModel:
@@ -354,7 +400,7 @@ def check_fit(target: PreTrainedModel, drafter: Any) -> None:
 
 
 @contextmanager
-def capture_residual(target: PreTrainedModel, target_layer_ids: Sequence[int] = (-1,)) -> Iterator[list[torch.Tensor]]:
+def capture_residual(target: PreTrainedModel, target_layer_ids: Many[int] = (-1,)) -> Iterator[list[torch.Tensor]]:
     """Collect the residual paths of every forward that this thread runs inside the context.
 
     Args:

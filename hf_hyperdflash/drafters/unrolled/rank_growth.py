@@ -107,7 +107,7 @@ class _Growing:
         self.values: list[float] = []
         self.q: list[torch.Tensor] = []
         self.signals: list[float] = []  # what the drafter says of each
-        self.admission: Admission | None = sampler.admission
+        self.admission: Admission | None = sampler.node_admission
         self.passes: list[int] = []
 
     def take(self, starts: list[_Start], made: int, step: BlockStep) -> list[_Start]:

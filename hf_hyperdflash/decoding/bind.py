@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
@@ -39,7 +39,7 @@ from .request import (
     way_asked,
 )
 from .sequence import Sequence
-from .several import arguments_of_each
+from .several import SequenceStarter, arguments_of_each, started_by
 
 # `bind` and `unbind` change a target as a whole, and each drafter is checked once for a target that is bound.
 _BINDING = threading.Lock()
@@ -126,7 +126,7 @@ class BoundTarget(_Mixed):
         if not each:
             return generate(*args, **kwargs)
         # transformers prepares each sequence as if it were alone: with processors, criteria and a cache of its own.
-        sequences = (generate(**arguments, custom_generate=_start_one_of_several) for arguments in each)
+        sequences = (started_by(generate, assistant, arguments) for arguments in each)
         return speculative_decoding(sequences, self.hyperdflash_binding.target.joins_rows)
 
     def _prepare_generation_config(
@@ -190,18 +190,23 @@ class BoundTarget(_Mixed):
         **model_kwargs: Any,
     ) -> Any:
         check_without_virtual_tokens(self)
-        if is_drafter(assistant_model):
+        if isinstance(assistant_model, SequenceStarter) or is_drafter(assistant_model):
             check_request(input_ids, generation_config, synced_gpus, model_kwargs)
+            starter = assistant_model if isinstance(assistant_model, SequenceStarter) else None
             sequence = self._start(
-                assistant_model,
+                assistant_model if starter is None else starter.drafter,
                 input_ids,
                 model_kwargs,
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
                 generation_config=generation_config,
                 streamer=streamer,
+                is_one_of_several=starter is not None,
             )
-            return speculative_decoding([sequence])
+            if starter is None:
+                return speculative_decoding([sequence])
+            starter.sequence = sequence
+            return input_ids
         check_stock_assistance(assistant_model, model_kwargs)
         try:
             return super()._assisted_decoding(  # type: ignore[misc]
@@ -272,35 +277,6 @@ class BoundTarget(_Mixed):
         # The bound class exists only in memory: copies and pickles are rebuilt from the class it was made of.
         state = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))[2:]
         return _new_bound, (_unbound_class(type(self)),), *state
-
-
-def _start_one_of_several(
-    model: Any,
-    input_ids: torch.Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    assistant_model: Any,
-    synced_gpus: bool = False,
-    tokenizer: Any = None,
-    assistant_tokenizer: Any = None,
-    streamer: Any = None,
-    **model_kwargs: Any,
-) -> Sequence:
-    """Start a sequence instead of writing it: transformers' `custom_generate`."""
-    mode = generation_config.get_generation_mode(assistant_model)
-    if mode != GenerationMode.ASSISTED_GENERATION:
-        raise ValueError(f"The request asks for {mode.value}, expected greedy search or sampling beside a drafter.")
-    check_request(input_ids, generation_config, synced_gpus, model_kwargs)
-    return model._start(
-        assistant_model,
-        input_ids,
-        model_kwargs,
-        logits_processor=logits_processor,
-        stopping_criteria=stopping_criteria,
-        generation_config=generation_config,
-        is_one_of_several=True,
-    )
 
 
 def bind(target: PreTrainedModel) -> PreTrainedModel:

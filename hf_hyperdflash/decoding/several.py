@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from transformers.generation.configuration_utils import GenerationConfig
 
+from ..drafters.base import Drafter
 from ..targets.caches.name import CACHE
 from .request import ids_asked, setting, way_asked
+from .sequence import Sequence
 
 _SHOWN = ("output_hidden_states", "output_attentions")  # of which each sequence would have another length
 
@@ -37,6 +39,30 @@ def arguments_of_each(target: Any, asked: dict[str, Any]) -> list[dict[str, Any]
         return []
     _check(target, asked, size, count)
     return [_arguments_of(asked, size, index) for index in range(size) for _ in range(count)]
+
+
+class SequenceStarter:
+    """Stands for a drafter in a call that starts one sequence of several, instead of writing it.
+
+    Attributes:
+        sequence: What the call has started.
+    """
+
+    sequence: Sequence
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+
+    def __getattr__(self, name: str) -> Any:
+        """The drafter's: transformers compares vocabularies, for example."""
+        return getattr(vars(self)["drafter"], name)
+
+
+def started_by(generate: Callable[..., Any], drafter: Drafter, arguments: dict[str, Any]) -> Sequence:
+    """Return the sequence that a call of transformers' own `generate` prepares for a drafter."""
+    starter = SequenceStarter(drafter)
+    generate(**{**arguments, "assistant_model": starter})
+    return starter.sequence
 
 
 def _check(target: Any, asked: dict[str, Any], size: int, count: int) -> None:

@@ -17,6 +17,7 @@ from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter
 from hf_hyperdflash.auto.costs import RoundCosts
 from hf_hyperdflash.auto.policies import ChainPolicy, DraftingStats, FixedPolicy, NodePolicy, Probes, TreePolicy
 from hf_hyperdflash.decoding import bind as binding
+from hf_hyperdflash.decoding import continuation
 from hf_hyperdflash.decoding import loop as decoding
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
@@ -524,7 +525,7 @@ def test_what_a_sleeping_drafter_takes_in_late(make, wait, monkeypatch):
         return_dict_in_generate=True,
     )  # fmt: skip
     assert torch.equal(slept.sequences, awake.sequences)
-    contexts = [decoding.context_of(cache_of(out), drafter) for out in (slept, awake)]
+    contexts = [continuation.context_of(cache_of(out), drafter) for out in (slept, awake)]
     assert contexts[0].end == contexts[1].end == cache_of(slept).get_seq_length()
     if missing:
         return
@@ -550,7 +551,7 @@ def test_a_sleeping_drafter_has_its_text_where_the_text_ends(target, monkeypatch
             ids, assistant_model=drafter, num_assistant_tokens="auto", max_new_tokens=length, do_sample=False,
             return_dict_in_generate=True,
         )  # fmt: skip
-        context = decoding.context_of(cache_of(out), drafter)
+        context = continuation.context_of(cache_of(out), drafter)
         assert context.end == cache_of(out).get_seq_length() == 11 + length
 
 

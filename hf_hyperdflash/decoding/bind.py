@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
 from ..auto.policies import DraftingStats
+from ..drafters.base import Drafter
 from ..targets.caches.name import CACHE, own_cache_names, renamed_cache
 from ..targets.hooks import Reading, ResidualTap
 from ..targets.registry import check_layers, check_without_virtual_tokens, is_bound, is_drafter, target_of
@@ -255,7 +256,7 @@ class BoundTarget(_Mixed):
 
     def _prepare_drafting(self, drafter: Any, config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
         """Check the pair, make the cache ready, and tell how many tokens to draft a round."""
-        check_fit(cast(PreTrainedModel, self), drafter)
+        _check_once(cast(PreTrainedModel, self), drafter)
         asked = self._drafts_asked_of(drafter, config)
         num_drafts = (drafter.max_draft_tokens or _MOST_DRAFTS) if asked == AUTO else cast(int, asked)
         self.hyperdflash_binding.target.make_rewindable(model_kwargs[CACHE], num_drafts)
@@ -342,7 +343,7 @@ def unbind(target: PreTrainedModel) -> PreTrainedModel:
 
 def bind_with(target: PreTrainedModel, drafter: Any, as_default: bool) -> None:
     """What [`~drafters.base.Drafter.bind`] does."""
-    check_fit(target, drafter)
+    _check_once(target, drafter)
     bind(target)
     _binders.setdefault(target, WeakSet()).add(drafter)
     if as_default:
@@ -361,17 +362,11 @@ def unbind_from(target: PreTrainedModel, drafter: Any) -> None:
         binding.default = None
 
 
-def check_fit(target: PreTrainedModel, drafter: Any) -> None:
-    """Check that a drafter fits a target, once for as long as the target is bound.
-
-    Raises:
-        ValueError: Naming both values, if they do not fit.
-    """
-    seen = target_of(target)
-    check_layers(seen, drafter.target_layer_ids)
+def _check_once(target: PreTrainedModel, drafter: Drafter) -> None:
+    """Check that a drafter fits a target, once for as long as the target is bound."""
     fitting = _fitting.setdefault(target, WeakSet())
     if drafter not in fitting:
-        drafter.check_target(seen)
+        drafter.check_target(target_of(target))
         fitting.add(drafter)
 
 

@@ -207,17 +207,13 @@ class Batch:
         self._rooms = [sequence.room() for sequence in self.sequences]
         most = self.policy.begin(max(self._lengths), self._rooms)
         counts = [min(room, most) for room in self._rooms]
-        asked = [sequence for sequence, count in zip(self.sequences, counts) if count]
-        requests = [
-            sequence.request(count, self.policy.sampler(sequence.sampler))
-            for sequence, count in zip(self.sequences, counts)
-            if count
-        ]
+        asked = [(sequence, count) for sequence, count in zip(self.sequences, counts) if count]
+        requests = [sequence.request(count, self.policy.sampler(sequence.sampler)) for sequence, count in asked]
         began = self.now()
         proposed = self._propose(requests)
         seconds = (self.now() - began) / max(len(asked), 1)
-        for sequence, request, tree in zip(asked, requests, proposed):
-            self._check(tree, request.num_drafts)
+        for (sequence, count), tree in zip(asked, proposed):
+            self._check(tree, count)
             sequence.stats.draft_seconds += seconds if len(tree) else 0.0
         drafted = iter(proposed)
         nothing = DraftTree.chain(self.sequences[0].tokens.ids.new_empty(0))
@@ -229,9 +225,8 @@ class Batch:
             return [self.drafter.propose(self.target, *request) for request in requests]
         proposed = self.drafter.propose_batch(self.target, requests)
         if not isinstance(proposed, (list, tuple)) or len(proposed) != len(requests):
-            given = (
-                f"{len(proposed)} of them" if isinstance(proposed, (list, tuple)) else f"a {type(proposed).__name__}"
-            )
+            is_list = isinstance(proposed, (list, tuple))
+            given = f"{len(proposed)} of them" if is_list else f"a {type(proposed).__name__}"
             raise ValueError(
                 f"`propose_batch` of the drafter, a {type(self.drafter).__name__}, returned {given}: expected a list "
                 f"of {len(requests)} `DraftTree`s, one for each text that it was asked for."

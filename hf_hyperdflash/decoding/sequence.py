@@ -142,8 +142,9 @@ class Sequence:
             positions, following = positions[:, real], following[:, real]
             residual = None if residual is None else residual[:, real.to(residual.device)]
         if following.shape[1]:
-            if self.observer is not None and residual is not None:
-                self.observer.add_tokens(residual, positions, following, start >= tokens.prompt_length)
+            if residual is not None:
+                if self.observer is not None:
+                    self.observer.add_tokens(residual, positions, following, start >= tokens.prompt_length)
                 residual = residual[:, :, : len(self.drafter.target_layer_ids) * self.target.paths]  # its own
             began = self.now()
             self.drafter.extend(self.target, self.context, cast(torch.Tensor, residual), positions, following)

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
+from ..targets.registry import check_layers
 from ..targets.target import Target
 from ..trees.tree import DraftTree
 from .sampling import DraftRequest, DraftSampler
@@ -101,7 +102,9 @@ class Drafter:
     # What a drafter does
 
     def check_target(self, target: Target) -> None:
-        """Raise a `ValueError` that names both values if the drafter does not fit `target`."""
+        """Raise a `ValueError` that names both values if the drafter does not fit `target`. A subclass with a check of
+        its own calls this one, too: whether the layers that it reads can be read."""
+        check_layers(target, self.target_layer_ids)
 
     def new_context(self) -> Any:
         """State of one sequence, with an attribute `end`, 0 at first: tokens that were taken in, which the loop

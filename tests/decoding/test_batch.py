@@ -301,7 +301,7 @@ def test_a_criterion_made_for_the_batch_is_told_apart(qwen3):
 
     ids, mask, _ = padded()
     options = dict(attention_mask=mask, max_new_tokens=4, stopping_criteria=StoppingCriteriaList([AllRows()]))
-    with pytest.raises(ValueError, match=r"\(AllRows\) looks at rows that are not there.*`stop_strings`"):
+    with pytest.raises(ValueError, match=r"\(AllRows\) looks at texts that are not there.*`stop_strings`"):
         qwen3.generate(ids, assistant_model=RandomChains(qwen3, []), **options)
 
 

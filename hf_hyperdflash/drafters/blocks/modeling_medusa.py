@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ...targets.registry import check_layers
 from ...targets.target import Target
 from ...trees.tree import DraftTree
 from ..base import SeenTokens
@@ -84,7 +83,7 @@ class MedusaDrafter(SavedDrafter):
                     f"The Medusa heads were made for a target with `{what}` {own}, but this target's is {targets}: "
                     f"load {self.config.target_name_or_path or 'that one'}."
                 )
-        check_layers(target, self.target_layer_ids)
+        super().check_target(target)
 
     def new_context(self) -> LastState:
         """An empty context for one sequence."""

@@ -31,6 +31,7 @@ from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.auto.acceptance import AcceptanceLine
 from hf_hyperdflash.auto.aslm import AugmentedSpaceLinearModel
 from hf_hyperdflash.benchmark.suites import load_suite, suites_in
+from hf_hyperdflash.drafters.base import Observer
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.training.data.rows import encode_prompts
 
@@ -70,7 +71,7 @@ class Listening(DraftSampler):
 
 
 @dataclass
-class Recorder:
+class Recorder(Observer):
     """Stands between a drafter and the loop while texts are generated."""
 
     drafter: Any
@@ -86,11 +87,12 @@ class Recorder:
             self._told = self._features(tree, listening.heard)
             return tree
 
-        self.drafter.propose, self.drafter.observe = listened, self._observe
+        self.drafter.propose, self.drafter.observer = listened, self
         return self
 
     def __exit__(self, *_: Any) -> None:
-        del self.drafter.propose, self.drafter.observe
+        del self.drafter.propose
+        self.drafter.observer = None
 
     def _features(self, tree: Any, heard: list[torch.Tensor]) -> np.ndarray:
         rows = []
@@ -104,7 +106,7 @@ class Recorder:
             drawn_before = float(likely[tree.tokens[k]])
         return np.array(rows).reshape(-1, len(FEATURES))
 
-    def _observe(self, context: Any, tree: Any, logits: torch.Tensor, accepted: list[int]) -> None:
+    def add_round(self, context: Any, tree: Any, logits: torch.Tensor, accepted: list[int]) -> None:
         if self._told is not None and len(self._told):
             self.rounds.append(Round(self._told, len(accepted)))
             self.recent = _LAST * self.recent + (1 - _LAST) * len(accepted) / len(tree)

@@ -27,6 +27,7 @@ from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.benchmark.results import save_report
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.benchmark.suites import load_suite, suites_in
+from hf_hyperdflash.drafters.base import Observer
 from hf_hyperdflash.trees.acceptance import sampled_walk, traversal_walk
 
 ALONE, DOWN, UP = "target alone", "from the anchor", "from the end"
@@ -82,9 +83,17 @@ def judge(found: Found, tree: Any, logits: torch.Tensor, times: int) -> None:
         found.judged[rule].append(statistics.fmean(sum(1 for _ in walk()) for _ in range(times)))
 
 
+@dataclass
+class TreeRecorder(Observer):
+    seen: list[Any]
+
+    def add_round(self, context: Any, tree: Any, logits: torch.Tensor, accepted: list[int]) -> None:
+        self.seen += [(tree, logits)] if len(tree) else []
+
+
 def measure(target: Any, drafter: Any, prompts: list[Any], setting: dict[str, int], times: int, count: int) -> Found:
     found, seen = Found(), []
-    drafter.observe = lambda context, tree, logits, accepted: seen.append((tree, logits)) if len(tree) else None
+    drafter.observer = TreeRecorder(seen)
     unknown = LogitsProcessorList([Unknown()])
     ways = {ALONE: {}, DOWN: {"assistant_model": drafter, "logits_processor": unknown, **setting}}
     ways[UP] = {"assistant_model": drafter, **setting}
@@ -100,7 +109,7 @@ def measure(target: Any, drafter: Any, prompts: list[Any], setting: dict[str, in
             for tree, logits in seen if way == UP else ():
                 judge(found, tree, logits, times)
             seen.clear()
-    del drafter.observe
+    drafter.observer = None
     return found
 
 

@@ -31,7 +31,7 @@ from transformers import AutoTokenizer, LogitsProcessorList
 
 from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.auto import acceptance, costs, policies
-from hf_hyperdflash.auto.policies import ChainPolicy, DraftingStats, FixedPolicy
+from hf_hyperdflash.auto.policies import ChainPolicy, DraftingStats, FixedPolicy, Outcome
 from hf_hyperdflash.benchmark.results import save_report
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.benchmark.suites import load_suite, suites_in
@@ -39,6 +39,7 @@ from hf_hyperdflash.decoding.bind import capture_residual
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.data.rows import encode_prompts
+from hf_hyperdflash.trees.tree import DraftTree
 
 LEARNED = "auto, once it has learned"
 NOISE, HICCUPS, HICCUP = 0.04, 0.02, 2.0  # of a round's time: its spread, how many take longer, and how much longer
@@ -82,8 +83,7 @@ def drafted_everywhere(target: Any, drafter: Any, text: torch.Tensor, prompt_len
         )
         known, told = anchor, Everything()
         count = min(drafter.max_draft_tokens, text.shape[1] - anchor - 2)
-        sampler = DraftSampler(LogitsProcessorList(), do_sample=False)
-        sampler.schedule = told  # type: ignore[assignment]
+        sampler = DraftSampler(LogitsProcessorList(), do_sample=False, chain_admission=told)
         before = text[:, : anchor + 1], positions[:, : anchor + 1]
         tree = drafter.propose(target_of(target), context, *before, count, sampler) if count else ()
         right = [bool(a == b) for a, b in zip(tree.tokens, text[0, anchor + 1 :])] if count else []
@@ -140,13 +140,14 @@ def auto(stats: DraftingStats) -> Rule:
         policy, place, spent = ChainPolicy(stats), 0, 0.0
         while place < len(text):
             signals = text[place].signals
-            room, drafts = policy.begin(place, len(signals)), 0
+            room, drafts = policy.begin(place, [len(signals)]), 0
             while drafts < room and policy.is_open() and policy.admits(signals[drafts]):
                 drafts += 1
             accepted = min(text[place].accepted, drafts)
             took = rounds.take(drafts if policy.is_asked else None, draw)
             place, spent = place + 1 + accepted, spent + took
-            policy.end(drafts, accepted, took, is_last=place >= len(text))
+            tree = DraftTree.chain(torch.zeros(drafts))
+            policy.end([Outcome(tree, list(range(accepted)), place >= len(text))], took)
         return spent
 
     return rule

@@ -18,6 +18,7 @@ _MODULE_OF = {
     "unbind": "decoding.bind",
     "capture_residual": "decoding.bind",
     "Drafter": "drafters.base",
+    "Observer": "drafters.base",
     "PromptLookupDrafter": "drafters.prompt_lookup",
     "AcceptanceCallback": "training.acceptance",
     "measure_acceptance": "training.acceptance",

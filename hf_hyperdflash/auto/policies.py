@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
+from ..drafters.sampling import DraftSampler
 from ..trees.growth import Admission
 from ..trees.tree import ANCHOR, DraftTree
 from .acceptance import UNKNOWN, AcceptanceLine, NodeAcceptance, PositionAcceptance
@@ -106,24 +107,48 @@ class DraftingStats:
             self.probes = Probes(*INTERVALS[self.is_drafting])
 
 
+class Outcome(NamedTuple):
+    """What came of a sequence's drafts in a round.
+
+    Attributes:
+        tree: The drafts.
+        path: The accepted nodes, from the anchor on.
+        is_last: Whether the text has ended.
+    """
+
+    tree: DraftTree
+    path: list[int]
+    is_last: bool
+
+
 class FixedPolicy:
-    """As many drafts as were asked for, every round."""
+    """As many drafts as were asked for, every round.
 
-    is_asked = True  # whether the drafter drafts in this round, and so is to know what was accepted
+    Attributes:
+        is_asked: Whether the drafter drafts in this round, and so is to know what was accepted.
+    """
 
-    def begin(self, length: int, room: int) -> int:
-        """Begin a round after a text of that length, with room for so many drafts; how many may be made."""
-        return room
+    is_asked = True
 
-    def learn(self, tree: DraftTree, path: list[int], is_last: bool) -> None:
-        """Learn which nodes of a tree were accepted, and whether the text has ended."""
+    def begin(self, length: int, rooms: Sequence[int]) -> int:
+        """Begin a round and return how many drafts, one after the other, each sequence may have.
 
-    def end(self, drafts: int, accepted: int, seconds: float, is_last: bool) -> None:
-        """End it."""
+        Args:
+            length: Tokens of the longest text.
+            rooms: For how many drafts each sequence has room.
+        """
+        return max(rooms)
+
+    def sampler(self, sampler: DraftSampler) -> DraftSampler:
+        """Return a sequence's sampler with what this round admits."""
+        return sampler
 
     def cut(self, tree: DraftTree) -> DraftTree:
-        """What of the drafts is verified."""
+        """Return what of the drafts is verified."""
         return tree
+
+    def end(self, outcomes: Sequence[Outcome], seconds: float) -> None:
+        """Learn what came of each sequence's drafts in a round that took so long."""
 
 
 class ChainPolicy(FixedPolicy):
@@ -143,8 +168,9 @@ class ChainPolicy(FixedPolicy):
         self._costs: list[float] = []  # of each number of drafts
         self._length = 0
 
-    def begin(self, length: int, room: int) -> int:
-        stats, self._length, self._signals, self._reached = self.stats, length, [], [1.0]
+    def begin(self, length: int, rooms: Sequence[int]) -> int:
+        stats, self.texts, self._length, self._signals, self._reached = self.stats, len(rooms), length, [], [1.0]
+        room = max(rooms)
         self._is_trial = not self._is_first and not stats.is_tried and room > 0
         count = (room, None, room, -(-room // 2))[stats.trials % TRIALS] if self._is_trial else room
         wants_drafts = count is not None if self._is_trial else stats.probes.is_due() != stats.is_drafting
@@ -158,6 +184,9 @@ class ChainPolicy(FixedPolicy):
         # A probe makes some drafts in any case: nothing is learned from those that are not made.
         self._least = 0 if stats.is_drafting else 2
         return count or 0
+
+    def sampler(self, sampler: DraftSampler) -> DraftSampler:
+        return replace(sampler, tree_budget=None, chain_admission=self)
 
     def is_open(self) -> bool:
         """Whether the drafter is to be asked for one more draft: not if even a certain one would not pay."""
@@ -194,12 +223,14 @@ class ChainPolicy(FixedPolicy):
         count = next((k for k in range(len(tree)) if not self.admits(UNKNOWN)), len(tree))
         return tree.first(count)
 
-    def end(self, drafts: int, accepted: int, seconds: float, is_last: bool) -> None:
+    def end(self, outcomes: Sequence[Outcome], seconds: float) -> None:
+        (outcome,) = outcomes
+        accepted = len(outcome.path)
         # What was expected of drafts varies less than what came of them, and may be wrong: each counts half. Not in a
         # probe of a drafter that did not pay, of which what is known may be long past.
         expected = sum(self._reached[1:]) if self._signals and self.stats.is_drafting else accepted
-        self.count(accepted, is_last)
-        self.weigh(drafts, (accepted + expected) / 2, seconds)
+        self.count(accepted, outcome.is_last)
+        self.weigh(len(outcome.tree), (accepted + expected) / 2, seconds)
 
     def count(self, accepted: int, is_last: bool) -> None:
         """Learn from the drafts whose fate is known: the accepted ones, and the next if the text has not ended."""
@@ -220,41 +251,36 @@ class ChainPolicy(FixedPolicy):
 
 
 class NodePolicy(ChainPolicy):
-    """Trees of the nodes that pay.
+    """Trees of the nodes that pay."""
 
-    Args:
-        stats: Of the drafter's trees with the target; changed.
-        sampler: Of the generation.
-    """
-
-    def __init__(self, stats: DraftingStats, sampler: Any) -> None:
-        super().__init__(stats)
-        self.sampler = sampler
-
-    def begin(self, length: int, room: int) -> int:
+    def begin(self, length: int, rooms: Sequence[int]) -> int:
         nodes = MOST_NODES if self.stats.is_tried else MOST_NODES // 4
-        most = super().begin(length, nodes if room else 0)
-        if not most:
-            return 0
-        least = max(self._costs[-1] - self._costs[0], 0.0) / most  # what a node costs
-        self.sampler.tree_budget, self.sampler.admission = most, Admission(self.stats.acceptance, least)
-        return room
+        self._most = super().begin(length, [nodes if max(rooms) else 0])
+        return max(rooms) if self._most else 0
+
+    def sampler(self, sampler: DraftSampler) -> DraftSampler:
+        least = max(self._costs[-1] - self._costs[0], 0.0) / self._most  # what a node costs
+        return replace(sampler, tree_budget=self._most, node_admission=Admission(self.stats.acceptance, least))
 
     def cut(self, tree: DraftTree) -> DraftTree:
         return tree
 
-    def learn(self, tree: DraftTree, path: list[int], is_last: bool) -> None:
+    def end(self, outcomes: Sequence[Outcome], seconds: float) -> None:
+        (outcome,) = outcomes
+        self.learn(outcome)
+        self.weigh(len(outcome.tree), len(outcome.path), seconds)
+
+    def learn(self, outcome: Outcome) -> None:
+        """Learn which nodes of a tree were accepted."""
+        tree, path = outcome.tree, outcome.path
         if tree.confidence is None:
             return
         signals = tree.confidence.tolist()
-        ends: list[int | None] = [] if is_last else [None]  # where no child was accepted, or the text ended
+        ends: list[int | None] = [] if outcome.is_last else [None]  # where no child was accepted, or the text ended
         for parent, accepted in zip([ANCHOR, *path], [*path, *ends]):
             children = tree.children.get(parent, [])
             rank = None if accepted is None else children.index(accepted)
             self.stats.acceptance.observe([signals[child] for child in children], rank, tree.q is not None)
-
-    def end(self, drafts: int, accepted: int, seconds: float, is_last: bool) -> None:
-        self.weigh(drafts, accepted, seconds)
 
 
 class TreePolicy(FixedPolicy):
@@ -262,19 +288,16 @@ class TreePolicy(FixedPolicy):
 
     Args:
         stats: Of the drafter with the target; changed.
-        sampler: Of the generation, whose `tree_budget` is set for every round.
     """
 
-    def __init__(self, stats: DraftingStats, sampler: Any) -> None:
+    def __init__(self, stats: DraftingStats) -> None:
         stats.trees = stats.trees or DraftingStats(NodeAcceptance())
-        self.sampler, self.chains, self.trees = sampler, ChainPolicy(stats), NodePolicy(stats.trees, sampler)
-        sampler.schedule = self._chosen = self.chains
-        sampler.tree_budget = MOST_NODES  # between rounds there is room for the deepest
+        self.chains, self.trees = ChainPolicy(stats), NodePolicy(stats.trees)
+        self._chosen = self.chains
 
-    def begin(self, length: int, room: int) -> int:
+    def begin(self, length: int, rooms: Sequence[int]) -> int:
         self._chosen = self.trees if self._are_trees_next(self.chains.stats, self.trees.stats) else self.chains
-        self.sampler.tree_budget = None
-        count = self._chosen.begin(length, room)
+        count = self._chosen.begin(length, rooms)
         self.is_asked = self._chosen.is_asked
         return count
 
@@ -284,64 +307,40 @@ class TreePolicy(FixedPolicy):
             return trees.rounds < chains.rounds
         return (trees.speedup > chains.speedup) != trees.turns.is_due()
 
+    def sampler(self, sampler: DraftSampler) -> DraftSampler:
+        return self._chosen.sampler(sampler)
+
     def cut(self, tree: DraftTree) -> DraftTree:
         return self._chosen.cut(tree)
 
-    def learn(self, tree: DraftTree, path: list[int], is_last: bool) -> None:
-        self._chosen.learn(tree, path, is_last)
-
-    def end(self, drafts: int, accepted: int, seconds: float, is_last: bool) -> None:
-        self._chosen.end(drafts, accepted, seconds, is_last)
-        self.sampler.tree_budget = MOST_NODES
+    def end(self, outcomes: Sequence[Outcome], seconds: float) -> None:
+        self._chosen.end(outcomes, seconds)
 
 
-class SequencePolicy(FixedPolicy):
-    """Of one text of a batch: what was decided for all."""
-
-    drafts = 0
-
-    def begin(self, length: int, room: int) -> int:
-        self.is_asked = self.drafts > 0
-        return min(room, self.drafts)
-
-
-class BatchPolicy:
-    """Decides how many drafts all texts of a batch make in a round, before any is drawn: they share a forward, so what
-    a draft costs is none of a text's own.
+class BatchPolicy(FixedPolicy):
+    """As many drafts for all sequences of a batch as pay, settled before any is drawn: they share a forward, so what a
+    draft costs is none of a text's own.
 
     Args:
         stats: Of the drafter with the target; changed.
-        rows: Of the batch: they get a policy that follows.
     """
 
-    def __init__(self, stats: DraftingStats, rows: Sequence[Any]) -> None:
+    def __init__(self, stats: DraftingStats) -> None:
         self._stats, self._policies = stats, dict[int, ChainPolicy]()
-        for row in rows:
-            row.schedule = SequencePolicy()
 
-    def begin(self, rows: Sequence[Any]) -> None:
-        """Begin a round of the rows that are left."""
-        policy = self._policy_for(len(rows))
-        room = max(row.room() for row in rows)
-        most = policy.begin(max(row.row.length for row in rows), room)
+    def begin(self, length: int, rooms: Sequence[int]) -> int:
+        policy = self._policy_for(len(rooms))
+        most = policy.begin(length, rooms)
+        self.is_asked = most > 0
         # One at least where the drafter is asked at all: whether that pays is judged by what it took.
-        drafts = next((position for position in range(most) if not policy.admits(position)), most) or min(most, 1)
-        for row in rows:
-            row.schedule.drafts = drafts
+        return next((position for position in range(most) if not policy.admits(position)), most) or min(most, 1)
 
-    def end(self, rows: Sequence[Any], drafted: Sequence[int], accepted: Sequence[int], seconds: float) -> None:
-        """End it.
-
-        Args:
-            rows: Those of `begin`.
-            drafted: How many tokens each drafted.
-            accepted: How many of these were accepted.
-            seconds: What the round took.
-        """
-        policy = self._policy_for(len(rows))
-        for row, made, kept in zip(rows, drafted, accepted):
-            policy.count(kept, is_last=row.row.finished or kept == made)
-        policy.weigh(max(drafted), sum(accepted) / len(rows), seconds)
+    def end(self, outcomes: Sequence[Outcome], seconds: float) -> None:
+        policy = self._policy_for(len(outcomes))
+        for tree, path, is_last in outcomes:
+            policy.count(len(path), is_last=is_last or len(path) == len(tree))
+        accepted = sum(len(outcome.path) for outcome in outcomes)
+        policy.weigh(max(len(outcome.tree) for outcome in outcomes), accepted / len(outcomes), seconds)
 
     def _policy_for(self, texts: int) -> ChainPolicy:
         size = texts.bit_length()
@@ -349,5 +348,4 @@ class BatchPolicy:
             error = self._stats.relative_error / math.sqrt(texts)
             stats = DraftingStats(PositionAcceptance(), relative_error=error)
             self._policies[size] = ChainPolicy(self._stats.batches.setdefault(size, stats))
-        self._policies[size].texts = texts
         return self._policies[size]

@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..decoding.stats import SpeculationStats
+from ..drafters.base import Observer
 from ..drafters.blocks.drafter import BlockDrafter
 from ..training.acceptance import bound
 from ..trees.tree import DraftTree
@@ -120,6 +121,17 @@ def calibrate(
     return fitted(*halves)
 
 
+class _ConfidenceRecorder(Observer):
+    """Records the confidence of each round that had drafts."""
+
+    def __init__(self) -> None:
+        self.confidences: list[torch.Tensor] = []
+
+    def add_round(self, context: Any, tree: DraftTree, logits: torch.Tensor, accepted: list[int]) -> None:
+        if tree.confidence is not None:
+            self.confidences.append(tree.confidence.double().cpu())
+
+
 def record_rounds(
     target: PreTrainedModel,
     drafter: BlockDrafter,
@@ -132,20 +144,16 @@ def record_rounds(
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
     observed: Any = copy.copy(drafter)  # others may be using the drafter itself
-    observed.config, confidences, stats = copy.copy(drafter.config), [], SpeculationStats()
+    observed.config, stats = copy.copy(drafter.config), SpeculationStats()
     observed.config.confidence_temperatures = None
 
-    def observe(context: Any, tree: DraftTree, logits: torch.Tensor, path: list[int]) -> None:
-        if tree.confidence is not None:  # there were drafts
-            confidences.append(tree.confidence.double().cpu())
-
-    observed.observe = observe
+    observed.observer = recorder = _ConfidenceRecorder()
     for prompt in prompts:
         ids = prompt.to(target.device)
         target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=observed, **options)  # type: ignore[operator]
         stats += cast(SpeculationStats, observed.last_stats)
     logits, accepted = np.full((2, stats.rounds, observed.config.max_draft_tokens), math.nan)
-    for number, confidence in enumerate(confidences):
+    for number, confidence in enumerate(recorder.confidences):
         drafts, accepted_count = len(confidence), stats.accepted[number]
         logits[number, :drafts] = torch.logit(confidence, eps=_LOGIT_EPS)
         accepted[number, :accepted_count] = 1

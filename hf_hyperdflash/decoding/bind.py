@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
@@ -17,16 +18,16 @@ from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
 from ..auto.policies import DraftingStats
+from ..drafters.base import Drafter
 from ..targets.caches.name import CACHE, own_cache_names, renamed_cache
 from ..targets.hooks import ResidualCapture, ResidualTap
 from ..targets.registry import check_layers, check_without_virtual_tokens, is_bound, is_drafter, target_of
 from ..targets.rope_switch import check_restart
 from ..targets.target import Target
 from ..version import __version__, series
-from .batch.request import STARTS_ONLY, batch_asked
 from .candidates import DraftCandidateGenerator
 from .continuation import count_forwards, stop_recording
-from .loop import Decoding, speculative_decoding
+from .loop import speculative_decoding
 from .request import (
     AUTO,
     by_name,
@@ -38,6 +39,8 @@ from .request import (
     tree_budget_asked,
     way_asked,
 )
+from .sequence import Sequence
+from .several import SequenceStarter, arguments_of_each, started_by
 
 # `bind` and `unbind` change a target as a whole, and each drafter is checked once for a target that is bound.
 _BINDING = threading.Lock()
@@ -103,26 +106,29 @@ class BoundTarget(_Mixed):
     hyperdflash_binding: Binding
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any model, and with a drafter for a batch, too: [`~decoding.batch.request`]."""
+        """As of any model, and with a drafter for several sequences, too."""
         generate = super().generate  # type: ignore[misc]
         kwargs = renamed_cache(kwargs)  # both names are taken, whatever the installed transformers calls it
-        asked = inspect.signature(generate).bind(*args, **kwargs).arguments
+        asked = by_name(inspect.signature(generate).bind(*args, **kwargs).arguments)
         default = self.hyperdflash_binding.default
         if default is not None and "assistant_model" not in asked and way_asked(self, asked) is None:
             kwargs["assistant_model"] = asked["assistant_model"] = default
-        assistant: Any = by_name(asked).get("assistant_model")
-        if assistant is not None and not hasattr(assistant, "config") and "custom_generate" not in by_name(asked):
+        assistant: Any = asked.get("assistant_model")
+        if assistant is not None and not hasattr(assistant, "config") and "custom_generate" not in asked:
             raise ValueError(
                 f"`assistant_model` is {assistant!r}, expected a drafter: load it with `hf_hyperdflash.load_drafter` "
                 "first."
             )
-        if is_drafter(assistant):
-            assistant.remember(None)  # of an earlier call's, where this one turns out not to draft
-            check_shapes(by_name(asked))
-        request = batch_asked(self, asked)
-        if request is None:
+        if not is_drafter(assistant):
             return generate(*args, **kwargs)
-        return request.written(generate(**row, **{STARTS_ONLY: True}) for row in request.rows)
+        assistant.remember(None)  # of an earlier call's, where this one turns out not to draft
+        check_shapes(asked)
+        each = arguments_of_each(self, asked)
+        if not each:
+            return generate(*args, **kwargs)
+        # transformers prepares each sequence as if it were alone: with processors, criteria and a cache of its own.
+        sequences = (started_by(generate, assistant, arguments) for arguments in each)
+        return speculative_decoding(sequences, self.hyperdflash_binding.target.can_join_sequences)
 
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any
@@ -132,7 +138,7 @@ class BoundTarget(_Mixed):
             drafts_asked(generation_config),
             drafts_asked(self.generation_config),
         ]
-        budget = {name: kwargs.pop(name) for name in ("tree_budget", STARTS_ONLY) if name in kwargs}
+        budget = {name: kwargs.pop(name) for name in ("tree_budget",) if name in kwargs}
         config, model_kwargs = super()._prepare_generation_config(  # type: ignore[misc]
             generation_config, *args, **kwargs
         )
@@ -185,24 +191,23 @@ class BoundTarget(_Mixed):
         **model_kwargs: Any,
     ) -> Any:
         check_without_virtual_tokens(self)
-        if is_drafter(assistant_model):
+        if isinstance(assistant_model, SequenceStarter) or is_drafter(assistant_model):
             check_request(input_ids, generation_config, synced_gpus, model_kwargs)
-            num_drafts = self._prepare_drafting(assistant_model, generation_config, model_kwargs)
-            is_row = vars(generation_config).pop(STARTS_ONLY, False)
-            decoding = Decoding(
-                self,
-                assistant_model,
-                num_drafts,
+            starter = assistant_model if isinstance(assistant_model, SequenceStarter) else None
+            sequence = self._start(
+                assistant_model if starter is None else starter.drafter,
+                input_ids,
+                model_kwargs,
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
                 generation_config=generation_config,
                 streamer=streamer,
-                drafting_stats=self._stats_with(assistant_model, generation_config),
-                is_row=is_row,
+                is_one_of_several=starter is not None,
             )
-            check_restart(decoding.target.config, input_ids.shape[1], generation_config.max_length)
-            decoding.start(input_ids, model_kwargs)
-            return decoding if is_row else speculative_decoding(decoding)
+            if starter is None:
+                return speculative_decoding([sequence])
+            starter.sequence = sequence
+            return input_ids
         check_stock_assistance(assistant_model, model_kwargs)
         try:
             return super()._assisted_decoding(  # type: ignore[misc]
@@ -231,9 +236,27 @@ class BoundTarget(_Mixed):
         num_drafts = self._prepare_drafting(assistant_model, config, model_kwargs)
         return DraftCandidateGenerator(self, assistant_model, num_drafts, config, kwargs.get("logits_processor"))
 
+    def _start(
+        self,
+        drafter: Any,
+        input_ids: torch.Tensor,
+        model_kwargs: dict[str, Any],
+        *,
+        generation_config: GenerationConfig,
+        **options: Any,
+    ) -> Sequence:
+        """Return a sequence of a request that transformers has prepared."""
+        num_drafts = self._prepare_drafting(drafter, generation_config, model_kwargs)
+        target = self.hyperdflash_binding.target
+        check_restart(target.config, input_ids.shape[1], generation_config.max_length)
+        options["drafting_stats"] = self._stats_with(drafter, generation_config)
+        return Sequence(
+            target, drafter, num_drafts, input_ids, model_kwargs, generation_config=generation_config, **options
+        )
+
     def _prepare_drafting(self, drafter: Any, config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
         """Check the pair, make the cache ready, and tell how many tokens to draft a round."""
-        check_fit(cast(PreTrainedModel, self), drafter)
+        _check_once(cast(PreTrainedModel, self), drafter)
         asked = self._drafts_asked_of(drafter, config)
         num_drafts = (drafter.max_draft_tokens or _MOST_DRAFTS) if asked == AUTO else cast(int, asked)
         self.hyperdflash_binding.target.make_rewindable(model_kwargs[CACHE], num_drafts)
@@ -320,7 +343,7 @@ def unbind(target: PreTrainedModel) -> PreTrainedModel:
 
 def bind_with(target: PreTrainedModel, drafter: Any, as_default: bool) -> None:
     """What [`~drafters.base.Drafter.bind`] does."""
-    check_fit(target, drafter)
+    _check_once(target, drafter)
     bind(target)
     _binders.setdefault(target, WeakSet()).add(drafter)
     if as_default:
@@ -339,22 +362,16 @@ def unbind_from(target: PreTrainedModel, drafter: Any) -> None:
         binding.default = None
 
 
-def check_fit(target: PreTrainedModel, drafter: Any) -> None:
-    """Check that a drafter fits a target, once for as long as the target is bound.
-
-    Raises:
-        ValueError: Naming both values, if they do not fit.
-    """
-    seen = target_of(target)
-    check_layers(seen, drafter.target_layer_ids)
+def _check_once(target: PreTrainedModel, drafter: Drafter) -> None:
+    """Check that a drafter fits a target, once for as long as the target is bound."""
     fitting = _fitting.setdefault(target, WeakSet())
     if drafter not in fitting:
-        drafter.check_target(seen)
+        drafter.check_target(target_of(target))
         fitting.add(drafter)
 
 
 @contextmanager
-def capture_residual(target: PreTrainedModel, target_layer_ids: Sequence[int] = (-1,)) -> Iterator[list[torch.Tensor]]:
+def capture_residual(target: PreTrainedModel, target_layer_ids: Many[int] = (-1,)) -> Iterator[list[torch.Tensor]]:
     """Collect the residual streams of every forward that this thread runs inside the context.
 
     Args:
@@ -364,7 +381,7 @@ def capture_residual(target: PreTrainedModel, target_layer_ids: Sequence[int] = 
             for nothing.
 
     Yields:
-        A list that grows by one tensor per forward, `[batch, seq, streams, config.hidden_size]` with `config.hc_mult`
+        A list that grows by one tensor per forward, `[batch, seq, paths, config.hidden_size]` with `config.hc_mult`
         streams per layer, in the order of `target_layer_ids`.
     """
     seen, tap = target_of(target), getattr(vars(target).get("hyperdflash_binding"), "residual", None)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
+from ..drafters.base import Observer
+
 _HARMLESS = "transformers.", __package__.split(".")[0] + "."  # whose hooks keep nothing
 
 
@@ -21,22 +23,25 @@ def mode_of_rounds(leaves_nothing: bool) -> AbstractContextManager[Any]:
     return torch.inference_mode() if leaves_nothing else torch.no_grad()
 
 
-def leaves_nothing(target: nn.Module, drafter: Any, config: Any, asked: Iterable[Any] = ()) -> bool:
+def leaves_nothing(
+    target: nn.Module, drafter: Any, observer: Observer | None, config: Any, asked: Iterable[Any] = ()
+) -> bool:
     """Whether nobody gets hold of what a request's rounds compute: not its caller, who may have asked for scores,
-    passed the cache that they fill, or a processor or criterion that may keep what it is asked about; not a drafter
-    that hears of them; not remote code, which may keep what it once computed, nor hooks of others; and not what
-    spreads weights over processes, or has tensors of its own for them.
+    passed the cache that they fill, or a processor or criterion that may keep what it is asked about; not an
+    observer that hears of them; not remote code, which may keep what it once computed, nor hooks of others; and not
+    what spreads weights over processes, or has tensors of its own for them.
 
     Args:
         target: A bound target.
         drafter: Its [`~drafters.base.Drafter`].
+        observer: Who hears of the sequence.
         config: The request's generation configuration.
         asked: Its logits processors and stopping criteria.
     """
     return not (
         config.return_dict_in_generate
         or getattr(config, "_has_callers_cache", True)
-        or drafter.hears
+        or (observer is not None and observer.hears_rounds)
         or not type(target).__module__.startswith("transformers.")
         or not all(type(each).__module__.startswith(_HARMLESS) for each in asked)
         or (distributed.is_available() and distributed.is_initialized())

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Sequence as Many
+from typing import Any, cast
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ..targets.caches.name import CACHE
 from ..targets.target import Target
 from .rounds import ChainRound
 
 
-class Shown:
-    """Collects, token by token, what plain decoding would have shown.
+class OutputRecorder:
+    """Collects, token by token, what plain decoding would return beside the text.
 
     Args:
         config: The request's generation configuration.
@@ -22,17 +25,23 @@ class Shown:
 
     def __init__(self, config: Any, target: Target) -> None:
         self.config, self.target = config, target
-        self.seen: dict[str, list[Any]] = {"scores": [], "logits": [], "hidden_states": [], "attentions": []}
+        self.steps: dict[str, list[Any]] = {"scores": [], "logits": [], "hidden_states": [], "attentions": []}
 
     def add(
-        self, outputs: Any, round_: ChainRound, row: int, scores: torch.Tensor, logits: torch.Tensor, cache: Cache
+        self,
+        outputs: Any,
+        round_: ChainRound,
+        position: int,
+        scores: torch.Tensor,
+        logits: torch.Tensor,
+        cache: Cache | None,
     ) -> None:
-        """The token that was chosen from `scores` `[1, config.vocab_size]`.
+        """Add the token that was chosen from `scores` `[1, config.vocab_size]`.
 
         Args:
             outputs: The target's forward.
             round_: What it was over.
-            row: Which of the round's rows the token was chosen at.
+            position: The verification position that the token was chosen at.
             scores: Processed.
             logits: Raw.
             cache: The target's, as the forward left it.
@@ -40,38 +49,75 @@ class Shown:
         if not self.config.return_dict_in_generate:
             return
         if self.config.output_scores:
-            self.seen["scores"].append(scores.clone())  # else it keeps those of all drafts
+            self.steps["scores"].append(scores.clone())  # else it keeps those of all drafts
         if self.config.output_logits:
-            self.seen["logits"].append(logits.clone())
-        is_prefill = not self.seen["hidden_states"] and not self.seen["attentions"]
+            self.steps["logits"].append(logits.clone())
+        is_prefill = not self.steps["hidden_states"] and not self.steps["attentions"]
         if self.config.output_hidden_states:
             states = outputs.hidden_states  # remote code may have none to show
             is_whole = is_prefill or states is None
-            i, k = round_.place(row)
-            self.seen["hidden_states"].append(
+            i, k = round_.coordinates(position)
+            self.steps["hidden_states"].append(
                 states if is_whole else tuple(state[i : i + 1, k : k + 1].clone() for state in states)
             )
         if self.config.output_attentions:
             weights = outputs.attentions  # none of an implementation that computes none, as sdpa
             is_whole = is_prefill or not weights
-            self.seen["attentions"].append(weights if is_whole else self._attention_rows(weights, round_, row, cache))
+            self.steps["attentions"].append(
+                weights if is_whole else self._attention_of(weights, round_, position, cache)
+            )
 
     def all(self) -> dict[str, tuple[Any, ...] | None]:
-        """By the names of `generate`'s output."""
-        return {name: tuple(values) if values else None for name, values in self.seen.items()}
+        """Return all of it, by the names of `generate`'s output."""
+        return {name: tuple(values) if values else None for name, values in self.steps.items()}
 
-    def _attention_rows(
-        self, weights: Sequence[torch.Tensor], round_: ChainRound, row: int, cache: Cache
+    def _attention_of(
+        self, weights: Many[torch.Tensor], round_: ChainRound, position: int, cache: Cache | None
     ) -> tuple[torch.Tensor, ...]:
-        """What one token attended to, `[batch, heads, 1, keys]` of every attention layer, over the keys that there
-        would have been had it been the last of its path: in a sliding window those that had not left it."""
-        with_keys = (layer for layer in cache.layers if isinstance(layer, DynamicLayer))
-        (i, k), seen = round_.place(row), round_.seen(row)
+        """Return what one token attended to, `[batch, heads, 1, keys]` of every attention layer, over the keys that
+        there would have been had it been the last of its path: in a sliding window those that had not left it."""
+        with_keys = (layer for layer in cast(Cache, cache).layers if isinstance(layer, DynamicLayer))
+        (i, k), seen = round_.coordinates(position), round_.visible(position)
         return tuple(
-            self._row(of_layer[i : i + 1], k, seen, layer) for of_layer, layer in zip(weights, with_keys, strict=True)
+            self._of_layer(of_layer[i : i + 1], k, seen, layer)
+            for of_layer, layer in zip(weights, with_keys, strict=True)
         )
 
-    def _row(self, weights: torch.Tensor, k: int, seen: list[int], layer: Any) -> torch.Tensor:
+    def _of_layer(self, weights: torch.Tensor, k: int, seen: list[int], layer: Any) -> torch.Tensor:
         of_tokens, others = self.target.attention_keys(layer, weights.shape[3], weights.shape[2], seen)
         window = getattr(layer, "sliding_window", None) or weights.shape[3]
         return weights[:, :, k : k + 1, torch.cat([of_tokens[-window:], others]).to(weights.device)]
+
+
+def generate_output(
+    texts: Many[torch.Tensor], recorders: Many[OutputRecorder], cache: Cache | None
+) -> GenerateDecoderOnlyOutput | torch.Tensor:
+    """Return what `generate` returns: of several texts those that end early padded on the right, and no cache to go on
+    with, as each has another length.
+
+    Args:
+        texts: Of each sequence, `[1, seq]`.
+        recorders: Of each.
+        cache: Of the only one.
+    """
+    config = recorders[0].config
+    pad = getattr(config, "_pad_token_tensor", None)
+    # Without a token to pad with, none is known that ends a text.
+    value = 0 if pad is None else int(pad)
+    ids: Any = pad_sequence([text[0] for text in texts], batch_first=True, padding_value=value)
+    if not config.return_dict_in_generate:
+        return ids
+    if len(recorders) == 1:
+        beside: dict[str, Any] = {CACHE: cache, **recorders[0].all()}
+        return GenerateDecoderOnlyOutput(ids, **beside)
+    return GenerateDecoderOnlyOutput(ids, scores=_by_step(recorders, "scores"), logits=_by_step(recorders, "logits"))
+
+
+def _by_step(recorders: Many[OutputRecorder], name: str) -> Any:
+    """Of several sequences, step by step, `[batch, config.vocab_size]`; zeros where one has ended."""
+    values = [recorder.steps[name] for recorder in recorders]
+    if not values[0]:
+        return None
+    nothing = torch.zeros_like(values[0][0])
+    steps = range(max(map(len, values)))
+    return tuple(torch.cat([row[step] if step < len(row) else nothing for row in values]) for step in steps)

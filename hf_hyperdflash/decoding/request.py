@@ -14,7 +14,15 @@ from ..targets.target import Target
 from .continuation import OPEN_FORWARDS
 
 # Ways to write that are not ours, by the argument that asks for each.
-_WAYS = ("num_beams", "custom_generate", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "is_assistant")
+_WAYS = (
+    "num_beams",
+    "penalty_alpha",
+    "custom_generate",
+    "prompt_lookup_num_tokens",
+    "use_mtp",
+    "assistant_early_exit",
+    "is_assistant",
+)
 _BESIDE = ("prompt_lookup_num_tokens", "use_mtp", "dola_layers")  # with a drafter they would be left out in silence
 _MEDIA = ("pixel_values", "mm_encoder_outputs", "input_features")  # prefixes of `generate`'s arguments
 

@@ -1,190 +1,260 @@
-"""One forward of the target over a draft tree, and what stays of it in the cache: a chain, a masked tree, a row per
-path, or one row of a batch.
+"""One forward of the target over drafts, and what stays of it in the cache: a chain, a masked tree, a tree with a copy
+of the sequence for each path, or the trees of several sequences.
 
-A round's rows are the anchor and the tree's nodes in their order, whatever the forward looks like.
+A round's verification positions are, for each sequence, the anchor and the tree's nodes in their order, whatever the
+forward looks like.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence as Many
+from typing import Any, Literal
 
 import torch
 
 from ..targets.attention_masks import attention_mask_for
 from ..targets.caches.name import CACHE
-from ..targets.caches.ragged import CachedSequence
+from ..targets.caches.ragged import RaggedLayer
 from ..targets.target import Target, TreeVerification
 from ..trees.layout import TreeLayout
 from ..trees.tree import DraftTree
-from .sequence import Row
+from .tokens import TokenBuffer
+
+Verification = TreeVerification | Literal["ragged"]
+"""How the target verifies a batch's drafts. `"ragged"` is a mask over sequences of different length."""
 
 
 class ChainRound:
-    """A chain of drafts: the target's forward as it is.
+    """A chain of drafts of one sequence: the target's forward as it is.
 
     Args:
         target: The target.
-        tree: The drafts.
-        start: Tokens of the text before the anchor.
+        texts: The tokens of each sequence, the anchor last.
+        trees: The drafts of each.
     """
 
-    def __init__(self, target: Target, tree: DraftTree, start: int) -> None:
-        self.target, self.tree, self.start = target, tree, start
-        self.count = len(tree) + 1  # rows
+    def __init__(self, target: Target, texts: Many[TokenBuffer], trees: Many[DraftTree]) -> None:
+        self.target, self.texts, self.trees = target, texts, trees
+        self.starts = [text.end - 1 for text in texts]  # tokens before the anchor
+        self.counts = [len(tree) + 1 for tree in trees]  # verification positions
+        self.width = max(self.counts)
 
-    def inputs(self, row: Row, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What the target's forward is called with."""
-        ids = row.with_drafts(self.tree.tokens)
-        return self._prepared(ids, self.count, kwargs | row.inputs(self.start, self.start + self.count))
+    def inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the target's forward.
 
-    def _prepared(self, ids: torch.Tensor, count: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+        Args:
+            kwargs: Those that are the same in every round, with the cache.
+        """
+        text, start = self.texts[0], self.starts[0]
+        ids = text.with_drafts(self.trees[0].tokens)
+        return self._prepare(ids, self.width, kwargs | text.inputs(start, start + self.width))
+
+    def _prepare(self, ids: torch.Tensor, count: int, kwargs: dict[str, Any]) -> dict[str, Any]:
         model: Any = self.target.model
         inputs = model.prepare_inputs_for_generation(
             ids, next_sequence_length=count, is_first_iteration=False, **kwargs
         )
         return {**inputs, "logits_to_keep": count}
 
-    def logits(self, outputs: Any) -> torch.Tensor:
-        """`[1, rows, config.vocab_size]`."""
-        return outputs.logits[:, -self.count :]
+    def logits(self, outputs: Any, index: int) -> torch.Tensor:
+        """Return those of a sequence, `[1, positions, config.vocab_size]`."""
+        return outputs.logits[index : index + 1, -self.counts[index] :]
 
-    def place(self, row: int) -> tuple[int, int]:
-        """Where a row is in the forward: in which sequence of the batch, and at which position."""
-        return 0, row
+    def residual(self, captured: torch.Tensor, index: int, kept: list[int]) -> torch.Tensor:
+        """Return the residual streams of a sequence's positions `kept`, `[1, kept, ...]`.
 
-    def seen(self, row: int) -> list[int]:
-        """The positions of the forward that a row sees, in its sequence."""
-        return list(range(row + 1))
+        Args:
+            captured: The forward's, `[batch, seq, ...]`.
+            index: Of the sequence in the batch.
+            kept: A path from the anchor on.
+        """
+        return captured[:, : len(kept)]
 
-    def kept_residual(self, residual: torch.Tensor, kept: list[int]) -> torch.Tensor:
-        """Of the forward's residual streams `[batch, positions, ...]` those of the rows `kept`, `[1, kept, ...]`."""
-        return residual[:, : residual.shape[1] - (self.count - len(kept))]
+    def accept(self, cache: Any, kept: list[list[int]]) -> None:
+        """Leave the positions `kept` of each sequence, a path from the anchor on, in the cache, and no others."""
+        cache.crop(len(kept[0]) - self.width)  # also of none: it trims stock layers to their window
+        self._check_length(cache, kept)
 
-    def keep(self, cache: Any, kept: list[int]) -> None:
-        """Leave the rows `kept`, a path from the anchor on, in the cache, and no others."""
-        cache.crop(len(kept) - self.count)  # also of none: it trims stock layers to their window
+    def _check_length(self, cache: Any, kept: list[list[int]]) -> None:
+        expected = self.starts[0] + len(kept[0])
+        if cache.get_seq_length() != expected:
+            raise RuntimeError(
+                f"The cache, a {type(cache).__name__}, holds {cache.get_seq_length()} tokens after it was cropped, "
+                f"expected {expected}: its `crop(-n)` must take back the last n tokens."
+            )
 
-    def take_back(self, cache: Any) -> None:
+    def abort(self, cache: Any) -> None:
         """Leave nothing of the round in the cache, whose forward was interrupted."""
-        self.target.abort_forward(cache, self.start)
+        self.target.abort_forward(cache, self.starts[0])
+
+    # What hidden states and attention weights are read by, of the only sequence
+
+    def coordinates(self, position: int) -> tuple[int, int]:
+        """Return where a verification position is in the forward: its batch index, and its place there."""
+        return 0, position
+
+    def visible(self, position: int) -> list[int]:
+        """Return the places of the forward that a verification position sees, its own last."""
+        return list(range(position + 1))
+
+
+class PromptRound(ChainRound):
+    """The prompts of a batch, which the target has just run: nothing was drafted, and all of them stays."""
+
+    def accept(self, cache: Any, kept: list[list[int]]) -> None:
+        pass
 
 
 class MaskedRound(ChainRound):
-    """A tree in one forward: true positions, and a mask by which each node sees its ancestors (SpecInfer)."""
+    """Trees in one forward: true positions, and a mask by which each node sees its ancestors (SpecInfer)."""
 
-    def __init__(self, target: Target, tree: DraftTree, start: int) -> None:
-        super().__init__(target, tree, start)
-        self.rows = TreeLayout(tree)
+    def __init__(self, target: Target, texts: Many[TokenBuffer], trees: Many[DraftTree]) -> None:
+        super().__init__(target, texts, trees)
+        self.layouts = [TreeLayout(tree) for tree in trees]
 
-    def inputs(self, row: Row, kwargs: dict[str, Any]) -> dict[str, Any]:
-        ids, anchor = row.with_drafts(self.tree.tokens), row.positions(self.start, self.start + 1)
-        cache = kwargs[CACHE]
-        inputs = self._prepared(ids, self.count, kwargs)
-        inputs["position_ids"] = anchor + self.rows.depths.to(anchor.device)
-        inputs["attention_mask"] = self._masks(cache, row.mask(self.start), ids.device)
-        self.target.begin_tree(cache, self.rows)
+    def inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        cache, device = kwargs[CACHE], self.texts[0].ids.device
+        positions = [
+            text.positions(start, start + 1) + layout.depths.to(device)
+            for text, start, layout in zip(self.texts, self.starts, self.layouts)
+        ]
+        ids = [
+            text.with_drafts(tree.tokens)[:, start:] for text, tree, start in zip(self.texts, self.trees, self.starts)
+        ]
+        inputs = self._prepare(self._filled_up(ids), self.width, kwargs)
+        inputs["position_ids"] = self._filled_up(positions)
+        inputs["attention_mask"] = self._masks(cache, device)
+        self._begin(cache)
         return inputs
 
-    def _masks(self, cache: Any, real: torch.Tensor | None, device: torch.device) -> Any:
+    def _filled_up(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Of all sequences, shorter ones with zeros behind them, `[..., batch, width]`."""
+        if len(parts) == 1:
+            return parts[0]
+        pad = torch.nn.functional.pad
+        return torch.cat([pad(part, (0, self.width - part.shape[-1])) for part in parts], dim=-2)
+
+    def _begin(self, cache: Any) -> None:
+        self.target.begin_tree(cache, self.layouts[0])
+
+    def _past(self, layer: Any) -> list[int]:
+        """How many keys of each sequence a layer's forward reads beside its own."""
+        return [layer.get_mask_sizes(self.width)[0] - self.width]
+
+    def _masks(self, cache: Any, device: torch.device) -> Any:
         """One mask, or one for each kind of layer if they differ."""
         masks: dict[str, Any] = {}
         for layer in cache.layers:
             window = getattr(layer, "sliding_window", None)
             kind = "full_attention" if window is None else "sliding_attention"
             if kind not in masks:
-                past = layer.get_mask_sizes(self.count)[0] - self.count
-                mask = self.rows.mask(past, window, device)
-                if real is not None and past:
-                    mask[:, :past] &= real[:, -past:].bool()
-                implementation = self.target.config._attn_implementation
-                masks[kind] = attention_mask_for(implementation, mask[None, None], self.target.dtype)
+                mask = self._mask(self._past(layer), window, device)
+                masks[kind] = attention_mask_for(self.target.config._attn_implementation, mask, self.target.dtype)
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def seen(self, row: int) -> list[int]:
-        return self.rows.paths[row]
+    def _mask(self, past: list[int], window: int | None, device: torch.device) -> torch.Tensor:
+        """Return who sees whom, `[batch, 1, width, max(past) + width]`: first what is in the cache."""
+        masks = []
+        for text, start, layout, seen in zip(self.texts, self.starts, self.layouts, past):
+            mask, real = layout.mask(seen, window, device), text.mask(start)
+            if real is not None and seen:
+                mask[:, :seen] &= real[0, -seen:].bool()
+            masks.append(mask)
+        if len(masks) == 1:
+            return masks[0][None, None]
+        columns = max(past)
+        # What is filled up sees itself, so that it is finite.
+        whole = torch.zeros(len(masks), 1, self.width, columns + self.width, dtype=torch.bool, device=device)
+        whole[..., columns:] = torch.eye(self.width, dtype=torch.bool, device=device)
+        for index, (mask, seen, count) in enumerate(zip(masks, past, self.counts)):
+            whole[index, 0, :count, :seen] = mask[:, :seen]
+            whole[index, 0, :count, columns : columns + count] = mask[:, seen:]
+        return whole
 
-    def kept_residual(self, residual: torch.Tensor, kept: list[int]) -> torch.Tensor:
-        before = residual.shape[1] - self.count  # of a prompt
-        places = [*range(before), *(before + row for row in kept)]
-        return residual.index_select(1, self.rows.index(places, residual.device))
+    def residual(self, captured: torch.Tensor, index: int, kept: list[int]) -> torch.Tensor:
+        return captured.index_select(1, self.layouts[index].index(kept, captured.device))
 
-    def keep(self, cache: Any, kept: list[int]) -> None:
-        self.target.accept(cache, self.rows, kept)
+    def accept(self, cache: Any, kept: list[list[int]]) -> None:
+        self.target.accept(cache, self.layouts[0], kept[0])
+        self._check_length(cache, kept)
+
+    def visible(self, position: int) -> list[int]:
+        return self.layouts[0].paths[position]
 
 
-class RowRound(MaskedRound):
-    """A row's tree in a forward over several rows ([`~decoding.batch.decoding`]).
+class RaggedRound(MaskedRound):
+    """The trees of several sequences in one forward, over a [`~targets.caches.ragged.RaggedCache`]."""
 
-    Args:
-        target: The target.
-        tree: The drafts.
-        start: Tokens of the row's text before the anchor.
-        batch_place: Of the row in the batch.
-    """
+    def _begin(self, cache: Any) -> None:
+        pass
 
-    def __init__(self, target: Target, tree: DraftTree, start: int, batch_place: int) -> None:
-        super().__init__(target, tree, start)
-        self.batch_place = batch_place
+    def _past(self, layer: RaggedLayer) -> list[int]:
+        return layer.lengths
 
-    def positions(self, row: Row) -> torch.Tensor:
-        """True positions of the rows, `[rows]`."""
-        anchor = row.text_positions(self.start, self.start + 1)[0]
-        return anchor + self.rows.depths.to(anchor.device)
+    def logits(self, outputs: Any, index: int) -> torch.Tensor:
+        return outputs.logits[index : index + 1, : self.counts[index]]
 
-    def logits(self, outputs: Any) -> torch.Tensor:
-        return outputs.logits[self.batch_place : self.batch_place + 1, : self.count]
+    def residual(self, captured: torch.Tensor, index: int, kept: list[int]) -> torch.Tensor:
+        return super().residual(captured[index : index + 1], index, kept)
 
-    def keep(self, cache: Any, kept: list[int]) -> None:
+    def accept(self, cache: Any, kept: list[list[int]]) -> None:
         cache.accept(kept)
+
+    def abort(self, cache: Any) -> None:
+        """Do nothing: nobody goes on with this cache."""
 
 
 class ForkedRound(ChainRound):
-    """A tree as a batch: a sequence per path, each with the whole of what comes before. Right wherever a batch is, and
-    slower than a mask, as what paths share is computed for each."""
+    """A tree as a batch: a copy of the sequence for each path, each with the whole of what comes before. Right
+    wherever a batch is, and slower than a mask, as what paths share is computed for each."""
 
-    def __init__(self, target: Target, tree: DraftTree, start: int) -> None:
-        super().__init__(target, tree, start)
-        self.paths = [[0, *(node + 1 for node in path)] for path in tree.paths]
+    def __init__(self, target: Target, texts: Many[TokenBuffer], trees: Many[DraftTree]) -> None:
+        super().__init__(target, texts, trees)
+        self.paths = [[0, *(node + 1 for node in path)] for path in trees[0].paths]
         self.length = max(map(len, self.paths))
-        self._places = {row: (i, k) for i, path in reversed(list(enumerate(self.paths))) for k, row in enumerate(path)}
-
-    def inputs(self, row: Row, kwargs: dict[str, Any]) -> dict[str, Any]:
-        sequences, end = len(self.paths), self.start + self.length
-        row.with_drafts(self.tree.tokens)  # which makes room for positions and mask
-        kwargs[CACHE].batch_repeat_interleave(sequences)
-        nodes = torch.tensor([(path + path[-1:] * self.length)[1 : self.length] for path in self.paths]) - 1
-        drafts = self.tree.tokens[nodes.to(self.tree.tokens.device)].to(row.text.device)
-        of_row = {
-            name: value.expand(*value.shape[:-2], sequences, -1) for name, value in row.inputs(self.start, end).items()
+        self._coordinates = {
+            position: (i, k) for i, path in reversed(list(enumerate(self.paths))) for k, position in enumerate(path)
         }
-        others = {name: _repeated(value, sequences) for name, value in kwargs.items()}
-        ids = torch.cat([row.text.expand(sequences, -1), drafts], dim=1)
-        return self._prepared(ids, self.length, {**others, **of_row})
 
-    def logits(self, outputs: Any) -> torch.Tensor:
-        sequences, positions = zip(*(self.place(row) for row in range(self.count)))
-        return outputs.logits[:, -self.length :][list(sequences), list(positions)][None]
+    def inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        text, tokens, copies = self.texts[0], self.trees[0].tokens, len(self.paths)
+        text.with_drafts(tokens)  # which makes room for positions and mask
+        kwargs[CACHE].batch_repeat_interleave(copies)
+        nodes = torch.tensor([(path + path[-1:] * self.length)[1 : self.length] for path in self.paths]) - 1
+        drafts = tokens[nodes.to(tokens.device)].to(text.ids.device)
+        own = {
+            name: value.expand(*value.shape[:-2], copies, -1)
+            for name, value in text.inputs(self.starts[0], self.starts[0] + self.length).items()
+        }
+        others = {name: _repeated(value, copies) for name, value in kwargs.items()}
+        ids = torch.cat([text.unpadded.expand(copies, -1), drafts], dim=1)
+        return self._prepare(ids, self.length, {**others, **own})
 
-    def place(self, row: int) -> tuple[int, int]:
-        return self._places[row]
+    def logits(self, outputs: Any, index: int) -> torch.Tensor:
+        paths, places = zip(*(self.coordinates(position) for position in range(self.width)))
+        return outputs.logits[:, -self.length :][list(paths), list(places)][None]
 
-    def seen(self, row: int) -> list[int]:
-        return list(range(self.place(row)[1] + 1))
+    def residual(self, captured: torch.Tensor, index: int, kept: list[int]) -> torch.Tensor:
+        path = self._path_through(kept)
+        return captured[path : path + 1, : len(kept)]
 
-    def kept_residual(self, residual: torch.Tensor, kept: list[int]) -> torch.Tensor:
-        sequence = self._sequence(kept)
-        return residual[sequence : sequence + 1, : len(kept)]
+    def accept(self, cache: Any, kept: list[list[int]]) -> None:
+        cache.crop(len(kept[0]) - self.length)
+        cache.batch_select_indices(torch.tensor([self._path_through(kept[0])]))
+        self._check_length(cache, kept)
 
-    def keep(self, cache: Any, kept: list[int]) -> None:
-        cache.crop(len(kept) - self.length)
-        cache.batch_select_indices(torch.tensor([self._sequence(kept)]))
-
-    def take_back(self, cache: Any) -> None:
-        super().take_back(cache)  # first: what undoes a running state is of as many sequences
+    def abort(self, cache: Any) -> None:
+        super().abort(cache)  # first: what undoes a running state is of as many copies
         cache.batch_select_indices(torch.tensor([0]))
 
-    def _sequence(self, kept: list[int]) -> int:
-        return self.place(kept[-1])[0] if kept else 0
+    def coordinates(self, position: int) -> tuple[int, int]:
+        return self._coordinates[position]
+
+    def visible(self, position: int) -> list[int]:
+        return list(range(self.coordinates(position)[1] + 1))
+
+    def _path_through(self, kept: list[int]) -> int:
+        return self.coordinates(kept[-1])[0] if kept else 0
 
 
 def _repeated(value: Any, times: int) -> Any:
@@ -192,11 +262,11 @@ def _repeated(value: Any, times: int) -> Any:
     return value.repeat_interleave(times, dim=0) if is_of_one else value
 
 
-_ROUNDS: dict[TreeVerification, type[ChainRound]] = {"mask": MaskedRound, "fork": ForkedRound}
+_ROUNDS: dict[Verification, type[ChainRound]] = {"mask": MaskedRound, "fork": ForkedRound, "ragged": RaggedRound}
 
 
 def verification_of(target: Target, cache: Any) -> TreeVerification:
-    """How a draft tree is verified on top of a cache."""
+    """Return how the target verifies a draft tree of one sequence on top of a cache."""
     how = target.tree_verification
     if how == "mask" and not target.can_mask(cache):
         how = "fork"
@@ -204,20 +274,19 @@ def verification_of(target: Target, cache: Any) -> TreeVerification:
     return "chain" if how == "fork" and not can_fork else how
 
 
-def round_over(target: Target, cache: Any, tree: DraftTree, start: int) -> ChainRound:
-    """The round that verifies a tree on top of a cache.
+def round_over(
+    target: Target, verification: Verification, texts: Many[TokenBuffer], trees: Many[DraftTree]
+) -> ChainRound:
+    """Return the round that verifies the trees of a batch.
 
     Raises:
-        ValueError: If it has several paths, and the target verifies none but chains.
+        ValueError: If one has several paths, and the target verifies none but chains.
     """
-    if isinstance(cache, CachedSequence):
-        return RowRound(target, tree, start, cache.index)
-    if tree.is_chain:
-        return ChainRound(target, tree, start)
-    how = verification_of(target, cache)
-    if how == "chain":
+    if verification != "ragged" and trees[0].is_chain:
+        return ChainRound(target, texts, trees)
+    if verification == "chain":
         raise ValueError(
-            f"The drafter made a tree with the parents {tree.parents} for a {target.config.model_type} target, whose "
-            "trees are not verified: expected a chain of drafts."
+            f"The drafter made a tree with the parents {trees[0].parents} for a {target.config.model_type} target, "
+            "whose trees are not verified: expected a chain of drafts."
         )
-    return _ROUNDS[how](target, tree, start)
+    return _ROUNDS[verification](target, texts, trees)

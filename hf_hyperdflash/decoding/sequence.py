@@ -1,107 +1,241 @@
-"""One sequence on its way: its tokens, their positions and mask, and the drafter's context of it. When it ends."""
+"""One sequence: its tokens with their positions and mask, when it ends, and what its request says of drawing them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
-from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.configuration_utils import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from ..auto.policies import DraftingStats
+from ..drafters.base import Drafter
+from ..drafters.sampling import DraftRequest, DraftSampler
+from ..targets.caches.name import CACHE
+from ..targets.target import Target
+from ..trees.acceptance import Step, greedy_walk, sampled_walk, traversal_walk
+from ..trees.tree import ANCHOR, DraftTree
+from .continuation import context_of, padding_of
+from .inference_mode import leaves_nothing
+from .outputs import OutputRecorder
+from .request import tree_budget_asked
+from .rounds import ChainRound
+from .stats import SpeculationStats, clock
+from .tokens import TokenBuffer
+
+CATCH_UP = 64  # tokens that a drafter takes in at once, or at least, after it was not asked for drafts for so long
 
 
-class Row:
-    """A row of a `generate` call.
-
-    Tokens, positions and mask lie in buffers that grow by doubling, drafts under verification after the text: a round
-    copies no text and counts no positions.
+class Sequence:
+    """One sequence of a request: its tokens, its settings, and what the drafter knows of it.
 
     Args:
-        ids: `[1, seq]`, the prompt, tokens that are already in the cache included.
-        padding: Columns on the left that the target is not to see; the caller's ids keep them.
-        mask: `[1, seq]` without those columns, if some of it is padding.
-        position_ids: The caller's, of the last tokens of the prompt, `[1, tokens]` or `[axes, 1, tokens]`.
+        target: Of a bound model.
+        drafter: The drafter, on any device.
+        num_drafts: Most drafted tokens per round. The cache can take back one more.
+        input_ids: `[1, seq]`, the prompt, tokens that are already in the cache included.
+        model_kwargs: As prepared by `generate`, with the cache; like the rest.
+        drafting_stats: Of this drafter with this target, to draft by as many tokens as pay for themselves; `None` for
+            `num_drafts`, or a tree of the size asked for, every round; there is no tree where its size is not settled.
+        is_one_of_several: Whether the request has more of them. Then the target sees none of the prompt's padding.
 
     Attributes:
-        length: Tokens of the text, padding included.
-        prompt_length: Tokens of the prompt, padding left out.
         context: The drafter's.
         residuals: Residual streams of what is in the target's cache and not yet in the context.
         finished: Whether the text has ended.
+        leaves_nothing: Whether nobody gets hold of what its rounds compute.
+        streamer_seconds: Seconds in the caller's streamer, which no draft can save.
     """
 
     def __init__(
-        self, ids: torch.Tensor, padding: int, mask: torch.Tensor | None, position_ids: torch.Tensor | None
+        self,
+        target: Target,
+        drafter: Drafter,
+        num_drafts: int,
+        input_ids: torch.Tensor,
+        model_kwargs: dict[str, Any],
+        *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None = None,
+        drafting_stats: DraftingStats | None = None,
+        is_one_of_several: bool = False,
     ) -> None:
-        self.padding, self.length = padding, ids.shape[1]
-        self.prompt_length = self.length - padding
-        self.context: Any = None
+        self.target, self.drafter, self.num_drafts = target, drafter, num_drafts
+        self.config, self.streamer, self.drafting_stats = generation_config, streamer, drafting_stats
+        self.processor, self.stopping = logits_processor, Stopping(stopping_criteria, is_one_of_several)
+        self.sampler = DraftSampler(logits_processor, bool(generation_config.do_sample))
+        self.tree_budget = tree_budget_asked(generation_config)
+        self.observer = drafter.observed(target.model, self.sampler.do_sample)
+        self.leaves_nothing = leaves_nothing(
+            target.model, drafter, self.observer, generation_config, [*logits_processor, *stopping_criteria]
+        )
+        self.recorder, self.stats = OutputRecorder(generation_config, target), SpeculationStats()
+        drafter.remember(self.stats)
+        self.kwargs, self.cache = dict(model_kwargs), model_kwargs[CACHE]
+        skips_padding = is_one_of_several or target.skips_padding
+        self.tokens = self._tokens(input_ids, skips_padding)
+        self.context = context_of(self.cache, drafter)
         self.residuals: list[torch.Tensor] = []
-        self.finished = False
-        self._buffer, self._mask = ids, mask
-        self._positions = self._prompt_positions(mask, position_ids)
+        self.finished, self.streamer_seconds, self.now = False, 0.0, clock(target.model.device)
 
-    def _prompt_positions(self, mask: torch.Tensor | None, given: torch.Tensor | None) -> torch.Tensor:
-        if given is not None:
-            before = given[..., :1] + torch.arange(given.shape[-1] - self.prompt_length, 0, device=given.device)
-            return torch.cat([before, given], dim=-1)
+    def _tokens(self, input_ids: torch.Tensor, skips_padding: bool) -> TokenBuffer:
+        mask, positions = self.kwargs.pop("attention_mask", None), self.kwargs.pop("position_ids", None)
+        padding = padding_of(self.cache, mask) if skips_padding else 0
+        mask = None if mask is None or bool(mask[:, padding:].all()) else mask[:, padding:]
+        positions = None if positions is None else positions[..., -(input_ids.shape[1] - padding) :]
+        return TokenBuffer(input_ids, padding, mask, positions)
+
+    # Draft
+
+    def allow_nodes(self, most: int | None) -> None:
+        """Let it draft trees of at most so many nodes; `None` for chains."""
+        self.sampler = replace(self.sampler, tree_budget=most)
+
+    def room(self) -> int:
+        """Return how many tokens to draft one after the other: what was asked for, or what fits.
+
+        The target adds one of its own, and a tree is no deeper than it has nodes.
+        """
+        most = min(self.num_drafts, self.sampler.tree_budget or self.num_drafts)
+        if self.target.rope_switch is not None:
+            seen = 1 + int(self.tokens.text_positions(self.tokens.end - 1, self.tokens.end))
+            most = int(min(most, self.target.rope_switch.most_drafts(seen)))
+        return max(0, min(most, self.config.max_length - self.tokens.length - 1))
+
+    def request(self, count: int, sampler: DraftSampler) -> DraftRequest:
+        """Return what the drafter is asked for: at most `count` drafts, one after the other."""
+        tokens = self.tokens
+        if self.context.end < tokens.end - 1:
+            self.extend(tokens.end - 1)
+        return DraftRequest(self.context, tokens.unpadded, tokens.text_positions(0, tokens.end), count, sampler)
+
+    def extend(self, end: int) -> None:
+        """Give the drafter the tokens before `end` that are new to it."""
+        residual, new, tokens = None, end - self.context.end, self.tokens
+        if self.layer_ids:
+            if not self.residuals:
+                raise ValueError(
+                    "The target was unbound while it was generating, expected that only afterwards: bind it again and "
+                    "start anew."
+                )
+            residual = self.residuals[0] if len(self.residuals) == 1 else torch.cat(self.residuals, dim=1)
+            self.residuals.clear()
+            new = residual.shape[1]  # less than what is new to the drafter after another's turn on the same cache
+        start = end - new
+        positions, following = tokens.text_positions(start, end), tokens.unpadded[:, start + 1 : end + 1]
+        # Padding is no context. After the prompt there is none, and to look for it would be to wait for the device.
+        mask = tokens.mask(end) if start < tokens.prompt_length else None
         if mask is not None:
-            return (mask.cumsum(-1) - 1).clamp(min=0)
-        return torch.arange(self.prompt_length, device=self._buffer.device)[None]
+            real = mask[0, start:].bool()
+            positions, following = positions[:, real], following[:, real]
+            residual = None if residual is None else residual[:, real.to(residual.device)]
+        if following.shape[1]:
+            if residual is not None:
+                if self.observer is not None:
+                    self.observer.add_tokens(residual, positions, following, start >= tokens.prompt_length)
+                residual = residual[:, :, : len(self.drafter.target_layer_ids) * self.target.streams]  # its own
+            began = self.now()
+            self.drafter.extend(self.target, self.context, cast(torch.Tensor, residual), positions, following)
+            self.stats.draft_seconds += self.now() - began
+        self.context.end = end
 
-    def _grow(self, more: int) -> None:
-        needed = self.length + more
-        if needed > self._buffer.shape[1]:
-            self._buffer = torch.nn.functional.pad(self._buffer, (0, needed))
-            self._mask = None if self._mask is None else torch.nn.functional.pad(self._mask, (0, needed), value=1)
-            after = torch.arange(1, needed + 1, device=self._positions.device)
-            self._positions = torch.cat([self._positions, self._positions[..., -1:] + after], dim=-1)
-
-    def with_drafts(self, tokens: torch.Tensor) -> torch.Tensor:
-        """`text` and drafts `[drafts]` after it, `[1, seq + drafts]`."""
-        end = self.length + len(tokens)
-        self._grow(len(tokens) + 1)
-        self._buffer[0, self.length : end] = tokens
-        return self._buffer[:, self.padding : end]
-
-    def append(self, token: int) -> None:
-        """One more token."""
-        self._grow(1)
-        self._buffer[0, self.length] = token
-        self.length += 1
-
-    @property
-    def ids(self) -> torch.Tensor:
-        """The text, `[1, seq]`."""
-        return self._buffer[:, : self.length]
+    def catch_up(self, is_asked: bool) -> None:
+        """After a round, give the drafter what stays of it, if it is asked for drafts or if that is much; of what a
+        drafter that is not asked would read, keep what is near."""
+        end = self.tokens.end - 1
+        is_behind = self.observer is not None and end - self.context.end >= CATCH_UP
+        if self.finished or is_asked or is_behind:
+            self.extend(end)
+        elif len(self.residuals) >= 2 * CATCH_UP:
+            del self.residuals[:CATCH_UP]
 
     @property
-    def text(self) -> torch.Tensor:
-        """The text as the target sees it, without padding, `[1, seq]`."""
-        return self._buffer[:, self.padding : self.length]
+    def is_written(self) -> bool:
+        """Whether a token follows the prompt."""
+        return self.tokens.end > self.tokens.prompt_length
 
     @property
-    def end(self) -> int:
-        """Tokens of `text`."""
-        return self.length - self.padding
+    def layer_ids(self) -> Many[int]:
+        """Layers whose residual streams are read: the drafter's, then those that its observer wants beside them."""
+        wanted = None if self.observer is None else self.observer.target_layer_ids
+        return self.drafter.target_layer_ids if wanted is None else wanted
 
-    def mask(self, end: int) -> torch.Tensor | None:
-        """Which of the first `end` tokens of `text` are none of padding, `[1, end]`; `None` if all are."""
-        return None if self._mask is None else self._mask[:, :end]
+    # Accept
 
-    def inputs(self, start: int, end: int) -> dict[str, torch.Tensor]:
-        """What a target is told of the tokens from `start` to `end` beside their ids."""
-        told = {"position_ids": self.positions(start, end)}
-        return told if self._mask is None else {**told, "attention_mask": self._mask[:, :end]}
+    def accept(self, tree: DraftTree, logits: torch.Tensor, round_: ChainRound, outputs: Any, path: list[int]) -> None:
+        """Write what the target agrees with, and its own token, until the text ends.
 
-    def positions(self, start: int, end: int) -> torch.Tensor:
-        """True positions of the tokens of `text` and of drafts after it, `[1, end - start]`. Multimodal targets have
-        them for several axes, `[axes, 1, end - start]`."""
-        return self._positions[..., start:end]
+        Args:
+            tree: The drafts.
+            logits: The target's, `[1, nodes + 1, config.vocab_size]`, float32.
+            round_: The tree's, for what the caller asked to see.
+            outputs: The target's forward.
+            path: Grows by the accepted nodes: it is right also where a streamer or a criterion raises.
+        """
+        for token, node in self._walk(tree, logits, round_, outputs):
+            self.tokens.append(token)
+            path += [] if node is None else [node]
+            self.stats.add_token(tree, node)
+            if self.streamer is not None:
+                began = self.now()
+                with torch.inference_mode(False), torch.no_grad():  # what is the caller's to keep
+                    self.streamer.put(torch.tensor([token]))
+                self.streamer_seconds += self.now() - began
+            self.finished = self.stopping(token, self.tokens.ids, self.recorder.steps["scores"])
+            if self.finished:
+                break
 
-    def text_positions(self, start: int, end: int) -> torch.Tensor:
-        """As [`positions`], `[1, end - start]`: text has the same on every axis."""
-        positions = self.positions(start, end)
-        return positions[0] if positions.ndim == 3 else positions
+    def _walk(self, tree: DraftTree, logits: torch.Tensor, round_: ChainRound, outputs: Any) -> Iterator[Step]:
+        """Return what the target writes after the anchor."""
+        if self.config.do_sample and self.sampler.has_all_processors:
+            return self._traversal(tree, logits, round_, outputs)
+
+        def scores_after(node: int) -> torch.Tensor:  # a processor with a state sees accepted prefixes, once, in order
+            raw = logits[:, node + 1]
+            scores = self.processor(cast(Any, self.tokens.ids), raw.clone())
+            self.recorder.add(outputs, round_, node + 1, scores, raw, self.cache)
+            return scores[0]
+
+        if self.config.do_sample:
+            return sampled_walk(tree, tree.tokens.cpu().tolist(), lambda node: scores_after(node).softmax(-1))
+        if len(self.processor) or self.config.return_dict_in_generate:
+            return greedy_walk(tree, tree.tokens.cpu().tolist(), lambda node: int(scores_after(node).argmax()))
+        choices = logits[0].argmax(-1)
+        both = torch.cat([tree.tokens.to(choices.device), choices]).cpu().tolist()  # the one wait for the device
+        return greedy_walk(tree, both, lambda node: both[len(tree) + 1 + node])
+
+    def _traversal(self, tree: DraftTree, logits: torch.Tensor, round_: ChainRound, outputs: Any) -> Iterator[Step]:
+        """As [`_walk`], by all that the target says of the tree."""
+        scores, position = self.sampler.scored_tree(self.tokens.ids, tree, logits[0]), ANCHOR + 1
+        for token, node in traversal_walk(tree, scores.softmax(-1)):
+            self.recorder.add(outputs, round_, position, scores[None, position], logits[:, position], self.cache)
+            yield token, node
+            position = position if node is None else node + 1
+
+    # End
+
+    def end(self) -> None:
+        """Tell those who follow the sequence that it has ended."""
+        if self.streamer is not None:
+            self.streamer.end()
+        if self.observer is not None:
+            self.observer.end(self.stats)
+
+    def release(self) -> None:
+        """Give up all but the text, its statistics and what the caller asked to see of it."""
+        self.cache, self.context, self.kwargs, self.residuals = None, None, {}, []
 
 
 class Stopping:
@@ -109,11 +243,11 @@ class Stopping:
 
     Args:
         criteria: The request's.
-        is_row: Whether the text is one of a batch.
+        is_one_of_several: Whether the text is one of a batch.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, is_row: bool = False) -> None:
-        self._is_row = is_row
+    def __init__(self, criteria: StoppingCriteriaList, is_one_of_several: bool = False) -> None:
+        self._is_one_of_several = is_one_of_several
         self._ends: set[int] = set()
         self._most = float("inf")
         self._others = StoppingCriteriaList()
@@ -132,8 +266,8 @@ class Stopping:
             return longest is None or criterion.max_length <= longest
         return False
 
-    def __call__(self, token: int, ids: torch.Tensor, scores: Sequence[torch.Tensor]) -> bool:
-        """Whether the text `ids` `[1, seq]`, which ends in `token`, is finished.
+    def __call__(self, token: int, ids: torch.Tensor, scores: Many[torch.Tensor]) -> bool:
+        """Return whether the text `ids` `[1, seq]`, which ends in `token`, is finished.
 
         Raises:
             ValueError: If a criterion looks for other rows of a batch.
@@ -141,11 +275,11 @@ class Stopping:
         try:
             is_over = bool(self._others(ids, tuple(scores) or None).all()) if self._others else False
         except IndexError as error:
-            if not self._is_row:
+            if not self._is_one_of_several:
                 raise
             given = ", ".join(sorted({type(criterion).__name__ for criterion in self._others}))
             raise ValueError(
-                f"A stopping criterion ({given}) looks at rows that are not there: with a drafter each row of a batch "
-                f"is asked about alone, `[1, {ids.shape[1]}]`. Pass one prompt, or `stop_strings` with `tokenizer`."
+                f"A stopping criterion ({given}) looks at texts that are not there: with a drafter each text is asked "
+                f"about alone, `[1, {ids.shape[1]}]`. Pass one prompt, or `stop_strings` with `tokenizer`."
             ) from error
         return is_over or token in self._ends or ids.shape[1] >= self._most

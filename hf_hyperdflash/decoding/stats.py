@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -175,3 +175,12 @@ class SpeculationStats:
         """Per draft position k: the fraction accepted of the rounds in which position k - 1 was (0 where none was)."""
         prefix = [1.0, *self.acceptance]
         return [now / before if before else 0.0 for before, now in pairwise(prefix)]
+
+
+def merged_stats(each: Sequence[SpeculationStats]) -> SpeculationStats:
+    """Return what the sequences of a batch did together."""
+    together = SpeculationStats()
+    for stats in each:
+        together += stats
+    together.of_batch = list(each)
+    return together

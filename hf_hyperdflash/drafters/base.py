@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -12,9 +13,10 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..targets.registry import check_layers
 from ..targets.target import Target
 from ..trees.tree import DraftTree
-from .sampling import DraftSampler, DraftsWanted
+from .sampling import DraftRequest, DraftSampler
 
 if TYPE_CHECKING:
     from ..decoding.stats import SpeculationStats
@@ -32,6 +34,53 @@ class _LastStats(threading.local):
 _last_stats = _LastStats()
 
 
+class Observer:
+    """Hears of the sequences that are generated with a drafter, whose `observer` it is: to learn from them, or to
+    measure. A subclass has the methods that it needs.
+
+    Attributes:
+        target_layer_ids: Whose residual streams it is given with accepted tokens, the drafter's first; `None` for the
+            drafter's alone.
+    """
+
+    target_layer_ids: Sequence[int] | None = None
+
+    def begin(self, target: PreTrainedModel, do_sample: bool) -> Observer | None:
+        """Return who hears of the sequence that begins; `None` for nobody."""
+        return self
+
+    def add_tokens(
+        self, residual: torch.Tensor, position_ids: torch.Tensor, next_ids: torch.Tensor, is_written: bool
+    ) -> None:
+        """Hear of accepted tokens with their residual, as the drafter does ([`Drafter.extend`]).
+
+        Args:
+            residual: `[1, new, streams, config.hidden_size]` of `target_layer_ids`.
+            position_ids: True positions, `[1, new]`.
+            next_ids: The token that follows each, `[1, new]`.
+            is_written: Whether the target wrote them; else they belong to the prompt.
+        """
+
+    def add_round(self, context: Any, tree: DraftTree, logits: torch.Tensor, accepted: list[int]) -> None:
+        """Hear what the target said about a round. With an observer that has this method no round runs in inference
+        mode, in which nothing can be kept to learn from ([`~decoding.inference_mode`]).
+
+        Args:
+            context: The drafter's, of the sequence.
+            tree: What was drafted.
+            logits: The target's, after the anchor and after each node, `[nodes + 1, config.vocab_size]`, float32.
+            accepted: Nodes from the anchor on.
+        """
+
+    def end(self, stats: SpeculationStats) -> None:
+        """Hear that the sequence has ended."""
+
+    @property
+    def hears_rounds(self) -> bool:
+        """Whether it may keep what it is told of a round."""
+        return getattr(self.add_round, "__func__", None) is not Observer.add_round
+
+
 class Drafter:
     """Drafts for a target: `drafter.bind(target)` once, then `target.generate(**inputs, assistant_model=drafter)`.
 
@@ -43,18 +92,20 @@ class Drafter:
         target_layer_ids: The layers whose residual streams it reads, as in [`~decoding.bind.capture_residual`]; empty
             for none.
         max_draft_tokens: The most tokens that one round can draft; `None` for any number.
-        learner: Gets the generations from which the drafter learns ([`adapt`]); `None` if it does not learn.
+        observer: Hears of what is generated with it, while it learns for example ([`adapt`]); `None` for nobody.
     """
 
     config: PreTrainedConfig
     target_layer_ids: Sequence[int] = ()
     max_draft_tokens: int | None = None
-    learner: Any = None
+    observer: Observer | None = None
 
     # The methods of a drafter
 
     def check_target(self, target: Target) -> None:
-        """Raise a `ValueError` that names both values if the drafter does not fit `target`."""
+        """Raise a `ValueError` that names both values if the drafter does not fit `target`. A subclass with a check of
+        its own calls this one, too: whether the layers that it reads can be read."""
+        check_layers(target, self.target_layer_ids)
 
     def new_context(self) -> Any:
         """Return the context of a new sequence. It has an attribute `end`, 0 at first, in which the loop counts the
@@ -103,26 +154,32 @@ class Drafter:
         """
         raise NotImplementedError(f"A {type(self).__name__} has no `propose`.")
 
-    def propose_rows(self, target: Target, wanted: Sequence[DraftsWanted]) -> list[DraftTree]:
-        """Draft for several texts, as [`propose`] does for one. By default one after the other; a drafter that can
-        draft for all in one pass overrides it."""
-        return [self.propose(target, *each) for each in wanted]
+    def propose_batch(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """Draft as [`propose`] does, for several sequences that share their rounds: one after the other, where a
+        drafter knows no way to draft them in one pass."""
+        return [self.propose(target, *each) for each in requests]
 
-    def observe(self, context: Any, tree: DraftTree, logits: torch.Tensor, accepted: list[int]) -> None:
-        """Get the target's logits of a round: for drafters that learn while they serve. The rounds of a drafter with
-        this method do not run in inference mode, whose tensors cannot be learned from ([`~decoding.inference_mode`]).
+    def observed(self, target: PreTrainedModel, do_sample: bool) -> Observer | None:
+        """Return who hears of a sequence that begins; `None` for nobody.
 
         Args:
-            context: The sequence's.
-            tree: The drafts.
-            logits: The target's, after the anchor and after each node, `[nodes + 1, config.vocab_size]`, float32.
-            accepted: The accepted nodes, from the anchor on.
+            target: The target.
+            do_sample: Whether its text is drawn at random.
         """
-
-    @property
-    def hears(self) -> bool:
-        """Whether the drafter has an [`observe`] of its own, which may keep what it gets."""
-        return getattr(self.observe, "__func__", None) is not Drafter.observe
+        if self.observer is not None:
+            return self.observer.begin(target, do_sample)
+        listens = getattr(self, "observe", None)  # as drafters did until 0.3
+        if listens is None:
+            return None
+        warnings.warn(
+            f"`{type(self).__name__}.observe` is called after each round. From 0.4 on it is not: set "
+            "`drafter.observer` to an `Observer` whose `add_round` does the same.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        observer = Observer()
+        observer.add_round = listens  # type: ignore[method-assign]
+        return observer
 
     # Use with a target
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -44,8 +44,12 @@ _WITHOUT_TEXT = {
 
 def without_state(processors: LogitsProcessorList) -> LogitsProcessorList:
     """Those of `processors`, in their order, that are transformers' own and known to keep no state."""
-    known = {getattr(stock, name, None) for name in _STATELESS}  # not every version has each
-    return LogitsProcessorList(_for_paths(processor) for processor in processors if type(processor) in known)
+    return LogitsProcessorList(_for_paths(processor) for processor in processors if type(processor) in _known_types())
+
+
+@cache
+def _known_types() -> set[type]:
+    return {getattr(stock, name) for name in _STATELESS if hasattr(stock, name)}  # not every version has each
 
 
 def _for_paths(processor: Any) -> Any:
@@ -59,42 +63,43 @@ def _for_paths(processor: Any) -> Any:
     return of_paths
 
 
-class Schedule(Protocol):
+class ChainAdmission(Protocol):
     """Admits the drafts of a chain one by one ([`~auto.policies.ChainPolicy`])."""
 
     def is_open(self) -> bool: ...
     def admits(self, signal: float) -> bool: ...
 
 
+@dataclass(frozen=True)
 class DraftSampler:
-    """Draws drafted tokens of one row as its request draws text.
+    """How a request's drafts are drawn in a round: as it draws text, a chain of them or a tree.
 
     Args:
-        processors: The request's.
+        processors: The request's; those stay that may run on drafts.
         do_sample: Whether it samples.
         tree_budget: The most nodes of a draft tree; `None` for chains.
-        schedule: Admits the drafts of a chain one by one; `None` for as many as are asked for.
-
-    Attributes:
-        admission: Of the nodes of a tree; `None` for as many as are asked for.
+        chain_admission: Who admits the drafts of a chain one by one; `None` for as many as are asked for.
+        node_admission: Who admits the nodes of a tree; `None` for as many as are asked for.
         has_all_processors: Whether all of the request's may run on drafts.
     """
 
-    def __init__(
-        self,
-        processors: LogitsProcessorList,
-        do_sample: bool,
-        tree_budget: int | None = None,
-        schedule: Schedule | None = None,
-    ) -> None:
-        self.processors, self.do_sample = without_state(processors), do_sample
-        self.has_all_processors = len(self.processors) == len(processors)
-        self.tree_budget, self.schedule = tree_budget, schedule
-        self.admission: Admission | None = None
+    processors: LogitsProcessorList
+    do_sample: bool
+    tree_budget: int | None = None
+    chain_admission: ChainAdmission | None = None
+    node_admission: Admission | None = None
+    has_all_processors: bool = True
+
+    def __post_init__(self) -> None:
+        may_run = without_state(self.processors)
+        object.__setattr__(
+            self, "has_all_processors", self.has_all_processors and len(may_run) == len(self.processors)
+        )
+        object.__setattr__(self, "processors", may_run)
 
     def is_open(self) -> bool:
         """Whether a chain is to have one more draft, by what is known without it."""
-        return self.schedule is None or self.schedule.is_open()
+        return self.chain_admission is None or self.chain_admission.is_open()
 
     def scored(self, prefixes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """What drafts are drawn by after prefixes.
@@ -164,20 +169,20 @@ class DraftSampler:
             return self.grow(
                 ids, logits.shape[1], lambda k, tokens, _: DraftStep(logits[:, k].expand(len(tokens), -1))
             )
-        if not (self.do_sample or len(self.processors) or self.schedule):
+        if not (self.do_sample or len(self.processors) or self.chain_admission):
             return DraftTree.chain(logits.argmax(-1)[0])
         scores = self.scored(ids.expand(logits.shape[1], -1), logits[0])
-        scores = scores if self.schedule is None else scores[: self._admitted(scores, self.schedule)]
+        scores = scores if self.chain_admission is None else scores[: self._admitted(scores, self.chain_admission)]
         if not self.do_sample:
             return DraftTree.chain(scores.argmax(-1))
         q = scores.softmax(-1)
         return DraftTree.chain(sample_index(q).squeeze(1), q.unbind())
 
     @staticmethod
-    def _admitted(scores: torch.Tensor, schedule: Schedule) -> int:
+    def _admitted(scores: torch.Tensor, admission: ChainAdmission) -> int:
         """How many drafts that are drawn by `scores`, `[drafts, config.vocab_size]`, are drawn at all."""
         signals = signals_of(scores)
-        ends = (k for k, signal in enumerate(signals) if not (schedule.is_open() and schedule.admits(signal)))
+        ends = (k for k, signal in enumerate(signals) if not (admission.is_open() and admission.admits(signal)))
         return next(ends, len(signals))
 
     def grow(self, ids: torch.Tensor, count: int, steps: Steps, width: int | None = None) -> DraftTree:
@@ -195,9 +200,9 @@ class DraftSampler:
             return self._path(ids, count, steps)
         scored = partial(self.scored_after, ids)
         if self.do_sample:
-            return drawn(ids, count, self.tree_budget, steps, scored, self.admission)
+            return drawn(ids, count, self.tree_budget, steps, scored, self.node_admission)
         going_on = width or width_for(self.tree_budget)
-        return most_probable(ids, count, self.tree_budget, steps, scored, going_on, width, self.admission)
+        return most_probable(ids, count, self.tree_budget, steps, scored, going_on, width, self.node_admission)
 
     def _path(self, ids: torch.Tensor, count: int, steps: Steps) -> DraftTree:
         q: list[torch.Tensor | None] = []
@@ -209,7 +214,7 @@ class DraftSampler:
             step = steps(k, token, row)
             scores = self.scored_after(ids, drafts, step.logits)
             # By what is known before the token is drawn: afterwards it would be chosen by what it is.
-            if self.schedule is not None and not self.schedule.admits(signals_of(scores)[0]):
+            if self.chain_admission is not None and not self.chain_admission.admits(signals_of(scores)[0]):
                 break
             token, drawn_from = self.draw(scores)
             drafts, q = torch.cat([drafts, token[:, None]], dim=1), [*q, drawn_from]
@@ -218,13 +223,13 @@ class DraftSampler:
         return replace(tree, confidence=torch.cat(confidence)) if confidence else tree
 
 
-class DraftsWanted(NamedTuple):
-    """What a drafter's [`~drafters.base.Drafter.propose`] is called with for one text, beside the target."""
+class DraftRequest(NamedTuple):
+    """What a drafter's [`~drafters.base.Drafter.propose`] is called with for one sequence, beside the target."""
 
     context: Any
     ids: torch.Tensor
     position_ids: torch.Tensor
-    drafts: int
+    num_drafts: int
     sampler: DraftSampler
 
 
@@ -263,26 +268,26 @@ def _wrong_with(tree: Any, vocab_size: int) -> str:
     return ""
 
 
-def chains_in_step(wanted: Sequence[DraftsWanted], steps: Steps) -> list[DraftTree]:
+def chains_in_step(requests: Sequence[DraftRequest], steps: Steps) -> list[DraftTree]:
     """Chains of several texts from logits that know the drafts before, one draft of all at a time.
 
     Args:
-        wanted: One per text, for chains without a schedule.
+        requests: One for each, for chains that nobody admits draft by draft.
         steps: The drafter, with the texts as paths.
     """
-    tokens = torch.cat([each.ids[:, -1] for each in wanted])
-    drafts, rows = tokens.new_empty(len(wanted), 0), torch.arange(len(wanted), device=tokens.device)
-    is_plain = all(not each.sampler.do_sample and not len(each.sampler.processors) for each in wanted)
-    drawn_from: list[list[torch.Tensor | None]] = [[] for _ in wanted]
+    tokens = torch.cat([each.ids[:, -1] for each in requests])
+    drafts, rows = tokens.new_empty(len(requests), 0), torch.arange(len(requests), device=tokens.device)
+    is_plain = all(not each.sampler.do_sample and not len(each.sampler.processors) for each in requests)
+    drawn_from: list[list[torch.Tensor | None]] = [[] for _ in requests]
     confidence: list[torch.Tensor] = []
-    for k in range(max(each.drafts for each in wanted)):
+    for k in range(max(each.num_drafts for each in requests)):
         step = steps(k, tokens, rows)
         if is_plain:
             tokens = step.logits.argmax(-1).to(tokens.device)
         else:
             draws = [
                 each.sampler.draw(each.sampler.scored_after(each.ids, drafts[row][None], step.logits[row][None]))
-                for row, each in enumerate(wanted)
+                for row, each in enumerate(requests)
             ]
             tokens = torch.cat([token for token, _ in draws])
             for row, (_, q) in enumerate(draws):
@@ -290,11 +295,11 @@ def chains_in_step(wanted: Sequence[DraftsWanted], steps: Steps) -> list[DraftTr
         drafts = torch.cat([drafts, tokens[:, None]], dim=1)
         confidence += [] if step.confidence is None else [step.confidence]
     trees = []
-    for row, each in enumerate(wanted):
+    for row, each in enumerate(requests):
         tree = DraftTree.chain(
-            drafts[row, : each.drafts], drawn_from[row][: each.drafts] if each.sampler.do_sample else None
+            drafts[row, : each.num_drafts], drawn_from[row][: each.num_drafts] if each.sampler.do_sample else None
         )
-        sure = torch.stack([of_step[row] for of_step in confidence[: each.drafts]]) if confidence else None
+        sure = torch.stack([of_step[row] for of_step in confidence[: each.num_drafts]]) if confidence else None
         trees.append(replace(tree, confidence=sure))
     return trees
 

@@ -1,7 +1,6 @@
 """How many drafts the rows of a batch make: what pays, settled before any is drawn, the same for all."""
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,35 +9,26 @@ from hf_hyperdflash import bind
 from hf_hyperdflash.auto.acceptance import PositionAcceptance
 from hf_hyperdflash.auto.policies import BatchPolicy, DraftingStats
 from hf_hyperdflash.decoding import bind as binding
-from hf_hyperdflash.decoding.batch import decoding as batch_decoding
+from hf_hyperdflash.decoding import loop as decoding
 from hf_hyperdflash.decoding.bind import capture_residual
 from hf_hyperdflash.decoding.stats import keep_trees
 
 from ..conftest import prompt, tiny_drafter
 from ..helpers import families
+from ..helpers.schedules import outcome
 from ..helpers.tree_drafters import KeepsByContext, RandomChains
 
 PLAIN, START = 0.020, 0.024  # seconds of a round: without the drafter and with it, but for its drafts
 
 
-def fake_rows(count: int, room: int = 8):
-    return [
-        SimpleNamespace(row=SimpleNamespace(length=100, finished=False), room=lambda: room, schedule=None)
-        for _ in range(count)
-    ]
-
-
 def simulated(known: DraftingStats, size: int, rounds: int, chance: float, each: float, seed: int = 0):
     """Tokens of a row and seconds of rounds whose drafts are accepted by `chance` and take `each` more."""
-    generator, rows = torch.Generator().manual_seed(seed), fake_rows(size)
-    schedule, tokens, spent = BatchPolicy(known, rows), 0.0, 0.0
+    generator, policy, tokens, spent = torch.Generator().manual_seed(seed), BatchPolicy(known), 0.0, 0.0
     for _ in range(rounds):
-        schedule.begin(rows)
-        made = [row.schedule.begin(100, 8) for row in rows]
-        assert len(set(made)) == 1  # the forward is as wide as the widest row
-        kept = [sum((torch.rand(n, generator=generator) < chance).long().cumprod(0).tolist()) for n in made]
-        took = START + each * made[0] if rows[0].schedule.is_asked else PLAIN
-        schedule.end(rows, made, kept, took)
+        made = policy.begin(100, [8] * size)
+        kept = (torch.rand(size, made, generator=generator) < chance).long().cumprod(1).sum(1).tolist()
+        took = START + each * made if policy.is_asked else PLAIN
+        policy.end([outcome(made, accepted) for accepted in kept], took)
         tokens, spent = tokens + 1 + sum(kept) / size, spent + took
     return tokens, spent
 
@@ -84,35 +74,32 @@ def test_a_round_of_many_rows_tells_more_than_one_of_few():
 
 def test_a_batch_that_asks_its_drafter_makes_a_draft():
     """Also where none seems to pay: whether that is so is judged by what such a round took."""
-    known, rows = DraftingStats(), fake_rows(3)
-    policy = BatchPolicy(known, rows)
+    policy = BatchPolicy(DraftingStats())
     policy._policy_for(3).admits = lambda position: False
-    policy.begin(rows)
-    assert [row.schedule.drafts for row in rows] == [1, 1, 1]
+    assert policy.begin(100, [8] * 3) == 1
 
 
 def test_rows_are_counted_by_the_drafts_that_they_made():
     """A row with less room, or a drafter that makes fewer drafts than it is asked for, rejects none of the others."""
-    known, rows = DraftingStats(), fake_rows(3)
-    schedule = BatchPolicy(known, rows)
+    known = DraftingStats()
+    policy = BatchPolicy(known)
     survival, heard = PositionAcceptance(), []
     survival.observe = lambda position, accepted: heard.append((position, accepted))
     known.batches[2] = DraftingStats(survival)
-    schedule.begin(rows)
-    assert [row.schedule.begin(100, room) for row, room in zip(rows, (8, 2, 6))] == [8, 2, 6]
-    rows[2].row.finished = True  # by a stop: what follows was not rejected
-    schedule.end(rows, [8, 2, 6], [3, 2, 1], 0.03)
+    assert policy.begin(100, [8, 2, 6]) == 8
+    by_a_stop = True  # what follows was not rejected
+    policy.end([outcome(8, 3), outcome(2, 2), outcome(6, 1, by_a_stop)], 0.03)
     assert sorted(heard) == [(0, True)] * 3 + [(1, True)] * 2 + [(2, True), (3, False)]
 
 
-class RandomSchedule(BatchPolicy):
+class RandomPolicy(BatchPolicy):
     """Any number of drafts in any round, often none."""
 
-    def begin(self, rows):
-        super().begin(rows)
+    def begin(self, length, rooms):
+        super().begin(length, rooms)
         drafts = chance.choice([0, 0, 1, 3, 6])
-        for row in rows:
-            row.schedule.drafts = drafts
+        self.is_asked = drafts > 0
+        return drafts
 
 
 chance = random.Random(0)
@@ -123,13 +110,13 @@ def test_greedy_text_is_the_targets_whatever_is_drafted(family, monkeypatch):
     """Also that of a drafter which sleeps and wakes: it has the whole of each row's residual then."""
 
     class Listener(KeepsByContext, RandomChains):
-        def propose_rows(self, target, wanted):
+        def propose_batch(self, target, wanted):
             for each in wanted:
                 told = torch.cat([following for *_, following in each.context.seen], dim=1)
                 assert told[0].tolist() == each.ids[0, 1:].tolist()
-            return super().propose_rows(target, wanted)
+            return super().propose_batch(target, wanted)
 
-    monkeypatch.setattr(batch_decoding, "BatchPolicy", RandomSchedule)
+    monkeypatch.setattr(decoding, "BatchPolicy", RandomPolicy)
     torch.manual_seed(0)
     target = bind(family().eval())
     rows = [prompt(length, seed=length)[0] for length in (9, 9, 9)]

@@ -6,7 +6,6 @@ import math
 import pickle
 import random
 from collections import defaultdict
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter
 from hf_hyperdflash.auto.costs import RoundCosts
 from hf_hyperdflash.auto.policies import ChainPolicy, DraftingStats, FixedPolicy, NodePolicy, Probes, TreePolicy
 from hf_hyperdflash.decoding import bind as binding
+from hf_hyperdflash.decoding import continuation
 from hf_hyperdflash.decoding import loop as decoding
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
@@ -30,6 +30,7 @@ from ..helpers.draft_trees import SAMPLING_RULES, steps_by
 from ..helpers.enumerated_draws import every_outcome
 from ..helpers.families import qwen3
 from ..helpers.headed_drafters import headed
+from ..helpers.schedules import outcome
 from ..helpers.unrolled import unrolled
 
 PLAIN, START, EACH = 0.020, 0.026, 0.002  # seconds of a round: without its drafter, with it, and of each draft
@@ -53,10 +54,10 @@ def begun(known: DraftingStats, room: int = 8) -> ChainPolicy:
     """In a round that is not its generation's first."""
     policy = ChainPolicy(known)
     tokens, rounds = known.tokens, known.rounds
-    policy.begin(99, room)
-    policy.end(0, 0, seconds(0), False)
+    policy.begin(99, [room])
+    policy.end([outcome(0, 0)], seconds(0))
     known.is_drafting, known.probes = True, Probes(64, 256)
-    assert policy.begin(100, room) == room
+    assert policy.begin(100, [room]) == room
     assert (tokens, rounds) == (known.tokens, known.rounds)
     return policy
 
@@ -110,7 +111,7 @@ def test_only_drafts_whose_fate_is_known_are_counted():
         known.acceptance.observe = lambda signal, right, heard=heard: heard.append((signal, right))
         signals = [0.9, 0.91, 0.92, 0.93]
         assert all(map(schedule.admits, signals))
-        schedule.end(4, accepted, 0.03, is_last)
+        schedule.end([outcome(4, accepted, is_last)], 0.03)
         assert heard == list(zip(signals, map(bool, told)))
 
 
@@ -160,14 +161,14 @@ def test_slow_first_rounds_do_not_make_many_drafts_dear():
     known = DraftingStats()
     schedule, seen, made = ChainPolicy(known), set(), []
     for _ in range(60):
-        count, drafts = schedule.begin(100, 8), 0
+        count, drafts = schedule.begin(100, [8]), 0
         while drafts < count and schedule.is_open() and schedule.admits(0.9):
             drafts += 1
         key = drafts if count else None
         took = seconds(key) * (1 if key in seen or key is None else 2)
         seen.add(key)
         made.append(drafts)
-        schedule.end(drafts, drafts, took, False)
+        schedule.end([outcome(drafts, drafts)], took)
     assert made[-20:] == [8] * 20
     predicted = known.costs.predict(100, 8)
     assert predicted[8] == pytest.approx(seconds(8) / PLAIN, rel=0.1)
@@ -177,25 +178,25 @@ def test_what_is_not_known_is_tried():
     known, tried = DraftingStats(), []
     schedule = ChainPolicy(known)
     for _ in range(12):
-        count = schedule.begin(100, 8)
+        count = schedule.begin(100, [8])
         tried.append(count)
         drafts = 0
         while drafts < count and schedule.is_open() and schedule.admits(0.99):
             drafts += 1
-        schedule.end(drafts, drafts, seconds(drafts if count else None), False)
+        schedule.end([outcome(drafts, drafts)], seconds(drafts if count else None))
     assert tried == [8, 8, 0, 8, 4, *[8] * 7]  # the first two take longer than others, and count for nothing
     assert known.costs.predict(100, 4)[4] == pytest.approx(seconds(4) / PLAIN, rel=0.12)
     schedule = ChainPolicy(known)  # the next generation knows
-    assert [schedule.begin(100, 8), schedule.begin(100, 3)] == [8, 3]
+    assert [schedule.begin(100, [8]), schedule.begin(100, [3])] == [8, 3]
 
 
 def test_a_drafter_of_one_token_is_not_tried_for_ever():
     known = DraftingStats()
     schedule = ChainPolicy(known)
     for _ in range(14):
-        count = schedule.begin(100, 1)
+        count = schedule.begin(100, [1])
         admitted = count and schedule.admits(0.9)
-        schedule.end(int(admitted), int(admitted), seconds(int(admitted) if count else None), False)
+        schedule.end([outcome(int(admitted), int(admitted))], seconds(int(admitted) if count else None))
     assert known.rounds >= 4
 
 
@@ -211,7 +212,7 @@ def test_a_round_is_judged_half_by_what_was_expected_of_its_drafts(accepted):
         expected = first + first * known.acceptance(0.8)
         assert policy.admits(0.9) and policy.admits(0.8) and expected != pytest.approx(accepted)
         known.is_drafting = pays
-        policy.end(2, accepted, seconds(2), True)
+        policy.end([outcome(2, accepted, True)], seconds(2))
         assert known.tokens == pytest.approx(1 + ((accepted + expected) / 2 if pays else accepted))
         assert known.cost == pytest.approx(seconds(2) / PLAIN, rel=0.05)
 
@@ -220,7 +221,7 @@ def test_a_probe_of_a_drafter_that_does_not_pay_makes_two_drafts():
     known = experienced()
     known.is_drafting, known.probes = False, Probes(1, 1)
     policy = ChainPolicy(known)
-    assert policy.begin(100, 8) == 8
+    assert policy.begin(100, [8]) == 8
     assert [policy.is_open() and policy.admits(0.001) for _ in range(3)] == [True, True, False]
 
 
@@ -238,15 +239,15 @@ def test_the_first_trial_tells_nothing_of_costs():
     known.costs.observe = lambda *told: heard.append(told[1])
     policy = ChainPolicy(known)
     for _ in range(5):  # the first of the generation, and four trials
-        policy.begin(100, 8)
-        policy.end(8 if policy.is_asked else 0, 0, 0.02, False)
+        policy.begin(100, [8])
+        policy.end([outcome(8 if policy.is_asked else 0, 0)], 0.02)
     assert heard == [None, 8, 8]
 
 
 def test_what_a_round_without_drafts_brought_is_what_counts():
     known = experienced()
     schedule, known.rounds = begun(known), 0
-    schedule.end(0, 0, seconds(0), False)
+    schedule.end([outcome(0, 0)], seconds(0))
     assert known.tokens == 1
 
 
@@ -255,12 +256,12 @@ def simulated(known: DraftingStats, rounds: int, chance: float, generator: torch
     `noise` apart, as standard deviation of their logarithm."""
     schedule, tokens, spent = ChainPolicy(known), 0, 0.0
     for _ in range(rounds):
-        count, drafts = schedule.begin(100, 8), 0
+        count, drafts = schedule.begin(100, [8]), 0
         while drafts < count and schedule.is_open() and schedule.admits(0.5):
             drafts += 1
         accepted = next((k for k in range(drafts) if torch.rand((), generator=generator) >= chance), drafts)
         took = seconds(drafts if count else None) * math.exp(noise * float(torch.randn((), generator=generator)))
-        schedule.end(drafts, accepted, took, False)
+        schedule.end([outcome(drafts, accepted)], took)
         tokens, spent = tokens + 1 + accepted, spent + took
     return tokens, spent
 
@@ -284,13 +285,13 @@ def test_a_drafter_that_pays_a_little_is_not_given_up_by_bad_luck():
         known, generator = DraftingStats(), torch.Generator().manual_seed(seed)
         schedule = ChainPolicy(known)
         for _ in range(400):
-            count = schedule.begin(100, 8)
+            count = schedule.begin(100, [8])
             admitted = 0
             while schedule.is_open() and count and admitted < 2 and schedule.admits(0.9):
                 admitted += 1
             accepted = sum((torch.rand(2, generator=generator) < 0.5).long().cumprod(0).tolist()) if count else 0
             asked += bool(count)
-            schedule.end(2 if count else 0, min(accepted, admitted), 0.0318 if count else PLAIN, False)
+            schedule.end([outcome(2 if count else 0, min(accepted, admitted))], 0.0318 if count else PLAIN)
     assert asked > 0.8 * 4000
 
 
@@ -335,13 +336,13 @@ def test_a_round_that_drafts_all_has_all_the_room_and_no_more():
     schedule = ChainPolicy(known)
     for i in range(1000):
         room = 0 if i in (3, 4, 5, 6) else 8
-        count, drafts = schedule.begin(100, room), 0
+        count, drafts = schedule.begin(100, [room]), 0
         assert count <= room
         while drafts < count and schedule.is_open() and schedule.admits(0.01):  # not worth a second one
             drafts += 1
         all_ += [drafts] if known.drafts_all() else []
         known.is_drafting = True
-        schedule.end(drafts, drafts, seconds(drafts if schedule.is_asked else None), False)
+        schedule.end([outcome(drafts, drafts)], seconds(drafts if schedule.is_asked else None))
     assert len(all_) > 10 and set(all_) == {8}
 
 
@@ -349,12 +350,12 @@ def test_where_drafting_pays_rounds_without_it_are_rare():
     known, generator = DraftingStats(), torch.Generator().manual_seed(0)
     schedule, plain = ChainPolicy(known), 0
     for _ in range(4000):
-        count, drafts = schedule.begin(100, 8), 0
+        count, drafts = schedule.begin(100, [8]), 0
         plain += not count
         while drafts < count and schedule.is_open() and schedule.admits(0.5):
             drafts += 1
         accepted = sum((torch.rand(drafts, generator=generator) < 0.9).long().cumprod(0).tolist())
-        schedule.end(drafts, accepted, seconds(drafts if count else None), False)
+        schedule.end([outcome(drafts, accepted)], seconds(drafts if count else None))
     assert 10 < plain < 4000 / 128
 
 
@@ -384,15 +385,15 @@ def law_of(drafted, rule) -> dict[tuple[int, ...], float]:
         return tuple(written[:3])
 
     law: dict[tuple[int, ...], float] = defaultdict(float)
-    for probability, outcome in every_outcome(text):
-        law[outcome] += probability
+    for probability, written in every_outcome(text):
+        law[written] += probability
     return law
 
 
 def drafted_by(schedule_of):
     def drafted() -> DraftTree:
         schedule = schedule_of()
-        sampler = DraftSampler(LogitsProcessorList(), True, schedule=schedule)
+        sampler = DraftSampler(LogitsProcessorList(), True, chain_admission=schedule)
         path: list[int] = []
 
         def steps(k, tokens, rows) -> DraftStep:
@@ -524,7 +525,7 @@ def test_what_a_sleeping_drafter_takes_in_late(make, wait, monkeypatch):
         return_dict_in_generate=True,
     )  # fmt: skip
     assert torch.equal(slept.sequences, awake.sequences)
-    contexts = [decoding.context_of(cache_of(out), drafter) for out in (slept, awake)]
+    contexts = [continuation.context_of(cache_of(out), drafter) for out in (slept, awake)]
     assert contexts[0].end == contexts[1].end == cache_of(slept).get_seq_length()
     if missing:
         return
@@ -550,7 +551,7 @@ def test_a_sleeping_drafter_has_its_text_where_the_text_ends(target, monkeypatch
             ids, assistant_model=drafter, num_assistant_tokens="auto", max_new_tokens=length, do_sample=False,
             return_dict_in_generate=True,
         )  # fmt: skip
-        context = decoding.context_of(cache_of(out), drafter)
+        context = continuation.context_of(cache_of(out), drafter)
         assert context.end == cache_of(out).get_seq_length() == 11 + length
 
 
@@ -696,9 +697,9 @@ def test_text_of_trees_of_any_size(target, kind, do_sample, monkeypatch):
     known, verified = DraftingStats(), []
     end = TreePolicy.end
 
-    def listened(self, drafts, *rest):
-        verified.append((self._chosen is self.trees, drafts))
-        end(self, drafts, *rest)
+    def listened(self, outcomes, seconds):
+        verified.append((self._chosen is self.trees, len(outcomes[0].tree)))
+        end(self, outcomes, seconds)
 
     monkeypatch.setattr(TreePolicy, "end", listened)
     monkeypatch.setattr(binding, "DraftingStats", lambda: known)
@@ -727,8 +728,8 @@ def test_trees_that_cannot_be_verified_are_chains_that_pay(monkeypatch, caplog):
 def test_a_round_without_room_is_one_without_the_drafter(nodes):
     """As the last of a text is: nothing is asked, no trial is spent, and its seconds are a plain round's."""
     stats = DraftingStats()
-    policy = NodePolicy(stats, SimpleNamespace()) if nodes else ChainPolicy(stats)
+    policy = NodePolicy(stats) if nodes else ChainPolicy(stats)
     for _ in range(12):
-        assert policy.begin(30, 0) == 0 and not policy.is_asked
-        policy.end(0, 0, 0.01, is_last=False)
+        assert policy.begin(30, [0]) == 0 and not policy.is_asked
+        policy.end([outcome(0, 0)], 0.01)
     assert stats.trials == 0 and not stats.is_tried

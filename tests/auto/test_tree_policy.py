@@ -8,21 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LogitsProcessorList
 
 from hf_hyperdflash.auto.acceptance import NodeAcceptance
-from hf_hyperdflash.auto.policies import MOST_NODES, DraftingStats, NodePolicy, TreePolicy
-from hf_hyperdflash.trees.growth import Admission
+from hf_hyperdflash.auto.policies import MOST_NODES, DraftingStats, NodePolicy, Outcome, TreePolicy
+from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
+
+from ..helpers.schedules import outcome
 
 PLAIN, START = 0.020, 0.026  # seconds of a round without its drafter, and with it
 ROOM = 8
 
 
-@dataclass
-class Sampler:
-    tree_budget: int | None = None
-    schedule: Any = None
-    admission: Admission | None = None
+SAMPLER = DraftSampler(LogitsProcessorList(), do_sample=False)
 
 
 @dataclass
@@ -56,26 +55,28 @@ class World:
         return max((1 + self.tree(0.0, n)[1]) / (START + n * self.of_node) for n in range(1, MOST_NODES + 1))
 
 
-def run(world: World, schedule: Any, sampler: Sampler, rounds: int, draw: random.Random) -> tuple[float, float, int]:
+def run(world: World, policy: Any, rounds: int, draw: random.Random) -> tuple[float, float, int]:
     """Tokens, seconds and how many rounds had trees."""
     tokens = spent = 0.0
     trees = 0
     for _ in range(rounds):
-        count = schedule.begin(100, ROOM)
-        if count and sampler.tree_budget is not None:
+        count = policy.begin(100, [ROOM])
+        sampler = policy.sampler(SAMPLER) if count else SAMPLER
+        if sampler.tree_budget is not None:
             trees += 1
-            nodes, gain = world.tree(sampler.admission.least, sampler.tree_budget)
+            nodes, gain = world.tree(sampler.node_admission.least, sampler.tree_budget)
             brought = min(nodes, int(gain) + (draw.random() < gain % 1))
             took = START + nodes * world.of_node
         else:
             nodes = brought = 0
-            while count and nodes < count and sampler.schedule.is_open() and sampler.schedule.admits(world.chance):
+            admission = sampler.chain_admission
+            while nodes < count and admission.is_open() and admission.admits(world.chance):
                 nodes += 1
             while brought < nodes and draw.random() < world.chance:
                 brought += 1
             took = START + nodes * world.of_draft if count else PLAIN
         took *= 0.95 + 0.1 * draw.random()
-        schedule.end(nodes, brought, took, False)
+        policy.end([outcome(nodes, brought)], took)
         tokens, spent = tokens + 1 + brought, spent + took
     return tokens, spent, trees
 
@@ -93,48 +94,41 @@ def run(world: World, schedule: Any, sampler: Sampler, rounds: int, draw: random
     ids=str,
 )
 def test_what_is_fastest_is_drafted(world, has_trees):
-    sampler = Sampler()
-    schedule, draw = TreePolicy(DraftingStats(), sampler), random.Random(1)
-    run(world, schedule, sampler, 500, draw)
-    tokens, spent, trees = run(world, schedule, sampler, 3000, draw)
+    policy, draw = TreePolicy(DraftingStats()), random.Random(1)
+    run(world, policy, 500, draw)
+    tokens, spent, trees = run(world, policy, 3000, draw)
     assert tokens / spent > 0.95 * world.best()
     assert has_trees is None or (trees > 2000) == has_trees
 
 
 def test_a_hopeless_drafter_costs_little():
-    sampler = Sampler()
-    tokens, spent, _ = run(World(0.0, 0.0), TreePolicy(DraftingStats(), sampler), sampler, 400, random.Random(2))
+    tokens, spent, _ = run(World(0.0, 0.0), TreePolicy(DraftingStats()), 400, random.Random(2))
     assert spent < 1.05 * 400 * PLAIN and tokens == 400
 
 
 def test_it_drafts_again_where_the_text_changes():
-    sampler, draw = Sampler(), random.Random(4)
-    schedule = TreePolicy(DraftingStats(), sampler)
-    run(World(0.0, 0.0), schedule, sampler, 1000, draw)
+    policy, draw = TreePolicy(DraftingStats()), random.Random(4)
+    run(World(0.0, 0.0), policy, 1000, draw)
     good = World(0.6, 0.95)
-    run(good, schedule, sampler, 3000, draw)
-    tokens, spent, trees = run(good, schedule, sampler, 1000, draw)
+    run(good, policy, 3000, draw)
+    tokens, spent, trees = run(good, policy, 1000, draw)
     assert tokens / spent > 0.9 * good.best() and trees > 700
 
 
 def test_the_slower_way_is_looked_at_again():
     """Of trees nothing is heard while chains are drafted."""
-    sampler, draw = Sampler(), random.Random(6)
-    schedule = TreePolicy(DraftingStats(), sampler)
-    assert run(World(0.9, 0.7, of_node=0.002, of_draft=0.0004), schedule, sampler, 1500, draw)[2] < 300
+    policy, draw = TreePolicy(DraftingStats()), random.Random(6)
+    assert run(World(0.9, 0.7, of_node=0.002, of_draft=0.0004), policy, 1500, draw)[2] < 300
     wide = World(0.7, 0.97)
-    run(wide, schedule, sampler, 3000, draw)
-    assert run(wide, schedule, sampler, 1000, draw)[2] > 700
+    run(wide, policy, 3000, draw)
+    assert run(wide, policy, 1000, draw)[2] > 700
 
 
 def test_the_next_generation_knows_what_was_found():
     known, draw, good = DraftingStats(), random.Random(5), World(0.5, 0.95)
     for _ in range(20):
-        sampler = Sampler()
-        run(good, TreePolicy(known, sampler), sampler, 60, draw)
-        assert sampler.tree_budget == MOST_NODES  # between rounds there is room for the deepest
-    sampler = Sampler()
-    assert run(good, TreePolicy(known, sampler), sampler, 64, draw)[2] >= 40
+        run(good, TreePolicy(known), 60, draw)
+    assert run(good, TreePolicy(known), 64, draw)[2] >= 40
 
 
 def test_it_learns_of_the_children_of_what_was_accepted():
@@ -155,9 +149,8 @@ def test_it_learns_of_the_children_of_what_was_accepted():
         (True, [([0.5, 0.25], 1, False), ([0.75, 0.125], 0, False)]),
     ):
         survival = Heard()
-        NodePolicy(DraftingStats(survival), Sampler()).learn(tree, [1, 2], is_last)
+        NodePolicy(DraftingStats(survival)).learn(Outcome(tree, [1, 2], is_last))
         assert survival.heard == expected
     survival = Heard()
-    schedule = NodePolicy(DraftingStats(survival), Sampler())
-    schedule.learn(DraftTree.chain(torch.arange(2)), [0], False)
+    NodePolicy(DraftingStats(survival)).learn(outcome(2, 1))
     assert survival.heard == []

@@ -80,7 +80,7 @@ def test_an_adaptive_method_learns_from_its_own_texts(pair, data, tmp_path):
     assert len(heard) == 1 and len(heard[0].log) == len(texts) and any(decision.arm for decision in heard[0].log)
     assert {record["identical"] for record in records} == {None, True}
     assert runs[0]["methods"]["Learns (3, adaptive)"].endswith("parameters, learns while it serves")
-    assert own.learner is None and drafter.learner is None
+    assert own.observer is None and drafter.observer is None
 
 
 def test_every_method_runs_every_turn_and_writes_the_targets_text(pair, data, tmp_path):

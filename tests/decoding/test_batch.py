@@ -30,7 +30,7 @@ from hf_hyperdflash.decoding.bind import capture_residual
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.drafters.blocks.path import BlockPath
 from hf_hyperdflash.drafters.parts.heads import HEADS
-from hf_hyperdflash.drafters.sampling import DraftSampler, DraftsWanted
+from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 from hf_hyperdflash.targets.caches.ragged import RaggedCache, RaggedLayer
 from hf_hyperdflash.targets.registry import target_of
@@ -301,7 +301,7 @@ def test_a_criterion_made_for_the_batch_is_told_apart(qwen3):
 
     ids, mask, _ = padded()
     options = dict(attention_mask=mask, max_new_tokens=4, stopping_criteria=StoppingCriteriaList([AllRows()]))
-    with pytest.raises(ValueError, match=r"\(AllRows\) looks at rows that are not there.*`stop_strings`"):
+    with pytest.raises(ValueError, match=r"\(AllRows\) looks at texts that are not there.*`stop_strings`"):
         qwen3.generate(ids, assistant_model=RandomChains(qwen3, []), **options)
 
 
@@ -425,11 +425,11 @@ def test_one_pass_drafts_for_each_text_what_a_pass_of_its_own_would(qwen3, field
                 context.end = end
             count = most - row if kind == 0 else most
             everywhere = torch.arange(end + 1)[None]
-            wanted.append(DraftsWanted(context, text, everywhere, count, samplers[kind]))
+            wanted.append(DraftRequest(context, text, everywhere, count, samplers[kind]))
         alone = [
             drafter.propose(target_of(qwen3), *each._replace(context=copy.deepcopy(each.context))) for each in wanted
         ]
-        trees = drafter.propose_rows(target_of(qwen3), wanted)
+        trees = drafter.propose_batch(target_of(qwen3), wanted)
         for each, own in zip(trees, alone):
             assert each.tokens.tolist() == own.tokens.tolist() and each.parents == own.parents
             assert (each.confidence is None) == (own.confidence is None)
@@ -450,11 +450,11 @@ def test_a_draft_is_drawn_from_what_its_tree_says(qwen3):
     for context in contexts:
         drafter.extend(target_of(qwen3), context, torch.zeros(1, 5, 1, 64), torch.arange(5)[None], ids[:1, 1:])
     wanted = [
-        DraftsWanted(context, row[None], torch.arange(6)[None], 3, sampler) for context, row in zip(contexts, ids)
+        DraftRequest(context, row[None], torch.arange(6)[None], 3, sampler) for context, row in zip(contexts, ids)
     ]
     observed, trees = Counter(), []
     for _ in range(600):
-        trees = drafter.propose_rows(target_of(qwen3), wanted)
+        trees = drafter.propose_batch(target_of(qwen3), wanted)
         observed[int(trees[1].tokens[0])] += 1
         assert all(len(tree.q) == 3 for tree in trees)
     assert_drawn_from(trees[1].q[0], observed)

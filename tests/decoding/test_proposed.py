@@ -72,9 +72,9 @@ def test_tokens_that_are_no_tensor_make_no_tree():
 def test_trees_of_a_batch_are_one_for_each_text(proposed, words):
     target = qwen3(2).eval()
     drafter = Returns(target, chain(5))
-    drafter.propose_rows = lambda *_: proposed
+    drafter.propose_batch = lambda *_: proposed
     drafter.bind(target)
     with pytest.raises(
-        ValueError, match=f"`propose_rows` of the drafter, a Returns, returned {words}: expected .* of 2"
+        ValueError, match=f"`propose_batch` of the drafter, a Returns, returned {words}: expected .* of 2"
     ):
         target.generate(prompt(9).expand(2, -1), assistant_model=drafter, do_sample=False, max_new_tokens=6)

@@ -15,7 +15,7 @@ from transformers import CLIPVisionConfig, DynamicCache, LlavaConfig, LlavaForCo
 
 from hf_hyperdflash import bind
 from hf_hyperdflash.decoding.rounds import ForkedRound, MaskedRound, verification_of
-from hf_hyperdflash.decoding.sequence import Row
+from hf_hyperdflash.decoding.tokens import TokenBuffer
 from hf_hyperdflash.targets.caches.deepseek_v4 import RewindableHCACacheLayer
 from hf_hyperdflash.targets.caches.name import CACHE
 from hf_hyperdflash.targets.registry import FAMILIES as KNOWN
@@ -43,11 +43,11 @@ def filled_cache(target, ids):
 def verified(target, kind, cache, row, tree):
     """A round, and its logits `[rows, vocabulary]`."""
     binding = target.hyperdflash_binding
-    round_ = kind(binding.target, tree, row.text.shape[1] - 1)
+    round_ = kind(binding.target, [row], [tree])
     capture = binding.residual.new_capture([-1])
     with binding.capturing_forward(capture, is_round=True):
-        outputs = target(**round_.inputs(row, {CACHE: cache, "use_cache": True}), return_dict=True)
-    return round_, round_.logits(outputs)[0], capture.pop()[0]
+        outputs = target(**round_.inputs({CACHE: cache, "use_cache": True}), return_dict=True)
+    return round_, round_.logits(outputs, 0)[0], capture.pop()[0]
 
 
 def from_scratch(target, ids):
@@ -58,7 +58,7 @@ def check_rounds(target, kind, ids, trees, chance, atol=2e-4):
     """Several rounds in a row: each node's logits, and what the cache goes on with."""
     bind(target)
     cache = filled_cache(target, ids[:, :-1])
-    row = Row(ids, 0, None, None)
+    row = TokenBuffer(ids, 0, None, None)
     for tree in trees:
         round_, logits, residual = verified(target, kind, cache, row, tree)
         for node in range(-1, len(tree)):
@@ -67,8 +67,8 @@ def check_rounds(target, kind, ids, trees, chance, atol=2e-4):
             torch.testing.assert_close(logits[node + 1], expected, atol=atol, rtol=1e-3)
         kept = [0, *(node + 1 for node in tree.path(chance.randrange(-1, len(tree))))]
         kept = kept[: chance.randint(1, len(kept))]
-        round_.keep(cache, kept)
-        residual = round_.kept_residual(residual, kept)
+        round_.accept(cache, [kept])
+        residual = round_.residual(residual, 0, kept)
         for row_ in kept[1:]:
             row.append(int(tree.tokens[row_ - 1]))
         assert cache.get_seq_length() == row.ids.shape[1] and residual.shape[:2] == (1, len(kept))
@@ -135,14 +135,14 @@ def copies_from_the_host(layers):
 
     target, copies = bind(tiny_target(layer_types=[CSA, HCA, SLIDING] * layers)), []
     ids, tree = prompt(15), DraftTree(torch.arange(2, 12), (-1, -1, 0, 1, 2, 3, 4, 5, 6, 7))
-    cache, row = filled_cache(target, ids[:, :-1]), Row(ids, 0, None, None)
+    cache, row = filled_cache(target, ids[:, :-1]), TokenBuffer(ids, 0, None, None)
     for layer in cache.layers:
         if isinstance(layer, RewindableHCACacheLayer):
             layer.store_compression_weights = counted(layer.store_compression_weights, Counted)
     round_, _, residual = verified(target, MaskedRound, cache, row, tree)
     with Counted():
-        round_.kept_residual(residual, [0, 2, 4])
-        round_.keep(cache, [0, 2, 4])
+        round_.residual(residual, 0, [0, 2, 4])
+        round_.accept(cache, [[0, 2, 4]])
     return len(copies)
 
 

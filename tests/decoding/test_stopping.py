@@ -65,8 +65,8 @@ def test_an_index_error_of_a_criterion_is_its_own_unless_rows_were_asked_about_a
     ids, criteria = torch.tensor([[1, 2]]), StoppingCriteriaList([Broken()])
     with pytest.raises(IndexError):
         Stopping(criteria)(2, ids, ())
-    with pytest.raises(ValueError, match="looks at rows that are not there"):
-        Stopping(criteria, is_row=True)(2, ids, ())
+    with pytest.raises(ValueError, match="looks at texts that are not there"):
+        Stopping(criteria, is_one_of_several=True)(2, ids, ())
 
 
 @settings(deadline=None, max_examples=250)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModel, GenerationConfig, PreTrainedConfig
 
-from hf_hyperdflash import Drafter, PromptLookupDrafter, __version__, bind
+from hf_hyperdflash import Drafter, Observer, PromptLookupDrafter, __version__, bind
 from hf_hyperdflash.drafters.saved import SavedDrafter
 from hf_hyperdflash.trees.tree import DraftTree
 
@@ -23,7 +23,7 @@ class Repeating(Drafter):
     """Drafts the anchor again and again: the least that a drafter can be."""
 
     def __init__(self, target):
-        self.config, self.seen, self.heard = target.config, [], []
+        self.config, self.seen = target.config, []
 
     def extend(self, target, context, residual, position_ids, next_ids):
         assert residual is None
@@ -33,25 +33,34 @@ class Repeating(Drafter):
         assert context.end == ids.shape[1] - 1 == position_ids[0, -1]
         return DraftTree.chain(ids[0, -1:].expand(count))
 
-    def observe(self, context, tree, logits, accepted):
-        self.heard.append((tree.tokens.tolist(), logits, accepted))
+
+class Listener(Observer):
+    def __init__(self):
+        self.rounds, self.tokens = [], 0
+
+    def add_round(self, context, tree, logits, accepted):
+        self.rounds.append((tree.tokens.tolist(), logits, accepted))
+
+    def end(self, stats):
+        self.tokens = stats.tokens
 
 
-def test_a_drafter_of_two_methods_is_lossless_and_hears_of_every_round():
+def test_a_drafter_of_two_methods_is_lossless_and_its_observer_hears_of_every_round():
     target, ids = tiny_target(hidden_size=64), prompt(9)
     with torch.no_grad():
         target.lm_head.weight[7] *= 4  # so that the target repeats itself, sometimes
     options = dict(do_sample=False, max_new_tokens=24)
     expected = target.generate(ids, **options)
     drafter = Repeating(target)
-    drafter.num_draft_tokens = 3
+    drafter.num_draft_tokens, drafter.observer = 3, Listener()
     drafter.bind(target)
     assert torch.equal(target.generate(ids, assistant_model=drafter, **options), expected)
+    assert drafter.observer.tokens == 24
     text, stats = expected[0].tolist(), drafter.last_stats
-    assert [len(accepted) for drafts, _, accepted in drafter.heard if drafts] == stats.accepted
+    assert [len(accepted) for drafts, _, accepted in drafter.observer.rounds if drafts] == stats.accepted
     # What the target said after the anchor and after every accepted draft is what it wrote.
     at = len(text) - 24
-    for drafts, logits, accepted in drafter.heard:
+    for drafts, logits, accepted in drafter.observer.rounds:
         assert logits.shape == (len(drafts) + 1, 64) and accepted == list(range(len(accepted)))
         written = logits.argmax(-1).tolist()[: len(accepted) + 1]
         assert written == text[at : at + len(written)]
@@ -60,6 +69,19 @@ def test_a_drafter_of_two_methods_is_lossless_and_hears_of_every_round():
     # Every token but the last was taken in once, in order, with the one that follows it.
     taken = [pair for _, *pairs in drafter.seen for pair in zip(*pairs)]
     assert taken == list(zip(range(len(text) - 1), text[1:]))
+
+
+def test_a_drafter_that_observes_itself_hears_of_every_round_until_the_next_release():
+    class Observing(Repeating):
+        def observe(self, context, tree, logits, accepted):
+            heard.append(accepted)
+
+    target, heard = tiny_target(hidden_size=64), []
+    drafter = Observing(target)
+    drafter.bind(target)
+    with pytest.warns(FutureWarning, match=r"`Observing.observe` is called .* `drafter.observer` to an `Observer`"):
+        target.generate(prompt(9), assistant_model=drafter, do_sample=False, max_new_tokens=8)
+    assert len(heard) >= drafter.last_stats.rounds > 0  # and of the prompt, and of rounds without room for a draft
 
 
 def test_a_drafter_needs_a_propose():

@@ -122,8 +122,8 @@ def test_a_tree_is_of_the_likeliest_products():
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.normal_(std=0.4)
-    trees, propose = [], type(drafter).propose_rows
-    drafter.propose_rows = lambda *args: trees.extend(propose(drafter, *args)) or trees[-1:]
+    trees, propose = [], type(drafter).propose_batch
+    drafter.propose_batch = lambda *args: trees.extend(propose(drafter, *args)) or trees[-1:]
     text = target.generate(
         ids, do_sample=False, max_new_tokens=12, assistant_model=drafter, tree_budget=4, num_assistant_tokens=3
     )[0].tolist()

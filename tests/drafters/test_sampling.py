@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.generation import logits_process as stock
 
-from hf_hyperdflash.drafters.sampling import DraftSampler, DraftsWanted, chains_in_step, without_state
+from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler, chains_in_step, without_state
 from hf_hyperdflash.trees.acceptance import sample_index
 from hf_hyperdflash.trees.growth import DraftStep
 from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
@@ -174,7 +174,7 @@ def test_drafts_that_are_known_together_are_admitted_one_by_one(do_sample, most)
     logits = torch.randn(1, 5, VOCAB) * 3
     chances = [max(row) for row in logits[0].softmax(-1).tolist()]
     schedule = Asked(refused=3, most=most)
-    tree = DraftSampler(LogitsProcessorList(), do_sample, schedule=schedule).blind(prompt(6), logits)
+    tree = DraftSampler(LogitsProcessorList(), do_sample, chain_admission=schedule).blind(prompt(6), logits)
     assert len(tree) == min(most, 3)
     assert schedule.signals == pytest.approx(chances[: min(most, 4)])
 
@@ -265,7 +265,7 @@ def test_drafts_copy_the_text_only_for_who_reads_it(how, processors, is_read, do
         return DraftStep(law[k].expand(len(tokens), -1))
 
     if how == "chains in step":
-        chains_in_step([DraftsWanted(None, ids, ids, 4, sampler)], steps)
+        chains_in_step([DraftRequest(None, ids, ids, 4, sampler)], steps)
     else:
         sampler.grow(ids, 4, steps)
     is_plain = how == "chains in step" and not processors and not do_sample  # which nobody has to score

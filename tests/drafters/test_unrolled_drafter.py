@@ -84,7 +84,7 @@ class Listening(DraftSampler):
     """Keeps what the drafts of a chain are drawn from."""
 
     def __init__(self, schedule: Asked | None = None) -> None:
-        super().__init__(LogitsProcessorList(), True, schedule=schedule)
+        super().__init__(LogitsProcessorList(), True, chain_admission=schedule)
         self.seen = []
 
     def blind(self, ids, logits):

@@ -1,8 +1,11 @@
-"""A schedule that says what it was asked."""
+"""A policy that says what it was asked, and what came of drafts."""
 
 from __future__ import annotations
 
-from hf_hyperdflash.auto.policies import FixedPolicy
+import torch
+
+from hf_hyperdflash.auto.policies import FixedPolicy, Outcome
+from hf_hyperdflash.trees.tree import DraftTree
 
 
 class Asked(FixedPolicy):
@@ -18,3 +21,8 @@ class Asked(FixedPolicy):
     def admits(self, signal: float) -> bool:
         self.signals.append(signal)
         return len(self.signals) <= self.refused
+
+
+def outcome(drafts: int, accepted: int, is_last: bool = False) -> Outcome:
+    """Of a chain, of which so many were accepted."""
+    return Outcome(DraftTree.chain(torch.zeros(drafts, dtype=torch.long)), list(range(accepted)), is_last)

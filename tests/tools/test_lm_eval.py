@@ -92,5 +92,5 @@ def test_lm_evals_own_model_takes_one_prompt_at_a_time():
     drafter.bind(target, as_default=True)
     assert HFLM(pretrained=target, tokenizer=tokenizer, batch_size=1).generate_until(requests) == expected
     assert drafter.last_stats.rounds and all(expected)
-    with pytest.raises(ValueError, match=r"\(MultiTokenEOSCriteria\) looks at rows that are not there"):
+    with pytest.raises(ValueError, match=r"\(MultiTokenEOSCriteria\) looks at texts that are not there"):
         HFLM(pretrained=target, tokenizer=tokenizer, batch_size=3).generate_until(requests)

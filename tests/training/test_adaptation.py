@@ -62,7 +62,7 @@ def test_a_drafter_learns_what_it_serves_and_the_text_stays_the_targets(target, 
     with drafter.adapt(target, **EAGER) as learning:
         for turn in range(TURNS):
             assert torch.equal(answer(target, drafter, ids[turn % 3]), plain[turn % 3])
-    assert drafter.learner is None and not same(before, weights_of(drafter))
+    assert drafter.observer is None and not same(before, weights_of(drafter))
     assert repr(learning).startswith(
         f"<Adaptation of a {type(drafter).__name__}: {TURNS} requests, {TURNS - 2} updates, "
     )
@@ -303,7 +303,7 @@ def test_a_failure_loses_no_text_and_ends_the_learning(target, drafter, monkeypa
     monkeypatch.setattr(learning.objective, "loss", fail)
     for _ in range(4):
         assert torch.equal(answer(target, drafter, prompt(9)), plain)
-    assert drafter.learner is None and "Learning while serving stops: out of memory" in caplog.text
+    assert drafter.observer is None and "Learning while serving stops: out of memory" in caplog.text
     assert all(not parameter.requires_grad for parameter in learning._training_copy.parameters())
 
 
@@ -330,7 +330,7 @@ def test_who_cannot_learn_is_told(target, drafter):
     drafter.adapt(target)
     with pytest.raises(ValueError, match="learns already"):
         drafter.adapt(target)
-    drafter.learner.stop()
+    drafter.observer.stop()
     drafter.adapt(target).stop()
 
 
@@ -345,7 +345,7 @@ def test_who_cannot_learn_is_told(target, drafter):
 def test_wrong_options_end_in_one_line(target, drafter, name, value):
     with pytest.raises(ValueError, match=f"`{name}` is"):
         drafter.adapt(target, **{name: value})
-    assert drafter.learner is None
+    assert drafter.observer is None
 
 
 def test_a_single_arm_needs_no_list():

@@ -12,7 +12,6 @@ import transformers
 from tqdm.auto import tqdm
 from transformers import DeepseekV4Config, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...decoding.bind import check_fit
 from ...decoding.stats import SpeculationStats, clock
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ...drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
@@ -117,7 +116,7 @@ def examine(
     found = Diagnosis()
     found.facts["versions"] = f"torch {torch.__version__}, transformers {transformers.__version__}"
     try:
-        check_fit(target, drafter)
+        drafter.check_target(target_of(target))
     except ValueError as error:
         found.problems.append(str(error))
         return found

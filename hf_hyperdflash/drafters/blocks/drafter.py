@@ -14,7 +14,7 @@ from ...trees.tree import DraftTree, are_trees_kept
 from ..parts.heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, SequentialHead, ZeroInitLinear, run_heads
 from ..parts.layers import ContextCache, Rotary, block_inputs
 from ..reading import ReadingDrafter
-from ..sampling import DraftSampler, DraftsWanted, chains_in_step
+from ..sampling import DraftRequest, DraftSampler, chains_in_step
 from .joint_context import JointContext
 from .path import BlockPath
 
@@ -232,28 +232,29 @@ class BlockDrafter(ReadingDrafter):
         return path.with_head_choices(tree) if self.head is not None and are_trees_kept() else tree
 
     @torch.no_grad()
-    def propose_rows(self, target: Target, wanted: Sequence[DraftsWanted]) -> list[DraftTree]:
+    def propose_batch(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Draft for several texts in one pass."""
         config, device = self.config, self.device
-        context = JointContext([each.context for each in wanted])
-        anchors, last = (torch.cat([part[:, -1:] for part in parts]) for parts in list(zip(*wanted))[1:3])
+        context = JointContext([each.context for each in requests])
+        anchors, last = (torch.cat([part[:, -1:] for part in parts]) for parts in list(zip(*requests))[1:3])
         block, positions = block_inputs(anchors, last, config.block_size, config.mask_token_id)
         spans = {kind: config.attention_span(kind) for kind in dict.fromkeys(config.kinds)}
         masks = context.masks(config.kinds, spans, config.block_size, device)
         embeds = target.embed(block).to(device)
         hidden = self(embeds, positions.to(device), context, masks, *context.pending())
-        states = hidden[:, config.first_slot : config.first_slot + max(each.drafts for each in wanted)]
+        states = hidden[:, config.first_slot : config.first_slot + max(each.num_drafts for each in requests)]
         has_heads = self.head is not None or self.confidence_head is not None
-        if has_heads and all(each.sampler.tree_budget is None for each in wanted):
-            return chains_in_step(wanted, BlockPath(self, target, states))
-        rows = [states[row : row + 1, : each.drafts] for row, each in enumerate(wanted)]
+        if has_heads and all(each.sampler.tree_budget is None for each in requests):
+            return chains_in_step(requests, BlockPath(self, target, states))
+        rows = [states[row : row + 1, : each.num_drafts] for row, each in enumerate(requests)]
         if has_heads:
             return [
-                each.sampler.grow(each.ids, each.drafts, BlockPath(self, target, own))
-                for each, own in zip(wanted, rows)
+                each.sampler.grow(each.ids, each.num_drafts, BlockPath(self, target, own))
+                for each, own in zip(requests, rows)
             ]
         logits = self.to_full_vocabulary(self.logits(target, states))
-        return [each.sampler.blind(each.ids, logits[row : row + 1, : each.drafts]) for row, each in enumerate(wanted)]
+        of_each = zip(requests, logits.split(1))
+        return [each.sampler.blind(each.ids, own[:, : each.num_drafts]) for each, own in of_each]
 
     def logits(self, target: Target, hidden: torch.Tensor, vectors: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits of the tokens that can be drafted, `[..., config.draft_vocab_size or config.vocab_size]`.

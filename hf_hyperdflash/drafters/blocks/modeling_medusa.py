@@ -13,11 +13,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ...targets.registry import check_layers
 from ...targets.target import Target
 from ...trees.tree import DraftTree
 from ..base import EmptyContext
-from ..sampling import DraftsWanted
+from ..sampling import DraftRequest
 from ..saved import SavedDrafter
 
 
@@ -84,7 +83,7 @@ class MedusaDrafter(SavedDrafter):
                     f"The Medusa heads were made for a target with `{what}` {own}, but this target's is {targets}: "
                     f"load {self.config.target_name_or_path or 'that one'}."
                 )
-        check_layers(target, self.target_layer_ids)
+        super().check_target(target)
 
     def new_context(self) -> LastState:
         """Return an empty context for one sequence."""
@@ -98,16 +97,16 @@ class MedusaDrafter(SavedDrafter):
         if residual.shape[1]:
             context.state = target.collapse(residual[:, -1:])[:, 0].to(self.device, self.dtype)
 
-    def propose(self, target: Target, *wanted: Any) -> DraftTree:
+    def propose(self, target: Target, *requests: Any) -> DraftTree:
         """Draft with as many heads as tokens are asked for."""
-        return self.propose_rows(target, [DraftsWanted(*wanted)])[0]
+        return self.propose_batch(target, [DraftRequest(*requests)])[0]
 
     @torch.no_grad()
-    def propose_rows(self, target: Target, wanted: Sequence[DraftsWanted]) -> list[DraftTree]:
+    def propose_batch(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Draft for several texts in one pass."""
-        states = torch.cat([each.context.state for each in wanted])
+        states = torch.cat([each.context.state for each in requests])
         logits = torch.stack([head(states) for head in self.children()], dim=1)
-        return [each.sampler.blind(each.ids, own[None, : each.drafts]) for each, own in zip(wanted, logits)]
+        return [each.sampler.blind(each.ids, own[None, : each.num_drafts]) for each, own in zip(requests, logits)]
 
 
 def fits(fields: dict[str, Any]) -> bool:

@@ -222,6 +222,7 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
         Raises:
             ValueError: Naming both values, if they cannot work together.
         """
+        super().check_target(target)
         targets_sizes = (target.config.vocab_size, target.config.hidden_size, target.streams)
         for what, targets in zip(("vocab_size", "hidden_size", "hc_mult"), targets_sizes):
             drafters = getattr(self.config, what)

@@ -118,7 +118,7 @@ class _GrowingTree:
         self.values: list[float] = []
         self.q: list[torch.Tensor] = []
         self.signals: list[float] = []  # the drafter's probability of each
-        self.admission: Admission | None = sampler.admission
+        self.admission: Admission | None = sampler.node_admission
         self.passes: list[int] = []
 
     def add_most_probable(self, starts: list[_Start], made: int, step: BlockStep) -> list[_Start]:

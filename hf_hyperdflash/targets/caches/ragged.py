@@ -100,27 +100,3 @@ class RaggedCache(Cache):
         """Keep the positions `accepted` of the last forward, for each sequence its own, in all layers."""
         for layer in self.layers:
             layer.accept(accepted)
-
-
-class CachedSequence:
-    """One sequence's part of a [`RaggedCache`], with the methods that the loop over a single text calls.
-
-    Args:
-        index: Of the sequence in the batch.
-        length: Tokens in the cache.
-
-    Attributes:
-        accepted: Positions of the last forward that stay.
-    """
-
-    def __init__(self, index: int, length: int) -> None:
-        self.index, self.length = index, length
-        self.accepted: list[int] = []
-
-    def get_seq_length(self) -> int:
-        """Return the number of tokens in the cache."""
-        return self.length
-
-    def accept(self, accepted: list[int]) -> None:
-        """Keep the positions `accepted` of the last forward."""
-        self.accepted, self.length = accepted, self.length + len(accepted)

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...decoding.stats import SpeculationStats
+from ...drafters.base import Observer
 from ...drafters.blocks.drafter import BlockDrafter
 from ...drafters.parts.heads import HEADS, HeadOutput
 from ...drafters.unrolled.drafter import UnrolledDrafter
@@ -120,7 +121,22 @@ class Decision:
     gain: float | None = None
 
 
-class Adaptation:
+class _Recording(Observer):
+    """Records one sequence for an adaptation, which learns from it once it has ended."""
+
+    def __init__(self, adaptation: Adaptation, sample: Sample) -> None:
+        self.adaptation, self.sample, self.target_layer_ids = adaptation, sample, sample.layer_ids
+
+    def add_tokens(
+        self, residual: torch.Tensor, position_ids: torch.Tensor, next_ids: torch.Tensor, is_written: bool
+    ) -> None:
+        self.sample.add(residual, position_ids, next_ids, is_written)
+
+    def end(self, stats: SpeculationStats) -> None:
+        self.adaptation.learn_from(self.sample, stats)
+
+
+class Adaptation(Observer):
     """Lets a drafter learn while it serves one target; as a context manager, inside the `with`.
 
     Args:
@@ -144,7 +160,7 @@ class Adaptation:
             )
         seen = target_of(target)
         drafter.check_trainable(seen)
-        if drafter.learner is not None:
+        if drafter.observer is not None:
             raise ValueError("The drafter learns already: `stop()` its adaptation first.")
         self.drafter, self.target, self.config, self.log = drafter, target, config, list[Decision]()
         self.objective = make_objective(drafter, seen, config)
@@ -162,12 +178,12 @@ class Adaptation:
         self._optimizer = torch.optim.AdamW(self._training_copy.parameters(), config.learning_rate, weight_decay=0.0)
         self._start, self._new_rows, self._steps = time.perf_counter(), 0, 0
         self._state_lock, self._update_lock = threading.Lock(), threading.Lock()
-        drafter.learner = self
+        drafter.observer = self
 
     def __repr__(self) -> str:
         updates = [decision for decision in self.log if decision.arm is not None]
         kept = sum((decision.gain or 0.0) > 0 for decision in updates)
-        ended = "" if self.drafter.learner is self else ", stopped"
+        ended = "" if self.drafter.observer is self else ", stopped"
         return (
             f"<Adaptation of a {type(self.drafter).__name__}: {len(self.log)} requests, {len(updates)} updates, "
             f"{kept} of them kept{ended}>"
@@ -183,8 +199,8 @@ class Adaptation:
 
     def stop(self) -> None:
         """End the learning. The drafter keeps its present weights."""
-        if self.drafter.learner is self:
-            self.drafter.learner = None
+        if self.drafter.observer is self:
+            self.drafter.observer = None
 
     def reset(self) -> None:
         """Restore the drafter's first weights, and forget everything that was learned."""
@@ -197,24 +213,24 @@ class Adaptation:
 
     # Called by the generation loop
 
-    def begin(self, target: PreTrainedModel, is_sampled: bool) -> Sample | None:
-        """Return a sample to record the generation that begins, sampled or greedy; `None` for another target."""
+    def begin(self, target: PreTrainedModel, do_sample: bool) -> _Recording | None:
+        """Return a recording of the sequence that begins, sampled or greedy; `None` for another target."""
         if target is not self.target:
             return None
-        return Sample(self.layer_ids, max(1, self.config.most_bytes // 4), is_sampled)
+        return _Recording(self, Sample(self.layer_ids, max(1, self.config.most_bytes // 4), do_sample))
 
-    def end(self, sample: Sample, stats: SpeculationStats) -> None:
-        """Record a generation that has ended, and learn if it is time to. An error here ends the adaptation, not the
+    def learn_from(self, sample: Sample, stats: SpeculationStats) -> None:
+        """Learn from a generation that has ended, if it is time to. An error here ends the adaptation, not the
         request."""
         try:
             # The caller may have gradients, or inference mode, switched on or off.
             with torch.inference_mode(False):
-                self._end(sample, stats)
+                self._add(sample, stats)
         except (RuntimeError, ValueError) as error:
             logger.warning("Learning while serving stops: %s", error)
             self.stop()
 
-    def _end(self, sample: Sample, stats: SpeculationStats) -> None:
+    def _add(self, sample: Sample, stats: SpeculationStats) -> None:
         row = sample.row() if stats.rounds else None
         with self._state_lock:
             decision = Decision(

@@ -1,4 +1,4 @@
-"""A row against lists: whatever comes after what, and nothing that was handed out changes."""
+"""A token buffer against lists: whatever comes after what, and nothing that was handed out changes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hyperdflash.decoding.sequence import Row
+from hf_hyperdflash.decoding.tokens import TokenBuffer
 from hf_hyperdflash.trees.tree import DraftTree
 
 from ..conftest import prompt
 
 
-class NaiveRow:
+class NaiveTokens:
     """Lists, made anew for every question.
 
     Attributes:
@@ -42,7 +42,7 @@ class NaiveRow:
 
 
 @st.composite
-def prompts(draw) -> tuple[Row, NaiveRow]:
+def prompts(draw) -> tuple[TokenBuffer, NaiveTokens]:
     padding, length = draw(st.integers(0, 4)), draw(st.integers(1, 9))
     ids = prompt(padding + length, draw(st.integers(0, 99)))
     mask, axes = None, None
@@ -55,8 +55,8 @@ def prompts(draw) -> tuple[Row, NaiveRow]:
     given = None if axes is None else torch.tensor(axes)[:, None]
     if given is not None and len(axes) == 1 and draw(st.booleans()):
         given = given[0]
-    row = Row(ids, padding, None if mask is None else torch.tensor([mask]), given)
-    return row, NaiveRow(ids[0].tolist(), padding, mask, axes)
+    tokens = TokenBuffer(ids, padding, None if mask is None else torch.tensor([mask]), given)
+    return tokens, NaiveTokens(ids[0].tolist(), padding, mask, axes)
 
 
 def listed(tensor: torch.Tensor) -> list[list[int]]:
@@ -73,31 +73,35 @@ OPERATIONS = st.lists(
 
 @settings(deadline=None, max_examples=80)
 @given(prompts(), OPERATIONS, st.data())
-def test_a_row_is_its_lists_whatever_is_done_to_it(rows, operations, data):
-    row, naive = rows
-    assert row.prompt_length == naive.prompt_length and row.context is None and not row.finished
+def test_it_is_its_lists_whatever_is_done_to_it(pair, operations, data):
+    tokens, naive = pair
+    assert tokens.prompt_length == naive.prompt_length
     handed_out = []
 
     def compare(drafts: int) -> None:
-        assert row.length == len(naive.ids) and row.ids.tolist() == [naive.ids] and row.text.tolist() == [naive.text()]
+        assert (
+            tokens.length == len(naive.ids)
+            and tokens.ids.tolist() == [naive.ids]
+            and tokens.unpadded.tolist() == [naive.text()]
+        )
         end = len(naive.text()) + data.draw(st.integers(0, drafts))
         start = data.draw(st.integers(0, end))
-        mask = row.mask(end)
+        mask = tokens.mask(end)
         assert (mask if mask is None else mask.tolist()) == (naive.seen and [naive.mask(end)])
         for since in (0, start):
-            positions, expected = row.positions(since, end), naive.positions(since, end)
+            positions, expected = tokens.positions(since, end), naive.positions(since, end)
             seen = [at - since for at in range(since, end) if naive.seen is None or naive.mask(end)[at]]
             for got, wanted in zip(listed(positions), expected, strict=True):
                 assert len(got) == end - since and [got[at] for at in seen] == [wanted[at] for at in seen]
-            assert row.text_positions(since, end).tolist() == listed(positions)[:1]
-        given = [row.ids, row.text, positions, *([] if mask is None else [mask])]
+            assert tokens.text_positions(since, end).tolist() == listed(positions)[:1]
+        given = [tokens.ids, tokens.unpadded, positions, *([] if mask is None else [mask])]
         handed_out.extend((view, view.tolist()) for view in given)
 
     compare(0)
     for kind, token, count in operations:
         if kind == APPEND:
             for more in range(count):
-                row.append(token + more)
+                tokens.append(token + more)
                 naive.ids.append(token + more)
             compare(0)
             continue
@@ -106,7 +110,7 @@ def test_a_row_is_its_lists_whatever_is_done_to_it(rows, operations, data):
         if kind == BRANCH:  # nodes lie one after the other, whatever follows what
             tree = DraftTree(tree.tokens, tuple(-1 if node < 2 else node - 2 for node in range(count)))
         text = naive.text()
-        drafted = row.with_drafts(tree.tokens)
+        drafted = tokens.with_drafts(tree.tokens)
         assert drafted.tolist() == [text + drafts]
         handed_out.append((drafted[:, : len(text)], [text]))
         compare(count)
@@ -116,8 +120,8 @@ def test_a_row_is_its_lists_whatever_is_done_to_it(rows, operations, data):
 
 def test_the_callers_tensors_stay_theirs():
     ids, mask, positions = torch.tensor([[7, 8, 9]]), torch.tensor([[0, 1, 1]]), torch.tensor([[0, 0, 1]])
-    row = Row(ids, 0, mask, positions)
-    row.with_drafts(torch.tensor([3, 4]))
-    row.append(5)
+    tokens = TokenBuffer(ids, 0, mask, positions)
+    tokens.with_drafts(torch.tensor([3, 4]))
+    tokens.append(5)
     assert ids.tolist() == [[7, 8, 9]] and mask.tolist() == [[0, 1, 1]] and positions.tolist() == [[0, 0, 1]]
-    assert row.ids.tolist() == [[7, 8, 9, 5]] and row.mask(4).tolist() == [[0, 1, 1, 1]]
+    assert tokens.ids.tolist() == [[7, 8, 9, 5]] and tokens.mask(4).tolist() == [[0, 1, 1, 1]]

@@ -1,1 +1,0 @@
-"""Several sequences that share the forwards of their target."""

@@ -1,0 +1,94 @@
+"""The tokens of one sequence, with their positions and mask, and room for drafts behind them."""
+
+from __future__ import annotations
+
+import torch
+
+
+class TokenBuffer:
+    """What is written of one sequence.
+
+    Tokens, positions and mask lie in buffers that grow by doubling, drafts under verification after the text: a round
+    copies no text and counts no positions.
+
+    Args:
+        ids: `[1, seq]`, the prompt, tokens that are already in the cache included.
+        padding: Columns on the left that the target is not to see; the caller's ids keep them.
+        mask: `[1, seq]` without those columns, if some of it is padding.
+        position_ids: The caller's, of the last tokens of the prompt, `[1, tokens]` or `[axes, 1, tokens]`.
+
+    Attributes:
+        length: Tokens of the text, padding included.
+        prompt_length: Tokens of the prompt, padding left out.
+    """
+
+    def __init__(
+        self, ids: torch.Tensor, padding: int, mask: torch.Tensor | None, position_ids: torch.Tensor | None
+    ) -> None:
+        self.padding, self.length = padding, ids.shape[1]
+        self.prompt_length = self.length - padding
+        self._buffer, self._mask = ids, mask
+        self._positions = self._prompt_positions(mask, position_ids)
+
+    def _prompt_positions(self, mask: torch.Tensor | None, given: torch.Tensor | None) -> torch.Tensor:
+        if given is not None:
+            before = given[..., :1] + torch.arange(given.shape[-1] - self.prompt_length, 0, device=given.device)
+            return torch.cat([before, given], dim=-1)
+        if mask is not None:
+            return (mask.cumsum(-1) - 1).clamp(min=0)
+        return torch.arange(self.prompt_length, device=self._buffer.device)[None]
+
+    def _grow(self, more: int) -> None:
+        needed = self.length + more
+        if needed > self._buffer.shape[1]:
+            self._buffer = torch.nn.functional.pad(self._buffer, (0, needed))
+            self._mask = None if self._mask is None else torch.nn.functional.pad(self._mask, (0, needed), value=1)
+            after = torch.arange(1, needed + 1, device=self._positions.device)
+            self._positions = torch.cat([self._positions, self._positions[..., -1:] + after], dim=-1)
+
+    def with_drafts(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return `unpadded` with drafts `[drafts]` behind it, `[1, seq + drafts]`."""
+        end = self.length + len(tokens)
+        self._grow(len(tokens) + 1)
+        self._buffer[0, self.length : end] = tokens
+        return self._buffer[:, self.padding : end]
+
+    def append(self, token: int) -> None:
+        """Add a token."""
+        self._grow(1)
+        self._buffer[0, self.length] = token
+        self.length += 1
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """The text, `[1, seq]`."""
+        return self._buffer[:, : self.length]
+
+    @property
+    def unpadded(self) -> torch.Tensor:
+        """The text as the target sees it, without padding, `[1, seq]`."""
+        return self._buffer[:, self.padding : self.length]
+
+    @property
+    def end(self) -> int:
+        """Tokens of `unpadded`."""
+        return self.length - self.padding
+
+    def mask(self, end: int) -> torch.Tensor | None:
+        """Return which of the first `end` tokens of `unpadded` are no padding, `[1, end]`; `None` if all are."""
+        return None if self._mask is None else self._mask[:, :end]
+
+    def inputs(self, start: int, end: int) -> dict[str, torch.Tensor]:
+        """Return what a target needs of the tokens from `start` to `end` beside their ids."""
+        inputs = {"position_ids": self.positions(start, end)}
+        return inputs if self._mask is None else {**inputs, "attention_mask": self._mask[:, :end]}
+
+    def positions(self, start: int, end: int) -> torch.Tensor:
+        """Return true positions of the tokens of `unpadded` and of drafts behind it, `[1, end - start]`. Multimodal
+        targets have them for several axes, `[axes, 1, end - start]`."""
+        return self._positions[..., start:end]
+
+    def text_positions(self, start: int, end: int) -> torch.Tensor:
+        """Return [`positions`] as `[1, end - start]`: text has the same on every axis."""
+        positions = self.positions(start, end)
+        return positions[0] if positions.ndim == 3 else positions

@@ -8,6 +8,7 @@ the scores of the whole tree first, and so accepts more of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -121,7 +122,7 @@ def _sampled_step(tree: DraftTree, drafts: Sequence[int], siblings: list[int], p
         if bool(torch.rand_like(ratio) < ratio):
             return token, node
         p = _after_rejection(p, q)
-    token = int(torch.multinomial(p, num_samples=1))
+    token = int(sample_index(p))
     return token, fixed.get(token)
 
 
@@ -133,8 +134,10 @@ def _after_rejection(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def sample_index(weights: torch.Tensor) -> torch.Tensor:
-    """Sample one index with probability proportional to `weights` (exponential race), without the synchronisation of
-    `torch.multinomial`.
+    """Sample one index with probability proportional to `weights`, by one uniform number and the running sum.
+
+    A race of random numbers, one for each value, as in `torch.multinomial`, takes 20 times as long for a vocabulary of
+    49,152 tokens on a CPU. Sums are in float64: in float32 the rarest tokens would never be drawn.
 
     Args:
         weights: `[..., values]`, at least 0, not all of them 0.
@@ -142,4 +145,37 @@ def sample_index(weights: torch.Tensor) -> torch.Tensor:
     Returns:
         `[..., 1]`.
     """
-    return (weights / torch.empty_like(weights).exponential_()).argmax(-1, keepdim=True)
+    dtype = torch.float32 if weights.device.type == "mps" else torch.float64  # which MPS does not have
+    sums = weights.cumsum(-1, dtype=dtype)
+    drawn = torch.rand(*sums.shape[:-1], 1, dtype=dtype, device=sums.device) * sums[..., -1:]
+    # Of equal sums the first, whose value is not 0. What is no number at all becomes the last index.
+    return torch.searchsorted(sums, drawn, right=True).clamp(max=sums.shape[-1] - 1)
+
+
+class Siblings(NamedTuple):
+    """Indices that were sampled one after the other, without replacement.
+
+    Attributes:
+        indices: `[..., count]`.
+        are_there: Whether a weight was left for each, `[..., count]`.
+        weights: What each was sampled by, a list of `[..., values]`.
+    """
+
+    indices: torch.Tensor
+    are_there: torch.Tensor
+    weights: list[torch.Tensor]
+
+
+def sample_siblings(weights: torch.Tensor, count: int) -> Siblings:
+    """Sample several indices one after the other, each with probability proportional to the weights that are left.
+
+    Args:
+        weights: `[..., values]`, at least 0, not all of them 0.
+        count: How many.
+    """
+    indices, before = [], [weights]
+    for _ in range(count):
+        indices.append(sample_index(before[-1]))
+        before.append(before[-1].scatter(-1, indices[-1], 0.0))
+    are_there = [left.gather(-1, index) > 0 for left, index in zip(before, indices)]
+    return Siblings(torch.cat(indices, dim=-1), torch.cat(are_there, dim=-1), before[:-1])

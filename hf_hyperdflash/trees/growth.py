@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from .acceptance import sample_siblings
 from .tree import ANCHOR, DraftTree
 
 ACCEPTED = 0.7, 0.3, 0.25
@@ -174,16 +175,15 @@ def drawn(
         # Of equals the earlier sibling: no child without those before it.
         slots = heapq.nlargest(width, slots, key=lambda slot: (slot[0], -slot[2]))
         most = min(max(rank for _, _, rank in slots) + 1, distributions.shape[-1])
-        draws = torch.multinomial(distributions, most)  # one after the other
+        draws = sample_siblings(distributions, most)
         new_rows: list[int] = []
         new_values: list[float] = []
-        is_there = distributions.gather(-1, draws).gt(0).tolist()
+        are_there = draws.are_there.tolist()
         for value, row, rank in sorted(slots, key=lambda slot: slot[1:]):
-            if rank < most and is_there[row][rank]:
-                before = draws[row, :rank]
-                rest = distributions[row].index_fill(0, before, 0.0)
+            if rank < most and are_there[row][rank]:
+                rest = draws.weights[rank][row]
                 q.append(rest / rest.sum())
-                tokens.append(draws[row, rank])
+                tokens.append(draws.indices[row, rank])
                 parents.append(places[row])
                 signals.append(level_signals[row])
                 new_rows.append(row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -118,7 +119,7 @@ def test_a_tree_has_what_is_worth_it(least):
     for said in (0.1, 0.5, 0.9) * 100:
         survival.observe([said], 0 if said > 0.4 else None, are_drawn=False)
     drawn_by = sampler(60)
-    drawn_by.admission = Admission(survival, least)
+    drawn_by = replace(drawn_by, node_admission=Admission(survival, least))
     tree = grow_blocks(IDS, 6, drawn_by, Talker(12, 3, 6), shape([2, 4, 6, 0], 2))
     said = {
         path: math.exp(value) for path, value in all_nodes(Talker(12, 3, 6), [2, 4, 6, 0], 2, 6).items()
@@ -164,7 +165,7 @@ def test_text_with_drawn_trees_is_the_targets(rule, vocabulary, slots, depth, bu
         nonlocal widest, most
         talker = Talker(vocabulary, slots, 5)
         drawn_by = sampler(budget, True)
-        drawn_by.admission = None if least is None else Admission(NodeAcceptance(), least)
+        drawn_by = replace(drawn_by, node_admission=None if least is None else Admission(NodeAcceptance(), least))
         tree = grow_blocks(IDS, depth, drawn_by, talker, shape([2, 3, 3, 1], max_blocks))
         assert 1 <= len(tree) <= budget and max(tree.depths) <= depth and len(set(paths_of(tree))) == len(tree)
         most = max(most, len(tree))
@@ -220,7 +221,7 @@ def test_draws_are_those_that_are_accepted_most_often(count, budget, passes, tol
         survival.observe([0.8], 0, are_drawn=True)
         survival.observe([0.8, 0.5, 0.5], None, are_drawn=True)
     drawn_by, talker = sampler(budget, True), Talker(60, slots, 11)
-    drawn_by.admission = Admission(survival, 0.0) if told else None
+    drawn_by = replace(drawn_by, node_admission=Admission(survival, 0.0) if told else None)
     tree = grow_blocks(IDS, count, drawn_by, talker, shape([1, 0, 0, 0], passes))
     later = survival.later if told else ACCEPTED[1:]
 

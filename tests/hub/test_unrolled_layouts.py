@@ -137,7 +137,6 @@ class Followed(DraftSampler):
             last = torch.tensor([self.tokens[k - 1] if k else int(ids[0, -1])])
             step: DraftStep = steps(k, last, torch.zeros(1, dtype=torch.long))
             self.seen.append(step.logits[0])
-        self.tree_budget = None
         return super()._path(ids, 0, steps)
 
     def blind(self, ids, logits):

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ...trees.acceptance import sample_siblings
 from ...trees.growth import ACCEPTED, Admission, hits_of, level_sizes
 from ...trees.tree import ANCHOR, DraftTree
 from ..sampling import DraftSampler
@@ -157,16 +158,14 @@ class _GrowingTree:
             node, path = start.node, start.path
             for slot, hits in enumerate(counts[row]):
                 distribution = self._scores(path, step.logits[row, slot]).softmax(-1)
-                # One after the other.
-                draws = torch.multinomial(distribution, min(len(hits), len(distribution)))
-                draws = draws[distribution[draws] > 0]
-                for rank, token in enumerate(draws.tolist()):
-                    rest = distribution.index_fill(0, draws[:rank], 0.0)
+                draws = sample_siblings(distribution, min(len(hits), len(distribution)))
+                tokens = draws.indices[draws.are_there].tolist()
+                for rank, (token, rest) in enumerate(zip(tokens, draws.weights)):
                     self.q.append(rest / rest.sum())
                     self._add(token, node, hits[rank], signals[row][slot])
                     if rank or slot == slots - 1:
                         found.append(self._start(made + row, slot, start.depth, path))
-                node = len(self.tokens) - len(draws)
+                node = len(self.tokens) - len(tokens)
                 path = (*path, self.tokens[node])
         return [each for each in found if each.depth < self.count]
 

@@ -364,9 +364,10 @@ def unbind_from(target: PreTrainedModel, drafter: Any) -> None:
 
 def _check_once(target: PreTrainedModel, drafter: Drafter) -> None:
     """Check that a drafter fits a target, once for as long as the target is bound."""
+    seen = target_of(target)  # which says what is no target
     fitting = _fitting.setdefault(target, WeakSet())
     if drafter not in fitting:
-        drafter.check_target(target_of(target))
+        drafter.check_target(seen)
         fitting.add(drafter)
 
 

@@ -598,7 +598,7 @@ def test_the_callers_streamer_is_no_price_of_a_round(target, monkeypatch):
         clock[0] += 1e-3
         return clock[0]
 
-    monkeypatch.setattr(decoding, "clock", lambda device: now)
+    monkeypatch.setattr("hf_hyperdflash.decoding.sequence.clock", lambda device: now)
     observe = RoundCosts.observe
     monkeypatch.setattr(RoundCosts, "observe", lambda self, *told: heard.append(told[2]) or observe(self, *told))
     drafter = tiny_drafter(target)

@@ -24,7 +24,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, RECORD = ROOT / "hf_hyperdflash", Path(__file__).with_suffix(".json")
 sys.path.insert(0, str(ROOT))
 # What a newcomer reads first.
-PATH = ("decoding/loop.py", "decoding/rounds.py", "trees/acceptance.py", "trees/tree.py", "drafters/base.py")
+PATH = (
+    "decoding/loop.py", "decoding/sequence.py", "decoding/rounds.py", "trees/acceptance.py", "trees/tree.py",
+    "drafters/base.py",
+)  # fmt: skip
 # A room may import only rooms to its left. `serving` stands beside them: engines import it, and nothing here does.
 ROOMS = ("version", "trees", "targets", "drafters", "auto", "decoding", "hub", "training", "benchmark", "cli")
 # `drafter.bind(target)` is the one call upwards, and the statistics of a generation the one type.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from itertools import pairwise
@@ -30,6 +30,7 @@ from .continuation import count_forwards, stop_recording
 from .loop import speculative_decoding
 from .request import (
     AUTO,
+    arguments_of_each,
     by_name,
     check_request,
     check_shapes,
@@ -40,7 +41,6 @@ from .request import (
     way_asked,
 )
 from .sequence import Sequence
-from .several import SequenceStarter, arguments_of_each, started_by
 
 # `bind` and `unbind` change a target as a whole, and each drafter is checked once for a target that is bound.
 _BINDING = threading.Lock()
@@ -278,6 +278,30 @@ class BoundTarget(_Mixed):
         # The bound class exists only in memory: copies and pickles are rebuilt from the class it was made of.
         state = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))[2:]
         return _new_bound, (_unbound_class(type(self)),), *state
+
+
+class SequenceStarter:
+    """Stands for a drafter in a call that starts one sequence of several, instead of writing it.
+
+    Attributes:
+        sequence: What the call has started.
+    """
+
+    sequence: Sequence
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+
+    def __getattr__(self, name: str) -> Any:
+        """The drafter's: transformers compares vocabularies, for example."""
+        return getattr(vars(self)["drafter"], name)
+
+
+def started_by(generate: Callable[..., Any], drafter: Drafter, arguments: dict[str, Any]) -> Sequence:
+    """Return the sequence that a call of transformers' own `generate` prepares for a drafter."""
+    starter = SequenceStarter(drafter)
+    generate(**{**arguments, "assistant_model": starter})
+    return starter.sequence
 
 
 def bind(target: PreTrainedModel) -> PreTrainedModel:

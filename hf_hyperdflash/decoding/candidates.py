@@ -9,7 +9,8 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from ..drafters.sampling import DraftSampler, check_proposed
+from ..drafters.sampling import DraftRequest, DraftSampler
+from .proposals import propose
 
 
 class DraftCandidateGenerator(CandidateGenerator):
@@ -85,8 +86,8 @@ class DraftCandidateGenerator(CandidateGenerator):
             count = int(min(count, self.target.rope_switch.most_drafts(1 + int(positions[0, -1]))))
             if count < 1:
                 return input_ids, None
-        tree = self.drafter.propose(self.target, self.context, input_ids, positions, count, self.sampler)
-        check_proposed(self.drafter, tree, self.target.config.vocab_size)
+        request = DraftRequest(self.context, input_ids, positions, count, self.sampler)
+        (tree,) = propose(self.drafter, self.target, [request])
         drafts = tree.tokens[None].to(input_ids.device)
         q = [part for part in tree.q or () if part is not None]
         logits = torch.stack(q).log()[None] if q and len(q) == len(tree) else None

@@ -16,18 +16,18 @@ import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..auto.policies import MOST_NODES, BatchPolicy, ChainPolicy, FixedPolicy, Outcome, TreePolicy
-from ..drafters.sampling import DraftRequest, check_proposed
 from ..targets.caches.name import CACHE, cache_of
 from ..targets.caches.ragged import RaggedCache
 from ..trees.tree import DraftTree
 from .continuation import OPEN_FORWARDS, is_between_writes, leave_context, stop_recording
 from .inference_mode import mode_of_rounds
 from .outputs import generate_output
+from .proposals import propose
 from .request import AUTO, check_cache
 from .rounds import ChainRound, PromptRound, Verification, round_over, verification_of
 from .sequence import Sequence
 from .stats import merged_stats
-from .tokens import TokenBuffer
+from .tokens import TokenBuffer, padded
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class Batch:
         Returns:
             The target's outputs of the last tokens.
         """
-        prompts = self._prompts()
+        prompts = padded([sequence.tokens for sequence in self.sequences])
         width, cached = prompts.prompt_length, self.cache.get_seq_length()
         chunk = self.sequences[0].config.prefill_chunk_size or width
         for end in [*range(cached + chunk, width, chunk), width]:
@@ -125,19 +125,6 @@ class Batch:
         self._settle_on_cache()
         self._settle_on_policy()
         return outputs
-
-    def _prompts(self) -> TokenBuffer:
-        """Return the prompts as one, `[batch, seq]`, padded on the left as transformers pads them."""
-        if len(self.sequences) == 1:
-            return self.sequences[0].tokens
-        lengths = [sequence.tokens.prompt_length for sequence in self.sequences]
-        ids, mask, positions = self.sequences[0].tokens.ids.new_zeros(3, len(lengths), max(lengths))
-        for index, (sequence, length) in enumerate(zip(self.sequences, lengths)):
-            real = sequence.tokens.mask(length)
-            ids[index, -length:] = sequence.tokens.unpadded[0]
-            mask[index, -length:] = 1 if real is None else real[0]
-            positions[index, -length:] = sequence.tokens.text_positions(0, length)[0]
-        return TokenBuffer(ids, 0, mask, positions)
 
     def _run_prompts(self, prompts: TokenBuffer, start: int, end: int) -> Any:
         config = copy.copy(self.sequences[0].config)
@@ -210,36 +197,14 @@ class Batch:
         asked = [(sequence, count) for sequence, count in zip(self.sequences, counts) if count]
         requests = [sequence.request(count, self.policy.sampler(sequence.sampler)) for sequence, count in asked]
         began = self.now()
-        proposed = self._propose(requests)
+        proposed = propose(self.drafter, self.target, requests)
         seconds = (self.now() - began) / max(len(asked), 1)
-        for (sequence, count), tree in zip(asked, proposed):
-            self._check(tree, count)
+        for (sequence, _), tree in zip(asked, proposed):
             sequence.stats.draft_seconds += seconds if len(tree) else 0.0
         drafted = iter(proposed)
         nothing = DraftTree.chain(self.sequences[0].tokens.ids.new_empty(0))
         trees = [self.policy.cut(next(drafted)) if count else nothing for count in counts]
         return round_over(self.target, self.verification, [sequence.tokens for sequence in self.sequences], trees)
-
-    def _propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
-        if len(requests) < 2:
-            return [self.drafter.propose(self.target, *request) for request in requests]
-        proposed = self.drafter.propose_batch(self.target, requests)
-        if not isinstance(proposed, (list, tuple)) or len(proposed) != len(requests):
-            is_list = isinstance(proposed, (list, tuple))
-            given = f"{len(proposed)} of them" if is_list else f"a {type(proposed).__name__}"
-            raise ValueError(
-                f"`propose_batch` of the drafter, a {type(self.drafter).__name__}, returned {given}: expected a list "
-                f"of {len(requests)} `DraftTree`s, one for each text that it was asked for."
-            )
-        return list(proposed)
-
-    def _check(self, tree: DraftTree, count: int) -> None:
-        check_proposed(self.drafter, tree, self.target.config.vocab_size)
-        if max(tree.depths, default=0) > count:
-            raise ValueError(
-                f"The drafter made {max(tree.depths)} drafts, one after the other, expected at most {count}, as it "
-                "was asked for."
-            )
 
     def verify(self, round_: ChainRound) -> Any:
         """Run the target once over the anchors and the drafts of all sequences."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -92,3 +94,17 @@ class TokenBuffer:
         """Return [`positions`] as `[1, end - start]`: text has the same on every axis."""
         positions = self.positions(start, end)
         return positions[0] if positions.ndim == 3 else positions
+
+
+def padded(prompts: Sequence[TokenBuffer]) -> TokenBuffer:
+    """Return the prompts of several sequences as one, `[batch, seq]`, padded on the left as transformers pads them."""
+    if len(prompts) == 1:
+        return prompts[0]
+    lengths = [prompt.prompt_length for prompt in prompts]
+    ids, mask, positions = prompts[0].ids.new_zeros(3, len(lengths), max(lengths))
+    for index, (prompt, length) in enumerate(zip(prompts, lengths)):
+        real = prompt.mask(length)
+        ids[index, -length:] = prompt.unpadded[0]
+        mask[index, -length:] = 1 if real is None else real[0]
+        positions[index, -length:] = prompt.text_positions(0, length)[0]
+    return TokenBuffer(ids, 0, mask, positions)

@@ -233,41 +233,6 @@ class DraftRequest(NamedTuple):
     sampler: DraftSampler
 
 
-def check_proposed(drafter: Any, tree: Any, vocab_size: int) -> None:
-    """Check what a drafter's [`~drafters.base.Drafter.propose`] returned, without a wait for the device: ids are read
-    where they are on the host.
-
-    Raises:
-        ValueError: If it is no draft tree of the target's vocabulary, naming the drafter's class.
-    """
-    if wrong := _wrong_with(tree, vocab_size):
-        raise ValueError(
-            f"`propose` of the drafter, a {type(drafter).__name__}, returned {wrong}: expected a `DraftTree` of token "
-            f"ids from 0 to {vocab_size - 1}, each with the distribution `[{vocab_size}]` that it was drawn from, or "
-            "None."
-        )
-
-
-def _wrong_with(tree: Any, vocab_size: int) -> str:
-    """What of a tree cannot be verified, in words; empty if nothing."""
-    if not all(
-        hasattr(tree, name) for name in ("tokens", "parents", "q", "depths")
-    ):  # a copy of this code has its own
-        return "None" if tree is None else f"a {type(tree).__name__}"
-    tokens = tree.tokens
-    if tokens.is_meta or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        return f"tokens of {tokens.dtype} on {tokens.device}"
-    if tokens.device.type == "cpu":  # elsewhere to read them would be to wait
-        outside = next((token for token in tokens.tolist() if not 0 <= token < vocab_size), None)
-        if outside is not None:
-            return f"the token {outside}"
-    for q in tree.q or ():
-        if q is not None and not (isinstance(q, torch.Tensor) and q.shape == (vocab_size,) and q.is_floating_point()):
-            given = f"{q.dtype} {list(q.shape)}" if isinstance(q, torch.Tensor) else type(q).__name__
-            return f"a distribution that is {given}"
-    return ""
-
-
 def chains_in_step(requests: Sequence[DraftRequest], steps: Steps) -> list[DraftTree]:
     """Chains of several texts from logits that know the drafts before, one draft of all at a time.
 

@@ -1,0 +1,74 @@
+"""Asks a drafter for drafts, and checks what it returns: it may be somebody's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..drafters.base import Drafter
+from ..drafters.sampling import DraftRequest
+from ..targets.target import Target
+from ..trees.tree import DraftTree
+
+
+def propose(drafter: Drafter, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+    """Ask a drafter for the drafts of each sequence, and check what it returns.
+
+    Raises:
+        ValueError: If that is not a draft tree for each, as [`check_proposed`] says.
+    """
+    if len(requests) < 2:
+        proposed = [drafter.propose(target, *request) for request in requests]
+    else:
+        proposed = drafter.propose_batch(target, requests)
+    if not isinstance(proposed, (list, tuple)) or len(proposed) != len(requests):
+        given = f"{len(proposed)} of them" if isinstance(proposed, (list, tuple)) else f"a {type(proposed).__name__}"
+        raise ValueError(
+            f"`propose_batch` of the drafter, a {type(drafter).__name__}, returned {given}: expected a list of "
+            f"{len(requests)} `DraftTree`s, one for each text that it was asked for."
+        )
+    for request, tree in zip(requests, proposed):
+        check_proposed(drafter, tree, target.config.vocab_size, request.num_drafts)
+    return list(proposed)
+
+
+def check_proposed(drafter: Drafter, tree: Any, vocab_size: int, count: int) -> None:
+    """Check what a drafter's [`~drafters.base.Drafter.propose`] returned, without a wait for the device: ids are read
+    where they are on the host.
+
+    Raises:
+        ValueError: If it is no draft tree of the target's vocabulary, naming the drafter's class.
+    """
+    if wrong := _wrong_with(tree, vocab_size):
+        raise ValueError(
+            f"`propose` of the drafter, a {type(drafter).__name__}, returned {wrong}: expected a `DraftTree` of token "
+            f"ids from 0 to {vocab_size - 1}, each with the distribution `[{vocab_size}]` that it was drawn from, or "
+            "None."
+        )
+    if max(tree.depths, default=0) > count:
+        raise ValueError(
+            f"The drafter made {max(tree.depths)} drafts, one after the other, expected at most {count}, as it was "
+            "asked for."
+        )
+
+
+def _wrong_with(tree: Any, vocab_size: int) -> str:
+    """What of a tree cannot be verified, in words; empty if nothing."""
+    if not all(
+        hasattr(tree, name) for name in ("tokens", "parents", "q", "depths")
+    ):  # a copy of this code has its own
+        return "None" if tree is None else f"a {type(tree).__name__}"
+    tokens = tree.tokens
+    if tokens.is_meta or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        return f"tokens of {tokens.dtype} on {tokens.device}"
+    if tokens.device.type == "cpu":  # elsewhere to read them would be to wait
+        outside = next((token for token in tokens.tolist() if not 0 <= token < vocab_size), None)
+        if outside is not None:
+            return f"the token {outside}"
+    for q in tree.q or ():
+        if q is not None and not (isinstance(q, torch.Tensor) and q.shape == (vocab_size,) and q.is_floating_point()):
+            given = f"{q.dtype} {list(q.shape)}" if isinstance(q, torch.Tensor) else type(q).__name__
+            return f"a distribution that is {given}"
+    return ""

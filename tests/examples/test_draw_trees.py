@@ -3,9 +3,9 @@
 import runpy
 from types import SimpleNamespace
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from hf_hyperdflash import load_drafter
+from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.training.data.rows import encode_prompts
 
 from ..helpers.scripts import DRAFTER, EXAMPLES, ROOT, run
@@ -17,8 +17,9 @@ def test_trees_are_drawn_as_they_were(tmp_path):
     assert f"{tmp_path / 'new' / 'trees.png'}: 2 rounds, " in said
     assert (tmp_path / "new" / "trees.png").stat().st_size > 5000
     drawing = runpy.run_path(str(ROOT / "examples/draw_trees.py"))
-    target = AutoModelForCausalLM.from_pretrained(EXAMPLES / "models" / "tiny-deepseek-v4").eval()
-    tokenizer, drafter = AutoTokenizer.from_pretrained(EXAMPLES / "models" / "tiny-deepseek-v4"), load_drafter(DRAFTER)
+    target = load_target(EXAMPLES / "models" / "tiny-deepseek-v4", dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "models" / "tiny-deepseek-v4")
+    drafter = load_drafter(DRAFTER, target=target)
     drafter.bind(target)
     arguments = SimpleNamespace(prompt=text[1], rounds=2, tree_budget=9, temperature=0.0, seed=0)
     rounds = drawing["rounds_of"](arguments, target, tokenizer, drafter)

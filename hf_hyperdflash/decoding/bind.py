@@ -256,7 +256,7 @@ class BoundTarget(_Mixed):
 
     def _prepare_drafting(self, drafter: Any, config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
         """Check the pair, make the cache ready, and tell how many tokens to draft a round."""
-        _check_once(cast(PreTrainedModel, self), drafter)
+        check_once(cast(PreTrainedModel, self), drafter)
         asked = self._drafts_asked_of(drafter, config)
         num_drafts = (drafter.max_draft_tokens or _MOST_DRAFTS) if asked == AUTO else cast(int, asked)
         self.hyperdflash_binding.target.make_rewindable(model_kwargs[CACHE], num_drafts)
@@ -367,7 +367,7 @@ def unbind(target: PreTrainedModel) -> PreTrainedModel:
 
 def bind_with(target: PreTrainedModel, drafter: Any, as_default: bool) -> None:
     """What [`~drafters.base.Drafter.bind`] does."""
-    _check_once(target, drafter)
+    check_once(target, drafter)
     bind(target)
     _binders.setdefault(target, WeakSet()).add(drafter)
     if as_default:
@@ -386,8 +386,8 @@ def unbind_from(target: PreTrainedModel, drafter: Any) -> None:
         binding.default = None
 
 
-def _check_once(target: PreTrainedModel, drafter: Drafter) -> None:
-    """Check that a drafter fits a target, once for as long as the target is bound."""
+def check_once(target: PreTrainedModel, drafter: Drafter) -> None:
+    """Check that a drafter fits a target ([`~drafters.base.Drafter.check_target`]), if that was not checked before."""
     seen = target_of(target)  # which says what is no target
     fitting = _fitting.setdefault(target, WeakSet())
     if drafter not in fitting:

@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers.utils import is_gguf_available
 
+from ..decoding.bind import check_once
 from ..drafters.deepseek_v4.drafter import DeepseekV4Drafter, own_checkpoint
 from ..drafters.saved import SavedDrafter
 from ..drafters.weights import (
@@ -176,7 +177,7 @@ def load_drafter(
     with _readable(name_or_path):
         drafter = found.load(name_or_path, target, dtype or "auto", device, hub_kwargs)
     if target is not None:
-        drafter.check_target(target_of(target))
+        check_once(target, drafter)
     return cast(SavedDrafter, cast(Any, drafter).to(device or "cpu"))
 
 

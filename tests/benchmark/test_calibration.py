@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_hyperdflash import DeepseekV4DSparkDrafter, HyperDFlashDrafter, bind
+from hf_hyperdflash import DeepseekV4DSparkDrafter, HyperDFlashDrafter, Observer, bind
 from hf_hyperdflash.benchmark import calibration
 from hf_hyperdflash.benchmark.calibration import Rounds, calibrate, fitted, record_rounds, save_temperatures
 from hf_hyperdflash.benchmark.reliability import fit_temperatures, given_those_before, reliability, through
@@ -216,7 +216,8 @@ def test_fitted_temperatures_are_what_drafting_divides_by(folder):
     save_temperatures(folder, temperatures)
     calibrated, heard = HyperDFlashDrafter.from_pretrained(folder, dtype=torch.float32).eval(), []
     assert module_fingerprint(calibrated) == module_fingerprint(drafter)
-    calibrated.observe = lambda context, tree, *_: heard.append(tree.confidence)
+    calibrated.observer = Observer()
+    calibrated.observer.add_round = lambda context, tree, *_: heard.append(tree.confidence)
     target.generate(PROMPTS[0], assistant_model=calibrated, max_new_tokens=12, do_sample=False)
     told = [confidence.tolist() for confidence in heard if confidence is not None]
     expected = given_those_before(logits, np.array(temperatures))

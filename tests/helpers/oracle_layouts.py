@@ -44,6 +44,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_hyperdflash.trees.acceptance import sample_index
+
 from . import oracle_dflash as base
 from .oracle_dflash import THETA, Drafter, Target, Weights
 
@@ -314,7 +316,7 @@ def _selected(weights: Weights, hidden: Tensor, before: int, unary: Tensor, top_
 @torch.no_grad()
 def draft(folder: str | Path, target: Target, ids: Tensor, count: int, temperature: float = 0.0) -> Drafts:
     """`count` drafts after the anchor ids[0, -1], which the target has not processed yet, in a block of full width.
-    Above temperature 0 each is one draw of `torch.multinomial` over the target's whole vocabulary."""
+    Above temperature 0 each is one draw of [`sample_index`] over the target's whole vocabulary."""
     outer = base.read(folder)[0]
     drafter = _read_any(folder, outer)
     weights, config = drafter.weights, drafter.config
@@ -341,7 +343,7 @@ def draft(folder: str | Path, target: Target, ids: Tensor, count: int, temperatu
         whole = torch.full((size,), -torch.inf).index_copy(0, kept, logits)
         if temperature:
             q.append((whole / temperature).softmax(-1))
-            before = int(torch.multinomial(q[-1], 1))
+            before = int(sample_index(q[-1]))
         else:
             before = int(whole.argmax())
         tokens.append(before)

@@ -12,6 +12,7 @@ import transformers
 from tqdm.auto import tqdm
 from transformers import DeepseekV4Config, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...decoding.bind import check_once
 from ...decoding.stats import SpeculationStats, clock
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ...drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
@@ -116,7 +117,7 @@ def examine(
     found = Diagnosis()
     found.facts["versions"] = f"torch {torch.__version__}, transformers {transformers.__version__}"
     try:
-        drafter.check_target(target_of(target))
+        check_once(target, drafter)
     except ValueError as error:
         found.problems.append(str(error))
         return found

@@ -14,7 +14,7 @@ from transformers.generation import logits_process as stock
 from hf_hyperdflash import Eagle3Config, Eagle3Drafter, SpecBlockConfig, SpecBlockDrafter, load_drafter
 from hf_hyperdflash.decoding.bind import capture_residual
 from hf_hyperdflash.drafters import reading as reading_drafter
-from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.drafters.unrolled import drafter as unrolled_drafter
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 from hf_hyperdflash.targets.registry import target_of
@@ -398,3 +398,27 @@ def test_an_embedding_and_an_lm_head_of_its_own_begin_as_the_targets(family, mon
             drafter.draft_only(target_of(target), torch.tensor(wrong))
     with pytest.raises(ValueError, match="`hidden_size` is 32 and `own_embedding` True, expected 64"):
         Eagle3Drafter.from_target(target, hidden_size=32, draft_vocab_size=20, own_embedding=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_chains_of_a_batch_are_those_of_each_sequence_alone(kind):
+    """Of contexts and drafts that differ in length, greedy and under a processor; contexts stay as they were."""
+    torch.manual_seed(0)
+    target = families.qwen3().eval()
+    drafter, seen = unrolled(kind, target, **KINDS[kind]), target_of(target)
+    banned = LogitsProcessorList([stock.SuppressTokensLogitsProcessor([3, 4, 5, 6])])
+    requests = []
+    for length, count, processors in ((5, 5, LogitsProcessorList()), (17, 2, banned), (9, 4, LogitsProcessorList())):
+        ids, positions, context = prompt(length, seed=length), torch.arange(length)[None], drafter.new_context()
+        with capture_residual(target, drafter.target_layer_ids) as captured:
+            target(ids[:, :-1])
+        drafter.extend(seen, context, captured[0], positions[:, :-1], ids[:, 1:])
+        requests.append(DraftRequest(context, ids, positions, count, DraftSampler(processors, False)))
+    alone, kept = [drafter.propose(seen, *each) for each in requests], [len(each.context) for each in requests]
+    together = drafter.propose_batch(seen, requests)
+    assert [tree.tokens.tolist() for tree in together] == [tree.tokens.tolist() for tree in alone]
+    assert [tree.passes for tree in together] == [tree.passes for tree in alone]
+    assert [len(each.context) for each in requests] == kept
+    again = [drafter.propose(seen, *each) for each in requests]
+    assert [tree.tokens.tolist() for tree in again] == [tree.tokens.tolist() for tree in alone]

@@ -12,10 +12,10 @@ from ...targets.attention_masks import AttentionMask, attention_mask_for
 from ...targets.target import Target
 from ...trees.tree import DraftTree, are_trees_kept
 from ..parts.heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, SequentialHead, ZeroInitLinear, run_heads
+from ..parts.joint_context import JointContext
 from ..parts.layers import ContextCache, Rotary, block_inputs
 from ..reading import ReadingDrafter
 from ..sampling import DraftRequest, DraftSampler, chains_in_step
-from .joint_context import JointContext
 from .path import BlockPath
 
 

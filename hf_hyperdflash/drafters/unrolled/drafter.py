@@ -22,6 +22,7 @@ from ...targets.target import Target
 from ...trees.tree import DraftTree
 from ..parts.block_attention import AttentionSpan
 from ..parts.heads import HeadOutput
+from ..parts.joint_context import JointContext
 from ..parts.layers import (
     ContextCache,
     ContextLayer,
@@ -33,7 +34,7 @@ from ..parts.layers import (
 )
 from ..parts.reducers import REDUCERS
 from ..reading import ReadingDrafter, check_pair
-from ..sampling import DraftSampler
+from ..sampling import DraftRequest, DraftSampler
 from ..weights import named_dtype
 from .configuration import UnrolledConfig
 
@@ -315,6 +316,22 @@ class UnrolledDrafter(ReadingDrafter):
         finally:
             unrolling.discard()
 
+    @torch.no_grad()
+    def propose_batch(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """Draft chains for several sequences with one pass for a block of each; trees one after the other."""
+        if any(each.sampler.tree_budget is not None or each.context.states is None for each in requests):
+            return super().propose_batch(target, requests)
+        unrolling = JointUnrolling(self, target, [each.context for each in requests])
+        try:
+            return self._draft_chains(target, unrolling, requests)
+        finally:
+            unrolling.discard()
+
+    def _draft_chains(
+        self, target: Target, unrolling: JointUnrolling, requests: Sequence[DraftRequest]
+    ) -> list[DraftTree]:
+        raise NotImplementedError(f"A {type(self).__name__} has no `_draft_chains`.")
+
     def _draft(
         self, target: Target, unrolling: Unrolling, ids: torch.Tensor, count: int, sampler: DraftSampler
     ) -> DraftTree:
@@ -413,6 +430,47 @@ class Unrolling:
     def discard(self) -> None:
         """Remove the blocks' keys: the context is as it was."""
         self.context.advance(self.size - self._written)
+
+
+class JointUnrolling:
+    """The blocks of one round of several sequences. Each continues the last slot of its sequence's block before.
+
+    Their keys are behind those of each context until [`discard`].
+
+    Args:
+        drafter: Whose blocks they are.
+        target: For its embedding.
+        contexts: One per sequence, none of them empty.
+
+    Attributes:
+        states: Of the last blocks, `[batch, config.block_size, config.hidden_size]`.
+    """
+
+    def __init__(self, drafter: UnrolledDrafter, target: Target, contexts: Sequence[EntryContext]) -> None:
+        self.drafter, self.target, self.contexts = drafter, target, contexts
+        self.states = torch.cat([cast(torch.Tensor, context.states) for context in contexts])
+        self._positions = torch.cat([context.position for context in contexts])
+        self._joint, self._added = JointContext(contexts), 0
+
+    def extend_chain(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Run the next block of each sequence, with one token of each, `[batch]`, and return `states`."""
+        drafter, size = self.drafter, self.drafter.config.block_size
+        self._added += size
+        carried = drafter.next_condition(self.states[:, -1:])
+        self._joint.make_room(size, carried, drafter.config)
+        layers = [self._joint.layer(index, 0) for index in range(len(drafter.layers))]
+        positions = self._positions + (self._added if drafter.moves_positions else 0)
+        mask = self._joint.causal_mask(size, drafter.device)
+        embeds = drafter.embed(self.target, tokens[:, None])
+        self.states = drafter.run(carried, embeds, positions, layers, mask)[:, 0]
+        for context in self.contexts:
+            context.advance(size)
+        return self.states
+
+    def discard(self) -> None:
+        """Leave the contexts as they were."""
+        for context in self.contexts:
+            context.advance(-self._added)
 
 
 class _LevelCache:

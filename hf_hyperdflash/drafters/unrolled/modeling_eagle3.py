@@ -7,6 +7,7 @@ are any, are as usual.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -18,9 +19,9 @@ from ...targets.target import Target
 from ...trees.growth import DraftStep
 from ...trees.tree import DraftTree
 from ..parts.layers import ContextLayer, DrafterRMSNorm, HyperDFlashAttention, HyperDFlashLayer, Rotary
-from ..sampling import DraftSampler
+from ..sampling import DraftRequest, DraftSampler, chains_in_step
 from .configuration_eagle3 import Eagle3Config
-from .drafter import UnrolledDrafter, Unrolling
+from .drafter import JointUnrolling, UnrolledDrafter, Unrolling
 
 
 class Eagle3Layer(HyperDFlashLayer):
@@ -110,3 +111,12 @@ class Eagle3Drafter(UnrolledDrafter):
 
         tree = sampler.grow(ids, count, steps, width=self.config.tree_width)
         return replace(tree, passes=tree.depths)
+
+    def _draft_chains(
+        self, target: Target, unrolling: JointUnrolling, requests: Sequence[DraftRequest]
+    ) -> list[DraftTree]:
+        def steps(k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
+            states = unrolling.extend_chain(tokens.to(self.device)) if k else unrolling.states
+            return DraftStep(self.logits(target, states[:, 0]))
+
+        return [replace(tree, passes=tree.depths) for tree in chains_in_step(requests, steps)]

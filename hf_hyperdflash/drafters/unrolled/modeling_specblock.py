@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,9 +11,9 @@ from torch import nn
 from ...targets.target import Target
 from ...trees.tree import DraftTree
 from ..parts.layers import DrafterRMSNorm, HyperDFlashLayer
-from ..sampling import DraftSampler
+from ..sampling import DraftRequest, DraftSampler
 from .configuration_specblock import SpecBlockConfig
-from .drafter import UnrolledDrafter, Unrolling
+from .drafter import JointUnrolling, UnrolledDrafter, Unrolling
 from .rank_growth import Blocks, BlockStep, grow_blocks
 from .rank_head import RankHead, rank_features
 
@@ -91,10 +91,29 @@ class SpecBlockDrafter(UnrolledDrafter):
             blocks.append(sampler.blind(ids, logits))
             if len(blocks[-1]) < logits.shape[1]:
                 break
+        return self._chain_of(blocks)
+
+    def _chain_of(self, blocks: Sequence[DraftTree]) -> DraftTree:
+        """Return the chain of a sequence's blocks, one after the other."""
         tree = DraftTree.chain(
             torch.cat([block.tokens for block in blocks]), [q for block in blocks for q in block.q or ()]
         )
         return replace(tree, passes=tuple(1 + k // self.config.block_size for k in range(len(tree))))
+
+    def _draft_chains(
+        self, target: Target, unrolling: JointUnrolling, requests: Sequence[DraftRequest]
+    ) -> list[DraftTree]:
+        blocks: list[list[DraftTree]] = [[] for _ in requests]
+        texts = [each.ids for each in requests]
+        for start in range(0, max(each.num_drafts for each in requests), self.config.block_size):
+            if start:
+                unrolling.extend_chain(torch.cat([text[0, -1:] for text in texts]).to(self.device))
+            logits = self.logits(target, unrolling.states)
+            for row, each in enumerate(requests):
+                block = each.sampler.blind(texts[row], logits[row : row + 1, : max(0, each.num_drafts - start)])
+                texts[row] = torch.cat([texts[row], block.tokens[None].to(texts[row].device)], dim=1)
+                blocks[row].append(block)
+        return [self._chain_of(of_sequence) for of_sequence in blocks]
 
     def _blocks(self, target: Target, unrolling: Unrolling) -> Blocks:
         def blocks(earlier: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> BlockStep:

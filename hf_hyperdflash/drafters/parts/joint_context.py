@@ -1,4 +1,4 @@
-"""The contexts of several texts, for one pass of a block drafter over a block of each."""
+"""The contexts of several sequences, for one pass of a drafter over a block of each."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedConfig
 
-from ..parts.block_attention import AttentionSpan
-from ..parts.layers import ContextCache, ContextLayer, KeysValues
+from .block_attention import AttentionSpan
+from .layers import ContextCache, ContextLayer, KeysValues
 
 
 class JointContext:
@@ -77,6 +77,16 @@ class JointContext:
                 mask[row, ..., max(visible) - own :] = True if row_mask is None else row_mask[0]
             masks[kind] = mask
         return masks
+
+    def causal_mask(self, block_size: int, device: torch.device) -> torch.Tensor:
+        """Return the mask of blocks whose slots see all of the context and of their block what is not behind them,
+        boolean `[batch, 1, block_size, longest + block_size]`."""
+        visible = [context.visible(0, 0) for context in self.contexts]
+        mask = torch.zeros(len(visible), 1, block_size, max(visible) + block_size, dtype=torch.bool, device=device)
+        mask[..., max(visible) :] = torch.ones(block_size, block_size, dtype=torch.bool, device=device).tril()
+        for row, own in enumerate(visible):
+            mask[row, ..., max(visible) - own : max(visible)] = True
+        return mask
 
     def advance(self, new: int) -> None:
         """Keep the tokens that were new to each sequence."""

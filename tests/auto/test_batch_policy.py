@@ -95,9 +95,11 @@ def test_rows_are_counted_by_the_drafts_that_they_made():
 class RandomPolicy(BatchPolicy):
     """Any number of drafts in any round, often none."""
 
+    most = 0  # in this round
+
     def begin(self, length, rooms):
         super().begin(length, rooms)
-        drafts = chance.choice([0, 0, 1, 3, 6])
+        RandomPolicy.most = drafts = chance.choice([0, 0, 1, 3, 6])
         self.is_asked = drafts > 0
         return drafts
 
@@ -116,6 +118,10 @@ def test_greedy_text_is_the_targets_whatever_is_drafted(family, monkeypatch):
                 assert told[0].tolist() == each.ids[0, 1:].tolist()
             return super().propose_batch(target, wanted)
 
+        def propose(self, target, context, ids, position_ids, count, sampler):
+            assert 1 <= count <= RandomPolicy.most
+            return super().propose(target, context, ids, position_ids, count, sampler)
+
     monkeypatch.setattr(decoding, "BatchPolicy", RandomPolicy)
     torch.manual_seed(0)
     target = bind(family().eval())
@@ -132,6 +138,24 @@ def test_greedy_text_is_the_targets_whatever_is_drafted(family, monkeypatch):
         with torch.no_grad(), capture_residual(target) as captured:
             target(text[None])
         torch.testing.assert_close(residual, captured[0][:, :-1], atol=1e-4, rtol=1e-4)
+
+
+def test_it_hears_which_texts_have_ended(monkeypatch):
+    class Hearing(BatchPolicy):
+        def end(self, outcomes, seconds):
+            super().end(outcomes, seconds)
+            heard.append([outcome.is_last for outcome in outcomes])
+
+    heard = []
+    monkeypatch.setattr(decoding, "BatchPolicy", Hearing)
+    torch.manual_seed(0)
+    target = bind(families.qwen3().eval())
+    ids = torch.cat([prompt(8, seed=seed) for seed in range(4)])
+    texts = target.generate(ids, do_sample=False, max_new_tokens=20)
+    drafter = RandomChains(target, list(texts))
+    target.generate(ids, assistant_model=drafter, num_assistant_tokens="auto", do_sample=False, max_new_tokens=20)
+    assert len(heard[0]) == 4 and all(heard[-1])
+    assert [len(told) for told in heard[1:]] == [told.count(False) for told in heard[:-1]]
 
 
 def test_what_is_known_of_batches_is_kept_from_one_to_the_next(monkeypatch):

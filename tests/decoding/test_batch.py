@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import math
 import threading
+import weakref
 from collections import Counter
 
 import pytest
@@ -16,6 +18,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    Qwen3ForCausalLM,
     StoppingCriteria,
     StoppingCriteriaList,
     SuppressTokensLogitsProcessor,
@@ -25,7 +28,8 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import utils
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, bind
+from hf_hyperdflash import HyperDFlashDrafter, Observer, PromptLookupDrafter, bind
+from hf_hyperdflash.decoding import sequence
 from hf_hyperdflash.decoding.bind import capture_residual
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.drafters.blocks.path import BlockPath
@@ -482,6 +486,142 @@ def test_every_row_teaches_a_drafter_that_learns():
         target.generate(ids, attention_mask=mask, assistant_model=drafter, do_sample=False, max_new_tokens=NEW)
     assert [decision.new_tokens for decision in adaptation.log] == [row.tokens for row in drafter.last_stats.rows]
     assert len(adaptation.replay) == 4
+
+
+class Row(Observer):
+    """Hears of one row."""
+
+    target_layer_ids = (-1, 0)
+
+    def __init__(self):
+        self.tokens, self.rounds, self.stats = [], [], None
+
+    def add_tokens(self, *told):
+        self.tokens.append(told)
+
+    def add_round(self, context, tree, logits, accepted):
+        self.rounds.append((logits, accepted))
+
+    def end(self, stats):
+        self.stats = stats
+
+
+class SomeRows(Observer):
+    """Hears of all rows but the first."""
+
+    def __init__(self):
+        self.rows = []
+
+    def begin(self, target, do_sample):
+        self.rows.append(Row() if self.rows else None)
+        return self.rows[-1]
+
+
+def test_who_hears_of_a_row_hears_of_that_one_alone(qwen3):
+    """Also of more layers than drafting reads, where nobody hears of the first row."""
+    ids, mask, rows = padded()
+    texts = alone(qwen3, rows)
+    drafter = RandomTrees(qwen3, texts)
+    drafter.observer = observer = SomeRows()
+    qwen3.generate(ids, attention_mask=mask, assistant_model=drafter, do_sample=False, max_new_tokens=NEW)
+    assert len(observer.rows) == len(rows) and observer.rows[0] is None
+    for heard, stats, row, text in list(zip(observer.rows, drafter.last_stats.rows, rows, texts))[1:]:
+        residual, positions, following, _ = zip(*heard.tokens)
+        with torch.no_grad(), capture_residual(qwen3, (-1, 0)) as captured:
+            qwen3(text[None])
+        torch.testing.assert_close(torch.cat(residual, dim=1), captured[0][:, :-1], atol=1e-4, rtol=1e-4)
+        assert torch.cat(positions, dim=1)[0].tolist() == list(range(len(text) - 1))
+        assert torch.cat(following, dim=1)[0].tolist() == text[1:].tolist()
+        assert all(is_written == (of[0, 0] >= len(row)) for _, of, _, is_written in heard.tokens)
+        at = len(row)
+        for logits, accepted in heard.rounds:
+            written = [logits[node + 1].argmax().item() for node in (-1, *accepted)]
+            assert text[at : at + len(written)].tolist() == written[: len(text) - at]
+            at += len(written)
+        assert at >= len(text) and heard.stats is stats
+
+
+class Clocked(RandomChains):
+    """Its drafts take a second, and what it takes in two, by a clock of its own.
+
+    Attributes:
+        time: What the clock says.
+        spent: Seconds in the drafter.
+    """
+
+    time = spent = 0
+
+    def _spend(self, seconds):
+        self.time, self.spent = self.time + seconds, self.spent + seconds
+
+    def extend(self, *args):
+        self._spend(2)
+
+    def propose(self, *args):
+        self._spend(1)
+        return super().propose(*args)
+
+
+def test_seconds_that_rows_share_count_in_equal_parts_and_the_prompts_not_at_all(qwen3, monkeypatch):
+    ids, mask, rows = padded((9, 3))
+    texts = alone(qwen3, rows)
+    drafter, forwards = Clocked(qwen3, texts), []
+    monkeypatch.setattr(sequence, "clock", lambda device: lambda: drafter.time)
+
+    def takes_four(*_):
+        forwards.append(drafter.spent)
+        drafter.time += 4
+
+    handle = qwen3.register_forward_hook(takes_four)
+    qwen3.generate(ids, attention_mask=mask, assistant_model=drafter, do_sample=False, max_new_tokens=NEW)
+    handle.remove()
+    stats, in_prompt = drafter.last_stats, 2 * len(rows)
+    assert forwards[0] == 0 and forwards[1] == in_prompt + 2  # which has two drafts
+    assert stats.draft_seconds == pytest.approx(drafter.spent - in_prompt)
+    assert stats.verify_seconds == pytest.approx(4 * (len(forwards) - 1))
+    assert stats.loop_seconds == pytest.approx(drafter.time - 4 - in_prompt)
+    for row in stats.rows:
+        assert 0 < row.draft_seconds + row.verify_seconds == pytest.approx(row.loop_seconds, rel=0.2)
+
+
+def test_a_row_that_is_written_is_given_up_before_the_next_fills_a_cache(qwen3, monkeypatch):
+    monkeypatch.setattr(type(target_of(qwen3)), "tree_verification", "fork")  # row after row
+    ids, mask, rows = padded()
+    caches, alive = weakref.WeakSet(), []
+
+    def look(module, args, kwargs):
+        gc.collect()
+        caches.add(kwargs[CACHE])
+        alive.append(len(caches))
+
+    drafter = RandomChains(qwen3, alone(qwen3, rows))
+    handle = qwen3.register_forward_pre_hook(look, with_kwargs=True)
+    qwen3.generate(ids, attention_mask=mask, assistant_model=drafter, do_sample=False, max_new_tokens=4)
+    handle.remove()
+    assert len(alive) > len(rows) and set(alive) == {1}
+
+
+class Steered(Qwen3ForCausalLM):
+    """A target with an argument of its own for each text, `[batch, config.vocab_size]`."""
+
+    def forward(self, *args, steer=None, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits + steer[:, None]
+        return outputs
+
+
+def test_each_row_has_its_own_of_the_targets_arguments():
+    target = families.qwen3().eval()
+    target.__class__ = Steered
+    ids, mask, rows = padded()
+    steer = 2 * torch.randn(len(rows), 64)
+    texts = [alone(target, [row], steer=steer[at : at + 1])[0] for at, row in enumerate(rows)]
+    assert not torch.equal(texts[1], alone(target, rows[1:2], steer=steer[:1])[0])
+    drafter = RandomTrees(bind(target), texts)
+    options = dict(do_sample=False, max_new_tokens=NEW)
+    assert_rows(
+        target.generate(ids, attention_mask=mask, steer=steer, assistant_model=drafter, **options), rows, texts
+    )
 
 
 def test_threads_may_write_batches_at_once(qwen3):

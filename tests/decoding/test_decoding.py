@@ -467,6 +467,20 @@ def test_a_draft_that_ends_the_text_is_an_accepted_one(wide):
     assert drafter.last_stats.accepted == [6] * whole + [rest] * bool(rest)
 
 
+def test_a_text_that_ended_with_a_draft_goes_on(wide):
+    """Its last token is in no cache yet, like any other's."""
+    ids = prompt(20)
+    text = wide.generate(ids, do_sample=False, max_new_tokens=30)[0]
+    last = next(i for i in range(22, 26) if text[i] not in text[20:i])
+    drafter, options = perfect(wide, text), dict(do_sample=False, return_dict_in_generate=True)
+    out = wide.generate(ids, assistant_model=drafter, max_new_tokens=30, eos_token_id=text[last].item(), **options)
+    assert out.sequences.shape[1] == last + 1 and cache_of(out).get_seq_length() == last
+    context = cache_of(out)._hyperdflash_context.context
+    assert context.end == last == len(context)
+    again = wide.generate(out.sequences, **{CACHE: cache_of(out)}, assistant_model=drafter, max_length=50, **options)
+    assert torch.equal(again.sequences[0], text) and drafter.last_stats.tau > 4
+
+
 def test_logits_are_shown_as_they_were_before_processors(wide):
     class NoFives(LogitsProcessor):
         def __call__(self, input_ids, scores):

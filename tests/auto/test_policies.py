@@ -507,8 +507,10 @@ def test_what_a_sleeping_drafter_takes_in_late(make, wait, monkeypatch):
     def listened(target, context, residual, position_ids, next_ids):
         assert residual.shape[1] == position_ids.shape[1] == next_ids.shape[1]
         taken.append(position_ids[0].tolist())
+        read.append(residual)
         extend(target, context, residual, position_ids, next_ids)
 
+    read = []
     monkeypatch.setattr(drafter, "extend", listened)
     slept = target.generate(
         ids, assistant_model=drafter, num_assistant_tokens="auto", max_new_tokens=200, do_sample=False,
@@ -520,6 +522,10 @@ def test_what_a_sleeping_drafter_takes_in_late(make, wait, monkeypatch):
     assert told == sorted(set(told)) and told[-1] == tokens - 1 and told[:12] == list(range(12))
     missing = sorted({*range(tokens)} - {*told})
     assert missing == ([] if wait == 100 else list(range(12, 12 + 64)))
+    with torch.no_grad(), binding.capture_residual(target, drafter.target_layer_ids) as captured:
+        target(slept.sequences)
+    for positions, residual in zip(taken, read):  # of these tokens, and no others
+        torch.testing.assert_close(residual, captured[0][:, positions], atol=1e-4, rtol=1e-4)
     awake = target.generate(
         ids, assistant_model=drafter, num_assistant_tokens=1, max_new_tokens=200, do_sample=False,
         return_dict_in_generate=True,

@@ -606,11 +606,14 @@ class Steered(Qwen3ForCausalLM):
 
     def forward(self, *args, steer=None, **kwargs):
         outputs = super().forward(*args, **kwargs)
+        assert len(steer) == len(outputs.logits)
         outputs.logits = outputs.logits + steer[:, None]
         return outputs
 
 
-def test_each_row_has_its_own_of_the_targets_arguments():
+@pytest.mark.parametrize("how", ["mask", "fork"])
+def test_each_row_has_its_own_of_the_targets_arguments(how, monkeypatch):
+    """In the rows' shared forwards, and on every path of a tree that is forked."""
     target = families.qwen3().eval()
     target.__class__ = Steered
     ids, mask, rows = padded()
@@ -618,10 +621,9 @@ def test_each_row_has_its_own_of_the_targets_arguments():
     texts = [alone(target, [row], steer=steer[at : at + 1])[0] for at, row in enumerate(rows)]
     assert not torch.equal(texts[1], alone(target, rows[1:2], steer=steer[:1])[0])
     drafter = RandomTrees(bind(target), texts)
-    options = dict(do_sample=False, max_new_tokens=NEW)
-    assert_rows(
-        target.generate(ids, attention_mask=mask, steer=steer, assistant_model=drafter, **options), rows, texts
-    )
+    monkeypatch.setattr(type(target_of(target)), "tree_verification", how)
+    options = dict(attention_mask=mask, do_sample=False, max_new_tokens=NEW)
+    assert_rows(target.generate(ids, steer=steer, assistant_model=drafter, **options), rows, texts)
 
 
 def test_threads_may_write_batches_at_once(qwen3):

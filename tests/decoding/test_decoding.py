@@ -329,6 +329,17 @@ def test_a_cache_that_drafts_have_filled_keeps_no_more_than_its_window_of_plain_
     assert windows and all(layer.keys.shape[-2] < layer.sliding_window for layer in windows)
 
 
+def test_a_cache_that_transformers_own_loop_has_filled_records_no_more():
+    target, ids = bind(mistral().eval()), prompt(9)
+    options = dict(do_sample=False, max_new_tokens=12, return_dict_in_generate=True)
+    cache = cache_of(target.generate(ids, prompt_lookup_num_tokens=3, **options))
+    with torch.no_grad():
+        for token in prompt(24, seed=5)[0]:
+            target(token[None, None], **{CACHE: cache})
+    windows = [layer for layer in cache.layers if getattr(layer, "sliding_window", None)]
+    assert windows and all(layer.keys.shape[-2] < layer.sliding_window for layer in windows)
+
+
 def test_unbinding_while_it_generates_is_told_in_one_line(pair):
     target, drafter = pair
     ids, options = prompt(9), dict(do_sample=False, max_new_tokens=30)

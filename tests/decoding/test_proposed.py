@@ -78,3 +78,13 @@ def test_trees_of_a_batch_are_one_for_each_text(proposed, words):
         ValueError, match=f"`propose_batch` of the drafter, a Returns, returned {words}: expected .* of 2"
     ):
         target.generate(prompt(9).expand(2, -1), assistant_model=drafter, do_sample=False, max_new_tokens=6)
+
+
+def test_each_tree_of_a_batch_is_checked():
+    target = qwen3(2).eval()
+    drafter = Returns(target, chain(5))
+    for wrong, words in [(chain(64), "returned the token 64"), (chain(*range(2, 8)), "made 6 drafts, .* at most 4")]:
+        drafter.propose_batch = lambda *_, wrong=wrong: [chain(5)(), wrong()]
+        drafter.bind(target)
+        with pytest.raises(ValueError, match=words):
+            target.generate(prompt(9).expand(2, -1), assistant_model=drafter, do_sample=False, max_new_tokens=9)

@@ -71,10 +71,12 @@ def test_two_calls_statistics_add_up_to_those_of_all_their_rounds(first, second)
     both, added, whole = counted(first), counted(second), counted(first + second)
     both.draft_seconds, both.verify_seconds, both.loop_seconds = 1, 2, 4
     added.draft_seconds, added.verify_seconds, added.loop_seconds = 8, 16, 64
+    both.written, both.by_head, added.written, added.by_head = [0, 2], [False, True], [1], [True]
     alone = counted(second)
     both += added
     whole.tokens += 1  # each call's prefill writes one
     whole.draft_seconds, whole.verify_seconds, whole.loop_seconds = 9, 18, 68
+    whole.written, whole.by_head = [0, 2, 1], [False, True, True]
     assert both == whole
     both.add_round(3, 2, chain(4))
     assert (added.emitted, added.accepted) == (alone.emitted, alone.accepted)  # what was added is not touched

@@ -125,3 +125,8 @@ def test_the_callers_tensors_stay_theirs():
     tokens.append(5)
     assert ids.tolist() == [[7, 8, 9]] and mask.tolist() == [[0, 1, 1]] and positions.tolist() == [[0, 0, 1]]
     assert tokens.ids.tolist() == [[7, 8, 9, 5]] and tokens.mask(4).tolist() == [[0, 1, 1, 1]]
+
+
+def test_padding_that_stays_has_a_position_that_a_table_has():
+    tokens = TokenBuffer(prompt(5), 0, torch.tensor([[0, 0, 1, 1, 1]]), None)
+    assert tokens.positions(0, 5).tolist() == [[0, 0, 0, 1, 2]]

@@ -270,3 +270,15 @@ def test_drafts_copy_the_text_only_for_who_reads_it(how, processors, is_read, do
         sampler.grow(ids, 4, steps)
     is_plain = how == "chains in step" and not processors and not do_sample  # which nobody has to score
     assert lengths == ([] if is_plain else [length + 500 * is_read for length in range(4)])
+
+
+def test_chains_in_step_are_each_what_it_would_be_alone():
+    """Also where a processor reads the drafts before: each row's own."""
+    logits = 3 * torch.randn(3, 5, VOCAB, VOCAB)  # of a row, a draft position, and the token before
+    sampler = DraftSampler(LogitsProcessorList([RepetitionPenaltyLogitsProcessor(4.0)]), do_sample=False)
+    rows = [prompt(length, seed=length, vocab_size=VOCAB) for length in (4, 7, 2)]
+    requests = [DraftRequest(None, ids, None, count, sampler) for ids, count in zip(rows, (5, 3, 4))]
+    together = chains_in_step(requests, lambda k, tokens, at: DraftStep(logits[at, k, tokens]))
+    for row, (ids, request) in enumerate(zip(rows, requests)):
+        alone = sampler.grow(ids, request.num_drafts, lambda k, tokens, _, row=row: DraftStep(logits[row, k, tokens]))
+        assert together[row].tokens.tolist() == alone.tokens.tolist()

@@ -16,6 +16,7 @@ from transformers.generation import logits_process as stock
 
 from hf_hyperdflash.auto.acceptance import NodeAcceptance
 from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.trees.acceptance import sample_siblings
 from hf_hyperdflash.trees.growth import ACCEPTED, SHARPENED, Admission, DraftStep, drawn, level_sizes, most_probable
 
 from ..helpers.draft_trees import SAMPLING_RULES, steps_by
@@ -216,18 +217,28 @@ def test_a_tree_has_what_is_worth_it(least):
     assert {path for level in talker.asked[1:] for path in level} <= set(expected)  # nothing goes on from others
 
 
-def test_torch_draws_without_replacement_one_after_the_other():
-    """What [`drawn`] takes it to do and its documentation does not say: chi-square over ordered pairs, 11 degrees of
-    freedom, wrong once in a million seeds."""
+def test_siblings_are_drawn_without_replacement_one_after_the_other():
+    """Chi-square over ordered pairs, 11 degrees of freedom, wrong once in a million seeds."""
     weights, times = torch.tensor([0.5, 0.3, 0.15, 0.05]), 40_000
-    generator = torch.Generator().manual_seed(3)
-    pairs = torch.multinomial(weights.expand(times, -1), 2, generator=generator).tolist()
+    pairs = sample_siblings(weights.expand(times, -1), 2).indices.tolist()
     counts, chi = Counter(map(tuple, pairs)), 0.0
     for first in range(4):
         for second in set(range(4)) - {first}:
             expected = times * float(weights[first] * weights[second] / (1 - weights[first]))
             chi += (counts[first, second] - expected) ** 2 / expected
     assert chi < 49.0
+
+
+def test_siblings_end_where_no_weight_is_left():
+    weights = torch.tensor([[0.0, 3.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 2.0]])
+    siblings = sample_siblings(weights, 4)
+    assert siblings.are_there.tolist() == [[True, True, False, False], [True] * 4, [True, False, False, False]]
+    for row, (indices, are_there) in enumerate(zip(siblings.indices.tolist(), siblings.are_there.tolist())):
+        drawn_ones = [index for index, is_there in zip(indices, are_there) if is_there]
+        assert sorted(drawn_ones) == weights[row].nonzero().flatten().tolist()
+        for rank, left in enumerate(siblings.weights):  # each by what those before it have left
+            expected = [0.0 if index in indices[:rank] else each for index, each in enumerate(weights[row].tolist())]
+            assert left[row].tolist() == expected
 
 
 @settings(deadline=None, max_examples=60)

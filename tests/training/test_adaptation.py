@@ -173,6 +173,18 @@ def test_what_is_expected_of_a_round(target, head, vocabulary, do_sample):
     assert learning._expected_tokens([row]) == pytest.approx(drawn if do_sample else (drawn + greedy) / 2, abs=1e-4)
 
 
+def test_after_a_reset_it_learns_the_same_again(target, drafter):
+    drafter.bind(target)
+    learning, learned = drafter.adapt(target, **EAGER), []
+    for _ in range(2):
+        for seed in range(5):
+            answer(target, drafter, prompt(9, seed % 2))
+        learned.append(weights_of(drafter))
+        assert all(each.grad is None for each in learning._training_copy.parameters())  # nothing for the next step
+        learning.reset()
+    assert same(*learned) and not same(learned[0], weights_of(drafter))
+
+
 def test_what_does_not_help_is_taken_back(target, drafter, monkeypatch):
     drafter.bind(target)
     before = weights_of(drafter)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hyperdflash.trees.acceptance import greedy_walk, sampled_walk, traversal_walk
+from hf_hyperdflash.trees.acceptance import greedy_walk, sample_index, sampled_walk, traversal_walk
 from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
 
 from ..helpers.draft_trees import SAMPLING_RULES, parents_and_tokens, path_to, steps_by
@@ -386,6 +386,30 @@ def test_sampled_text_passes_a_chi_square_test(rule, name, seed):
     assert torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)) > 1e-6, cells
 
 
+def one_number(weights: torch.Tensor) -> int:
+    """An index by one uniform number: the first at which the running sum is beyond it."""
+    wanted, beyond = float(torch.rand(1, dtype=torch.float64)) * sum(weights.tolist()), 0.0
+    for index, weight in enumerate(weights.tolist()):
+        beyond += weight
+        if beyond > wanted:
+            return index
+    raise AssertionError(weights)
+
+
+@pytest.mark.parametrize(
+    ("number", "weights", "index"),
+    [
+        (0.0, [0.0, 0.0, 3.0, 1.0], 2),
+        (0.75, [3.0, 0.0, 1.0], 2),
+        (1 - 1e-12, [1.0, 1e-9], 1),  # rare, but not impossible
+        (1 - 1e-12, [1.0, 0.0], 0),
+    ],
+)
+def test_an_index_is_where_the_running_sum_is_beyond_the_number(number, weights, index, monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda *shape, **options: torch.full(shape, number, **options))
+    assert sample_index(torch.tensor([weights])).tolist() == [[index]]
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 6), st.integers(0, 10**6), st.sampled_from([0.3, 1.0, 4.0]))
 def test_a_seed_gives_a_chains_text_as_the_textbooks_loop(drafts, seed, agreement):
@@ -401,10 +425,10 @@ def test_a_seed_gives_a_chains_text_as_the_textbooks_loop(drafts, seed, agreemen
         if torch.rand(()) < p[k, token] / q[k, token]:
             expected.append((token, k))
             continue
-        expected.append((int(torch.multinomial((p[k] - q[k]).clamp(min=0), 1)), None))
+        expected.append((one_number((p[k] - q[k]).clamp(min=0)), None))
         break
     else:
-        expected.append((int(torch.multinomial(p[drafts], 1)), None))
+        expected.append((one_number(p[drafts]), None))
     following = torch.rand(4)
 
     torch.manual_seed(seed + 1)

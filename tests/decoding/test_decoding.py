@@ -181,6 +181,18 @@ def test_the_drafters_context_continues_with_the_cache(pair):
         torch.testing.assert_close(x[0], y[0], atol=1e-4, rtol=1e-4)
 
 
+def test_a_copied_cache_has_a_context_of_its_own(pair):
+    target, drafter = pair
+    options = dict(do_sample=False, max_new_tokens=8, return_dict_in_generate=True, assistant_model=drafter)
+    out = target.generate(prompt(14), **options)
+    copied, context = copy.deepcopy(cache_of(out)), cache_of(out)._hyperdflash_context.context
+    turn = torch.cat([out.sequences, prompt(4, seed=5)], dim=1)
+    again = target.generate(turn, **{CACHE: copied}, **options)
+    assert copied._hyperdflash_context.context.end == len(copied._hyperdflash_context.context)
+    assert copied._hyperdflash_context.context.end == again.sequences.shape[1] - 1
+    assert context.end == len(context) == out.sequences.shape[1] - 1
+
+
 def test_a_context_is_its_drafters_own_whatever_ids_are_given_again(pair, monkeypatch):
     """Two drafters in turn on one cache: each drafts as if it were alone."""
     target, first = pair

@@ -106,7 +106,7 @@ class BoundTarget(_Mixed):
     hyperdflash_binding: Binding
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any model, and with a drafter for several sequences, too."""
+        """Generate as any model does, and with a drafter for several sequences, too."""
         generate = super().generate  # type: ignore[misc]
         kwargs = renamed_cache(kwargs)  # both names are taken, whatever the installed transformers calls it
         asked = by_name(inspect.signature(generate).bind(*args, **kwargs).arguments)
@@ -138,7 +138,7 @@ class BoundTarget(_Mixed):
             drafts_asked(generation_config),
             drafts_asked(self.generation_config),
         ]
-        budget = {name: kwargs.pop(name) for name in ("tree_budget",) if name in kwargs}
+        budget = {"tree_budget": kwargs.pop("tree_budget")} if "tree_budget" in kwargs else {}
         config, model_kwargs = super()._prepare_generation_config(  # type: ignore[misc]
             generation_config, *args, **kwargs
         )
@@ -191,11 +191,12 @@ class BoundTarget(_Mixed):
         **model_kwargs: Any,
     ) -> Any:
         check_without_virtual_tokens(self)
-        if isinstance(assistant_model, SequenceStarter) or is_drafter(assistant_model):
+        starter = assistant_model if isinstance(assistant_model, SequenceStarter) else None
+        drafter = assistant_model if starter is None else starter.drafter
+        if is_drafter(drafter):
             check_request(input_ids, generation_config, synced_gpus, model_kwargs)
-            starter = assistant_model if isinstance(assistant_model, SequenceStarter) else None
             sequence = self._start(
-                assistant_model if starter is None else starter.drafter,
+                drafter,
                 input_ids,
                 model_kwargs,
                 logits_processor=logits_processor,
@@ -227,7 +228,7 @@ class BoundTarget(_Mixed):
             stop_recording(model_kwargs.get(CACHE))
 
     def _get_candidate_generator(self, *args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
-        """For transformers' loop and loops of one's own: [`~decoding.candidates.DraftCandidateGenerator`]."""
+        """Return a [`~decoding.candidates.DraftCandidateGenerator`], for transformers' loop and loops of one's own."""
         if not is_drafter(assistant_model):
             return super()._get_candidate_generator(  # type: ignore[misc]
                 *args, assistant_model=assistant_model, **kwargs
@@ -255,7 +256,7 @@ class BoundTarget(_Mixed):
         )
 
     def _prepare_drafting(self, drafter: Any, config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
-        """Check the pair, make the cache ready, and tell how many tokens to draft a round."""
+        """Check the pair, make the cache ready, and return how many tokens to draft a round."""
         check_once(cast(PreTrainedModel, self), drafter)
         asked = self._drafts_asked_of(drafter, config)
         num_drafts = (drafter.max_draft_tokens or _MOST_DRAFTS) if asked == AUTO else cast(int, asked)
@@ -268,7 +269,7 @@ class BoundTarget(_Mixed):
         return drafter.num_draft_tokens if asked is None else drafter.check_num_draft_tokens(asked)
 
     def _stats_with(self, drafter: Any, config: GenerationConfig) -> DraftingStats | None:
-        """What is known of the drafter with this target, where what pays is asked for."""
+        """Return what is known of the drafter with this target, if the request asks for what pays."""
         if AUTO not in (self._drafts_asked_of(drafter, config), tree_budget_asked(config)):
             return None
         drafters = _stats.setdefault(cast(PreTrainedModel, self), WeakKeyDictionary())

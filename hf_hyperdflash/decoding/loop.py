@@ -98,7 +98,7 @@ class Batch:
         self.capture = self.binding.residual.new_capture(self.layer_ids)
         self.verification: Verification = "chain"
         self.policy: FixedPolicy = FixedPolicy()
-        self.now = first.now
+        self.now, self._no_drafts = first.now, DraftTree.chain(first.tokens.ids.new_empty(0))
 
     # The prompts
 
@@ -177,10 +177,8 @@ class Batch:
 
     def write_first_tokens(self, outputs: Any) -> None:
         """Write the first token of each sequence, by the target's forward over the prompts."""
-        nothing = DraftTree.chain(self.sequences[0].tokens.ids.new_empty(0))
-        round_ = PromptRound(
-            self.target, [sequence.tokens for sequence in self.sequences], [nothing] * len(self.sequences)
-        )
+        texts = [sequence.tokens for sequence in self.sequences]
+        round_ = PromptRound(self.target, texts, [self._no_drafts] * len(texts))
         self._write(round_, outputs)
         for sequence in self.sequences:
             sequence.stats.tokens, sequence.stats.draft_seconds = 1, 0.0  # the prompt's do not count
@@ -202,8 +200,7 @@ class Batch:
         for (sequence, _), tree in zip(asked, proposed):
             sequence.stats.draft_seconds += seconds if len(tree) else 0.0
         drafted = iter(proposed)
-        nothing = DraftTree.chain(self.sequences[0].tokens.ids.new_empty(0))
-        trees = [self.policy.cut(next(drafted)) if count else nothing for count in counts]
+        trees = [self.policy.cut(next(drafted)) if count else self._no_drafts for count in counts]
         return round_over(self.target, self.verification, [sequence.tokens for sequence in self.sequences], trees)
 
     def verify(self, round_: ChainRound) -> Any:

@@ -33,7 +33,7 @@ from .rounds import ChainRound
 from .stats import SpeculationStats, clock
 from .tokens import TokenBuffer
 
-CATCH_UP = 64  # tokens that a drafter takes in at once, or at least, after it was not asked for drafts for so long
+_CATCH_UP = 64  # tokens that a drafter takes in at once, or at least, after it was not asked for drafts for so long
 
 
 class Sequence:
@@ -155,11 +155,11 @@ class Sequence:
         """After a round, give the drafter what stays of it, if it is asked for drafts or if that is much; of what a
         drafter that is not asked would read, keep what is near."""
         end = self.tokens.end - 1
-        is_behind = self.observer is not None and end - self.context.end >= CATCH_UP
+        is_behind = self.observer is not None and end - self.context.end >= _CATCH_UP
         if self.finished or is_asked or is_behind:
             self.extend(end)
-        elif len(self.residuals) >= 2 * CATCH_UP:
-            del self.residuals[:CATCH_UP]
+        elif len(self.residuals) >= 2 * _CATCH_UP:
+            del self.residuals[:_CATCH_UP]
 
     @property
     def is_written(self) -> bool:

@@ -78,16 +78,6 @@ class JointContext:
             masks[kind] = mask
         return masks
 
-    def causal_mask(self, block_size: int, device: torch.device) -> torch.Tensor:
-        """Return the mask of blocks whose slots see all of the context and of their block what is not behind them,
-        boolean `[batch, 1, block_size, longest + block_size]`."""
-        visible = [context.visible(0, 0) for context in self.contexts]
-        mask = torch.zeros(len(visible), 1, block_size, max(visible) + block_size, dtype=torch.bool, device=device)
-        mask[..., max(visible) :] = torch.ones(block_size, block_size, dtype=torch.bool, device=device).tril()
-        for row, own in enumerate(visible):
-            mask[row, ..., max(visible) - own : max(visible)] = True
-        return mask
-
     def advance(self, new: int) -> None:
         """Keep the tokens that were new to each sequence."""
         for context, own in zip(self.contexts, self.new_counts):

@@ -460,9 +460,9 @@ class JointUnrolling:
         self._joint.make_room(size, carried, drafter.config)
         layers = [self._joint.layer(index, 0) for index in range(len(drafter.layers))]
         positions = self._positions + (self._added if drafter.moves_positions else 0)
-        mask = self._joint.causal_mask(size, drafter.device)
+        masks = self._joint.masks(["causal"], {"causal": AttentionSpan(causal=True)}, size, drafter.device)
         embeds = drafter.embed(self.target, tokens[:, None])
-        self.states = drafter.run(carried, embeds, positions, layers, mask)[:, 0]
+        self.states = drafter.run(carried, embeds, positions, layers, masks["causal"])[:, 0]
         for context in self.contexts:
             context.advance(size)
         return self.states

@@ -18,6 +18,7 @@ from hf_hyperdflash.drafters.parts.block_attention import AttentionSpan
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.data.blocks import block_mask, previous_tokens
+from hf_hyperdflash.trees.acceptance import sample_index
 
 from ..conftest import prompt, tiny_config, tiny_target
 from ..helpers.deepseek_checkpoints import (
@@ -185,7 +186,7 @@ def test_drawn_drafts_are_deepseeks(drafter, target, naive, seed):
     tree, logits = from_scratch(drafter, target, sequence, 20, sampler=DraftSampler(processors, True))
 
     def choose(scores):
-        return torch.multinomial(processors(None, scores[None].float()).softmax(-1), num_samples=1)
+        return sample_index(processors(None, scores[None].float()).softmax(-1))
 
     torch.manual_seed(seed)
     assert_deepseeks(tree, logits, naive, sequence, 20, choose)

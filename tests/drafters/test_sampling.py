@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch.testing import assert_close
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -194,7 +195,8 @@ def test_a_tree_is_scored_path_by_path(tree, names, seed):
             scores = processor(text, scores)
         expected.append(scores)
     sampler = DraftSampler(LogitsProcessorList(known), True)
-    assert torch.equal(sampler.scored_tree(ids, drafts, logits), torch.cat(expected))
+    # Some processors make NaN of what others have excluded, and that is as it is alone, too.
+    assert_close(sampler.scored_tree(ids, drafts, logits), torch.cat(expected), rtol=0, atol=0, equal_nan=True)
     assert sampler.has_all_processors
     assert not DraftSampler(LogitsProcessorList([*known, Remembering()]), True).has_all_processors
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from ..targets.registry import check_layers
 from ..targets.target import Target
+from ..trees.growth import DraftVocabulary
 from .saved import SavedDrafter
 from .weights import check_draft_ids
 
@@ -53,10 +54,13 @@ class ReadingDrafter(SavedDrafter):
 
     def to_full_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits `[..., config.vocab_size]` from those of the tokens that can be drafted."""
-        if not self.config.draft_vocab_size:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
-        return full.index_copy_(-1, self.draft_ids, logits)
+        vocabulary = self.draft_vocabulary
+        return logits if vocabulary is None else vocabulary.spread(logits, -torch.inf)
+
+    @property
+    def draft_vocabulary(self) -> DraftVocabulary | None:
+        """The tokens that can be drafted; `None` if all can."""
+        return DraftVocabulary(self.draft_ids, self.config.vocab_size) if self.config.draft_vocab_size else None
 
     @property
     def head_table(self) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -17,7 +17,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from ..trees.acceptance import sample_index
-from ..trees.growth import Admission, DraftStep, Steps, drawn, most_probable, width_for
+from ..trees.growth import Admission, DraftStep, Scored, Steps, drawn, most_probable, width_for
 from ..trees.tree import ANCHOR, DraftTree
 
 # What they return depends on the prefix and the scores that they are given, and on nothing that came before.
@@ -121,9 +121,21 @@ class DraftSampler:
         text = torch.cat([ids.expand(len(drafts), -1), drafts], dim=1) if self._reads_text else drafts
         return self.scored(text, logits)
 
+    def scored_step(self, ids: torch.Tensor, drafts: torch.Tensor, step: DraftStep) -> DraftStep:
+        """As [`scored_after`], of a drafter's step: over the tokens that it can draft alone, where no processor wants
+        all of them."""
+        step = step if not len(self.processors) else step.whole()
+        return step._replace(logits=self.scored_after(ids, drafts, step.logits))
+
     @property
     def _reads_text(self) -> bool:
         return any(type(processor).__name__ not in _WITHOUT_TEXT for processor in self.processors)
+
+    def scores_as(self, other: DraftSampler) -> bool:
+        """Whether another's paths can be scored with its own: their processors do the same, whatever the text is."""
+        both = list(zip(self.processors, other.processors))
+        are_as_many = len(self.processors) == len(other.processors)
+        return are_as_many and not self._reads_text and all(_is_same(*pair) for pair in both)
 
     def scored_tree(self, ids: torch.Tensor, tree: DraftTree, logits: torch.Tensor) -> torch.Tensor:
         """What the target writes by after the anchor and after each node of a tree, as [`scored`]: one path at a time,
@@ -142,21 +154,6 @@ class DraftSampler:
             drafts = tree.tokens[path].to(ids.device)[None]
             scores.append(self.scored_after(ids, drafts, logits[node + 1 : node + 2].clone()))
         return torch.cat(scores)
-
-    def draw(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A token.
-
-        Args:
-            scores: From [`scored`], `[1, config.vocab_size]`.
-
-        Returns:
-            The token, `[1]`, and the distribution `[config.vocab_size]` that it was drawn from; `None` if it is the
-            most probable one.
-        """
-        if not self.do_sample:
-            return scores.argmax(-1), None
-        q = scores.softmax(-1)
-        return sample_index(q).squeeze(1), q[0]
 
     def blind(self, ids: torch.Tensor, logits: torch.Tensor) -> DraftTree:
         """Drafts from logits that do not depend on them: drawn all at once, where the request does not ask for more.
@@ -198,28 +195,24 @@ class DraftSampler:
         """
         if self.tree_budget is None or not count:
             return self._path(ids, count, steps)
-        scored = partial(self.scored_after, ids)
-        if self.do_sample:
-            return drawn(ids, count, self.tree_budget, steps, scored, self.node_admission)
-        going_on = width or width_for(self.tree_budget)
-        return most_probable(ids, count, self.tree_budget, steps, scored, going_on, width, self.node_admission)
+        return trees_in_step([DraftRequest(None, ids, ids, count, self)], steps, width)[0]
 
     def _path(self, ids: torch.Tensor, count: int, steps: Steps) -> DraftTree:
-        q: list[torch.Tensor | None] = []
+        q: list[torch.Tensor] = []
         confidence: list[torch.Tensor] = []
         drafts, token, row = ids[:, :0], ids[:, -1], ids.new_zeros(1)
         for k in range(count):
             if not self.is_open():
                 break
-            step = steps(k, token, row)
-            scores = self.scored_after(ids, drafts, step.logits)
+            step = self.scored_step(ids, drafts, steps(k, token, row))
             # By what is known before the token is drawn: afterwards it would be chosen by what it is.
-            if self.chain_admission is not None and not self.chain_admission.admits(signals_of(scores)[0]):
+            if self.chain_admission is not None and not self.chain_admission.admits(signals_of(step.logits)[0]):
                 break
-            token, drawn_from = self.draw(scores)
-            drafts, q = torch.cat([drafts, token[:, None]], dim=1), [*q, drawn_from]
+            token, drawn_from = draw(step, self.do_sample)
+            drafts = torch.cat([drafts, token[:, None]], dim=1)
+            q += [] if drawn_from is None else [drawn_from[0]]
             confidence += [] if step.confidence is None else [step.confidence]
-        tree = DraftTree.chain(drafts[0], q if self.do_sample else None)
+        tree = DraftTree.chain(drafts[0], q)
         return replace(tree, confidence=torch.cat(confidence)) if confidence else tree
 
 
@@ -233,6 +226,43 @@ class DraftRequest(NamedTuple):
     sampler: DraftSampler
 
 
+def drafts_in_step(requests: Sequence[DraftRequest], steps: Steps, width: int | None = None) -> list[DraftTree]:
+    """Chains or trees of several texts, as they ask for, from logits that know the drafts before: each pass of the
+    drafter serves all texts.
+
+    Args:
+        requests: One for each text, of one kind ([`share_passes`]).
+        steps: The drafter.
+        width: As for [`DraftSampler.grow`].
+    """
+    if len(requests) == 1:
+        return [requests[0].sampler.grow(requests[0].ids, requests[0].num_drafts, steps, width)]
+    if requests[0].sampler.tree_budget is None:
+        return chains_in_step(requests, steps)
+    return trees_in_step(requests, steps, width)
+
+
+def share_passes(requests: Sequence[DraftRequest]) -> bool:
+    """Whether the drafts of several texts can be made in step: they are of one kind, and nobody admits the drafts of
+    a chain one by one."""
+    first, samplers = requests[0].sampler, [each.sampler for each in requests]
+    kinds = {(each.do_sample, each.tree_budget, each.chain_admission is None) for each in samplers}
+    are_admitted_alike = all(each.node_admission is first.node_admission for each in samplers)
+    return kinds == {(first.do_sample, first.tree_budget, True)} and are_admitted_alike
+
+
+def trees_in_step(requests: Sequence[DraftRequest], steps: Steps, width: int | None = None) -> list[DraftTree]:
+    """Trees of several texts that share `do_sample`, `tree_budget` and `node_admission`, one level of all at a time;
+    arguments as for [`drafts_in_step`]."""
+    sampler, budget = requests[0].sampler, cast(int, requests[0].sampler.tree_budget)
+    anchors, counts = torch.cat([each.ids[:, -1] for each in requests]), [each.num_drafts for each in requests]
+    scored = scored_in_step(requests)
+    if sampler.do_sample:
+        return drawn(anchors, counts, budget, steps, scored, sampler.node_admission)
+    going_on = width or width_for(budget)
+    return most_probable(anchors, counts, budget, steps, scored, going_on, width, sampler.node_admission)
+
+
 def chains_in_step(requests: Sequence[DraftRequest], steps: Steps) -> list[DraftTree]:
     """Chains of several texts from logits that know the drafts before, one draft of all at a time.
 
@@ -242,31 +272,66 @@ def chains_in_step(requests: Sequence[DraftRequest], steps: Steps) -> list[Draft
     """
     tokens = torch.cat([each.ids[:, -1] for each in requests])
     drafts, rows = tokens.new_empty(len(requests), 0), torch.arange(len(requests), device=tokens.device)
-    is_plain = all(not each.sampler.do_sample and not len(each.sampler.processors) for each in requests)
-    drawn_from: list[list[torch.Tensor | None]] = [[] for _ in requests]
+    do_sample, scored, each_one = requests[0].sampler.do_sample, scored_in_step(requests), [1] * len(requests)
+    drawn_from: list[torch.Tensor] = []
     confidence: list[torch.Tensor] = []
     for k in range(max(each.num_drafts for each in requests)):
-        step = steps(k, tokens, rows)
-        if is_plain:
-            tokens = step.logits.argmax(-1).to(tokens.device)
-        else:
-            draws = [
-                each.sampler.draw(each.sampler.scored_after(each.ids, drafts[row][None], step.logits[row][None]))
-                for row, each in enumerate(requests)
-            ]
-            tokens = torch.cat([token for token, _ in draws])
-            for row, (_, q) in enumerate(draws):
-                drawn_from[row].append(q)
+        step = scored(drafts, steps(k, tokens, rows), each_one)
+        tokens, q = draw(step, do_sample)
+        drawn_from += [] if q is None else [q]
         drafts = torch.cat([drafts, tokens[:, None]], dim=1)
         confidence += [] if step.confidence is None else [step.confidence]
     trees = []
     for row, each in enumerate(requests):
-        tree = DraftTree.chain(
-            drafts[row, : each.num_drafts], drawn_from[row][: each.num_drafts] if each.sampler.do_sample else None
-        )
+        tree = DraftTree.chain(drafts[row, : each.num_drafts], [q[row] for q in drawn_from[: each.num_drafts]])
         sure = torch.stack([of_step[row] for of_step in confidence[: each.num_drafts]]) if confidence else None
         trees.append(replace(tree, confidence=sure))
     return trees
+
+
+def draw(step: DraftStep, do_sample: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Draw a token on each path, or take the most probable one.
+
+    Args:
+        step: With scores in place of logits.
+        do_sample: Whether to draw.
+
+    Returns:
+        The tokens, `[paths]`, and the distributions that they were drawn from, `[paths, config.vocab_size]`; `None` if
+        they are the most probable ones.
+    """
+    if not do_sample:
+        return step.token_ids(step.logits.argmax(-1)), None
+    q = step.logits.softmax(-1)
+    return step.token_ids(sample_index(q).squeeze(1)), step.over_all_tokens(q)
+
+
+def scored_in_step(requests: Sequence[DraftRequest]) -> Scored:
+    """How the drafts of several texts are scored, as by [`DraftSampler.scored_after`]: at once where the texts'
+    processors do the same to all of them."""
+    first = requests[0].sampler
+    is_shared = all(first.scores_as(each.sampler) for each in requests[1:])
+
+    def scored(drafts: torch.Tensor, step: DraftStep, counts: Sequence[int]) -> DraftStep:
+        if is_shared:
+            return first.scored_step(requests[0].ids, drafts, step)
+        step, sizes = step.whole(), list(counts)
+        of_each = zip(requests, drafts.split(sizes), step.logits.split(sizes))
+        return step._replace(
+            logits=torch.cat([each.sampler.scored_after(each.ids, own, logits) for each, own, logits in of_each])
+        )
+
+    return scored
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two processors do the same."""
+    if type(one) is not type(other) or vars(one).keys() != vars(other).keys():
+        return False
+    return all(
+        torch.equal(value, vars(other)[name]) if isinstance(value, torch.Tensor) else value == vars(other)[name]
+        for name, value in vars(one).items()
+    )
 
 
 def signals_of(scores: torch.Tensor) -> list[float]:

@@ -1,19 +1,21 @@
-"""Grows a draft tree level by level: from its most probable nodes, or from random draws.
+"""Grows draft trees level by level: from their most probable nodes, or from random draws.
 
-Both ways ask the drafter once per level, for all nodes of the level that get children.
+Both ways ask the drafter once per level, for all nodes of the level that get children, of all texts.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
 
 from .acceptance import sample_siblings
+from .padding import Padding
 from .tree import ANCHOR, DraftTree
 
 ACCEPTED = 0.7, 0.3, 0.25
@@ -47,82 +49,153 @@ class Admission(NamedTuple):
         return math.log(self.least) if self.least else -math.inf
 
 
+class DraftVocabulary(NamedTuple):
+    """The tokens that a drafter can draft.
+
+    Attributes:
+        ids: `[tokens]`.
+        vocab_size: The number of tokens of the target.
+    """
+
+    ids: torch.Tensor
+    vocab_size: int
+
+    def spread(self, of_drafted: torch.Tensor, others: float) -> torch.Tensor:
+        """Return `[..., vocab_size]` from the values of the tokens that can be drafted, `[..., tokens]`."""
+        full = of_drafted.new_full((*of_drafted.shape[:-1], self.vocab_size), others)
+        return full.index_copy_(-1, self.ids.to(full.device), of_drafted)
+
+
 class DraftStep(NamedTuple):
     """A drafter's output after several paths.
 
     Attributes:
-        logits: `[paths, config.vocab_size]`.
+        logits: `[paths, config.vocab_size]`, or those of `vocabulary` alone.
         confidence: Its probability that the target accepts the next draft, `[paths]`; `None` if it gives none.
+        vocabulary: The tokens that the logits are of; `None` for all.
     """
 
     logits: torch.Tensor
     confidence: torch.Tensor | None = None
+    vocabulary: DraftVocabulary | None = None
+
+    def token_ids(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of columns of the logits."""
+        return columns if self.vocabulary is None else self.vocabulary.ids.to(columns.device)[columns]
+
+    def over_all_tokens(self, distributions: torch.Tensor) -> torch.Tensor:
+        """Return distributions over columns of the logits as such of all tokens."""
+        return distributions if self.vocabulary is None else self.vocabulary.spread(distributions, 0.0)
+
+    def whole(self) -> DraftStep:
+        """Return the same with logits of all tokens."""
+        if self.vocabulary is None:
+            return self
+        return DraftStep(self.vocabulary.spread(self.logits, -torch.inf), self.confidence)
 
 
 Steps = Callable[[int, torch.Tensor, torch.Tensor], DraftStep]
 """A drafter as a function of a draft position k, the token before it on each path `[paths]`, and, for each path, the
-index of the path of the step before that it continues `[paths]`. At k = 0 there is one path, the anchor's."""
+index of the path of the step before that it continues `[paths]`. At k = 0 there is one path for each text, its
+anchor's; a text's paths stand together, and texts in their order."""
 
-Scored = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Applies the request's logits processors: from the drafts so far on each path, `[paths, drafts]`, and logits
-`[paths, config.vocab_size]` to scores of the same shape."""
+Scored = Callable[[torch.Tensor, DraftStep, Sequence[int]], DraftStep]
+"""Applies the requests' logits processors: from the drafts so far on each path, `[paths, drafts]`, the drafter's step,
+and the number of each text's paths, to a step with scores in place of logits."""
 
 
 def most_probable(
-    ids: torch.Tensor,
-    count: int,
+    anchors: torch.Tensor,
+    counts: Sequence[int],
     budget: int,
     steps: Steps,
     scored: Scored,
     width: int | None = None,
     children: int | None = None,
     admission: Admission | None = None,
-) -> DraftTree:
-    """Grow the tree of the most probable nodes, by the product of the drafter's probabilities along the path.
+) -> list[DraftTree]:
+    """Grow the tree of the most probable nodes of each text, by the product of the drafter's probabilities along the
+    path.
 
     A node is never more probable than its parent. So a node that is not among the best so far has no descendant among
     the best, and each level gives children only to those that are, or to the `width` best of these.
 
     Args:
-        ids: `[1, seq]`, the text.
-        count: The greatest depth.
-        budget: The most nodes.
+        anchors: The last token of each text, `[batch]`.
+        counts: The greatest depth of each tree.
+        budget: The most nodes of a tree.
         steps: The drafter.
-        scored: The request's processors.
+        scored: The requests' processors.
         width: The most nodes of a level that get children; `None` for any number.
         children: The most children of a node; `None` for any number.
         admission: Which nodes are admitted; `None` for all.
     """
     width, children = min(width or budget, budget), min(children or budget, budget)
-    tokens, parents = ids.new_empty(0), ids.new_empty(0)
-    values, signals = torch.empty(0, device=ids.device), torch.empty(0, device=ids.device)
     least = -math.inf if admission is None else admission.log_least
-    level, rows, level_values = ids[:, -1], ids.new_zeros(1), torch.zeros(1, device=ids.device)
-    places, paths = ids.new_full((1,), ANCHOR), ids[:, :0]
-    for k in range(count):
-        likely = (scored(paths, steps(k, level, rows).logits) / SHARPENED).log_softmax(-1)
+    # Of all nodes so far, `[batch, nodes]`; what only fills up has minus infinity for a value.
+    tokens = parents = anchors.new_empty(len(anchors), 0)
+    values = signals = torch.empty(len(anchors), 0, device=anchors.device)
+    # Of the nodes that get children: in the order of `steps`, and `[batch, most of a text]`.
+    level, rows, paths = anchors, torch.arange(len(anchors), device=anchors.device), anchors.new_empty(len(anchors), 0)
+    padding = Padding([1] * len(anchors), anchors.device)
+    places, level_values = torch.full_like(level, ANCHOR)[:, None], torch.zeros_like(level, dtype=torch.float)[:, None]
+    depths = torch.tensor(counts, device=anchors.device)[:, None] if len(set(counts)) > 1 else max(counts)
+    for k in range(max(counts)):
+        step = scored(paths, steps(k, level, rows), padding.counts)
+        likely = (step.logits / SHARPENED).log_softmax(-1)
         best = likely.topk(min(children, likely.shape[-1]), dim=-1)
         chances = best.values if admission is None else admission.survival.log_chances(best.values)
-        found = (level_values[:, None] + chances).flatten().nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-        start, each = len(values), best.values.shape[1]
+        found = level_values[..., None] + padding.add(chances, -math.inf)
+        found = found.flatten(1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        start, each = values.shape[1], best.values.shape[1]
         # No more than `budget` nodes of a level can be among the best, and to sort all that there are would be slow.
-        best_found = found.topk(min(budget, len(found))).indices.sort().values
-        values = torch.cat([values, found[best_found]])
-        signals = torch.cat([signals, best.values.flatten()[best_found]])
-        tokens = torch.cat([tokens, best.indices.flatten()[best_found]])
-        parents = torch.cat([parents, places[best_found // each]])
-        among = values.sort(descending=True, stable=True).indices[:budget]
-        places = among[(among >= start) & (values[among] > least)][:width].sort().values
-        if not len(places):
+        best_found = found.topk(min(budget, found.shape[1])).indices.sort().values
+        values = torch.cat([values, found.gather(1, best_found)], dim=1)
+        if admission is not None:
+            signals = torch.cat([signals, padding.add(best.values).flatten(1).gather(1, best_found)], dim=1)
+        ids = padding.add(step.token_ids(best.indices)).flatten(1)
+        tokens = torch.cat([tokens, ids.gather(1, best_found)], dim=1)
+        parents = torch.cat([parents, places.gather(1, best_found // each)], dim=1)
+        if k + 1 == max(counts):
             break
-        rows = best_found[places - start] // each
-        level, level_values = tokens[places], values[places]
+        among = values.sort(descending=True, stable=True).indices[:, :budget]
+        is_open = (among >= start) & (values.gather(1, among) > least) & (depths > k + 1)
+        is_open &= is_open.cumsum(1) <= width
+        numbers, padding = padding.numbers, Padding(is_open.sum(1).tolist(), anchors.device)
+        if not padding.width:
+            break
+        places = among.where(is_open, ANCHOR).sort().values[:, -padding.width :]
+        node = places.clamp(min=start)
+        level, level_values = padding.remove(tokens.gather(1, node)), values.gather(1, node)
+        rows = padding.remove(numbers.gather(1, best_found.gather(1, node - start) // each))
         paths = torch.cat([paths[rows], level[:, None]], dim=1)
-    kept = values.sort(descending=True, stable=True).indices[:budget]
-    kept = kept[values[kept] > least].sort().values
-    number = {ANCHOR: ANCHOR, **{place: node for node, place in enumerate(kept.tolist())}}
-    tree_parents = tuple(number[parent] for parent in parents[kept].tolist())
-    return DraftTree(tokens[kept], tree_parents, confidence=None if admission is None else signals[kept].exp())
+    return _best_trees(tokens, parents, values, None if admission is None else signals.exp(), budget, least)
+
+
+def _best_trees(
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    values: torch.Tensor,
+    confidence: torch.Tensor | None,
+    budget: int,
+    least: float,
+) -> list[DraftTree]:
+    """Return the trees of the `budget` best nodes of each text that are better than `least`."""
+    kept = values.sort(descending=True, stable=True).indices[:, :budget]
+    is_kept = values.gather(1, kept) > least
+    kept = kept.where(is_kept, values.shape[1]).sort().values  # in the order of their making, as many as there are
+    nodes = kept.clamp(max=values.shape[1] - 1)
+    tokens = tokens.gather(1, nodes)
+    confidence = None if confidence is None else confidence.gather(1, nodes)
+    trees = []
+    both = torch.stack([kept, parents.gather(1, nodes)]).tolist()  # the wait for the device
+    for text, (own, own_parents) in enumerate(zip(*both)):
+        count = bisect_left(own, values.shape[1])
+        number = {ANCHOR: ANCHOR, **{place: node for node, place in enumerate(own[:count])}}
+        sure = None if confidence is None else confidence[text, :count]
+        own_parents = tuple(number[parent] for parent in own_parents[:count])
+        trees.append(DraftTree(tokens[text, :count], own_parents, confidence=sure))
+    return trees
 
 
 def width_for(budget: int) -> int:
@@ -133,68 +206,124 @@ def width_for(budget: int) -> int:
 
 
 def drawn(
-    ids: torch.Tensor, count: int, budget: int, steps: Steps, scored: Scored, admission: Admission | None = None
-) -> DraftTree:
-    """Grow a tree of random draws, siblings without replacement.
+    anchors: torch.Tensor,
+    counts: Sequence[int],
+    budget: int,
+    steps: Steps,
+    scored: Scored,
+    admission: Admission | None = None,
+) -> list[DraftTree]:
+    """Grow a tree of random draws for each text, siblings without replacement.
 
     The number of a node's children is decided before any of them is drawn, from the paths so far, and every draw stays
     in the tree. So each token is drawn from its `q` and no other distribution, and verification is exact (multi-round
     rejection: SpecInfer, algorithm 2; Sequoia). The number of a level's nodes does not depend on the text at all.
 
     Args:
-        ids: `[1, seq]`, the text.
-        count: The greatest depth.
-        budget: The most nodes.
+        anchors: The last token of each text, `[batch]`.
+        counts: The greatest depth of each tree.
+        budget: The most nodes of a tree.
         steps: The drafter.
-        scored: The request's processors.
+        scored: The requests' processors.
         admission: Which nodes are admitted; `None` for all that there is room for.
     """
-    tokens: list[torch.Tensor] = []
-    parents: list[int] = []
-    q: list[torch.Tensor] = []
-    signals: list[float] = []
-    later, least = (ACCEPTED[1:], -1.0) if admission is None else (admission.survival.later, admission.least)
-    level, rows, places, values, paths = ids[:, -1], ids.new_zeros(1), [ANCHOR], [1.0], ids[:, :0]
-    for k, width in enumerate(level_sizes(count, budget)):
-        step = steps(k, level, rows)
-        distributions = scored(paths, step.logits).softmax(-1)
+    trees = [_DrawnTree(level_sizes(count, budget), admission) for count in counts]
+    level, rows, paths = anchors, torch.arange(len(anchors), device=anchors.device), anchors.new_empty(len(anchors), 0)
+    for k in range(max(counts)):
+        step = scored(paths, steps(k, level, rows), [len(tree.places) for tree in trees])
+        distributions = step.logits.softmax(-1)
         if admission is not None:
-            level_signals = distributions.amax(-1).tolist()
-            chances = [admission.survival.chance(signal) for signal in level_signals]
+            signals = distributions.amax(-1).tolist()
         else:
-            chances = [ACCEPTED[0]] * len(places) if step.confidence is None else step.confidence.tolist()
-            level_signals = chances
+            signals = [ACCEPTED[0]] * len(level) if step.confidence is None else step.confidence.tolist()
+        slots, first = [], 0
+        for tree in trees:
+            own = signals[first : first + len(tree.places)]
+            slots.append([(first + row, row, rank, value) for row, rank, value in tree.slots(k, own)])
+            first += len(own)
+        if not any(slots):
+            break
+        most = min(max(rank for own in slots for _, _, rank, _ in own) + 1, distributions.shape[-1])
+        draws = sample_siblings(distributions, most)
+        are_there = draws.are_there.tolist()
+        slots = [[slot for slot in own if slot[2] < most and are_there[slot[0]][slot[2]]] for own in slots]
+        drawn_rows, ranks = zip(*((row, rank) for own in slots for row, _, rank, _ in own))
+        rows = torch.tensor(drawn_rows, device=anchors.device)
+        level = step.token_ids(draws.indices[rows, torch.tensor(ranks, device=anchors.device)])
+        q = _drawn_from(step, draws.weights, drawn_rows, ranks)
+        for tree, own, own_tokens in zip(trees, slots, level.split([len(own) for own in slots])):
+            tree.add([slot[1:] for slot in own], own_tokens, [next(q) for _ in own])
+        paths = torch.cat([paths[rows], level[:, None]], dim=1)
+    return [tree.tree(anchors) for tree in trees]
+
+
+def _drawn_from(
+    step: DraftStep, weights: list[torch.Tensor], rows: Sequence[int], ranks: Sequence[int]
+) -> Iterator[torch.Tensor]:
+    """Yield the distribution of each draw, from the weights of all rows by rank."""
+    of_rank: dict[int, Iterator[torch.Tensor]] = {}
+    for rank in sorted(set(ranks)):
+        index = [row for row, other in zip(rows, ranks) if other == rank]
+        left = weights[rank] if index == list(range(len(weights[rank]))) else weights[rank][index]
+        of_rank[rank] = iter(step.over_all_tokens(left / left.sum(-1, keepdim=True)).unbind())
+    return (next(of_rank[rank]) for rank in ranks)
+
+
+class _DrawnTree:
+    """The nodes that were drawn for one text.
+
+    Args:
+        sizes: The most nodes of each level.
+        admission: Which nodes are admitted.
+
+    Attributes:
+        places: The nodes of the last level.
+    """
+
+    def __init__(self, sizes: list[int], admission: Admission | None) -> None:
+        self.sizes, self.admission, self.places, self.values = sizes, admission, [ANCHOR], [1.0]
+        self.tokens: list[torch.Tensor] = []
+        self.parents: list[int] = []
+        self.q: list[torch.Tensor] = []
+        self.signals: list[float] = []
+        self._level_signals: list[float] = []
+
+    def slots(self, k: int, signals: list[float]) -> list[tuple[int, int, float]]:
+        """Return the children to draw for the last level's nodes: the place there, the rank among its siblings, and
+        the probability that it is accepted.
+
+        Args:
+            k: The draft position.
+            signals: For each node of the last level, what tells how often its child is accepted.
+        """
+        admission, self._level_signals = self.admission, signals
+        width = self.sizes[k] if k < len(self.sizes) else 0
+        chances = signals if admission is None else [admission.survival.chance(signal) for signal in signals]
+        later, least = (ACCEPTED[1:], -1.0) if admission is None else (admission.survival.later, admission.least)
         slots = [
-            (value * hit, row, rank)
-            for row, (value, chance) in enumerate(zip(values, chances))
+            (row, rank, value * hit)
+            for row, (value, chance) in enumerate(zip(self.values, chances))
             for rank, hit in enumerate(hits_of(chance, width, later))
             if value * hit > least
         ]
-        if not slots:
-            break
         # Of equals the earlier sibling: no child without those before it.
-        slots = heapq.nlargest(width, slots, key=lambda slot: (slot[0], -slot[2]))
-        most = min(max(rank for _, _, rank in slots) + 1, distributions.shape[-1])
-        draws = sample_siblings(distributions, most)
-        new_rows: list[int] = []
-        new_values: list[float] = []
-        are_there = draws.are_there.tolist()
-        for value, row, rank in sorted(slots, key=lambda slot: slot[1:]):
-            if rank < most and are_there[row][rank]:
-                rest = draws.weights[rank][row]
-                q.append(rest / rest.sum())
-                tokens.append(draws.indices[row, rank])
-                parents.append(places[row])
-                signals.append(level_signals[row])
-                new_rows.append(row)
-                new_values.append(value)
-        places, values = list(range(len(parents) - len(new_rows), len(parents))), new_values
-        rows, level = torch.tensor(new_rows, device=ids.device), torch.stack(tokens[len(tokens) - len(new_rows) :])
-        paths = torch.cat([paths[rows], level[:, None]], dim=1)
-    if not tokens:
-        return DraftTree.chain(ids[0, :0])
-    confidence = None if admission is None else torch.tensor(signals)
-    return DraftTree(torch.stack(tokens), tuple(parents), tuple(q), confidence)
+        return sorted(heapq.nlargest(width, slots, key=lambda slot: (slot[2], -slot[1])))
+
+    def add(self, slots: list[tuple[int, int, float]], tokens: torch.Tensor, q: list[torch.Tensor]) -> None:
+        """Add what was drawn for some of its slots as the next level."""
+        start = len(self.parents)
+        self.tokens.append(tokens)
+        self.parents += [self.places[row] for row, _, _ in slots]
+        self.signals += [self._level_signals[row] for row, _, _ in slots]
+        self.q += q
+        self.places, self.values = list(range(start, len(self.parents))), [value for _, _, value in slots]
+
+    def tree(self, like: torch.Tensor) -> DraftTree:
+        """Return the tree, of tokens like `like`."""
+        if not self.parents:
+            return DraftTree.chain(like[:0])
+        confidence = None if self.admission is None else torch.tensor(self.signals)
+        return DraftTree(torch.cat(self.tokens), tuple(self.parents), tuple(self.q), confidence)
 
 
 SHARPENED = 0.55

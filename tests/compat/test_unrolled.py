@@ -94,6 +94,7 @@ def contexts(drafter: Any, target: Target, features: Tensor, tokens: Tensor) -> 
     for entry in range(features.shape[1]):
         part = features[:, entry : entry + 1].unflatten(2, (3, WIDTH))
         drafter.extend(target, context, part, torch.tensor([[entry]]), tokens[:, entry : entry + 1])
+        drafter.flush_pending(target, [context])
         yield entry, context
 
 
@@ -169,10 +170,9 @@ def test_specblock_gives_the_blocks_of_its_authors(tmp_path, monkeypatch):
         head = drafter.rank_head(drafter.norm(context.states[0]), rank_features(found))
         torch.testing.assert_close(head, ranks[0, entry], **CLOSE)
         if entry == 0:
-            unrolling = Unrolling(drafter, target, context)
+            unrolling = Unrolling(drafter, target, [context])
             states = unrolling.branch(torch.tensor([0]), torch.tensor([slot]), later[0, :1])
             torch.testing.assert_close(logits_of(drafter, target, states[0]), second[0, 0], **CLOSE)
-            unrolling.discard()
 
 
 @torch.no_grad()
@@ -209,10 +209,9 @@ def test_eagle3_gives_the_logits_of_speculators(layer_type, flags, tmp_path):
     assert len(steps) == 3
     drafter, target = ours(tmp_path, model, config.to_dict()), target_with(model.embed_tokens)
     for entry, context in contexts(drafter, target, features, tokens):
-        unrolling, states = Unrolling(drafter, target, context), context.states
+        unrolling, states = Unrolling(drafter, target, [context]), context.states
         for step in range(min(3, LENGTH - entry)):
             if step:
                 last = torch.tensor([step - 1]), torch.tensor([0])
                 states = unrolling.branch(*last, tokens[0, entry + step, None])
             torch.testing.assert_close(logits_of(drafter, target, states[0, 0]), steps[step][entry], **CLOSE)
-        unrolling.discard()

@@ -16,7 +16,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from hf_hyperdflash.auto.acceptance import NodeAcceptance
-from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.drafters.unrolled.rank_growth import BlockStep, grow_blocks
 from hf_hyperdflash.trees.growth import ACCEPTED, Admission, level_sizes
 from hf_hyperdflash.trees.tree import ANCHOR
@@ -66,6 +66,11 @@ def sampler(budget, do_sample=False, processors=()):
     return DraftSampler(LogitsProcessorList(processors), do_sample, budget)
 
 
+def grown(count, sampler, talker, config):
+    (tree,) = grow_blocks([DraftRequest(None, IDS, IDS, count, sampler)], talker, config)
+    return tree
+
+
 def paths_of(tree) -> list[tuple[int, ...]]:
     return [tuple(tree.tokens[tree.path(node)].tolist()) for node in range(len(tree))]
 
@@ -105,7 +110,7 @@ def test_the_tree_is_the_best_of_all_nodes(seed, budget, count, rules, ranked):
     if not ranked:
         branching = branching[:1]
     talker = Talker(12, 3, seed, ranked)
-    tree = grow_blocks(IDS, count, sampler(budget), talker, shape(branching, max_blocks))
+    tree = grown(count, sampler(budget), talker, shape(branching, max_blocks))
     nodes = all_nodes(talker, branching, max_blocks, count)
     best = sorted(nodes, key=lambda path: -nodes[path])[:budget]
     assert set(paths_of(tree)) == set(best) and len(tree) == len(best)
@@ -120,7 +125,7 @@ def test_a_tree_has_what_is_worth_it(least):
         survival.observe([said], 0 if said > 0.4 else None, are_drawn=False)
     drawn_by = sampler(60)
     drawn_by = replace(drawn_by, node_admission=Admission(survival, least))
-    tree = grow_blocks(IDS, 6, drawn_by, Talker(12, 3, 6), shape([2, 4, 6, 0], 2))
+    tree = grown(6, drawn_by, Talker(12, 3, 6), shape([2, 4, 6, 0], 2))
     said = {
         path: math.exp(value) for path, value in all_nodes(Talker(12, 3, 6), [2, 4, 6, 0], 2, 6).items()
     }  # of the whole path
@@ -138,7 +143,7 @@ def test_processors_see_each_nodes_own_prefix():
     def scored(path, logits):
         return penalty(torch.tensor([[*IDS[0].tolist(), *path]]), logits[None])[0]
 
-    tree = grow_blocks(IDS, 6, sampler(30, processors=[penalty]), talker, shape([2, 4, 6, 0], 2))
+    tree = grown(6, sampler(30, processors=[penalty]), talker, shape([2, 4, 6, 0], 2))
     nodes = all_nodes(talker, [2, 4, 6, 0], 2, 6, scored)
     best = sorted(nodes, key=lambda path: -nodes[path])[:30]
     assert set(paths_of(tree)) == set(best)
@@ -166,7 +171,7 @@ def test_text_with_drawn_trees_is_the_targets(rule, vocabulary, slots, depth, bu
         talker = Talker(vocabulary, slots, 5)
         drawn_by = sampler(budget, True)
         drawn_by = replace(drawn_by, node_admission=None if least is None else Admission(NodeAcceptance(), least))
-        tree = grow_blocks(IDS, depth, drawn_by, talker, shape([2, 3, 3, 1], max_blocks))
+        tree = grown(depth, drawn_by, talker, shape([2, 3, 3, 1], max_blocks))
         assert 1 <= len(tree) <= budget and max(tree.depths) <= depth and len(set(paths_of(tree))) == len(tree)
         most = max(most, len(tree))
         widest = max(widest, *(len(children) for children in tree.children.values()))
@@ -175,7 +180,12 @@ def test_text_with_drawn_trees_is_the_targets(rule, vocabulary, slots, depth, bu
     law: dict[tuple[int, ...], float] = defaultdict(float)
     for probability, text in every_outcome(round_):
         law[text] += probability
-    assert sum(law.values()) == pytest.approx(1) and (widest > 1 if least is None else most < budget)
+    assert widest > 1 if least is None else most < budget
+    assert_law_is_the_targets(law, p_after)
+
+
+def assert_law_is_the_targets(law, p_after) -> None:
+    assert sum(law.values()) == pytest.approx(1)
     for prefix in {text[:at] for text in law for at in range(len(text))}:
         reached = sum(mass for text, mass in law.items() if text[: len(prefix)] == prefix and len(text) > len(prefix))
         for token, p in enumerate(p_after(prefix).tolist()):
@@ -187,7 +197,7 @@ def test_text_with_drawn_trees_is_the_targets(rule, vocabulary, slots, depth, bu
 def test_a_budget_is_shared_by_the_passes():
     for seed in range(20):
         talker = Talker(40, 3, seed)
-        tree = grow_blocks(IDS, 9, sampler(24, True), talker, shape([3, 4, 6, 1], 2))
+        tree = grown(9, sampler(24, True), talker, shape([3, 4, 6, 1], 2))
         assert 12 < len(tree) <= 24 and len(talker.passes) == 2
         for node, q in enumerate(tree.q):
             assert q is not None and q[tree.tokens[node]] > 0
@@ -202,7 +212,7 @@ def test_a_pass_draws_the_nodes_of_its_levels(slots, count, budget):
     sizes = level_sizes(count, budget)
     for ranked in (False, True):
         talker = Talker(40, slots, 7, ranked)
-        tree = grow_blocks(IDS, count, sampler(budget, True), talker, shape([1, 2, 3, 0][: 4 if ranked else 1], count))
+        tree = grown(count, sampler(budget, True), talker, shape([1, 2, 3, 0][: 4 if ranked else 1], count))
         of_pass = [tree.passes.count(level + 1) for level in range(max(tree.passes))]
         due = [sum(sizes[: (level + 1) * slots]) for level in range(len(of_pass))]
         assert sum(of_pass) == budget
@@ -222,7 +232,7 @@ def test_draws_are_those_that_are_accepted_most_often(count, budget, passes, tol
         survival.observe([0.8, 0.5, 0.5], None, are_drawn=True)
     drawn_by, talker = sampler(budget, True), Talker(60, slots, 11)
     drawn_by = replace(drawn_by, node_admission=Admission(survival, 0.0) if told else None)
-    tree = grow_blocks(IDS, count, drawn_by, talker, shape([1, 0, 0, 0], passes))
+    tree = grown(count, drawn_by, talker, shape([1, 0, 0, 0], passes))
     later = survival.later if told else ACCEPTED[1:]
 
     def chance(block: tuple, slot: int, rank: int) -> float:
@@ -262,9 +272,75 @@ def test_draws_are_those_that_are_accepted_most_often(count, budget, passes, tol
 def test_a_tree_knows_which_pass_made_each_node():
     for do_sample in (False, True):
         talker = Talker(40, 3, 3)
-        tree = grow_blocks(IDS, 9, sampler(24, do_sample), talker, shape([3, 4, 6, 1], 3))
+        tree = grown(9, sampler(24, do_sample), talker, shape([3, 4, 6, 1], 3))
         assert set(tree.passes) == set(range(1, len(talker.passes) + 1))
         for node, parent in enumerate(tree.parents):
             before = 1 if parent == ANCHOR else tree.passes[parent]
             assert tree.passes[node] - before in (0, 1)
             assert tree.depths[node] <= 3 * tree.passes[node]
+
+
+class Talkers:
+    """Drafters of several texts in one, which know by the blocks that others continue alone whose these are."""
+
+    def __init__(self, *talkers: Talker) -> None:
+        self.talkers, self.owners = talkers, []  # of each block its text, and its number there
+
+    def __call__(self, come_from: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> BlockStep:
+        places = [self.owners[block] for block in come_from.tolist()]
+        assert places == sorted(places, key=lambda place: place[0])
+        steps = []
+        for text, talker in enumerate(self.talkers):
+            own = [at for at, (owner, _) in enumerate(places) if owner == text]
+            if own or not self.owners or not len(come_from):
+                numbers, start = torch.tensor([places[at][1] for at in own], dtype=torch.long), len(talker.made)
+                steps.append(talker(numbers, slots[own], tokens[own]))
+                self.owners += [(text, number) for number in range(start, len(talker.made))]
+        ranks = None if steps[0].ranks is None else torch.cat([step.ranks for step in steps])
+        return BlockStep(torch.cat([step.logits for step in steps]), ranks)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.integers(1, 9), min_size=2, max_size=4), st.integers(1, 24), st.sampled_from(RULES), st.booleans(),
+    st.integers(0, 10**6),
+)  # fmt: skip
+def test_each_text_has_the_tree_that_it_has_alone(counts, budget, rules, is_read, seed):
+    processors = [stock.RepetitionPenaltyLogitsProcessor(3.0)] if is_read else []
+    talkers = [Talker(12, 3, seed + text) for text in range(len(counts))]
+    requests = [DraftRequest(None, IDS, IDS, count, sampler(budget, processors=processors)) for count in counts]
+    trees = grow_blocks(requests, Talkers(*talkers), shape(*rules))
+    for text, (tree, count) in enumerate(zip(trees, counts)):
+        talker = Talker(12, 3, seed + text)
+        alone = grown(count, sampler(budget, processors=processors), talker, shape(*rules))
+        assert tree.tokens.tolist() == alone.tokens.tolist() and tree.parents == alone.parents
+        assert tree.passes == alone.passes and talkers[text].made == talker.made
+
+
+@pytest.mark.parametrize("rule", SAMPLING_RULES)
+def test_texts_with_trees_that_are_drawn_together_are_the_targets_and_know_nothing_of_each_other(rule):
+    """The joint law of two texts, by every way that draws can go."""
+    targets = [Talker(2, 1, seed) for seed in (77, 78)]
+
+    def p_after(text: int):
+        return lambda path: targets[text].logits(path, 0).double().softmax(-1)
+
+    def round_() -> tuple[tuple[int, ...], ...]:
+        requests = [DraftRequest(None, IDS, IDS, count, sampler(3, True)) for count in (1, 2)]
+        trees = grow_blocks(requests, Talkers(Talker(2, 1, 5), Talker(2, 1, 6)), shape([2, 2, 2, 1], 2))
+        return tuple(
+            tuple(token for token, _ in steps_by(rule, tree, p_after(text))) for text, tree in enumerate(trees)
+        )
+
+    law: dict[tuple, float] = defaultdict(float)
+    for probability, texts in every_outcome(round_):
+        law[texts] += probability
+    of_each: list[dict[tuple[int, ...], float]] = [defaultdict(float), defaultdict(float)]
+    for texts, mass in law.items():
+        for of_text, text in zip(of_each, texts):
+            of_text[text] += mass
+    for texts, mass in law.items():
+        assert mass == pytest.approx(of_each[0][texts[0]] * of_each[1][texts[1]], abs=1e-6)
+    assert any(len(text) == 3 for text in of_each[1])
+    for text, of_text in enumerate(of_each):
+        assert_law_is_the_targets(of_text, p_after(text))

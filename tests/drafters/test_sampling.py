@@ -19,13 +19,14 @@ from transformers import (
 )
 from transformers.generation import logits_process as stock
 
-from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler, chains_in_step, without_state
+from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler, chains_in_step, draw, without_state
 from hf_hyperdflash.trees.acceptance import sample_index
 from hf_hyperdflash.trees.growth import DraftStep
 from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
 
 from ..conftest import prompt
 from ..helpers.draft_trees import parents_and_tokens, path_to
+from ..helpers.enumerated_draws import every_outcome
 from ..helpers.schedules import Asked
 
 VOCAB = 16
@@ -163,9 +164,9 @@ def test_drafts_are_those_of_a_naive_loop(names, do_sample, drafts, dtype, seed)
         assert tree.q is None
     if drafts:
         torch.manual_seed(seed + 1)
-        token, drawn_from = sampler.draw(sampler.scored(ids, logits[:, 0]))
+        token, drawn_from = draw(DraftStep(sampler.scored(ids, logits[:, 0])), do_sample)
         assert token.tolist() == text[0, 6:7].tolist()
-        assert torch.equal(drawn_from, q[0]) if do_sample else drawn_from is None
+        assert torch.equal(drawn_from[0], q[0]) if do_sample else drawn_from is None
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -270,8 +271,7 @@ def test_drafts_copy_the_text_only_for_who_reads_it(how, processors, is_read, do
         chains_in_step([DraftRequest(None, ids, ids, 4, sampler)], steps)
     else:
         sampler.grow(ids, 4, steps)
-    is_plain = how == "chains in step" and not processors and not do_sample  # which nobody has to score
-    assert lengths == ([] if is_plain else [length + 500 * is_read for length in range(4)])
+    assert lengths == [length + 500 * is_read for length in range(4)]
 
 
 def test_chains_in_step_are_each_what_it_would_be_alone():
@@ -284,3 +284,30 @@ def test_chains_in_step_are_each_what_it_would_be_alone():
     for row, (ids, request) in enumerate(zip(rows, requests)):
         alone = sampler.grow(ids, request.num_drafts, lambda k, tokens, _, row=row: DraftStep(logits[row, k, tokens]))
         assert together[row].tokens.tolist() == alone.tokens.tolist()
+
+
+def test_chains_that_are_drawn_in_step_have_the_joint_law_of_chains_that_are_drawn_alone():
+    """By every way that draws can go, where one text's processor reads the drafts before, and another's does not."""
+    logits = 3 * torch.randn(2, 2, 3, 3)  # of a text, a draft position, and the token before
+    processors = [[stock.TemperatureLogitsWarper(0.7)], [RepetitionPenaltyLogitsProcessor(4.0)]]
+    requests = [
+        DraftRequest(None, torch.tensor([[text]]), None, 2 - text, DraftSampler(LogitsProcessorList(own), True))
+        for text, own in enumerate(processors)
+    ]
+    law, of_each = {}, [{}, {}]
+    for probability, trees in every_outcome(
+        lambda: chains_in_step(requests, lambda k, tokens, at: DraftStep(logits[at, k, tokens]))
+    ):
+        key = tuple(tuple(tree.tokens.tolist()) for tree in trees)
+        law[key] = law.get(key, 0) + probability
+    for text, each in enumerate(requests):
+        for probability, tree in every_outcome(
+            lambda text=text, each=each: each.sampler.grow(
+                each.ids, each.num_drafts, lambda k, tokens, _: DraftStep(logits[text, k, tokens])
+            )
+        ):
+            of_each[text][tuple(tree.tokens.tolist())] = probability
+            q = [float(of_draft[token]) for of_draft, token in zip(tree.q, tree.tokens.tolist())]
+            assert probability == pytest.approx(math.prod(q), rel=1e-5)
+    assert len(law) == 27 and len(of_each[0]) == 9
+    assert law == pytest.approx({(one, other): of_each[0][one] * of_each[1][other] for one, other in law}, abs=1e-6)

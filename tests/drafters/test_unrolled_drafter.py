@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from collections import Counter
 
@@ -159,7 +160,7 @@ def test_a_context_is_left_as_it_was(kind, monkeypatch):
             found.append(drafter.propose(target_of(target), context, ids, positions, 5, sampler))
 
         with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
-            broken.setattr(drafter, "logits", once(drafter.logits))
+            broken.setattr(drafter, "drafted_logits", once(drafter.drafted_logits))
             drafter.propose(target_of(target), context, ids, positions, 5, DraftSampler(LogitsProcessorList(), False))
         for layer, kept in zip(context.layers, before):
             assert all(torch.equal(part, other) for part, other in zip(layer, kept))
@@ -182,13 +183,12 @@ def test_a_chain_goes_on_as_a_tree_of_one_path(kind, moves):
     drafter.extend(target_of(target), context, captured[0], torch.arange(11)[None], ids[:, 1:])
     found = []
     for is_chain in (True, False):
-        unrolling, states = unrolled_drafter.Unrolling(drafter, target_of(target), context), []
+        unrolling, states = unrolled_drafter.Unrolling(drafter, target_of(target), [context]), []
         for number, token in enumerate(torch.tensor([[5], [7], [11]])):
             if is_chain:
                 states.append(unrolling.extend_chain(token))
             else:
                 states.append(unrolling.branch(torch.tensor([number]), torch.tensor([size - 1]), token))
-        unrolling.discard()
         found.append(torch.cat(states))
     assert found[0].shape == (3, size, drafter.config.hidden_size)
     torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
@@ -400,25 +400,100 @@ def test_an_embedding_and_an_lm_head_of_its_own_begin_as_the_targets(family, mon
         Eagle3Drafter.from_target(target, hidden_size=32, draft_vocab_size=20, own_embedding=True)
 
 
+BANNED = LogitsProcessorList([stock.SuppressTokensLogitsProcessor([3, 4, 5, 6])])
+PENALTY = LogitsProcessorList([stock.RepetitionPenaltyLogitsProcessor(1.7)])
+NONE = LogitsProcessorList()
+
+
+@pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 24, "num_hidden_layers": 2}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_chains_of_a_batch_are_those_of_each_sequence_alone(kind):
-    """Of contexts and drafts that differ in length, greedy and under a processor; contexts stay as they were."""
+def test_a_batch_drafts_for_each_sequence_what_it_would_alone(kind, fields):
+    """Over rounds in which sequences come late and leave, take in more or fewer tokens, and are asked for more or
+    fewer drafts, chains and trees."""
+    chance, generator = random.Random(1), torch.Generator().manual_seed(2)
+    target = families.qwen3().eval()
+    seen, drafter = target_of(target), unrolled(kind, target, **KINDS[kind], **fields)
+    streams, most = drafter.config.num_streams, drafter.max_draft_tokens
+    texts = [prompt(length, seed=length) for length in (5, 1, 23, 9, 14)]
+    together, alone = ([drafter.new_context() for _ in texts] for _ in range(2))
+
+    def take_in(row):
+        start, end = together[row].end, texts[row].shape[1] - 1
+        residual = torch.randn(1, end - start, streams, 64, generator=generator)
+        for context in (together[row], alone[row]):
+            positions = torch.arange(start, end)[None]
+            drafter.extend(seen, context, residual, positions, texts[row][:, start + 1 :])
+            context.end = end
+
+    widest = 0
+    for budget, processors in [(None, NONE), (9, NONE), (9, [NONE, BANNED]), (None, [PENALTY]), (16, [PENALTY])] * 2:
+        rows = sorted(chance.sample(range(5), chance.randint(2, 5)))
+        for row in rows:
+            take_in(row)
+        samplers = [DraftSampler(chance.choice(processors or [NONE]), False, budget) for _ in rows]
+        positions = [torch.arange(texts[row].shape[1])[None] for row in rows]
+        counts = [chance.randint(1, most) for _ in rows]
+        found, expected = (
+            [DraftRequest(contexts[row], texts[row], *rest) for row, *rest in zip(rows, positions, counts, samplers)]
+            for contexts in (together, alone)
+        )
+        trees = drafter.propose_batch(seen, found)
+        for row, tree, each in zip(rows, trees, expected):
+            own = drafter.propose(seen, *each)
+            assert (tree.tokens.tolist(), tree.parents, tree.passes) == (own.tokens.tolist(), own.parents, own.passes)
+            assert len(tree) or texts[row].shape[1] == 1
+            widest = max(widest, len(tree.paths))
+            for one, other in zip(together[row].layers, alone[row].layers):
+                torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+            accepted = tree.tokens[tree.paths[0]][: chance.randint(0, most)] if len(tree) else tree.tokens
+            texts[row] = torch.cat([texts[row], accepted[None], prompt(1, seed=row)], dim=1)
+    assert widest > 3
+
+
+@pytest.mark.parametrize("options", [{}, {"tree_budget": 9}, {"tree_budget": 9, "bad_words_ids": [[3, 4]]}], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_is_written_with_as_many_passes_as_its_longest_round(kind, options):
+    """Of texts of different length, one of which ends early."""
     torch.manual_seed(0)
     target = families.qwen3().eval()
-    drafter, seen = unrolled(kind, target, **KINDS[kind]), target_of(target)
-    banned = LogitsProcessorList([stock.SuppressTokensLogitsProcessor([3, 4, 5, 6])])
-    requests = []
-    for length, count, processors in ((5, 5, LogitsProcessorList()), (17, 2, banned), (9, 4, LogitsProcessorList())):
-        ids, positions, context = prompt(length, seed=length), torch.arange(length)[None], drafter.new_context()
-        with capture_residual(target, drafter.target_layer_ids) as captured:
-            target(ids[:, :-1])
-        drafter.extend(seen, context, captured[0], positions[:, :-1], ids[:, 1:])
-        requests.append(DraftRequest(context, ids, positions, count, DraftSampler(processors, False)))
-    alone, kept = [drafter.propose(seen, *each) for each in requests], [len(each.context) for each in requests]
-    together = drafter.propose_batch(seen, requests)
-    assert [tree.tokens.tolist() for tree in together] == [tree.tokens.tolist() for tree in alone]
-    assert [tree.passes for tree in together] == [tree.passes for tree in alone]
-    assert [len(each.context) for each in requests] == kept
-    again = [drafter.propose(seen, *each) for each in requests]
-    assert [tree.tokens.tolist() for tree in again] == [tree.tokens.tolist() for tree in alone]
+    drafter = unrolled(kind, target, **KINDS[kind])
+    rows = [prompt(length, seed=length) for length in (9, 3, 14, 1)]
+    ids = torch.cat([torch.nn.functional.pad(row, (14 - row.shape[1], 0)) for row in rows])
+    mask = torch.cat([(torch.arange(14) >= 14 - row.shape[1]).long()[None] for row in rows])
+    settings = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0, **options}
+    settings.pop("tree_budget", None)
+    ends = int(target.generate(rows[1], **settings)[0, 7])
+    settings["eos_token_id"] = ends
+    texts = [target.generate(row, **settings)[0, row.shape[1] :].tolist() for row in rows]
+    drafter.bind(target)
+    passes, run = [], drafter.run
+    drafter.run = lambda *args, **kwargs: passes.append(args[1].shape[0]) or run(*args, **kwargs)
+    out = target.generate(ids, attention_mask=mask, assistant_model=drafter, **{**settings, **options})
+    for row, text in zip(out[:, 14:].tolist(), texts):
+        assert row[: len(text)] == text and set(row[len(text) :]) <= {0}
+    assert len({len(text) for text in texts}) > 1
+    rounds = max(row.rounds for row in drafter.last_stats.rows)
+    # Two prompts are long, and a text that has one token before the first round is not drafted for in it.
+    assert set(passes) > {1, 4} and len(passes) <= 2 + (rounds + 1) * drafter.config.max_blocks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_nothing_is_copied_while_the_same_sequences_draft(kind):
+    target = families.qwen3().eval()
+    seen, drafter = target_of(target), unrolled(kind, target, **KINDS[kind])
+    contexts, buffers = [drafter.new_context() for _ in range(3)], set()
+    for context in contexts:
+        residual = torch.randn(1, 9, drafter.config.num_streams, 64)
+        drafter.extend(seen, context, residual, torch.arange(9)[None], prompt(9))
+    ids, positions = prompt(10), torch.arange(10)[None]
+    for _ in range(4):
+        for budget in (None, 9):
+            sampler = DraftSampler(NONE, False, budget)
+            drafter.propose_batch(seen, [DraftRequest(context, ids, positions, 4, sampler) for context in contexts])
+            buffers |= {context.buffer.data_ptr() for context in contexts}
+        for context in contexts:
+            residual = torch.randn(1, 1, drafter.config.num_streams, 64)
+            drafter.extend(seen, context, residual, positions[:, -1:], ids[:, -1:])
+    assert len(buffers) == 1

@@ -17,7 +17,16 @@ from transformers.generation import logits_process as stock
 from hf_hyperdflash.auto.acceptance import NodeAcceptance
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.trees.acceptance import sample_siblings
-from hf_hyperdflash.trees.growth import ACCEPTED, SHARPENED, Admission, DraftStep, drawn, level_sizes, most_probable
+from hf_hyperdflash.trees.growth import (
+    ACCEPTED,
+    SHARPENED,
+    Admission,
+    DraftStep,
+    DraftVocabulary,
+    drawn,
+    level_sizes,
+    most_probable,
+)
 
 from ..helpers.draft_trees import SAMPLING_RULES, steps_by
 from ..helpers.enumerated_draws import every_outcome
@@ -59,9 +68,9 @@ class Talker:
         return DraftStep(torch.stack([self.logits(path) for path in paths]), sure)
 
 
-def as_they_are(prefixes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    assert prefixes.shape[0] == logits.shape[0]
-    return logits
+def as_they_are(prefixes: torch.Tensor, step: DraftStep, counts: list[int]) -> DraftStep:
+    assert prefixes.shape[0] == step.logits.shape[0] == sum(counts)
+    return step
 
 
 def paths_of(tree) -> list[tuple[int, ...]]:
@@ -82,7 +91,7 @@ def test_the_most_probable_nodes_are_those_of_all_paths(vocabulary, depth, budge
         }
         worth |= level
     best = sorted(worth, key=worth.get, reverse=True)[:budget]
-    tree = most_probable(IDS, depth, budget, talker, as_they_are)
+    (tree,) = most_probable(IDS[:, -1], [depth], budget, talker, as_they_are)
     assert sorted(paths_of(tree)) == sorted(best) and tree.q is None
     assert len(talker.asked) <= depth and all(len(paths) <= budget for paths in talker.asked)
     leaves = {path for path in best if not any(other[:-1] == path for other in best)}
@@ -105,7 +114,7 @@ def test_a_level_goes_on_from_its_best_nodes(vocabulary, depth, budget, width, s
         kept = {path: every[path] for path in sorted(every, key=every.get, reverse=True)[:budget]}
         going = [path for path in sorted(found, key=found.get, reverse=True) if path in kept][:width]
         level = {path: found[path] for path in going}
-    tree = most_probable(IDS, depth, budget, talker, as_they_are, width)
+    (tree,) = most_probable(IDS[:, -1], [depth], budget, talker, as_they_are, width)
     assert sorted(paths_of(tree)) == sorted(kept)
     assert all(len(paths) <= width for paths in talker.asked)
 
@@ -144,14 +153,14 @@ def test_drawn_trees_say_what_each_node_was_drawn_from(vocabulary, depth, budget
 
 def test_levels_are_as_wide_whatever_the_text_and_children_go_where_the_drafter_is_sure():
     for sure in (False, True):
-        trees = [drawn(IDS, 4, 12, Talker(20, seed, sure), as_they_are) for seed in range(20)]
+        trees = [drawn(IDS[:, -1], [4], 12, Talker(20, seed, sure), as_they_are)[0] for seed in range(20)]
         assert len({tuple(sorted(tree.depths)) for tree in trees}) == 1
         assert (len({tree.parents for tree in trees}) > 1) == sure
 
 
 def grown(vocabulary, depth, budget, sure, holes=False, admission=None):
     talker = Talker(vocabulary, 5, sure, holes)
-    return drawn(IDS, depth, budget, talker, as_they_are, admission), talker
+    return drawn(IDS[:, -1], [depth], budget, talker, as_they_are, admission)[0], talker
 
 
 def assert_text_is_the_targets(rule, vocabulary: int, grow) -> None:
@@ -164,6 +173,10 @@ def assert_text_is_the_targets(rule, vocabulary: int, grow) -> None:
     law = defaultdict(float)
     for probability, text in every_outcome(lambda: tuple(token for token, _ in steps_by(rule, grow(), p_after))):
         law[text] += probability
+    assert_law_is_the_targets(law, p_after)
+
+
+def assert_law_is_the_targets(law, p_after) -> None:
     assert sum(law.values()) == pytest.approx(1)
     for prefix in {text[:at] for text in law for at in range(len(text))}:
         reached = sum(mass for text, mass in law.items() if text[: len(prefix)] == prefix and len(text) > len(prefix))
@@ -199,6 +212,120 @@ def test_text_with_trees_of_what_is_worth_it_is_the_targets(rule, vocabulary, de
     assert len(shapes) > 1
 
 
+class Narrow(Talker):
+    """Has logits of some tokens only, in an order of its own."""
+
+    vocabulary_of_drafts = DraftVocabulary(torch.tensor([4, 1, 2]), 6)
+
+    def __call__(self, k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
+        assert set(tokens.tolist()) <= ({1, 2, 4} if k else {ANCHOR_TOKEN})
+        logits = super().__call__(k, tokens, rows).logits
+        return DraftStep(logits[:, self.vocabulary_of_drafts.ids], vocabulary=self.vocabulary_of_drafts)
+
+
+class Wide(Narrow):
+    """The same with minus infinity for the others."""
+
+    def __call__(self, k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
+        return super().__call__(k, tokens, rows).whole()
+
+
+@pytest.mark.parametrize("processors", [[], [stock.NoRepeatNGramLogitsProcessor(1)]], ids=["none", "one"])
+@pytest.mark.parametrize("budget", [None, 3])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_drafts_of_some_tokens_are_those_of_all_of_which_the_others_are_impossible(do_sample, budget, processors):
+    sampler, laws = DraftSampler(LogitsProcessorList(processors), do_sample, budget), []
+    for kind in (Narrow, Wide):
+        law = {}
+        for probability, tree in every_outcome(lambda kind=kind: sampler.grow(IDS, 2, kind(6, 3))):
+            assert set(tree.tokens.tolist()) <= {1, 2, 4} and len(tree) == (budget or 2)
+            q = [each for of_node in tree.q or () for each in of_node.tolist()]
+            key = tree.parents, tuple(tree.tokens.tolist())
+            law[key] = [law.get(key, [0.0])[0] + probability, *q]  # what is drawn too many stays unused
+        laws.append(law)
+    assert laws[0].keys() == laws[1].keys() and (len(laws[0]) > 1) == do_sample
+    for key, of_narrow in laws[0].items():
+        assert of_narrow == pytest.approx(laws[1][key], abs=1e-6)
+
+
+class Talkers:
+    """Drafters of several texts in one, which know by rows alone whose paths they are asked about."""
+
+    def __init__(self, *talkers: Talker) -> None:
+        self.talkers, self.texts, self.asked = talkers, list(range(len(talkers))), []
+
+    def __call__(self, k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
+        texts = [self.texts[row] for row in rows.tolist()]
+        assert texts == sorted(texts)
+        steps = []
+        for text, talker in enumerate(self.talkers):
+            own = [at for at, other in enumerate(texts) if other == text]
+            if own:
+                steps.append(talker(k, tokens[own], rows[own] - self.texts.index(text)))
+        self.texts = texts
+        self.asked.append(texts)
+        sure = None if steps[0].confidence is None else torch.cat([step.confidence for step in steps])
+        return DraftStep(torch.cat([step.logits for step in steps]), sure)
+
+
+def tree_of(tree) -> tuple:
+    sure = None if tree.confidence is None else [round(each, 5) for each in tree.confidence.tolist()]
+    return tree.tokens.tolist(), tree.parents, sure
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(1, 5), min_size=2, max_size=4), st.integers(1, 30), st.integers(1, 6), st.booleans(),
+    st.booleans(), st.integers(0, 10**6),
+)  # fmt: skip
+def test_each_text_has_the_tree_that_it_has_alone(counts, budget, width, holes, is_admitted, seed):
+    talkers = [Talker(4, seed + text, holes=holes) for text in range(len(counts))]
+    survival = NodeAcceptance()
+    survival.observe([0.6], 0, are_drawn=False)
+    options = {"width": width, "admission": Admission(survival, 0.02) if is_admitted else None}
+    together = Talkers(*talkers)
+    trees = most_probable(IDS[:, -1].repeat(len(counts)), counts, budget, together, as_they_are, **options)
+    for text, (tree, count) in enumerate(zip(trees, counts)):
+        talker = Talker(4, seed + text, holes=holes)
+        (alone,) = most_probable(IDS[:, -1], [count], budget, talker, as_they_are, **options)
+        assert tree_of(tree) == tree_of(alone)
+        assert talkers[text].asked == talker.asked  # of none more than it would be alone
+    assert len(together.asked) == max(len(talker.asked) for talker in talkers)
+
+
+@pytest.mark.parametrize("least", [None, 0.3])
+@pytest.mark.parametrize("rule", SAMPLING_RULES)
+def test_texts_with_trees_that_are_drawn_together_are_the_targets_and_know_nothing_of_each_other(rule, least):
+    """The joint law of two texts, by every way that draws can go."""
+    targets, shapes = [Talker(2, seed) for seed in (77, 78)], [set(), set()]
+    admission = None if least is None else Admission(NodeAcceptance(), least)
+
+    def p_after(text: int):
+        return lambda path: targets[text].logits(path).double().softmax(-1)
+
+    def round_() -> tuple[tuple[int, ...], ...]:
+        drafter, anchors = Talkers(Talker(2, 5, True), Talker(2, 6, True)), IDS[:, -1].repeat(2)
+        trees = drawn(anchors, [1, 2], 3, drafter, as_they_are, admission)
+        for tree, seen in zip(trees, shapes):
+            seen.add(tree.parents)
+        return tuple(
+            tuple(token for token, _ in steps_by(rule, tree, p_after(text))) for text, tree in enumerate(trees)
+        )
+
+    law = defaultdict(float)
+    for probability, texts in every_outcome(round_):
+        law[texts] += probability
+    assert sum(law.values()) == pytest.approx(1) and any(len(tokens) == 3 for _, tokens in law)
+    of_each = [defaultdict(float), defaultdict(float)]
+    for texts, mass in law.items():
+        for of_text, text in zip(of_each, texts):
+            of_text[text] += mass
+    for texts, mass in law.items():
+        assert mass == pytest.approx(of_each[0][texts[0]] * of_each[1][texts[1]], abs=1e-6)
+    for text, of_text in enumerate(of_each):
+        assert_law_is_the_targets(of_text, p_after(text))
+
+
 @pytest.mark.parametrize("least", [0.0, 0.03, 0.1, 0.3, 0.999])
 def test_a_tree_has_what_is_worth_it(least):
     """By what is known of survival, not by the drafter's word."""
@@ -206,7 +333,7 @@ def test_a_tree_has_what_is_worth_it(least):
     for said in (0.1, 0.5, 0.9) * 100:
         survival.observe([said], 0 if said > 0.4 else None, are_drawn=False)
     talker = Talker(4, 11)
-    tree = most_probable(IDS, 3, 200, talker, as_they_are, admission=Admission(survival, least))
+    (tree,) = most_probable(IDS[:, -1], [3], 200, talker, as_they_are, admission=Admission(survival, least))
     expected = {}
     for path in [path for depth in (1, 2, 3) for path in itertools.product(range(4), repeat=depth)]:
         said = [float((talker.logits(path[:k]) / SHARPENED).softmax(-1)[path[k]]) for k in range(len(path))]
@@ -286,6 +413,8 @@ def test_a_budget_is_no_tree_where_nothing_fits():
 def test_no_more_of_a_level_is_sorted_than_can_be_kept(monkeypatch):
     """A level of a large tree has `budget` squared children."""
     sizes, sort, budget = [], torch.Tensor.sort, 60
-    monkeypatch.setattr(torch.Tensor, "sort", lambda self, **kwargs: sizes.append(len(self)) or sort(self, **kwargs))
-    tree = most_probable(IDS, 4, budget, Talker(100, 3), as_they_are)
+    monkeypatch.setattr(
+        torch.Tensor, "sort", lambda self, **kwargs: sizes.append(self.shape[-1]) or sort(self, **kwargs)
+    )
+    (tree,) = most_probable(IDS[:, -1], [4], budget, Talker(100, 3), as_they_are)
     assert len(tree) == budget and max(sizes) <= 4 * budget

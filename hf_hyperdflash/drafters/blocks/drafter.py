@@ -15,7 +15,7 @@ from ..parts.heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, Seque
 from ..parts.joint_context import JointContext
 from ..parts.layers import ContextCache, Rotary, block_inputs
 from ..reading import ReadingDrafter
-from ..sampling import DraftRequest, DraftSampler, chains_in_step
+from ..sampling import DraftRequest, DraftSampler, drafts_in_step, share_passes
 from .path import BlockPath
 
 
@@ -244,8 +244,8 @@ class BlockDrafter(ReadingDrafter):
         hidden = self(embeds, positions.to(device), context, masks, *context.pending())
         states = hidden[:, config.first_slot : config.first_slot + max(each.num_drafts for each in requests)]
         has_heads = self.head is not None or self.confidence_head is not None
-        if has_heads and all(each.sampler.tree_budget is None for each in requests):
-            return chains_in_step(requests, BlockPath(self, target, states))
+        if has_heads and share_passes(requests):
+            return drafts_in_step(requests, BlockPath(self, target, states))
         rows = [states[row : row + 1, : each.num_drafts] for row, each in enumerate(requests)]
         if has_heads:
             return [

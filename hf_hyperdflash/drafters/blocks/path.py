@@ -17,12 +17,13 @@ _NO_CANDIDATE = 1e4
 
 
 class BlockPath:
-    """Computes the logits of one block's draft positions, each from the token chosen before it (a sequential head).
+    """Computes the logits of the draft positions of one block of each text, each from the token chosen before it (a
+    sequential head).
 
     Args:
         drafter: A block drafter.
         target: For its embedding and LM head.
-        hidden: The block's states, `[1, drafts, config.target_hidden_size]`.
+        hidden: The blocks' states, `[batch, drafts, config.target_hidden_size]`.
     """
 
     def __init__(self, drafter: Any, target: Target, hidden: torch.Tensor) -> None:
@@ -30,8 +31,9 @@ class BlockPath:
         self.head: SequentialHead | None = drafter.head
         self.confidence_head: ConfidenceHead | None = drafter.confidence_head
         self._carried: torch.Tensor | None = None
+        self._texts: torch.Tensor | None = None  # the text of each path of the last call; `None` of the only one
         count = 0 if self.head is None else self.config.head_candidates or 0
-        # [1, drafts, drafted vocabulary], without the head; not needed where the head scores every token anew.
+        # [batch, drafts, drafted vocabulary], without the head; not needed where the head scores every token anew.
         is_needed = self.head is None or self.head.table is not None or count
         self._blind = drafter.logits(target, hidden) if is_needed else None
         self._candidates = None if self._blind is None or not count else self._blind.topk(count, dim=-1).indices
@@ -44,8 +46,12 @@ class BlockPath:
             tokens: The last token of each path, `[paths]`.
             rows: For each path, the index of the path of the call before that it continues, `[paths]`.
         """
-        hidden, memory = self.hidden[:, k].expand(len(tokens), -1), None
-        blind = None if self._blind is None else self._blind[:, k].expand(len(tokens), -1)
+        if len(self.hidden) > 1:
+            self._texts = (
+                rows.to(self.hidden.device) if self._texts is None else self._texts[rows.to(self._texts.device)]
+            )
+        hidden, memory = self._of_paths(self.hidden, k, len(tokens)), None
+        blind = None if self._blind is None else self._of_paths(self._blind, k, len(tokens))
         if self.head is None:
             logits = cast(torch.Tensor, blind)
         else:
@@ -58,9 +64,14 @@ class BlockPath:
             elif self._candidates is None:
                 logits = blind + torch.nn.functional.linear(vectors, self.drafter.head.table).to(blind)
             else:
-                ids = self._candidates[:, k].expand(len(tokens), -1)
+                ids = self._of_paths(self._candidates, k, len(tokens))
                 logits = self._best(blind.float(), ids, states, vectors)
         return DraftStep(self.drafter.to_full_vocabulary(logits), self._confidence(k, hidden, memory))
+
+    def _of_paths(self, parts: torch.Tensor, k: int, paths: int) -> torch.Tensor:
+        """Return what each path reads at draft position `k`, `[paths, ...]`, of its text's row of
+        `[batch, drafts, ...]`."""
+        return parts[:, k].expand(paths, -1) if self._texts is None else parts[self._texts, k]
 
     def with_head_choices(self, tree: DraftTree) -> DraftTree:
         """Return a tree of this block with `by_head`: whether the head chose each node, although the block alone finds

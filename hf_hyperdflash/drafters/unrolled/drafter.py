@@ -19,12 +19,11 @@ from transformers import PreTrainedModel
 from ...targets.attention_masks import attention_mask_for
 from ...targets.registry import target_of
 from ...targets.target import Target
+from ...trees.padding import Padding
 from ...trees.tree import DraftTree
-from ..parts.block_attention import AttentionSpan
+from ..parts.entry_context import EntryBatch, EntryContext
 from ..parts.heads import HeadOutput
-from ..parts.joint_context import JointContext
 from ..parts.layers import (
-    ContextCache,
     ContextLayer,
     DrafterRMSNorm,
     HyperDFlashLayer,
@@ -34,27 +33,12 @@ from ..parts.layers import (
 )
 from ..parts.reducers import REDUCERS
 from ..reading import ReadingDrafter, check_pair
-from ..sampling import DraftRequest, DraftSampler
+from ..sampling import DraftRequest, DraftSampler, share_passes
 from ..weights import named_dtype
 from .configuration import UnrolledConfig
 
 _ENTRIES_AT_ONCE = 256  # of a prompt: their mask is as large as the square of their slots
 _FRESH_STATES = 8  # random ones, for which a new drafter's logits are to be flat
-
-
-class EntryContext(ContextCache):
-    """Keys and values of the accepted tokens' entries, and the state from which the next round drafts.
-
-    Attributes:
-        states: Of the last entry, `[1, config.block_size, config.hidden_size]`; `None` before the first.
-        position: Its true position, `[1, 1]`.
-    """
-
-    states: torch.Tensor | None = None
-    position: torch.Tensor
-
-    def __init__(self, layers: int) -> None:
-        super().__init__([AttentionSpan()] * layers)
 
 
 class UnrolledDrafter(ReadingDrafter):
@@ -270,7 +254,7 @@ class UnrolledDrafter(ReadingDrafter):
 
     def new_context(self) -> EntryContext:
         """An empty context for one sequence."""
-        return EntryContext(self.config.num_hidden_layers)
+        return EntryContext()
 
     @torch.no_grad()
     def extend(
@@ -281,21 +265,35 @@ class UnrolledDrafter(ReadingDrafter):
         position_ids: torch.Tensor,
         next_ids: torch.Tensor,
     ) -> None:
-        """Add the entries of accepted tokens."""
-        size = self.config.block_size
+        """Add accepted tokens to the context. Those of a round wait for the next one, whose first pass makes the
+        entries of all its sequences. Many, those of a prompt, do not wait: their residual is large."""
         for start in range(0, residual.shape[1], _ENTRIES_AT_ONCE):
+            self.flush_pending(target, [context])
             part = slice(start, start + _ENTRIES_AT_ONCE)
-            condition = self.condition(residual[:, part].to(self.device))
-            positions = position_ids[:, part].to(self.device) + 1
-            new = condition.shape[1] * size
-            context.make_room(new, condition, self.config)
-            mask = entry_mask(torch.arange(condition.shape[1], device=self.device)[None], size)
-            mask = nn.functional.pad(mask, (context.visible(0, 0), 0), value=True)
-            layers = [context.layer(index, 0) for index in range(len(self.layers))]
-            embeds = self.embed(target, next_ids[:, part])
-            states = self.run(condition, embeds, positions, layers, mask, last_only=True)
-            context.advance(new)
-            context.states, context.position = states[:, -1], positions[:, -1:]
+            context.pending = residual[:, part], position_ids[:, part], next_ids[:, part]
+        if residual.shape[1] > self.max_draft_tokens + 1:
+            self.flush_pending(target, [context])
+
+    def flush_pending(self, target: Target, contexts: Sequence[EntryContext]) -> None:
+        """Make the entries of all pending tokens in one pass."""
+        pending = [context.pending for context in contexts if context.pending is not None]
+        if not pending:
+            return
+        size, padding = self.config.block_size, Padding([context.new_count for context in contexts], self.device)
+        residual, position_ids, next_ids = (
+            padding.add(torch.cat(parts, dim=1)[0].to(self.device)) for parts in zip(*pending)
+        )
+        condition, positions = self.condition(residual), position_ids + 1
+        batch, slots = EntryBatch(contexts), Padding([size * count for count in padding.counts], self.device)
+        batch.make_room(batch.longest + slots.width, condition, self.config)
+        states = self.run(
+            condition, self.embed(target, next_ids), positions, batch.at_ends(slots), batch.causal_mask(slots), True
+        )
+        for row, context in enumerate(contexts):
+            if context.pending is not None:
+                context.length += slots.counts[row]
+                context.states, context.position = states[row, -1:], positions[row : row + 1, -1:]
+                context.pending = None
 
     @torch.no_grad()
     def propose(
@@ -308,33 +306,25 @@ class UnrolledDrafter(ReadingDrafter):
         sampler: DraftSampler,
     ) -> DraftTree:
         """Draft after `ids`; an empty context gives no drafts."""
-        if context.states is None:
-            return DraftTree.chain(ids.new_empty(0))
-        unrolling = Unrolling(self, target, context)
-        try:
-            return self._draft(target, unrolling, ids, count, sampler)
-        finally:
-            unrolling.discard()
+        return self._propose(target, [DraftRequest(context, ids, position_ids, count, sampler)])[0]
 
     @torch.no_grad()
     def propose_batch(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        """Draft chains for several sequences with one pass for a block of each; trees one after the other."""
-        if any(each.sampler.tree_budget is not None or each.context.states is None for each in requests):
-            return super().propose_batch(target, requests)
-        unrolling = JointUnrolling(self, target, [each.context for each in requests])
-        try:
-            return self._draft_chains(target, unrolling, requests)
-        finally:
-            unrolling.discard()
+        """Draft for several sequences with one pass for all of their blocks that continue others."""
+        return self._propose(target, requests) if share_passes(requests) else super().propose_batch(target, requests)
 
-    def _draft_chains(
-        self, target: Target, unrolling: JointUnrolling, requests: Sequence[DraftRequest]
-    ) -> list[DraftTree]:
-        raise NotImplementedError(f"A {type(self).__name__} has no `_draft_chains`.")
+    def _propose(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        trees = [DraftTree.chain(each.ids.new_empty(0)) for each in requests]
+        asked = [row for row, each in enumerate(requests) if each.num_drafts and not each.context.is_empty]
+        if asked:
+            contexts = [requests[row].context for row in asked]
+            self.flush_pending(target, contexts)
+            drafted = self._draft(target, Unrolling(self, target, contexts), [requests[row] for row in asked])
+            for row, tree in zip(asked, drafted):
+                trees[row] = tree
+        return trees
 
-    def _draft(
-        self, target: Target, unrolling: Unrolling, ids: torch.Tensor, count: int, sampler: DraftSampler
-    ) -> DraftTree:
+    def _draft(self, target: Target, unrolling: Unrolling, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         raise NotImplementedError(f"A {type(self).__name__} has no `_draft`.")
 
     def logits(self, target: Target, states: torch.Tensor) -> torch.Tensor:
@@ -348,27 +338,33 @@ class UnrolledDrafter(ReadingDrafter):
 
 
 class Unrolling:
-    """The blocks of one round: the last entry's, which is number 0, and those that continue it.
+    """The blocks of one round of several sequences: the last entry of each, and those that continue it.
 
-    Their keys lie after the context's until [`discard`]. A tree grows by [`branch`], a chain by [`extend_chain`].
+    Blocks are numbered in the order in which they are run, and in one pass by their sequences. Their keys lie behind
+    those of the longest context, until the next entries take their place. Trees grow by [`branch`], chains by
+    [`extend_chain`].
 
     Args:
         drafter: The drafter.
         target: For its embedding.
-        context: The sequence's.
+        contexts: One for each sequence, none of them empty.
+
+    Attributes:
+        states: Of all blocks, `[blocks, config.block_size, config.hidden_size]`; in chains, of the last ones.
     """
 
-    def __init__(self, drafter: UnrolledDrafter, target: Target, context: EntryContext) -> None:
-        self.drafter, self.target, self.context = drafter, target, context
-        self.size = drafter.config.block_size
-        self.states = cast(torch.Tensor, context.states)
-        self._before = context.visible(0, 0) - self.size  # keys of the entries before the last
-        self._written = self.size  # keys of blocks
-        self._visible = torch.zeros(1, self.size, dtype=torch.bool, device=drafter.device)  # [blocks, keys of blocks]
-        self._offsets = self._visible.new_zeros(1, dtype=torch.long)
+    def __init__(self, drafter: UnrolledDrafter, target: Target, contexts: Sequence[EntryContext]) -> None:
+        self.drafter, self.target, self.batch = drafter, target, EntryBatch(contexts)
+        self.size, self._column = drafter.config.block_size, self.batch.longest  # where the next keys are written
+        self.states = torch.cat([cast(torch.Tensor, context.states) for context in contexts])
+        self._positions = torch.cat([cast(torch.Tensor, context.position)[0] for context in contexts])
+        self._sequences = list(range(len(contexts)))  # of each block
+        # Of each block the column of its first key, and which of the earlier columns it sees.
+        self._columns = torch.tensor(self.batch.lengths, device=drafter.device) - self.size
+        self._sees = torch.arange(self._column, device=drafter.device) < self._columns[:, None]
 
     def branch(self, blocks: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Run blocks that continue earlier ones.
+        """Run blocks that continue earlier ones, those of a sequence together, sequences in their order.
 
         Args:
             blocks: Numbers of the earlier blocks, `[new]`.
@@ -378,99 +374,58 @@ class Unrolling:
         Returns:
             Their states, `[new, config.block_size, config.hidden_size]`. They have the next numbers.
         """
-        size, new = self.size, len(tokens)
-        known = self._visible.shape[1]
-        slot_of = torch.arange(known, device=slots.device)
-        sees = self._visible[blocks]
-        sees = sees | ((slot_of // size == blocks[:, None]) & (slot_of % size <= slots[:, None]))
-        within = torch.ones(size, size, dtype=torch.bool, device=slots.device).tril()
-        own = torch.eye(new, dtype=torch.bool, device=slots.device)[:, None, :, None] & within[None, :, None]
-        mask = torch.cat([sees.repeat_interleave(size, dim=0), own.flatten(2).flatten(0, 1)], dim=-1)
-        mask = nn.functional.pad(mask, (self._before, 0), value=True)[None, None]
-        offsets = self._offsets[blocks] + slots + 1
-        states = self._run(self.states[blocks, slots], offsets, tokens, mask)
+        size, device = self.size, self.drafter.device
+        sequences = [self._sequences[block] for block in blocks.tolist()]
+        padding = Padding([sequences.count(row) for row in range(len(self.batch.contexts))], device)
+        new_columns = self._column + size * torch.tensor(padding.columns, device=device)
+        columns = torch.arange(self._column + size * padding.width, device=device)
+        first = self._columns[blocks, None]
+        sees = nn.functional.pad(self._sees[blocks], (0, size * padding.width))
+        sees |= (columns >= first) & (columns <= first + slots[:, None])
+        of_slots = new_columns[:, None, None] + torch.arange(size, device=device)[:, None]
+        own = (columns >= new_columns[:, None, None]) & (columns <= of_slots)
+        mask = padding.add(sees[:, None] | own, True).flatten(1, 2)[:, None]  # what fills up is finite if it sees
+        positions = self._positions[blocks] + (slots + 1 if self.drafter.moves_positions else 0)
+        carried = self.drafter.next_condition(self.states[blocks, slots])
+        states = padding.remove(self._run(padding.add(carried), padding.add(positions), padding.add(tokens), mask))
         self.states = torch.cat([self.states, states])
-        self._offsets = torch.cat([self._offsets, offsets])
-        self._visible = torch.cat([self._visible, sees])
-        self._visible = nn.functional.pad(self._visible, (0, new * size))
+        self._positions = torch.cat([self._positions, positions])
+        self._columns = torch.cat([self._columns, new_columns])
+        self._sees = torch.cat([nn.functional.pad(self._sees, (0, size * padding.width)), sees])
+        self._sequences += sequences
         return states
 
     def extend_chain(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Run the block that continues the last slot of the last block. It sees everything before it, so no mask among
-        blocks is needed.
+        """Run the block of each sequence that continues the last slot of its last block. It sees everything before it,
+        so no mask among blocks is needed.
 
         Args:
-            tokens: The token that was chosen at that slot, `[1]`.
+            tokens: The token that was chosen at that slot, `[batch]`.
 
         Returns:
-            Its states, `[1, config.block_size, config.hidden_size]`; those of the block before are forgotten.
+            Its states, `[batch, config.block_size, config.hidden_size]`; those of the block before are forgotten.
         """
-        mask = None
-        if self.size > 1:
-            within = torch.ones(self.size, self.size, dtype=torch.bool, device=tokens.device).tril()
-            mask = nn.functional.pad(within, (self._before + self._written, 0), value=True)[None, None]
-        self._offsets = self._offsets + self.size
-        self.states = self._run(self.states[:, -1], self._offsets, tokens, mask)
+        device, mask = self.drafter.device, None
+        if self.size > 1 or not self.batch.is_even:
+            columns = torch.arange(self._column + self.size, device=device)
+            of_slots = torch.arange(self._column, self._column + self.size, device=device)[:, None]
+            lengths = torch.tensor(self.batch.lengths, device=device)[:, None, None]
+            is_there = (columns < lengths) | (columns >= self.batch.longest)
+            mask = (is_there & (columns <= of_slots))[:, None]
+        if self.drafter.moves_positions:
+            self._positions = self._positions + self.size
+        carried = self.drafter.next_condition(self.states[:, -1:])
+        self.states = self._run(carried, self._positions[:, None], tokens[:, None], mask)[:, 0]
         return self.states
 
     def _run(
-        self, states: torch.Tensor, offsets: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor | None
+        self, carried: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        drafter, context, new = self.drafter, self.context, len(tokens) * self.size
-        carried = drafter.next_condition(states)[None]
-        positions = context.position + (offsets if drafter.moves_positions else 0 * offsets)
-        context.make_room(new, carried, drafter.config)
-        layers = [context.layer(index, 0) for index in range(len(drafter.layers))]
-        embeds = drafter.embed(self.target, tokens[None])
-        found = drafter.run(carried, embeds, positions, layers, mask)[0]
-        context.advance(new)
-        self._written += new
-        return found
-
-    def discard(self) -> None:
-        """Remove the blocks' keys: the context is as it was."""
-        self.context.advance(self.size - self._written)
-
-
-class JointUnrolling:
-    """The blocks of one round of several sequences. Each continues the last slot of its sequence's block before.
-
-    Their keys are behind those of each context until [`discard`].
-
-    Args:
-        drafter: Whose blocks they are.
-        target: For its embedding.
-        contexts: One per sequence, none of them empty.
-
-    Attributes:
-        states: Of the last blocks, `[batch, config.block_size, config.hidden_size]`.
-    """
-
-    def __init__(self, drafter: UnrolledDrafter, target: Target, contexts: Sequence[EntryContext]) -> None:
-        self.drafter, self.target, self.contexts = drafter, target, contexts
-        self.states = torch.cat([cast(torch.Tensor, context.states) for context in contexts])
-        self._positions = torch.cat([context.position for context in contexts])
-        self._joint, self._added = JointContext(contexts), 0
-
-    def extend_chain(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Run the next block of each sequence, with one token of each, `[batch]`, and return `states`."""
-        drafter, size = self.drafter, self.drafter.config.block_size
-        self._added += size
-        carried = drafter.next_condition(self.states[:, -1:])
-        self._joint.make_room(size, carried, drafter.config)
-        layers = [self._joint.layer(index, 0) for index in range(len(drafter.layers))]
-        positions = self._positions + (self._added if drafter.moves_positions else 0)
-        masks = self._joint.masks(["causal"], {"causal": AttentionSpan(causal=True)}, size, drafter.device)
-        embeds = drafter.embed(self.target, tokens[:, None])
-        self.states = drafter.run(carried, embeds, positions, layers, masks["causal"])[:, 0]
-        for context in self.contexts:
-            context.advance(size)
-        return self.states
-
-    def discard(self) -> None:
-        """Leave the contexts as they were."""
-        for context in self.contexts:
-            context.advance(-self._added)
+        drafter, new = self.drafter, self.size * tokens.shape[1]
+        self.batch.make_room(self._column + new, carried, drafter.config)
+        layers = self.batch.at(self._column, new)
+        self._column += new
+        return drafter.run(carried, drafter.embed(self.target, tokens), positions, layers, mask)
 
 
 class _LevelCache:

@@ -19,9 +19,9 @@ from ...targets.target import Target
 from ...trees.growth import DraftStep
 from ...trees.tree import DraftTree
 from ..parts.layers import ContextLayer, DrafterRMSNorm, HyperDFlashAttention, HyperDFlashLayer, Rotary
-from ..sampling import DraftRequest, DraftSampler, chains_in_step
+from ..sampling import DraftRequest, drafts_in_step
 from .configuration_eagle3 import Eagle3Config
-from .drafter import JointUnrolling, UnrolledDrafter, Unrolling
+from .drafter import UnrolledDrafter, Unrolling
 
 
 class Eagle3Layer(HyperDFlashLayer):
@@ -93,30 +93,20 @@ class Eagle3Drafter(UnrolledDrafter):
     def next_condition(self, states: torch.Tensor) -> torch.Tensor:
         return self.norm(states) if self.config.norm_output else states
 
-    def _draft(
-        self, target: Target, unrolling: Unrolling, ids: torch.Tensor, count: int, sampler: DraftSampler
-    ) -> DraftTree:
-        first, is_chain = 0, sampler.tree_budget is None  # number of the block of the first path
+    def _draft(self, target: Target, unrolling: Unrolling, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        first, are_chains = 0, requests[0].sampler.tree_budget is None  # number of the block of the first path
 
         def steps(k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
             nonlocal first
-            states = unrolling.states[:1]
-            if k and is_chain:
+            states = unrolling.states
+            if k and are_chains:
                 states = unrolling.extend_chain(tokens.to(self.device))
             elif k:
                 blocks = first + rows.to(self.device)
                 first = len(unrolling.states)
                 states = unrolling.branch(blocks, torch.zeros_like(blocks), tokens.to(self.device))
-            return DraftStep(self.logits(target, states[:, 0]))
+            logits = self.drafted_logits(target, self.norm(states[:, 0]))
+            return DraftStep(logits, vocabulary=self.draft_vocabulary)
 
-        tree = sampler.grow(ids, count, steps, width=self.config.tree_width)
-        return replace(tree, passes=tree.depths)
-
-    def _draft_chains(
-        self, target: Target, unrolling: JointUnrolling, requests: Sequence[DraftRequest]
-    ) -> list[DraftTree]:
-        def steps(k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
-            states = unrolling.extend_chain(tokens.to(self.device)) if k else unrolling.states
-            return DraftStep(self.logits(target, states[:, 0]))
-
-        return [replace(tree, passes=tree.depths) for tree in chains_in_step(requests, steps)]
+        trees = drafts_in_step(requests, steps, self.config.tree_width)
+        return [replace(tree, passes=tree.depths) for tree in trees]

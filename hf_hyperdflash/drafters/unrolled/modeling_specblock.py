@@ -11,9 +11,9 @@ from torch import nn
 from ...targets.target import Target
 from ...trees.tree import DraftTree
 from ..parts.layers import DrafterRMSNorm, HyperDFlashLayer
-from ..sampling import DraftRequest, DraftSampler
+from ..sampling import DraftRequest
 from .configuration_specblock import SpecBlockConfig
-from .drafter import JointUnrolling, UnrolledDrafter, Unrolling
+from .drafter import UnrolledDrafter, Unrolling
 from .rank_growth import Blocks, BlockStep, grow_blocks
 from .rank_head import RankHead, rank_features
 
@@ -69,29 +69,27 @@ class SpecBlockDrafter(UnrolledDrafter):
             features = torch.cat([rank_features(head(chunk)) for chunk in states.detach().split(_LOGITS_AT_ONCE)])
         return self.rank_head(states, features.to(states.device)).unflatten(0, normed.shape[:-1])
 
-    def _draft(
-        self, target: Target, unrolling: Unrolling, ids: torch.Tensor, count: int, sampler: DraftSampler
-    ) -> DraftTree:
-        if sampler.tree_budget is None:
-            return self._chain(target, unrolling, ids, count, sampler)
-        return grow_blocks(ids, count, sampler, self._blocks(target, unrolling), self.config)
+    def _draft(self, target: Target, unrolling: Unrolling, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        if requests[0].sampler.tree_budget is None:
+            return self._draft_chains(target, unrolling, requests)
+        return grow_blocks(requests, self._blocks(target, unrolling), self.config)
 
-    def _chain(
-        self, target: Target, unrolling: Unrolling, ids: torch.Tensor, count: int, sampler: DraftSampler
-    ) -> DraftTree:
-        """Draft a chain block by block. A block's slots do not depend on its tokens: these are drawn at once."""
-        blocks: list[DraftTree] = []
-        for start in range(0, count, self.config.block_size):
-            if blocks and not sampler.is_open():
-                break
-            if blocks:
-                ids = torch.cat([ids, blocks[-1].tokens[None].to(ids.device)], dim=1)
-                unrolling.extend_chain(ids[0, -1:].to(self.device))
-            logits = self.logits(target, unrolling.states[-1:, : count - start])
-            blocks.append(sampler.blind(ids, logits))
-            if len(blocks[-1]) < logits.shape[1]:
-                break
-        return self._chain_of(blocks)
+    def _draft_chains(self, target: Target, unrolling: Unrolling, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """Draft chains block by block. A block's slots do not depend on its tokens: these are drawn at once."""
+        blocks: list[list[DraftTree]] = [[] for _ in requests]
+        texts, counts = [each.ids for each in requests], [each.num_drafts for each in requests]
+        admission = requests[0].sampler.chain_admission  # which only a text alone has
+        for start in range(0, max(counts), self.config.block_size):
+            if start:
+                if admission is not None and (len(blocks[0][-1]) < self.config.block_size or not admission.is_open()):
+                    break
+                unrolling.extend_chain(torch.cat([text[0, -1:] for text in texts]).to(self.device))
+            logits = self.logits(target, unrolling.states[:, : max(counts) - start])
+            for row, each in enumerate(requests):
+                block = each.sampler.blind(texts[row], logits[row : row + 1, : max(0, counts[row] - start)])
+                texts[row] = torch.cat([texts[row], block.tokens[None].to(texts[row].device)], dim=1)
+                blocks[row].append(block)
+        return [self._chain_of(of_sequence) for of_sequence in blocks]
 
     def _chain_of(self, blocks: Sequence[DraftTree]) -> DraftTree:
         """Return the chain of a sequence's blocks, one after the other."""
@@ -100,24 +98,9 @@ class SpecBlockDrafter(UnrolledDrafter):
         )
         return replace(tree, passes=tuple(1 + k // self.config.block_size for k in range(len(tree))))
 
-    def _draft_chains(
-        self, target: Target, unrolling: JointUnrolling, requests: Sequence[DraftRequest]
-    ) -> list[DraftTree]:
-        blocks: list[list[DraftTree]] = [[] for _ in requests]
-        texts = [each.ids for each in requests]
-        for start in range(0, max(each.num_drafts for each in requests), self.config.block_size):
-            if start:
-                unrolling.extend_chain(torch.cat([text[0, -1:] for text in texts]).to(self.device))
-            logits = self.logits(target, unrolling.states)
-            for row, each in enumerate(requests):
-                block = each.sampler.blind(texts[row], logits[row : row + 1, : max(0, each.num_drafts - start)])
-                texts[row] = torch.cat([texts[row], block.tokens[None].to(texts[row].device)], dim=1)
-                blocks[row].append(block)
-        return [self._chain_of(of_sequence) for of_sequence in blocks]
-
     def _blocks(self, target: Target, unrolling: Unrolling) -> Blocks:
         def blocks(earlier: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> BlockStep:
-            states = unrolling.states[:1]
+            states = unrolling.states
             if len(earlier):
                 states = unrolling.branch(*(each.to(self.device) for each in (earlier, slots, tokens)))
             normed = self.norm(states)

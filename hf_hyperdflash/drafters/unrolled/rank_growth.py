@@ -1,5 +1,5 @@
-"""Grows a tree of blocks, breadth first: a few passes of many blocks. In greedy decoding a rank head sets how many
-children each slot has.
+"""Grows trees of blocks, breadth first: a few passes of many blocks, of all texts. In greedy decoding a rank head sets
+how many children each slot has.
 
 The first child at a slot continues at the next slot of the same block. At every other child, and at the first child of
 the last slot, a later block starts. So all children of a node come from one slot.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from ...trees.acceptance import sample_siblings
 from ...trees.growth import ACCEPTED, Admission, hits_of, level_sizes
 from ...trees.tree import ANCHOR, DraftTree
-from ..sampling import DraftSampler
+from ..sampling import DraftRequest
 
 
 class BlockStep(NamedTuple):
@@ -35,7 +35,8 @@ class BlockStep(NamedTuple):
 
 Blocks = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], BlockStep]
 """Runs blocks that continue earlier ones, from the numbers of those, slots of theirs, and the tokens that were chosen
-there, `[new]` each; all are empty for the first block. Blocks are numbered in the order in which they are run."""
+there, `[new]` each; all are empty for the first block of each text. Blocks are numbered in the order in which they are
+run; those of a text stand together, and texts in their order."""
 
 
 class GrowthConfig(Protocol):
@@ -58,10 +59,8 @@ class _Start(NamedTuple):
     path: tuple[int, ...]  # of drafted tokens
 
 
-def grow_blocks(
-    ids: torch.Tensor, count: int, sampler: DraftSampler, blocks: Blocks, config: GrowthConfig
-) -> DraftTree:
-    """Grow a tree of at most `sampler.tree_budget` nodes, in at most `config.max_blocks` passes.
+def grow_blocks(requests: Sequence[DraftRequest], blocks: Blocks, config: GrowthConfig) -> list[DraftTree]:
+    """Grow a tree of at most `sampler.tree_budget` nodes for each text, in at most `config.max_blocks` passes.
 
     In greedy decoding its nodes are the most probable ones of those that `config.branching` allows (the paper's
     pruning, by the product of probabilities along the path). Where the request samples, children are drawn without
@@ -70,57 +69,76 @@ def grow_blocks(
     probable. So sampling works as in [`~trees.growth.drawn`], with as many levels in a pass as a block has slots.
 
     Args:
-        ids: `[1, seq]`, the text.
-        count: The greatest depth.
-        sampler: The request's.
+        requests: One for each text, of one kind ([`~drafters.sampling.share_passes`]).
         blocks: The drafter.
         config: With `branching` and `max_blocks`.
     """
-    budget = sampler.tree_budget or count
-    growing = _GrowingTree(ids, count, sampler, config.branching or [])
-    starts = [_Start(ANCHOR, 0, 0, 0, 0.0 if not sampler.do_sample else 1.0, ())]
-    made, sizes = 0, level_sizes(count, budget)
+    trees, made = [_GrowingTree(each, config) for each in requests], 0
     for level in range(config.max_blocks):
+        starts = [start for tree in trees for start in tree.starts]
+        if not starts:
+            break
         going_on = starts if level else []
         step = blocks(
             torch.tensor([start.block for start in going_on], dtype=torch.long),
             torch.tensor([start.slot for start in going_on], dtype=torch.long),
             torch.tensor([start.path[-1] for start in going_on], dtype=torch.long),
         )
-        if sampler.do_sample:
-            room = budget if level + 1 == config.max_blocks else sum(sizes[: (level + 1) * step.logits.shape[1]])
-            starts = growing.add_drawn(starts, made, step, max(1, room - len(growing.tokens)))
-            starts = heapq.nlargest(budget - len(growing.tokens), starts, key=lambda start: start.value)
-        else:
-            starts = growing.add_most_probable(starts, made, step)
-            least = min(heapq.nlargest(budget, growing.values), default=math.inf)
-            starts = heapq.nlargest(budget, [each for each in starts if each.value >= least], lambda each: each.value)
-        made += len(step.logits)
-        growing.passes += [level + 1] * (len(growing.tokens) - len(growing.passes))
-        if not starts:
-            break
-    return growing.tree(budget)
+        done = 0
+        for tree in trees:
+            own = slice(done, done + len(tree.starts))
+            tree.add(level, made + done, BlockStep(step.logits[own], None if step.ranks is None else step.ranks[own]))
+            done = own.stop
+        made += done
+    return [tree.tree() for tree in trees]
 
 
 class _GrowingTree:
-    """The nodes so far.
+    """The nodes of one text's tree so far.
 
     Args:
-        ids: `[1, seq]`, the text.
-        count: The greatest depth.
-        sampler: The request's.
-        branching: The number of a slot's children for each class of the rank head.
+        request: The text's, with the greatest depth and the most nodes.
+        config: The drafter's.
+
+    Attributes:
+        starts: Where the blocks of the next pass start.
     """
 
-    def __init__(self, ids: torch.Tensor, count: int, sampler: DraftSampler, branching: list[int]) -> None:
-        self.ids, self.count, self.sampler, self.branching = ids, count, sampler, torch.tensor(branching)
+    def __init__(self, request: DraftRequest, config: GrowthConfig) -> None:
+        self.ids, self.count, self.sampler, self.config = request.ids, request.num_drafts, request.sampler, config
+        self.branching, self.budget = torch.tensor(config.branching or []), self.sampler.tree_budget or self.count
+        self.sizes = level_sizes(self.count, self.budget)
+        self.starts = [_Start(ANCHOR, 0, 0, 0, 0.0 if not self.sampler.do_sample else 1.0, ())]
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.values: list[float] = []
         self.q: list[torch.Tensor] = []
         self.signals: list[float] = []  # the drafter's probability of each
-        self.admission: Admission | None = sampler.node_admission
+        self.admission: Admission | None = self.sampler.node_admission
         self.passes: list[int] = []
+
+    def add(self, level: int, made: int, step: BlockStep) -> None:
+        """Add the nodes of one pass.
+
+        Args:
+            level: The number of the pass, from 0.
+            made: The number of its first block.
+            step: The pass over the blocks that begin at `starts`.
+        """
+        if not self.starts:
+            return
+        if self.sampler.do_sample:
+            is_last = level + 1 == self.config.max_blocks
+            room = self.budget if is_last else sum(self.sizes[: (level + 1) * step.logits.shape[1]])
+            starts = self.add_drawn(self.starts, made, step, max(1, room - len(self.tokens)))
+            starts = heapq.nlargest(self.budget - len(self.tokens), starts, key=lambda start: start.value)
+        else:
+            starts = self.add_most_probable(self.starts, made, step)
+            least = min(heapq.nlargest(self.budget, self.values), default=math.inf)
+            starts = [each for each in starts if each.value >= least]
+            starts = heapq.nlargest(self.budget, starts, key=lambda start: start.value)
+        self.starts = starts
+        self.passes += [level + 1] * (len(self.tokens) - len(self.passes))
 
     def add_most_probable(self, starts: list[_Start], made: int, step: BlockStep) -> list[_Start]:
         """Add the most probable children at every slot, and return where later blocks can start."""
@@ -169,8 +187,9 @@ class _GrowingTree:
                 path = (*path, self.tokens[node])
         return [each for each in found if each.depth < self.count]
 
-    def tree(self, budget: int) -> DraftTree:
+    def tree(self) -> DraftTree:
         """Return the tree of the best nodes, `budget` at most."""
+        budget = self.budget
         if len(self.tokens) <= budget:
             kept = list(range(len(self.tokens)))
         else:  # of equals the earlier one: no child without its parent

@@ -22,7 +22,7 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 from hf_hyperdflash.decoding.bind import BoundTarget, capture_residual
 from hf_hyperdflash.drafters.deepseek_v4.checkpoint import dequantize
 from hf_hyperdflash.drafters.deepseek_v4.modeling_mtp import DeepseekV4MTPDrafter, sliding_mask
-from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 from hf_hyperdflash.targets.registry import target_of
 
@@ -205,6 +205,27 @@ def test_rounds_with_rejections_equal_drafting_from_scratch(drafter, target, nai
         torch.testing.assert_close(logits, whole, atol=1e-5, rtol=1e-5)
     expected = naive.logits(residual[0, :done], ids[0, 1 : done + 1], positions[0, :done], tokens[:-1])
     torch.testing.assert_close(logits.double(), expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("budget", [None, 7])
+def test_a_batch_drafts_for_each_sequence_what_it_would_alone(drafter, target, budget):
+    """Of contexts that are shorter than the window, and longer; each text's level in one pass with the others'."""
+    target.lm_head.weight.data *= 30  # so that a tree is deep
+    requests, sampler = [], DraftSampler(LogitsProcessorList(), False, budget)
+    for length, count in ((3, 4), (WINDOW + 9, 2), (0, 3), (WINDOW - 2, 4)):
+        sequence = _, positions, ids = entries(length, seed=length)
+        context = drafter.new_context()
+        extend(drafter, target, context, sequence, 0, length)
+        requests.append(DraftRequest(context, ids, positions, count, sampler))
+    alone = [drafter.propose(target_of(target), *each) for each in requests]
+    calls = []
+    drafter.block.register_forward_hook(lambda module, args, out: calls.append(len(out)))
+    together = drafter.propose_batch(target_of(target), requests)
+    assert [(tree.tokens.tolist(), tree.parents, tree.passes) for tree in together] == [
+        (tree.tokens.tolist(), tree.parents, tree.passes) for tree in alone
+    ]
+    assert [len(tree) for tree in together] == ([4, 2, 0, 4] if budget is None else [7, 7, 0, 7])
+    assert len(calls) == 3 and (budget is not None or calls == [3, 3, 3])  # of paths
 
 
 def test_nothing_known_nothing_drafted(drafter, target):

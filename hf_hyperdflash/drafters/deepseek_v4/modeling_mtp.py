@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from ...targets.caches.name import CACHE
 from ...targets.target import Target
 from ...trees.growth import DraftStep
 from ...trees.tree import DraftTree
-from ..sampling import DraftSampler
+from ..sampling import DraftRequest, DraftSampler, drafts_in_step, share_passes
 from .configuration_mtp import DeepseekV4MTPConfig
 from .drafter import DeepseekV4Drafter, Rotary
 
@@ -39,7 +39,20 @@ class MTPContext:
         self.sliding_window = sliding_window
         self.end = 0  # the number of tokens of the sequence that were added
         self.keys: torch.Tensor | None = None  # [sequences, 1, at most sliding_window - 1, config.head_dim]
+        self.padding: torch.Tensor | None = None  # columns of keys before each sequence's own, [sequences]
         self.streams: torch.Tensor | None = None  # [1, 1, config.hc_mult, config.hidden_size]
+
+    @classmethod
+    def joined(cls, contexts: Sequence[MTPContext]) -> MTPContext:
+        """Return one with a sequence for each of several contexts, to run ahead of them."""
+        joined = cls(contexts[0].sliding_window)
+        counts = [len(context) for context in contexts]
+        parts = [cast(torch.Tensor, context.keys) for context in contexts]
+        if min(counts) < max(counts):
+            parts = [nn.functional.pad(keys, (0, 0, max(counts) - keys.shape[2], 0)) for keys in parts]
+            joined.padding = torch.tensor([max(counts) - count for count in counts], device=parts[0].device)
+        joined.keys = torch.cat(parts)
+        return joined
 
     def __len__(self) -> int:
         """The number of past keys that the next entry can see."""
@@ -49,14 +62,28 @@ class MTPContext:
         """Become one sequence for each of `indices`, which continues the sequence of that index."""
         if self.keys is not None:
             self.keys = self.keys[indices]
+        if self.padding is not None:
+            self.padding = self.padding[indices]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append keys `[sequences, 1, new, config.head_dim]`, which are the values, too, and return all keys."""
         full = key_states if self.keys is None else torch.cat([self.keys, key_states], dim=2)
-        self.keys = full[:, :, max(full.shape[2] - (self.sliding_window - 1), 0) :]
+        left = max(full.shape[2] - (self.sliding_window - 1), 0)
+        self.keys = full[:, :, left:]
+        if self.padding is not None:
+            self.padding = (self.padding - left).clamp(min=0)
         return full, full
+
+    def mask(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Return the mask of one more entry of each sequence, added to the attention's logits, `[sequences, 1, 1,
+        keys]`; `None` where it sees all keys."""
+        if self.padding is None:
+            return None
+        hidden = torch.arange(len(self) + 1, device=like.device) < self.padding[:, None]
+        mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
+        return mask.masked_fill_(hidden, torch.finfo(like.dtype).min)[:, None, None]
 
 
 class DeepseekV4MTPDrafter(DeepseekV4Drafter):
@@ -189,24 +216,41 @@ class DeepseekV4MTPDrafter(DeepseekV4Drafter):
         sampler: DraftSampler,
     ) -> DraftTree:
         """Draft the tokens after `ids` one by one; an empty context gives no drafts."""
-        if context.streams is None:
-            return DraftTree.chain(ids.new_empty(0))
-        ahead, streams = copy.copy(context), context.streams
-        offsets = torch.arange(count - 1, device=self.device)
-        cos, sin = self._rotary(streams, position_ids[:, -1:].to(self.device) + offsets)
+        return self._propose(target, [DraftRequest(context, ids, position_ids, count, sampler)])[0]
+
+    @torch.no_grad()
+    def propose_batch(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """Draft for several sequences with one pass for the next tokens of all."""
+        return self._propose(target, requests) if share_passes(requests) else super().propose_batch(target, requests)
+
+    def _propose(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        trees = [DraftTree.chain(each.ids.new_empty(0)) for each in requests]
+        places = [row for row, each in enumerate(requests) if each.num_drafts and each.context.streams is not None]
+        if places:
+            for row, tree in zip(places, self._draft(target, [requests[row] for row in places])):
+                trees[row] = replace(tree, passes=tree.depths)
+        return trees
+
+    def _draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        ahead = MTPContext.joined([each.context for each in requests])
+        streams = torch.cat([each.context.streams for each in requests])
+        offsets = torch.arange(max(each.num_drafts for each in requests) - 1, device=self.device)
+        anchors = torch.cat([each.position_ids[:, -1:] for each in requests]).to(self.device)
+        cos, sin = self._rotary(streams, anchors + offsets)
+        texts = torch.arange(len(requests), device=self.device)  # of each path
 
         def steps(k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
-            nonlocal streams
+            nonlocal streams, texts
             if k:
-                rotary = cos[:, k - 1 : k], sin[:, k - 1 : k]
                 rows = rows.to(self.device)
+                texts = texts[rows]
                 ahead.select(rows)
-                embeds = self._embed(target, tokens[:, None])
-                streams = self(streams[rows], embeds, context=ahead, rotary=rotary)
+                rotary = cos[texts, k - 1 : k], sin[texts, k - 1 : k]
+                embeds, mask = self._embed(target, tokens[:, None]), ahead.mask(self.e_proj.weight)
+                streams = self(streams[rows], embeds, context=ahead, attention_mask=mask, rotary=rotary)
             return DraftStep(self._logits(target, streams)[:, 0])
 
-        tree = sampler.grow(ids, count, steps)
-        return replace(tree, passes=tree.depths)
+        return drafts_in_step(requests, steps)
 
     def _embed(self, target: Target, ids: torch.Tensor) -> torch.Tensor:
         return target.embed(ids).to(self.device)

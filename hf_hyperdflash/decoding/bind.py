@@ -20,9 +20,11 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 from ..auto.policies import DraftingStats
 from ..drafters.base import Drafter
 from ..targets.caches.name import CACHE, own_cache_names, renamed_cache
+from ..targets.caches.static import can_hold_rounds
 from ..targets.hooks import ResidualCapture, ResidualTap
 from ..targets.registry import check_layers, check_without_virtual_tokens, is_bound, is_drafter, target_of
 from ..targets.rope_switch import check_restart
+from ..targets.slot_forward import CompiledForwards
 from ..targets.target import Target
 from ..version import __version__, series
 from .candidates import DraftCandidateGenerator
@@ -32,11 +34,14 @@ from .request import (
     AUTO,
     arguments_of_each,
     by_name,
+    check_cache_implementation,
     check_request,
     check_shapes,
+    check_static_cache,
     check_stock_assistance,
     check_whole,
     drafts_asked,
+    static_cache_length,
     tree_budget_asked,
     way_asked,
 )
@@ -73,7 +78,15 @@ class Binding:
         self.target = self.family = target  # drafters' own code from before 0.3 asks for a family, also of a `Target`
         target.hyperdflash_binding = self
         self.residual = ResidualTap(target.layers, target.streams)
+        self._compiled: dict[str, CompiledForwards] = {}
         self.handles = [*self.residual.handles, *target.register_hooks(), *count_forwards(target.model)]
+
+    def compiled(self, options: dict[str, Any]) -> CompiledForwards:
+        """Return the target's compiled forwards with these options of `torch.compile`."""
+        key = repr(sorted(options.items(), key=str))
+        if key not in self._compiled:
+            self._compiled[key] = CompiledForwards(options)
+        return self._compiled[key]
 
     @contextmanager
     def capturing_forward(self, capture: ResidualCapture, is_round: bool = False) -> Iterator[None]:
@@ -152,27 +165,27 @@ class BoundTarget(_Mixed):
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
         generation_mode: GenerationMode,
-        *args: Any,
-        **kwargs: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> None:
         is_rewound = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
-        if is_rewound and generation_config.cache_implementation not in (None, "dynamic", "offloaded"):
-            raise ValueError(
-                f"`cache_implementation` is {generation_config.cache_implementation!r}, but assisted generation has "
-                "to rewind its cache: leave it out, or use 'dynamic' or 'offloaded'."
-            )
-        check_whole(self.hyperdflash_binding.target, model_kwargs.get(CACHE))
+        target = self.hyperdflash_binding.target
+        if is_rewound:
+            check_cache_implementation(target, generation_config.cache_implementation)
+            max_cache_length = static_cache_length(generation_config, max_cache_length)
+        check_whole(target, model_kwargs.get(CACHE))
         vars(generation_config)["_has_callers_cache"] = model_kwargs.get(CACHE) is not None
         super()._prepare_cache_for_generation(  # type: ignore[misc]
-            generation_config, model_kwargs, generation_mode, *args, **kwargs
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
         cache = model_kwargs.get(CACHE)
         if not generation_config.is_assistant:  # whose calls are rounds of one text, and taken back between them
             stop_recording(cache)  # which loops of others leave on
-        if is_rewound and isinstance(cache, Cache):  # plain decoding keeps the stock layers
+        # Plain decoding keeps the stock layers, and so do static caches.
+        if is_rewound and isinstance(cache, Cache) and not can_hold_rounds(cache):
             most = generation_config.prompt_lookup_num_tokens, generation_config.num_assistant_tokens
             counts = [count for count in most if isinstance(count, int)]  # what else is asked for is refused later
-            self.hyperdflash_binding.target.make_rewindable(cache, max(counts, default=0))
+            target.make_rewindable(cache, max(counts, default=0))
             if generation_config.is_assistant:
                 cache.activate_past_recording()
 
@@ -260,7 +273,11 @@ class BoundTarget(_Mixed):
         check_once(cast(PreTrainedModel, self), drafter)
         asked = self._drafts_asked_of(drafter, config)
         num_drafts = (drafter.max_draft_tokens or _MOST_DRAFTS) if asked == AUTO else cast(int, asked)
-        self.hyperdflash_binding.target.make_rewindable(model_kwargs[CACHE], num_drafts)
+        target, cache = self.hyperdflash_binding.target, model_kwargs[CACHE]
+        if can_hold_rounds(cache):
+            check_static_cache(target, cache, config)
+        else:
+            target.make_rewindable(cache, num_drafts)
         return num_drafts
 
     @staticmethod

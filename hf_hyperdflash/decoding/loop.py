@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,13 +19,15 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..auto.policies import MOST_NODES, BatchPolicy, ChainPolicy, FixedPolicy, Outcome, TreePolicy
 from ..targets.caches.name import CACHE, cache_of
 from ..targets.caches.ragged import RaggedCache
+from ..targets.caches.static import can_hold_rounds
+from ..targets.slot_forward import SlotForward, compile_options
 from ..trees.tree import DraftTree
 from .continuation import OPEN_FORWARDS, is_between_writes, leave_context, stop_recording
 from .inference_mode import mode_of_rounds
 from .outputs import generate_output
 from .proposals import propose
 from .request import AUTO, check_cache
-from .rounds import ChainRound, PromptRound, Verification, round_over, verification_of
+from .rounds import ChainRound, PromptRound, SlotRound, Verification, round_over, verification_of
 from .sequence import Sequence
 from .stats import merged_stats
 from .tokens import TokenBuffer, padded
@@ -65,12 +68,12 @@ def write(sequences: list[Sequence]) -> None:
     batch = Batch(sequences)
     try:
         batch.write_first_tokens(batch.prefill())
-        with mode_of_rounds(all(sequence.leaves_nothing for sequence in sequences)):
+        with mode_of_rounds(not batch.is_compiled and all(sequence.leaves_nothing for sequence in sequences)):
             while batch.sequences:
                 round_ = batch.draft()
                 batch.accept(round_, batch.verify(round_))
     finally:
-        stop_recording(batch.cache)
+        batch.end()
     for sequence in sequences:
         sequence.end()
 
@@ -97,6 +100,8 @@ class Batch:
         self.layer_ids = max((sequence.layer_ids for sequence in sequences), key=len)
         self.capture = self.binding.residual.new_capture(self.layer_ids)
         self.verification: Verification = "chain"
+        self.slots: SlotForward | None = None  # of a static cache
+        self._fixed_context: Any = None
         self.policy: FixedPolicy = FixedPolicy()
         self.now, self._no_drafts = first.now, DraftTree.chain(first.tokens.ids.new_empty(0))
 
@@ -111,10 +116,10 @@ class Batch:
             The target's outputs of the last tokens.
         """
         prompts = padded([sequence.tokens for sequence in self.sequences])
-        width, cached = prompts.prompt_length, self.cache.get_seq_length()
+        width, cached = prompts.prompt_length, int(self.cache.get_seq_length())
         chunk = self.sequences[0].config.prefill_chunk_size or width
         for end in [*range(cached + chunk, width, chunk), width]:
-            start = self.cache.get_seq_length()
+            start = int(self.cache.get_seq_length())
             outputs = self._run_prompts(prompts, start, end)
             captured = self.capture.pop()
             for index, sequence in enumerate(self.sequences):
@@ -145,19 +150,52 @@ class Batch:
 
     def _settle_on_cache(self) -> None:
         """Make the cache ready for rounds, and find out how it verifies drafts."""
-        if len(self.sequences) > 1:
+        if can_hold_rounds(self.cache):
+            options = compile_options(self.model, {CACHE: self.cache}, self.sequences[0].config)
+            self.slots = SlotForward(
+                self.target,
+                self.cache,
+                [sequence.tokens.prompt_length for sequence in self.sequences],
+                [sequence.tokens.mask(sequence.tokens.prompt_length) for sequence in self.sequences],
+                self._most_positions(),
+                self.sequences[0].drafting_stats is None,
+                None if options is None else self.binding.compiled(options),
+                self.capture,
+            )
+            self.verification = "slots"
+        elif len(self.sequences) > 1:
             self.cache = RaggedCache(self.cache, [sequence.tokens.prompt_length for sequence in self.sequences])
             self.verification = "ragged"
+        else:
+            self.cache.activate_past_recording()  # after the prompt: there is nothing in it to take back
+            self.cache.crop(0)  # which trims stock layers to their window
+            self.verification = verification_of(self.target, self.cache)
+        if len(self.sequences) == 1:
+            leave_context(self.cache, self.drafter, self.sequences[0].context)  # its own whenever they end alike
+
+    def _fix_context(self) -> None:
+        """Let the drafter's passes run compiled, too."""
+        if self.slots is None or self.slots.compiled is None or len(self.sequences) > 1:
             return
-        self.cache.activate_past_recording()  # after the prompt: there is nothing in it to take back
-        self.cache.crop(0)  # which trims stock layers to their window
-        leave_context(self.cache, self.drafter, self.sequences[0].context)  # its own whenever they end alike
-        self.verification = verification_of(self.target, self.cache)
+        sequence = self.sequences[0]
+        room = self.slots.cache.capacity or sequence.config.max_length
+        compiled = self.slots.compiled
+        self._fixed_context = self.drafter.fixed_context(sequence.context, room, self._most_positions(), compiled)
+        if self._fixed_context is not None:
+            sequence.context = self._fixed_context
+            leave_context(self.cache, self.drafter, sequence.context)
+
+    def _most_positions(self) -> int:
+        """Return the most verification positions that a round may have."""
+        budget = self.sequences[0].tree_budget
+        nodes = MOST_NODES if budget == AUTO else budget or 0
+        return 1 + max(nodes, *(sequence.num_drafts for sequence in self.sequences))
 
     def _settle_on_policy(self) -> None:
         """Draft trees if that is asked for and the target can verify them; and what pays, if that is asked for."""
         budget, stats = self.sequences[0].tree_budget, self.sequences[0].drafting_stats
-        if budget == AUTO and self.verification == "ragged":
+        is_batch = len(self.sequences) > 1
+        if budget == AUTO and is_batch:
             budget = None
         if budget is not None and self.verification == "chain":
             logger.warning(
@@ -168,7 +206,7 @@ class Batch:
             budget = None
         for sequence in self.sequences:
             sequence.allow_nodes(MOST_NODES if budget == AUTO else budget)
-        if stats is not None and self.verification == "ragged":
+        if stats is not None and is_batch:
             self.policy = BatchPolicy(stats)
         elif stats is not None and budget == AUTO:
             self.policy = TreePolicy(stats)
@@ -182,6 +220,7 @@ class Batch:
         self._write(round_, outputs)
         for sequence in self.sequences:
             sequence.stats.tokens, sequence.stats.draft_seconds = 1, 0.0  # the prompt's do not count
+        self._fix_context()
         self._drop_finished()
 
     # A round
@@ -189,7 +228,8 @@ class Batch:
     def draft(self) -> ChainRound:
         """Let the drafter draft for each sequence what fits and pays."""
         self._began, self._lengths = self.now(), [sequence.tokens.length for sequence in self.sequences]
-        self._rooms = [sequence.room() for sequence in self.sequences]
+        free = self._free_slots()
+        self._rooms = [min(sequence.room(), free) for sequence in self.sequences]
         most = self.policy.begin(max(self._lengths), self._rooms)
         counts = [min(room, most) for room in self._rooms]
         asked = [(sequence, count) for sequence, count in zip(self.sequences, counts) if count]
@@ -201,14 +241,23 @@ class Batch:
             sequence.stats.draft_seconds += seconds if len(tree) else 0.0
         drafted = iter(proposed)
         trees = [self.policy.cut(next(drafted)) if count else self._no_drafts for count in counts]
-        return round_over(self.target, self.verification, [sequence.tokens for sequence in self.sequences], trees)
+        texts = [sequence.tokens for sequence in self.sequences]
+        if self.slots is None:
+            return round_over(self.target, self.verification, texts, trees)
+        return SlotRound(self.target, texts, [tree.first(min(len(tree), free)) for tree in trees], self.slots)
+
+    def _free_slots(self) -> int:
+        """Return how many drafts the cache has room for behind the longest sequence."""
+        if self.slots is None:
+            return sys.maxsize
+        return min(self.slots.room - max(sequence.tokens.end for sequence in self.sequences), self.slots.most - 1)
 
     def verify(self, round_: ChainRound) -> Any:
         """Run the target once over the anchors and the drafts of all sequences."""
         try:
-            inputs, began = round_.inputs(self._kwargs()), self.now()
+            began = self.now()
             with self.binding.capturing_forward(self.capture, is_round=True):
-                outputs = self.model(**inputs, return_dict=True)
+                outputs = round_.forward(self._kwargs())
         except BaseException as error:  # as of Ctrl-C, after which a caller may go on with the cache
             setattr(self.cache, OPEN_FORWARDS, 1)
             if is_between_writes(self.cache, error):
@@ -277,8 +326,21 @@ class Batch:
     def _drop_finished(self) -> None:
         left = [index for index, sequence in enumerate(self.sequences) if not sequence.finished]
         if left and len(left) < len(self.sequences):
-            self.cache.batch_select_indices(torch.tensor(left))
+            (self.cache if self.slots is None else self.slots).batch_select_indices(torch.tensor(left))
         self.sequences = [self.sequences[index] for index in left]
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether its rounds run compiled."""
+        return self.slots is not None and self.slots.compiled is not None
+
+    def end(self) -> None:
+        """Leave the cache as transformers' own loop would."""
+        stop_recording(self.cache)
+        if self.slots is not None:
+            self.slots.end()
+        if self._fixed_context is not None:
+            self._fixed_context.compiled = None  # the next turn may run eagerly
 
     def _kwargs(self) -> dict[str, Any]:
         """Return the sequences' other arguments of the target as one's: tensors of one each are put together."""

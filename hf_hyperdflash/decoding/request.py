@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers.cache_utils import StaticLayer
 from transformers.generation.configuration_utils import GenerationConfig
 
+from ..auto.policies import MOST_NODES as MOST_NODES_OF_AUTO
 from ..drafters.base import AUTO
 from ..targets.caches.name import CACHE
+from ..targets.caches.static import can_hold_rounds
 from ..targets.registry import is_bound, target_of
 from ..targets.target import Target
 from .continuation import OPEN_FORWARDS
@@ -27,6 +31,7 @@ _WAYS = (
 )
 _BESIDE = ("prompt_lookup_num_tokens", "use_mtp", "dola_layers")  # with a drafter they would be left out in silence
 _SHOWN = ("output_hidden_states", "output_attentions")  # of which each sequence would have another length
+_CACHE_STEP = 256  # of static caches' lengths: rounds are compiled anew for each length
 _MEDIA = ("pixel_values", "mm_encoder_outputs", "input_features")  # prefixes of `generate`'s arguments
 
 
@@ -164,7 +169,7 @@ def check_shapes(asked: dict[str, Any]) -> None:
         return
     (rows, length), cache = ids.shape, asked.get(CACHE)
     mask, positions = asked.get("attention_mask"), asked.get("position_ids")
-    cached = 0 if cache is None else cache.get_seq_length()
+    cached = 0 if cache is None else int(cache.get_seq_length())
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
         is_of_new_ids = cached and mask.shape[1] > length  # which `_check_continuation` has words for
         if mask.shape[0] != rows or (mask.shape[1] != length and not is_of_new_ids):
@@ -201,6 +206,19 @@ def check_tree_budget(budget: Any) -> Any:
             f"{MOST_NODES}, 'auto' for what pays, or None for one chain of drafts."
         )
     return budget
+
+
+def static_cache_length(config: GenerationConfig, length: int) -> int:
+    """Return how long a request's static cache is to be: the last round of a text needs room, too.
+
+    Args:
+        config: The request's.
+        length: How long plain decoding needs it.
+    """
+    length = max(length, getattr(config, "max_cache_len", None) or 0)
+    asked = config.num_assistant_tokens, tree_budget_asked(config)
+    positions = 1 + max([MOST_NODES_OF_AUTO, *(count for count in asked if isinstance(count, int))])
+    return math.ceil((length + positions) / _CACHE_STEP) * _CACHE_STEP
 
 
 def check_request(
@@ -263,7 +281,7 @@ def _check_texts(cache: Any) -> None:
 
 
 def _check_continuation(length: int, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    cached = model_kwargs[CACHE].get_seq_length()
+    cached = int(model_kwargs[CACHE].get_seq_length())
     mask = model_kwargs.get("attention_mask")
     whole = getattr(generation_config, "_mask_length", length) if mask is None else mask.shape[1]
     if cached and (whole != length or length <= cached):
@@ -301,12 +319,43 @@ def check_cache(cache: Any) -> Any:
     Raises:
         ValueError: If it cannot.
     """
-    if not getattr(cache, "is_croppable", False):
+    if not (can_hold_rounds(cache) or getattr(cache, "is_croppable", False)):
         raise ValueError(
             f"Assisted generation cannot rewind a {type(cache).__name__}: leave `cache_implementation` out. A cache "
             "of remote code needs `is_croppable = True` and a `crop(-n)` that takes back the last n tokens."
         )
     return cache
+
+
+def check_cache_implementation(target: Target, name: str | None) -> None:
+    """Raise a `ValueError` if drafts could not be taken back from a cache of this kind."""
+    fitting = ["dynamic", "offloaded", *(["static"] if target.takes_static_caches else [])]
+    if name is not None and name not in fitting:
+        raise ValueError(
+            f"`cache_implementation` is {name!r}, but assisted generation has to rewind its cache, that of a "
+            f"{target.config.model_type} target: leave it out, or use one of {fitting}."
+        )
+
+
+def check_static_cache(target: Target, cache: Any, config: GenerationConfig) -> None:
+    """Raise a `ValueError` if rounds of a request cannot run on its static cache."""
+    if not target.takes_static_caches:
+        raise ValueError(
+            f"`{CACHE}` is a {type(cache).__name__}, in which drafts of a {target.config.model_type} target are not "
+            "verified: leave it out, or pass a `DynamicCache(config=model.config)`."
+        )
+    if config.output_attentions:
+        raise ValueError(
+            "`output_attentions` was asked for over a static cache, in whose order of keys nobody could read them: "
+            "leave `cache_implementation` out."
+        )
+    rooms = (layer.max_cache_len for layer in cache.layers if type(layer) is StaticLayer)
+    room = min(rooms, default=config.max_length)
+    if room < config.max_length - 1:
+        raise ValueError(
+            f"`{CACHE}` has room for {room} tokens, and the text may have {config.max_length}: expected at least "
+            f"{config.max_length - 1}. Pass `max_cache_len={config.max_length - 1}`, or a smaller `max_new_tokens`."
+        )
 
 
 def check_whole(family: Target, cache: Any) -> None:

@@ -1,5 +1,5 @@
 """One forward of the target over drafts, and what stays of it in the cache: a chain, a masked tree, a tree with a copy
-of the sequence for each path, or the trees of several sequences.
+of the sequence for each path, the trees of several sequences, or any of them in a static cache.
 
 A round's verification positions are, for each sequence, the anchor and the tree's nodes in their order, whatever the
 forward looks like.
@@ -15,13 +15,15 @@ import torch
 from ..targets.attention_masks import attention_mask_for
 from ..targets.caches.name import CACHE
 from ..targets.caches.ragged import RaggedLayer
+from ..targets.slot_forward import SlotForward
 from ..targets.target import Target, TreeVerification
 from ..trees.layout import TreeLayout
 from ..trees.tree import DraftTree
 from .tokens import TokenBuffer
 
-Verification = TreeVerification | Literal["ragged"]
-"""How the target verifies a batch's drafts. `"ragged"` is a mask over sequences of different length."""
+Verification = TreeVerification | Literal["ragged", "slots"]
+"""How the target verifies a batch's drafts. `"ragged"` is a mask over sequences of different length, and `"slots"` is
+the same over a static cache."""
 
 
 class ChainRound:
@@ -38,6 +40,15 @@ class ChainRound:
         self.starts = [text.end - 1 for text in texts]  # tokens before the anchor
         self.counts = [len(tree) + 1 for tree in trees]  # verification positions
         self.width = max(self.counts)
+
+    def forward(self, kwargs: dict[str, Any]) -> Any:
+        """Run the target over the anchors and the drafts.
+
+        Args:
+            kwargs: The arguments that are the same in every round, with the cache.
+        """
+        model: Any = self.target.model
+        return model(**self.inputs(kwargs), return_dict=True)
 
     def inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of the target's forward.
@@ -202,6 +213,59 @@ class RaggedRound(MaskedRound):
 
     def abort(self, cache: Any) -> None:
         """Do nothing: nobody goes on with this cache."""
+
+
+class SlotRound(ChainRound):
+    """Chains or trees of one or several sequences in one forward over a static cache. Rounds of one width have the
+    same shapes, so that they can be compiled: what is beyond a tree's nodes is not looked at.
+
+    Args:
+        target: The target.
+        texts: The tokens of each sequence.
+        trees: The drafts of each.
+        slots: The sequences' cache, and what runs the target over it.
+    """
+
+    def __init__(self, target: Target, texts: Many[TokenBuffer], trees: Many[DraftTree], slots: SlotForward) -> None:
+        super().__init__(target, texts, trees)
+        self.slots, self.width = slots, slots.width_for(self.width, max(self.starts))
+        self.paths = [None if tree.is_chain else TreeLayout(tree).paths for tree in trees]
+
+    def forward(self, kwargs: dict[str, Any]) -> Any:
+        rows, size, device = self.slots.rows, self.slots.size, self.texts[0].ids.device
+        ids = self.texts[0].ids.new_zeros(size, self.width)
+        depths = torch.arange(self.width).repeat(size, 1)
+        visible = torch.ones(self.width, self.width, dtype=torch.bool).tril().repeat(size, 1, 1)
+        for row, text, tree, paths in zip(rows, self.texts, self.trees, self.paths):
+            ids[row, 0], ids[row, 1 : len(tree) + 1] = text.ids[0, -1], tree.tokens
+            for position, path in enumerate(paths or ()):
+                depths[row, position] = len(path) - 1
+                visible[row, position] = False
+                visible[row, position, path] = True
+        anchors = torch.cat([text.positions(start, start + 1) for text, start in zip(self.texts, self.starts)], dim=-2)
+        if size > len(rows):
+            anchors = anchors.new_zeros(*anchors.shape[:-2], size, 1).index_copy(-2, self.slots.index, anchors)
+        depths = depths.to(device)
+        return self.slots(ids, anchors + depths, depths, visible.to(device), kwargs)
+
+    def logits(self, outputs: Any, index: int) -> torch.Tensor:
+        row = self.slots.rows[index]
+        return outputs.logits[row : row + 1, : self.counts[index]]
+
+    def residual(self, captured: torch.Tensor, index: int, kept: list[int]) -> torch.Tensor:
+        own = captured[self.slots.rows[index], None]
+        is_prefix = kept == list(range(len(kept)))
+        return own[:, : len(kept)] if is_prefix else own[:, torch.tensor(kept, device=own.device)]
+
+    def accept(self, cache: Any, kept: list[list[int]]) -> None:
+        self.slots.accept(kept, self.width)
+
+    def abort(self, cache: Any) -> None:
+        """Do nothing: a round counts no token before it is accepted."""
+
+    def visible(self, position: int) -> list[int]:
+        paths = self.paths[0]
+        return list(range(position + 1)) if paths is None else paths[position]
 
 
 class ForkedRound(ChainRound):

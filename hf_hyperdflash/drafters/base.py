@@ -112,6 +112,18 @@ class Drafter:
         tokens that [`extend`] has added."""
         return EmptyContext()
 
+    def fixed_context(self, context: Any, room: int, most_new: int, compiled: Any) -> Any:
+        """Return a sequence's context as one whose passes run compiled, until its `compiled` is `None`; `None` where a
+        drafter has none such.
+
+        Args:
+            context: The sequence's, after the prompt.
+            room: The most tokens that the text may have.
+            most_new: The most tokens that a round adds.
+            compiled: Calls functions compiled, `compiled(function, *arguments)`.
+        """
+        return None
+
     def extend(
         self,
         target: Target,

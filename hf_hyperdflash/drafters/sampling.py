@@ -101,6 +101,12 @@ class DraftSampler:
         """Whether a chain is to have one more draft, by what is known without it."""
         return self.chain_admission is None or self.chain_admission.is_open()
 
+    @property
+    def is_greedy_chain(self) -> bool:
+        """Whether the most probable tokens are drafted, one after the other and all that are asked for."""
+        is_whole = self.tree_budget is None and self.chain_admission is None
+        return is_whole and not self.do_sample and not len(self.processors)
+
     def scored(self, prefixes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """What drafts are drawn by after prefixes.
 

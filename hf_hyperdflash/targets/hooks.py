@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers.cache_utils import Cache
 
 T = TypeVar("T")
 LayerOutput = torch.Tensor | tuple[torch.Tensor, ...]  # of a decoder layer
@@ -91,7 +92,7 @@ class ResidualTap:
         self.captures: PerThread[ResidualCapture] = PerThread()
         self._last = len(layers) - 1
         self.handles: list[RemovableHandle] = [
-            layer.register_forward_hook(partial(_on_output, self.captures, i, streams))
+            layer.register_forward_hook(partial(_on_output, self.captures, i, streams), with_kwargs=True)
             for i, layer in enumerate(layers)
         ]
 
@@ -110,8 +111,21 @@ class ResidualTap:
 
 
 def _on_output(
-    captures: PerThread[ResidualCapture], layer: int, streams: int, module: nn.Module, args: Any, output: LayerOutput
+    captures: PerThread[ResidualCapture],
+    layer: int,
+    streams: int,
+    module: nn.Module,
+    args: Any,
+    *kwargs_and_output: Any,  # of a hook that a thread calls while it is registered the output alone
 ) -> None:
+    output = kwargs_and_output[-1]
+    if torch.compiler.is_compiling():
+        # A compiled round's capture comes with its cache, so that it stays one graph, the same in all threads.
+        for value in kwargs_and_output[0].values():
+            capture = getattr(value, "capture", None) if isinstance(value, Cache) else None
+            if capture is not None:
+                _add(capture, layer, streams, output)
+                return
     if captures:  # apart from what follows, so that a compiled layer that nobody captures stays one graph
         add = _add_out_of_graph if torch.compiler.is_compiling() else _add_to_captures
         add(captures, layer, streams, output)
@@ -119,9 +133,13 @@ def _on_output(
 
 def _add_to_captures(captures: PerThread[ResidualCapture], layer: int, streams: int, output: LayerOutput) -> None:
     for capture in captures.get(get_ident(), ()):
-        if layer in capture.layer_ids:
-            residual = output[0] if isinstance(output, tuple) else output
-            capture.add(layer, residual.unflatten(2, (streams, -1)) if residual.ndim == 3 else residual)
+        _add(capture, layer, streams, output)
+
+
+def _add(capture: ResidualCapture, layer: int, streams: int, output: LayerOutput) -> None:
+    if layer in capture.layer_ids:
+        residual = output[0] if isinstance(output, tuple) else output
+        capture.add(layer, residual.unflatten(2, (streams, -1)) if residual.ndim == 3 else residual)
 
 
 # A compiled layer leaves its graph here.

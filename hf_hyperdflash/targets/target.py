@@ -282,6 +282,20 @@ class Target:
         the texts are written one after the other."""
         return self.tree_verification == "mask" and self.rope_switch is None
 
+    @property
+    def takes_static_caches(self) -> bool:
+        """Whether drafts can be verified over a static cache: all of its layers are of plain attention."""
+        return self.tree_verification == "mask" and self.layer_kinds <= _MASKED_KINDS
+
+    @property
+    def windows(self) -> list[int | None]:
+        """How many tokens a position sees in each layer, itself included; `None` for all."""
+        kinds = getattr(self.config, "layer_types", None) or []
+        window = getattr(self.config, "sliding_window", None)
+        if not kinds:
+            return [window] * self.config.num_hidden_layers
+        return [window if kind == "sliding_attention" else None for kind in kinds]
+
     def begin_tree(self, cache: RewindableCache, layout: TreeLayout) -> None:
         """Prepare a cache for a masked forward over a draft tree."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from ...targets.attention_masks import AttentionMask, attention_mask_for
 from ...targets.target import Target
 from ...trees.tree import DraftTree, are_trees_kept
+from ..parts.fixed_context import FixedContext, FixedLayers
 from ..parts.heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, SequentialHead, ZeroInitLinear, run_heads
 from ..parts.joint_context import JointContext
 from ..parts.layers import ContextCache, Rotary, block_inputs
@@ -219,17 +221,48 @@ class BlockDrafter(ReadingDrafter):
     ) -> DraftTree:
         """Draft `count` tokens after the last of `ids` in one pass. The block always has its trained width."""
         config = self.config
-        block, positions = block_inputs(ids[:, -1:], position_ids[:, -1:], config.block_size, config.mask_token_id)
-        device = self.device
-        embeds = target.embed(block).to(device)
-        hidden = self(embeds, positions.to(device), context, None, *(context.pending or ()))
-        context.pending = None
+        if isinstance(context, FixedContext) and context.compiled is not None:
+            anchor = ids[0, -1:].reshape(1, 1).clone(), position_ids[0, -1:].reshape(1, 1).clone()
+            is_greedy = sampler.is_greedy_chain and not are_trees_kept()
+            hidden, drafts, sure = self._run_compiled(target, context, *anchor, is_greedy)
+            if is_greedy:
+                return replace(DraftTree.chain(drafts), confidence=sure).first(count)
+        else:
+            block, positions = block_inputs(ids[:, -1:], position_ids[:, -1:], config.block_size, config.mask_token_id)
+            device = self.device
+            embeds = target.embed(block).to(device)
+            hidden = self(embeds, positions.to(device), context, None, *(context.pending or ()))
+            context.pending = None
         states = hidden[:, config.first_slot : config.first_slot + count]
         if self.head is None and self.confidence_head is None:
             return sampler.blind(ids, self.to_full_vocabulary(self.logits(target, states)))
         path = BlockPath(self, target, states)
         tree = sampler.grow(ids, count, path)
         return path.with_head_choices(tree) if self.head is not None and are_trees_kept() else tree
+
+    def fixed_context(self, context: ContextCache, room: int, most_new: int, compiled: Any) -> FixedContext | None:
+        config = self.config
+        if self.device.type == "meta" or isinstance(self.head, SelectorHead):
+            return None
+        spans = [config.attention_span(kind) for kind in config.kinds]
+        self.flush_pending(context)
+        most_new = max(most_new, config.block_size)
+        shape = 1, config.num_key_value_heads, room + most_new + config.block_size, config.head_dim
+        return FixedContext(spans, context, shape, self.norm.weight, most_new, compiled)
+
+    def _run_compiled(
+        self, target: Target, context: FixedContext, ids: torch.Tensor, position_ids: torch.Tensor, is_greedy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Run a block compiled, and its heads if its drafts are the most probable ones.
+
+        Returns:
+            The block's states; its drafts `[config.max_draft_tokens]`, and how sure the drafter is of them.
+        """
+        config, device = self.config, self.device
+        inputs = context.take_pending((config.num_streams, config.target_hidden_size))
+        anchor = ids.to(device), position_ids.to(device)
+        settings = context.most_new, is_greedy
+        return context.compiled(_run_block, self, target, context.buffers, *anchor, *inputs, *settings)
 
     @torch.no_grad()
     def propose_batch(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
@@ -295,3 +328,32 @@ class BlockDrafter(ReadingDrafter):
     @property
     def head_table(self) -> torch.Tensor | None:
         return None if self.head is None else self.head.table
+
+
+def _run_block(
+    drafter: BlockDrafter,
+    target: Target,
+    buffers: Sequence[torch.Tensor],
+    ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    residual: torch.Tensor,
+    residual_position_ids: torch.Tensor,
+    counts: torch.Tensor,
+    most_new: int,
+    is_greedy: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    config = drafter.config
+    block, positions = block_inputs(ids, position_ids, config.block_size, config.mask_token_id)
+    context = FixedLayers(buffers, counts, most_new)
+    masks = context.masks(config.kinds, [config.attention_span(kind) for kind in config.kinds], config.block_size)
+    embeds = target.embed(block).to(buffers[0].device)
+    hidden = drafter(embeds, positions, cast(Any, context), masks, residual, residual_position_ids)
+    if not is_greedy:
+        return hidden, ids, None
+    path, tokens, row = BlockPath(drafter, target, hidden[:, config.first_slot :]), [ids[0]], ids.new_zeros(1)
+    confidence = []
+    for k in range(config.max_draft_tokens):
+        step = path(k, tokens[-1], row)
+        tokens.append(step.logits.argmax(-1))
+        confidence += [] if step.confidence is None else [step.confidence]
+    return hidden, torch.cat(tokens[1:]), torch.cat(confidence) if confidence else None

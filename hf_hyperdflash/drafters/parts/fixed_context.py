@@ -1,0 +1,125 @@
+"""A drafter's context of fixed shape, so that its passes can be compiled once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from .block_attention import AttentionSpan
+from .layers import ContextCache, ContextLayer, KeysValues
+
+
+class FixedContext(ContextCache):
+    """A [`ContextCache`] with room for a whole text, and buffers of each layer's own.
+
+    Args:
+        spans: What each layer's slots see.
+        context: The one that it continues, which must not be used afterwards.
+        shape: Of a layer's keys, `[batch, kv_heads, capacity, head_dim]`.
+        like: Gives dtype and device.
+        most_new: The most tokens that a round adds.
+
+    Attributes:
+        compiled: Runs functions compiled ([`~targets.slot_forward.CompiledForwards`]), while rounds do; else `None`.
+    """
+
+    def __init__(
+        self,
+        spans: Sequence[AttentionSpan],
+        context: ContextCache,
+        shape: tuple[int, ...],
+        like: torch.Tensor,
+        most_new: int,
+        compiled: Any,
+    ) -> None:
+        super().__init__(spans)
+        self.end, self.pending, self.most_new, self.compiled = context.end, context.pending, most_new, compiled
+        held = context.layers
+        self._stop = held[0][0].shape[2] if held else 0
+        self._layer_views = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in spans]
+        for own, old in zip(self._layer_views, held):
+            for buffer, states in zip(own, old):
+                buffer[:, :, : self._stop] = states
+        for buffer in self.buffers:
+            torch._dynamo.mark_static_address(buffer)
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Keys and values of every layer."""
+        return [buffer for layer in self._layer_views for buffer in layer]
+
+    def make_room(self, count: int, like: torch.Tensor, config: PreTrainedConfig) -> None:
+        if self._stop + count > self._layer_views[0][0].shape[2]:  # in a later turn
+            pad = torch.nn.functional.pad
+            more = (0, 0, 0, self._stop + count)
+            self._layer_views = [(pad(keys, more), pad(values, more)) for keys, values in self._layer_views]
+
+    @property
+    def layers(self) -> list[KeysValues]:
+        own = slice(self._start, self._stop)
+        return [(keys[:, :, own], values[:, :, own]) for keys, values in self._layer_views]
+
+    def take_pending(self, residual_shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the pending tokens' residual `[1, most_new, ...]` and positions `[1, most_new]`, filled up, and the
+        numbers of tokens before them and of them, `[2]`. They are no longer pending, but there."""
+        buffer = self._layer_views[0][0]
+        residual, position_ids = self.pending or (
+            buffer.new_zeros(1, 0, *residual_shape),
+            torch.zeros(1, 0, dtype=torch.long, device=buffer.device),
+        )
+        new = residual.shape[1]
+        counts = torch.tensor([self._stop, new], device=buffer.device)
+        more = self.most_new - new
+        residual = torch.nn.functional.pad(residual, (0, 0) * len(residual_shape) + (0, more))
+        self.pending = None
+        self.advance(new)
+        return residual, torch.nn.functional.pad(position_ids, (0, more)), counts
+
+
+class FixedLayers:
+    """A [`FixedContext`] inside one compiled pass of a block, whose numbers of tokens are tensors.
+
+    Args:
+        buffers: Keys and values of every layer, `[1, kv_heads, capacity, head_dim]`.
+        counts: How many tokens there are in them, and how many the pass adds, `[2]`.
+        most_new: The most that it may add; what is beyond the count is not looked at.
+    """
+
+    def __init__(self, buffers: Sequence[torch.Tensor], counts: torch.Tensor, most_new: int) -> None:
+        self.buffers, self.most_new = buffers, most_new
+        self.start, self.stop = counts[0], counts[0] + counts[1]
+
+    def make_room(self, count: int, like: torch.Tensor, config: PreTrainedConfig) -> None:
+        """Do nothing: there is room for the whole text."""
+
+    def advance(self, new: int) -> None:
+        """Do nothing: the context counts its tokens."""
+
+    def layer(self, index: int, new: int) -> ContextLayer:
+        """As [`ContextCache.layer`]; all that there is room for is returned."""
+
+        def update(keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
+            places = torch.arange(keys.shape[2], device=keys.device)
+            own = self.buffers[2 * index], self.buffers[2 * index + 1]
+            for buffer, states in zip(own, (keys, values)):
+                buffer.index_copy_(2, self.start + places[:new], states[:, :, :new])
+                # After the new tokens, over those that only fill up.
+                buffer.index_copy_(2, self.stop + places[:-new], states[:, :, new:])
+            return own
+
+        return update
+
+    def masks(self, kinds: Sequence[str], spans: Sequence[AttentionSpan], block_size: int) -> dict[str, torch.Tensor]:
+        """Return the mask for each kind of layer, boolean `[1, 1, block_size, capacity]`."""
+        device = self.stop.device
+        slots = torch.arange(block_size, device=device)[:, None]
+        ahead = torch.arange(self.buffers[0].shape[2], device=device) - self.stop
+        masks = {}
+        for kind, span in zip(kinds, spans):
+            of_context = (ahead < 0) & span.sees_context(slots, -ahead)
+            of_block = span.sees_slots(block_size, device)[:, ahead.clamp(0, block_size - 1)]
+            masks[kind] = torch.where((ahead >= 0) & (ahead < block_size), of_block, of_context)[None, None]
+        return masks

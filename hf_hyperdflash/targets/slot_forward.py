@@ -1,0 +1,208 @@
+"""Forwards of the target over a static cache, compiled where that is asked for."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.generation.configuration_utils import GenerationConfig
+
+from .attention_masks import attention_mask_for
+from .caches.name import CACHE
+from .caches.static import SlotCache
+from .hooks import ResidualCapture
+from .target import Target
+
+_OWN = (CACHE, "attention_mask", "position_ids", "logits_to_keep")  # arguments that are another in each round
+
+
+class SlotForward:
+    """Runs a target over the anchors and drafts of sequences in a static cache.
+
+    Args:
+        target: The target.
+        cache: transformers' static cache after the prompts, several padded on the left.
+        lengths: Tokens of each sequence's prompt.
+        masks: Which of them are no padding, `[1, tokens]` each; `None` if all are.
+        most: The most verification positions of a round.
+        is_fixed: Whether almost all rounds have so many.
+        compiled: Runs compiled forwards; `None` for eager ones.
+        capture: Of the residual streams.
+
+    Attributes:
+        room: The most tokens of a sequence that the cache has slots for.
+        rows: Of each sequence, its place in the cache. Compiled, those that have ended keep theirs: the shapes stay.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        cache: Cache,
+        lengths: Sequence[int],
+        masks: Sequence[torch.Tensor | None],
+        most: int,
+        is_fixed: bool,
+        compiled: CompiledForwards | None,
+        capture: ResidualCapture,
+    ) -> None:
+        self.target, self.compiled, self.capture = target, compiled, capture
+        self.most, self.is_fixed = most, is_fixed
+        self.cache = SlotCache(cache, target.windows, lengths, most)
+        self.room = sys.maxsize if self.cache.capacity is None else self.cache.capacity
+        self.rows = list(range(len(lengths)))
+        self.real: torch.Tensor | None = None
+        if any(mask is not None for mask in masks):
+            shape = len(lengths), self.cache.capacity or max(lengths)
+            self.real = torch.ones(shape, dtype=torch.bool, device=self.cache.starts.device)
+            for row, mask in zip(self.real, masks):
+                if mask is not None:
+                    row[: mask.shape[1]] = mask[0].bool()
+
+    @property
+    def size(self) -> int:
+        """The number of rows."""
+        return len(self.cache.starts)
+
+    @property
+    def index(self) -> torch.Tensor:
+        """`rows` as a tensor."""
+        return torch.tensor(self.rows, device=self.cache.starts.device)
+
+    def width_for(self, positions: int, longest: int) -> int:
+        """Return the verification positions of a round that needs `positions` of them: compiled, one of a few widths.
+
+        Args:
+            positions: Those that are needed.
+            longest: Tokens of the longest sequence before its anchor.
+        """
+        if self.compiled is None:
+            return positions
+        width = self.most if self.is_fixed else min(1 << (positions - 1).bit_length(), self.most)
+        return width if longest + width <= self.room else positions
+
+    def __call__(
+        self,
+        ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        depths: torch.Tensor,
+        visible: torch.Tensor,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run the target.
+
+        Args:
+            ids: Anchors and drafts, `[batch, positions]`.
+            position_ids: Their true positions, `[..., batch, positions]`.
+            depths: Their distance from the anchor in tokens, `[batch, positions]`.
+            visible: Which of them each sees, boolean `[batch, positions, positions]`.
+            kwargs: The arguments that are the same in every round.
+        """
+        kwargs = {name: value for name, value in kwargs.items() if name not in _OWN}
+        inputs = ids, position_ids, depths, visible, self.real, kwargs
+        if self.compiled is None:
+            return run_over_slots(self.cache, self.target, *inputs)
+        self.cache.capture = self.capture
+        return self.compiled(run_over_slots, self.cache, self.target, *inputs)
+
+    def accept(self, kept: list[list[int]], width: int) -> None:
+        """Keep the positions `kept` of each sequence, a path from the anchor on, and no others.
+
+        Args:
+            kept: Of each sequence.
+            width: Verification positions of the round.
+        """
+        starts, counts, places = self.cache.starts, [0] * self.size, torch.arange(width).repeat(self.size, 1)
+        old = places.clone()
+        for row, path in zip(self.rows, kept):
+            counts[row], old[row, : len(path)] = len(path), torch.tensor(path)
+        if not torch.equal(old, places):
+            moves = self.cache, old.to(starts.device), places.to(starts.device)
+            if self.compiled is None:
+                move_in_slots(*moves)
+            else:
+                self.compiled(move_in_slots, *moves)
+        starts += torch.tensor(counts, device=starts.device)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Go on with the sequences `indices` alone."""
+        self.rows = [self.rows[index] for index in indices.tolist()]
+        if self.compiled is None:
+            self.cache.batch_select_indices(self.index)
+            self.real = None if self.real is None else self.real[self.index]
+            self.rows = list(range(len(self.rows)))
+
+    def end(self) -> None:
+        """Make transformers' static cache hold what there is now of the only sequence."""
+        if self.size == 1:
+            self.cache.give_back()
+
+
+def run_over_slots(
+    cache: SlotCache,
+    target: Target,
+    ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    depths: torch.Tensor,
+    visible: torch.Tensor,
+    real: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run the target's forward; see [`SlotForward.__call__`]."""
+    masks: dict[int | None, Any] = {}
+    implementation = target.config._attn_implementation
+    for window, mask in cache.masks(visible, depths, real).items():
+        masks[window] = attention_mask_for(implementation, mask, target.dtype)
+    by_kind = {layer.kind: masks[layer.window] for layer in cache.layers}
+    attention_mask = by_kind if len(by_kind) > 1 else next(iter(by_kind.values()))
+    inputs = {**kwargs, CACHE: cache, "attention_mask": attention_mask, "position_ids": position_ids}
+    return target.model(input_ids=ids, return_dict=True, **inputs)
+
+
+def move_in_slots(cache: SlotCache, old: torch.Tensor, new: torch.Tensor) -> None:
+    """Move tokens of a round in all layers; see [`~targets.caches.static.SlotLayer.move`]."""
+    for layer in cache.layers:
+        layer.move(old, new)
+
+
+class CompiledForwards:
+    """A bound target's functions over static caches, compiled: once for each shape of what they are given.
+
+    Args:
+        options: Of `torch.compile`.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options if options.get("dynamic") is not None else {**options, "dynamic": False}
+        self._by_shape: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function compiled for the shapes of its arguments."""
+        key = function, *map(_shape_of, args)
+        if key not in self._by_shape:
+            # Code of its own: torch counts recompilations by code, and another shape's or target's are none of this
+            # one's.
+            own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+            self._by_shape[key] = torch.compile(own, **self.options)
+        return self._by_shape[key](*args)
+
+
+def _shape_of(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_shape_of, value))
+    if isinstance(value, (int, bool)):
+        return value
+    return id(value) if isinstance(value, nn.Module) else getattr(value, "shape", None)
+
+
+def compile_options(model: Any, kwargs: dict[str, Any], config: GenerationConfig) -> dict[str, Any] | None:
+    """Return the options with which a request's forwards are compiled; `None` if they are not: as transformers decides
+    for its own loop, and not where the caller asked to see what is inside a forward."""
+    is_shown = config.output_hidden_states or config.output_attentions
+    if is_shown or not model._valid_auto_compile_criteria(kwargs, config):
+        return None
+    return (config.compile_config or model._default_compile_config()).to_dict()

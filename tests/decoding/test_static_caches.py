@@ -1,0 +1,372 @@
+"""Rounds over static caches, eager and compiled: the text is that of plain decoding, and nothing compiles twice.
+
+Compiled forwards are run by torch's backend `eager` here: it captures the same graphs and checks the same guards as
+code that is generated, and takes a second instead of a minute.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch._dynamo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import CompileConfig, DynamicCache, StaticCache
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+
+from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, bind
+from hf_hyperdflash.drafters.parts.block_attention import AttentionSpan
+from hf_hyperdflash.drafters.parts.fixed_context import FixedLayers
+from hf_hyperdflash.targets.caches.name import CACHE
+from hf_hyperdflash.targets.caches.static import SlotCache, can_hold_rounds
+from hf_hyperdflash.trees.layout import TreeLayout
+from hf_hyperdflash.trees.tree import DraftTree
+
+from ..conftest import prompt, tiny_target
+from ..helpers import families
+from ..helpers.draft_trees import lists_of_parents
+from ..helpers.tree_drafters import RandomChains, RandomTrees, is_wide
+
+FAMILIES = [
+    families.qwen2, families.qwen3, families.qwen3_moe, families.llama, families.mistral, families.gemma2,
+    families.gemma3, families.gemma4, families.gpt_oss,
+]  # fmt: skip
+GREEDILY = dict(do_sample=False, pad_token_id=0)
+
+
+def target_and_own(family, seed=0):
+    torch.manual_seed(seed)
+    target = family().eval()
+    own = copy.deepcopy(target)
+    bind(target)
+    return target, own
+
+
+def compiling(**options):
+    config = CompileConfig(mode=None, fullgraph=True, backend="eager", **options)
+    config._compile_all_devices = True  # a CPU's, too
+    return config
+
+
+@pytest.fixture
+def counted():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo.utils.counters["stats"]
+    torch._dynamo.reset()
+
+
+# Eager
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", [RandomChains, RandomTrees])
+def test_a_text_is_the_targets_own(family, kind):
+    """Longer than any window, whose slots go round."""
+    target, own = target_and_own(family)
+    ids = prompt(13)
+    expected = own.generate(ids, max_new_tokens=50, **GREEDILY)
+    drafter = kind(target, [expected[0]], most=9)
+    options = dict(assistant_model=drafter, tree_budget=9, cache_implementation="static", **GREEDILY)
+    assert torch.equal(target.generate(ids, max_new_tokens=50, **options), expected)
+    assert drafter.last_stats.tau > 1.5
+    assert any(map(is_wide, drafter.trees)) == (kind is RandomTrees)
+    # And what the drafter is given is the residual of the text, in its order.
+    hidden = own(expected, output_hidden_states=True).hidden_states
+    with torch.no_grad():
+        end = own(expected[:, :-1], output_hidden_states=True)
+    residual = torch.cat([each for each, _, _ in drafter.seen], dim=1)[0, :, 0]
+    own_logits = own.lm_head(own.model.norm(residual[None]))
+    cap = getattr(own.config, "final_logit_softcapping", None)
+    own_logits = own_logits if cap is None else cap * torch.tanh(own_logits / cap)
+    torch.testing.assert_close(own_logits, end.logits[:, : residual.shape[0]], atol=1e-3, rtol=1e-3)
+    assert len(hidden) and residual.shape[0] >= expected.shape[1] - 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_of_a_batch_are_their_own(family):
+    target, own = target_and_own(family, seed=1)
+    ids = torch.cat([prompt(17, seed=seed) for seed in range(3)])
+    mask = torch.ones_like(ids)
+    mask[0, :9], mask[2, :2] = 0, 0
+    texts = [own.generate(row[None, real.bool()], max_new_tokens=31, **GREEDILY)[0] for row, real in zip(ids, mask)]
+    drafter = RandomTrees(target, texts, most=9)
+    options = dict(assistant_model=drafter, tree_budget=9, cache_implementation="static", **GREEDILY)
+    written = target.generate(ids, attention_mask=mask, max_new_tokens=31, **options)
+    for row, real, text in zip(written, mask, texts):
+        assert row[int(17 - real.sum()) :].tolist() == text.tolist()
+    assert drafter.last_stats.tau > 1.5
+
+
+def test_sampled_text_is_that_of_a_cache_that_grows():
+    """At one seed: rounds draw in the same order, from the same logits."""
+    target, _ = target_and_own(families.gemma3)
+    ids, texts = prompt(9), []
+    for cache in ("dynamic", "static"):
+        drafter = PromptLookupDrafter(target)
+        torch.manual_seed(0)
+        options = dict(do_sample=True, top_k=8, temperature=0.7, pad_token_id=0, assistant_model=drafter)
+        texts.append(target.generate(ids.repeat(1, 3), max_new_tokens=40, cache_implementation=cache, **options))
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("family", [families.qwen3, families.mistral, families.gemma3])
+@pytest.mark.parametrize("order", [("ours", "plain", "ours"), ("plain", "ours", "forward"), ("ours", "ours", "plain")])
+def test_turns_on_a_static_cache(family, order):
+    """Ours leave the stock layers as plain decoding does, so that anything may follow."""
+    target, own = target_and_own(family)
+    cache, text = StaticCache(config=own.config, max_cache_len=140), prompt(11)
+    kinds = [type(layer) for layer in cache.layers]
+    for turn, who in enumerate(order):
+        expected = own.generate(text, max_new_tokens=15, **GREEDILY)
+        if who == "forward":
+            seen = int(cache.get_seq_length())
+            with torch.no_grad():
+                out = own(text[:, seen:], **{CACHE: cache})
+            assert int(out.logits[0, -1].argmax()) == int(expected[0, text.shape[1]])
+        else:
+            drafter = RandomTrees(target, [expected[0]], seed=turn, most=9)
+            ours = dict(assistant_model=drafter, tree_budget=9) if who == "ours" else {}
+            assert torch.equal(
+                target.generate(text, max_new_tokens=15, **GREEDILY, **ours, **{CACHE: cache}), expected
+            )
+            assert int(cache.get_seq_length()) == expected.shape[1] - 1
+        assert [type(layer) for layer in cache.layers] == kinds
+        text = torch.cat([expected, prompt(5, seed=turn + 7)], dim=1)
+
+
+@pytest.mark.parametrize("family", [families.qwen3, families.gemma3])
+@pytest.mark.parametrize("where", [0, 2, 3])
+def test_going_on_after_an_interruption(family, where):
+    target, own = target_and_own(family)
+    ids, cache = prompt(11), StaticCache(config=own.config, max_cache_len=100)
+    whole = own.generate(ids, max_new_tokens=40, **GREEDILY)
+    drafter = RandomTrees(target, [whole[0]], most=9)
+    options = dict(assistant_model=drafter, tree_budget=9, **GREEDILY, **{CACHE: cache})
+    written, calls = [], []
+
+    class Streamer:
+        def put(self, value):
+            written.extend(value.flatten().tolist())
+
+        def end(self):
+            pass
+
+    def interrupt(*_):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+
+    handle = target.model.layers[where].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        target.generate(ids, max_new_tokens=40, streamer=Streamer(), **options)
+    handle.remove()
+    assert whole[0, : len(written)].tolist() == written and 11 < len(written) < 51
+    on = target.generate(torch.tensor([written]), max_new_tokens=51 - len(written), **options)
+    assert torch.equal(on, whole)
+
+
+def test_a_cache_without_room_for_a_last_tree():
+    """A caller's cache that is as long as the text: the last trees are cut."""
+    target, own = target_and_own(families.qwen3)
+    ids = prompt(11)
+    whole = own.generate(ids, max_new_tokens=30, **GREEDILY)
+    for most in (2, 12):
+        cache = StaticCache(config=own.config, max_cache_len=40)
+        drafter = RandomTrees(target, [whole[0]], most=most)
+        options = dict(assistant_model=drafter, tree_budget=12, **GREEDILY, **{CACHE: cache})
+        assert torch.equal(target.generate(ids, max_new_tokens=30, **options), whole)
+
+
+def test_what_cannot_be_done_is_said_before_it_begins():
+    target, own = target_and_own(families.qwen3)
+    drafter, ids = PromptLookupDrafter(target), prompt(11)
+    options = dict(assistant_model=drafter, max_new_tokens=30, **GREEDILY)
+    short = StaticCache(config=own.config, max_cache_len=39)
+    with pytest.raises(ValueError, match="room for 39 tokens, and the text may have 41: expected at least 40"):
+        target.generate(ids, **options, **{CACHE: short})
+    with pytest.raises(ValueError, match="`output_attentions` was asked for over a static cache"):
+        target.generate(
+            ids, cache_implementation="static", output_attentions=True, return_dict_in_generate=True, **options
+        )
+    with pytest.raises(ValueError, match=r"'offloaded_static'.*that of a qwen3 target.*'offloaded', 'static'"):
+        target.generate(ids, cache_implementation="offloaded_static", **options)
+    v4 = tiny_target()
+    bind(v4)
+    with pytest.raises(ValueError, match=r"'static'.*that of a deepseek_v4 target: leave it out, or use one of"):
+        v4.generate(ids, **{**options, "assistant_model": PromptLookupDrafter(v4)}, cache_implementation="static")
+    hybrid, _ = target_and_own(families.granite_hybrid)
+    cache = StaticCache(config=own.config, max_cache_len=60)
+    with pytest.raises(ValueError, match="StaticCache, in which drafts of a granitemoehybrid target are not verified"):
+        hybrid.generate(ids, **{**options, "assistant_model": PromptLookupDrafter(hybrid)}, **{CACHE: cache})
+
+
+# The layers
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(lists_of_parents(8), st.integers(0, 100)), min_size=1, max_size=6),
+    st.sampled_from([None, 3, 5, 8]),
+    st.integers(1, 20),
+    st.integers(1, 3),
+)
+def test_slots_hold_what_a_list_would(rounds, window, prompt_length, size):
+    """Round after round: each position sees, in the order of the text, the tokens that it is to see, and no others."""
+    layer = StaticLayer(200) if window is None else StaticSlidingWindowLayer(200, sliding_window=window)
+    lengths = [prompt_length - min(row, prompt_length - 1) for row in range(size)]
+    numbers = torch.zeros(size, 1, prompt_length, 1)
+    texts = []
+    for row, length in enumerate(lengths):  # tokens are numbers, which keys and values hold
+        numbers[row, 0, prompt_length - length :, 0] = torch.arange(1, length + 1) + 1000 * row
+        texts.append(numbers[row, 0, prompt_length - length :, 0].tolist())
+    layer.update(numbers, -numbers)
+    stock = DynamicCache()
+    stock.layers = [layer]
+    cache, count = SlotCache(stock, [window], lengths, width=9), 100
+    for parents, choice in rounds:
+        layout = TreeLayout(DraftTree(torch.zeros(len(parents)), tuple(parents)))
+        width = len(layout)
+        new = torch.arange(count, count + size * width).view(size, 1, width, 1).float()
+        count += size * width
+        keys, values = cache.layers[0].update(new, -new)
+        visible = layout.ancestors.repeat(size, 1, 1)
+        depths = layout.depths.repeat(size, 1)
+        (mask,) = cache.masks(visible, depths, None).values()
+        path = layout.paths[choice % width]
+        for row, text in enumerate(texts):
+            for position, above in enumerate(layout.paths):
+                own = [*text, *(float(new[row, 0, node, 0]) for node in above)][-window if window else 0 :]
+                seen = keys[row, 0, mask[row, 0, position], 0].tolist()
+                assert sorted(seen) == sorted(own)
+                assert sorted(values[row, 0, mask[row, 0, position], 0].tolist()) == sorted(-value for value in own)
+            text += [float(new[row, 0, node, 0]) for node in path]
+        places = torch.arange(width).repeat(size, 1)
+        old = places.clone()
+        old[:, : len(path)] = torch.tensor(path)
+        cache.layers[0].move(old, places)
+        cache.starts += len(path)
+    if size == 1:
+        cache.give_back()
+        assert int(layer.get_seq_length()) == len(texts[0])
+        held = texts[0][-layer.max_cache_len :]
+        assert layer.keys[0, 0, : len(held), 0].tolist() == held
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(0, 12), st.integers(0, 4), st.integers(1, 5), st.booleans(), st.booleans(),
+    st.sampled_from([None, 1, 3, 6]),
+)  # fmt: skip
+def test_a_fixed_context_shows_what_a_growing_one_shows(old, new, block, from_slot, causal, window):
+    span, most_new = AttentionSpan(window, from_slot and window is not None, causal), 5
+    buffers = [torch.zeros(1, 1, 40, 1), torch.zeros(1, 1, 40, 1)]
+    for buffer in buffers:
+        buffer[0, 0, :old, 0] = torch.arange(1, old + 1)
+    written = torch.zeros(1, 1, most_new + block, 1)
+    written[0, 0, :new, 0], written[0, 0, new:most_new, 0] = torch.arange(old + 1, old + new + 1), -99
+    written[0, 0, most_new:, 0] = torch.arange(100, 100 + block)
+    context = FixedLayers(buffers, torch.tensor([old, new]), most_new)
+    keys, _ = context.layer(0, most_new)(written, written)
+    mask = context.masks(["kind"], [span], block)["kind"][0, 0]
+    text = [*range(1, old + new + 1), *range(100, 100 + block)]
+    expected = span.mask(block, old + new, torch.device("cpu"))
+    expected = torch.ones(block, len(text), dtype=torch.bool) if expected is None else expected[0, 0]
+    for slot in range(block):
+        assert keys[0, 0, mask[slot], 0].tolist() == [key for key, sees in zip(text, expected[slot].tolist()) if sees]
+
+
+def test_caches_that_hold_rounds():
+    own = families.gemma3()
+    assert can_hold_rounds(StaticCache(config=own.config, max_cache_len=9))
+    assert not can_hold_rounds(DynamicCache(config=own.config)) and not can_hold_rounds(object())
+
+
+# Compiled
+
+
+def drafter_of(target, **fields):
+    torch.manual_seed(3)
+    drafter = HyperDFlashDrafter.from_target(
+        target, num_draft_tokens=4, target_layer_ids=[0, 2], mask_token_id=63, sequential_head="state", **fields
+    )
+    with torch.no_grad():
+        drafter.state_head.down_proj.weight.normal_(std=0.3)
+    return drafter
+
+
+@pytest.mark.parametrize("family", [families.qwen3, families.gemma3])
+def test_nothing_compiles_twice(family, counted):
+    """After one text of each way to draft, others of any length that fits, turns and temperatures compile nothing."""
+    target, own = target_and_own(family)
+    drafter = drafter_of(target)
+    options = dict(assistant_model=drafter, pad_token_id=0, cache_implementation="static", compile_config=compiling())
+    options["max_cache_len"] = 150
+
+    def write(length, **asked):
+        ids = prompt(length, seed=length)
+        text = target.generate(ids, **options, **{"max_new_tokens": 24, "do_sample": False, **asked})
+        if not asked.get("do_sample"):
+            expected = own.generate(ids, max_new_tokens=asked.get("max_new_tokens", 24), **GREEDILY)
+            assert torch.equal(text, expected)
+
+    ways = [{}, dict(tree_budget=6), dict(do_sample=True, temperature=0.8), dict(do_sample=True, tree_budget=6)]
+    for way in ways:
+        write(9, **way)
+    compiled = counted["unique_graphs"]
+    assert 0 < compiled <= 6 and not torch._dynamo.utils.counters["graph_break"]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length, way in zip((3, 9, 21, 40, 2, 33, 64, 17), [*ways, *ways]):
+            write(length, **way)
+            write(length, **{**way, "max_new_tokens": 7})
+    assert counted["unique_graphs"] == compiled
+
+
+def test_a_compiled_batch_keeps_its_shape(counted):
+    """Texts that have ended keep their rows."""
+    target, own = target_and_own(families.qwen3)
+    ids = torch.cat([prompt(12, seed=seed) for seed in range(3)])
+    plain = [own.generate(row[None], max_new_tokens=30, **GREEDILY) for row in ids]
+    end = int(plain[1][0, 20])
+    expected = [own.generate(row[None], max_new_tokens=30, eos_token_id=end, **GREEDILY)[0] for row in ids]
+    assert len({len(text) for text in expected}) > 1
+    drafter = RandomTrees(target, expected, most=5)
+    options = dict(assistant_model=drafter, cache_implementation="static", compile_config=compiling(), tree_budget=5)
+    written = target.generate(ids, max_new_tokens=30, eos_token_id=end, **options, **GREEDILY)
+    for row, text in zip(written, expected):
+        assert row[: len(text)].tolist() == text.tolist() and not row[len(text) :].any()
+    assert counted["unique_graphs"] <= 2  # the forward, and what moves an accepted path
+
+
+def test_compiled_turns_and_eager_ones(counted):
+    target, own = target_and_own(families.qwen3)
+    drafter, cache, text = drafter_of(target), StaticCache(config=own.config, max_cache_len=150), prompt(11)
+    for turn in range(4):
+        expected = own.generate(text, max_new_tokens=12, **GREEDILY)
+        options = dict(compile_config=compiling()) if turn % 2 == 0 else {}
+        written = target.generate(
+            text, max_new_tokens=12, assistant_model=drafter, **GREEDILY, **options, **{CACHE: cache}
+        )
+        assert torch.equal(written, expected)
+        text = torch.cat([expected, prompt(4, seed=turn)], dim=1)
+    assert counted["unique_graphs"] == 2
+
+
+def test_who_decides_whether_rounds_compile(counted):
+    """As in transformers' own loop: not on a CPU, unless it is asked for; not with `disable_compile`; and not where
+    the caller wants to see what is inside a forward."""
+    target, own = target_and_own(families.qwen3)
+    ids, drafter = prompt(9), drafter_of(target)
+    expected = own.generate(ids, max_new_tokens=12, **GREEDILY)
+    options = dict(assistant_model=drafter, max_new_tokens=12, **GREEDILY, return_dict_in_generate=True)
+    asked = dict(cache_implementation="static", compile_config=compiling())
+    for way in (
+        dict(cache_implementation="static"),
+        dict(compile_config=compiling()),
+        dict(**asked, disable_compile=True),
+        dict(**asked, output_hidden_states=True),
+    ):
+        assert torch.equal(target.generate(ids, **options, **way).sequences, expected)
+        assert not counted["unique_graphs"]
+    assert torch.equal(target.generate(ids, **options, **asked).sequences, expected)
+    assert counted["unique_graphs"]

@@ -21,6 +21,7 @@ from ..auto.policies import DraftingStats
 from ..drafters.base import Drafter
 from ..targets.caches.name import CACHE, own_cache_names, renamed_cache
 from ..targets.caches.static import can_hold_rounds
+from ..targets.fused import Fusion
 from ..targets.hooks import ResidualCapture, ResidualTap
 from ..targets.registry import check_layers, check_without_virtual_tokens, is_bound, is_drafter, target_of
 from ..targets.rope_switch import check_restart
@@ -41,6 +42,7 @@ from .request import (
     check_stock_assistance,
     check_whole,
     drafts_asked,
+    setting,
     static_cache_length,
     tree_budget_asked,
     way_asked,
@@ -79,7 +81,9 @@ class Binding:
         target.hyperdflash_binding = self
         self.residual = ResidualTap(target.layers, target.streams)
         self._compiled: dict[str, CompiledForwards] = {}
-        self.handles = [*self.residual.handles, *target.register_hooks(), *count_forwards(target.model)]
+        self.fusion = Fusion(target.kernels())
+        hooks = [*self.residual.handles, *target.register_hooks(), *count_forwards(target.model)]
+        self.handles = [*hooks, self.fusion]
 
     def compiled(self, options: dict[str, Any]) -> CompiledForwards:
         """Return the target's compiled forwards with these options of `torch.compile`."""
@@ -120,9 +124,15 @@ class BoundTarget(_Mixed):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as any model does, and with a drafter for several sequences, too."""
-        generate = super().generate  # type: ignore[misc]
         kwargs = renamed_cache(kwargs)  # both names are taken, whatever the installed transformers calls it
+        generate = super().generate  # type: ignore[misc]
         asked = by_name(inspect.signature(generate).bind(*args, **kwargs).arguments)
+        with self.hyperdflash_binding.fusion.pausing(bool(setting(self, asked, "disable_compile"))):
+            return self._generate(generate, asked, args, kwargs)
+
+    def _generate(
+        self, generate: Callable[..., Any], asked: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         default = self.hyperdflash_binding.default
         if default is not None and "assistant_model" not in asked and way_asked(self, asked) is None:
             kwargs["assistant_model"] = asked["assistant_model"] = default
@@ -322,19 +332,27 @@ def started_by(generate: Callable[..., Any], drafter: Drafter, arguments: dict[s
     return starter.sequence
 
 
-def bind(target: PreTrainedModel) -> PreTrainedModel:
+def bind(target: PreTrainedModel, fuse: bool | None = None) -> PreTrainedModel:
     """Prepare one target instance for assisted generation: its class becomes a subclass that can rewind its cache.
 
-    Its layers get hooks that are silent outside our own forwards. Nothing else about the target changes, and
-    [`unbind`] undoes both. `drafter.bind(target)` does the same after checking the pair. Needed without a drafter for
-    transformers' own assisted modes (prompt lookup, a second V4 as assistant: bind that one too).
+    Its layers get hooks that are silent outside our own forwards. On an accelerator one kernel does the work of each
+    hyper-connection with Sinkhorn iterations, and of each of DeepSeek-V4's norms, wherever no gradients are computed.
+    Nothing else about the target changes, and [`unbind`] undoes all of it. `drafter.bind(target)` does the same after
+    checking the pair. Needed without a drafter for transformers' own assisted modes (prompt lookup, a second V4 as
+    assistant: bind that one too).
+
+    Args:
+        target: The target.
+        fuse: `True` also compiles the hyper-connections of a target on a CPU, here and now; `False` runs every module
+            operation by operation on an accelerator, too, as `disable_compile` does for one `generate`. A bound target
+            is switched when it is bound again.
 
     Raises:
         ValueError: If it is no target (see [`~targets.registry.target_of`]), transformers cannot run it in its dtype,
-            its cache cannot be rewound, or code of another version has bound it.
+            its cache cannot be rewound, code of another version has bound it, or there is nothing to `fuse`.
     """
-    seen = target_of(target)
-    if not is_bound(target):
+    seen, was_bound = target_of(target), is_bound(target)
+    if not was_bound:
         _check_bindable(seen)
     with _BINDING:
         bound_by = getattr(type(target), "bound_by", None)
@@ -346,7 +364,19 @@ def bind(target: PreTrainedModel) -> PreTrainedModel:
                 f"The target is bound by hf_hyperdflash {bound_by}, and this is {__version__}, which may not fit. "
                 "`unbind` the target first."
             )
+    if fuse is not None:
+        _switch_fusion(cast(BoundTarget, target), fuse, unbind_on_error=not was_bound)
     return target
+
+
+def _switch_fusion(target: BoundTarget, fuse: bool, unbind_on_error: bool) -> None:
+    binding = target.hyperdflash_binding
+    try:
+        binding.fusion.switch(fuse, binding.target.dtype)
+    except ValueError:
+        if unbind_on_error:
+            unbind(target)
+        raise
 
 
 def _check_bindable(target: Target) -> None:

@@ -24,12 +24,14 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4HCACompressor,
     DeepseekV4Indexer,
     DeepseekV4RMSNorm,
+    DeepseekV4UnweightedRMSNorm,
 )
 
 from ..trees.layout import TreeLayout
 from .caches.deepseek_v4 import DEFAULT_MAX_REWIND, make_rewindable
 from .caches.protocols import RewindableCache
 from .caches.tree_state import TreeState, best_visible
+from .fused import Kernel, rms_norm
 from .gate import stream_gates
 from .hooks import PerThread
 from .hyper_connections import HyperConnected, read_gate
@@ -104,6 +106,12 @@ class DeepseekV4(HyperConnected):
     def check_computes(self) -> None:
         if isinstance(self.norm, DeepseekV4RMSNorm) and self.norm.weight.dtype == torch.float32:
             check_computes(self.dtype)
+
+    def kernels(self) -> dict[nn.Module, Kernel]:
+        connections, norms = super().kernels(), (DeepseekV4RMSNorm, DeepseekV4UnweightedRMSNorm)
+        inside = {part for module in connections for part in module.modules()}
+        alone = (module for module in self.model.modules() if type(module) in norms and module not in inside)
+        return {**connections, **dict.fromkeys(alone, rms_norm)}
 
     # Caches
 

@@ -9,6 +9,7 @@ from accelerate.utils import align_module_device
 from torch import nn
 from transformers import PreTrainedModel
 
+from .fused import Kernel, sinkhorn_connections
 from .target import Target, Trunk
 
 
@@ -48,6 +49,9 @@ class HyperConnected(Target):
     @property
     def collapse_modules(self) -> tuple[nn.Module, ...]:
         return self.trunk.hc_head, self.trunk.norm
+
+    def kernels(self) -> dict[nn.Module, Kernel]:
+        return sinkhorn_connections(self.model)
 
 
 def read_gate(owner: nn.Module, prefix: str) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from ..trees.layout import TreeLayout
 from .attention_masks import MASKED_IMPLEMENTATIONS
 from .caches.linear import CallRecorder, make_linear_rewindable
 from .caches.protocols import RewindableCache
+from .fused import Kernel
 from .hooks import PerThread
 from .rope_switch import rope_switch_of
 
@@ -248,6 +249,10 @@ class Target:
     def register_hooks(self) -> list[RemovableHandle]:
         """Register the hooks that a verification round needs; they do nothing in other forwards."""
         return CallRecorder(self.layers).handles if self.has_running_state else []
+
+    def kernels(self) -> dict[nn.Module, Kernel]:
+        """Return the modules that a kernel can do the work of, each with it ([`~targets.fused.Fusion`])."""
+        return {}
 
     def cached_lengths(self, cache: Cache) -> set[int]:
         """Return how many tokens the parts of a cache have seen. It is one number, unless a forward was interrupted

@@ -172,7 +172,11 @@ PRIVATE = [
         "_hyphen_": "to know a drafter's repository by the name of its module",
     }),
     (transformers.configuration_utils, {"_commit_hash": "to remember a target's revision"}),
-    (accelerate.hooks, {"_hf_hook": "to tell an offloaded LM head"}),
+    (accelerate.hooks, {
+        "_hf_hook": "to tell an offloaded LM head",
+        "_old_forward": "to replace the forward of a module that its hooks wrap",
+    }),
+    (torch, {"_dynamo": "to compile a module once for any number of tokens"}),
     (torch._dynamo.eval_frame, {"_orig_mod": "to see the model in a compiled one"}),
 ]  # fmt: skip
 

@@ -426,6 +426,12 @@ def test_a_batch_drafts_for_each_sequence_what_it_would_alone(kind, fields):
             drafter.extend(seen, context, residual, positions, texts[row][:, start + 1 :])
             context.end = end
 
+    def heard(draft):
+        """What a function returns, and the drafter's logits of each pass."""
+        passes, logits = [], type(drafter).drafted_logits
+        drafter.drafted_logits = lambda *args: passes.append(logits(drafter, *args)) or passes[-1]
+        return draft(), passes
+
     widest = 0
     for budget, processors in [(None, NONE), (9, NONE), (9, [NONE, BANNED]), (None, [PENALTY]), (16, [PENALTY])] * 2:
         rows = sorted(chance.sample(range(5), chance.randint(2, 5)))
@@ -438,9 +444,14 @@ def test_a_batch_drafts_for_each_sequence_what_it_would_alone(kind, fields):
             [DraftRequest(contexts[row], texts[row], *rest) for row, *rest in zip(rows, positions, counts, samplers)]
             for contexts in (together, alone)
         )
-        trees = drafter.propose_batch(seen, found)
+        trees, of_batch = heard(lambda found=found: drafter.propose_batch(seen, found))
+        drafting = [row for row in rows if not alone[row].is_empty]
         for row, tree, each in zip(rows, trees, expected):
-            own = drafter.propose(seen, *each)
+            own, of_row = heard(lambda each=each: drafter.propose(seen, *each))
+            if budget is None:
+                for both, (only,) in zip(of_batch, of_row):
+                    joint = both[drafting.index(row)]
+                    torch.testing.assert_close(joint[: len(only)], only, atol=1e-4, rtol=1e-3)
             assert (tree.tokens.tolist(), tree.parents, tree.passes) == (own.tokens.tolist(), own.parents, own.passes)
             assert len(tree) or texts[row].shape[1] == 1
             widest = max(widest, len(tree.paths))

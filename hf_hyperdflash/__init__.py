@@ -14,6 +14,7 @@ from .version import __version__
 _MODULE_OF = {
     "load_target": "hub.loading",
     "load_drafter": "hub.loading",
+    "load_tokenizer": "hub.loading",
     "bind": "decoding.bind",
     "unbind": "decoding.bind",
     "capture_residual": "decoding.bind",

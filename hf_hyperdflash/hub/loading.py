@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import textwrap
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, cast
@@ -26,7 +27,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import is_gguf_available
 
 from ..decoding.bind import check_once
 from ..drafters.deepseek_v4.drafter import DeepseekV4Drafter, own_checkpoint
@@ -43,7 +43,10 @@ from ..drafters.weights import (
 from ..targets.deepseek_v4 import check_computes
 from ..targets.registry import target_of
 from .formats import foreign_layout, foreign_without_weights, kind_not_read, load_foreign
+from .gguf import check_gguf, dequantized, name_in_gguf, settle_target, settle_tokenizer
 from .kinds import KINDS, DrafterKind, kind_in
+
+logger = logging.getLogger(__name__)
 
 _SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # the ways to put a target on several devices
 # Of `from_pretrained`'s options those that say where a target's files are: whatever is read of it is read there.
@@ -97,18 +100,20 @@ class FoundDrafter(NamedTuple):
 
 def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) -> PreTrainedModel:
     """Load a target of any family, in eval mode: a causal LM, or the multimodal class where a family has no other.
+    `hf-hyperdflash drafters NAME` lists the drafters that are published for it.
 
     Args:
-        name: Path or Hub id.
+        name: Folder or Hub id, or a GGUF file in one: `folder/model.gguf`, `org/name/model.gguf`. Its weights are
+            dequantized to `dtype`, float32 by default.
         trust_remote_code: Run the code that the target brings along.
         **kwargs: As of `from_pretrained`: `token`, `revision`, `subfolder`, `gguf_file` and others.
 
     Raises:
-        ValueError: If it is a drafter, `dtype` is none, or weights are missing or not finite, which transformers goes
-            on with.
+        ValueError: If it is a drafter, `dtype` is none, weights are missing or not finite, which transformers goes on
+            with, or it is in GGUF and of an architecture that transformers does not read from there.
         OSError: If it cannot be found, or is damaged.
     """
-    name, kwargs = resolve_subfolder(name, kwargs)
+    name, kwargs = name_in_gguf(*resolve_subfolder(name, kwargs))
     where = {option: kwargs[option] for option in _WHERE if kwargs.get(option) is not None}
     check_target(name, **where)
     for dtype in (kwargs.get("dtype"), kwargs.get("torch_dtype")):
@@ -117,12 +122,47 @@ def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) ->
     with _readable(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **where)
         _check_computes(config, kwargs)
+        options = dequantized(kwargs) if "gguf_file" in where else kwargs
         target, info = _class_of(config).from_pretrained(
-            name, trust_remote_code=trust_remote_code, output_loading_info=True, **kwargs
+            name, trust_remote_code=trust_remote_code, output_loading_info=True, **options
         )
     check_names(name, missing=info["missing_keys"])
     check_finite(target.state_dict(), name)
+    if "gguf_file" in where:
+        settle_target(target, name, where)
+    logger.info("`hf-hyperdflash drafters %s` lists the drafters that are published for it.", name)
     return cast(PreTrainedModel, target.eval())
+
+
+def usual_dtype(name: str, is_exact: bool = True) -> str:
+    """Return the dtype that commands load a target in where none is asked for: float32 on a CPU, where drafted text is
+    then the target's own token for token, and the checkpoint's elsewhere, or bfloat16 where that is in GGUF.
+
+    Args:
+        name: As of [`load_target`].
+        is_exact: Whether the text has to be float32's. Where not, a CPU that multiplies bfloat16 in hardware (AMX)
+            loads a checkpoint of bfloat16 as it is, and one in GGUF in bfloat16.
+    """
+    is_accelerated = torch.cuda.is_available()
+    if not is_accelerated and (is_exact or not _multiplies_bfloat16()):
+        return "float32"
+    name, options = name_in_gguf(name, {})
+    if options:
+        return "bfloat16"
+    if is_accelerated:
+        return "auto"
+    with _readable(name):
+        config = AutoConfig.from_pretrained(name) if "auto_map" not in _configuration(name, "target") else None
+    kept = config and named_dtype(config.get_text_config(decoder=True).dtype or config.dtype)
+    with suppress(ValueError):  # of a DeepSeek-V4 before transformers 5.20
+        if config and kept == torch.bfloat16:
+            _check_computes(config, {"dtype": kept})
+            return "bfloat16"
+    return "float32"
+
+
+def _multiplies_bfloat16() -> bool:
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
 
 
 def _check_computes(config: PreTrainedConfig, asked: dict[str, Any]) -> None:
@@ -231,16 +271,18 @@ def check_device(device_map: str, option: str = "--device-map", spread: Collecti
         )
 
 
-def check_target(name: str, *, gguf_file: str | None = None, **hub_kwargs: Any) -> None:
+def check_target(name: str, **hub_kwargs: Any) -> None:
     """Raise a `ValueError` or an `OSError` if `name` is not a model to draft for.
 
     Args:
-        name: Path or Hub id.
-        gguf_file: The file of it that holds the model, where that is in GGUF.
-        **hub_kwargs: For the Hub.
+        name: As of [`load_target`].
+        **hub_kwargs: For the Hub, and `gguf_file`.
     """
-    if gguf_file is not None:
-        _check_gguf(name, gguf_file)
+    name, hub_kwargs = name_in_gguf(name, hub_kwargs)
+    if hub_kwargs.get("gguf_file") is not None:
+        if not Path(name).is_dir():
+            check_source(name, "target")
+        check_gguf(name, hub_kwargs["gguf_file"])
         return
     fields = _configuration(name, "target", **hub_kwargs)
     if found := _found(fields):
@@ -297,8 +339,8 @@ def check_drafter(
         )
     if not found:
         raise ValueError(
-            f"{name} is a model of type {fields.get('model_type')!r}, expected a drafter. One for it is made by "
-            f"`hf-hyperdflash train --target {name}`."
+            f"{name} is a model of type {fields.get('model_type')!r}, expected a drafter. "
+            f"`hf-hyperdflash drafters {name}` lists those for it, and what it takes to make one."
         )
     is_saved_here = not found.layout and not found.is_targets_own
     is_theirs = bool(found.layout) and found.kind in kinds
@@ -312,6 +354,19 @@ def check_drafter(
     return found
 
 
+def drafter_config(found: FoundDrafter, name: str) -> PreTrainedConfig | None:
+    """Return the configuration of a drafter that was looked at; `None` for the one in a target's checkpoint.
+
+    Raises:
+        ValueError: If it has parts that cannot be reproduced here, naming them.
+    """
+    if found.is_targets_own:
+        return None
+    if found.layout:
+        return cast(PreTrainedConfig, found.layout.read(_configuration(name, "drafter"), name))
+    return cast(PreTrainedConfig, found.kind.config.from_pretrained(name))
+
+
 def check_made_for(target: str, drafter: str, num_draft_tokens: int | str | None = None) -> None:
     """Raise the `ValueError` of binding if a drafter is not for a target, or that of drafting if it cannot draft so
     many tokens, by their configurations, before weights are loaded. Both have passed `check_target` and
@@ -322,23 +377,17 @@ def check_made_for(target: str, drafter: str, num_draft_tokens: int | str | None
     """
     found = check_drafter(drafter)
     is_sized_later = bool(found.layout) and found.kind.sized_by_weights
-    if found.is_targets_own or is_sized_later or "auto_map" in _configuration(target, "target"):
+    target, options = name_in_gguf(target, {})
+    if found.is_targets_own or is_sized_later or (not options and "auto_map" in _configuration(target, "target")):
         return
     with _readable(target):
-        config = AutoConfig.from_pretrained(target)
+        config = AutoConfig.from_pretrained(target, **options)
     config._name_or_path = ""  # only a name that differs is warned of once it is loaded
     with torch.device("meta"), _readable(drafter):
         unloaded = found.unloaded(drafter, _configuration(drafter, "drafter"))
         unloaded.check_target(target_of(_class_of(config).from_config(config)))
     if num_draft_tokens is not None:
         unloaded.check_num_draft_tokens(num_draft_tokens)
-
-
-def _check_gguf(name: str, file: str) -> None:
-    if not is_gguf_available():
-        raise ValueError(f"`gguf_file` is {file!r}, and there is no package `gguf` (0.10) that reads it: install it.")
-    if Path(name).is_dir() and not Path(name, file).is_file():
-        raise OSError(f"The folder {name} has no {file}, expected the `gguf_file` of a target. Check the name.")
 
 
 def _not_read(fields: dict[str, Any], name: str | Path) -> str:
@@ -465,16 +514,24 @@ def _readable(name: str | Path) -> Iterator[None]:
         ) from error
 
 
-def load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """A target's tokenizer.
+def load_tokenizer(name: str, trust_remote_code: bool = False, **kwargs: Any) -> PreTrainedTokenizerBase:
+    """Load a target's tokenizer. One from GGUF has the special tokens that its file says, whatever transformers reads.
+
+    Args:
+        name: As of [`load_target`].
+        trust_remote_code: Run the code that it brings along.
+        **kwargs: As of `from_pretrained`: `token`, `revision`, `subfolder`, `gguf_file` and others.
 
     Raises:
         OSError: If there is none, or it cannot be read.
         ValueError: If its chat template is none.
     """
+    name, kwargs = name_in_gguf(*resolve_subfolder(name, kwargs))
     with _readable(name):
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)
+            if kwargs.get("gguf_file") is not None:
+                settle_tokenizer(tokenizer, name, kwargs)
         except (StrictDataclassError, ImportError):  # which have their own words
             raise
         except Exception as error:

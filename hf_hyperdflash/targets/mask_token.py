@@ -111,8 +111,10 @@ def _tokenizer_of(target: PreTrainedModel) -> PreTrainedTokenizerBase | None:
     name = target.config._name_or_path
     if not name:
         return None
+    in_gguf = {"gguf_file": Path(name).name} if Path(name).suffix == ".gguf" else {}
+    folder = str(Path(name).parent) if in_gguf else name
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **in_gguf)
     except Exception as error:  # without a tokenizer there are fewer candidates
         logger.info("No tokenizer was found with the target, in %s: %s", Path(name).name, error)
         return None

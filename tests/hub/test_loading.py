@@ -16,7 +16,7 @@ from hf_hyperdflash import (
     load_target,
 )
 from hf_hyperdflash.hub.formats import export_dflash, load_foreign
-from hf_hyperdflash.hub.loading import check_drafter, check_made_for, load_own_drafter
+from hf_hyperdflash.hub.loading import check_drafter, check_made_for, load_own_drafter, usual_dtype
 
 from ..conftest import tiny_config, tiny_drafter, tiny_target
 from ..helpers.deepseek_checkpoints import (
@@ -27,7 +27,7 @@ from ..helpers.deepseek_checkpoints import (
     write,
     write_shards,
 )
-from ..helpers.families import llama, qwen3
+from ..helpers.families import qwen3
 from ..helpers.unrolled import unrolled
 
 KINDS = ("HyperDFlash", "MTP", "DSpark", "z-lab", "speculators")
@@ -238,62 +238,6 @@ def test_a_deepseek_v4_in_a_subfolder_has_its_own_drafter(tmp_path):
     assert isinstance(load_drafter(tmp_path, subfolder="inner"), DeepseekV4MTPDrafter)
 
 
-def write_gguf(path: Path, target) -> None:
-    """A Llama as llama.cpp keeps it: rows of q and k in pairs, as its RoPE turns them."""
-    gguf = pytest.importorskip("gguf")
-    config, writer = target.config, gguf.GGUFWriter(str(path), "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    of_layer = {
-        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    }  # fmt: skip
-    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    for i in range(config.num_hidden_layers):
-        names |= {f"model.layers.{i}.{theirs}": f"blk.{i}.{name}" for theirs, name in of_layer.items()}
-    for theirs, name in names.items():
-        tensor = target.get_parameter(f"{theirs}.weight").detach()
-        if name.endswith(("attn_q", "attn_k")):
-            halves = tensor.unflatten(0, (-1, 2, config.head_dim // 2))
-            tensor = halves.transpose(1, 2).flatten(0, 2)
-        writer.add_tensor(f"{name}.weight", tensor.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def test_a_target_in_gguf_is_passed_on_to_transformers(tmp_path):
-    target = llama().eval()
-    write_gguf(tmp_path / "model.gguf", target)
-    loaded = load_target(str(tmp_path), gguf_file="model.gguf", dtype=torch.float32)
-    ids = torch.arange(2, 12)[None]
-    torch.testing.assert_close(loaded(ids).logits, target(ids).logits)
-    drafter = tiny_drafter(loaded)
-    drafter.bind(loaded)
-    drafted = loaded.generate(ids, assistant_model=drafter, max_new_tokens=8, do_sample=False)
-    assert torch.equal(drafted, target.generate(ids, max_new_tokens=8, do_sample=False))
-    (tmp_path / "outer").mkdir()
-    assert type(load_target(str(tmp_path.parent), subfolder=tmp_path.name, gguf_file="model.gguf")) is type(target)
-    with pytest.raises(OSError, match=r"has no other\.gguf, expected the `gguf_file` of a target"):
-        load_target(str(tmp_path), gguf_file="other.gguf")
-
-
-def test_a_target_in_gguf_needs_its_package(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_hyperdflash.hub.loading.is_gguf_available", lambda: False)
-    with pytest.raises(ValueError, match="there is no package `gguf`"):
-        load_target(str(tmp_path), gguf_file="model.gguf")
-
-
 def _sharded(kind: str, folder) -> tuple[Path, Path]:
     """A checkpoint of that kind in parts: its index, and one of the parts."""
     if kind == "a target":
@@ -344,3 +288,18 @@ def test_a_checkpoint_in_parts_that_is_not_whole_is_told_in_one_line(tmp_path, k
     with pytest.raises(error, match=message) as caught:
         load(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_text_that_need_not_be_exact_is_in_bfloat16_where_the_cpu_multiplies_that(tmp_path, monkeypatch, dtype):
+    qwen3().to(dtype).save_pretrained(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for has_amx in (True, False):
+        monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda has_amx=has_amx: has_amx, raising=False)
+        assert usual_dtype(str(tmp_path)) == "float32"
+        is_faster = has_amx and dtype == torch.bfloat16
+        assert usual_dtype(str(tmp_path), is_exact=False) == ("bfloat16" if is_faster else "float32")
+        in_gguf = usual_dtype("org/name/model.gguf", is_exact=False)
+        assert in_gguf == ("bfloat16" if has_amx else "float32")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert usual_dtype(str(tmp_path)) == "auto" and usual_dtype("org/name/model.gguf") == "bfloat16"

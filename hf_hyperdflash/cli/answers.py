@@ -9,7 +9,7 @@ import typer
 from typer import BadParameter, Option
 
 from . import options
-from .models import announce, check_loadable, check_writable
+from .models import announce, check_loadable, check_writable, use_cache_if_offline
 
 
 def _top_p(value: float) -> float:
@@ -44,10 +44,11 @@ def answers(
 ) -> None:
     """Let the target answer a dataset's prompts: drafters that are trained on its own answers accept more."""
     check_writable(output.parent)
+    use_cache_if_offline(target, *data)
     check_loadable(target, [], device_map)
     import torch
 
-    from ..hub.loading import load_target, load_tokenizer
+    from ..hub.loading import load_target, load_tokenizer, usual_dtype
     from ..training.data.answers import AnswerSettings, WrittenAnswers, check_tokenizer, read_conversations
 
     settings = AnswerSettings(
@@ -66,9 +67,9 @@ def answers(
         announce("target", target)
         if threads:
             torch.set_num_threads(threads)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = dtype or ("float32" if device == "cpu" else "auto")
-        device_map = device_map or device
+        device_map = device_map or ("cuda" if torch.cuda.is_available() else "cpu")
+        if dtype is None and (dtype := usual_dtype(target, is_exact=False)) == "bfloat16" and device_map == "cpu":
+            typer.echo("In bfloat16, which this CPU multiplies faster; `--dtype float32` for float32.", err=True)
         model = load_target(target, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
         written.add(model, tokenizer, conversations, settings)
     else:

@@ -12,6 +12,7 @@ from typer import Option
 from ..version import __version__
 from .answers import answers
 from .calibrate import calibrate
+from .drafters import drafters
 from .generate import generate
 from .measure import benchmark, doctor, sweep
 from .share import card, export, push
@@ -98,6 +99,10 @@ def main(
 
 _ANY = {"add_help_option": False, "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 # In the order in which they are listed.
-for command in (generate, answers, train, calibrate, card, doctor, export, push, benchmark, sweep):
+for command in (generate, drafters, answers, train, calibrate, card, doctor, export, push, benchmark, sweep):
     more: dict[str, Any] = _ANY if command is train else {}
     app.command(help=" ".join(str(command.__doc__).split()), **more)(command)
+
+
+if __name__ == "__main__":  # for `accelerate launch -m hf_hyperdflash.cli.app train`
+    run()

@@ -9,7 +9,7 @@ import typer
 from typer import Option
 
 from . import options
-from .models import announce, check_writable, load
+from .models import announce, check_writable, load, use_cache_if_offline
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +72,7 @@ def _prompts(
         if folder is not None:
             check_writable(folder)
     announce("data", data)
+    use_cache_if_offline(target, data)
     from ..benchmark.calibration import check_amount, check_confidence
     from ..benchmark.figures import import_matplotlib
     from ..hub import loading

@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from . import options
-from .models import announce, load
+from .models import announce, load, use_cache_if_offline
 
 
 def generate(
@@ -36,6 +36,7 @@ def generate(
     if not prompt.strip():
         raise ValueError("The prompt is empty, expected what to ask.")
     announce("target", target)
+    use_cache_if_offline(target, drafter)
     model, tokenizer, loaded = load(target, [drafter], dtype, device_map, threads, trust_remote_code, num_draft_tokens)
     import torch
     from rich.console import Console

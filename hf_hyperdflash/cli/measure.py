@@ -13,14 +13,13 @@ import typer
 from typer import Option
 
 from . import options
-from .models import announce, check_loadable, check_writable, load, load_checked
+from .models import announce, check_loadable, check_writable, load, load_checked, use_cache_if_offline
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..benchmark.runner import BenchmarkSettings
     from ..drafters.base import Drafter
-    from ..drafters.saved import SavedDrafter
 
 # Tokens that are drafted one after the other, nodes of a tree, and whether the drafter learns meanwhile.
 Shape = tuple[int | str, int | str | None, bool]
@@ -42,6 +41,7 @@ def doctor(
     """Say whether a drafter fits a target, what it takes and gives, and what is wrong. Exit status 1 if
     anything is."""
     announce("target", target)
+    use_cache_if_offline(target, drafter)
     model, tokenizer, loaded = load(target, [drafter], dtype, device_map, threads, trust_remote_code)
     from ..benchmark.doctor.examine import PROMPTS, examine
     from ..decoding.bind import unbind
@@ -101,6 +101,7 @@ def benchmark(
     if concurrency:
         raise ValueError(f"`--concurrency` is {concurrency}, but only servers are asked so: add `--endpoint`.")
     named = _parse_drafters(drafter, mtp or prompt_lookup)
+    use_cache_if_offline(target, *(path for *_, path in named), data or "suites")
     settings = _make_settings(target, output, suite, data, mode, temperature, limit, max_new_tokens, seed)
     requested = [(path, count) for _, count, *_, path in named] + [(target, None)] * bool(mtp)
     model, tokenizer, loaded = _load_all(settings, target, requested, dtype, device_map, threads, trust_remote_code)
@@ -146,6 +147,7 @@ def sweep(
     """Find the number of drafted tokens per round that is fastest on each suite. The target's own drafter (MTP or
     DSpark) is found where the target is: `--drafter TARGET`."""
     named = _parse_drafters(drafter)
+    use_cache_if_offline(target, *(path for *_, path in named), data or "suites")
     settings = _make_settings(target, output, suite, data, mode, temperature, limit, max_new_tokens, seed)
     for name, _, _, learns, path in named:
         if learns:
@@ -182,6 +184,8 @@ def _parse_drafters(drafters: list[str] | None, others: Any = None) -> list[Name
                 '"NAME (4, 16 nodes)=PATH" or "NAME (4, adaptive)=PATH" with at least 1 draft and 1 node.'
             )
         count, nodes = (int(parts) if parts and parts != "auto" else parts for parts in matched.groups()[1:3])
+        if matched[4] and path == options.PROMPT_LOOKUP:
+            raise ValueError(f"`--drafter` is {option!r}, but prompt lookup has no weights that could learn.")
         if isinstance(nodes, int) and nodes > options.MOST_NODES:
             raise ValueError(f"`--drafter` is {option!r}, expected at most {options.MOST_NODES} nodes, or auto.")
         named.append((matched[1] or None, count, nodes, bool(matched[4]), path))
@@ -211,7 +215,7 @@ def _make_settings(
 def _load_all(
     settings: BenchmarkSettings, target: str, requested: list[tuple[str, int | str | None]], dtype: str | None,
     device_map: str | None, threads: int | None, trust_remote_code: bool,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, SavedDrafter]]:  # fmt: skip
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Drafter]]:  # fmt: skip
     """Load models as [`load`] does. Errors in their folders are raised before suites are read, and maybe downloaded;
     errors in suites are raised before models are loaded."""
     check_loadable(target, requested, device_map)
@@ -250,14 +254,15 @@ def _chain_shapes(counts: Sequence[int | str]) -> list[Shape]:
 
 
 def _bind_all(
-    model: PreTrainedModel, named: list[Named], loaded: dict[str, SavedDrafter]
-) -> Iterator[tuple[str, SavedDrafter, int | str | None, int | str | None, bool]]:
+    model: PreTrainedModel, named: list[Named], loaded: dict[str, Drafter]
+) -> Iterator[tuple[str, Drafter, int | str | None, int | str | None, bool]]:
     from ..hub.kinds import title
 
     for name, count, nodes, learns, path in named:
         drafter = copy.deepcopy(loaded[path]) if learns else loaded[path]
         drafter.bind(model)
-        yield name or title(drafter.config), drafter, count and drafter.check_num_draft_tokens(count), nodes, learns
+        usual = "Prompt lookup" if path == options.PROMPT_LOOKUP else title(drafter.config)
+        yield name or usual, drafter, count and drafter.check_num_draft_tokens(count), nodes, learns
 
 
 def _method_name(name: str, count: int | str, nodes: int | str | None, learns: bool) -> str:

@@ -9,10 +9,50 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from .options import PROMPT_LOOKUP
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..drafters.saved import SavedDrafter
+    from ..drafters.base import Drafter
+
+
+_OFFLINE, _PATIENCE = "HF_HUB_OFFLINE", 10  # seconds
+
+
+def use_cache_if_offline(*names: str | Path | None) -> None:
+    """Let the libraries look in the Hub's cache alone, and say so, where something is named that is not on this
+    machine and the Hub cannot be reached. They would ask for each file six times. Call it before they are imported.
+
+    Args:
+        *names: Of models and datasets, as the command got them.
+    """
+    remote = [name for name in names if name not in (None, PROMPT_LOOKUP) and not Path(str(name)).exists()]
+    if not remote or os.environ.get(_OFFLINE):
+        return
+    if why := why_unreachable():
+        os.environ[_OFFLINE] = "1"
+        typer.echo(f"{why}: only what is in its cache is used.", err=True)
+
+
+def why_unreachable() -> str:
+    """Ask the Hub for its first page, once. Return why it cannot be reached; an empty text if it can."""
+    if os.environ.get(_OFFLINE, "").upper() in ("1", "ON", "YES", "TRUE"):
+        return f"The Hub is not asked, as {_OFFLINE} says"
+    from ssl import SSLError
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
+
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    try:
+        urlopen(Request(endpoint, method="HEAD"), timeout=_PATIENCE).close()
+    except HTTPError:  # an answer
+        return ""
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        if not isinstance(reason, SSLError):  # the libraries have certificates of their own
+            return f"{endpoint} cannot be reached ({reason})"
+    return ""
 
 
 def announce(kind: str, name: str | Path) -> None:
@@ -37,7 +77,7 @@ def load(
     threads: int | None,
     trust_remote_code: bool,
     num_draft_tokens: int | str | None = None,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, SavedDrafter]]:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Drafter]]:
     """Load the target, bound, its tokenizer, and its drafters by name. All are checked before one is loaded."""
     check_loadable(target, [(drafter, num_draft_tokens) for drafter in drafters], device_map)
     return load_checked(target, drafters, dtype, device_map, threads, trust_remote_code)
@@ -52,8 +92,9 @@ def check_loadable(
 
     loading.check_target(target)
     for drafter, num_draft_tokens in drafters:
-        loading.check_drafter(drafter)
-        loading.check_made_for(target, drafter, num_draft_tokens)
+        if drafter != PROMPT_LOOKUP:
+            loading.check_drafter(drafter)
+            loading.check_made_for(target, drafter, num_draft_tokens)
     if device_map:
         loading.check_device(device_map)
 
@@ -65,19 +106,24 @@ def load_checked(
     device_map: str | None,
     threads: int | None,
     trust_remote_code: bool,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, SavedDrafter]]:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Drafter]]:
     """Load models that have passed [`check_loadable`], as [`load`] does."""
     import torch
 
     from ..decoding.bind import bind
+    from ..drafters.prompt_lookup import PromptLookupDrafter
     from ..hub import loading
 
     if threads:
         torch.set_num_threads(threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = loading.load_tokenizer(target, trust_remote_code)
-    dtype = dtype or ("float32" if device == "cpu" else "auto")
+    dtype = dtype or loading.usual_dtype(target)
     model = bind(
         loading.load_target(target, dtype=dtype, device_map=device_map or device, trust_remote_code=trust_remote_code)
     )
-    return model, tokenizer, {name: loading.load_drafter(name, target=model) for name in dict.fromkeys(drafters)}
+    loaded: dict[str, Drafter] = {}
+    for name in dict.fromkeys(drafters):
+        is_saved = name != PROMPT_LOOKUP
+        loaded[name] = loading.load_drafter(name, target=model) if is_saved else PromptLookupDrafter(model)
+    return model, tokenizer, loaded

@@ -6,6 +6,7 @@ from typing import Annotated, Any, TypeVar
 
 from typer import Argument, BadParameter, Option
 
+PROMPT_LOOKUP = "prompt-lookup"  # a drafter that every target has; a folder of that name is ./prompt-lookup
 MOST_NODES = 1024  # of `decoding.request`, which takes seconds to import
 _Temperature = TypeVar("_Temperature", float, list[float], None)
 _DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
@@ -55,13 +56,17 @@ TreeBudget = Annotated[
 ]
 
 
-Target = Annotated[str, Option(help="Path or Hub id of the target.")]
-Drafter = Annotated[str, Option(help="Path or Hub id of the drafter.")]
+Target = Annotated[str, Option(help="Path or Hub id of the target, or of a GGUF file in it: org/name/model.gguf.")]
+Drafter = Annotated[
+    str,
+    Option(help=f"Path or Hub id of the drafter, or {PROMPT_LOOKUP}; `hf-hyperdflash drafters TARGET` lists others'."),
+]
 Drafters = Annotated[
     list[str] | None,
     Option(
         "--drafter",
-        help='Path or Hub id; NAME=PATH, "NAME (auto)=PATH", "NAME (4, 16 nodes)=PATH", "NAME (4, adaptive)=PATH".',
+        help=f'Path or Hub id, or {PROMPT_LOOKUP}; NAME=PATH, "NAME (auto)=PATH", "NAME (4, 16 nodes)=PATH", '
+        '"NAME (4, adaptive)=PATH".',
     ),
 ]
 SavedDrafter = Annotated[Path, Argument(exists=True, file_okay=False, help="Folder of a saved drafter.")]

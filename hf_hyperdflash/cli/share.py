@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from .models import announce, check_writable
+from .models import announce, check_writable, use_cache_if_offline
 from .options import SavedDrafter, check_dtype
 
 
@@ -110,6 +110,7 @@ def export(
     """Write a drafter in another program's layout, if that has words for it, and say how to serve it."""
     check_writable(folder)
     announce("drafter", drafter)
+    use_cache_if_offline(drafter, target)
     from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
     from ..drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
     from ..hub.formats import check_expressible, check_replaceable, export_dflash

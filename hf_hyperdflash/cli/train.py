@@ -7,6 +7,9 @@ import os
 import typer
 
 from ..training.flags import help_text
+from .models import use_cache_if_offline
+
+_SOURCES = ("--target", "--drafter", "--dataset", "--eval_dataset")
 
 
 def train(context: typer.Context) -> None:
@@ -17,6 +20,20 @@ def train(context: typer.Context) -> None:
         return
     if os.environ.get("RANK", "0") == "0":  # of several processes, the first
         typer.echo("Loading PyTorch and transformers ...", err=True)
+    use_cache_if_offline(*_sources(context.args))
     from ..training.script import main
 
     main(context.args, context.command_path)
+
+
+def _sources(arguments: list[str]) -> list[str]:
+    """Return what a run reads, by its flags, the stage's dataset if none is named."""
+    found, flag = [], ""
+    for part in arguments:
+        if part.startswith("--"):
+            flag, _, part = part.partition("=")
+        if part and flag in _SOURCES:
+            found.append(part)
+    return (
+        found if any(part.partition("=")[0] == "--dataset" for part in arguments) else [*found, "the stage's dataset"]
+    )

@@ -162,7 +162,8 @@ def check_pair(config: PreTrainedConfig, target: Target, drafter: str) -> None:
         if drafters != targets:
             raise ValueError(
                 f"The drafter was made for a target with `{what}` {drafters}, but this target's is {targets}. Load "
-                f"the drafter's own target{kind} or make a drafter with `{drafter}.from_target(target)`."
+                f"the drafter's own target{kind} or make a drafter with `{drafter}.from_target(target)`; "
+                "`hf-hyperdflash drafters TARGET` lists the published ones."
             )
     deepest = max(config.target_layer_ids or [-1])
     if own.num_hidden_layers and deepest >= own.num_hidden_layers:  # loaded without layers: for its head alone

@@ -369,7 +369,7 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     ([*ASK, "--seed", "-1"], 2, "Invalid value for '--seed': '-1' should be greater than"),
     (["generate", *PAIR, " "], 1, "The prompt is empty"),
     (["generate", *PAIR], 2, "Missing argument 'prompt' (What to ask, as one chat turn: \"What is 2 + 3?\"). See"),
-    (["generate", "--target", TARGET, "hi"], 2, "Missing option '--drafter' (Path or Hub id of the drafter). See"),
+    (["generate", "--target", TARGET, "hi"], 2, "of the drafter, or prompt-lookup; `hf-hyperdflash drafters TARGET`"),
     ([*ASK, "there"], 2, "unexpected extra argument"),
     ([*ASK, "--colour", "red"], 2, "No such option"),
     (["generalize"], 2, "No such command 'generalize'"),
@@ -648,3 +648,60 @@ def test_other_families_are_loaded_by_name(tmp_path, family, flags):
     if flags:
         refused = CliRunner().invoke(app, [str(x) for x in ["generate", *pair[:-1], "what is 2?"]])
         assert refused.exit_code != 0 and "trust_remote_code" in str(refused.exception)
+
+
+def test_prompt_lookup_is_a_drafter_of_every_command(data, tmp_path):
+    printed = run("generate", "--target", TARGET, "--drafter", "prompt-lookup", "--num-draft-tokens", 3,
+                  "--max-new-tokens", 8, "What is 3 plus 4?")  # fmt: skip
+    assert "verification round" in printed and "tau" in printed
+    diagnosed = run("doctor", "--target", TARGET, "--drafter", "prompt-lookup", "--quick", "--max-new-tokens", 8)
+    assert "drafter: PromptLookupDrafter, which has no weights" in diagnosed and "No problem found." in diagnosed
+    assert "4 of 4 greedy texts are the target's own" in diagnosed
+    measured = ["--target", TARGET, "--suite", "gsm8k", "--data", data, "--limit", 1, "--max-new-tokens", 8]
+    run("benchmark", *measured, "--drafter", "prompt-lookup", "--drafter", "Mine (4, 8 nodes)=prompt-lookup",
+        "--output", tmp_path / "out")  # fmt: skip
+    lines = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert list(lines[0]["run"]["methods"]) == ["Target only", "Prompt lookup (10)", "Mine (4, 8 nodes)"]
+    assert all(line["identical"] in (None, True) for line in lines[1:])
+    refused = CliRunner().invoke(app, list(map(str, ["benchmark", *measured, "--output", tmp_path / "b", "--drafter",
+                                                     "A (4, adaptive)=prompt-lookup"])))  # fmt: skip
+    assert "prompt lookup has no weights that could learn" in str(refused.exception)
+
+
+UNREACHABLE = "http://127.0.0.1:9"  # a port where nobody listens
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        (
+            ["generate", "--target", "org/name", "--drafter", "prompt-lookup", "hi"],
+            "The folder org/name does not exist",
+        ),
+        (["doctor", "--target", TARGET, "--drafter", "org/name"], "The folder org/name does not exist"),
+        (["benchmark", "--target", TARGET, "--drafter", DRAFTER, "--suite", "gsm8k", "--output", "out"], "'gsm8k'"),
+        (["train", "--target", TARGET, "--output_dir", "out", "--layers", "1"], "zhaode/EagleChat"),
+    ],
+)
+def test_without_a_network_the_hub_is_asked_once(tmp_path, command, missing):
+    environment = {**os.environ, "HF_ENDPOINT": UNREACHABLE, "HF_HOME": str(tmp_path), "PYTHONPATH": os.getcwd()}
+    environment.pop("HF_HUB_OFFLINE", None)
+    code = f"import sys; sys.argv = ['hf-hyperdflash', *{command!r}]; from hf_hyperdflash.cli.app import run; run()"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment, cwd=tmp_path
+    )
+    told = [line for line in result.stderr.splitlines() if line.startswith(f"{UNREACHABLE} cannot be reached (")]
+    assert len(told) == 1 and "only what is in its cache is used" in told[0], result.stderr
+    assert result.returncode == 1 and missing in result.stderr.splitlines()[-1], result.stderr
+    assert "Retry" not in result.stderr and "Traceback" not in result.stderr
+
+
+def test_the_command_is_a_module_too():
+    """As `accelerate launch -m` runs it, which `train --help` names: an installed package has no `examples/`."""
+    told = subprocess.run(
+        [sys.executable, "-m", "hf_hyperdflash.cli.app", "--version"], capture_output=True, text=True, check=True
+    )
+    assert told.stdout == f"hf-hyperdflash {hf_hyperdflash.__version__}\n"
+    package = Path(hf_hyperdflash.__file__).parent
+    assert "-m hf_hyperdflash.cli.app train" in (package / "training" / "flags.py").read_text()
+    assert [path.name for path in package.rglob("*.py") if "examples/" in path.read_text()] == []

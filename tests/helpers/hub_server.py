@@ -9,6 +9,7 @@ import base64
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import threading
@@ -120,6 +121,20 @@ def folder_info(path: str) -> dict[str, Any]:
 def parents(path: str) -> list[str]:
     parts = path.split("/")
     return ["/".join(parts[:depth]) for depth in range(1, len(parts))]
+
+
+def described(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """The tags that a card's `base_model` lines give, and how many parameters the weights have."""
+    card = files.get("README.md", b"").decode(errors="replace")
+    bases = re.findall(r"^base_model: (\S+)$", card, re.MULTILINE)
+    tags = [tag for base in bases for tag in (f"base_model:{base}", f"base_model:finetune:{base}")]
+    count = 0
+    for path, data in files.items():
+        if path.endswith(".safetensors"):
+            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+            count += sum(math.prod(shape) for shape in shapes)
+    return {"tags": tags, "safetensors": {"parameters": {"F32": count}, "total": count} if count else None}
 
 
 def is_private(settings: Mapping[str, Any]) -> bool:
@@ -334,7 +349,24 @@ class _Handler(BaseHTTPRequestHandler):
             blob = {"size": info["size"], "blobId": info["oid"]} | ({"lfs": info["lfs"]} if "lfs" in info else {})
             siblings.append({"rfilename": path} | (blob if "blobs" in self.query else {}))
         about = {"id": repo, "modelId": repo, "author": repo.split("/")[0], "private": found.private, "gated": False}
-        return about | {"sha": commit.sha, "lastModified": commit.date, "tags": [], "siblings": siblings}
+        return about | {"sha": commit.sha, **described(self.hub.stored(commit)), "lastModified": commit.date,
+                        "siblings": siblings}  # fmt: skip
+
+    @route("GET", "/api/models")
+    def list_models(self) -> Any:
+        """By author, by part of the name and by tags, as the real Hub; of `expand` all, and one page."""
+        author, search = (self.query.get(name, [""])[0] for name in ("author", "search"))
+        listed = []
+        for repo in self.hub.repos.values():
+            about = self.model_info(repo.id)
+            is_asked = about["author"] == author or not author
+            if (
+                is_asked
+                and search.lower() in repo.id.lower()
+                and set(self.query.get("filter", [])) <= {*about["tags"]}
+            ):
+                listed.append(about)
+        return listed[: int(self.query.get("limit", ["1000"])[0])]
 
     @route("GET", "/api/models/{repo}/tree/{rev}")
     @route("GET", "/api/models/{repo}/tree/{rev}/{path}")

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import torch
 import transformers
-from tqdm.auto import tqdm
 from transformers import DeepseekV4Config, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...decoding.bind import check_once
 from ...decoding.stats import SpeculationStats, clock
+from ...drafters.base import Drafter
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ...drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
 from ...drafters.saved import SavedDrafter
@@ -22,6 +22,7 @@ from ...targets.registry import is_drafter, target_of
 from ...training.acceptance import bound
 from ...training.data.rows import encode_prompts
 from ...training.features.fingerprint import changed_parts
+from ...training.runs.progress import progress_bar
 from .other_settings import LEAST_PROMPTS, Setting, compare_settings, matters
 from .recommended import TEMPERATURES, count_generations, recommendation, time_settings
 
@@ -80,7 +81,7 @@ class Diagnosis:
 
 def examine(
     target: PreTrainedModel,
-    drafter: SavedDrafter,
+    drafter: Drafter,
     tokenizer: PreTrainedTokenizerBase,
     *,
     prompts: Sequence[str] = PROMPTS,
@@ -96,11 +97,11 @@ def examine(
 
     Args:
         target: The target. It is bound meanwhile.
-        drafter: Its drafter, of any kind that has weights.
+        drafter: Its drafter, of any kind. Of one without weights, as prompt lookup is, there is less to look at.
         tokenizer: The target's tokenizer.
         prompts: Questions, asked as chat turns. With fewer than 8 no settings are tried or timed, which is quick.
         max_new_tokens: Tokens generated from each.
-        disable_tqdm: `False` for a progress bar on stderr, `None` for one where that is a terminal.
+        disable_tqdm: `False` for a progress bar on stderr, `None` for one on a terminal and lines elsewhere.
         report: Called with a line that says how many texts will be generated and about how long that takes.
 
     Raises:
@@ -109,7 +110,7 @@ def examine(
     if not prompts:
         raise ValueError("`prompts` is empty: expected at least one question.")
     for name, given, is_one, loaded_by in (
-        ("drafter", drafter, is_drafter(drafter) and hasattr(drafter, "get_memory_footprint"), "load_drafter"),
+        ("drafter", drafter, is_drafter(drafter), "load_drafter"),
         ("tokenizer", tokenizer, isinstance(tokenizer, PreTrainedTokenizerBase), "AutoTokenizer.from_pretrained"),
     ):
         if not is_one:
@@ -121,9 +122,13 @@ def examine(
     except ValueError as error:
         found.problems.append(str(error))
         return found
-    _report_memory(found, target, drafter)
+    has_weights = hasattr(drafter, "get_memory_footprint")
+    if has_weights:
+        _report_memory(found, target, cast(SavedDrafter, drafter))
+        _compare_fingerprints(found, target, drafter.config)
+    else:
+        found.facts["drafter"] = f"{type(drafter).__name__}, which has no weights"
     _report_rounding(found, target)
-    _compare_fingerprints(found, target, drafter.config)
     if _check_tokenizer(found, target, drafter.config, tokenizer):
         ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": text}]} for text in prompts])
         _check_target_loss(found, target, ids)
@@ -140,7 +145,9 @@ def examine(
                 )
             elif drafter.config.model_type == HyperDFlashConfig.model_type:
                 _try_other_settings(found, target, cast(HyperDFlashDrafter, drafter), ids, texts, disable_tqdm)
-            if found.tau < _LEAST_TAU and not found.problems:
+            if found.tau < _LEAST_TAU and not has_weights:
+                found.remarks.append(f"Hardly any draft is accepted (tau {found.tau:.2f}): texts repeat too little.")
+            elif found.tau < _LEAST_TAU and not found.problems:
                 found.problems.append(
                     f"Hardly any draft is accepted (tau {found.tau:.2f}): the drafter is hardly trained, or "
                     "was trained for another target, chat template or tokenizer."
@@ -271,7 +278,7 @@ def _check_target_loss(found: Diagnosis, target: PreTrainedModel, prompts: list[
 
 
 def _announce_duration(
-    target: PreTrainedModel, drafter: SavedDrafter, prompts: list[torch.Tensor], max_new_tokens: int
+    target: PreTrainedModel, drafter: Drafter, prompts: list[torch.Tensor], max_new_tokens: int
 ) -> str:
     """Return a line with the number of texts and the time that they take, estimated from a first text."""
     ids, texts, now = prompts[0].to(target.device), 2 * len(prompts), clock(target.device)
@@ -289,14 +296,14 @@ def _announce_duration(
 def _generate(
     found: Diagnosis,
     target: Any,
-    drafter: SavedDrafter,
+    drafter: Drafter,
     prompts: list[torch.Tensor],
     max_new_tokens: int,
     disable_tqdm: bool | None,
 ) -> list[torch.Tensor]:
     """Generate with and without the drafter, report losslessness and acceptance, and return the target's own texts."""
     stats, found.differing, texts = SpeculationStats(), 0, []
-    for prompt in tqdm(prompts, desc="generating", unit="prompt", leave=False, disable=disable_tqdm):
+    for prompt in progress_bar(prompts, desc="generating", unit="prompt", leave=False, disable=disable_tqdm):
         ids = prompt.to(target.device)
         options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, "do_sample": False}
         texts.append(target.generate(ids, **options))
@@ -326,7 +333,7 @@ def _generate(
 def _recommend(
     found: Diagnosis,
     target: PreTrainedModel,
-    drafter: SavedDrafter,
+    drafter: Drafter,
     prompts: list[torch.Tensor],
     max_new_tokens: int,
     disable_tqdm: bool | None,

@@ -1,0 +1,52 @@
+"""`hf-hyperdflash drafters`: which drafters are published for a target."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..hub.published import PUBLISHED, PublishedDrafter, as_text, hub_drafters, known_drafters
+from .models import why_unreachable
+from .options import PROMPT_LOOKUP
+
+_NONE = """\
+No drafter is known for {target}. What remains:
+
+  Prompt lookup, which needs none, and is fast where texts repeat their prompts:
+    hf-hyperdflash generate --target {target} --drafter {lookup} "..."
+    drafter = PromptLookupDrafter(target)
+
+  A drafter of your own, from the target's own answers to some thousand of your questions. On one GPU a model of
+  a hundred million parameters takes minutes, one of several billions hours:
+    hf-hyperdflash answers --target {target} --data openai/gsm8k:main --output answers.jsonl
+    hf-hyperdflash train --target {target} --dataset answers.jsonl --output_dir my-drafter --recipe ours \\
+        --sequential_head state
+
+  The drafter of the model that it was fine-tuned from: `hf-hyperdflash drafters ORIGINAL`."""
+
+
+def drafters(
+    target: Annotated[
+        str | None, typer.Argument(help="Path or Hub id of the target; all that are known here if left out.")
+    ] = None,
+) -> None:
+    """List the drafters that are published for a target, here and on the Hub, and how each is loaded."""
+    if target is None:
+        typer.echo(as_text(PUBLISHED))
+        return
+    found, where = _found(target)
+    typer.echo(where, err=True)
+    typer.echo(as_text(found) if found else _NONE.format(target=target, lookup=PROMPT_LOOKUP))
+
+
+def _found(target: str) -> tuple[list[PublishedDrafter], str]:
+    """Return the drafters of a target, and a line that says where they were looked for."""
+    if why := why_unreachable():
+        return known_drafters(target), f"{why}: from the table of this release alone."
+    from huggingface_hub import HfApi
+
+    try:
+        return hub_drafters(target, HfApi()), "From the table of this release and from the Hub."
+    except OSError as error:
+        return known_drafters(target), f"The Hub does not answer ({error}): from the table of this release alone."

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..decoding.stats import SpeculationStats
 from ..drafters.base import Observer
 from ..drafters.blocks.drafter import BlockDrafter
 from ..training.acceptance import bound
+from ..training.runs.progress import progress_bar
 from ..trees.tree import DraftTree
 from .reliability import Reliability, fit_temperatures, given_those_before, reliability, through
 
@@ -101,7 +101,7 @@ def calibrate(
         prompts: Held-out ones, token ids `[1, seq]` each.
         max_new_tokens: Most new tokens per prompt.
         temperature: Of the texts, 0 for greedy. Drafts are accepted more often or less with another one.
-        disable_tqdm: `False` for a progress bar on stderr, `None` for one where that is a terminal.
+        disable_tqdm: `False` for a progress bar on stderr, `None` for one on a terminal and lines elsewhere.
 
     Raises:
         ValueError: If the drafter has no confidence head, or there are too few rounds.
@@ -111,7 +111,7 @@ def calibrate(
     halves = []
     with bound(target):
         for purpose, half in (("fit", prompts[::2]), ("measure", prompts[1::2])):
-            bar = tqdm(half, desc=f"rounds to {purpose} on", unit="prompt", leave=False, disable=disable_tqdm)
+            bar = progress_bar(half, desc=f"rounds to {purpose} on", unit="prompt", leave=False, disable=disable_tqdm)
             halves.append(record_rounds(target, drafter, bar, max_new_tokens, temperature))
             if len(halves[-1].logits) < LEAST_ROUNDS:
                 raise ValueError(

@@ -12,12 +12,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..decoding.bind import bind, unbind
 from ..decoding.stats import SpeculationStats
 from ..targets.registry import is_bound
+from .runs.progress import progress_bar
 
 # Patterns of the metrics of generation and of the trainer's own evaluations.
 _GENERATION_METRICS = r"tau|mean_accepted_drafts|tokens_per_second|(conditional_)?acceptance_\d+"
@@ -46,7 +46,7 @@ def measure_acceptance(
         drafter: Its drafter, plain or wrapped by PEFT, with unsharded parameters (see [`gathered`]).
         prompts: Token ids `[1, seq]` each.
         max_new_tokens: Most new tokens per prompt.
-        disable_tqdm: `False` for a progress bar on stderr, `None` for one where that is a terminal.
+        disable_tqdm: `False` for a progress bar on stderr, `None` for one on a terminal and lines elsewhere.
         **generate_kwargs: More arguments of `target.generate`, `num_assistant_tokens` for example.
 
     Returns:
@@ -63,7 +63,7 @@ def measure_acceptance(
     kwargs = {"do_sample": False, "use_cache": True, "synced_gpus": False, **generate_kwargs}
     kwargs["max_new_tokens"] = max_new_tokens
     with bound(target), _in_eval_mode(target, drafter):
-        for prompt in tqdm(prompts, desc="acceptance", unit="prompt", leave=False, disable=disable_tqdm):
+        for prompt in progress_bar(prompts, desc="acceptance", unit="prompt", leave=False, disable=disable_tqdm):
             ids = prompt.to(target.device)
             began = _now(target.device)
             cast(Any, target).generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **kwargs)

@@ -44,7 +44,7 @@ _OF_NEW_DRAFTERS = (
 )  # fmt: skip
 _MINIMA = {
     "rows": 1, "eval_rows": 1, "eval_prompts": 0, "eval_max_new_tokens": 1, "layers": 1, "intermediate_size": 1,
-    "draft_vocab_size": 1, "num_draft_tokens": 1, "block_size": 1, "max_blocks": 1,
+    "draft_vocab_size": 0, "num_draft_tokens": 1, "block_size": 1, "max_blocks": 1,
 }  # fmt: skip
 
 
@@ -60,7 +60,7 @@ class ScriptArguments:
         ValueError: If a number is too small, or flags do not fit together.
     """
 
-    target: str = field(metadata={"help": "path or Hub id of the target"})
+    target: str = field(metadata={"help": "path or Hub id of the target, or of a GGUF file in it"})
     stage: int = _flag(1, "whose defaults to use: 1 or 2", choices=[1, 2])
     drafter: str | None = _flag(None, "go on from this drafter, as stage 2 does; unset for a new one")
     overwrite_output_dir: bool = _flag(
@@ -82,12 +82,18 @@ class ScriptArguments:
     draft_vocab_size: int | None = _flag(
         None,
         "draft only so many tokens, those that answers in `--dataset` have most often, by an LM head of the drafter's "
-        "own; unset for all, by the target's",
+        "own; 0 for all, by the target's; unset for all, or for 99.9 % of what answers have where an LM head over all "
+        "costs more than the drafter's layers",
     )
     intermediate_size: int | None = _flag(None, "width of a new drafter's MLPs; unset for three times its hidden size")
     reducer: str | None = _flag(None, "hc_gate, fc, hybrid or stream_mean; unset for the gate where it can be")
     target_layer_ids: list[int] | None = field(
-        default=None, metadata={"help": "layers a new drafter reads; -1, the pre-collapse residual, if unset"}
+        default=None,
+        metadata={
+            "help": "layers a new drafter reads: more know more, and each widens reducer and feature cache; unset for "
+            "-1, the pre-collapse residual, of a target with several streams, for three of EAGLE-3's and SpecBlock's, "
+            "and else for as many as the drafter has, spread over the target's"
+        },
     )
     num_draft_tokens: int | None = _flag(None, "draft positions of a block; unset for 6, or those of `--drafter`")
     block_size: int | None = _flag(None, "slots of a new SpecBlock drafter's blocks; unset for 4")
@@ -186,7 +192,7 @@ Train a HyperDFlash drafter, by default with the paper's recipe:
 Stage 1 is general chat and code, stage 2 tasks (section 3.1: datasets, learning rates, 5 epochs, 4 rows per GPU on 8
 GPUs). Drafters accept more when the answers are the target's own: `hf-hyperdflash answers` first. Several GPUs:
 
-  accelerate launch --config_file examples/accelerate/ddp.yaml examples/train_drafter.py ...
+  accelerate launch --num_processes 8 -m hf_hyperdflash.cli.app train ...
 """
 
 

@@ -8,9 +8,10 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from jinja2 import TemplateSyntaxError
@@ -19,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..drafters.blocks.drafter import BlockDrafter
+from ..drafters.configuration import DrafterConfig
 from ..drafters.parts.heads import HEADS
 from ..drafters.parts.reducers import REDUCERS
 from ..drafters.saved import SavedDrafter
@@ -31,11 +33,13 @@ from ..hub.loading import (
     load_drafter,
     load_target,
     load_tokenizer,
+    usual_dtype,
 )
+from ..targets.registry import target_of
 from .acceptance import AcceptanceCallback, check_metric
-from .arguments import HyperDFlashTrainingArguments
+from .arguments import MAX_LENGTH, HyperDFlashTrainingArguments
 from .data.file_positions import add_file_positions
-from .data.rows import encode_prompts, load_rows
+from .data.rows import count_tokens, covering_size, encode_prompts, load_rows, prepare_dataset
 from .flags import STAGES, ScriptArguments
 from .runs.checkpoints import (
     apply_umask,
@@ -48,6 +52,11 @@ from .runs.progress import Lines, LinesAboveBar
 from .runs.record import public_name
 from .trainer import HyperDFlashTrainer
 
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+_COVERAGE = 0.999  # of the answers' tokens that a new drafter drafts where its LM head over all would cost most
+_LAYER_WEIGHTS = 13  # of a layer, in squares of its width: about 4 of attention and 9 of an MLP of three times that
 _NUM_DRAFT_TOKENS = 6  # of a new drafter's block
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)  # argparse's own takes -1e-3 for a flag
 
@@ -196,6 +205,44 @@ def new_drafter(script: ScriptArguments, target: PreTrainedModel, tokenizer: Pre
     )
 
 
+@dataclass
+class _Vocabulary:
+    """What the answers of a run are made of, for a draft vocabulary that nobody has asked for."""
+
+    rows: Dataset | IterableDataset  # of training, tokenized
+    counts: torch.Tensor  # of their tokens
+    held_out: torch.Tensor
+
+    def describe(self, drafted: torch.Tensor) -> str:
+        """Say which part of both texts can be drafted."""
+        shares = (counts[drafted.to(counts.device)].sum() / counts.sum() for counts in (self.counts, self.held_out))
+        trained, held_out = (f"{100 * float(share):.1f} %" for share in shares)
+        return (
+            f"The drafter drafts {len(drafted):,} of {len(self.counts):,} tokens, {trained} of the answers and "
+            f"{held_out} of those held out, because its LM head over all would cost more than its layers. Other text "
+            "has fewer of them; `--draft_vocab_size 0` drafts all."
+        )
+
+
+def _token_counts(
+    script: ScriptArguments, args: HyperDFlashTrainingArguments, target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase, train: Dataset, held_out: Dataset,
+) -> _Vocabulary | None:  # fmt: skip
+    """Count the tokens of a run's answers if a new drafter needs a draft vocabulary, and none is asked for."""
+    own = target_of(target).config
+    usual = cast(type[DrafterConfig], _kind(script).config)
+    layers = script.layers or usual.num_hidden_layers
+    is_asked = script.draft_vocab_size is not None or script.drafter or script.streaming
+    if is_asked or own.vocab_size <= _LAYER_WEIGHTS * layers * own.hidden_size:
+        return None
+    length = args.max_length or min(MAX_LENGTH, getattr(own, "max_position_embeddings", MAX_LENGTH))
+    tokenized = [
+        prepare_dataset(rows, tokenizer, max_length=length, vocab_size=own.vocab_size) for rows in (train, held_out)
+    ]
+    counts = [count_tokens(rows, own.vocab_size) for rows in tokenized]
+    return _Vocabulary(tokenized[0], *counts)
+
+
 def _kind(script: ScriptArguments) -> DrafterKind:
     return next(kind for kind in KINDS if kind.model_type == script.drafter_type)
 
@@ -318,10 +365,13 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     tokenizer = load_tokenizer(script.target, script.trust_remote_code)
     if template := _read_template(script):
         tokenizer.chat_template = template
-    dtype = script.target_dtype or ("auto" if torch.cuda.is_available() else "float32")
+    dtype = script.target_dtype or usual_dtype(script.target)
     target = load_target(
         script.target, dtype=dtype, device_map=script.device_map, trust_remote_code=script.trust_remote_code
     )
+    vocabulary = _token_counts(script, args, target, tokenizer, train, held_out)
+    if vocabulary is not None:
+        train, script.draft_vocab_size = vocabulary.rows, covering_size(vocabulary.counts, _COVERAGE)
     torch.manual_seed(args.seed)
     drafter = earlier or new_drafter(script, target, tokenizer)
     trainer = HyperDFlashTrainer(
@@ -330,6 +380,8 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     trainer.described = described(script)
     if script.draft_vocab_size:
         trainer.choose_vocabulary()
+    if vocabulary is not None:
+        _print_status(args, vocabulary.describe(cast(Any, trainer.model).draft_ids))
     for own, theirs in ((LinesAboveBar, ProgressCallback), (Lines, PrinterCallback)):
         if trainer.pop_callback(theirs):
             trainer.add_callback(own)

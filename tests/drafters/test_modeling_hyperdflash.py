@@ -7,7 +7,15 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, DeepseekV4Config, DeepseekV4ForCausalLM
+from transformers import (
+    AutoModel,
+    DeepseekV4Config,
+    DeepseekV4ForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from hf_hyperdflash import HyperDFlashConfig, HyperDFlashDrafter
 from hf_hyperdflash.drafters.blocks.path import BlockPath
@@ -19,7 +27,7 @@ from hf_hyperdflash.training.data.blocks import block_mask, block_masks, previou
 
 from ..conftest import prompt, tiny_drafter, tiny_target
 from ..helpers import oracle_heads as oracle
-from ..helpers.families import qwen3
+from ..helpers.families import COMMON, GEMMA4, qwen3
 from ..helpers.headed_drafters import headed, proposed
 
 
@@ -627,3 +635,44 @@ def test_an_adapter_has_the_heads_whole(target, tmp_path, kind):
         torch.testing.assert_close(torch.stack(other.q), torch.stack(trees[0].q), atol=1e-4, rtol=1e-3)
         torch.testing.assert_close(other.confidence, trees[0].confidence, atol=1e-4, rtol=1e-3)
     assert not torch.allclose(trees[3].confidence, trees[0].confidence, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("layers", "count", "expected"),
+    [
+        (36, 5, [1, 9, 17, 25, 33]),  # z-lab/Qwen3-8B-DFlash-b16's
+        (30, 4, [1, 10, 18, 27]),
+        (28, 1, [14]),
+        (30, None, [1, 8, 14, 20, 27]),  # five layers by default
+        (5, 3, [1, 2]),
+        (3, 2, [-1]),
+    ],
+)
+def test_of_a_target_with_one_stream_layers_all_over_it_are_read(caplog, layers, count, expected):
+    with torch.device("meta"):
+        target = LlamaForCausalLM(
+            LlamaConfig(**COMMON, intermediate_size=48, num_hidden_layers=layers, num_key_value_heads=2)
+        )
+    given = {} if count is None else {"num_hidden_layers": count}
+    with caplog.at_level(logging.WARNING):
+        drafter = HyperDFlashDrafter.from_target(target, mask_token_id=1, **given)
+    assert drafter.config.target_layer_ids == expected
+    assert f"reads layers {', '.join(map(str, expected))} of the target's {layers}; `target_layer_ids`" in caplog.text
+    chosen = HyperDFlashDrafter.from_target(target, mask_token_id=1, target_layer_ids=[0, 2], **given)
+    assert chosen.config.target_layer_ids == [0, 2]
+
+
+def test_layers_that_a_prompt_does_not_run_are_not_read_by_default():
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 5, "num_hidden_layers": 10}
+    with torch.device("meta"):
+        target = Gemma4ForCausalLM(
+            Gemma4TextConfig(**{**GEMMA4, **kinds}, hidden_size_per_layer_input=8, num_kv_shared_layers=4)
+        )
+    ids = HyperDFlashDrafter.from_target(target, mask_token_id=1, num_hidden_layers=1).config.target_layer_ids
+    assert ids == [3]  # the middle of six
+
+
+def test_of_several_streams_the_last_residual_is_read(target, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert tiny_drafter(target, reducer="fc").config.target_layer_ids == [-1]
+    assert "reads layers" not in caplog.text

@@ -33,6 +33,7 @@ from hf_hyperdflash.training.script import _quiet_output, main, make_parser
 
 from ..conftest import MODELS
 from ..helpers.deepseek_checkpoints import dspark_fields
+from ..helpers.gguf_files import chatting_llama
 from ..helpers.headed_drafters import headless
 from ..helpers.processes import python
 
@@ -212,7 +213,7 @@ def test_a_row_that_cannot_be_used_stops_no_run_and_is_named_by_file_and_line(tm
             ["--streaming", "--eval_dataset", "x", "--draft_vocab_size", "9"],
             "`--draft_vocab_size` counts the tokens of a dataset, not of a stream",
         ),
-        (["--draft_vocab_size", "0"], "`--draft_vocab_size` is 0, expected at least 1"),
+        (["--draft_vocab_size", "-1"], "`--draft_vocab_size` is -1, expected at least 0"),
         (["--eval_rows", "0"], "`--eval_rows` is 0"),
         (["--confidence_weight", "0.5"], "`--confidence_weight` is for a confidence head: add `--confidence_head`"),
         (
@@ -577,3 +578,25 @@ def test_somebody_elses_drafter_is_trained_on(tmp_path):
     trained = load_drafter(tmp_path / "out")
     assert not torch.equal(trained.fc.weight, drafter.fc.weight)
     assert trained.config.target_name_or_path == "tiny-qwen3" and trained.config.target_model_type == "qwen3"
+
+
+def test_a_large_vocabulary_of_a_narrow_target_is_cut_to_what_answers_have(tmp_path, capsys):
+    target, tokenizer = chatting_llama(hidden_size=16, intermediate_size=16)
+    for part in (target, tokenizer):
+        part.save_pretrained(tmp_path / "target")
+    rows = chats(30)
+    data, of_target = write(tmp_path / "rows.jsonl", rows), dict(target=tmp_path / "target", eval_prompts=0)
+    main(flags(tmp_path, data, **of_target))
+    drafter = load_drafter(tmp_path / "out")
+    assert 0 < drafter.config.draft_vocab_size < drafter.config.vocab_size == len(tokenizer)
+    answers = [message["content"] for row in rows for message in row["messages"] if message["role"] == "assistant"]
+    said = [token for text in answers for token in tokenizer(text)["input_ids"]]
+    drafted = {*drafter.draft_ids.tolist()}
+    assert sum(token in drafted for token in said) >= 0.99 * len(said)
+    told = capsys.readouterr().err
+    assert f"The drafter drafts {len(drafted)} of {len(tokenizer)} tokens, " in told
+    assert "of the answers and 100.0 % of those held out" in told and "`--draft_vocab_size 0` drafts all" in told
+    main(flags(tmp_path, data, **of_target, draft_vocab_size=0, output_dir=tmp_path / "all"))
+    assert load_drafter(tmp_path / "all").config.draft_vocab_size == 0
+    main(flags(tmp_path, data, **of_target, layers=2, output_dir=tmp_path / "wider"))  # 13 * 2 * 16 > 307
+    assert load_drafter(tmp_path / "wider").config.draft_vocab_size == 0

@@ -264,6 +264,14 @@ def test_only_what_is_missing_is_computed(target, directory, written, capsys):
     assert number == pytest.approx(missing["tokens"] * (PER_TOKEN + 9) / 1000, rel=0.05)
 
 
+def test_how_long_the_target_will_run_is_said_before_it_does(target, tmp_path, capsys):
+    FeatureCache.write(tmp_path, packed_rows([(20,)] * 3), target)
+    told = capsys.readouterr().out.splitlines()
+    assert re.match(r"The target runs once over all rows, for about \d+ seconds\. Without a cache", told[0])
+    assert "one epoch is cheaper online, several are cheaper from the cache." in told[0]
+    assert told[1].startswith("Feature cache in ")
+
+
 def write_forever(directory, target, began):
     target.model.register_forward_pre_hook(lambda module, args: (began.send(None), signal.pause()))
     write(directory, target)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
@@ -20,6 +19,7 @@ from ...targets.registry import target_of
 from ...training.data.blocks import block_labels, block_masks, previous_tokens
 from ...training.features.capture import compute_residual
 from ...training.losses.loss import IGNORE_INDEX
+from ...training.runs.progress import progress_bar
 from ..intervals import Interval, draw, interval
 
 # With fewer prompts, all of them prefer a setting by chance too often. For 8 the probability is 1 in 256.
@@ -75,11 +75,11 @@ def compare_settings(
         drafter: Its drafter.
         texts: Prompts and what the target wrote after them, greedily, `[1, seq]` each; at least [`LEAST_PROMPTS`].
         starts: Where in each the prompt ends.
-        disable_tqdm: `False` for a progress bar on stderr, `None` for one where that is a terminal.
+        disable_tqdm: `False` for a progress bar on stderr, `None` for one on a terminal and lines elsewhere.
     """
     settings = _other_settings(drafter.config, target_of(target).config.num_hidden_layers)
     tried = [drafter.config, *settings.values()]
-    progress = tqdm(texts, desc="trying other layers", unit="prompt", leave=False, disable=disable_tqdm)
+    progress = progress_bar(texts, desc="trying other layers", unit="prompt", leave=False, disable=disable_tqdm)
     found = [draft_every_round(target, drafter, text, start, tried) for text, start in zip(progress, starts)]
     taus = np.concatenate([emitted for emitted, _ in found], axis=1).mean(1).tolist()
     sums, rounds = np.stack([nats.sum(1) for _, nats in found]), np.array([nats.shape[1] for _, nats in found])

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from ...decoding.request import AUTO
@@ -16,6 +15,7 @@ from ...decoding.rounds import verification_of
 from ...decoding.stats import clock, exact_timing
 from ...drafters.base import Drafter
 from ...targets.registry import target_of
+from ...training.runs.progress import progress_bar
 from ..intervals import Interval, draw, interval
 
 TEMPERATURES = (0.0, 1.0)
@@ -63,7 +63,7 @@ def time_settings(
         prompts: Token ids `[1, seq]`, of which 8 are used.
         temperature: 0 is greedy; others sample from the whole distribution.
         max_new_tokens: Most new tokens per prompt.
-        disable_tqdm: `False` for a progress bar on stderr, `None` for one where that is a terminal.
+        disable_tqdm: `False` for a progress bar on stderr, `None` for one on a terminal and lines elsewhere.
     """
     tried: list[dict[str, int | str]] = [{}, *_settings(target, drafter)]
     options: dict[str, float] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
@@ -73,7 +73,7 @@ def time_settings(
     shape = len(some) + 1, len(tried)
     seconds, tokens = np.zeros(shape), np.zeros(shape)
     label = f"timing settings, temperature {temperature:g}"
-    progress = tqdm(some, desc=label, unit="prompt", leave=False, disable=disable_tqdm)
+    progress = progress_bar(some, desc=label, unit="prompt", leave=False, disable=disable_tqdm)
     for number, prompt in enumerate(itertools.chain(some[:1], progress)):  # the first one twice: once to warm up
         ids = prompt.to(target.device)
         for index, settings in enumerate(tried):

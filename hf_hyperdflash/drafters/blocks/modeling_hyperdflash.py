@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...targets.mask_token import find_mask_token
 from ...targets.registry import target_of
@@ -103,6 +103,9 @@ class HyperDFlashDrafter(BlockDrafter):
     ) -> HyperDFlashDrafter:
         """Build an untrained drafter that fits a target, with a gate inherited from the target's `hc_head`.
 
+        Of a target with one residual stream it reads as many layers as it has itself, spread as published DFlash
+        drafters do, and says which; of one with several the pre-collapse residual.
+
         Args:
             target: The model to draft for. It is read, not changed. Of one on the meta device the drafter is there
                 too: sizes and counts without weights.
@@ -160,6 +163,14 @@ class HyperDFlashDrafter(BlockDrafter):
             "target_name_or_path": target.config._name_or_path,
             "target_revision": getattr(target.config, "_commit_hash", None) or "",
         }
+        if seen.streams == 1 and config_fields.get("target_layer_ids") is None:
+            fields["target_layer_ids"] = _spread_layers(own, config_fields.get("num_hidden_layers"))
+            config_fields.pop("target_layer_ids", None)
+            logger.warning(
+                "The drafter reads layers %s of the target's %d; `target_layer_ids` chooses others.",
+                ", ".join(map(str, fields["target_layer_ids"])),
+                own.num_hidden_layers,
+            )
         config = HyperDFlashConfig(reducer=reducer, **{**fields, **config_fields})
         check_pair(config, seen, cls.__name__)
         device = cls.device_for(seen)
@@ -252,6 +263,22 @@ class HyperDFlashDrafter(BlockDrafter):
         own = target.config.get_text_config(decoder=True)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(self.config, name, getattr(own, name, None))
+
+
+def _spread_layers(target: PreTrainedConfig, drafter_layers: int | None) -> list[int]:
+    """Return the layers of a target with one stream that a drafter reads by default, as published DFlash drafters do:
+    as many as it has layers itself, evenly from the second one to the fourth from the end; one alone in the middle.
+
+    Layers that use keys of earlier ones are left out: of a prompt they run the last token alone. A target of less than
+    four has only its last.
+    """
+    layers = target.num_hidden_layers - (getattr(target, "num_kv_shared_layers", 0) or 0)
+    count = HyperDFlashConfig.num_hidden_layers if drafter_layers is None else drafter_layers
+    if layers < 4:
+        return [-1]
+    if count == 1:
+        return [layers // 2]
+    return sorted({round(1 + i * (layers - 4) / (count - 1)) for i in range(count)})
 
 
 def _gate_obstacle(target: Target, width: int) -> str | None:

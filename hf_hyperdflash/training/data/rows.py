@@ -483,11 +483,22 @@ def frequent_tokens(rows: Iterable[Mapping[str, Any]], count: int, vocab_size: i
         count: How many.
         vocab_size: Of the target's vocabulary.
     """
+    return count_tokens(rows, vocab_size).sort(descending=True, stable=True).indices[:count].sort().values
+
+
+def count_tokens(rows: Iterable[Mapping[str, Any]], vocab_size: int) -> torch.Tensor:
+    """Return how often supervised text has each token, `[vocab_size]`, of rows as [`prepare_dataset`] returns them."""
     seen = torch.zeros(vocab_size, dtype=torch.long)
     for row in rows:
         ids = torch.as_tensor(row["input_ids"]).long()[torch.as_tensor(row["loss_mask"]).bool()]
         seen.index_add_(0, ids, torch.ones_like(ids))
-    return seen.sort(descending=True, stable=True).indices[:count].sort().values
+    return seen
+
+
+def covering_size(counts: torch.Tensor, share: float) -> int:
+    """Return how many of the most frequent tokens make up a share of a text, by [`count_tokens`]."""
+    most_first = counts.sort(descending=True).values.cumsum(0)
+    return min(int((most_first < share * int(counts.sum())).sum()) + 1, len(counts))
 
 
 def prepare_dataset(

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
-from tqdm.auto import tqdm
+from tqdm import tqdm as PlainBar
 from transformers import PreTrainedModel
 
 from ...targets.registry import target_of
+from ..runs.progress import progress_bar
 from .capture import compute_document_residuals, split_documents
 from .fingerprint import config_fields, target_fingerprint
 from .locking import only_writer
@@ -236,6 +237,7 @@ class _Writer:
         self.rows = rows.with_format("numpy") if hasattr(rows, "with_format") else rows
         self.directory, self.target, self.batch_size = directory, target, batch_size
         self.lengths, digest = self._scan(family.config.vocab_size)
+        self.speed = 0.0  # tokens that the target computes in a second, once that is measured
         self.plan: Index = {
             "version": _FORMAT,
             "target": _describe_target(target),
@@ -314,6 +316,7 @@ class _Writer:
             index = self.read_begun_index()
         else:
             index = {**self.plan, "shards": self._shards(shard_size or self._timed_shard_size())}
+            self._announce_duration(index["tokens"])
         if missing := self.missing(index):  # another process may have written it until now
             self._prepare_disk(index, missing)
             self._write_shards(index, missing)
@@ -327,9 +330,18 @@ class _Writer:
         began = time.perf_counter()
         for residual in compute_document_residuals(self.target, documents, self.plan["target_layer_ids"]):
             residual.cpu()
-        seconds = time.perf_counter() - began
-        computed = _size(self.plan, rows=0, tokens=sum(map(len, documents)))
-        return min(_SHARD_SIZE, int(computed * _SHARD_SECONDS / seconds))
+        self.speed = sum(map(len, documents)) / (time.perf_counter() - began)
+        return min(_SHARD_SIZE, _size(self.plan, rows=0, tokens=int(self.speed * _SHARD_SECONDS)))
+
+    def _announce_duration(self, tokens: int) -> None:
+        """Say how long the target will run, and what else would take as long."""
+        if self.speed:
+            seconds = tokens / self.speed
+            took = f"{seconds:.0f} seconds" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+            print(
+                f"The target runs once over all rows, for about {took}. Without a cache (`feature_source='online'`) "
+                "it does so in every epoch: one epoch is cheaper online, several are cheaper from the cache."
+            )
 
     def _shards(self, shard_size: int) -> list[Shard]:
         """Plan shards of whole rows and at most `shard_size` bytes; a longer row gets its own shard."""
@@ -372,7 +384,7 @@ class _Writer:
         first_rows = _first_rows(index)
         total = sum(index["shards"][i]["tokens"] for i in missing)
         self._write(_INDEX, json.dumps(index, indent=1).encode())  # the same shards are planned after a kill
-        with tqdm(total=total, unit="token", unit_scale=True, desc="Feature cache", disable=None) as progress:
+        with progress_bar(total=total, unit="token", unit_scale=True, desc="Feature cache", disable=None) as progress:
             for i in missing:
                 shard = index["shards"][i]
                 data = save(self._tensors(first_rows[i], shard["rows"], index, progress))
@@ -380,7 +392,7 @@ class _Writer:
                 self._write(shard["name"], data)
                 self._write(_INDEX, json.dumps(index, indent=1).encode())
 
-    def _tensors(self, first_row: int, count: int, index: Index, progress: tqdm) -> dict[str, torch.Tensor]:
+    def _tensors(self, first_row: int, count: int, index: Index, progress: PlainBar) -> dict[str, torch.Tensor]:
         """Return all rows of a shard end to end, their lengths and residual, computed in batches of similar length."""
         rows = [self._read_columns(i) for i in range(first_row, first_row + count)]
         lengths = [len(row["input_ids"]) for row in rows]

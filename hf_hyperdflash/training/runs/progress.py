@@ -1,11 +1,15 @@
-"""Prints a line for each entry of a training's log. `trainer_state.json` has every figure."""
+"""Prints a line for each entry of a training's log, and how far other long work is. `trainer_state.json` has every
+figure."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from itertools import count, takewhile
 from typing import Any
 
+from tqdm import tqdm as PlainBar
+from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState, TrainingArguments
 
 # Evaluations: name, prefix of the acceptance per position, and figures. Generation's log repeats the estimates.
@@ -21,6 +25,32 @@ _EVALUATIONS: tuple[tuple[str, str, dict[str, str]], ...] = (
         },
     ),
 )
+
+_SECONDS = 30  # between the lines that stand for a bar
+
+
+class _ProgressLines(PlainBar):
+    """Prints a bar's text as a line now and then, for log files. Work that takes less than that prints none."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "leave": False, "mininterval": _SECONDS, "maxinterval": _SECONDS})
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        if msg is None and self.n:
+            print(self, file=sys.stderr, flush=True)
+
+
+def progress_bar(*args: Any, disable: bool | None, **options: Any) -> PlainBar:
+    """Return tqdm's bar.
+
+    Args:
+        *args: tqdm's.
+        disable: `True` for no bar, `False` for one, `None` for one on a terminal and a line now and then elsewhere.
+        **options: tqdm's.
+    """
+    if disable is None and not sys.stderr.isatty():
+        return _ProgressLines(*args, **options)
+    return tqdm(*args, disable=disable, **options)
 
 
 def format_entry(step: int, logs: Mapping[str, float]) -> str:

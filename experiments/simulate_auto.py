@@ -9,14 +9,16 @@ would have had accepted is known. What a round takes is given, with a little noi
 often as `--orders` says, each order with prompts of its own, and what is learned is forgotten in between.
 
 Other worlds: `--width 3` for kernels that take as long for three tokens as for one, `--accept 0.55` for a drafter of
-whose right drafts the target rejects the others. `--set policies.MEMORY=32` changes a constant of
-`hf_hyperdflash.auto` (`acceptance`, `costs`, `policies`): what each is worth.
+whose right drafts the target rejects the others, `--accept 1 0.1` for one that is good at every other suite.
+`--set policies.MEMORY=32` changes a constant of `hf_hyperdflash.auto` (`acceptance`, `costs`, `policies`);
+`--each-constant` halves and doubles each: what it is worth.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import math
 import random
 import statistics
@@ -42,6 +44,11 @@ from hf_hyperdflash.training.data.rows import encode_prompts
 from hf_hyperdflash.trees.tree import DraftTree
 
 LEARNED = "auto, once it has learned"
+CONSTANTS = {  # that chains depend on
+    acceptance: ("MEMORY", "PRECISION", "EDGE"),
+    costs: ("ROUNDS", "HICCUP", "CENTERS", "MEMORY"),
+    policies: ("MEMORY", "FEW", "RARE", "ERROR"),
+}
 NOISE, HICCUPS, HICCUP = 0.04, 0.02, 2.0  # of a round's time: its spread, how many take longer, and how much longer
 
 
@@ -162,26 +169,55 @@ def thinned(text: Text, share: float, draw: random.Random) -> Text:
     ]
 
 
+Speeds = list[dict[str, float]]
+"""Of each order, on every suite: tokens a millisecond, beside no drafts at all."""
+
+
 def simulate(
-    suites: dict[str, list[Text]], rounds: Rounds, most: int, orders: int, prompts: int
-) -> dict[str, list[dict[str, float]]]:
-    """Of each rule and each order, the speed on every suite: tokens a millisecond, beside no drafts at all."""
-    found: dict[str, list[dict[str, float]]] = {}
-    learned = DraftingStats()
-    for text in (text for texts in suites.values() for text in texts):
-        auto(learned)(text, rounds, random.Random(0))
+    suites: dict[str, list[Text]], rounds: Rounds, rules: Callable[[], dict[str, Rule]], orders: int, prompts: int
+) -> dict[str, Speeds]:
+    """Of each rule that `rules` makes for an order. Each text has noise of its own, the same for all rules."""
+    found: dict[str, Speeds] = {}
     for number in range(orders):
         draw = random.Random(number)
         chosen = {suite: draw.sample(suites[suite], prompts) for suite in draw.sample(list(suites), len(suites))}
-        rules = {f"{count} drafts": fixed(count) for count in range(1, most + 1)}
-        rules |= {"auto": auto(DraftingStats()), LEARNED: auto(learned), "foresight": by_choice(foreseen)}
-        for name, rule in rules.items():
+        for name, rule in rules().items():
             speeds = {
-                suite: rounds.plain * sum(map(len, texts)) / sum(rule(text, rounds, draw) for text in texts)
+                suite: rounds.plain * sum(map(len, texts))
+                / sum(rule(text, rounds, random.Random(f"{number} {suite} {i}")) for i, text in enumerate(texts))
                 for suite, texts in chosen.items()
-            }
+            }  # fmt: skip
             found.setdefault(name, []).append(speeds)
     return found
+
+
+def all_rules(suites: dict[str, list[Text]], rounds: Rounds, most: int) -> Callable[[], dict[str, Rule]]:
+    learned = DraftingStats()
+    for text in (text for texts in suites.values() for text in texts):
+        auto(learned)(text, rounds, random.Random(0))
+    numbers = {f"{count} drafts": fixed(count) for count in range(1, most + 1)}
+    return lambda: {
+        **numbers, "auto": auto(DraftingStats()), LEARNED: auto(learned), "foresight": by_choice(foreseen)
+    }  # fmt: skip
+
+
+def simulate_each_constant(simulated: Callable[[], Speeds]) -> list[str]:
+    """A table: how much faster or slower `auto` is with each constant halved or doubled, in percent."""
+    lines = ["", "| constant | value | halved, % | doubled, % |", "|---|---:|---:|---:|"]
+    before = simulated()
+    for file, names in CONSTANTS.items():
+        for name in names:
+            value, cells = getattr(file, name), []
+            for changed in (value / 2, value * 2):
+                setattr(file, name, type(value)(changed))
+                ahead = [
+                    100 * (statistics.mean(after[suite] / then[suite] for suite in then) - 1)
+                    for then, after in zip(before, simulated())
+                ]
+                cells.append(f"{statistics.mean(ahead):+.1f} ({standard_error(ahead):.1f})")
+            setattr(file, name, value)
+            lines.append(f"| {file.__name__.rpartition('.')[2]}.{name} | {value:g} | {' | '.join(cells)} |")
+    return lines
 
 
 def report(found: dict[str, list[dict[str, float]]], facts: dict[str, Any]) -> str:
@@ -228,8 +264,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--round-ms", type=float, required=True, help="that one with it takes, without its drafts")
     parser.add_argument("--draft-ms", type=float, required=True, help="that each draft takes, verification included")
     parser.add_argument("--width", type=int, default=1, help="verified tokens that take as long as one")
-    parser.add_argument("--accept", type=float, default=1.0, help="how probably the target accepts a right draft")
+    often = "how often right drafts are accepted, by suites in turn"
+    parser.add_argument("--accept", type=float, nargs="+", default=[1.0], help=often)
     parser.add_argument("--set", action="append", default=[], metavar="FILE.NAME=VALUE", help="a constant of `auto`")
+    parser.add_argument("--each-constant", action="store_true", help="halve and double each constant of `auto`")
     parser.add_argument("--output", type=Path, required=True)
     return parser.parse_args()
 
@@ -247,9 +285,11 @@ def change_constants(settings: Sequence[str]) -> None:
 
 def prompts_of(args: argparse.Namespace) -> dict[str, list[list[str]]]:
     """Of each suite, after a look at all that is asked for."""
-    for name in ("plain_ms", "round_ms", "draft_ms", "prompts", "orders", "width", "accept"):
+    for name in ("plain_ms", "round_ms", "draft_ms", "prompts", "orders", "width"):
         if getattr(args, name) <= 0:
             raise ValueError(f"`--{name.replace('_', '-')}` is {getattr(args, name)}, expected more than 0.")
+    if min(args.accept) <= 0:
+        raise ValueError(f"`--accept` is {min(args.accept)}, expected more than 0.")
     if args.skip < 0 or args.max_new_tokens < 3:
         raise ValueError(
             f"`--skip` is {args.skip} and `--max-new-tokens` {args.max_new_tokens}, expected at least 0 and 3."
@@ -274,24 +314,30 @@ def main() -> None:
     target, tokenizer = load_target(args.target, dtype=torch.float32), AutoTokenizer.from_pretrained(args.target)
     drafter = load_drafter(args.drafter, target=target)
     suites: dict[str, list[Text]] = {}
-    for suite, asked in prompts.items():
+    for (suite, asked), accept in zip(prompts.items(), itertools.cycle(args.accept)):
         for turns in asked:
             ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": turns[0]}]}])[0]
             text = target.generate(ids, max_new_tokens=args.max_new_tokens, do_sample=False)
             drafted = drafted_everywhere(target, drafter, text, ids.shape[1])
-            suites.setdefault(suite, []).append(thinned(drafted, args.accept, random.Random(str(turns))))
+            suites.setdefault(suite, []).append(thinned(drafted, accept, random.Random(str(turns))))
     rounds = Rounds(args.plain_ms, args.round_ms, args.draft_ms, args.width)
-    found = simulate(suites, rounds, drafter.max_draft_tokens, args.orders, args.prompts)
+    rules = all_rules(suites, rounds, drafter.max_draft_tokens)
+    found = simulate(suites, rounds, rules, args.orders, args.prompts)
+    accepted = ", ".join(f"{accept:g}" for accept in args.accept)
     facts = {
         "target": Path(args.target).name, "drafter": Path(args.drafter).name,
         "prompts of each suite": f"{args.skip + 1} to {args.skip + args.limit}, {args.prompts} an order",
         "orders": args.orders, "new tokens": args.max_new_tokens,
         "milliseconds": f"{args.plain_ms:g} without drafter, {args.round_ms:g} and {args.draft_ms:g} a draft with it",
-        "world": f"{args.width} verified tokens take as long as one, right drafts are accepted at {args.accept:g}",
+        "world": f"{args.width} verified tokens take as long as one, right drafts are accepted at {accepted}",
         "changed constants": ", ".join(args.set) or "none",
         "date": date.today().isoformat(), "hardware": hardware("cpu"), "torch": torch.__version__,
     }  # fmt: skip
     told = report(found, facts)
+    if args.each_constant:
+        alone = lambda: {"auto": auto(DraftingStats())}  # noqa: E731
+        simulated = lambda: simulate(suites, rounds, alone, args.orders, args.prompts)["auto"]  # noqa: E731
+        told = "\n".join([told, *simulate_each_constant(simulated)])
     save_report(told + "\n", args)
     print(told)
 

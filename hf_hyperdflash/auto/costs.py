@@ -7,8 +7,9 @@ import copy
 from .aslm import AugmentedSpaceLinearModel
 
 ROUNDS = 8  # that the model learns from at once, as one call is dearer than its rows; and that the pace is a mean of
-HICCUP = 1.6
-MODEL = AugmentedSpaceLinearModel(quantization=0.02, max_centers=64, memory=512, shrinkage=8.0)
+HICCUP = 1.6  # times what was expected; what a round takes beyond is no price
+CENTERS = 64  # of the model
+MEMORY = 512  # rounds, of each centre
 
 Inputs = tuple[float, float, float, float]
 
@@ -26,7 +27,10 @@ class RoundCosts:
     """
 
     def __init__(self) -> None:
-        self._model = copy.copy(MODEL)
+        # Equal inputs share a centre, others do not while there is room.
+        self._model = AugmentedSpaceLinearModel(
+            quantization=1e-9, max_centers=CENTERS, memory=MEMORY, shrinkage=ROUNDS
+        )
         self._pace, self._least = 0.0, 1.0
         self._measured: list[tuple[Inputs, float]] = []
         self._tables: dict[tuple[int, int], list[float]] = {}
@@ -76,5 +80,4 @@ class RoundCosts:
 
 
 def _inputs(doublings: int, drafts: int | None, texts: int) -> Inputs:
-    """Of about unit size."""
-    return texts * (1 + (drafts or 0)) / 8, float(drafts is not None), doublings / 8, texts / 8
+    return texts * (1 + (drafts or 0)), float(drafts is not None), doublings, texts

@@ -18,30 +18,34 @@ from typing import Any, NamedTuple
 from ..drafters.sampling import DraftSampler
 from ..trees.growth import Admission
 from ..trees.tree import ANCHOR, DraftTree
-from .acceptance import UNKNOWN, AcceptanceLine, NodeAcceptance, PositionAcceptance
+from .acceptance import UNKNOWN, AcceptanceLine
 from .costs import RoundCosts
 
 MOST_NODES = 64  # of a tree
-TRIALS = 4  # rounds before anything is known: with all drafts, without the drafter, with all and with half of them
-MEMORY = 64  # rounds that the mean of recent ones remembers
-INTERVALS = {True: (64, 256), False: (8, 128)}  # rounds between probes, first and at most, if drafting pays or not
-TURNS = 4, 32  # rounds between probes of trees or chains, first and at most
+MEMORY = 32  # rounds that the mean of recent ones remembers
+FEW = 8  # rounds that an earlier judgement counts as, and that lie between probes at first
+RARE = 128  # rounds between probes, at most
+ERROR = 0.5  # relative standard error of one round, about
 
 
 @dataclass
 class Probes:
-    """Says when to try what does not seem to pay: after `interval` calls, which doubles up to `most`."""
+    """Says when to try what does not seem to pay: after `interval` rounds, which doubles each time.
 
-    interval: int
-    most: int
+    Attributes:
+        interval: Rounds from one probe to the next.
+        waited: How many of these are over.
+    """
+
+    interval: int = field(default_factory=lambda: FEW)
     waited: int = 0
 
     def is_due(self) -> bool:
-        """Whether it is time."""
+        """Whether to probe in this round."""
         self.waited += 1
         if self.waited < self.interval:
             return False
-        self.waited, self.interval = 0, min(2 * self.interval, self.most)
+        self.waited, self.interval = 0, min(2 * self.interval, RARE)
         return True
 
 
@@ -56,9 +60,8 @@ class DraftingStats:
         tokens: That rounds write in which the drafter is asked, a running mean.
         cost: What they take, in rounds without the drafter.
         rounds: How many these means are of; what was known before the last change of `is_drafting` counts as a few.
-        trials: Rounds that tried what was not known.
-        probes: Of the drafter where it does not pay, of rounds without it where it does.
-        relative_error: Relative standard error of one round, about: how much worse drafting may look by chance.
+        trials: Rounds that tried what was not known, or known long ago.
+        probes: Of the drafter where it does not pay, of other counts where it does.
         trees: The same of the drafter's trees, once there are some.
         turns: Probes of trees or chains, whichever are slower.
         batches: The same of batches, by the binary logarithm of their size.
@@ -71,40 +74,44 @@ class DraftingStats:
     cost: float = 0.0
     rounds: int = 0
     trials: int = 0
-    probes: Probes = field(default_factory=lambda: Probes(*INTERVALS[True]))
-    relative_error: float = 0.5
+    probes: Probes = field(default_factory=Probes)
     trees: DraftingStats | None = None
-    turns: Probes = field(default_factory=lambda: Probes(*TURNS))
+    turns: Probes = field(default_factory=Probes)
     batches: dict[int, DraftingStats] = field(default_factory=dict)
 
     @property
     def is_tried(self) -> bool:
-        """Whether enough was tried for something to be known."""
-        return self.trials >= TRIALS and self.costs.is_known
+        """Whether rounds of each kind were tried."""
+        return self.trials >= len(self.kinds(0))
+
+    @staticmethod
+    def kinds(room: int) -> tuple[int, ...]:
+        """Drafts of the rounds that are tried, one after the other; 0 without the drafter."""
+        return room, 0, room, -(-room // 2)
 
     @property
     def speedup(self) -> float:
         """Of rounds as they are chosen now, over rounds without drafts."""
         return self.tokens / self.cost if self.is_drafting and self.cost else 1.0
 
-    def drafts_all(self) -> bool:
-        """Whether this round drafts as much as there is room for, once between two probes: what seemed too dear by
-        chance would never be seen again."""
-        first = INTERVALS[True][0]
-        return self.is_drafting and self.probes.waited % first == first // 2
+    def judge(self, tokens: float, cost: float, texts: int = 1) -> None:
+        """Decide whether to ask the drafter from now on, by a round in which it was asked.
 
-    def judge(self, tokens: float, cost: float) -> None:
-        """Decide whether to ask the drafter from now on, by a round in which it was asked."""
+        Args:
+            tokens: That each text got.
+            cost: What the round took, in rounds without the drafter.
+            texts: Of the batch: what many bring varies less, and a loss that chance can explain is none.
+        """
         self.rounds += self.is_drafting or not self.rounds
         weight = max(1 / MEMORY, 1 / self.rounds)
         self.tokens += (tokens - self.tokens) * weight
         self.cost += (cost - self.cost) * weight
-        gain, few = self.tokens / self.cost, INTERVALS[False][0]
-        # A change has to be worth it: 2 %, or what chance can explain.
-        too_slow = self.rounds >= 2 * few and gain < 1 - self.relative_error / math.sqrt(min(self.rounds, MEMORY))
-        if too_slow if self.is_drafting else gain > 1.02:
-            self.is_drafting, self.rounds = not self.is_drafting, few
-            self.probes = Probes(*INTERVALS[self.is_drafting])
+        gain = self.tokens / self.cost
+        too_slow = self.rounds >= 2 * FEW and gain < 1 - ERROR / math.sqrt(texts * min(self.rounds, MEMORY))
+        if too_slow if self.is_drafting else gain > 1:
+            self.is_drafting, self.rounds, self.probes = not self.is_drafting, FEW, Probes()
+        elif not self.is_drafting and tokens > cost:
+            self.probes = Probes()  # it paid this time, and so may soon again
 
 
 class Outcome(NamedTuple):
@@ -159,38 +166,37 @@ class ChainPolicy(FixedPolicy):
     """
 
     def __init__(self, stats: DraftingStats) -> None:
-        self.stats, self.texts = stats, 1
+        self.stats = stats
         self._is_first = True  # round of the generation, which takes longer than others
-        self._is_trial = self._drafts_all = False
-        self._least = 0  # drafts in any case
+        self._is_trial = False
+        self._least = 1  # drafts in any case
         self._signals: list[float] = []
-        self._reached: list[float] = [1.0]  # the probability that all drafts before each are accepted
+        self._reached = 1.0  # the probability that all of these drafts are accepted
         self._costs: list[float] = []  # of each number of drafts
-        self._length = 0
+        self._length, self._texts = 0, 1
 
     def begin(self, length: int, rooms: Sequence[int]) -> int:
-        stats, self.texts, self._length, self._signals, self._reached = self.stats, len(rooms), length, [], [1.0]
-        room = max(rooms)
-        self._is_trial = not self._is_first and not stats.is_tried and room > 0
-        count = (room, None, room, -(-room // 2))[stats.trials % TRIALS] if self._is_trial else room
-        wants_drafts = count is not None if self._is_trial else stats.probes.is_due() != stats.is_drafting
-        self.is_asked = wants_drafts and room > 0  # without room it is a round like any without the drafter
-        if not self.is_asked:
-            return 0
-        predicted = stats.costs.predict(length, room, self.texts) if stats.is_tried else [0.0] * (room + 1)
-        # In tokens that this generation writes meanwhile: at least what rounds without the drafter do.
-        self._costs = [cost * max(stats.speedup, 1.0) for cost in predicted]
-        self._drafts_all = self._is_trial or stats.drafts_all()
-        # A probe makes some drafts in any case: nothing is learned from those that are not made.
-        self._least = 0 if stats.is_drafting else 2
-        return count or 0
+        stats, room = self.stats, max(rooms)
+        self._length, self._texts, self._signals, self._reached = length, len(rooms), [], 1.0
+        is_probe = room > 0 and not self._is_first and (not stats.is_tried or stats.probes.is_due())
+        self._is_trial = is_probe and stats.is_drafting
+        kinds = stats.kinds(room)
+        most = room if stats.is_drafting or is_probe else 0
+        count = kinds[stats.trials % len(kinds)] if self._is_trial else most
+        self._least = count if self._is_trial else 1
+        self.is_asked = count > 0
+        if self.is_asked:
+            predicted = stats.costs.predict(length, room, self._texts) if stats.is_tried else [0.0] * (room + 1)
+            # In tokens that this generation writes meanwhile: at least what rounds without the drafter do.
+            self._costs = [cost * max(stats.speedup, 1.0) for cost in predicted]
+        return count
 
     def sampler(self, sampler: DraftSampler) -> DraftSampler:
         return replace(sampler, tree_budget=None, chain_admission=self)
 
     def is_open(self) -> bool:
         """Whether the drafter is to be asked for one more draft: not if even a certain one would not pay."""
-        return self._drafts_all or len(self._signals) < self._least or self._pays(1.0)
+        return self._pays(1.0)
 
     def admits(self, signal: float) -> bool:
         """Whether the next draft is drawn and verified.
@@ -199,125 +205,104 @@ class ChainPolicy(FixedPolicy):
             signal: What the drafter says of it before it is drawn, in [0, 1].
         """
         chance = self.stats.acceptance(signal)
-        if not self._drafts_all and len(self._signals) >= self._least and not self._pays(chance):
+        if not self._pays(chance):
             return False
         self._signals.append(signal)
-        self._reached.append(self._reached[-1] * chance)
+        self._reached *= chance
         return True
 
     def _pays(self, chance: float) -> bool:
         """Whether some number of further drafts brings more than it takes, if each is accepted as probably as the
         next. One more may cost what several do: kernels have widths."""
-        here, reached, gained = len(self._signals), self._reached[-1], 0.0
+        here, reached, gained = len(self._signals), self._reached, 0.0
         for cost in self._costs[here + 1 :]:
             reached *= chance
             gained += reached
             if gained >= cost - self._costs[here]:
                 return True
-        return False
+        return here < self._least
 
     def cut(self, tree: DraftTree) -> DraftTree:
         """Of drafts that were not admitted one by one, as of a drafter that does without a sampler, those that are."""
-        if self._signals or not len(tree) or not tree.is_chain:
-            return tree
-        count = next((k for k in range(len(tree)) if not self.admits(UNKNOWN)), len(tree))
-        return tree.first(count)
+        return tree if self._signals or not tree.is_chain else tree.first(self._admit_unseen(len(tree)))
+
+    def _admit_unseen(self, most: int) -> int:
+        """How many drafts are admitted whose signals are not known: by their positions."""
+        return next((k for k in range(most) if not self.admits(UNKNOWN ** (k + 1))), most)
 
     def end(self, outcomes: Sequence[Outcome], seconds: float) -> None:
-        (outcome,) = outcomes
-        accepted = len(outcome.path)
-        # What was expected of drafts varies less than what came of them, and may be wrong: each counts half. Not in a
-        # probe of a drafter that did not pay, of which what is known may be long past.
-        expected = sum(self._reached[1:]) if self._signals and self.stats.is_drafting else accepted
-        self.count(accepted, outcome.is_last)
-        self.weigh(len(outcome.tree), (accepted + expected) / 2, seconds)
-
-    def count(self, accepted: int, is_last: bool) -> None:
-        """Learn from the drafts whose fate is known: the accepted ones, and the next if the text has not ended."""
-        for place, signal in enumerate(self._signals[: accepted + (not is_last)]):
-            self.stats.acceptance.observe(signal, place < accepted)
-
-    def weigh(self, drafts: int, accepted: float, seconds: float) -> None:
-        """Learn what the round took and brought."""
+        for outcome in outcomes:
+            self._learn(outcome)
+        drafts = max(len(outcome.tree) for outcome in outcomes)
+        tokens = 1 + sum(len(outcome.path) for outcome in outcomes) / len(outcomes)
         stats = self.stats
         # A generation's first round is slow, and so is a drafter's: they tell nothing.
-        if not self._is_first and (stats.trials > 0 if self._is_trial else stats.is_tried):
+        if not self._is_first and stats.trials > 0:
             asked_for = drafts if self.is_asked else None
-            stats.costs.observe(self._length, asked_for, seconds, self.texts, self._is_trial)
+            stats.costs.observe(self._length, asked_for, seconds, self._texts, not stats.is_tried)
+        if self.is_asked and not self._is_first and not self._is_trial:
+            cost = stats.costs.predict(self._length, drafts, self._texts)[drafts]
+            stats.judge(tokens, cost, self._texts)
         stats.trials += self._is_trial
-        if self.is_asked and not self._is_first and not self._drafts_all:
-            stats.judge(1 + accepted, stats.costs.predict(self._length, drafts, self.texts)[drafts])
         self._is_first = False
 
-
-class NodePolicy(ChainPolicy):
-    """Trees of the nodes that pay."""
-
-    def begin(self, length: int, rooms: Sequence[int]) -> int:
-        nodes = MOST_NODES if self.stats.is_tried else MOST_NODES // 4
-        self._most = super().begin(length, [nodes if max(rooms) else 0])
-        return max(rooms) if self._most else 0
-
-    def sampler(self, sampler: DraftSampler) -> DraftSampler:
-        least = max(self._costs[-1] - self._costs[0], 0.0) / self._most  # what a node costs
-        return replace(sampler, tree_budget=self._most, node_admission=Admission(self.stats.acceptance, least))
-
-    def cut(self, tree: DraftTree) -> DraftTree:
-        return tree
-
-    def end(self, outcomes: Sequence[Outcome], seconds: float) -> None:
-        (outcome,) = outcomes
-        self.learn(outcome)
-        self.weigh(len(outcome.tree), len(outcome.path), seconds)
-
-    def learn(self, outcome: Outcome) -> None:
-        """Learn which nodes of a tree were accepted."""
-        tree, path = outcome.tree, outcome.path
-        if tree.confidence is None:
-            return
-        signals = tree.confidence.tolist()
-        ends: list[int | None] = [] if outcome.is_last else [None]  # where no child was accepted, or the text ended
-        for parent, accepted in zip([ANCHOR, *path], [*path, *ends]):
-            children = tree.children.get(parent, [])
-            rank = None if accepted is None else children.index(accepted)
-            self.stats.acceptance.observe([signals[child] for child in children], rank, tree.q is not None)
+    def _learn(self, outcome: Outcome) -> None:
+        """Learn from the drafts whose fate is known: the accepted ones, and the next if it was rejected."""
+        accepted = len(outcome.path)
+        is_rejected = accepted < len(outcome.tree) and not outcome.is_last
+        for place, signal in enumerate(self._signals[: accepted + is_rejected]):
+            self.stats.acceptance.observe(signal, place < accepted)
 
 
-class TreePolicy(FixedPolicy):
-    """Trees or chains, of what pays, by turns until it is known which are faster.
-
-    Args:
-        stats: Of the drafter with the target; changed.
-    """
+class TreePolicy(ChainPolicy):
+    """Trees of the nodes that pay, or chains, by turns until it is known which are faster."""
 
     def __init__(self, stats: DraftingStats) -> None:
-        stats.trees = stats.trees or DraftingStats(NodeAcceptance())
-        self.chains, self.trees = ChainPolicy(stats), NodePolicy(stats.trees)
-        self._chosen = self.chains
+        super().__init__(stats)
+        stats.trees = stats.trees or DraftingStats()
+        self._chains, self._trees = stats, stats.trees
+        self.are_trees = False
 
     def begin(self, length: int, rooms: Sequence[int]) -> int:
-        self._chosen = self.trees if self._are_trees_next(self.chains.stats, self.trees.stats) else self.chains
-        count = self._chosen.begin(length, rooms)
-        self.is_asked = self._chosen.is_asked
-        return count
+        self.are_trees = self._are_trees_next(self._chains, self._trees)
+        self.stats = self._trees if self.are_trees else self._chains
+        if not self.are_trees:
+            return super().begin(length, rooms)
+        self._nodes = super().begin(length, [MOST_NODES if max(rooms) else 0])
+        return max(rooms) if self._nodes else 0
 
     @staticmethod
     def _are_trees_next(chains: DraftingStats, trees: DraftingStats) -> bool:
-        if min(chains.rounds, trees.rounds) < MEMORY // 2 and chains.is_drafting and trees.is_drafting:
+        if min(chains.rounds, trees.rounds) < MEMORY and chains.is_drafting and trees.is_drafting:
             return trees.rounds < chains.rounds
         return (trees.speedup > chains.speedup) != trees.turns.is_due()
 
     def sampler(self, sampler: DraftSampler) -> DraftSampler:
-        return self._chosen.sampler(sampler)
+        if not self.are_trees:
+            return super().sampler(sampler)
+        least = max(self._costs[-1] - self._costs[0], 0.0) / MOST_NODES  # what a node costs
+        return replace(sampler, tree_budget=self._nodes, node_admission=Admission(self.stats.acceptance, least))
 
     def cut(self, tree: DraftTree) -> DraftTree:
-        return self._chosen.cut(tree)
+        return tree if self.are_trees else super().cut(tree)
 
-    def end(self, outcomes: Sequence[Outcome], seconds: float) -> None:
-        self._chosen.end(outcomes, seconds)
+    def _learn(self, outcome: Outcome) -> None:
+        """Learn which nodes were accepted, of those whose parents were. What becomes of a drawn sibling depends on
+        those before it: the first is as a draft of a chain, and of others nothing is learned."""
+        tree, path = outcome.tree, outcome.path
+        if not self.are_trees:
+            return super()._learn(outcome)
+        if tree.confidence is None:
+            return None
+        signals = tree.confidence.tolist()
+        ends: list[int | None] = [] if outcome.is_last else [None]  # where no child was accepted, or the text ended
+        for parent, accepted in zip([ANCHOR, *path], [*path, *ends]):
+            children = tree.children.get(parent, [])
+            for child in children if tree.q is None else children[:1]:
+                self.stats.acceptance.observe(signals[child], child == accepted)
 
 
-class BatchPolicy(FixedPolicy):
+class BatchPolicy(ChainPolicy):
     """As many drafts for all sequences of a batch as pay, settled before any is drawn: they share a forward, so what a
     draft costs is none of a text's own.
 
@@ -326,26 +311,15 @@ class BatchPolicy(FixedPolicy):
     """
 
     def __init__(self, stats: DraftingStats) -> None:
-        self._stats, self._policies = stats, dict[int, ChainPolicy]()
+        super().__init__(stats)
+        self._batches = stats.batches
 
     def begin(self, length: int, rooms: Sequence[int]) -> int:
-        policy = self._policy_for(len(rooms))
-        most = policy.begin(length, rooms)
-        self.is_asked = most > 0
-        # One at least where the drafter is asked at all: whether that pays is judged by what it took.
-        return next((position for position in range(most) if not policy.admits(position)), most) or min(most, 1)
+        self.stats = self._batches.setdefault(len(rooms).bit_length(), DraftingStats())
+        return self._admit_unseen(super().begin(length, rooms))
 
-    def end(self, outcomes: Sequence[Outcome], seconds: float) -> None:
-        policy = self._policy_for(len(outcomes))
-        for tree, path, is_last in outcomes:
-            policy.count(len(path), is_last=is_last or len(path) == len(tree))
-        accepted = sum(len(outcome.path) for outcome in outcomes)
-        policy.weigh(max(len(outcome.tree) for outcome in outcomes), accepted / len(outcomes), seconds)
+    def sampler(self, sampler: DraftSampler) -> DraftSampler:
+        return sampler
 
-    def _policy_for(self, texts: int) -> ChainPolicy:
-        size = texts.bit_length()
-        if size not in self._policies:
-            error = self._stats.relative_error / math.sqrt(texts)
-            stats = DraftingStats(PositionAcceptance(), relative_error=error)
-            self._policies[size] = ChainPolicy(self._stats.batches.setdefault(size, stats))
-        return self._policies[size]
+    def cut(self, tree: DraftTree) -> DraftTree:
+        return tree

@@ -24,12 +24,10 @@ ranks. Measured with the shipped drafter."""
 
 
 class NodeModel(Protocol):
-    """Predicts how often nodes are accepted ([`~auto.acceptance.NodeAcceptance`])."""
+    """Predicts how often nodes are accepted ([`~auto.acceptance.AcceptanceLine`])."""
 
-    later: tuple[float, ...]
-
-    def log_chances(self, likely: torch.Tensor) -> torch.Tensor: ...
-    def chance(self, signal: float) -> float: ...
+    def __call__(self, p: float) -> float: ...
+    def of_logarithms(self, log_p: torch.Tensor) -> torch.Tensor: ...
 
 
 class Admission(NamedTuple):
@@ -144,7 +142,7 @@ def most_probable(
         step = scored(paths, steps(k, level, rows), padding.counts)
         likely = (step.logits / SHARPENED).log_softmax(-1)
         best = likely.topk(min(children, likely.shape[-1]), dim=-1)
-        chances = best.values if admission is None else admission.survival.log_chances(best.values)
+        chances = best.values if admission is None else admission.survival.of_logarithms(best.values)
         found = level_values[..., None] + padding.add(chances, -math.inf)
         found = found.flatten(1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         start, each = values.shape[1], best.values.shape[1]
@@ -298,12 +296,12 @@ class _DrawnTree:
         """
         admission, self._level_signals = self.admission, signals
         width = self.sizes[k] if k < len(self.sizes) else 0
-        chances = signals if admission is None else [admission.survival.chance(signal) for signal in signals]
-        later, least = (ACCEPTED[1:], -1.0) if admission is None else (admission.survival.later, admission.least)
+        chances = signals if admission is None else [admission.survival(signal) for signal in signals]
+        least = -1.0 if admission is None else admission.least
         slots = [
             (row, rank, value * hit)
             for row, (value, chance) in enumerate(zip(self.values, chances))
-            for rank, hit in enumerate(hits_of(chance, width, later))
+            for rank, hit in enumerate(hits_of(chance, width))
             if value * hit > least
         ]
         # Of equals the earlier sibling: no child without those before it.
@@ -331,12 +329,12 @@ SHARPENED = 0.55
 target does; its most probable token is the target's best one more often than its probability says."""
 
 
-def hits_of(first: float, ranks: int, later: tuple[float, ...] = ACCEPTED[1:]) -> list[float]:
+def hits_of(first: float, ranks: int) -> list[float]:
     """Return the probability that the child of each rank is accepted, for which those before it must be rejected. The
     first one's chance is taken as at least the second one's."""
     hits, tried = [], 1.0
     for rank in range(ranks):
-        accepted = later[min(rank, len(later)) - 1] if rank else max(first, later[0])
+        accepted = ACCEPTED[min(rank, len(ACCEPTED) - 1)] if rank else max(first, ACCEPTED[1])
         hits.append(tried * accepted)
         tried *= 1 - accepted
     return hits

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_hyperdflash import bind
-from hf_hyperdflash.auto.acceptance import PositionAcceptance
+from hf_hyperdflash.auto.acceptance import UNKNOWN, AcceptanceLine
 from hf_hyperdflash.auto.policies import BatchPolicy, DraftingStats
 from hf_hyperdflash.decoding import bind as binding
 from hf_hyperdflash.decoding import loop as decoding
@@ -68,28 +68,45 @@ def test_what_pays_in_a_small_batch_need_not_in_a_large_one():
 def test_a_round_of_many_rows_tells_more_than_one_of_few():
     known = DraftingStats()
     for size in (2, 15):
-        simulated(known, size, 1, 0.5, each=0.001)
-        assert known.batches[size.bit_length()].relative_error == pytest.approx(known.relative_error / size**0.5)
+        simulated(known, size, 6, 0.5, each=0.001)
+        stats, heard = known.batches[size.bit_length()], []
+        stats.judge = lambda *told, heard=heard: heard.append(told[2])
+        simulated(known, size, 2, 0.5, each=0.001)
+        assert heard == [size]
 
 
 def test_a_batch_that_asks_its_drafter_makes_a_draft():
     """Also where none seems to pay: whether that is so is judged by what such a round took."""
-    policy = BatchPolicy(DraftingStats())
-    policy._policy_for(3).admits = lambda position: False
-    assert policy.begin(100, [8] * 3) == 1
+    known = DraftingStats()
+    simulated(known, 3, 6, 0.5, each=1.0)
+    policy = BatchPolicy(known)
+    policy.begin(100, [8] * 3)
+    policy.end([outcome(8, 0)] * 3, START + 8.0)
+    assert policy.begin(100, [8] * 3) == 1 and policy.is_asked
 
 
 def test_rows_are_counted_by_the_drafts_that_they_made():
     """A row with less room, or a drafter that makes fewer drafts than it is asked for, rejects none of the others."""
     known = DraftingStats()
     policy = BatchPolicy(known)
-    survival, heard = PositionAcceptance(), []
-    survival.observe = lambda position, accepted: heard.append((position, accepted))
-    known.batches[2] = DraftingStats(survival)
+    line, heard = AcceptanceLine(), []
+    line.observe = lambda signal, accepted: heard.append((signal, accepted))
+    known.batches[2] = DraftingStats(line)
     assert policy.begin(100, [8, 2, 6]) == 8
     by_a_stop = True  # what follows was not rejected
     policy.end([outcome(8, 3), outcome(2, 2), outcome(6, 1, by_a_stop)], 0.03)
-    assert sorted(heard) == [(0, True)] * 3 + [(1, True)] * 2 + [(2, True), (3, False)]
+    told = [(0, True)] * 3 + [(1, True)] * 2 + [(2, True), (3, False)]
+    assert sorted(heard) == sorted((UNKNOWN ** (position + 1), accepted) for position, accepted in told)
+
+
+@pytest.mark.parametrize("law", [(0.9, 0.5, 0.3, 0.2), (0.8, 0.8, 0.8, 0.8), (0.5, 0.7, 0.8, 0.85)])
+def test_positions_are_on_a_line(law):
+    """Acceptance that falls from one position to the next, that stays, that rises."""
+    line, draw = AcceptanceLine(), random.Random(1)
+    for _ in range(1500):
+        for position, chance in enumerate(law):
+            line.observe(UNKNOWN ** (position + 1), draw.random() < chance)
+    assert [line(UNKNOWN ** (position + 1)) for position in range(4)] == pytest.approx(law, abs=0.12)
 
 
 class RandomPolicy(BatchPolicy):

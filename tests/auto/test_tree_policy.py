@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from hf_hyperdflash.auto.acceptance import NodeAcceptance
-from hf_hyperdflash.auto.policies import MOST_NODES, DraftingStats, NodePolicy, Outcome, TreePolicy
+from hf_hyperdflash.auto.acceptance import AcceptanceLine
+from hf_hyperdflash.auto.policies import MOST_NODES, DraftingStats, Outcome, TreePolicy
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
 
@@ -131,26 +131,30 @@ def test_the_next_generation_knows_what_was_found():
     assert run(good, TreePolicy(known), 64, draw)[2] >= 40
 
 
-def test_it_learns_of_the_children_of_what_was_accepted():
-    """A node whose parent was rejected tells nothing, nor do the children of the last one of a text."""
+@pytest.mark.parametrize("are_drawn", [False, True])
+def test_it_learns_of_the_children_of_what_was_accepted(are_drawn):
+    """A node whose parent was rejected tells nothing, nor do the children of the last one of a text. Of drawn siblings
+    the first tells alone."""
 
-    class Heard(NodeAcceptance):
+    class Heard(AcceptanceLine):
         def __init__(self) -> None:
             super().__init__()
             self.heard: list = []
 
-        def observe(self, signals, accepted, are_drawn):
-            self.heard.append(([round(signal, 3) for signal in signals], accepted, are_drawn))
+        def observe(self, p, accepted):
+            self.heard.append((round(p, 3), accepted))
 
-    said = torch.tensor([0.5, 0.25, 0.75, 0.125, 0.875])
-    tree = DraftTree(torch.arange(5), (ANCHOR, ANCHOR, 1, 1, 0), confidence=said)
-    for is_last, expected in (
-        (False, [([0.5, 0.25], 1, False), ([0.75, 0.125], 0, False), ([], None, False)]),
-        (True, [([0.5, 0.25], 1, False), ([0.75, 0.125], 0, False)]),
-    ):
-        survival = Heard()
-        NodePolicy(DraftingStats(survival)).learn(Outcome(tree, [1, 2], is_last))
-        assert survival.heard == expected
-    survival = Heard()
-    NodePolicy(DraftingStats(survival)).learn(outcome(2, 1))
-    assert survival.heard == []
+    def heard_of(told: Outcome) -> list:
+        policy, heard = TreePolicy(DraftingStats()), Heard()
+        policy.are_trees, policy.stats = True, DraftingStats(heard)
+        policy._learn(told)
+        return heard.heard
+
+    said = torch.tensor([0.5, 0.25, 0.75, 0.125, 0.875, 0.375])
+    q = tuple(torch.ones(6)) if are_drawn else None
+    tree = DraftTree(torch.arange(6), (ANCHOR, ANCHOR, 1, 1, 0, 2), q, said)
+    first = [(0.5, False), (0.25, True), (0.75, True), (0.125, False)]
+    first = [each for each in first if not are_drawn or each[0] in (0.5, 0.75)]
+    assert heard_of(Outcome(tree, [1, 2], False)) == [*first, (0.375, False)]
+    assert heard_of(Outcome(tree, [1, 2], True)) == first
+    assert heard_of(outcome(2, 1)) == []

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
-from hf_hyperdflash.auto.acceptance import NodeAcceptance
+from hf_hyperdflash.auto.acceptance import AcceptanceLine
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.drafters.unrolled.rank_growth import BlockStep, grow_blocks
 from hf_hyperdflash.trees.growth import ACCEPTED, Admission, level_sizes
@@ -120,9 +120,9 @@ def test_the_tree_is_the_best_of_all_nodes(seed, budget, count, rules, ranked):
 @pytest.mark.parametrize("least", [0.0, 0.05, 0.2, 0.999])
 def test_a_tree_has_what_is_worth_it(least):
     """By what is known of survival, not by the drafter's word."""
-    survival = NodeAcceptance()
+    survival = AcceptanceLine()
     for said in (0.1, 0.5, 0.9) * 100:
-        survival.observe([said], 0 if said > 0.4 else None, are_drawn=False)
+        survival.observe(said, said > 0.4)
     drawn_by = sampler(60)
     drawn_by = replace(drawn_by, node_admission=Admission(survival, least))
     tree = grown(6, drawn_by, Talker(12, 3, 6), shape([2, 4, 6, 0], 2))
@@ -130,7 +130,7 @@ def test_a_tree_has_what_is_worth_it(least):
         path: math.exp(value) for path, value in all_nodes(Talker(12, 3, 6), [2, 4, 6, 0], 2, 6).items()
     }  # of the whole path
     of_node = {path: value / said.get(path[:-1], 1.0) for path, value in said.items()}
-    worth = {path: math.prod(survival.chance(of_node[path[: k + 1]]) for k in range(len(path))) for path in of_node}
+    worth = {path: math.prod(survival(of_node[path[: k + 1]]) for k in range(len(path))) for path in of_node}
     best = sorted((path for path in worth if worth[path] > least), key=lambda path: -worth[path])[:60]
     assert set(paths_of(tree)) == set(best) and bool(best) == (least < 0.9)
     assert tree.confidence.tolist() == pytest.approx([of_node[path] for path in paths_of(tree)], rel=1e-4)
@@ -170,7 +170,7 @@ def test_text_with_drawn_trees_is_the_targets(rule, vocabulary, slots, depth, bu
         nonlocal widest, most
         talker = Talker(vocabulary, slots, 5)
         drawn_by = sampler(budget, True)
-        drawn_by = replace(drawn_by, node_admission=None if least is None else Admission(NodeAcceptance(), least))
+        drawn_by = replace(drawn_by, node_admission=None if least is None else Admission(AcceptanceLine(), least))
         tree = grown(depth, drawn_by, talker, shape([2, 3, 3, 1], max_blocks))
         assert 1 <= len(tree) <= budget and max(tree.depths) <= depth and len(set(paths_of(tree))) == len(tree)
         most = max(most, len(tree))
@@ -225,18 +225,18 @@ def test_a_pass_draws_the_nodes_of_its_levels(slots, count, budget):
 @pytest.mark.parametrize("told", [0, 400])
 def test_draws_are_those_that_are_accepted_most_often(count, budget, passes, told):
     """All places that a pass could draw for, by the product of what is known of each node on the way."""
-    survival, slots = NodeAcceptance(), 3
+    survival, slots = AcceptanceLine(), 3
     for _ in range(told):
-        survival.observe([0.2], None, are_drawn=True)
-        survival.observe([0.8], 0, are_drawn=True)
-        survival.observe([0.8, 0.5, 0.5], None, are_drawn=True)
+        survival.observe(0.2, False)
+        survival.observe(0.8, True)
+        survival.observe(0.8, False)
     drawn_by, talker = sampler(budget, True), Talker(60, slots, 11)
     drawn_by = replace(drawn_by, node_admission=Admission(survival, 0.0) if told else None)
     tree = grown(count, drawn_by, talker, shape([1, 0, 0, 0], passes))
-    later = survival.later if told else ACCEPTED[1:]
+    later = ACCEPTED[1:]
 
     def chance(block: tuple, slot: int, rank: int) -> float:
-        first = max(survival.chance(float(talker.ranks(block, slot)[0])), later[0]) if told else ACCEPTED[0]
+        first = max(survival(float(talker.ranks(block, slot)[0])), later[0]) if told else ACCEPTED[0]
         tried = [first, later[0], *[later[1]] * rank]
         return math.prod(1 - each for each in tried[:rank]) * tried[rank]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_hyperdflash import load_drafter
+from hf_hyperdflash import auto, load_drafter
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.training.data.rows import encode_prompts
 
@@ -90,7 +90,8 @@ def test_rules_are_simulated_over_what_is_drafted(auto_script):
     rounds.take = take
     no_room = [auto_script.Drafted([], 0)]
     assert auto_script.auto(auto_script.DraftingStats())(no_room, rounds, Exact()) == 10
-    speeds = auto_script.simulate({"a": [hard] * 2}, rounds, most=2, orders=1, prompts=1)
+    rules = auto_script.all_rules({"a": [hard] * 2}, rounds, most=2)
+    speeds = auto_script.simulate({"a": [hard] * 2}, rounds, rules, orders=1, prompts=1)
     assert speeds["2 drafts"][0]["a"] == pytest.approx(10 / 17, rel=0.03)
     noisy = [rounds.take(4, random.Random(seed)) for seed in range(2000)]
     assert 19 < sum(noisy) / len(noisy) < 19.5 and max(noisy) > 25 and min(noisy) < 18
@@ -103,6 +104,32 @@ def test_the_first_suite_of_an_order_is_shown_by_itself(auto_script):
     assert [cell.split()[0] for cell in rows["auto"]] == ["2.00×", "+0.0", "-50.0", "+50.0"]
     assert [cell.split()[0] for cell in rows["foresight"]] == ["4.00×", *["+100.0"] * 3]
     assert "1 drafts" not in rows
+
+
+def test_each_constant_is_halved_and_doubled(auto_script):
+    constants = [(file, name) for file, names in auto_script.CONSTANTS.items() for name in names]
+    before = [getattr(file, name) for file, name in constants]
+
+    def simulated():
+        now = [getattr(file, name) for file, name in constants]
+        changed = [value / old for value, old in zip(now, before) if value != old]
+        assert len(changed) <= 1
+        return [{"a": now[0], "b": before[0]}, {"a": now[0], "b": before[0]}]
+
+    table = rows_of("\n".join(auto_script.simulate_each_constant(simulated)))
+    assert [getattr(file, name) for file, name in constants] == before
+    assert table.pop("acceptance.MEMORY") == ["200", "-25.0 (0.0)", "+50.0 (0.0)"]
+    assert len(table) == len(constants) - 1
+    assert all(cells[1:] == ["+0.0 (0.0)"] * 2 for cells in table.values())
+
+
+def test_no_constant_of_auto_is_forgotten(auto_script):
+    """Neither here nor in the table of what defends each."""
+    for file, names in auto_script.CONSTANTS.items():
+        numbers = {name for name, value in vars(file).items() if name.isupper() and isinstance(value, (int, float))}
+        assert numbers - {"UNKNOWN", "ANCHOR"} == {*names} | ({"MOST_NODES"} & numbers)
+        for name in numbers - {"UNKNOWN", "ANCHOR"}:
+            assert f"`{file.__name__.rpartition('.')[2]}.{name}`" in auto.__doc__
 
 
 def test_what_auto_gains_is_simulated(tmp_path):
@@ -127,6 +154,7 @@ def test_what_auto_gains_is_simulated(tmp_path):
         ("--prompts", 3, "The suite gsm8k has 2 prompts from 2 to 3, expected at least 3 (`--prompts`)."),
         ("--draft-ms", 0, "`--draft-ms` is 0.0, expected more than 0."),
         ("--skip", -1, "`--skip` is -1"),
+        ("--accept", 0, "`--accept` is 0.0, expected more than 0."),
     ):
         wrong = {**options, option: value, "--output": tmp_path / "wrong"}
         result = python(ROOT / "experiments/simulate_auto.py", *(part for pair in wrong.items() for part in pair))

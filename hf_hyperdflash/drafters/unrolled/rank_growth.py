@@ -217,7 +217,7 @@ class _GrowingTree:
         """Return the logarithm of a node's probability of acceptance, from the drafter's log-probability."""
         if self.admission is None or gain == -math.inf:
             return gain
-        return math.log(self.admission.survival.chance(math.exp(gain)))
+        return math.log(self.admission.survival(math.exp(gain)))
 
     def _signals(self, step: BlockStep, blocks: int) -> list[list[float]]:
         """Return the rank head's probability that the target's token is the best one, by block and slot."""
@@ -231,15 +231,14 @@ class _GrowingTree:
         """Return the values of each slot's children, by block and slot: those of the `share` children in all that are
         accepted most often."""
         survival, least = self.admission or (None, -1.0)
-        later = ACCEPTED[1:] if survival is None else survival.later
         waiting: list[tuple[float, int, int, int, float, list[float]]] = []  # the highest value first
 
         def push(row: int, slot: int, rank: int, parent: float, chances: list[float]) -> None:
             heapq.heappush(waiting, (-parent * chances[rank], row, slot, rank, parent, chances))
 
         def open_slot(row: int, slot: int, parent: float) -> None:
-            first = ACCEPTED[0] if survival is None else survival.chance(signals[row][slot])
-            push(row, slot, 0, parent, hits_of(first, share, later))
+            first = ACCEPTED[0] if survival is None else survival(signals[row][slot])
+            push(row, slot, 0, parent, hits_of(first, share))
 
         counts: list[list[list[float]]] = [[] for _ in starts]
         for row, start in enumerate(starts):

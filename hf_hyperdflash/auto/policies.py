@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..drafters.sampling import DraftSampler
 from ..trees.growth import Admission
@@ -67,7 +67,7 @@ class DraftingStats:
         batches: The same of batches, by the binary logarithm of their size.
     """
 
-    acceptance: Any = field(default_factory=AcceptanceLine)
+    acceptance: AcceptanceLine = field(default_factory=AcceptanceLine)
     costs: RoundCosts = field(default_factory=RoundCosts)
     is_drafting: bool = True
     tokens: float = 0.0

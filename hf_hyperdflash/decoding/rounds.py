@@ -234,10 +234,11 @@ class SlotRound(ChainRound):
     def forward(self, kwargs: dict[str, Any]) -> Any:
         rows, size, device = self.slots.rows, self.slots.size, self.texts[0].ids.device
         ids = self.texts[0].ids.new_zeros(size, self.width)
-        depths = torch.arange(self.width).repeat(size, 1)
-        visible = torch.ones(self.width, self.width, dtype=torch.bool).tril().repeat(size, 1, 1)
+        depths, visible = self.slots.chains(self.width)
+        if any(self.paths):
+            depths, visible = depths.cpu().clone(), visible.cpu().clone()
         for row, text, tree, paths in zip(rows, self.texts, self.trees, self.paths):
-            ids[row, 0], ids[row, 1 : len(tree) + 1] = text.ids[0, -1], tree.tokens
+            ids[row, : len(tree) + 1] = torch.cat([text.ids[0, -1:], tree.tokens.to(device)])
             for position, path in enumerate(paths or ()):
                 depths[row, position] = len(path) - 1
                 visible[row, position] = False

@@ -55,6 +55,7 @@ class SlotForward:
         self.cache = SlotCache(cache, target.windows, lengths, most)
         self.room = sys.maxsize if self.cache.capacity is None else self.cache.capacity
         self.rows = list(range(len(lengths)))
+        self._chains: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.real: torch.Tensor | None = None
         if any(mask is not None for mask in masks):
             shape = len(lengths), self.cache.capacity or max(lengths)
@@ -84,6 +85,16 @@ class SlotForward:
             return positions
         width = self.most if self.is_fixed else min(1 << (positions - 1).bit_length(), self.most)
         return width if longest + width <= self.room else positions
+
+    def chains(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the distance of each position from the anchor, `[batch, width]`, and which positions it sees, boolean
+        `[batch, width, width]`, of chains: the same in all rounds."""
+        key = self.size, width
+        if key not in self._chains:
+            device = self.cache.starts.device
+            visible = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+            self._chains[key] = torch.arange(width, device=device).repeat(self.size, 1), visible.repeat(self.size, 1, 1)
+        return self._chains[key]
 
     def __call__(
         self,
@@ -116,12 +127,15 @@ class SlotForward:
             kept: Of each sequence.
             width: Verification positions of the round.
         """
-        starts, counts, places = self.cache.starts, [0] * self.size, torch.arange(width).repeat(self.size, 1)
-        old = places.clone()
+        starts, counts = self.cache.starts, [0] * self.size
         for row, path in zip(self.rows, kept):
-            counts[row], old[row, : len(path)] = len(path), torch.tensor(path)
-        if not torch.equal(old, places):
-            moves = self.cache, old.to(starts.device), places.to(starts.device)
+            counts[row] = len(path)
+        if any(path != list(range(len(path))) for path in kept):
+            places, _ = self.chains(width)
+            old = places.cpu().clone()
+            for row, path in zip(self.rows, kept):
+                old[row, : len(path)] = torch.tensor(path)
+            moves = self.cache, old.to(starts.device), places
             if self.compiled is None:
                 move_in_slots(*moves)
             else:

@@ -1,0 +1,240 @@
+"""What a user would pick, side by side: plain decoding eager and compiled, transformers' prompt lookup, our rounds
+eager and compiled, and PyPI's `dflash` 0.1.0 and `economize` 0.3.2.
+
+Each way has a copy of one target, and they take turns in random order over the same prompts, so that the machine's
+drift hits them alike. What compiles has been compiled before. Seconds are the processor's on a CPU.
+
+    pip install --no-deps dflash==0.1.0 economize==0.3.2
+    python experiments/benchmark compiled  # a random Qwen3, and a drafter that knows its texts
+    python experiments/benchmark compiled --target SMOLLM2 --drafter DRAFTER  # in bfloat16, over three suites
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import importlib.util
+import json
+import os
+import platform
+import random
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoTokenizer, CompileConfig, PreTrainedModel
+
+from hf_hyperdflash import Drafter, PromptLookupDrafter, load_drafter, load_target
+from hf_hyperdflash.hub.formats import export_dflash, load_foreign
+
+from .loop import clock, loop_of_dflash, random_target, trained_drafter
+
+Way = Callable[[torch.Tensor], torch.Tensor]  # a prompt `[1, seq]` to the text
+COMPILED = "compiled plain"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", help="a folder or a name; a random Qwen3 by default")
+    parser.add_argument("--drafter", help="the target's, a folder or a name")
+    parser.add_argument("--prompts", type=int, default=4, help="random ones, or of each suite")
+    parser.add_argument("--suites", nargs="+", default=["gsm8k", "mbpp", "mt_bench"])
+    parser.add_argument("--prompt-files", type=Path, help="folder of SUITE.jsonl with lines of `prompt` or `turns`")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--tree-budgets", type=int, nargs="*", default=[8, 16])
+    parser.add_argument("--runs", type=int, default=3, help="over all prompts, after one that is not counted")
+    parser.add_argument("--ways", nargs="+", help="some of the ways, by name; all by default")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", default=None, choices=["float32", "bfloat16"])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, help="JSON")
+    arguments = parser.parse_args()
+    # Of the random target, as `loop` has it.
+    vars(arguments).update(layers=6, hidden_size=256, vocab_size=4096, block_size=8, steps=170)
+    return arguments
+
+
+def compile_config() -> CompileConfig:
+    """transformers' own, on a CPU too."""
+    config = CompileConfig() if torch.cuda.is_available() else CompileConfig(mode=None)
+    config._compile_all_devices = True
+    return config
+
+
+def ways_of(
+    target: PreTrainedModel, drafter: Drafter, folder: Path | None, longest: int, arguments: argparse.Namespace
+) -> dict[str, tuple[PreTrainedModel, Way, Drafter | None]]:
+    """Return each way with the copy of the target that it runs on, and the drafter whose rounds can be counted."""
+    sampled = dict(do_sample=True, temperature=arguments.temperature) if arguments.temperature else {}
+    options = dict(max_new_tokens=arguments.max_new_tokens, pad_token_id=0, **(sampled or dict(do_sample=False)))
+    compiled = dict(cache_implementation="static", max_cache_len=longest, compile_config=compile_config())
+    settings: dict[str, dict[str, Any]] = {"plain": {}, COMPILED: compiled}
+    static = dict(cache_implementation="static", max_cache_len=longest, prompt_lookup_num_tokens=7)
+    settings["transformers' lookup, static"] = static
+    drafts: dict[str, dict[str, Any]] = {"chain": {}, "auto": dict(num_assistant_tokens="auto")}
+    drafts |= {f"{budget} nodes": dict(tree_budget=budget) for budget in arguments.tree_budgets}
+    for name, asked in drafts.items():
+        settings[f"ours, {name}"] = dict(assistant_model=drafter, **asked)
+        settings[f"ours compiled, {name}"] = dict(assistant_model=drafter, **asked, **compiled)
+    settings["our lookup"] = dict(assistant_model=PromptLookupDrafter)
+    ways: dict[str, tuple[PreTrainedModel, Way, Drafter | None]] = {}
+    for name, asked in settings.items():
+        if arguments.ways and name not in arguments.ways:
+            continue
+        own, its = copy.deepcopy(target), asked.get("assistant_model")
+        if its is not None:
+            its = PromptLookupDrafter(own) if its is PromptLookupDrafter else its
+            its.bind(own)
+            asked = {**asked, "assistant_model": its}
+        ways[name] = own, _way(own, {**options, **asked}), its
+    if not arguments.temperature and not arguments.ways:
+        if folder is not None and importlib.util.find_spec("dflash"):
+            own = copy.deepcopy(target)
+            loop = loop_of_dflash(own, folder)
+            ways["dflash 0.1.0"] = own, lambda ids: loop(ids, arguments.max_new_tokens), None
+        if importlib.util.find_spec("economize"):
+            own = copy.deepcopy(target)
+            ways["economize 0.3.2, lookup"] = own, _economize(own, arguments.max_new_tokens), None
+    return ways
+
+
+def _way(target: PreTrainedModel, options: dict[str, Any]) -> Way:
+    return lambda ids: target.generate(ids, **options)
+
+
+def _economize(target: PreTrainedModel, count: int) -> Way:
+    import economize
+    from economize.techniques.lookup import LookupConfig
+
+    model = economize.apply(target, LookupConfig())
+    decoding = economize.DecodeConfig(cycle_length=8)
+
+    def way(ids: torch.Tensor) -> torch.Tensor:
+        written = torch.as_tensor(model.decode(ids[0], count, decoding=decoding).tokens).to(ids.device)
+        return torch.cat([ids[0], written])[None] if len(written) == count else written[None]
+
+    return way
+
+
+def prompts_of(arguments: argparse.Namespace, tokenizer: Any) -> list[torch.Tensor]:
+    """Return the prompts `[1, seq]`: random ones, or the first of each suite."""
+    if arguments.target is None:
+        torch.manual_seed(0)
+        return [torch.randint(2, arguments.vocab_size, (1, 16 * (i + 1))) for i in range(arguments.prompts)]
+    texts = []
+    for suite in arguments.suites:
+        lines = (arguments.prompt_files / f"{suite}.jsonl").read_text().splitlines()[: arguments.prompts]
+        for line in map(json.loads, lines):
+            texts.append(line["turns"][0] if "turns" in line else line["prompt"])
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    asked = dict(add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    return [tokenizer.apply_chat_template(chat, **asked)["input_ids"] for chat in chats]
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    transformers.logging.set_verbosity_error()
+    with TemporaryDirectory() as folder, torch.no_grad():
+        if arguments.target is None:
+            target, tokenizer = random_target(arguments), None
+            prompts = prompts_of(arguments, tokenizer)
+            with torch.enable_grad():
+                trained = trained_drafter(target, prompts, arguments)
+            dtype = getattr(torch, arguments.dtype or "float32")
+            export_dflash(trained.to(dtype), folder)
+            target, drafter = (
+                target.to(arguments.device, dtype),
+                load_foreign(Path(folder)).to(arguments.device, dtype),
+            )
+        else:
+            dtype = getattr(torch, arguments.dtype or "bfloat16")
+            target = load_target(arguments.target, dtype=dtype).to(arguments.device)
+            tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+            prompts = prompts_of(arguments, tokenizer)
+            drafter = load_drafter(arguments.drafter, dtype=dtype).to(arguments.device)
+        prompts = [prompt.to(arguments.device) for prompt in prompts]
+        longest = max(prompt.shape[1] for prompt in prompts) + arguments.max_new_tokens
+        own = Path(folder) if arguments.target is None else None
+        ways = ways_of(target, drafter, own, longest, arguments)
+        results = measure(ways, prompts, arguments)
+    print(table(results, prompts, arguments))
+    if arguments.output:
+        arguments.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def measure(
+    ways: dict[str, tuple[PreTrainedModel, Way, Drafter | None]], prompts: list[torch.Tensor], arguments: Any
+) -> dict[str, Any]:
+    """Return the machine, and of each way its seconds a run, its tokens, and of its rounds what they took."""
+    results: dict[str, Any] = {"machine": machine(arguments), "ways": {}}
+    order = random.Random(0)
+    expected: list[list[int]] = []
+    for run in range(-1, arguments.runs):
+        for index, prompt in enumerate(prompts):
+            for name in order.sample(list(ways), len(ways)):
+                _, way, drafter = ways[name]
+                torch.manual_seed(index)
+                began = clock(prompt)
+                text = way(prompt)
+                seconds = clock(prompt) - began
+                if name == "plain" and run < 0:
+                    expected.append(text[0].tolist())
+                own = results["ways"].setdefault(name, {"first": 0.0, "calls": []})
+                if run < 0:
+                    own["first"] += seconds
+                    own.setdefault("texts", []).append(text[0].tolist())
+                    continue
+                stats = None if drafter is None else drafter.last_stats
+                call = {"run": run, "prompt": index, "seconds": seconds, "tokens": text.shape[1] - prompt.shape[1]}
+                if stats is not None:
+                    names = "rounds", "verify_seconds", "draft_seconds", "loop_seconds"
+                    call |= {each: getattr(stats, each) for each in names}
+                own["calls"].append(call)
+    for own in results["ways"].values():
+        texts = own.pop("texts")
+        own["same_texts"] = sum(text == plain for text, plain in zip(texts, expected)) if expected else None
+    return results
+
+
+def machine(arguments: Any) -> dict[str, Any]:
+    on_gpu = arguments.device.startswith("cuda")
+    return {
+        "date": str(datetime.date.today()), "device": torch.cuda.get_device_name() if on_gpu else platform.processor(),
+        "cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "transformers": transformers.__version__, "target": arguments.target and Path(arguments.target).name,
+        "dtype": arguments.dtype, "temperature": arguments.temperature, "new_tokens": arguments.max_new_tokens,
+        "prompts": arguments.prompts, "suites": arguments.suites if arguments.target else None, "runs": arguments.runs,
+    }  # fmt: skip
+
+
+def table(results: dict[str, Any], prompts: list[torch.Tensor], arguments: Any) -> str:
+    """Return the table: of each way the tokens a second of its median run, beside the two plain ways."""
+    speeds = {name: _speed(own["calls"], arguments.runs) for name, own in results["ways"].items()}
+    lines = [json.dumps(results["machine"]), ""]
+    lines.append("| way | tokens/s | x plain | x compiled plain | tau | round ms | verify | draft | same texts |")
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    for name, own in results["ways"].items():
+        calls, cells = own["calls"], [name, f"{speeds[name]:.1f}"]
+        cells += [f"{speeds[name] / speeds[base]:.2f}" if base in speeds else "" for base in ("plain", COMPILED)]
+        rounds = sum(call.get("rounds", 0) for call in calls)
+        if rounds:
+            cells.append(f"{sum(call['tokens'] - 1 for call in calls) / rounds:.2f}")
+            parts = ("loop_seconds", "verify_seconds", "draft_seconds")
+            cells += [f"{1e3 * sum(call[part] for call in calls) / rounds:.1f}" for part in parts]
+        else:
+            cells += [""] * 4
+        same = own["same_texts"]
+        lines.append(f"| {' | '.join(cells)} | {'' if same is None else f'{same} of {len(prompts)}'} |")
+    return "\n".join(lines)
+
+
+def _speed(calls: list[dict[str, Any]], runs: int) -> float:
+    by_run = [[call for call in calls if call["run"] == run] for run in range(runs)]
+    return statistics.median(sum(c["tokens"] for c in run) / sum(c["seconds"] for c in run) for run in by_run)

@@ -120,6 +120,8 @@ PRIVATE = [
         "_assisted_decoding": "to run our loop",
         "_get_candidate_generator": "to hand our drafts to transformers' loop",
         "_prefill": "to run the prompt",
+        "_valid_auto_compile_criteria": "to compile rounds where transformers' own loop would be compiled",
+        "_default_compile_config": "to compile them as it would be",
         "_supports_default_dynamic_cache": "to refuse targets that make a cache of their own",
     }),
     (GenerationConfig, {"_get_default_generation_params": "to tell 20 drafts that were asked for from the default"}),

@@ -93,7 +93,10 @@ class SlotForward:
         if key not in self._chains:
             device = self.cache.starts.device
             visible = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-            self._chains[key] = torch.arange(width, device=device).repeat(self.size, 1), visible.repeat(self.size, 1, 1)
+            self._chains[key] = (
+                torch.arange(width, device=device).repeat(self.size, 1),
+                visible.repeat(self.size, 1, 1),
+            )
         return self._chains[key]
 
     def __call__(

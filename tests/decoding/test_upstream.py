@@ -121,12 +121,12 @@ PRIVATE = [
         "_get_candidate_generator": "to hand our drafts to transformers' loop",
         "_prefill": "to run the prompt",
         "_valid_auto_compile_criteria": "to compile rounds where transformers' own loop would be compiled",
-        "_default_compile_config": "to compile them as it would be",
         "_supports_default_dynamic_cache": "to refuse targets that make a cache of their own",
     }),
     (GenerationConfig, {"_get_default_generation_params": "to tell 20 drafts that were asked for from the default"}),
     (PreTrainedModel, {
         "_is_stateful": "to let a bound V4 through `generate`'s check",
+        "_default_compile_config": "to compile rounds as transformers' own loop would be",
         "_init_weights": "to start drafters",
         "_keep_in_fp32_modules_strict": "to keep gates and norms in float32",
         "_keys_to_ignore_on_load_unexpected": "to load a drafter out of a whole V4 checkpoint",
@@ -178,6 +178,8 @@ PRIVATE = [
         "_hf_hook": "to tell an offloaded LM head",
         "_old_forward": "to replace the forward of a module that its hooks wrap",
     }),
+    (transformers.tokenization_utils_tokenizers, {"_tokenizer": "to take back a token that a GGUF file has not"}),
+    (torch.cpu, {"_is_amx_tile_supported": "to answer in bfloat16 on a CPU that is fast in it"}),
     (torch, {"_dynamo": "to compile a module once for any number of tokens"}),
     (torch._dynamo.eval_frame, {"_orig_mod": "to see the model in a compiled one"}),
 ]  # fmt: skip
@@ -188,7 +190,7 @@ OURS = {
     "_hyperdflash_context", "_hyperdflash_padding", "_hyperdflash_starts_only", "_hyperdflash_torn", "_asdict",
     "_has_callers_cache", "_num_draft_tokens", "_num_drafts_asked", "_replace", "_acceptance", "_codebook",
     "_features", "_normalize_context_k", "_runtime", "_VERBOSITY", "_DISABLE_PROGRESS_BARS", "_abc_impl",
-    "_backward_cls", "_token_id",
+    "_backward_cls", "_token_id", "_token",
 }  # fmt: skip
 
 

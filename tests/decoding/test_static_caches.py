@@ -16,7 +16,8 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, bind
 from hf_hyperdflash.drafters.parts.block_attention import AttentionSpan
-from hf_hyperdflash.drafters.parts.fixed_context import FixedLayers
+from hf_hyperdflash.drafters.parts.fixed_context import FixedContext, FixedLayers
+from hf_hyperdflash.drafters.parts.layers import ContextCache
 from hf_hyperdflash.targets.caches.name import CACHE
 from hf_hyperdflash.targets.caches.static import SlotCache, can_hold_rounds
 from hf_hyperdflash.trees.layout import TreeLayout
@@ -274,6 +275,20 @@ def test_a_fixed_context_shows_what_a_growing_one_shows(old, new, block, from_sl
     expected = torch.ones(block, len(text), dtype=torch.bool) if expected is None else expected[0, 0]
     for slot in range(block):
         assert keys[0, 0, mask[slot], 0].tolist() == [key for key, sees in zip(text, expected[slot].tolist()) if sees]
+
+
+@pytest.mark.parametrize("new", [0, 2, 5])
+def test_pending_tokens_have_one_shape_and_one_layout(new):
+    """However many there are, and whatever they are views of: torch compiles for strides, too."""
+    empty = ContextCache([AttentionSpan()])
+    context = FixedContext([AttentionSpan()], empty, (1, 1, 40, 4), torch.zeros(1), 5, None)
+    wide, positions = torch.randn(1, 9, 2, 6), torch.arange(9)[None]
+    if new:
+        context.pending = wide[:, 1 : 1 + new], positions[:, 1 : 1 + new]
+    residual, position_ids, counts = context.take_pending((2, 6))
+    assert residual.shape == (1, 5, 2, 6) and residual.stride() == torch.empty(1, 5, 2, 6).stride()
+    assert position_ids.shape == (1, 5) and position_ids.stride() == (5, 1) and counts.tolist() == [0, new]
+    assert torch.equal(residual[:, :new], wide[:, 1 : 1 + new]) and context.pending is None and len(context) == new
 
 
 def test_caches_that_hold_rounds():

@@ -65,18 +65,17 @@ class FixedContext(ContextCache):
     def take_pending(self, residual_shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the pending tokens' residual `[1, most_new, ...]` and positions `[1, most_new]`, filled up, and the
         numbers of tokens before them and of them, `[2]`. They are no longer pending, but there."""
-        buffer = self._layer_views[0][0]
-        residual, position_ids = self.pending or (
-            buffer.new_zeros(1, 0, *residual_shape),
-            torch.zeros(1, 0, dtype=torch.long, device=buffer.device),
-        )
-        new = residual.shape[1]
+        buffer, new = self._layer_views[0][0], 0
+        # Also where nothing is filled up: a view has strides of its own, for which torch would compile anew.
+        residual = buffer.new_zeros(1, self.most_new, *residual_shape)
+        position_ids = torch.zeros(1, self.most_new, dtype=torch.long, device=buffer.device)
+        if self.pending is not None:
+            new = self.pending[1].shape[1]
+            residual[:, :new], position_ids[:, :new] = self.pending
         counts = torch.tensor([self._stop, new], device=buffer.device)
-        more = self.most_new - new
-        residual = torch.nn.functional.pad(residual, (0, 0) * len(residual_shape) + (0, more))
         self.pending = None
         self.advance(new)
-        return residual, torch.nn.functional.pad(position_ids, (0, more)), counts
+        return residual, position_ids, counts
 
 
 class FixedLayers:

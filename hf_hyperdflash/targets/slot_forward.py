@@ -197,6 +197,9 @@ class CompiledForwards:
         self.options = options if options.get("dynamic") is not None else {**options, "dynamic": False}
         self._by_shape: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_by_shape": {}}  # compiled code can be neither copied nor pickled
+
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function compiled for the shapes of its arguments."""
         key = function, *map(_shape_of, args)

@@ -5,6 +5,7 @@ code that is generated, and takes a second instead of a minute.
 """
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -365,6 +366,15 @@ def test_compiled_turns_and_eager_ones(counted):
         assert torch.equal(written, expected)
         text = torch.cat([expected, prompt(4, seed=turn)], dim=1)
     assert counted["unique_graphs"] == 2
+
+
+def test_a_target_with_compiled_rounds_can_be_copied_and_pickled(counted):
+    target, own = target_and_own(families.qwen3)
+    options = dict(max_new_tokens=9, cache_implementation="static", compile_config=compiling(), **GREEDILY)
+    expected = own.generate(prompt(11), max_new_tokens=9, **GREEDILY)
+    for each in (target, copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
+        drafter = drafter_of(each)
+        assert torch.equal(each.generate(prompt(11), assistant_model=drafter, **options), expected)
 
 
 def test_who_decides_whether_rounds_compile(counted):

@@ -1,4 +1,4 @@
-"""Greedy text with draft trees against the target's own, over families, trees, chunks, turns and processors.
+"""Greedy text with draft trees against the target's own, over families, trees, chunks, turns, caches and processors.
 
 `python -m tests.fuzz_trees --cases 10000` runs seeds 0 to 9,999 and prints every difference; the tests run some
 hundreds of them. A case is its seed: `--first 1234 --cases 1` runs that one again.
@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, StaticCache
 from transformers.utils import logging
 
 from hf_hyperdflash import bind
@@ -81,6 +81,8 @@ def run_case(seed: int) -> tuple[str, str | None]:
     text, filled = prompt(chance.randint(1, 40), seed=seed), None
     turns = 1 if is_whole else chance.choice([1, 1, 2])
     keeps_cache = turns > 1 or bool(seed % 2)  # else rounds run in inference mode
+    if target_of(target).takes_static_caches and chance.random() < 0.4:
+        filled = StaticCache(config=target.config.get_text_config(decoder=True), max_cache_len=120)
     for turn in range(turns):
         options["attention_mask"] = torch.ones_like(text)  # else a padding token that was written would be hidden
         expected = target.generate(text, **options)

@@ -6,7 +6,7 @@ drift hits them alike. What compiles has been compiled before. Seconds are the p
 
     pip install --no-deps dflash==0.1.0 economize==0.3.2
     python experiments/benchmark compiled  # a random Qwen3, and a drafter that knows its texts
-    python experiments/benchmark compiled --target SMOLLM2 --drafter DRAFTER  # in bfloat16, over three suites
+    python experiments/benchmark compiled --target SMOLLM2 --drafter DRAFTER --prompt-files FOLDER  # in bfloat16
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--target", help="a folder or a name; a random Qwen3 by default")
     parser.add_argument("--drafter", help="the target's, a folder or a name")
     parser.add_argument("--prompts", type=int, default=4, help="random ones, or of each suite")
-    parser.add_argument("--suites", nargs="+", default=["gsm8k", "mbpp", "mt_bench"])
+    parser.add_argument("--suites", nargs="+", default=["gsm8k", "mbpp", "mt-bench"])
     parser.add_argument("--prompt-files", type=Path, help="folder of SUITE.jsonl with lines of `prompt` or `turns`")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -53,9 +53,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default=None, choices=["float32", "bfloat16"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, help="JSON")
+    parser.add_argument("--output", type=Path, help="a folder for report.md and calls.json")
     arguments = parser.parse_args()
+    if arguments.target and not (arguments.drafter and arguments.prompt_files):
+        parser.error("`--target` needs its `--drafter`, and `--prompt-files` with a file for each suite.")
     # Of the random target, as `loop` has it.
+    arguments.dtype = arguments.dtype or ("bfloat16" if arguments.target else "float32")
     vars(arguments).update(layers=6, hidden_size=256, vocab_size=4096, block_size=8, steps=170)
     return arguments
 
@@ -147,14 +150,14 @@ def main() -> None:
             prompts = prompts_of(arguments, tokenizer)
             with torch.enable_grad():
                 trained = trained_drafter(target, prompts, arguments)
-            dtype = getattr(torch, arguments.dtype or "float32")
+            dtype = getattr(torch, arguments.dtype)
             export_dflash(trained.to(dtype), folder)
             target, drafter = (
                 target.to(arguments.device, dtype),
                 load_foreign(Path(folder)).to(arguments.device, dtype),
             )
         else:
-            dtype = getattr(torch, arguments.dtype or "bfloat16")
+            dtype = getattr(torch, arguments.dtype)
             target = load_target(arguments.target, dtype=dtype).to(arguments.device)
             tokenizer = AutoTokenizer.from_pretrained(arguments.target)
             prompts = prompts_of(arguments, tokenizer)
@@ -164,16 +167,20 @@ def main() -> None:
         own = Path(folder) if arguments.target is None else None
         ways = ways_of(target, drafter, own, longest, arguments)
         results = measure(ways, prompts, arguments)
-    print(table(results, prompts, arguments))
+    report = f"{machine(arguments)}\n\n{table(results, prompts, arguments)}"
+    print(report)
     if arguments.output:
-        arguments.output.write_text(json.dumps(results, indent=1) + "\n")
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        (arguments.output / "report.md").write_text(f"# Compiled rounds\n\n{report}\n")
+        (arguments.output / "calls.json").write_text(json.dumps(results) + "\n")
 
 
 def measure(
     ways: dict[str, tuple[PreTrainedModel, Way, Drafter | None]], prompts: list[torch.Tensor], arguments: Any
 ) -> dict[str, Any]:
     """Return the machine, and of each way its seconds a run, its tokens, and of its rounds what they took."""
-    results: dict[str, Any] = {"machine": machine(arguments), "ways": {}}
+    results: dict[str, Any] = {"machine": machine(arguments)}
+    results["ways"] = {name: {"calls": [], "texts": []} for name in ways}
     order = random.Random(0)
     expected: list[list[int]] = []
     for run in range(-1, arguments.runs):
@@ -186,10 +193,9 @@ def measure(
                 seconds = clock(prompt) - began
                 if name == "plain" and run < 0:
                     expected.append(text[0].tolist())
-                own = results["ways"].setdefault(name, {"first": 0.0, "calls": []})
+                own = results["ways"][name]
                 if run < 0:
-                    own["first"] += seconds
-                    own.setdefault("texts", []).append(text[0].tolist())
+                    own["texts"].append(text[0].tolist())
                     continue
                 stats = None if drafter is None else drafter.last_stats
                 call = {"run": run, "prompt": index, "seconds": seconds, "tokens": text.shape[1] - prompt.shape[1]}
@@ -203,22 +209,23 @@ def measure(
     return results
 
 
-def machine(arguments: Any) -> dict[str, Any]:
+def machine(arguments: Any) -> str:
+    """Return what was measured, and on what, in two sentences."""
     on_gpu = arguments.device.startswith("cuda")
-    return {
-        "date": str(datetime.date.today()), "device": torch.cuda.get_device_name() if on_gpu else platform.processor(),
-        "cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__,
-        "transformers": transformers.__version__, "target": arguments.target and Path(arguments.target).name,
-        "dtype": arguments.dtype, "temperature": arguments.temperature, "new_tokens": arguments.max_new_tokens,
-        "prompts": arguments.prompts, "suites": arguments.suites if arguments.target else None, "runs": arguments.runs,
-    }  # fmt: skip
+    device = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()}, {os.cpu_count()} cores, CPU seconds"
+    target = Path(arguments.target).name if arguments.target else "a random Qwen3 (6 layers, width 256)"
+    texts = f"{arguments.prompts} prompts" + (f" of each of {', '.join(arguments.suites)}" if arguments.target else "")
+    return (
+        f"{datetime.date.today()}, {device}, {arguments.threads} thread(s), torch {torch.__version__}, transformers "
+        f"{transformers.__version__}. {target}, {arguments.dtype}, temperature {arguments.temperature:g}, {texts}, "
+        f"{arguments.max_new_tokens} new tokens, the median of {arguments.runs} runs by turns."
+    )
 
 
 def table(results: dict[str, Any], prompts: list[torch.Tensor], arguments: Any) -> str:
     """Return the table: of each way the tokens a second of its median run, beside the two plain ways."""
     speeds = {name: _speed(own["calls"], arguments.runs) for name, own in results["ways"].items()}
-    lines = [json.dumps(results["machine"]), ""]
-    lines.append("| way | tokens/s | x plain | x compiled plain | tau | round ms | verify | draft | same texts |")
+    lines = ["| way | tokens/s | x plain | x compiled plain | tau | round ms | verify | draft | same texts |"]
     lines.append("|---|---|---|---|---|---|---|---|---|")
     for name, own in results["ways"].items():
         calls, cells = own["calls"], [name, f"{speeds[name]:.1f}"]

@@ -13,6 +13,7 @@ from hf_hyperdflash import Eagle3Drafter, SpecBlockDrafter, load_drafter
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.decoding.bind import capture_residual
 from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.drafters.unrolled.drafter import UnrolledDrafter
 from hf_hyperdflash.hub.formats import load_foreign
 from hf_hyperdflash.hub.loading import load_target
 from hf_hyperdflash.hub.publish import planned_push
@@ -136,7 +137,7 @@ class Followed(DraftSampler):
         for k in range(count):
             last = torch.tensor([self.tokens[k - 1] if k else int(ids[0, -1])])
             step: DraftStep = steps(k, last, torch.zeros(1, dtype=torch.long))
-            self.seen.append(step.logits[0])
+            self.seen.append(step.whole().logits[0])
         return super()._path(ids, 0, steps)
 
     def blind(self, ids, logits):
@@ -158,6 +159,8 @@ def drafted(drafter, target, ids: torch.Tensor, tokens: list[int], parts=(1,)) -
         drafter.extend(
             target_of(target), context, captured[0][:, part], positions[:, part], ids[:, start + 1 : stop + 1]
         )
+    if isinstance(drafter, UnrolledDrafter):  # whose next round would take in what is pending
+        drafter.flush_pending(target_of(target), [context])
     held = len(context)
     sampler = Followed(tokens)
     drafter.propose(target_of(target), context, ids, positions, len(tokens) + 1, sampler)

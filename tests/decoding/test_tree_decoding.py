@@ -109,7 +109,7 @@ class Asking(DraftSampler):
         super().__init__(LogitsProcessorList(), False)
         self.levels, self.logits = levels, []
 
-    def grow(self, ids, count, steps):
+    def grow(self, ids, count, steps, width=None):
         levels = [([int(ids[0, -1])], [0]), *self.levels]
         self.logits = [steps(k, torch.tensor(t), torch.tensor(rows)).logits for k, (t, rows) in enumerate(levels)]
         return DraftTree.chain(ids.new_empty(0))

@@ -20,12 +20,12 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 from ..auto.policies import DraftingStats
 from ..drafters.base import Drafter
 from ..targets.caches.name import CACHE, own_cache_names, renamed_cache
+from ..targets.caches.slot_forward import CompiledForwards
 from ..targets.caches.static import can_hold_rounds
 from ..targets.fused import Fusion
 from ..targets.hooks import ResidualCapture, ResidualTap
 from ..targets.registry import check_layers, check_without_virtual_tokens, is_bound, is_drafter, target_of
 from ..targets.rope_switch import check_restart
-from ..targets.slot_forward import CompiledForwards
 from ..targets.target import Target
 from ..version import __version__, series
 from .candidates import DraftCandidateGenerator

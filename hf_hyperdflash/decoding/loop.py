@@ -19,8 +19,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..auto.policies import MOST_NODES, BatchPolicy, ChainPolicy, FixedPolicy, Outcome, TreePolicy
 from ..targets.caches.name import CACHE, cache_of
 from ..targets.caches.ragged import RaggedCache
+from ..targets.caches.slot_forward import SlotForward, compile_options
 from ..targets.caches.static import can_hold_rounds
-from ..targets.slot_forward import SlotForward, compile_options
 from ..trees.tree import DraftTree
 from .continuation import OPEN_FORWARDS, is_between_writes, leave_context, stop_recording
 from .inference_mode import mode_of_rounds

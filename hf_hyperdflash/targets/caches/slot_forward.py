@@ -12,11 +12,11 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationConfig
 
-from .attention_masks import attention_mask_for
-from .caches.name import CACHE
-from .caches.static import SlotCache
-from .hooks import ResidualCapture
-from .target import Target
+from ..attention_masks import attention_mask_for
+from ..hooks import ResidualCapture
+from ..target import Target
+from .name import CACHE
+from .static import SlotCache
 
 _OWN = (CACHE, "attention_mask", "position_ids", "logits_to_keep")  # arguments that are another in each round
 

@@ -135,7 +135,7 @@ class Fusion:
             self.on_cpu = False
             raise ValueError(
                 f"`fuse` is True on a CPU, but torch.compile failed there ({_line_of(error)}): install a C++ "
-                "compiler, or leave `fuse` out."
+                "compiler, a newer torch than 2.8, or leave `fuse` out."
             ) from error
 
     @contextmanager

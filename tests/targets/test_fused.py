@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 from torch._dynamo.utils import counters
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection, DeepseekV4RMSNorm
 
@@ -26,6 +27,8 @@ from ..helpers.fused import GREEDY, logits_of, replaced, rugged
 @pytest.fixture(scope="module")
 def compiled():
     """A bound target with compiled hyper-connections, and a copy that was never bound."""
+    if Version(torch.__version__) < Version("2.9"):
+        pytest.skip("this torch compiles no hyper-connection for any number of tokens, which `bind` says")
     torch.manual_seed(0)
     stock = rugged(tiny_target())
     return bind(copy.deepcopy(stock), fuse=True), stock

@@ -45,7 +45,7 @@ class FixedContext(ContextCache):
             for buffer, states in zip(own, old):
                 buffer[:, :, : self._stop] = states
         for buffer in self.buffers:
-            torch._dynamo.mark_static_address(buffer)
+            torch._dynamo.mark_static_address(buffer, guard=False)
 
     @property
     def buffers(self) -> list[torch.Tensor]:

@@ -45,6 +45,8 @@ class SlotLayer(StaticLayer):
         self.device = layer.device
         self.keys = self._in_slots(cast(torch.Tensor, layer.keys), lengths, layer)
         self.values = self._in_slots(cast(torch.Tensor, layer.values), lengths, layer)
+        for states in (self.keys, self.values):  # not guarded, which before torch 2.9 or so it is: caches come and go
+            torch._dynamo.mark_static_address(states, guard=False)
 
     def _in_slots(self, states: torch.Tensor, lengths: Sequence[int], layer: StaticLayer) -> torch.Tensor:
         """Return a layer's keys or values with each sequence's tokens in their slots."""
@@ -55,7 +57,6 @@ class SlotLayer(StaticLayer):
         slots = states
         if self.window is not None:
             slots = states.new_zeros(*states.shape[:2], self.capacity, states.shape[3])
-            torch._dynamo.mark_static_address(slots)
         for index, length in enumerate(lengths):
             kept = min(length, held, self.capacity)
             own = torch.arange(length - kept, length, device=states.device) % self.capacity
@@ -156,7 +157,7 @@ class SlotCache(Cache):
     def __init__(self, cache: Cache, windows: Sequence[int | None], lengths: Sequence[int], width: int) -> None:
         self.stock = cache
         self.starts = torch.tensor(lengths, device=cast(Any, cache.layers[0]).device)
-        torch._dynamo.mark_static_address(self.starts)
+        torch._dynamo.mark_static_address(self.starts, guard=False)
         layers = [
             SlotLayer(cast(StaticLayer, layer), window, lengths, self.starts, width)
             for layer, window in zip(cache.layers, windows)

@@ -121,7 +121,7 @@ def _tensors(folder: Path, files: tuple[str, ...], name: str) -> dict[str, torch
     tensors: dict[str, torch.Tensor] = {}
     for shard in [file for file in there if file.endswith(".safetensors")] or weight_files(folder):
         tensors |= load_file(folder / shard)
-    for pickle in () if tensors else there:
+    for pickle in () if tensors else [file for file in there if not file.endswith(".safetensors")]:
         tensors = _unpickled(folder / pickle)
     if not tensors:
         raise OSError(f"{name} has no model.safetensors: drafters are read from safetensors only, not from pickles.")

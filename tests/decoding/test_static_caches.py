@@ -180,6 +180,17 @@ def test_a_cache_without_room_for_a_last_tree():
         assert torch.equal(target.generate(ids, max_new_tokens=30, **options), whole)
 
 
+def test_a_drafter_that_makes_more_nodes_than_a_window_has_slots_for():
+    """It was asked for two drafts, one after the other, and makes trees of up to twelve nodes: they are cut."""
+    target, own = target_and_own(families.mistral)
+    ids = prompt(13)
+    expected = own.generate(ids, max_new_tokens=50, **GREEDILY)
+    drafter = RandomTrees(target, [expected[0]], most=12, depth=2)
+    options = dict(assistant_model=drafter, cache_implementation="static", **GREEDILY)
+    assert torch.equal(target.generate(ids, max_new_tokens=50, **options), expected)
+    assert max(map(len, drafter.trees)) > 6 and drafter.last_stats.nodes <= 2 * drafter.last_stats.rounds
+
+
 def test_what_cannot_be_done_is_said_before_it_begins():
     target, own = target_and_own(families.qwen3)
     drafter, ids = PromptLookupDrafter(target), prompt(11)

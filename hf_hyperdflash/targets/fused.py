@@ -181,11 +181,9 @@ class Fusion:
 
     def compiled(self, module: Any, streams: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run a hyper-connection's own forward, compiled once for every number of tokens."""
-        own, kind = type(module).forward, type(module)
+        kind = type(module)
         if kind not in self._compiled:
-            # Graphs belong to a code object, and one target's must not count as another's recompilations.
-            copied = types.FunctionType(own.__code__.replace(), own.__globals__, own.__name__, None, own.__closure__)
-            self._compiled[kind] = torch.compile(copied, fullgraph=True, dynamic=False)
+            self._compiled[kind] = torch.compile(with_own_code(kind.forward), fullgraph=True, dynamic=False)
         batch, seq = streams.shape[:2]
         tokens = streams if batch == 1 else streams.flatten(0, 1).unsqueeze(0)
         graph = kind, streams.dtype, streams.is_inference(), module.fn.requires_grad
@@ -205,6 +203,13 @@ def _is_interpreted() -> bool:
 
 def _runs_triton(device: str) -> bool:
     return _is_interpreted() if device == "cpu" else device in ("cuda", "xpu") and _kernels() is not None
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same function with code of its own: torch keeps graphs by code, and those of one target must not
+    count as recompilations of another's."""
+    code, name = function.__code__.replace(), function.__name__
+    return types.FunctionType(code, function.__globals__, name, None, function.__closure__)
 
 
 def _line_of(error: Exception) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationConfig
 
 from ..attention_masks import attention_mask_for
+from ..fused import with_own_code
 from ..hooks import ResidualCapture
 from ..target import Target
 from .name import CACHE
@@ -204,10 +204,7 @@ class CompiledForwards:
         """Call a function compiled for the shapes of its arguments."""
         key = function, *map(_shape_of, args)
         if key not in self._by_shape:
-            # Code of its own: torch counts recompilations by code, and another shape's or target's are none of this
-            # one's.
-            own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-            self._by_shape[key] = torch.compile(own, **self.options)
+            self._by_shape[key] = torch.compile(with_own_code(function), **self.options)
         return self._by_shape[key](*args)
 
 

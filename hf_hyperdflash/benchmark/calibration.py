@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..decoding.stats import SpeculationStats
 from ..drafters.base import Observer
 from ..drafters.blocks.drafter import BlockDrafter
+from ..drafters.sampling import Context
 from ..training.acceptance import bound
 from ..training.runs.progress import progress_bar
 from ..trees.tree import DraftTree
@@ -127,7 +128,7 @@ class _ConfidenceRecorder(Observer):
     def __init__(self) -> None:
         self.confidences: list[torch.Tensor] = []
 
-    def add_round(self, context: Any, tree: DraftTree, logits: torch.Tensor, accepted: list[int]) -> None:
+    def add_round(self, context: Context, tree: DraftTree, logits: torch.Tensor, accepted: list[int]) -> None:
         if tree.confidence is not None:
             self.confidences.append(tree.confidence.double().cpu())
 

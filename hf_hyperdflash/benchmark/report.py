@@ -138,7 +138,7 @@ def markdown(results: Results, rows: Sequence[Row], pooled: Sequence[Row]) -> st
     return "\n\n".join(part for part in [*parts, _PICTURES] if part)
 
 
-def _settings(runs: Sequence[dict[str, Any]]) -> str:
+def _settings(runs: Sequence[dict[str, object]]) -> str:
     """Return a list of all settings, with several values where starts of the run differ."""
     lines = []
     for name in dict.fromkeys(name for run in runs for name in run):
@@ -148,7 +148,7 @@ def _settings(runs: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_plain(item)}" for name, item in value.items())
     if isinstance(value, list):
@@ -384,7 +384,7 @@ def _terminal(*columns: str | Column) -> Table:
     return Table(*columns, box=SIMPLE_HEAD, show_edge=False, padding=0)
 
 
-def write_calibration(calibration: Calibration, settings: dict[str, Any], output: Path) -> None:
+def write_calibration(calibration: Calibration, settings: dict[str, object], output: Path) -> None:
     """Write `calibration.md`, `calibration.json` and `reliability.png` into the folder `output`, new or not.
 
     Raises:
@@ -409,7 +409,7 @@ def write_calibration(calibration: Calibration, settings: dict[str, Any], output
     picture.savefig(output / "reliability.png")
 
 
-def _facts(pair: BeforeAfter) -> dict[str, Any]:
+def _facts(pair: BeforeAfter) -> dict[str, dict[str, object]]:
     return {
         when: {**result._asdict(), "bins": [bin_._asdict() for bin_ in result.bins]}
         for when, result in zip(("before", "after"), pair)

@@ -339,7 +339,7 @@ def _sums(pairs: list[Pair]) -> np.ndarray:
     return np.stack(list(sums.values()))
 
 
-def save_report(report: str, arguments: argparse.Namespace, **figures: Any) -> None:
+def save_report(report: str, arguments: argparse.Namespace, **figures: object) -> None:
     """Write a script's report.md and results.json, if its `--output` asks for them. Files and folders of this machine
     go in by name."""
     if not arguments.output:

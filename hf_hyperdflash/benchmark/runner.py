@@ -300,7 +300,7 @@ def _run_facts(
     methods: Sequence[Method],
     settings: BenchmarkSettings,
     suites: dict[str, list[list[str]]],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     return {
         **environment(target),
         "methods": {method.name: _describe(method) for method in methods},
@@ -311,7 +311,7 @@ def _run_facts(
     }
 
 
-def environment(target: PreTrainedModel) -> dict[str, Any]:
+def environment(target: PreTrainedModel) -> dict[str, object]:
     """Return the date, command, hardware and versions for a report, without this machine's folders."""
     return {
         "date": date.today().isoformat(),
@@ -411,7 +411,7 @@ def _open_results(path: Path, run: dict[str, Any]) -> dict[Key, Generation]:
     return done
 
 
-def _named(run: dict[str, Any]) -> dict[str, Any]:
+def _named(run: dict[str, object]) -> dict[str, object]:
     """Flatten the facts of a run: the parts of a fact get entries of their own."""
     parts = {
         f"{fact} of {name}": v for fact, value in run.items() if isinstance(value, dict) for name, v in value.items()

@@ -33,32 +33,37 @@ from .continuation import count_forwards, stop_recording
 from .loop import speculative_decoding
 from .request import (
     AUTO,
-    arguments_of_each,
-    by_name,
+    GenerateCall,
     check_cache_implementation,
     check_request,
-    check_shapes,
     check_static_cache,
     check_stock_assistance,
     check_whole,
     drafts_asked,
-    setting,
     static_cache_length,
     tree_budget_asked,
-    way_asked,
 )
 from .sequence import Sequence
 
 # `bind` and `unbind` change a target as a whole, and each drafter is checked once for a target that is bound.
 _BINDING = threading.Lock()
 _MOST_DRAFTS = 8  # of a drafter that can draft any number, where as many as pay are asked for
-_fitting: WeakKeyDictionary[PreTrainedModel, WeakSet[Any]] = WeakKeyDictionary()
+_fitting: WeakKeyDictionary[PreTrainedModel, WeakSet[Drafter]] = WeakKeyDictionary()
 # The drafters that have bound a target and not unbound it: it stays bound while there are some.
-_binders: WeakKeyDictionary[PreTrainedModel, WeakSet[Any]] = WeakKeyDictionary()
+_binders: WeakKeyDictionary[PreTrainedModel, WeakSet[Drafter]] = WeakKeyDictionary()
 # Of a bound target's drafters, greedy and sampling.
-_stats: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[Any, dict[bool, DraftingStats]]] = WeakKeyDictionary()
+_stats: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[Drafter, dict[bool, DraftingStats]]] = WeakKeyDictionary()
 
 if TYPE_CHECKING:
+    from typing import SupportsIndex
+
+    from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
+    from transformers.generation.candidate_generator import CandidateGenerator
+    from transformers.generation.streamers import BaseStreamer
+    from transformers.generation.utils import GenerateOutput
+
+    Generated = GenerateOutput | torch.Tensor
+    Generate = Callable[..., Generated]  # a model's own
     _Mixed = PreTrainedModel  # what `bind` mixes `BoundTarget` into
 else:
     _Mixed = object
@@ -74,7 +79,7 @@ class Binding:
         default: The drafter of calls that name none ([`~drafters.base.Drafter.bind`]).
     """
 
-    default: Any = None
+    default: Drafter | None = None
 
     def __init__(self, target: Target) -> None:
         self.target = self.family = target  # drafters' own code from before 0.3 asks for a family, also of a `Target`
@@ -85,7 +90,7 @@ class Binding:
         hooks = [*self.residual.handles, *target.register_hooks(), *count_forwards(target.model)]
         self.handles = [*hooks, self.fusion]
 
-    def compiled(self, options: dict[str, Any]) -> CompiledForwards:
+    def compiled(self, options: dict[str, object]) -> CompiledForwards:
         """Return the target's compiled forwards with these options of `torch.compile`."""
         key = repr(sorted(options.items(), key=str))
         if key not in self._compiled:
@@ -122,19 +127,19 @@ class BoundTarget(_Mixed):
     bound_by = __version__
     hyperdflash_binding: Binding
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: object, **kwargs: object) -> Generated:
         """Generate as any model does, and with a drafter for several sequences, too."""
         kwargs = renamed_cache(kwargs)  # both names are taken, whatever the installed transformers calls it
         generate = super().generate  # type: ignore[misc]
-        asked = by_name(inspect.signature(generate).bind(*args, **kwargs).arguments)
-        with self.hyperdflash_binding.fusion.pausing(bool(setting(self, asked, "disable_compile"))):
-            return self._generate(generate, asked, args, kwargs)
+        call = GenerateCall(self, inspect.signature(generate).bind(*args, **kwargs).arguments)
+        with self.hyperdflash_binding.fusion.pausing(bool(call.setting("disable_compile"))):
+            return self._generate(generate, call, args, kwargs)
 
     def _generate(
-        self, generate: Callable[..., Any], asked: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        default = self.hyperdflash_binding.default
-        if default is not None and "assistant_model" not in asked and way_asked(self, asked) is None:
+        self, generate: Generate, call: GenerateCall, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Generated:
+        default, asked = self.hyperdflash_binding.default, call.arguments
+        if default is not None and "assistant_model" not in asked and call.way is None:
             kwargs["assistant_model"] = asked["assistant_model"] = default
         assistant: Any = asked.get("assistant_model")
         if assistant is not None and not hasattr(assistant, "config") and "custom_generate" not in asked:
@@ -145,8 +150,8 @@ class BoundTarget(_Mixed):
         if not is_drafter(assistant):
             return generate(*args, **kwargs)
         assistant.remember(None)  # of an earlier call's, where this one turns out not to draft
-        check_shapes(asked)
-        each = arguments_of_each(self, asked)
+        call.check_shapes()
+        each = call.arguments_of_each()
         if not each:
             return generate(*args, **kwargs)
         # transformers prepares each sequence as if it were alone: with processors, criteria and a cache of its own.
@@ -154,7 +159,7 @@ class BoundTarget(_Mixed):
         return speculative_decoding(sequences, self.hyperdflash_binding.target.can_join_sequences)
 
     def _prepare_generation_config(
-        self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any
+        self, generation_config: GenerationConfig | None, *args: object, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
         asked = [
             kwargs.get("num_assistant_tokens"),
@@ -202,20 +207,20 @@ class BoundTarget(_Mixed):
     def _assisted_decoding(
         self,
         input_ids: torch.LongTensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         synced_gpus: bool = False,
-        streamer: Any = None,
+        streamer: BaseStreamer | None = None,
         inputs_tensor: torch.Tensor | None = None,
-        assistant_model: Any = None,
-        assistant_tokenizer: Any = None,
-        tokenizer: Any = None,
+        assistant_model: PreTrainedModel | Drafter | SequenceStarter | None = None,
+        assistant_tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         **model_kwargs: Any,
-    ) -> Any:
+    ) -> Generated:
         check_without_virtual_tokens(self)
         starter = assistant_model if isinstance(assistant_model, SequenceStarter) else None
-        drafter = assistant_model if starter is None else starter.drafter
+        drafter: Any = assistant_model if starter is None else starter.drafter
         if is_drafter(drafter):
             check_request(input_ids, generation_config, synced_gpus, model_kwargs)
             sequence = self._start(
@@ -232,7 +237,7 @@ class BoundTarget(_Mixed):
                 return speculative_decoding([sequence])
             starter.sequence = sequence
             return input_ids
-        check_stock_assistance(assistant_model, model_kwargs)
+        check_stock_assistance(drafter, model_kwargs)
         try:
             return super()._assisted_decoding(  # type: ignore[misc]
                 input_ids,
@@ -250,19 +255,22 @@ class BoundTarget(_Mixed):
         finally:
             stop_recording(model_kwargs.get(CACHE))
 
-    def _get_candidate_generator(self, *args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
+    def _get_candidate_generator(
+        self, *args: object, assistant_model: PreTrainedModel | Drafter | None = None, **kwargs: Any
+    ) -> CandidateGenerator:
         """Return a [`~decoding.candidates.DraftCandidateGenerator`], for transformers' loop and loops of one's own."""
         if not is_drafter(assistant_model):
             return super()._get_candidate_generator(  # type: ignore[misc]
                 *args, assistant_model=assistant_model, **kwargs
             )
         config, model_kwargs = kwargs["generation_config"], kwargs["model_kwargs"]
-        num_drafts = self._prepare_drafting(assistant_model, config, model_kwargs)
-        return DraftCandidateGenerator(self, assistant_model, num_drafts, config, kwargs.get("logits_processor"))
+        drafter = cast(Drafter, assistant_model)
+        num_drafts = self._prepare_drafting(drafter, config, model_kwargs)
+        return DraftCandidateGenerator(self, drafter, num_drafts, config, kwargs.get("logits_processor"))
 
     def _start(
         self,
-        drafter: Any,
+        drafter: Drafter,
         input_ids: torch.Tensor,
         model_kwargs: dict[str, Any],
         *,
@@ -278,7 +286,7 @@ class BoundTarget(_Mixed):
             target, drafter, num_drafts, input_ids, model_kwargs, generation_config=generation_config, **options
         )
 
-    def _prepare_drafting(self, drafter: Any, config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
+    def _prepare_drafting(self, drafter: Drafter, config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
         """Check the pair, make the cache ready, and return how many tokens to draft a round."""
         check_once(cast(PreTrainedModel, self), drafter)
         asked = self._drafts_asked_of(drafter, config)
@@ -291,20 +299,20 @@ class BoundTarget(_Mixed):
         return num_drafts
 
     @staticmethod
-    def _drafts_asked_of(drafter: Any, config: GenerationConfig) -> int | str:
+    def _drafts_asked_of(drafter: Drafter, config: GenerationConfig) -> int | str:
         asked = getattr(config, "_num_drafts_asked", None)
         return drafter.num_draft_tokens if asked is None else drafter.check_num_draft_tokens(asked)
 
-    def _stats_with(self, drafter: Any, config: GenerationConfig) -> DraftingStats | None:
+    def _stats_with(self, drafter: Drafter, config: GenerationConfig) -> DraftingStats | None:
         """Return what is known of the drafter with this target, if the request asks for what pays."""
         if AUTO not in (self._drafts_asked_of(drafter, config), tree_budget_asked(config)):
             return None
         drafters = _stats.setdefault(cast(PreTrainedModel, self), WeakKeyDictionary())
         return drafters.setdefault(drafter, {}).setdefault(bool(config.do_sample), DraftingStats())
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         # The bound class exists only in memory: copies and pickles are rebuilt from the class it was made of.
-        state = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))[2:]
+        state = cast("tuple[object, ...]", super().__reduce_ex__(protocol))[2:]
         return _new_bound, (_unbound_class(type(self)),), *state
 
 
@@ -325,7 +333,7 @@ class SequenceStarter:
         return getattr(vars(self)["drafter"], name)
 
 
-def started_by(generate: Callable[..., Any], drafter: Drafter, arguments: dict[str, Any]) -> Sequence:
+def started_by(generate: Generate, drafter: Drafter, arguments: dict[str, Any]) -> Sequence:
     """Return the sequence that a call of transformers' own `generate` prepares for a drafter."""
     starter = SequenceStarter(drafter)
     generate(**{**arguments, "assistant_model": starter})
@@ -413,7 +421,7 @@ def unbind(target: PreTrainedModel) -> PreTrainedModel:
     return target
 
 
-def bind_with(target: PreTrainedModel, drafter: Any, as_default: bool) -> None:
+def bind_with(target: PreTrainedModel, drafter: Drafter, as_default: bool) -> None:
     """What [`~drafters.base.Drafter.bind`] does."""
     check_once(target, drafter)
     bind(target)
@@ -422,7 +430,7 @@ def bind_with(target: PreTrainedModel, drafter: Any, as_default: bool) -> None:
         cast(BoundTarget, target).hyperdflash_binding.default = drafter
 
 
-def unbind_from(target: PreTrainedModel, drafter: Any) -> None:
+def unbind_from(target: PreTrainedModel, drafter: Drafter) -> None:
     """What [`~drafters.base.Drafter.unbind`] does."""
     if not is_bound(target):
         return
@@ -483,5 +491,5 @@ def _unbound_class(bound: type) -> type:
     return next(after for mixed, after in pairwise(mro) if "bound_by" in vars(mixed))
 
 
-def _new_bound(own: type) -> Any:
+def _new_bound(own: type) -> object:
     return object.__new__(_bound_class(own))

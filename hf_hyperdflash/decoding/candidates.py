@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import torch
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.configuration_utils import GenerationConfig
+from transformers.utils.generic import ModelOutput
 
+from ..drafters.base import Drafter
 from ..drafters.sampling import DraftRequest, DraftSampler
 from .proposals import propose
 
@@ -36,17 +39,17 @@ class DraftCandidateGenerator(CandidateGenerator):
 
     def __init__(
         self,
-        model: Any,
-        drafter: Any,
+        model: PreTrainedModel,
+        drafter: Drafter,
         num_drafts: int,
-        generation_config: Any,
+        generation_config: GenerationConfig,
         logits_processor: LogitsProcessorList | None = None,
     ) -> None:
         self.drafter, self.num_drafts = drafter, num_drafts
         self.max_length = generation_config.max_length
         self.sampler = DraftSampler(logits_processor or LogitsProcessorList(), generation_config.do_sample)
         self.context = drafter.new_context()
-        binding = model.hyperdflash_binding
+        binding = cast(Any, model).hyperdflash_binding
         self.target = binding.target
         self._capture = binding.residual.new_capture(drafter.target_layer_ids, max_forwards=1)
         weakref.finalize(self, binding.residual.captures.add(self._capture))
@@ -55,10 +58,10 @@ class DraftCandidateGenerator(CandidateGenerator):
         self,
         input_ids: torch.LongTensor,
         model_kwargs: dict[str, Any] | None = None,
-        model_outputs: Any = None,
+        model_outputs: ModelOutput | None = None,
         is_first_iteration: bool = False,
         n_last_matches: int = 0,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The text and drafts after it.
 
@@ -109,7 +112,9 @@ class DraftCandidateGenerator(CandidateGenerator):
         real = slice(int((positions[0] < 0).sum()) if not start else 0, None)
         positions, following = positions.clamp(min=0)[:, start:end], ids[:, start + 1 : end + 1]
         residual = None if residual is None else residual[:, real]
-        self.drafter.extend(self.target, self.context, residual, positions[:, real], following[:, real])
+        self.drafter.extend(
+            self.target, self.context, cast(torch.Tensor, residual), positions[:, real], following[:, real]
+        )
         self.context.end = end
 
     @staticmethod

@@ -7,18 +7,17 @@ import copy
 import traceback
 import weakref
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
+from ..drafters.base import Drafter
+from ..drafters.sampling import Context
+from ..targets.caches.protocols import OPEN_FORWARDS, RewindableCache
+
 _CONTEXT, _PADDING = "_hyperdflash_context", "_hyperdflash_padding"
-# The attribute of a cache that counts the forwards which began to fill it and did not end. Unless it is 0, the parts
-# of the cache may hold different tokens. Most parts count their tokens, but a running state does not. Drafters' own,
-# older code reads and writes the attribute, too.
-OPEN_FORWARDS = "_hyperdflash_torn"
 
 
 class LeftContext:
@@ -30,23 +29,23 @@ class LeftContext:
         context: The context.
     """
 
-    def __init__(self, drafter: Any, context: Any) -> None:
+    def __init__(self, drafter: Drafter, context: Context) -> None:
         self._drafter, self.context = weakref.ref(drafter), context
 
-    def is_of(self, drafter: Any) -> bool:
+    def is_of(self, drafter: Drafter) -> bool:
         """Whether `drafter` made the context."""
         return self._drafter() is drafter
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LeftContext:
+    def __deepcopy__(self, memo: dict[int, object]) -> LeftContext:
         again = object.__new__(LeftContext)
         again._drafter, again.context = self._drafter, copy.deepcopy(self.context, memo)
         return again
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # pickled with a cache it is no context: elsewhere there is no such drafter
 
 
-def context_of(cache: Cache, drafter: Any) -> Any:
+def context_of(cache: RewindableCache, drafter: Drafter) -> Context:
     """The context that an earlier turn left with this cache, if it still belongs to it; else an empty one."""
     left: LeftContext | None = getattr(cache, _CONTEXT, None)
     if left is None or not left.is_of(drafter) or left.context.end != cache.get_seq_length():
@@ -54,12 +53,12 @@ def context_of(cache: Cache, drafter: Any) -> Any:
     return left.context
 
 
-def leave_context(cache: Any, drafter: Any, context: Any) -> None:
+def leave_context(cache: RewindableCache, drafter: Drafter, context: Context) -> None:
     """Let the next turn go on with `context`."""
     setattr(cache, _CONTEXT, LeftContext(drafter, context))
 
 
-def padding_of(cache: Any, mask: Any) -> int:
+def padding_of(cache: RewindableCache, mask: torch.Tensor | None) -> int:
     """Columns on the left of a prompt that a target which is to see no padding never saw, or will not.
 
     Args:
@@ -79,7 +78,9 @@ def count_forwards(target: nn.Module) -> list[RemovableHandle]:
     ]
 
 
-def _count(change: int, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None, output: Any = None) -> None:
+def _count(
+    change: int, module: nn.Module, args: tuple[object, ...], kwargs: object = None, output: object = None
+) -> None:
     if torch.compiler.is_compiling():  # a graph runs to its end
         return
     # torch marks a hook as one with keyword arguments after it is there: a thread between the two passes none.
@@ -89,7 +90,7 @@ def _count(change: int, module: nn.Module, args: tuple[Any, ...], kwargs: Any = 
             setattr(value, OPEN_FORWARDS, max(0, getattr(value, OPEN_FORWARDS, 0) + change))
 
 
-def is_between_writes(cache: Any, error: BaseException) -> bool:
+def is_between_writes(cache: object, error: BaseException) -> bool:
     """Whether `error` left each part of a cache either as it was or with all of a forward: it did not come inside a
     method of one of the layers, and layers are what the cache is made of."""
     layers = {id(layer) for layer in getattr(cache, "layers", ())}
@@ -97,7 +98,7 @@ def is_between_writes(cache: Any, error: BaseException) -> bool:
     return bool(layers) and layers.isdisjoint(inside)
 
 
-def stop_recording(cache: Any) -> None:
+def stop_recording(cache: object) -> None:
     """Let a cache be as one that no draft was taken back from: of a window it holds the keys that a forward reads, and
     nothing that would undo one. What is recorded between calls would grow with every forward."""
     for layer in getattr(cache, "layers", ()):

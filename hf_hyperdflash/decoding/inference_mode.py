@@ -8,23 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import distributed, nn
+from transformers.generation.configuration_utils import GenerationConfig
 
-from ..drafters.base import Observer
+from ..drafters.base import Drafter, Observer
 
 _HARMLESS = "transformers.", __package__.split(".")[0] + "."  # whose hooks keep nothing
 
 
-def mode_of_rounds(leaves_nothing: bool) -> AbstractContextManager[Any]:
+def mode_of_rounds(leaves_nothing: bool) -> AbstractContextManager[None]:
     """In which rounds run, that of one request or of several in one forward."""
     return torch.inference_mode() if leaves_nothing else torch.no_grad()
 
 
 def leaves_nothing(
-    target: nn.Module, drafter: Any, observer: Observer | None, config: Any, asked: Iterable[Any] = ()
+    target: nn.Module,
+    drafter: Drafter,
+    observer: Observer | None,
+    config: GenerationConfig,
+    asked: Iterable[object] = (),
 ) -> bool:
     """Whether nobody gets hold of what a request's rounds compute: not its caller, who may have asked for scores,
     passed the cache that they fill, or a processor or criterion that may keep what it is asked about; not an
@@ -50,7 +54,7 @@ def leaves_nothing(
     )
 
 
-def _has_plain_weights(model: Any) -> bool:
+def _has_plain_weights(model: object) -> bool:
     return not isinstance(model, nn.Module) or all(type(weight) is nn.Parameter for weight in model.parameters())
 
 
@@ -59,5 +63,5 @@ def _has_hooks_of_others(module: nn.Module) -> bool:
     return any(not _origin(hook).startswith(_HARMLESS) for hook in hooks)
 
 
-def _origin(hook: Any) -> str:
+def _origin(hook: object) -> str:
     return getattr(getattr(hook, "func", hook), "__module__", None) or ""  # of a partial, the function's

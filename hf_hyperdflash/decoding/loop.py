@@ -17,12 +17,15 @@ import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..auto.policies import MOST_NODES, BatchPolicy, ChainPolicy, FixedPolicy, Outcome, TreePolicy
+from ..drafters.parts.fixed_context import FixedContext
 from ..targets.caches.name import CACHE, cache_of
+from ..targets.caches.protocols import OPEN_FORWARDS
 from ..targets.caches.ragged import RaggedCache
 from ..targets.caches.slot_forward import SlotForward, compile_options
 from ..targets.caches.static import can_hold_rounds
+from ..targets.target import TargetOutput
 from ..trees.tree import DraftTree
-from .continuation import OPEN_FORWARDS, is_between_writes, leave_context, stop_recording
+from .continuation import is_between_writes, leave_context, stop_recording
 from .inference_mode import mode_of_rounds
 from .outputs import generate_output
 from .proposals import propose
@@ -101,13 +104,13 @@ class Batch:
         self.capture = self.binding.residual.new_capture(self.layer_ids)
         self.verification: Verification = "chain"
         self.slots: SlotForward | None = None  # of a static cache
-        self._fixed_context: Any = None
+        self._fixed_context: FixedContext | None = None
         self.policy: FixedPolicy = FixedPolicy()
         self.now, self._no_drafts = first.now, DraftTree.chain(first.tokens.ids.new_empty(0))
 
     # The prompts
 
-    def prefill(self) -> Any:
+    def prefill(self) -> TargetOutput:
         """Run what of the prompts is not in the cache yet, several padded on the left. In chunks, where the caller
         asks for them, of which each reaches the drafter before the next is run, so that a long prompt's residual is
         never held whole.
@@ -131,7 +134,7 @@ class Batch:
         self._settle_on_policy()
         return outputs
 
-    def _run_prompts(self, prompts: TokenBuffer, start: int, end: int) -> Any:
+    def _run_prompts(self, prompts: TokenBuffer, start: int, end: int) -> TargetOutput:
         config = copy.copy(self.sequences[0].config)
         # Not transformers' own chunks, which before 5.20 or so feed what is in the cache again.
         config.prefill_chunk_size, config._mask_length = None, end
@@ -213,7 +216,7 @@ class Batch:
         elif stats is not None and budget is None:
             self.policy = ChainPolicy(stats)
 
-    def write_first_tokens(self, outputs: Any) -> None:
+    def write_first_tokens(self, outputs: TargetOutput) -> None:
         """Write the first token of each sequence, by the target's forward over the prompts."""
         texts = [sequence.tokens for sequence in self.sequences]
         round_ = PromptRound(self.target, texts, [self._no_drafts] * len(texts))
@@ -252,7 +255,7 @@ class Batch:
             return sys.maxsize
         return min(self.slots.room - max(sequence.tokens.end for sequence in self.sequences), self.slots.most - 1)
 
-    def verify(self, round_: ChainRound) -> Any:
+    def verify(self, round_: ChainRound) -> TargetOutput:
         """Run the target once over the anchors and the drafts of all sequences."""
         try:
             began = self.now()
@@ -269,7 +272,7 @@ class Batch:
             sequence.stats.verify_seconds += seconds
         return outputs
 
-    def accept(self, round_: ChainRound, outputs: Any) -> None:
+    def accept(self, round_: ChainRound, outputs: TargetOutput) -> None:
         """Accept what the target agrees with, and end the round."""
         streamed = [sequence.streamer_seconds for sequence in self.sequences]
         paths = self._write(round_, outputs)
@@ -285,7 +288,7 @@ class Batch:
         self.policy.end(outcomes, seconds - waited)
         self._drop_finished()
 
-    def _write(self, round_: ChainRound, outputs: Any) -> list[list[int]]:
+    def _write(self, round_: ChainRound, outputs: TargetOutput) -> list[list[int]]:
         """Write what the target agrees with and leave the rest behind, also where a streamer or a criterion raises: a
         caller who goes on with this cache and the tokens so far gets the same text.
 
@@ -342,7 +345,7 @@ class Batch:
         if self._fixed_context is not None:
             self._fixed_context.compiled = None  # the next turn may run eagerly
 
-    def _kwargs(self) -> dict[str, Any]:
+    def _kwargs(self) -> dict[str, object]:
         """Return the sequences' other arguments of the target as one's: tensors of one each are put together."""
         shared = {**self.sequences[0].kwargs, CACHE: self.cache}
         if len(self.sequences) > 1:

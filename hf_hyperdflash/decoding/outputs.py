@@ -7,11 +7,13 @@ from typing import Any, cast
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
+from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..targets.caches.name import CACHE
-from ..targets.target import Target
+from ..targets.caches.protocols import RewindableCache
+from ..targets.target import Target, TargetOutput
 from .rounds import ChainRound
 
 
@@ -23,18 +25,18 @@ class OutputRecorder:
         target: The target's.
     """
 
-    def __init__(self, config: Any, target: Target) -> None:
+    def __init__(self, config: GenerationConfig, target: Target) -> None:
         self.config, self.target = config, target
         self.steps: dict[str, list[Any]] = {"scores": [], "logits": [], "hidden_states": [], "attentions": []}
 
     def add(
         self,
-        outputs: Any,
+        outputs: TargetOutput,
         round_: ChainRound,
         position: int,
         scores: torch.Tensor,
         logits: torch.Tensor,
-        cache: Cache | None,
+        cache: RewindableCache | None,
     ) -> None:
         """Add the token that was chosen from `scores` `[1, config.vocab_size]`.
 
@@ -55,16 +57,16 @@ class OutputRecorder:
         is_prefill = not self.steps["hidden_states"] and not self.steps["attentions"]
         if self.config.output_hidden_states:
             states = outputs.hidden_states  # remote code may have none to show
-            is_whole = is_prefill or states is None
             i, k = round_.coordinates(position)
             self.steps["hidden_states"].append(
-                states if is_whole else tuple(state[i : i + 1, k : k + 1].clone() for state in states)
+                states
+                if is_prefill or states is None
+                else tuple(state[i : i + 1, k : k + 1].clone() for state in states)
             )
         if self.config.output_attentions:
             weights = outputs.attentions  # none of an implementation that computes none, as sdpa
-            is_whole = is_prefill or not weights
             self.steps["attentions"].append(
-                weights if is_whole else self._attention_of(weights, round_, position, cache)
+                weights if is_prefill or not weights else self._attention_of(weights, round_, position, cache)
             )
 
     def all(self) -> dict[str, tuple[Any, ...] | None]:
@@ -72,25 +74,25 @@ class OutputRecorder:
         return {name: tuple(values) if values else None for name, values in self.steps.items()}
 
     def _attention_of(
-        self, weights: Many[torch.Tensor], round_: ChainRound, position: int, cache: Cache | None
+        self, weights: Many[torch.Tensor], round_: ChainRound, position: int, cache: RewindableCache | None
     ) -> tuple[torch.Tensor, ...]:
         """Return what one token attended to, `[batch, heads, 1, keys]` of every attention layer, over the keys that
         there would have been had it been the last of its path: in a sliding window those that had not left it."""
-        with_keys = (layer for layer in cast(Cache, cache).layers if isinstance(layer, DynamicLayer))
+        with_keys = (layer for layer in cast(RewindableCache, cache).layers if isinstance(layer, DynamicLayer))
         (i, k), seen = round_.coordinates(position), round_.visible(position)
         return tuple(
             self._of_layer(of_layer[i : i + 1], k, seen, layer)
             for of_layer, layer in zip(weights, with_keys, strict=True)
         )
 
-    def _of_layer(self, weights: torch.Tensor, k: int, seen: list[int], layer: Any) -> torch.Tensor:
+    def _of_layer(self, weights: torch.Tensor, k: int, seen: list[int], layer: DynamicLayer) -> torch.Tensor:
         of_tokens, others = self.target.attention_keys(layer, weights.shape[3], weights.shape[2], seen)
         window = getattr(layer, "sliding_window", None) or weights.shape[3]
         return weights[:, :, k : k + 1, torch.cat([of_tokens[-window:], others]).to(weights.device)]
 
 
 def generate_output(
-    texts: Many[torch.Tensor], recorders: Many[OutputRecorder], cache: Cache | None
+    texts: Many[torch.Tensor], recorders: Many[OutputRecorder], cache: RewindableCache | None
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
     """Return what `generate` returns: of several texts those that end early padded on the right, and no cache to go on
     with, as each has another length.

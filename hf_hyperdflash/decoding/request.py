@@ -5,19 +5,20 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
-from transformers.cache_utils import StaticLayer
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, StaticLayer
 from transformers.generation.configuration_utils import GenerationConfig
 
 from ..auto.policies import MOST_NODES as MOST_NODES_OF_AUTO
 from ..drafters.base import AUTO
 from ..targets.caches.name import CACHE
+from ..targets.caches.protocols import OPEN_FORWARDS, RewindableCache
 from ..targets.caches.static import can_hold_rounds
 from ..targets.registry import is_bound, target_of
 from ..targets.target import Target
-from .continuation import OPEN_FORWARDS
 
 # Ways to write that are not ours, by the argument that asks for each.
 _WAYS = (
@@ -38,9 +39,9 @@ _MEDIA = ("pixel_values", "mm_encoder_outputs", "input_features")  # prefixes of
 MOST_NODES = 1024  # of a draft tree: the masks and scores of many more fill any memory
 
 
-def drafts_asked(config: GenerationConfig | None) -> Any:
-    """`num_assistant_tokens`, but not where transformers filled in its own default of 20 with all its others, as
-    pipelines let it do: later, a 20 of the caller's looks the same."""
+def drafts_asked(config: GenerationConfig | None) -> int | str | None:
+    """Return `num_assistant_tokens`, but not where transformers filled in its own default of 20 with all its others,
+    as pipelines let it do: later, a 20 of the caller's looks the same."""
     if config is None:
         return None
     defaults = {name: value for name, value in config._get_default_generation_params().items() if value is not None}
@@ -49,103 +50,128 @@ def drafts_asked(config: GenerationConfig | None) -> Any:
     return None if is_filled and asked == defaults.get("num_assistant_tokens") else asked
 
 
-def by_name(asked: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `generate` by name, as `inspect.signature` binds them, without the `kwargs` around some."""
-    return {**{name: value for name, value in asked.items() if name != "kwargs"}, **asked.get("kwargs", {})}
-
-
-def ids_asked(asked: dict[str, Any]) -> torch.Tensor | None:
-    """The prompts `[rows, seq]` of `generate`'s arguments by name; `None` if there are none such."""
-    ids = asked.get("inputs")
-    ids = asked.get("input_ids") if ids is None else ids
-    return ids if isinstance(ids, torch.Tensor) and ids.ndim == 2 else None
-
-
-def setting(target: Any, asked: dict[str, Any], name: str) -> Any:
-    """What an argument or else a generation configuration says."""
-    configs = [config for config in (asked.get("generation_config"), target.generation_config) if config is not None]
-    said = [asked.get(name), *(getattr(config, name, None) for config in configs)]
-    return next((value for value in said if value is not None), None)
-
-
-def way_asked(target: Any, asked: dict[str, Any]) -> str | None:
-    """The argument of `generate` that asks for another way to write than one token after the other, if one does.
+class GenerateCall:
+    """A call of a bound target's `generate`: its arguments by name, and the target's own settings behind them.
 
     Args:
-        target: A bound target.
-        asked: The arguments, by name.
+        target: The bound target.
+        arguments: As `inspect.signature` binds them, with a `kwargs` around some.
     """
-    said = {name: setting(target, by_name(asked), name) for name in _WAYS}
-    said["num_beams"] = (said["num_beams"] or 1) > 1
-    return next((name for name, value in said.items() if value), None)
 
+    def __init__(self, target: PreTrainedModel, arguments: dict[str, Any]) -> None:
+        self.target = target
+        named = {name: value for name, value in arguments.items() if name != "kwargs"}
+        self.arguments = {**named, **arguments.get("kwargs", {})}
 
-def arguments_of_each(target: Any, asked: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the arguments of `generate` for each sequence of a call with a drafter; none if it is a call for one, or
-    for another way to write.
+    def setting(self, name: str) -> Any:
+        """Return what an argument or else a generation configuration says."""
+        given = self.arguments.get("generation_config"), self.target.generation_config
+        configs = [config for config in given if config is not None]
+        said = [self.arguments.get(name), *(getattr(config, name, None) for config in configs)]
+        return next((value for value in said if value is not None), None)
 
-    Args:
-        target: A bound target.
-        asked: The arguments, by name.
+    @property
+    def ids(self) -> torch.Tensor | None:
+        """The prompts `[rows, seq]`; `None` if there are none such."""
+        ids = self.arguments.get("inputs")
+        ids = self.arguments.get("input_ids") if ids is None else ids
+        return ids if isinstance(ids, torch.Tensor) and ids.ndim == 2 else None
 
-    Raises:
-        ValueError: If it cannot be done for several sequences.
-    """
-    ids, count = ids_asked(asked), setting(target, asked, "num_return_sequences")
-    if ids is None:
-        return []
-    count = 1 if count is None else count
-    if type(count) is not int or count < 1:
-        raise ValueError(f"`num_return_sequences` is {count!r}, expected a whole number of texts, at least 1.")
-    size = ids.shape[0]
-    if size * count == 1 or way_asked(target, asked) in ("num_beams", "penalty_alpha", "custom_generate"):
-        return []
-    _check_several(target, asked, size, count)
-    return [_arguments_of(asked, size, index) for index in range(size) for _ in range(count)]
+    @property
+    def way(self) -> str | None:
+        """The argument that asks for another way to write than one token after the other, if one does."""
+        said = {name: self.setting(name) for name in _WAYS}
+        said["num_beams"] = (said["num_beams"] or 1) > 1
+        return next((name for name, value in said.items() if value), None)
 
+    def check_shapes(self) -> None:
+        """Raise a `ValueError` if mask or positions are not those of the tokens: transformers takes some that are
+        not."""
+        ids = self.ids
+        if ids is None:
+            return
+        (rows, length), cache = ids.shape, self.arguments.get(CACHE)
+        mask, positions = self.arguments.get("attention_mask"), self.arguments.get("position_ids")
+        cached = 0 if cache is None else int(cache.get_seq_length())
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+            is_of_new_ids = cached and mask.shape[1] > length  # which `_check_continuation` has words for
+            if mask.shape[0] != rows or (mask.shape[1] != length and not is_of_new_ids):
+                raise ValueError(
+                    f"`attention_mask` has the shape {list(mask.shape)} and `input_ids` {list(ids.shape)}, expected a "
+                    "column for each token, what is in the cache included: pass the tokenizer's own mask, or leave it "
+                    "out."
+                )
+        new = length - cached
+        if isinstance(positions, torch.Tensor) and not new <= positions.shape[-1] <= length:
+            raise ValueError(
+                f"`position_ids` has the shape {list(positions.shape)}, expected one for each of the {new} tokens "
+                "that are not in the cache: pass so many, or leave it out."
+            )
 
-def _check_several(target: Any, asked: dict[str, Any], size: int, count: int) -> None:
-    texts = f"{size * count} texts"
-    if count > 1 and not setting(target, asked, "do_sample"):
-        raise ValueError(
-            f"`num_return_sequences` is {count} and `do_sample` False: greedy texts of one prompt are all the same. "
-            "Set `do_sample=True`, or leave `num_return_sequences` out."
-        )
-    if asked.get(CACHE) is not None:
-        raise ValueError(
-            f"`{CACHE}` was passed for {texts}, which differ in length after drafts: pass the whole texts "
-            "without it, or continue one text at a time."
-        )
-    if asked.get("streamer") is not None:
-        raise ValueError(f"`streamer` was passed for {texts}, and it streams one: leave it out, or pass one prompt.")
-    if shown := [name for name in _SHOWN if setting(target, asked, name)]:
-        raise ValueError(f"`{shown[0]}` was asked for of {texts}, each in rounds of its own: pass one prompt for it.")
-    mask = asked.get("attention_mask")
-    if mask is not None and not bool(mask[:, -1].all()):
-        row = int(mask[:, -1].long().argmin())
-        raise ValueError(
-            f"`attention_mask` ends in padding in row {row}, expected it on the left: set `tokenizer.padding_side` to "
-            "'left'."
-        )
+    def arguments_of_each(self) -> list[dict[str, Any]]:
+        """Return the arguments for each sequence of a call with a drafter; none if it is a call for one, or for
+        another way to write.
 
+        Raises:
+            ValueError: If it cannot be done for several sequences.
+        """
+        ids, count = self.ids, self.setting("num_return_sequences")
+        if ids is None:
+            return []
+        count = 1 if count is None else count
+        if type(count) is not int or count < 1:
+            raise ValueError(f"`num_return_sequences` is {count!r}, expected a whole number of texts, at least 1.")
+        size = ids.shape[0]
+        if size * count == 1 or self.way in ("num_beams", "penalty_alpha", "custom_generate"):
+            return []
+        self._check_several(size, count)
+        return [self._arguments_of(size, index) for index in range(size) for _ in range(count)]
 
-def _arguments_of(asked: dict[str, Any], size: int, index: int) -> dict[str, Any]:
-    """Return what of the arguments belongs to one of the prompts; settings stay as they are."""
-    own: dict[str, Any] = {
-        name: value[index : index + 1]
-        if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == size and not _is_setting(name)
-        else value
-        for name, value in asked.items()
-    }
-    if asked.get("generation_config") is None:
-        own["num_return_sequences"] = 1
-    else:  # transformers does not want both
-        own.pop("num_return_sequences", None)
-        own["generation_config"] = copy.copy(asked["generation_config"])
-        own["generation_config"].num_return_sequences = 1
-    if asked.get("prefix_allowed_tokens_fn") is not None:
-        own["prefix_allowed_tokens_fn"] = _for_prompt(asked["prefix_allowed_tokens_fn"], index)
-    return own
+    def _check_several(self, size: int, count: int) -> None:
+        texts = f"{size * count} texts"
+        if count > 1 and not self.setting("do_sample"):
+            raise ValueError(
+                f"`num_return_sequences` is {count} and `do_sample` False: greedy texts of one prompt are all the "
+                "same. Set `do_sample=True`, or leave `num_return_sequences` out."
+            )
+        if self.arguments.get(CACHE) is not None:
+            raise ValueError(
+                f"`{CACHE}` was passed for {texts}, which differ in length after drafts: pass the whole texts "
+                "without it, or continue one text at a time."
+            )
+        if self.arguments.get("streamer") is not None:
+            raise ValueError(
+                f"`streamer` was passed for {texts}, and it streams one: leave it out, or pass one prompt."
+            )
+        if shown := [name for name in _SHOWN if self.setting(name)]:
+            raise ValueError(
+                f"`{shown[0]}` was asked for of {texts}, each in rounds of its own: pass one prompt for it."
+            )
+        mask = self.arguments.get("attention_mask")
+        if mask is not None and not bool(mask[:, -1].all()):
+            row = int(mask[:, -1].long().argmin())
+            raise ValueError(
+                f"`attention_mask` ends in padding in row {row}, expected it on the left: set "
+                "`tokenizer.padding_side` to 'left'."
+            )
+
+    def _arguments_of(self, size: int, index: int) -> dict[str, Any]:
+        """Return what of the arguments belongs to one of the prompts; settings stay as they are."""
+        own: dict[str, Any] = {
+            name: value[index : index + 1]
+            if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == size and not _is_setting(name)
+            else value
+            for name, value in self.arguments.items()
+        }
+        if self.arguments.get("generation_config") is None:
+            own["num_return_sequences"] = 1
+        else:  # transformers does not want both
+            own.pop("num_return_sequences", None)
+            own["generation_config"] = copy.copy(self.arguments["generation_config"])
+            own["generation_config"].num_return_sequences = 1
+        if self.arguments.get("prefix_allowed_tokens_fn") is not None:
+            own["prefix_allowed_tokens_fn"] = _for_prompt(self.arguments["prefix_allowed_tokens_fn"], index)
+        return own
 
 
 def _is_setting(name: str) -> bool:
@@ -158,35 +184,8 @@ def _for_prompt(
     return lambda _, ids: allowed(index, ids)
 
 
-def check_shapes(asked: dict[str, Any]) -> None:
-    """Raise a `ValueError` if mask or positions are not those of the tokens: transformers takes some that are not.
-
-    Args:
-        asked: The arguments of `generate`, by name.
-    """
-    ids = ids_asked(asked)
-    if ids is None:
-        return
-    (rows, length), cache = ids.shape, asked.get(CACHE)
-    mask, positions = asked.get("attention_mask"), asked.get("position_ids")
-    cached = 0 if cache is None else int(cache.get_seq_length())
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
-        is_of_new_ids = cached and mask.shape[1] > length  # which `_check_continuation` has words for
-        if mask.shape[0] != rows or (mask.shape[1] != length and not is_of_new_ids):
-            raise ValueError(
-                f"`attention_mask` has the shape {list(mask.shape)} and `input_ids` {list(ids.shape)}, expected a "
-                "column for each token, what is in the cache included: pass the tokenizer's own mask, or leave it out."
-            )
-    new = length - cached
-    if isinstance(positions, torch.Tensor) and not new <= positions.shape[-1] <= length:
-        raise ValueError(
-            f"`position_ids` has the shape {list(positions.shape)}, expected one for each of the {new} tokens that "
-            "are not in the cache: pass so many, or leave it out."
-        )
-
-
-def tree_budget_asked(config: GenerationConfig) -> Any:
-    """`tree_budget`: the most nodes of a draft tree, or `"auto"`; `None` for chains.
+def tree_budget_asked(config: GenerationConfig) -> int | Literal["auto"] | None:
+    """Return `tree_budget`: the most nodes of a draft tree, or `"auto"`; `None` for chains.
 
     Raises:
         ValueError: If it is no number of nodes.
@@ -194,7 +193,7 @@ def tree_budget_asked(config: GenerationConfig) -> Any:
     return check_tree_budget(getattr(config, "tree_budget", None))
 
 
-def check_tree_budget(budget: Any) -> Any:
+def check_tree_budget(budget: object) -> int | Literal["auto"] | None:
     """Return `budget` if a draft tree can have so many nodes, or if it is `"auto"` or `None`.
 
     Raises:
@@ -205,7 +204,7 @@ def check_tree_budget(budget: Any) -> Any:
             f"`tree_budget` is {budget!r}, expected the most nodes of a draft tree, a whole number from 1 to "
             f"{MOST_NODES}, 'auto' for what pays, or None for one chain of drafts."
         )
-    return budget
+    return cast("int | Literal['auto'] | None", budget)
 
 
 def static_cache_length(config: GenerationConfig, length: int) -> int:
@@ -271,7 +270,7 @@ def check_request(
         )
 
 
-def _check_texts(cache: Any) -> None:
+def _check_texts(cache: Cache) -> None:
     held = {layer.keys.shape[0] for layer in getattr(cache, "layers", ()) if getattr(layer, "keys", None) is not None}
     if any(count > 1 for count in held):
         raise ValueError(
@@ -291,14 +290,14 @@ def _check_continuation(length: int, generation_config: GenerationConfig, model_
         )
 
 
-def check_stock_assistance(assistant_model: Any, model_kwargs: dict[str, Any]) -> None:
+def check_stock_assistance(assistant_model: PreTrainedModel | None, model_kwargs: dict[str, Any]) -> None:
     """Raise a `ValueError` if transformers' loop would go wrong with this assistant."""
     if getattr(assistant_model, "_is_stateful", False):
         raise ValueError(
             f"The assistant, a {type(assistant_model).__name__}, cannot rewind its cache. Call "
             "`hf_hyperdflash.bind(assistant_model)` first."
         )
-    if is_bound(assistant_model) and target_of(assistant_model).has_running_state:
+    if assistant_model is not None and is_bound(assistant_model) and target_of(assistant_model).has_running_state:
         raise ValueError(
             f"The assistant, a {type(assistant_model).__name__}, has linear attention, which can take back the last "
             "forward only, and an assistant runs several. Use a HyperDFlash drafter, or an assistant without linear "
@@ -313,7 +312,7 @@ def check_stock_assistance(assistant_model: Any, model_kwargs: dict[str, Any]) -
         )
 
 
-def check_cache(cache: Any) -> Any:
+def check_cache(cache: object) -> RewindableCache:
     """Return a cache that drafts can be taken back from.
 
     Raises:
@@ -324,7 +323,7 @@ def check_cache(cache: Any) -> Any:
             f"Assisted generation cannot rewind a {type(cache).__name__}: leave `cache_implementation` out. A cache "
             "of remote code needs `is_croppable = True` and a `crop(-n)` that takes back the last n tokens."
         )
-    return cache
+    return cast(RewindableCache, cache)
 
 
 def check_cache_implementation(target: Target, name: str | None) -> None:
@@ -337,7 +336,7 @@ def check_cache_implementation(target: Target, name: str | None) -> None:
         )
 
 
-def check_static_cache(target: Target, cache: Any, config: GenerationConfig) -> None:
+def check_static_cache(target: Target, cache: Cache, config: GenerationConfig) -> None:
     """Raise a `ValueError` if rounds of a request cannot run on its static cache."""
     if not target.takes_static_caches:
         raise ValueError(
@@ -358,10 +357,10 @@ def check_static_cache(target: Target, cache: Any, config: GenerationConfig) -> 
         )
 
 
-def check_whole(family: Target, cache: Any) -> None:
+def check_whole(family: Target, cache: Cache | None) -> None:
     """Raise a `ValueError` if the layers of a target's cache, the caller's, hold different tokens: going on with it
     would write other text."""
-    lengths = family.cached_lengths(cache)
+    lengths = set() if cache is None else family.cached_lengths(cache)
     if len(lengths) > 1 or getattr(cache, OPEN_FORWARDS, False):
         raise ValueError(
             f"`{CACHE}` was interrupted inside a forward or while drafts were taken back: its layers hold "

@@ -8,15 +8,17 @@ forward looks like.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
 from ..targets.attention_masks import attention_mask_for
 from ..targets.caches.name import CACHE
-from ..targets.caches.ragged import RaggedLayer
+from ..targets.caches.protocols import RewindableCache, RewindableLayer
+from ..targets.caches.ragged import RaggedCache, RaggedLayer
 from ..targets.caches.slot_forward import SlotForward
-from ..targets.target import Target, TreeVerification
+from ..targets.target import Target, TargetOutput, TreeVerification
 from ..trees.layout import TreeLayout
 from ..trees.tree import DraftTree
 from .tokens import TokenBuffer
@@ -41,16 +43,15 @@ class ChainRound:
         self.counts = [len(tree) + 1 for tree in trees]  # verification positions
         self.width = max(self.counts)
 
-    def forward(self, kwargs: dict[str, Any]) -> Any:
+    def forward(self, kwargs: dict[str, object]) -> TargetOutput:
         """Run the target over the anchors and the drafts.
 
         Args:
             kwargs: The arguments that are the same in every round, with the cache.
         """
-        model: Any = self.target.model
-        return model(**self.inputs(kwargs), return_dict=True)
+        return cast(Any, self.target.model)(**self.inputs(kwargs), return_dict=True)
 
-    def inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def inputs(self, kwargs: dict[str, object]) -> dict[str, object]:
         """Return the arguments of the target's forward.
 
         Args:
@@ -60,14 +61,13 @@ class ChainRound:
         ids = text.with_drafts(self.trees[0].tokens)
         return self._prepare(ids, self.width, kwargs | text.inputs(start, start + self.width))
 
-    def _prepare(self, ids: torch.Tensor, count: int, kwargs: dict[str, Any]) -> dict[str, Any]:
-        model: Any = self.target.model
-        inputs = model.prepare_inputs_for_generation(
+    def _prepare(self, ids: torch.Tensor, count: int, kwargs: dict[str, object]) -> dict[str, object]:
+        inputs = cast(Any, self.target.model).prepare_inputs_for_generation(
             ids, next_sequence_length=count, is_first_iteration=False, **kwargs
         )
         return {**inputs, "logits_to_keep": count}
 
-    def logits(self, outputs: Any, index: int) -> torch.Tensor:
+    def logits(self, outputs: TargetOutput, index: int) -> torch.Tensor:
         """Return those of a sequence, `[1, positions, config.vocab_size]`."""
         return outputs.logits[index : index + 1, -self.counts[index] :]
 
@@ -81,12 +81,12 @@ class ChainRound:
         """
         return captured[:, : len(kept)]
 
-    def accept(self, cache: Any, kept: list[list[int]]) -> None:
+    def accept(self, cache: RewindableCache, kept: list[list[int]]) -> None:
         """Leave the positions `kept` of each sequence, a path from the anchor on, in the cache, and no others."""
         cache.crop(len(kept[0]) - self.width)  # also of none: it trims stock layers to their window
         self._check_length(cache, kept)
 
-    def _check_length(self, cache: Any, kept: list[list[int]]) -> None:
+    def _check_length(self, cache: RewindableCache, kept: list[list[int]]) -> None:
         expected = self.starts[0] + len(kept[0])
         if cache.get_seq_length() != expected:
             raise RuntimeError(
@@ -94,7 +94,7 @@ class ChainRound:
                 f"expected {expected}: its `crop(-n)` must take back the last n tokens."
             )
 
-    def abort(self, cache: Any) -> None:
+    def abort(self, cache: RewindableCache) -> None:
         """Leave nothing of the round in the cache, whose forward was interrupted."""
         self.target.abort_forward(cache, self.starts[0])
 
@@ -112,7 +112,7 @@ class ChainRound:
 class PromptRound(ChainRound):
     """The prompts of a batch, which the target has just run: nothing was drafted, and all of them stays."""
 
-    def accept(self, cache: Any, kept: list[list[int]]) -> None:
+    def accept(self, cache: RewindableCache, kept: list[list[int]]) -> None:
         pass
 
 
@@ -123,8 +123,8 @@ class MaskedRound(ChainRound):
         super().__init__(target, texts, trees)
         self.layouts = [TreeLayout(tree) for tree in trees]
 
-    def inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        cache, device = kwargs[CACHE], self.texts[0].ids.device
+    def inputs(self, kwargs: dict[str, object]) -> dict[str, object]:
+        cache, device = cast(RewindableCache, kwargs[CACHE]), self.texts[0].ids.device
         positions = [
             text.positions(start, start + 1) + layout.depths.to(device)
             for text, start, layout in zip(self.texts, self.starts, self.layouts)
@@ -145,16 +145,18 @@ class MaskedRound(ChainRound):
         pad = torch.nn.functional.pad
         return torch.cat([pad(part, (0, self.width - part.shape[-1])) for part in parts], dim=-2)
 
-    def _begin(self, cache: Any) -> None:
+    def _begin(self, cache: RewindableCache) -> None:
         self.target.begin_tree(cache, self.layouts[0])
 
-    def _past(self, layer: Any) -> list[int]:
+    def _past(self, layer: RewindableLayer) -> list[int]:
         """How many keys of each sequence a layer's forward reads beside its own."""
         return [layer.get_mask_sizes(self.width)[0] - self.width]
 
-    def _masks(self, cache: Any, device: torch.device) -> Any:
+    def _masks(
+        self, cache: RewindableCache, device: torch.device
+    ) -> torch.Tensor | BlockMask | dict[str, torch.Tensor | BlockMask]:
         """One mask, or one for each kind of layer if they differ."""
-        masks: dict[str, Any] = {}
+        masks: dict[str, torch.Tensor | BlockMask] = {}
         for layer in cache.layers:
             window = getattr(layer, "sliding_window", None)
             kind = "full_attention" if window is None else "sliding_attention"
@@ -185,7 +187,7 @@ class MaskedRound(ChainRound):
     def residual(self, captured: torch.Tensor, index: int, kept: list[int]) -> torch.Tensor:
         return captured.index_select(1, self.layouts[index].index(kept, captured.device))
 
-    def accept(self, cache: Any, kept: list[list[int]]) -> None:
+    def accept(self, cache: RewindableCache, kept: list[list[int]]) -> None:
         self.target.accept(cache, self.layouts[0], kept[0])
         self._check_length(cache, kept)
 
@@ -196,22 +198,22 @@ class MaskedRound(ChainRound):
 class RaggedRound(MaskedRound):
     """The trees of several sequences in one forward, over a [`~targets.caches.ragged.RaggedCache`]."""
 
-    def _begin(self, cache: Any) -> None:
+    def _begin(self, cache: RewindableCache) -> None:
         pass
 
-    def _past(self, layer: RaggedLayer) -> list[int]:
-        return layer.lengths
+    def _past(self, layer: RewindableLayer) -> list[int]:
+        return cast(RaggedLayer, layer).lengths
 
-    def logits(self, outputs: Any, index: int) -> torch.Tensor:
+    def logits(self, outputs: TargetOutput, index: int) -> torch.Tensor:
         return outputs.logits[index : index + 1, : self.counts[index]]
 
     def residual(self, captured: torch.Tensor, index: int, kept: list[int]) -> torch.Tensor:
         return super().residual(captured[index : index + 1], index, kept)
 
-    def accept(self, cache: Any, kept: list[list[int]]) -> None:
-        cache.accept(kept)
+    def accept(self, cache: RewindableCache, kept: list[list[int]]) -> None:
+        cast(RaggedCache, cache).accept(kept)
 
-    def abort(self, cache: Any) -> None:
+    def abort(self, cache: RewindableCache) -> None:
         """Do nothing: nobody goes on with this cache."""
 
 
@@ -231,7 +233,7 @@ class SlotRound(ChainRound):
         self.slots, self.width = slots, slots.width_for(self.width, max(self.starts))
         self.paths = [None if tree.is_chain else TreeLayout(tree).paths for tree in trees]
 
-    def forward(self, kwargs: dict[str, Any]) -> Any:
+    def forward(self, kwargs: dict[str, object]) -> TargetOutput:
         rows, size, device = self.slots.rows, self.slots.size, self.texts[0].ids.device
         ids = self.texts[0].ids.new_zeros(size, self.width)
         depths, visible = self.slots.chains(self.width)
@@ -249,7 +251,7 @@ class SlotRound(ChainRound):
         depths = depths.to(device)
         return self.slots(ids, anchors + depths, depths, visible.to(device), kwargs)
 
-    def logits(self, outputs: Any, index: int) -> torch.Tensor:
+    def logits(self, outputs: TargetOutput, index: int) -> torch.Tensor:
         row = self.slots.rows[index]
         return outputs.logits[row : row + 1, : self.counts[index]]
 
@@ -258,10 +260,10 @@ class SlotRound(ChainRound):
         is_prefix = kept == list(range(len(kept)))
         return own[:, : len(kept)] if is_prefix else own[:, torch.tensor(kept, device=own.device)]
 
-    def accept(self, cache: Any, kept: list[list[int]]) -> None:
+    def accept(self, cache: RewindableCache, kept: list[list[int]]) -> None:
         self.slots.accept(kept, self.width)
 
-    def abort(self, cache: Any) -> None:
+    def abort(self, cache: RewindableCache) -> None:
         """Do nothing: a round counts no token before it is accepted."""
 
     def visible(self, position: int) -> list[int]:
@@ -281,10 +283,10 @@ class ForkedRound(ChainRound):
             position: (i, k) for i, path in reversed(list(enumerate(self.paths))) for k, position in enumerate(path)
         }
 
-    def inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def inputs(self, kwargs: dict[str, object]) -> dict[str, object]:
         text, tokens, copies = self.texts[0], self.trees[0].tokens, len(self.paths)
         text.with_drafts(tokens)  # which makes room for positions and mask
-        kwargs[CACHE].batch_repeat_interleave(copies)
+        cast(RewindableCache, kwargs[CACHE]).batch_repeat_interleave(copies)
         nodes = torch.tensor([(path + path[-1:] * self.length)[1 : self.length] for path in self.paths]) - 1
         drafts = tokens[nodes.to(tokens.device)].to(text.ids.device)
         own = {
@@ -295,7 +297,7 @@ class ForkedRound(ChainRound):
         ids = torch.cat([text.unpadded.expand(copies, -1), drafts], dim=1)
         return self._prepare(ids, self.length, {**others, **own})
 
-    def logits(self, outputs: Any, index: int) -> torch.Tensor:
+    def logits(self, outputs: TargetOutput, index: int) -> torch.Tensor:
         paths, places = zip(*(self.coordinates(position) for position in range(self.width)))
         return outputs.logits[:, -self.length :][list(paths), list(places)][None]
 
@@ -303,12 +305,12 @@ class ForkedRound(ChainRound):
         path = self._path_through(kept)
         return captured[path : path + 1, : len(kept)]
 
-    def accept(self, cache: Any, kept: list[list[int]]) -> None:
+    def accept(self, cache: RewindableCache, kept: list[list[int]]) -> None:
         cache.crop(len(kept[0]) - self.length)
         cache.batch_select_indices(torch.tensor([self._path_through(kept[0])]))
         self._check_length(cache, kept)
 
-    def abort(self, cache: Any) -> None:
+    def abort(self, cache: RewindableCache) -> None:
         super().abort(cache)  # first: what undoes a running state is of as many copies
         cache.batch_select_indices(torch.tensor([0]))
 
@@ -322,15 +324,16 @@ class ForkedRound(ChainRound):
         return self.coordinates(kept[-1])[0] if kept else 0
 
 
-def _repeated(value: Any, times: int) -> Any:
-    is_of_one = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == 1
-    return value.repeat_interleave(times, dim=0) if is_of_one else value
+def _repeated(value: object, times: int) -> object:
+    if isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == 1:
+        return value.repeat_interleave(times, dim=0)
+    return value
 
 
 _ROUNDS: dict[Verification, type[ChainRound]] = {"mask": MaskedRound, "fork": ForkedRound, "ragged": RaggedRound}
 
 
-def verification_of(target: Target, cache: Any) -> TreeVerification:
+def verification_of(target: Target, cache: RewindableCache) -> TreeVerification:
     """Return how the target verifies a draft tree of one sequence on top of a cache."""
     how = target.tree_verification
     if how == "mask" and not target.can_mask(cache):

@@ -19,10 +19,10 @@ from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from ..auto.policies import DraftingStats
-from ..drafters.base import Drafter
+from ..drafters.base import Drafter, EmptyContext
 from ..drafters.sampling import DraftRequest, DraftSampler
 from ..targets.caches.name import CACHE
-from ..targets.target import Target
+from ..targets.target import Target, TargetOutput
 from ..trees.acceptance import Step, greedy_walk, sampled_walk, traversal_walk
 from ..trees.tree import ANCHOR, DraftTree
 from .continuation import context_of, padding_of
@@ -174,7 +174,9 @@ class Sequence:
 
     # Accept
 
-    def accept(self, tree: DraftTree, logits: torch.Tensor, round_: ChainRound, outputs: Any, path: list[int]) -> None:
+    def accept(
+        self, tree: DraftTree, logits: torch.Tensor, round_: ChainRound, outputs: TargetOutput, path: list[int]
+    ) -> None:
         """Write what the target agrees with, and its own token, until the text ends.
 
         Args:
@@ -197,7 +199,9 @@ class Sequence:
             if self.finished:
                 break
 
-    def _walk(self, tree: DraftTree, logits: torch.Tensor, round_: ChainRound, outputs: Any) -> Iterator[Step]:
+    def _walk(
+        self, tree: DraftTree, logits: torch.Tensor, round_: ChainRound, outputs: TargetOutput
+    ) -> Iterator[Step]:
         """Return what the target writes after the anchor."""
         if self.config.do_sample and self.sampler.has_all_processors:
             return self._traversal(tree, logits, round_, outputs)
@@ -216,7 +220,9 @@ class Sequence:
         both = torch.cat([tree.tokens.to(choices.device), choices]).cpu().tolist()  # the one wait for the device
         return greedy_walk(tree, both, lambda node: both[len(tree) + 1 + node])
 
-    def _traversal(self, tree: DraftTree, logits: torch.Tensor, round_: ChainRound, outputs: Any) -> Iterator[Step]:
+    def _traversal(
+        self, tree: DraftTree, logits: torch.Tensor, round_: ChainRound, outputs: TargetOutput
+    ) -> Iterator[Step]:
         """As [`_walk`], by all that the target says of the tree."""
         scores, position = self.sampler.scored_tree(self.tokens.ids, tree, logits[0]), ANCHOR + 1
         for token, node in traversal_walk(tree, scores.softmax(-1)):
@@ -235,7 +241,7 @@ class Sequence:
 
     def release(self) -> None:
         """Give up all but the text, its statistics and what the caller asked to see of it."""
-        self.cache, self.context, self.kwargs, self.residuals = None, None, {}, []
+        self.cache, self.context, self.kwargs, self.residuals = None, EmptyContext(), {}, []
 
 
 class Stopping:

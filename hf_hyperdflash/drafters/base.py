@@ -7,21 +7,23 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..targets.caches.slot_forward import CompiledForwards
 from ..targets.registry import check_layers
 from ..targets.target import Target
 from ..trees.tree import DraftTree
-from .sampling import DraftRequest, DraftSampler
+from .parts.fixed_context import FixedContext
+from .sampling import Context, DraftRequest, DraftSampler
 
 if TYPE_CHECKING:
     from ..decoding.stats import SpeculationStats
 
-AUTO = "auto"  # `num_assistant_tokens`, `tree_budget`: what pays for itself
+AUTO: Final = "auto"  # `num_assistant_tokens`, `tree_budget`: what pays for itself
 
 
 class _LastStats(threading.local):
@@ -61,7 +63,7 @@ class Observer:
             is_written: Whether the target wrote them; else they belong to the prompt.
         """
 
-    def add_round(self, context: Any, tree: DraftTree, logits: torch.Tensor, accepted: list[int]) -> None:
+    def add_round(self, context: Context, tree: DraftTree, logits: torch.Tensor, accepted: list[int]) -> None:
         """Hear what the target said about a round. With an observer that has this method no round runs in inference
         mode, in which nothing can be kept to learn from ([`~decoding.inference_mode`]).
 
@@ -107,12 +109,12 @@ class Drafter:
         its own calls this one, too: whether the layers that it reads can be read."""
         check_layers(target, self.target_layer_ids)
 
-    def new_context(self) -> Any:
+    def new_context(self) -> Context:
         """Return the context of a new sequence. It has an attribute `end`, 0 at first, in which the loop counts the
         tokens that [`extend`] has added."""
         return EmptyContext()
 
-    def fixed_context(self, context: Any, room: int, most_new: int, compiled: Any) -> Any:
+    def fixed_context(self, context: Any, room: int, most_new: int, compiled: CompiledForwards) -> FixedContext | None:
         """Return a sequence's context as one whose passes run compiled, until its `compiled` is `None`; `None` where a
         drafter has none such.
 
@@ -231,7 +233,7 @@ class Drafter:
 
         unbind_from(target, self)
 
-    def generate(self, *args: Any, **kwargs: Any) -> None:
+    def generate(self, *args: object, **kwargs: object) -> None:
         """Raise an error: a drafter does not generate, but a target that is not bound calls this.
 
         Raises:

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
-from transformers import AutoModel
+import torch
+from transformers import AutoModel, PreTrainedModel
+from transformers.utils import ModelOutput
 
 RECIPE = Path(__file__)
 _LOADING = ("revision", "token", "cache_dir", "force_download", "local_files_only")
 
 # Of each target that calls have bound, how many of them draft with each drafter now: threads may call at once.
-_calls: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
+_calls: WeakKeyDictionary[PreTrainedModel, dict[Any, int]] = WeakKeyDictionary()
 _BINDING = threading.Lock()
-_loaded: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
+_loaded: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None], PreTrainedModel]] = WeakKeyDictionary()
 
 
-def generate(model: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
+def generate(
+    model: PreTrainedModel, assistant_model: PreTrainedModel | str | Path | None = None, **kwargs: Any
+) -> torch.Tensor | ModelOutput:
     """Generate with the drafter of this repository. The target is bound for this one call.
 
     Args:
@@ -37,7 +41,7 @@ def generate(model: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
             passed.
     """
     loading = {name: kwargs.pop(name) for name in _LOADING if name in kwargs}
-    drafter = assistant_model
+    drafter: Any = assistant_model
     if drafter is None or isinstance(drafter, (str, Path)):
         drafter = _drafter(model, drafter, loading)
     with _BINDING:
@@ -47,7 +51,7 @@ def generate(model: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
         if is_bound_here:
             calls[drafter] = calls.get(drafter, 0) + 1
     try:
-        return model.generate(assistant_model=drafter, **kwargs)
+        return cast(Any, model).generate(assistant_model=drafter, **kwargs)
     finally:
         if is_bound_here:
             with _BINDING:
@@ -57,14 +61,14 @@ def generate(model: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
                     drafter.unbind(model)
 
 
-def _drafter(target: Any, folder: str | Path | None, loading: dict[str, Any]) -> Any:
+def _drafter(target: PreTrainedModel, folder: str | Path | None, loading: dict[str, Any]) -> PreTrainedModel:
     repository = str(folder or "")
     if not repository:
         repository, loading["revision"] = _own_repository(__name__)
     drafters = _loaded.setdefault(target, {})
     key = (repository, loading.get("revision"))
     if key not in drafters:
-        head = target.get_output_embeddings().weight
+        head = cast(torch.Tensor, target.get_output_embeddings().weight)
         drafter = AutoModel.from_pretrained(repository, trust_remote_code=True, dtype=head.dtype, **loading)
         drafters[key] = drafter.to(head.device).eval()
     return drafters[key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from transformers import PreTrainedModel
@@ -12,7 +12,7 @@ from ..targets.registry import target_of
 from ..targets.target import Target
 from ..trees.tree import DraftTree
 from .base import Drafter
-from .sampling import DraftSampler
+from .sampling import Context, DraftSampler
 
 
 class PromptLookupDrafter(Drafter):
@@ -43,7 +43,7 @@ class PromptLookupDrafter(Drafter):
     def propose(
         self,
         target: Target,
-        context: Any,
+        context: Context,
         ids: torch.Tensor,
         position_ids: torch.Tensor,
         count: int,

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from ..trees.acceptance import sample_index
@@ -52,13 +52,13 @@ def _known_types() -> set[type]:
     return {getattr(stock, name) for name in _STATELESS if hasattr(stock, name)}  # not every version has each
 
 
-def _for_paths(processor: Any) -> Any:
+def _for_paths(processor: LogitsProcessor) -> LogitsProcessor:
     """The same for any number of paths of one text: a repetition penalty counts the padding of each row of a batch,
     and refuses another number of rows."""
     padding = getattr(processor, "prompt_ignore_length", None)
     if not isinstance(padding, torch.Tensor) or len(padding) != 1:
         return processor
-    of_paths = copy.copy(processor)
+    of_paths: Any = copy.copy(processor)
     of_paths.prompt_ignore_length = int(padding)
     return of_paths
 
@@ -222,6 +222,16 @@ class DraftSampler:
         return replace(tree, confidence=torch.cat(confidence)) if confidence else tree
 
 
+class Context(Protocol):
+    """What a drafter keeps of a sequence.
+
+    Attributes:
+        end: The number of tokens of the sequence that were added.
+    """
+
+    end: int
+
+
 class DraftRequest(NamedTuple):
     """What a drafter's [`~drafters.base.Drafter.propose`] is called with for one sequence, beside the target."""
 
@@ -330,7 +340,7 @@ def scored_in_step(requests: Sequence[DraftRequest]) -> Scored:
     return scored
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(one: LogitsProcessor, other: LogitsProcessor) -> bool:
     """Whether two processors do the same."""
     if type(one) is not type(other) or vars(one).keys() != vars(other).keys():
         return False

@@ -6,10 +6,11 @@ transformers would report missing tensors, fill them at random and continue; suc
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
@@ -18,8 +19,22 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 
+class HubOptions(TypedDict, total=False):
+    """Where a checkpoint is, beside its name: transformers' arguments of `from_pretrained`."""
+
+    subfolder: str
+    revision: str | None
+    token: str | bool | None
+    cache_dir: str | os.PathLike | None
+    force_download: bool
+    local_files_only: bool
+    proxies: dict[str, str] | None
+    user_agent: str | None
+    gguf_file: str
+
+
 def load_complete(
-    load: Callable[..., Any], name: Any, *args: Any, output_loading_info: bool = False, **options: Any
+    load: Callable[..., Any], name: str | Path, *args: Any, output_loading_info: bool = False, **options: Any
 ) -> Any:
     """Load a drafter's checkpoint with `load`, a `from_pretrained`, and check it.
 
@@ -67,7 +82,7 @@ def load_complete(
     return (drafter, info) if output_loading_info else drafter
 
 
-def resolve_subfolder(name: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def resolve_subfolder(name: str | Path, options: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return a checkpoint and the options of loading it, with a folder's `subfolder` joined to the folder. For a
     repository on the Hub it stays an option.
 
@@ -81,7 +96,7 @@ def resolve_subfolder(name: Any, options: dict[str, Any]) -> tuple[Any, dict[str
     return str(Path(name, subfolder)), {option: value for option, value in options.items() if option != "subfolder"}
 
 
-def check_source(name: Any, what: str = "drafter", *others: str) -> None:
+def check_source(name: object, what: str = "drafter", *others: str) -> None:
     """Raise an `OSError` or a `ValueError` if `name` can neither be the folder nor the Hub id of a checkpoint.
 
     Args:

@@ -186,7 +186,7 @@ def _recipe(settings: dict[str, Any]) -> list[tuple[str, str]]:
     return [(label, _text(values[name])) for name, label in _SETTINGS.items() if values.get(name) is not None]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(map(_text, value))
     return (

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from pickle import UnpicklingError
 from types import ModuleType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
@@ -24,6 +24,7 @@ from ..drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
 from ..drafters.configuration import DrafterConfig
 from ..drafters.saved import SavedDrafter
 from ..drafters.weights import (
+    HubOptions,
     check_draft_ids,
     check_finite,
     check_names,
@@ -34,6 +35,9 @@ from ..drafters.weights import (
 )
 from ..targets.registry import target_of
 from .kinds import KINDS, DrafterKind, layout_module
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # Layouts that can be written, too.
 _WRITTEN = {name: module for kind in KINDS for name, module in kind.writes.items()}
@@ -50,7 +54,7 @@ def load_foreign(
     *,
     target: PreTrainedModel | None = None,
     dtype: torch.dtype | str | None = None,
-    **hub_kwargs: Any,
+    **hub_kwargs: Unpack[HubOptions],
 ) -> SavedDrafter:
     """Read a drafter in another program's layout: DFlash, DFlash 2 and DSpark in z-lab's, speculators' or DeepSpec's,
     EAGLE-3 in SafeAILab's (SpecForge's) or speculators', SpecBlock in its authors'.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import struct
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ _MORE_ENDS = ("eot", "eom")  # of a chat's turn and of a message, which llama.cp
 _ADDED = ("add_bos_token", "add_eos_token")  # whether every text gets one
 
 
-def name_in_gguf(name: str, options: Options) -> tuple[str, Options]:
+def name_in_gguf(name: str, options: Mapping[str, Any]) -> tuple[str, Any]:
     """Return the folder or repository of a checkpoint and the options of loading it: of a name that ends in `.gguf`
     the file becomes the option `gguf_file`.
 

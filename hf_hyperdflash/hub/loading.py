@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import transformers
@@ -32,6 +32,7 @@ from ..decoding.bind import check_once
 from ..drafters.deepseek_v4.drafter import DeepseekV4Drafter, own_checkpoint
 from ..drafters.saved import SavedDrafter
 from ..drafters.weights import (
+    HubOptions,
     check_finite,
     check_names,
     check_source,
@@ -45,6 +46,9 @@ from ..targets.registry import target_of
 from .formats import foreign_layout, foreign_without_weights, kind_not_read, load_foreign
 from .gguf import check_gguf, dequantized, name_in_gguf, settle_target, settle_tokenizer
 from .kinds import KINDS, DrafterKind, kind_in
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +83,7 @@ class FoundDrafter(NamedTuple):
         target: PreTrainedModel | None,
         dtype: torch.dtype | str,
         device: torch.device | str | None,
-        hub_kwargs: dict[str, Any],
+        hub_kwargs: HubOptions,
     ) -> SavedDrafter:
         """Load it from where it was found, as [`load_drafter`] does."""
         if self.layout:
@@ -186,7 +190,7 @@ def load_drafter(
     target: PreTrainedModel | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
-    **hub_kwargs: Any,
+    **hub_kwargs: Unpack[HubOptions],
 ) -> SavedDrafter:
     """Load a drafter of any kind, in eval mode: ours, the one that a DeepSeek-V4 carries, or one in z-lab's,
     speculators' or DeepSpec's layout.
@@ -226,7 +230,7 @@ def load_own_drafter(
     *,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
-    **hub_kwargs: Any,
+    **hub_kwargs: Unpack[HubOptions],
 ) -> DeepseekV4Drafter:
     """The drafter that a DeepSeek-V4's checkpoint carries: April's MTP block, July's DSpark drafter.
 
@@ -240,7 +244,7 @@ def load_own_drafter(
     return cast(DeepseekV4Drafter, kind.drafter.from_target(target, dtype=dtype, device=device, **hub_kwargs))
 
 
-def _own_kind(target: PreTrainedModel | str | Path, **hub_kwargs: Any) -> DrafterKind:
+def _own_kind(target: PreTrainedModel | str | Path, **hub_kwargs: Unpack[HubOptions]) -> DrafterKind:
     name = own_checkpoint(target, **hub_kwargs).drafter
     return next(kind for kind in KINDS if kind.class_name == name)
 
@@ -271,7 +275,7 @@ def check_device(device_map: str, option: str = "--device-map", spread: Collecti
         )
 
 
-def check_target(name: str, **hub_kwargs: Any) -> None:
+def check_target(name: str, **hub_kwargs: Unpack[HubOptions]) -> None:
     """Raise a `ValueError` or an `OSError` if `name` is not a model to draft for.
 
     Args:
@@ -306,7 +310,7 @@ def check_drafter(
     kinds: Collection[DrafterKind] = (),
     needs_weights: bool = True,
     or_others: bool = False,
-    **hub_kwargs: Any,
+    **hub_kwargs: Unpack[HubOptions],
 ) -> FoundDrafter:
     """Look at a drafter before it is loaded.
 
@@ -449,7 +453,7 @@ def _check_weights(name: str | Path, *patterns: str) -> None:
         )
 
 
-def _configuration(name: str | Path, what: str, **hub_kwargs: Any) -> dict[str, Any]:
+def _configuration(name: str | Path, what: str, **hub_kwargs: Unpack[HubOptions]) -> dict[str, Any]:
     check_source(name, what)
     if not Path(name).is_dir():
         cause: OSError | None = None
@@ -479,7 +483,7 @@ def _configuration(name: str | Path, what: str, **hub_kwargs: Any) -> dict[str, 
     raise OSError(f"{path} {why}. Copy or download it again.")
 
 
-def _said(hub_kwargs: dict[str, Any]) -> str:
+def _said(hub_kwargs: HubOptions) -> str:
     """Which part of a repository was asked for, in words."""
     asked = [f"`{option}` {hub_kwargs[option]!r}" for option in ("revision", "subfolder") if hub_kwargs.get(option)]
     return f" ({', '.join(asked)})" if asked else ""

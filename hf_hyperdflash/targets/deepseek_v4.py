@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +28,8 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 )
 
 from ..trees.layout import TreeLayout
-from .caches.deepseek_v4 import DEFAULT_MAX_REWIND, make_rewindable
-from .caches.protocols import RewindableCache
+from .caches.deepseek_v4 import DEFAULT_MAX_REWIND, RewindableHCACacheLayer, RewindableKeys, make_rewindable
+from .caches.protocols import RewindableCache, RewindableLayer
 from .caches.tree_state import TreeState, best_visible
 from .fused import Kernel, rms_norm
 from .gate import stream_gates
@@ -133,14 +133,15 @@ class DeepseekV4(HyperConnected):
         return lengths
 
     def attention_keys(
-        self, layer: Any, keys: int, count: int, visible: list[int]
+        self, layer: RewindableLayer, keys: int, count: int, visible: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compressed entries, one per closed window, come after the keys."""
         if not hasattr(layer, "entry_count"):
             return super().attention_keys(layer, keys, count, visible)
-        keys -= layer.entries_in_round("compressor")
+        compressed = cast(RewindableHCACacheLayer, layer)
+        keys -= compressed.entries_in_round("compressor")
         token_keys, _ = super().attention_keys(layer, keys, count, visible)
-        return token_keys, keys + layer.entries_seen("compressor", visible[-1], count)
+        return token_keys, keys + compressed.entries_seen("compressor", visible[-1], count)
 
     # Draft trees
 
@@ -156,12 +157,12 @@ class DeepseekV4(HyperConnected):
     def can_mask(self, cache: RewindableCache) -> bool:
         return all(getattr(layer, "can_verify_trees", False) for layer in cache.layers)
 
-    def begin_tree(self, cache: Any, layout: TreeLayout) -> None:
-        for layer in cache.layers:
+    def begin_tree(self, cache: RewindableCache, layout: TreeLayout) -> None:
+        for layer in cast("list[RewindableKeys]", cache.layers):
             layer.begin_tree(layout)
 
-    def accept(self, cache: Any, layout: TreeLayout, accepted: list[int]) -> None:
-        for layer in cache.layers:
+    def accept(self, cache: RewindableCache, layout: TreeLayout, accepted: list[int]) -> None:
+        for layer in cast("list[RewindableKeys]", cache.layers):
             layer.accept(accepted)
 
     def abort_forward(self, cache: RewindableCache, start: int) -> None:

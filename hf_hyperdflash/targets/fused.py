@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,8 @@ class HyperConnection(Protocol):
     input_norm: Any
 
 
-Kernel = Callable[[Any, torch.Tensor], Any]  # does a module's forward
+Outputs = torch.Tensor | tuple[torch.Tensor, ...]  # of a module
+Kernel = Callable[[Any, torch.Tensor], Outputs]  # does a module's forward
 
 
 def sinkhorn_connections(model: nn.Module) -> dict[nn.Module, Kernel]:
@@ -60,7 +61,7 @@ class FusedForward:
     def __init__(self, fusion: Fusion, module: nn.Module, kernel: Kernel) -> None:
         self.fusion, self.module, self.kernel = fusion, module, kernel
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: torch.Tensor, **kwargs: object) -> Outputs:
         if torch.compiler.is_compiling() or len(args) != 1 or not self.fusion.covers(self.kernel, args[0]):
             return type(self.module).forward(self.module, *args, **kwargs)
         return self.fusion.run(self.kernel, self.module, args[0])
@@ -85,15 +86,17 @@ class Fusion:
         self.on_cpu, self.is_off = False, False
         self.paused: PerThread[bool] = PerThread()
         self._checked: set[tuple[Kernel, str]] = set()
-        self._compiled: dict[type, Callable[..., Any]] = {}
-        self._graphs: set[tuple[Any, ...]] = set()  # of those, by what torch.compile tells them apart
+        self._compiled: dict[type, Callable[..., tuple[torch.Tensor, ...]]] = {}
+        self._graphs: set[tuple[type, torch.dtype, bool, bool]] = (
+            set()
+        )  # of those, by what torch.compile tells them apart
         for module, kernel in modules.items():
             name = next((name for name in _FORWARDS if name in vars(module)), "forward")
             if vars(module).get(name, module.forward) == types.MethodType(type(module).forward, module):
                 vars(module)[name] = FusedForward(self, module, kernel)
                 self.modules.append(module)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # What is compiled cannot be copied, and other threads do not run a copy.
         return {**vars(self), "_compiled": {}, "_graphs": set(), "paused": PerThread()}
 
@@ -159,10 +162,10 @@ class Fusion:
             return False
         return device == "cpu" or (_runs_triton(device) and inputs.dtype.itemsize < 8)
 
-    def run(self, kernel: Kernel, module: Any, inputs: torch.Tensor) -> Any:
+    def run(self, kernel: Kernel, module: nn.Module, inputs: torch.Tensor) -> Outputs:
         """Return what the module's forward would, from the kernel, which the first call compares with it."""
         if not _runs_triton(inputs.device.type):
-            return self.compiled(module, inputs)
+            return self.compiled(cast(HyperConnection, module), inputs)
         if (kernel, device := str(inputs.device)) in self._checked:
             return kernel(module, inputs)
         outputs = expected = type(module).forward(module, inputs)
@@ -179,9 +182,9 @@ class Fusion:
         self._checked.add((kernel, device))
         return outputs
 
-    def compiled(self, module: Any, streams: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def compiled(self, module: HyperConnection, streams: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run a hyper-connection's own forward, compiled once for every number of tokens."""
-        kind = type(module)
+        kind: Any = type(module)
         if kind not in self._compiled:
             self._compiled[kind] = torch.compile(with_own_code(kind.forward), fullgraph=True, dynamic=False)
         batch, seq = streams.shape[:2]
@@ -216,7 +219,7 @@ def _line_of(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-def _check_equal(outputs: Any, expected: Any) -> None:
+def _check_equal(outputs: Outputs, expected: Outputs) -> None:
     """Raise an `AssertionError` if a kernel's outputs are not those of the operations."""
     pairs = zip(outputs, expected) if isinstance(expected, tuple) else [(outputs, expected)]
     for output, own in pairs:
@@ -252,7 +255,7 @@ def hyper_connection(module: HyperConnection, streams: torch.Tensor) -> tuple[to
     return post, comb, collapsed
 
 
-def rms_norm(module: Any, states: torch.Tensor) -> torch.Tensor:
+def rms_norm(module: nn.Module, states: torch.Tensor) -> torch.Tensor:
     """Do a DeepSeek-V4 norm's forward in one kernel; one without a weight rounds as it does there.
 
     Args:

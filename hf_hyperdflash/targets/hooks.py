@@ -115,7 +115,7 @@ def _on_output(
     layer: int,
     streams: int,
     module: nn.Module,
-    args: Any,
+    args: tuple[object, ...],
     *kwargs_and_output: Any,  # of a hook that a thread calls while it is registered the output alone
 ) -> None:
     output = kwargs_and_output[-1]

@@ -14,7 +14,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 from ..trees.layout import TreeLayout
 from .attention_masks import MASKED_IMPLEMENTATIONS
 from .caches.linear import CallRecorder, make_linear_rewindable
-from .caches.protocols import RewindableCache
+from .caches.protocols import RewindableCache, RewindableLayer
 from .fused import Kernel
 from .hooks import PerThread
 from .rope_switch import rope_switch_of
@@ -26,6 +26,20 @@ _PARTS = {
     "idx_keys": -2,
 }  # the tensors of layers with an indexer, and their dimension of tokens
 _MASKED_KINDS = frozenset({"full_attention", "sliding_attention", "of no declared kind"})
+
+
+class TargetOutput(Protocol):
+    """What the loop reads of a target's forward.
+
+    Attributes:
+        logits: `[batch, positions, config.vocab_size]`.
+        hidden_states: Of each layer, where the caller asked for them and the model has some to show.
+        attentions: Of each attention layer, likewise.
+    """
+
+    logits: torch.Tensor
+    hidden_states: tuple[torch.Tensor, ...] | None
+    attentions: tuple[torch.Tensor, ...] | None
 
 
 class Trunk(Protocol):
@@ -90,7 +104,7 @@ class Target:
         _warn_of_model(name)
         return value
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the model's forward, for the same drafters."""
         _warn_of_model("__call__")
         return self.model(*args, **kwargs)
@@ -335,7 +349,7 @@ class Target:
                 setattr(layer, name, part.narrow(dim, 0, min(start, part.shape[dim])))
 
     def attention_keys(
-        self, layer: Any, keys: int, count: int, visible: list[int]
+        self, layer: RewindableLayer, keys: int, count: int, visible: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where, in a verification round's attention weights, a token finds its keys.
 

@@ -236,7 +236,7 @@ class AcceptanceCallback(TrainerCallback):
         metrics.update(self._measured)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self._step = None  # the best checkpoint's weights may be in place now, at the same step
 

@@ -279,7 +279,7 @@ def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
     return train, held_out
 
 
-def described(script: ScriptArguments) -> dict[str, Any]:
+def described(script: ScriptArguments) -> dict[str, object]:
     """Return the flags of a run beside the trainer's arguments, without this machine's folders."""
     facts = dict(vars(script))
     del facts["eval_rows"], facts["overwrite_output_dir"]  # they do not describe the finished run

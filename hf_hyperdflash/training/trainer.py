@@ -133,7 +133,7 @@ class HyperDFlashTrainer(Trainer):
         kwargs["compute_metrics"] = kwargs.get("compute_metrics") or self._teacher_forced_metrics
         self._drafter_kind = type(model).__name__  # FSDP2 changes the class
         self.max_length = _max_length(args, target)
-        self.described: dict[str, Any] = {}  # more entries for the record of the run
+        self.described: dict[str, object] = {}  # more entries for the record of the run
         self.measured: dict[str, float] = {}  # of the weights as they are now
         self._evaluated: dict[int, dict[str, float]] = {}  # by step
         self._train_rows: Any = None

@@ -285,9 +285,9 @@ def _announce_duration(
     if len(prompts) >= LEAST_PROMPTS:
         texts += len(TEMPERATURES) * count_generations(target, drafter, len(prompts))
     began = now()
-    text: Any = target.generate(
+    text: torch.Tensor = target.generate(  # type: ignore[operator]
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False
-    )  # type: ignore[operator]
+    )
     seconds = texts * max_new_tokens * (now() - began) / (text.shape[1] - ids.shape[1])
     length = f"{seconds:.0f} seconds" if seconds < 100 else f"{seconds / 60:.0f} minutes"
     return f"Generating {texts} texts of up to {max_new_tokens} tokens from {len(prompts)} prompts: about {length} ..."
@@ -332,7 +332,7 @@ def _generate(
 
 def _recommend(
     found: Diagnosis,
-    target: PreTrainedModel,
+    target: Any,
     drafter: Drafter,
     prompts: list[torch.Tensor],
     max_new_tokens: int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -120,7 +120,7 @@ def _other_settings(config: HyperDFlashConfig, count: int) -> dict[str, HyperDFl
     return {**found, f"`sample_from_anchor` {other}": _changed(config, sample_from_anchor=other)}
 
 
-def _changed(config: HyperDFlashConfig, **fields: Any) -> HyperDFlashConfig:
+def _changed(config: HyperDFlashConfig, **fields: object) -> HyperDFlashConfig:
     changed = copy.deepcopy(config)
     changed.update(fields)
     return changed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from ...decoding.request import AUTO
 from ...decoding.rounds import verification_of
 from ...decoding.stats import clock, exact_timing
 from ...drafters.base import Drafter
+from ...targets.caches.protocols import RewindableCache
 from ...targets.registry import target_of
 from ...training.runs.progress import progress_bar
 from ..intervals import Interval, draw, interval
@@ -81,7 +82,7 @@ def time_settings(
             torch.manual_seed(number)
             with exact_timing():
                 began = now()
-                text: Any = target.generate(ids, attention_mask=torch.ones_like(ids), **options, **assistant)  # type: ignore[operator]
+                text: torch.Tensor = target.generate(ids, attention_mask=torch.ones_like(ids), **options, **assistant)  # type: ignore[operator]
                 seconds[number, index] = now() - began
             tokens[number, index] = text.shape[1] - ids.shape[1]
     return _ranked(tried[1:], tokens[1:], seconds[1:])
@@ -109,7 +110,8 @@ def _settings(target: PreTrainedModel, drafter: Drafter) -> list[dict[str, int |
     most = drafter.max_draft_tokens or 6
     counts: list[int | str] = [*sorted({max(1, most // 4), max(1, most // 2), most}), AUTO]
     found: list[dict[str, int | str]] = [{"num_assistant_tokens": count} for count in counts]
-    if verification_of(target_of(target), DynamicCache(config=target.config)) != "chain":
+    cache = cast(RewindableCache, DynamicCache(config=target.config))
+    if verification_of(target_of(target), cache) != "chain":
         found.append({"num_assistant_tokens": most, "tree_budget": AUTO})
     return found
 

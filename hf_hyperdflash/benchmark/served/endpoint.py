@@ -112,7 +112,7 @@ def _metrics(settings: EndpointSettings) -> str:
         return ""
 
 
-def fetch(url: str, body: Any = None) -> str:
+def fetch(url: str, body: object = None) -> str:
     """Fetch the page at an address, or the answer to a JSON body.
 
     Raises:
@@ -123,7 +123,7 @@ def fetch(url: str, body: Any = None) -> str:
 
 
 @contextmanager
-def _opened(url: str, body: Any) -> Iterator[HTTPResponse]:
+def _opened(url: str, body: object) -> Iterator[HTTPResponse]:
     data = None if body is None else json.dumps(body).encode()
     try:
         with urlopen(Request(url, data, {"Content-Type": "application/json"})) as response:

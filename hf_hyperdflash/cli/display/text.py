@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
+
+from transformers import PreTrainedTokenizerBase
 
 TARGET = "#ffc46b"
 # Colours of draft positions 1, 2, ..; the last one is for all later ones. Black text is legible on each.
@@ -36,7 +38,7 @@ class Pieces:
         tokenizer: The target's tokenizer.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self._line: list[int] = []  # tokens of the present line: decoding only them keeps long texts fast
         self._known_characters = 0  # characters of the line that are in pieces
@@ -46,12 +48,15 @@ class Pieces:
         """Add a token, and return the piece that it completes; `None` for a special token or half a character."""
         self._line.append(token)
         self._tokens += 1
-        text = self.tokenizer.decode(self._line, skip_special_tokens=True)
+        text = self._decoded()
         return None if text.endswith("\N{REPLACEMENT CHARACTER}") else self._piece(text, position, by_head)
 
     def last_piece(self, position: int, by_head: bool = False) -> Piece | None:
         """Return the last piece of a text that ends within a character."""
-        return self._piece(self.tokenizer.decode(self._line, skip_special_tokens=True), position, by_head)
+        return self._piece(self._decoded(), position, by_head)
+
+    def _decoded(self) -> str:
+        return cast(str, self.tokenizer.decode(self._line, skip_special_tokens=True))
 
     def _piece(self, text: str, position: int, by_head: bool) -> Piece | None:
         new, self._known_characters = text[self._known_characters :], len(text)
@@ -61,7 +66,10 @@ class Pieces:
 
 
 def pieces_of(
-    tokenizer: Any, ids: Iterable[int], written: Sequence[int], by_head: Sequence[bool] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Iterable[int],
+    written: Sequence[int],
+    by_head: Sequence[bool] | None = None,
 ) -> list[Piece]:
     """Split a complete text into pieces.
 

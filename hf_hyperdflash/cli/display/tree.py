@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
+
+from transformers import PreTrainedTokenizerBase
 
 from ...decoding.stats import VerifiedTree
 from .text import position_colour
@@ -19,7 +21,7 @@ class _Node(NamedTuple):
     kind: str
 
 
-def tree_html(verified: VerifiedTree, tokenizer: Any) -> str:
+def tree_html(verified: VerifiedTree, tokenizer: PreTrainedTokenizerBase) -> str:
     """Draw a round's drafts as SVG, from the anchor to the right.
 
     The first row is the text: accepted drafts in the colours of their positions, then the target's own token. Below
@@ -66,9 +68,9 @@ def tree_text(verified: VerifiedTree) -> str:
     return f"{len(drafts)} drafts {form}{passes}; {len(verified.accepted)} of them accepted{target_token}"
 
 
-def token_text(tokenizer: Any, token: int) -> str:
+def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     """Return a visible text for any token."""
-    text = tokenizer.decode([token]).replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·") or "∅"
+    text = cast(str, tokenizer.decode([token])).replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·") or "∅"
     return text if len(text) <= _LETTERS else f"{text[: _LETTERS - 1]}…"
 
 

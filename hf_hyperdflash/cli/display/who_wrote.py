@@ -4,13 +4,16 @@ sequential head chose are underlined."""
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import cast
 
+import torch
 from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from ...decoding.stats import SpeculationStats
+from ...drafters.base import Drafter
 from .live_line import LiveLine
 from .text import BY_HEAD, Piece, Pieces, writer_name
 
@@ -37,7 +40,7 @@ class WhoWrote(BaseStreamer):
         console: The console to write to.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, drafter: Any, console: Console) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, console: Console) -> None:
         self.tokenizer, self.drafter, self.console = tokenizer, drafter, console
         self.line = LiveLine(console)
         self._pieces: Pieces | None = None  # after the prompt
@@ -49,18 +52,18 @@ class WhoWrote(BaseStreamer):
     def __exit__(self, *_: object) -> None:
         self.line.clear()
 
-    def put(self, value: Any) -> None:
+    def put(self, value: torch.Tensor) -> None:
         """Print a token. The prompt, which comes first, is not printed."""
         if self._pieces is None:
             self._pieces = Pieces(self.tokenizer)
             return
-        stats = self.drafter.last_stats
+        stats = cast(SpeculationStats, self.drafter.last_stats)
         self._speed.token(stats.tokens)
         self._print(self._pieces.add(int(value), stats.written[-1], stats.by_head[-1]))
 
     def end(self) -> None:
         """End the text, even within a character, and print the legend of colours."""
-        stats = self.drafter.last_stats
+        stats = cast(SpeculationStats, self.drafter.last_stats)
         written, by_head = stats.written, stats.by_head
         self._print(self._pieces.last_piece(written[-1], by_head[-1]) if self._pieces and written else None)
         self.line.clear()
@@ -82,7 +85,7 @@ class WhoWrote(BaseStreamer):
             self.line.write(piece.text, style, self._so_far())
 
     def _so_far(self) -> str:
-        stats = self.drafter.last_stats
+        stats = cast(SpeculationStats, self.drafter.last_stats)
         line_text = f"{len(stats.written)} tokens"
         return f"{line_text}, {self._speed.rate:.1f} tokens/s, tau {stats.tau:.2f}" if stats.rounds else line_text
 

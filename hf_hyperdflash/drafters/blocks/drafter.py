@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...targets.attention_masks import AttentionMask, attention_mask_for
+from ...targets.caches.slot_forward import CompiledForwards
 from ...targets.target import Target
 from ...trees.tree import DraftTree, are_trees_kept
 from ..parts.fixed_context import FixedContext, FixedLayers
@@ -240,7 +241,9 @@ class BlockDrafter(ReadingDrafter):
         tree = sampler.grow(ids, count, path)
         return path.with_head_choices(tree) if self.head is not None and are_trees_kept() else tree
 
-    def fixed_context(self, context: ContextCache, room: int, most_new: int, compiled: Any) -> FixedContext | None:
+    def fixed_context(
+        self, context: ContextCache, room: int, most_new: int, compiled: CompiledForwards
+    ) -> FixedContext | None:
         config = self.config
         if self.device.type == "meta" or isinstance(self.head, SelectorHead):
             return None
@@ -262,7 +265,9 @@ class BlockDrafter(ReadingDrafter):
         inputs = context.take_pending((config.num_streams, config.target_hidden_size))
         anchor = ids.to(device), position_ids.to(device)
         settings = context.most_new, is_greedy
-        return context.compiled(_run_block, self, target, context.buffers, *anchor, *inputs, *settings)
+        return cast(CompiledForwards, context.compiled)(
+            _run_block, self, target, context.buffers, *anchor, *inputs, *settings
+        )
 
     @torch.no_grad()
     def propose_batch(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from ..weights import indexed, listed
+from ..weights import HubOptions, indexed, listed
 
 # V4-Flash-Base repeats the target's embedding and LM head in its block.
 _OWN = re.compile(r"mtp\.(\d+)\.(?!emb\.|head\.)")
@@ -41,7 +41,7 @@ class MTPCheckpoint:
         ValueError: If there are no such tensors.
     """
 
-    def __init__(self, name: str, config: Any, hub_kwargs: dict[str, Any]) -> None:
+    def __init__(self, name: str, config: Any, hub_kwargs: HubOptions) -> None:
         if not name:
             raise ValueError(
                 "The target was not loaded from a checkpoint (`config._name_or_path` is empty), so there is none to "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -12,8 +12,11 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4PreTr
 
 from ...targets.registry import target_of
 from ..saved import SavedDrafter
-from ..weights import check_finite, check_source, named_dtype, resolve_subfolder
+from ..weights import HubOptions, check_finite, check_source, named_dtype, resolve_subfolder
 from .checkpoint import MTPCheckpoint
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # Our names within a block and DeepSeek's, by prefix, the first that matches; experts, one tensor each there, are
 # handled apart.
@@ -116,11 +119,11 @@ class DeepseekV4Drafter(SavedDrafter, DeepseekV4PreTrainedModel):
         return True  # transformers looks for the experts' decorator in the source of a drafter's own file
 
     @classmethod
-    def _config_of(cls, checkpoint: MTPCheckpoint) -> Any:
+    def _config_of(cls, checkpoint: MTPCheckpoint) -> PreTrainedConfig:
         return cast(Any, cls.config_class).from_target_config(checkpoint.config)
 
     @classmethod
-    def _empty(cls: type[Own], config: Any, dtype: torch.dtype, device: torch.device | str) -> Own:
+    def _empty(cls: type[Own], config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | str) -> Own:
         """Build a drafter with uninitialized weights: to initialize V4-Flash's in float32 would take minutes and 25 GB
         a block."""
         with torch.device("meta"):
@@ -172,7 +175,7 @@ class DeepseekV4Drafter(SavedDrafter, DeepseekV4PreTrainedModel):
         raise NotImplementedError
 
 
-def own_checkpoint(target: PreTrainedModel | str | Path, **hub_kwargs: Any) -> MTPCheckpoint:
+def own_checkpoint(target: PreTrainedModel | str | Path, **hub_kwargs: Unpack[HubOptions]) -> MTPCheckpoint:
     """Return the `mtp.*` tensors of a target's checkpoint, by the path or Hub id of it, or by the loaded target.
 
     Raises:

@@ -51,7 +51,7 @@ class KeysBefore:
         self.keys, self.context = keys, context
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return all keys, the context's first; V4's values are its keys."""
         keys = key_states if self.keys is None else torch.cat([self.keys, key_states], dim=2)

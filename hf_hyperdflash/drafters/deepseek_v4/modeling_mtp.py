@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -66,7 +66,7 @@ class MTPContext:
             self.padding = self.padding[indices]
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append keys `[sequences, 1, new, config.head_dim]`, which are the values, too, and return all keys."""
         full = key_states if self.keys is None else torch.cat([self.keys, key_states], dim=2)

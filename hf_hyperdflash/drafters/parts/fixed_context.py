@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
+from ...targets.caches.slot_forward import CompiledForwards
 from .block_attention import AttentionSpan
 from .layers import ContextCache, ContextLayer, KeysValues
 
@@ -34,7 +34,7 @@ class FixedContext(ContextCache):
         shape: tuple[int, ...],
         like: torch.Tensor,
         most_new: int,
-        compiled: Any,
+        compiled: CompiledForwards | None,
     ) -> None:
         super().__init__(spans)
         self.end, self.pending, self.most_new, self.compiled = context.end, context.pending, most_new, compiled

@@ -76,7 +76,7 @@ class ServedDrafter(DFlashDraftModel):
         positions: torch.Tensor,
         forward_batch: Any,
         input_embeds: torch.Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Any:
         """Compute the states of blocks that are laid end to end, `[blocks * config.block_size]`."""
         if input_embeds is not None:  # SGLang passes them in bfloat16, whatever dtype the models have
@@ -114,7 +114,7 @@ class ServedDrafter(DFlashDraftModel):
             )
 
 
-def introduce(worker: Any, *_: Any, **__: Any) -> None:
+def introduce(worker: Any, *_: object, **__: object) -> None:
     """Pass the target to a drafter of ours, before SGLang's worker allocates memory for both models."""
     if isinstance(worker.draft_model, ServedDrafter):
         runner = worker.target_worker.model_runner

@@ -30,7 +30,7 @@ class DeepseekV4WithStreams(DeepseekV4ForCausalLM):
         drafter = getattr(speculative, "draft_model_config", None)
         self.hands_out_streams = drafter is not None and reads_streams(drafter.hf_config)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Run vLLM's forward; the auxiliary state is `[tokens, config.hc_mult * config.hidden_size]`, by stream."""
         output = super().forward(*args, **kwargs)
         if not self.hands_out_streams or not isinstance(output, tuple):

@@ -98,7 +98,7 @@ class ServedDrafter(DFlashQwen3ForCausalLM):
 
     # Blocks
 
-    def embed_input_ids(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def embed_input_ids(self, input_ids: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         """Return the target's embeddings of tokens, as its first layer reads them."""
         embeds, is_scaled = self.model.embed_input_ids(input_ids), hasattr(self.model.embed_tokens, "embed_scale")
         return embeds if self.embedding_scale == 1 or is_scaled else embeds * self.embedding_scale

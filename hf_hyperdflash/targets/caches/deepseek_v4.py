@@ -24,7 +24,7 @@ from ...trees.layout import TreeLayout
 from .tree_state import Parts, TreeState
 
 DEFAULT_MAX_REWIND = 128
-Kind = TypeVar("Kind", bound="_RewindableKeys")
+Kind = TypeVar("Kind", bound="RewindableKeys")
 
 
 class _ClosedWindow(NamedTuple):
@@ -63,7 +63,7 @@ def _checked_max_rewind(max_rewind: int) -> int:
     return max_rewind
 
 
-class _RewindableKeys(DynamicSlidingWindowLayer):
+class RewindableKeys(DynamicSlidingWindowLayer):
     """Sliding-window keys, which are also the values, with a `crop` that brings back keys that left the window.
 
     Shared by the layers below; those that hold more state extend `_forget_past`, `_rewind`, `reset` and `_map_state`.
@@ -130,7 +130,7 @@ class _RewindableKeys(DynamicSlidingWindowLayer):
     # Growing
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append the new keys, which are also the values, and return those the new queries can see.
 
@@ -297,7 +297,7 @@ class _RewindableKeys(DynamicSlidingWindowLayer):
             self._map_keys(lambda keys: keys.to(self.device, non_blocking=True))
 
 
-class RewindableSlidingCacheLayer(_RewindableKeys):
+class RewindableSlidingCacheLayer(RewindableKeys):
     """Cache layer of a V4 sliding-window block that can be cropped any number of times, in step with the others.
 
     After `crop(-n)` the layer equals, bit for bit, one that never saw the last `n` tokens. While recording is on, it
@@ -318,7 +318,7 @@ class RewindableSlidingCacheLayer(_RewindableKeys):
         self._start_recording(max_rewind)
 
 
-class RewindableHCACacheLayer(_RewindableKeys, DeepseekV4HCACache):
+class RewindableHCACacheLayer(RewindableKeys, DeepseekV4HCACache):
     """Cache layer of a heavily-compressed attention block with a `crop` that also rewinds the compressor.
 
     After `crop(-n)` every tensor and counter equals, bit for bit, that of a layer that never saw the last `n` tokens.
@@ -376,7 +376,7 @@ class RewindableHCACacheLayer(_RewindableKeys, DeepseekV4HCACache):
 
     def store_compression_weights(
         self, name: str, kv: torch.Tensor, gate: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Buffer the new projections, `[batch, seq, features]`, and return the windows that they close.
 
         Returns:
@@ -582,7 +582,7 @@ class RewindableCSACacheLayer(RewindableHCACacheLayer, DeepseekV4CSACache):
         return [*super()._compressor_states(), self.overlap_kv, self.overlap_gate]
 
 
-_REWINDABLE_CLASSES: dict[type, type[_RewindableKeys]] = {
+_REWINDABLE_CLASSES: dict[type, type[RewindableKeys]] = {
     DynamicSlidingWindowLayer: RewindableSlidingCacheLayer,
     DeepseekV4HCACache: RewindableHCACacheLayer,
     DeepseekV4CSACache: RewindableCSACacheLayer,
@@ -626,7 +626,7 @@ def make_rewindable(cache: Cache, max_rewind: int = DEFAULT_MAX_REWIND) -> Cache
     return cache
 
 
-def _is_rewindable(layer: object) -> TypeGuard[_RewindableKeys]:
+def _is_rewindable(layer: object) -> TypeGuard[RewindableKeys]:
     """Return whether a layer can do what ours can. Its class does not tell: a drafter's own copy of this code may have
     made the layer."""
     return hasattr(type(layer), "undoable_tokens") and hasattr(layer, "max_rewind")

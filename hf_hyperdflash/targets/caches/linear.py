@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # of a module: arguments by place, and by name
+Call = tuple[tuple[object, ...], dict[str, object]]  # of a module: arguments by place, and by name
 
 
 class _Snapshot(NamedTuple):
@@ -67,7 +67,7 @@ class RewindableLinearLayer(LinearAttentionLayer):
         self._before: _Snapshot | None = None
         self._replaying = False
 
-    def entering(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def entering(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Record the call of a module that is about to update this layer, and the states before it."""
         if self._replaying or not self.recording:
             return
@@ -173,7 +173,7 @@ class RewindableHybridLayer(RewindableLinearLayer, LinearAttentionAndFullAttenti
     device: Any
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append keys and values as the stock layer does. A crop cuts them off, so their module, the last one that was
         entered, is not run again."""
@@ -197,16 +197,17 @@ class RewindableHybridLayer(RewindableLinearLayer, LinearAttentionAndFullAttenti
         DynamicLayer.crop(self, tokens_to_remove)
 
 
-def _length(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _length(args: tuple[object, ...], kwargs: dict[str, object]) -> int:
     """Return the number of tokens of a call: its first tensor of three dimensions is the hidden states, `[batch, seq,
     features]`."""
     values = (*args, *kwargs.values())
     return next(value.shape[1] for value in values if isinstance(value, torch.Tensor) and value.ndim == 3)
 
 
-def _prefix(value: Any, length: int, kept: int) -> Any:
-    is_sequence = isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == length
-    return value[:, :kept] if is_sequence else value
+def _prefix(value: object, length: int, kept: int) -> object:
+    if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == length:
+        return value[:, :kept]
+    return value
 
 
 class CallRecorder:
@@ -224,7 +225,9 @@ class CallRecorder:
         ]
 
 
-def _entering(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+def _entering(
+    index: int, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object] | None = None
+) -> None:
     # torch marks a hook as one with keyword arguments after it is there: a thread between the two passes none.
     for value in (*args, *(kwargs or {}).values()):
         cached: Any = value.layers[index] if isinstance(value, Cache) else None

@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import transformers
 from transformers.generation.utils import GenerationMixin
 
 from ...version import __version__
+
+Value = TypeVar("Value")
 
 _NAMES = ("cache", "past_key_values", "cache_params")
 
@@ -41,7 +43,7 @@ CACHE = _name_in_transformers()
 """The name in the installed transformers."""
 
 
-def renamed_cache(arguments: dict[str, Any], name: str = CACHE) -> dict[str, Any]:
+def renamed_cache(arguments: dict[str, Value], name: str = CACHE) -> dict[str, Value]:
     """Return the same arguments with the cache under `name`. Two caches under two names stay: transformers refuses
     them."""
     given = [other for other in _NAMES if other in arguments]
@@ -50,12 +52,12 @@ def renamed_cache(arguments: dict[str, Any], name: str = CACHE) -> dict[str, Any
     return {name if key == given[0] else key: value for key, value in arguments.items()}
 
 
-def cache_of(outputs: object) -> Any:
+def cache_of(outputs: object) -> object:
     """Return the cache in the outputs of a model, of transformers or of remote code; `None` if there is none."""
     return next((getattr(outputs, name) for name in (CACHE, *_NAMES) if hasattr(outputs, name)), None)
 
 
-def own_cache_names(model: type) -> dict[str, Any]:
+def own_cache_names(model: type) -> dict[str, Callable[..., dict[str, object]]]:
     """Return the methods by which a subclass of a model translates between its names of the cache and transformers'.
 
     Without them, a model whose `forward` has another name than the installed transformers would get the cache in an
@@ -72,7 +74,7 @@ def own_cache_names(model: type) -> dict[str, Any]:
         return {}
 
     @functools.wraps(prepare)
-    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(self: object, *args: object, **kwargs: object) -> dict[str, object]:
         return renamed_cache(prepare(self, *args, **renamed_cache(kwargs, into)), out_of)
 
     signature = inspect.signature(prepare)  # by which `generate` knows the arguments that it may pass

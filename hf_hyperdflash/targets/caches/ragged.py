@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
@@ -28,9 +28,9 @@ class RaggedLayer(DynamicLayer):
 
     _layer_type = None  # else it would be registered for all of transformers
 
-    def __init__(self, layer: Any, lengths: Sequence[int]) -> None:
+    def __init__(self, layer: DynamicLayer, lengths: Sequence[int]) -> None:
         super().__init__()
-        keys, values = layer.keys, layer.values
+        keys, values = cast(torch.Tensor, layer.keys), cast(torch.Tensor, layer.values)
         self.sliding_window: int | None = getattr(layer, "sliding_window", None)
         self.lengths = [min(length, keys.shape[2]) for length in lengths]
         self._buffers = [_without_padding(states, self.lengths) for states in (keys, values)]
@@ -38,7 +38,7 @@ class RaggedLayer(DynamicLayer):
         self.is_initialized = True
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the keys and values of a forward, `[batch, heads, positions, head_dim]`, and return all there are."""
         start, stop = self.get_seq_length(), self.get_seq_length() + key_states.shape[2]
@@ -94,7 +94,7 @@ class RaggedCache(Cache):
     layers: list[RaggedLayer]  # type: ignore[assignment]
 
     def __init__(self, cache: Cache, lengths: Sequence[int]) -> None:
-        super().__init__(layers=[RaggedLayer(layer, lengths) for layer in cache.layers])
+        super().__init__(layers=[RaggedLayer(cast(DynamicLayer, layer), lengths) for layer in cache.layers])
 
     def accept(self, accepted: Sequence[Sequence[int]]) -> None:
         """Keep the positions `accepted` of the last forward, for each sequence its own, in all layers."""

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationConfig
 
-from ..attention_masks import attention_mask_for
+from ..attention_masks import AttentionMask, attention_mask_for
 from ..fused import with_own_code
 from ..hooks import ResidualCapture
-from ..target import Target
+from ..target import Target, TargetOutput
 from .name import CACHE
 from .static import SlotCache
+
+Result = TypeVar("Result")
 
 _OWN = (CACHE, "attention_mask", "position_ids", "logits_to_keep")  # arguments that are another in each round
 
@@ -105,8 +107,8 @@ class SlotForward:
         position_ids: torch.Tensor,
         depths: torch.Tensor,
         visible: torch.Tensor,
-        kwargs: dict[str, Any],
-    ) -> Any:
+        kwargs: dict[str, object],
+    ) -> TargetOutput:
         """Run the target.
 
         Args:
@@ -167,10 +169,10 @@ def run_over_slots(
     depths: torch.Tensor,
     visible: torch.Tensor,
     real: torch.Tensor | None,
-    kwargs: dict[str, Any],
-) -> Any:
+    kwargs: dict[str, object],
+) -> TargetOutput:
     """Run the target's forward; see [`SlotForward.__call__`]."""
-    masks: dict[int | None, Any] = {}
+    masks: dict[int | None, AttentionMask] = {}
     implementation = target.config._attn_implementation
     for window, mask in cache.masks(visible, depths, real).items():
         masks[window] = attention_mask_for(implementation, mask, target.dtype)
@@ -195,12 +197,12 @@ class CompiledForwards:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options if options.get("dynamic") is not None else {**options, "dynamic": False}
-        self._by_shape: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._by_shape: dict[tuple[object, ...], Callable[..., Any]] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_by_shape": {}}  # compiled code can be neither copied nor pickled
 
-    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+    def __call__(self, function: Callable[..., Result], *args: object) -> Result:
         """Call a function compiled for the shapes of its arguments."""
         key = function, *map(_shape_of, args)
         if key not in self._by_shape:
@@ -208,7 +210,7 @@ class CompiledForwards:
         return self._by_shape[key](*args)
 
 
-def _shape_of(value: Any) -> Any:
+def _shape_of(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return tuple(map(_shape_of, value))
     if isinstance(value, (int, bool)):

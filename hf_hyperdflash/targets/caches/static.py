@@ -4,7 +4,7 @@ that compiled rounds need to be compiled once."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
@@ -68,7 +68,7 @@ class SlotLayer(StaticLayer):
         return (self.starts[:, None] + places) % self.capacity
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the keys and values of a round, `[batch, heads, positions, head_dim]`, and return all slots."""
         assert self.keys is not None and self.values is not None
@@ -156,7 +156,7 @@ class SlotCache(Cache):
 
     def __init__(self, cache: Cache, windows: Sequence[int | None], lengths: Sequence[int], width: int) -> None:
         self.stock = cache
-        self.starts = torch.tensor(lengths, device=cast(Any, cache.layers[0]).device)
+        self.starts = torch.tensor(lengths, device=cast(StaticLayer, cache.layers[0]).device)
         torch._dynamo.mark_static_address(self.starts, guard=False)
         layers = [
             SlotLayer(cast(StaticLayer, layer), window, lengths, self.starts, width)
@@ -193,7 +193,7 @@ class SlotCache(Cache):
             own.give_back(cast(StaticLayer, layer))
 
 
-def can_hold_rounds(cache: Any) -> bool:
+def can_hold_rounds(cache: object) -> bool:
     """Whether a cache is one of transformers' static ones whose layers are all of attention."""
     known = StaticLayer, StaticSlidingWindowLayer
-    return bool(getattr(cache, "layers", ())) and all(type(layer) in known for layer in cache.layers)
+    return bool(getattr(cache, "layers", ())) and all(type(layer) in known for layer in cast(Cache, cache).layers)

@@ -8,8 +8,6 @@ come alone.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ...trees.layout import ClosedWindow, TreeLayout
@@ -50,7 +48,7 @@ class TreeState:
         before: Parts | None,
         open_window: tuple[torch.Tensor | None, torch.Tensor | None],
         projections: Parts,
-    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Store a compressor's projections of the nodes, and return the windows that it has to pool.
 
         Args:

@@ -28,7 +28,7 @@ from ...drafters.unrolled.drafter import UnrolledDrafter
 from ...targets.registry import target_of
 from ..arguments import RECIPES
 from ..losses.loss import IGNORE_INDEX, DrafterLoss
-from ..losses.objective import Batch, collate, training_layer_ids
+from ..losses.objective import Batch, LossSettings, collate, training_layer_ids
 from ..losses.unrolled import make_objective
 from .bandit import Bandit
 from .samples import ReplayBuffer, Sample
@@ -163,7 +163,7 @@ class Adaptation(Observer):
         if drafter.observer is not None:
             raise ValueError("The drafter learns already: `stop()` its adaptation first.")
         self.drafter, self.target, self.config, self.log = drafter, target, config, list[Decision]()
-        self.objective = make_objective(drafter, seen, config)
+        self.objective = make_objective(drafter, seen, cast(LossSettings, config))
         self.layer_ids = training_layer_ids(drafter.config)
         self.replay = ReplayBuffer(config.most_bytes, config.seed)
         self._original = {name: value.detach().clone() for name, value in drafter.state_dict().items()}

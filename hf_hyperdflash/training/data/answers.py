@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -105,7 +105,7 @@ class Conversation:
         self.messages, self.ids = messages, ids
         return True
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> dict[str, object]:
         """The line that is written of it."""
         row = {"messages": self.messages, "truncated": self.truncated, "prompt_id": self.prompt_id}
         return row | ({"tools": json.dumps(self.tools)} if self.tools else {})
@@ -288,7 +288,7 @@ def answer_batch(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: list[Conversation], how: AnswerSettings
 ) -> list[Answer]:
     """The target's answers to the prompts of a batch."""
-    device: Any = target.get_input_embeddings().weight.device
+    device = cast(torch.Tensor, target.get_input_embeddings().weight).device
     prompts = [torch.tensor(conversation.ids, device=device) for conversation in batch]
     masks = [torch.ones_like(prompt) for prompt in prompts]
     ids, mask = (pad_sequence(rows, batch_first=True, padding_side="left") for rows in (prompts, masks))
@@ -296,8 +296,7 @@ def answer_batch(
     options: dict[str, Any] = {"do_sample": False}
     if how.temperature:
         options = {"do_sample": True, "temperature": how.temperature, "top_p": how.top_p, "top_k": 0}
-    model: Any = target
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=how.max_new_tokens, **options)
+    out = cast(Any, target).generate(ids, attention_mask=mask, max_new_tokens=how.max_new_tokens, **options)
     ends: Any = target.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     return [parse_answer(tokenizer, row, ends, how.thinking) for row in out[:, ids.shape[1] :].tolist()]

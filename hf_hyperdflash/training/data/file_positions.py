@@ -107,7 +107,7 @@ def _document_error(path: str) -> str | None:
     return None if rows else f"{path} has no rows."
 
 
-def _types(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+def _types(value: object, name: str = "") -> Iterator[tuple[str, str]]:
     """Yield name and type of each part of a row that is not null. All numbers have one type."""
     if isinstance(value, dict):
         yield name, "an object"

@@ -6,7 +6,7 @@ The trainer and learning while serving share it. It has no process group, no opt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -49,6 +49,25 @@ def training_layer_ids(config: PreTrainedConfig) -> list[int]:
     return ids if ids[-1] == -1 else [*ids, -1]
 
 
+class LossSettings(Protocol):
+    """What an objective reads of the arguments of a training, or of learning while serving."""
+
+    ce_weight: float | None
+    kl_weight: float | None
+    kl_positions: int | None
+    kl_temperature: float
+    kl_teacher: str
+    tv_weight: float | None
+    confidence_weight: float | None
+    blind_weight: float | None
+    rank_weight: float | None
+    loss_decay: float | None
+    valid_prefix: bool | None
+    num_anchors: int
+    loss_chunk_size: int
+    seed: int
+
+
 class BlockObjective:
     """The objective of drafters whose blocks do not depend on each other.
 
@@ -68,7 +87,7 @@ class BlockObjective:
         selects_candidates: Whether a head chooses among the best tokens of the block's own logits.
     """
 
-    def __init__(self, drafter: Any, target: Target, args: Any) -> None:
+    def __init__(self, drafter: Any, target: Target, args: LossSettings) -> None:
         check_teacher(target, args.kl_teacher)
         config = drafter.config
         self.drafter, self.config, self.target, self.args = drafter, config, target, args

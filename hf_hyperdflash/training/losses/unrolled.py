@@ -13,7 +13,7 @@ from ...drafters.unrolled.configuration import UnrolledConfig
 from ...drafters.unrolled.rank_head import RANK_CLASSES, rank_classes
 from ...targets.target import Target
 from .loss import IGNORE_INDEX, DrafterLoss, loss_counts, position_weights, rank_loss
-from .objective import Batch, BlockObjective
+from .objective import Batch, BlockObjective, LossSettings
 
 
 class UnrolledObjective(BlockObjective):
@@ -24,7 +24,7 @@ class UnrolledObjective(BlockObjective):
     for every step; otherwise from the last slot, as a chain does.
     """
 
-    def __init__(self, drafter: Any, target: Target, args: Any) -> None:
+    def __init__(self, drafter: Any, target: Target, args: LossSettings) -> None:
         super().__init__(drafter, target, args)
         self.kl_weights = self.weights
 
@@ -119,7 +119,7 @@ class UnrolledObjective(BlockObjective):
         return torch.where(all_ > 0, left / all_.clamp(min=1e-9), 0.0)
 
 
-def make_objective(drafter: Any, target: Target, args: Any) -> BlockObjective:
+def make_objective(drafter: Any, target: Target, args: LossSettings) -> BlockObjective:
     """Return the objective for a drafter's kind, see [`BlockObjective`]."""
     kind = UnrolledObjective if isinstance(drafter.config, UnrolledConfig) else BlockObjective
     return kind(drafter, target, args)

@@ -83,7 +83,7 @@ class LinesAboveBar(ProgressCallback):
         state: TrainerState,
         control: TrainerControl,
         logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         if state.is_world_process_zero and self.training_bar is not None:
             self.training_bar.write(format_entry(state.global_step, logs or {}))
@@ -98,7 +98,7 @@ class Lines(PrinterCallback):
         state: TrainerState,
         control: TrainerControl,
         logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         if state.is_world_process_zero:
             print(format_entry(state.global_step, logs or {}), flush=True)

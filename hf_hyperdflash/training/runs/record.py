@@ -24,7 +24,7 @@ def write_record(trainer: Any, folder: Path) -> None:
     (folder / TRAINING_RECORD).write_text(json.dumps(facts, indent=1, default=str))
 
 
-def _settings(trainer: Any) -> dict[str, Any]:
+def _settings(trainer: Any) -> dict[str, object]:
     args, state = trainer.args, trainer.state
     return {
         "target": public_name(trainer.target.config._name_or_path),
@@ -43,7 +43,7 @@ def _settings(trainer: Any) -> dict[str, Any]:
     }
 
 
-def _row_count(rows: Any) -> int | None:
+def _row_count(rows: object) -> int | None:
     if isinstance(rows, dict):
         return sum(_row_count(part) or 0 for part in rows.values())
     return len(rows) if hasattr(rows, "__len__") else None

@@ -21,7 +21,6 @@ from ..auto.policies import DraftingStats
 from ..drafters.base import Drafter
 from ..targets.caches.name import CACHE, own_cache_names, renamed_cache
 from ..targets.caches.slot_forward import CompiledForwards
-from ..targets.caches.static import can_hold_rounds
 from ..targets.fused import Fusion
 from ..targets.hooks import ResidualCapture, ResidualTap
 from ..targets.registry import check_layers, check_without_virtual_tokens, is_bound, is_drafter, target_of
@@ -34,6 +33,7 @@ from .loop import speculative_decoding
 from .request import (
     AUTO,
     GenerateCall,
+    can_hold_rounds,
     check_cache_implementation,
     check_request,
     check_static_cache,

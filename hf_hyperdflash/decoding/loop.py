@@ -22,14 +22,13 @@ from ..targets.caches.name import CACHE, cache_of
 from ..targets.caches.protocols import OPEN_FORWARDS
 from ..targets.caches.ragged import RaggedCache
 from ..targets.caches.slot_forward import SlotForward, compile_options
-from ..targets.caches.static import can_hold_rounds
 from ..targets.target import TargetOutput
 from ..trees.tree import DraftTree
 from .continuation import is_between_writes, leave_context, stop_recording
 from .inference_mode import mode_of_rounds
 from .outputs import generate_output
 from .proposals import propose
-from .request import AUTO, check_cache
+from .request import AUTO, can_hold_rounds, check_cache
 from .rounds import ChainRound, PromptRound, SlotRound, Verification, round_over, verification_of
 from .sequence import Sequence
 from .stats import merged_stats

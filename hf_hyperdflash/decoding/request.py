@@ -9,14 +9,13 @@ from typing import Any, Literal, cast
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationConfig
 
 from ..auto.policies import MOST_NODES as MOST_NODES_OF_AUTO
 from ..drafters.base import AUTO
 from ..targets.caches.name import CACHE
 from ..targets.caches.protocols import OPEN_FORWARDS, RewindableCache
-from ..targets.caches.static import can_hold_rounds
 from ..targets.registry import is_bound, target_of
 from ..targets.target import Target
 
@@ -310,6 +309,12 @@ def check_stock_assistance(assistant_model: PreTrainedModel | None, model_kwargs
             f"tokens in `{CACHE}`. Leave `{CACHE}` out, or use a HyperDFlash drafter, which continues "
             "correctly."
         )
+
+
+def can_hold_rounds(cache: object) -> bool:
+    """Return whether a cache is one of transformers' static ones whose layers are all of attention."""
+    known = StaticLayer, StaticSlidingWindowLayer
+    return bool(getattr(cache, "layers", ())) and all(type(layer) in known for layer in cast(Cache, cache).layers)
 
 
 def check_cache(cache: object) -> RewindableCache:

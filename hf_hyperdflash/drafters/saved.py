@@ -18,6 +18,7 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from ..targets.registry import FAMILIES
 from ..version import __version__
 from .base import Drafter
 from .custom_generate import RECIPE
@@ -25,6 +26,9 @@ from .weights import load_complete
 
 RECIPE_FILE = "custom_generate/generate.py"
 NOTE = "<!-- hf_hyperdflash: no card yet -->"  # in a README that is about the code alone
+_OF_SHARED_FORWARDS = (
+    "targets/caches/ragged", "targets/caches/slot_forward", "targets/caches/static", "drafters/parts/fixed_context",
+)  # fmt: skip
 # What `save_pretrained(push_to_hub=True)` may be given besides.
 _PUSHING = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
 _ROOT = Path(__file__).parents[__package__.endswith(".drafters")]  # of the package, or the flat folder of a saved one
@@ -34,6 +38,7 @@ class SavedDrafter(Drafter, PreTrainedModel):
     """A drafter with weights: saved with code, and loaded whole."""
 
     config: Any
+    target_model_type = ""  # of a kind whose configuration does not say it
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -76,20 +81,29 @@ class SavedDrafter(Drafter, PreTrainedModel):
 
     def carried_code(self) -> dict[str, str]:
         """Return the code that the drafter needs, by the names of flat files: its own module and everything that this
-        imports. Of the families of targets it has the target's relatives and those with one stream.
+        imports, but for what its target cannot need. Of the families of targets it has the target's relatives and
+        those with one stream.
 
         Raises:
             ValueError: If the class is in no file, or its file imports from above its folder.
         """
-        return flat_code(Path(str(sys.modules[self._own_class().__module__].__file__)), self._other_families())
+        return flat_code(Path(str(sys.modules[self._own_class().__module__].__file__)), self._unneeded())
 
-    def _other_families(self) -> set[Path]:
-        """Return the files of families to which the drafter's target cannot belong, by its configuration."""
-        kind, streams = getattr(self.config, "target_model_type", ""), getattr(self.config, "target_hc_mult", None)
-        if not kind or streams is None or kind.startswith("deepseek_v4"):
+    def _unneeded(self) -> set[Path]:
+        """Return the files that the drafter's target cannot need, by its configuration: of families to which it cannot
+        belong, and of caches that it cannot have."""
+        kind = getattr(self.config, "target_model_type", self.target_model_type)
+        if not kind:
             return set()
-        others = ("deepseek_v4", "hyper_connections") if streams == 1 else ("deepseek_v4",)
-        return {_ROOT / "targets" / f"{name}.py" for name in others}
+        is_deepseek, is_masked = kind.startswith("deepseek_v4"), any(kind in each.masked_types for each in FAMILIES)
+        unneeded = [] if is_deepseek else ["targets/deepseek_v4"]
+        if getattr(self.config, "target_hc_mult", 0) == 1:
+            unneeded.append("targets/hyper_connections")
+        if is_masked or is_deepseek:
+            unneeded.append("targets/caches/linear")
+        if not is_masked:  # no batches that share forwards, and no static caches
+            unneeded += _OF_SHARED_FORWARDS
+        return {_ROOT / f"{name}.py" for name in unneeded}
 
     def save_pretrained(  # type: ignore[override]
         self,

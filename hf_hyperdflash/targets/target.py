@@ -257,7 +257,7 @@ class Target:
     def make_rewindable(self, cache: Cache, num_drafts: int) -> None:
         """Make a cache of the target able to remove that many drafts and the anchor. Remote code's caches stay as they
         are."""
-        if isinstance(cache, Cache):
+        if isinstance(cache, Cache) and self.has_running_state:
             make_linear_rewindable(cache)
 
     def register_hooks(self) -> list[RemovableHandle]:

@@ -16,11 +16,12 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, bind
+from hf_hyperdflash.decoding.request import can_hold_rounds
 from hf_hyperdflash.drafters.parts.block_attention import AttentionSpan
 from hf_hyperdflash.drafters.parts.fixed_context import FixedContext, FixedLayers
 from hf_hyperdflash.drafters.parts.layers import ContextCache
 from hf_hyperdflash.targets.caches.name import CACHE
-from hf_hyperdflash.targets.caches.static import SlotCache, can_hold_rounds
+from hf_hyperdflash.targets.caches.static import SlotCache
 from hf_hyperdflash.trees.layout import TreeLayout
 from hf_hyperdflash.trees.tree import DraftTree
 

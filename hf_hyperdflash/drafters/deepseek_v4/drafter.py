@@ -52,6 +52,7 @@ class DeepseekV4Drafter(SavedDrafter, DeepseekV4PreTrainedModel):
     """
 
     rotary_emb: DeepseekV4RotaryEmbedding
+    target_model_type = "deepseek_v4"
     _is_stateful = False  # sliding windows: nothing in them that could not be rewound
     _keys_to_ignore_on_load_unexpected: list[str] = []
 

@@ -141,7 +141,7 @@ class SlotCache(Cache):
     """A static cache during the rounds of one or several sequences.
 
     Args:
-        cache: Of a static cache's layers ([`can_hold_rounds`]) after the prompts, several padded on the left.
+        cache: One that [`~decoding.request.can_hold_rounds`], after the prompts, several padded on the left.
         windows: Of each layer, `None` for full attention.
         lengths: Tokens of each sequence's prompt.
         width: The most verification positions of a round.
@@ -191,9 +191,3 @@ class SlotCache(Cache):
         """Make the stock cache hold what the only sequence's tokens are now."""
         for own, layer in zip(self.layers, self.stock.layers):
             own.give_back(cast(StaticLayer, layer))
-
-
-def can_hold_rounds(cache: object) -> bool:
-    """Whether a cache is one of transformers' static ones whose layers are all of attention."""
-    known = StaticLayer, StaticSlidingWindowLayer
-    return bool(getattr(cache, "layers", ())) and all(type(layer) in known for layer in cast(Cache, cache).layers)

@@ -20,7 +20,7 @@ _MODULE_OF = {
     "capture_residual": "decoding.bind",
     "Drafter": "drafters.base",
     "Observer": "drafters.base",
-    "PromptLookupDrafter": "drafters.prompt_lookup",
+    "PromptLookupDrafter": "drafters.without_weights.prompt_lookup",
     "AcceptanceCallback": "training.acceptance",
     "measure_acceptance": "training.acceptance",
     "HyperDFlashTrainingArguments": "training.arguments",

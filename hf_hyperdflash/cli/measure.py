@@ -105,7 +105,7 @@ def benchmark(
     settings = _make_settings(target, output, suite, data, mode, temperature, limit, max_new_tokens, seed)
     requested = [(path, count) for _, count, *_, path in named] + [(target, None)] * bool(mtp)
     model, tokenizer, loaded = _load_all(settings, target, requested, dtype, device_map, threads, trust_remote_code)
-    from ..drafters.prompt_lookup import PromptLookupDrafter
+    from ..drafters.without_weights.prompt_lookup import PromptLookupDrafter
     from ..hub.kinds import title
 
     compared: list[Compared] = []

@@ -111,7 +111,7 @@ def load_checked(
     import torch
 
     from ..decoding.bind import bind
-    from ..drafters.prompt_lookup import PromptLookupDrafter
+    from ..drafters.without_weights.prompt_lookup import PromptLookupDrafter
     from ..hub import loading
 
     if threads:

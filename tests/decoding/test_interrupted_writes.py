@@ -7,7 +7,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from hf_hyperdflash import bind
-from hf_hyperdflash.drafters.prompt_lookup import PromptLookupDrafter
+from hf_hyperdflash.drafters.without_weights.prompt_lookup import PromptLookupDrafter
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 from hf_hyperdflash.targets.registry import target_of
 

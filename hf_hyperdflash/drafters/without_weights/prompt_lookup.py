@@ -8,11 +8,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from ..targets.registry import target_of
-from ..targets.target import Target
-from ..trees.tree import DraftTree
-from .base import Drafter
-from .sampling import Context, DraftSampler
+from ...targets.registry import target_of
+from ...targets.target import Target
+from ...trees.tree import DraftTree
+from ..base import Drafter
+from ..sampling import Context, DraftSampler
 
 
 class PromptLookupDrafter(Drafter):

@@ -35,11 +35,6 @@ class RoundCosts:
         self._measured: list[tuple[Inputs, float]] = []
         self._tables: dict[tuple[int, int], list[float]] = {}
 
-    @property
-    def is_known(self) -> bool:
-        """Whether any round was learned."""
-        return hasattr(self._model, "coef_")
-
     def observe(self, length: int, drafts: int | None, seconds: float, texts: int = 1, is_trial: bool = False) -> None:
         """Learn from one round.
 

@@ -166,7 +166,7 @@ class ChainPolicy(FixedPolicy):
     """
 
     def __init__(self, stats: DraftingStats) -> None:
-        self.stats = stats
+        self.stats = self._known = stats
         self._is_first = True  # round of the generation, which takes longer than others
         self._is_trial = False
         self._least = 1  # drafts in any case
@@ -259,13 +259,12 @@ class TreePolicy(ChainPolicy):
 
     def __init__(self, stats: DraftingStats) -> None:
         super().__init__(stats)
-        stats.trees = stats.trees or DraftingStats()
-        self._chains, self._trees = stats, stats.trees
+        self._trees = stats.trees = stats.trees or DraftingStats()
         self.are_trees = False
 
     def begin(self, length: int, rooms: Sequence[int]) -> int:
-        self.are_trees = self._are_trees_next(self._chains, self._trees)
-        self.stats = self._trees if self.are_trees else self._chains
+        self.are_trees = self._are_trees_next(self._known, self._trees)
+        self.stats = self._trees if self.are_trees else self._known
         if not self.are_trees:
             return super().begin(length, rooms)
         self._nodes = super().begin(length, [MOST_NODES if max(rooms) else 0])
@@ -304,22 +303,11 @@ class TreePolicy(ChainPolicy):
 
 class BatchPolicy(ChainPolicy):
     """As many drafts for all sequences of a batch as pay, settled before any is drawn: they share a forward, so what a
-    draft costs is none of a text's own.
-
-    Args:
-        stats: Of the drafter with the target; changed.
-    """
-
-    def __init__(self, stats: DraftingStats) -> None:
-        super().__init__(stats)
-        self._batches = stats.batches
+    draft costs is none of a text's own."""
 
     def begin(self, length: int, rooms: Sequence[int]) -> int:
-        self.stats = self._batches.setdefault(len(rooms).bit_length(), DraftingStats())
+        self.stats = self._known.batches.setdefault(len(rooms).bit_length(), DraftingStats())
         return self._admit_unseen(super().begin(length, rooms))
 
     def sampler(self, sampler: DraftSampler) -> DraftSampler:
         return sampler
-
-    def cut(self, tree: DraftTree) -> DraftTree:
-        return tree

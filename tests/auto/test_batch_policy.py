@@ -15,7 +15,7 @@ from hf_hyperdflash.decoding.stats import keep_trees
 
 from ..conftest import prompt, tiny_drafter
 from ..helpers import families
-from ..helpers.schedules import outcome
+from ..helpers.schedules import have_learned, outcome
 from ..helpers.tree_drafters import KeepsByContext, RandomChains
 
 PLAIN, START = 0.020, 0.024  # seconds of a round: without the drafter and with it, but for its drafts
@@ -189,11 +189,11 @@ def test_what_is_known_of_batches_is_kept_from_one_to_the_next(monkeypatch):
     generate()
     (known,) = (each for each in made if each.batches)
     of_batches = known.batches[3].costs
-    assert of_batches.is_known and not known.costs.is_known and not known.is_tried
+    assert have_learned(of_batches) and not have_learned(known.costs) and not known.is_tried
     observe = of_batches.observe
     of_batches.observe = lambda *round_: seen.append(round_) or observe(*round_)
     generate()
-    assert seen and known.batches[3].costs is of_batches and not any(each.costs.is_known for each in made)
+    assert seen and known.batches[3].costs is of_batches and not any(have_learned(each.costs) for each in made)
 
 
 def test_a_tree_of_any_size_is_a_chain_that_pays():

@@ -9,6 +9,8 @@ import pytest
 
 from hf_hyperdflash.auto.costs import RoundCosts
 
+from ..helpers.schedules import have_learned
+
 PLAIN, START, EACH = 0.020, 0.026, 0.002  # seconds of a round: without its drafter, with it, and of each draft
 CHOICES = [8, None, 1, 4, 8, 6, 2]
 
@@ -38,9 +40,9 @@ def run(costs, rounds, choices, cost=seconds, length=100, noise=0.0, draw=None, 
 
 def test_three_trials_tell_of_all_numbers():
     costs = RoundCosts()
-    assert not costs.is_known
+    assert not have_learned(costs)
     costs.observe(100, 8, seconds(8), is_trial=True)
-    assert costs.is_known
+    assert have_learned(costs)
     costs.observe(100, None, seconds(None), is_trial=True)
     costs.observe(100, 4, seconds(4), is_trial=True)
     assert costs.predict(100, 8) == pytest.approx([relative(k) for k in range(9)], rel=0.12)

@@ -30,7 +30,7 @@ from ..helpers.draft_trees import SAMPLING_RULES, steps_by
 from ..helpers.enumerated_draws import every_outcome
 from ..helpers.families import qwen3
 from ..helpers.headed_drafters import headed
-from ..helpers.schedules import outcome
+from ..helpers.schedules import have_learned, outcome
 from ..helpers.unrolled import unrolled
 
 PLAIN, START, EACH = 0.020, 0.026, 0.002  # seconds of a round: without its drafter, with it, and of each draft
@@ -600,7 +600,7 @@ def test_what_is_known_is_kept_for_as_long_as_the_target_is_bound(target, monkey
         return place
 
     greedy, sampled = learned_in(target, False), learned_in(target, True)
-    assert greedy != sampled and made[greedy].costs.is_known
+    assert greedy != sampled and have_learned(made[greedy].costs)
     assert learned_in(target, False) == greedy and learned_in(target, True) == sampled
     copies = copy.deepcopy(target), pickle.loads(pickle.dumps(target))
     assert all(type(other) is type(target) for other in copies)
@@ -747,7 +747,7 @@ def test_trees_that_cannot_be_verified_are_chains_that_pay(monkeypatch, caplog):
     plain = target.generate(ids, max_new_tokens=30, do_sample=False)
     out = target.generate(ids, assistant_model=drafter, tree_budget="auto", max_new_tokens=30, do_sample=False)
     assert torch.equal(out, plain) and "`tree_budget` is auto" in caplog.text
-    assert known.costs.is_known
+    assert have_learned(known.costs)
 
 
 @pytest.mark.parametrize("kind", [ChainPolicy, TreePolicy])

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from . import options
 from .models import announce, load, use_cache_if_offline
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..drafters.base import Drafter
+
+_WARM_UP = 8  # tokens: what happens once only is no part of the speed
 
 
 def generate(
@@ -25,6 +34,10 @@ def generate(
             "--show",
             help="Colour each token by who wrote it, underline a head's; in a terminal, speed and tau.",
         ),
+    ] = False,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Answer without the drafter first, show both side by side, and a table."),
     ] = False,
     seed: options.Seed = 0,
     dtype: options.Dtype = None,
@@ -53,6 +66,10 @@ def generate(
     torch.manual_seed(seed)
     ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": prompt}]}])[0].to(model.device)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    if compare:
+        settings = {"max_new_tokens": max_new_tokens, "tree_budget": tree_budget, **sampling}
+        _compare(model, tokenizer, assistant, ids, settings, Console(highlight=False))
+        return
     plain = nullcontext(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
     with (
         keep_trees() if show else nullcontext(),
@@ -76,3 +93,40 @@ def generate(
         f"Drafts accepted at each position, %: {rates}." + f" Stopped at --max-new-tokens {max_new_tokens}." * is_cut,
         err=True,
     )
+
+
+def _compare(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    drafter: Drafter,
+    ids: torch.Tensor,
+    settings: dict[str, Any],
+    console: Console,
+) -> None:
+    """Show the answer of the target alone and the one with its drafter, and a table of both."""
+    from .display.side_by_side import SideBySide
+
+    plain = {name: value for name, value in settings.items() if name != "tree_budget"}
+    for way in ({**plain, "assistant_model": None}, {**settings, "assistant_model": drafter}):
+        model.generate(ids, **{**way, "max_new_tokens": _WARM_UP})  # type: ignore[operator]
+    with SideBySide(tokenizer, drafter, console) as shown:
+        model.generate(ids, streamer=shown.side("Target alone", False), **plain)  # type: ignore[operator]
+        streamer = shown.side("With drafter", True)
+        model.generate(ids, assistant_model=drafter, streamer=streamer, **settings)  # type: ignore[operator]
+    if console.is_terminal and console.color_system:
+        console.print(shown.legend(), soft_wrap=True)
+    alone, assisted = shown.sides
+    note = _note(alone.tokens, assisted.tokens, settings["do_sample"], model.dtype)
+    is_cut = len(alone.tokens) >= settings["max_new_tokens"]
+    console.print(shown.table(note + f" Stopped at --max-new-tokens {len(alone.tokens)}." * is_cut))
+
+
+def _note(alone: list[int], assisted: list[int], is_drawn: bool, dtype: torch.dtype) -> str:
+    """Return what the tokens of two answers have in common, in words."""
+    if is_drawn:
+        return "Both are drawn at random from the target's distribution."
+    if alone == assisted:
+        return "Both texts are the same."
+    parted = next((at for at, (one, other) in enumerate(zip(alone, assisted)) if one != other), len(alone))
+    name = str(dtype).removeprefix("torch.")
+    return f"The texts part at token {parted + 1}: in {name} two tokens may tie. In float32 the texts are the same."

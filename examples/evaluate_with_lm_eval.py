@@ -1,7 +1,7 @@
 """One task of lm-eval, with and without a drafter: the same scores, the same answers, in less time.
 
-    python examples/evaluate_with_lm_eval.py --target examples/models/tiny-qwen3 \
-        --drafter examples/models/tiny-qwen3-hyperdflash --data gsm8k.jsonl --output evaluated
+    python examples/evaluate_with_lm_eval.py --target examples/models/tiny-deepseek-v4 \
+        --drafter examples/models/tiny-deepseek-v4-hyperdflash --data gsm8k.jsonl --output evaluated
 
 `--data` has one `{"question": ..., "answer": ...}` a line, as GSM8K has them: worked answers that end in `#### 72`.
 Asked are the last `--limit` of them. Two metrics: exact match of the number in `\\boxed{}`, which a small target

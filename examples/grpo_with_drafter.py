@@ -1,7 +1,7 @@
 """GRPO with TRL, whose rollouts a drafter speeds up: the same text distribution, while the target's weights change.
 
-    python examples/grpo_with_drafter.py --target examples/models/tiny-qwen3 \
-        --drafter examples/models/tiny-qwen3-hyperdflash --data gsm8k.jsonl --output grpo
+    python examples/grpo_with_drafter.py --target examples/models/tiny-deepseek-v4 \
+        --drafter examples/models/tiny-deepseek-v4-hyperdflash --data gsm8k.jsonl --output grpo
 
 `--data` has one `{"question": ...}` a line. Each size of `--rollouts` is trained from the same start alone, with the
 drafter, and, with `--adapt`, with a drafter that learns from what the target says of its drafts. Rollouts are drawn at

@@ -1,6 +1,6 @@
 """Serve a target with vLLM, alone and with a drafter, and check what is promised: text, acceptance, many clients.
 
-    python experiments/serve_vllm.py --target examples/models/tiny-qwen3 --drafter my-drafter --data suites --output o
+    python experiments/serve_vllm.py --target Qwen/Qwen3-0.6B --drafter my-drafter --data suites --output o
 
 Prints pass or fail for each claim, and exits with 1 if one fails. Writes results.json, report.md and throughput.png.
 Needs vLLM and this package in one environment (docs/serving.md). Everything is in float32, so that texts can be equal.

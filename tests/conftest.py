@@ -122,6 +122,14 @@ def prompt(length: int, seed: int = 0, vocab_size: int = 64) -> torch.Tensor:
     return torch.randint(2, vocab_size, (1, length), generator=generator)
 
 
+@pytest.fixture(scope="session")
+def dense_pair(tmp_path_factory):
+    """The folders of a dense target and its drafter, made in code."""
+    from .helpers.dense_pair import save_dense_pair
+
+    return save_dense_pair(tmp_path_factory.mktemp("pair"))
+
+
 @pytest.fixture
 def target():
     return tiny_target()

@@ -12,8 +12,8 @@ from .helpers.scripts import DRAFTER, EXAMPLES, ROOT
         ("examples/draw_trees.py", ["--target", "nowhere"], "The folder nowhere does not exist, and as a Hub id"),
         (
             "examples/draw_trees.py",
-            ["--drafter", DRAFTER.replace("deepseek-v4", "qwen3")],
-            "was made for a target with `hc_mult` 1",
+            ["--drafter", EXAMPLES / "models" / "smollm2-135m-hyperdflash"],
+            "was made for a target with `vocab_size` 49152",
         ),
         ("examples/draw_trees.py", ["--tree-budget", 2000], "`tree_budget` is 2000, expected the most nodes"),
         (

@@ -10,8 +10,7 @@ from safetensors import safe_open
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 from transformers.dynamic_module_utils import check_imports
 
-from hf_hyperdflash import DeepseekV4MTPDrafter, Eagle3Drafter, HyperDFlashDrafter, load_target
-from hf_hyperdflash.training.data.rows import encode_prompts
+from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter
 from hf_hyperdflash.training.features.fingerprint import short_fingerprint, target_fingerprint
 
 from .conftest import MODELS
@@ -132,20 +131,8 @@ def test_the_drafter_names_the_targets_weights(shipped):
     assert drafter.config.target_fingerprint == short_fingerprint(target_fingerprint(target))
 
 
-def test_the_dense_target_writes_its_own_text():
-    target = load_target(MODELS / "tiny-qwen3", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(MODELS / "tiny-qwen3")
-    ids = encode_prompts(tokenizer, [{"turns": ["What is 3 plus 4?"]}])[0]
-    plain = target.generate(ids, do_sample=False, max_new_tokens=24)
-    drafter = Eagle3Drafter.from_target(target)
-    assert drafter.target_layer_ids == [1, 3, 4]
-    drafter.bind(target)
-    out = target.generate(ids, do_sample=False, max_new_tokens=24, assistant_model=drafter, tree_budget=8)
-    assert torch.equal(out, plain)
-
-
 def test_size():
-    assert sum(path.stat().st_size for path in MODELS.rglob("*") if path.is_file()) < 40_000_000
+    assert sum(path.stat().st_size for path in MODELS.rglob("*") if path.is_file()) < 45_000_000
 
 
 def test_quickstart(tmp_path):

@@ -72,14 +72,14 @@ def snippets(page: Path, language: str = "python") -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def names(tmp_path_factory) -> Path:
+def names(tmp_path_factory, dense_pair) -> Path:
     """A folder in which what the pages name on the Hub are folders."""
     root = tmp_path_factory.mktemp("names")
     for owner in ("Qwen", "z-lab", "RedHatAI", "weijiezz", "deepseek-ai", "org"):
         (root / owner).mkdir()
     (root / "examples").symlink_to(ROOT / "examples")
-    (root / "Qwen" / "Qwen3-8B").symlink_to(MODELS / "tiny-qwen3")
-    qwen = load_target(str(MODELS / "tiny-qwen3"), dtype="float32")
+    (root / "Qwen" / "Qwen3-8B").symlink_to(dense_pair[0])
+    qwen = load_target(dense_pair[0], dtype="float32")
     conventional = HyperDFlashDrafter.from_target(qwen, reducer="fc", target_layer_ids=[1, 3, 5], num_hidden_layers=1)
     export_dflash(conventional, root / "z-lab" / "Qwen3-8B-DFlash-b16")
     Eagle3Drafter.from_target(qwen).save_pretrained(root / "RedHatAI" / "Qwen3-8B-speculator.eagle3")

@@ -21,7 +21,7 @@ from hf_hyperdflash import load_drafter, load_target
 from .conftest import MODELS
 from .test_snippets import OF_TOOLS, PAGES, snippets
 
-NAME = str(MODELS / "tiny-qwen3")
+NAME = str(MODELS / "tiny-deepseek-v4")
 ASKED = [{"role": "user", "content": "What is 2 + 3?"}]
 TOOLS = {page.stem: page for page in PAGES}["serving"]
 

@@ -4,7 +4,8 @@
     python examples/space/app.py --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16
 
 Needs gradio: pip install -r examples/space/requirements.txt. Without names it takes the variables TARGET and DRAFTER
-(a Space's settings have them), then the pairs that ship with the repository.
+(a Space's settings have them), then what the repository has: its small pair, and SmolLM2 once `examples/smollm2.py`
+has fetched it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from hf_hyperdflash.decoding.stats import SpeculationStats, VerifiedTree, keep_t
 from hf_hyperdflash.training.data.rows import encode_prompts
 
 HERE = Path(__file__).resolve().parent
-SHIPPED = {"tiny DeepSeek-V4": "tiny-deepseek-v4", "tiny Qwen3": "tiny-qwen3"}
+SHIPPED = {  # targets and drafters, from the folder of models; the second target is there once smollm2.py has run
+    "tiny DeepSeek-V4": ("tiny-deepseek-v4", "tiny-deepseek-v4-hyperdflash"),
+    "SmolLM2-135M-Instruct": ("../../downloads/SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m-hyperdflash"),
+}
 PROMPTS = [
     "Tom has 12 marbles and gives 5 to his sister. How many are left?",
     "Write a Python function that adds two numbers.",
@@ -41,7 +45,7 @@ ALL, CHAIN = "all that it can", "no tree, one chain"
 ABOUT = """# Speculative decoding, side by side
 On the left the target writes alone, one token a forward. On the right a drafter helps it: the same text in fewer
 forwards. One after the other, so that neither slows the other down."""
-TINY = " The tiny models are seldom right; what counts is how their text comes about."
+TINY = " The tiny model is seldom right; what counts is how its text comes about."
 HINT = "Click a token of the assisted text to see the draft tree of the round that wrote it."
 FIRST = "No round wrote this token: the first comes with the prompt, and where one alone is left nothing is drafted."
 KEY = "The first row is what the text got; hollow is what was drafted in vain."
@@ -222,7 +226,7 @@ def page(pairs: dict[str, tuple[str, str]]) -> gr.Blocks:
             raise gr.Error(in_one_line(error), print_exception=False) from None
 
     with gr.Blocks(title="hf_hyperdflash", analytics_enabled=False) as blocks:
-        gr.Markdown(ABOUT + TINY * (list(pairs) == list(SHIPPED)))
+        gr.Markdown(ABOUT + TINY * (next(iter(SHIPPED)) in pairs))
         prompt = gr.Textbox(PROMPTS[0], label="Prompt", lines=2)
         gr.Examples([[prompt] for prompt in PROMPTS], prompt)
         with gr.Row():
@@ -266,7 +270,8 @@ def pairs_of(target: str | None, drafter: str | None) -> dict[str, tuple[str, st
     models = next((folder for folder in (HERE / "models", HERE.parent / "models") if folder.is_dir()), None)
     if models is None:
         raise ValueError("No model is named and none is here: give TARGET and DRAFTER.")
-    return {title: (str(models / name), str(models / f"{name}-hyperdflash")) for title, name in SHIPPED.items()}
+    pairs = {title: tuple(models / name for name in pair) for title, pair in SHIPPED.items()}
+    return {title: (str(target), str(drafter)) for title, (target, drafter) in pairs.items() if target.exists()}
 
 
 def main() -> None:

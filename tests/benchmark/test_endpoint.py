@@ -1,7 +1,7 @@
 """Suites against a server on loopback that speaks OpenAI's protocol and counts drafts as vLLM does, or SGLang.
 
-SGLang's own words are here as its server 0.5.23 wrote them for the shipped Qwen3 pair; `tests/serving/test_sglang.py`
-asks the real one.
+SGLang's own words are here as its server 0.5.23 wrote them for a small Qwen3 pair; `tests/serving/test_sglang.py` asks
+the real one.
 """
 
 import json

@@ -13,6 +13,7 @@ from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.training.data.rows import encode_prompts
 
 from ..helpers.scripts import run
+from ..helpers.served_drafters import qwen3
 
 
 def test_from_text_to_a_working_pair(tmp_path):
@@ -95,9 +96,8 @@ def test_from_text_to_a_working_pair(tmp_path):
     assert any(not torch.equal(one[name], other[name]) for name in one)
 
     dense = tmp_path / "dense"
-    tiny = ["--tokenizer", target_dir, "--hidden-size", 64, "--steps", 3, "--batch-size", 2, "--seq-length", 48]
-    run("tools/train_tiny_qwen3.py", "--data", data, "--output", dense, *tiny)
-    assert "Saved to" in run("tools/train_tiny_qwen3.py", "--data", data, "--output", dense, *tiny)  # goes on
+    qwen3(vocab_size=300, num_hidden_layers=8).save_pretrained(dense)
+    AutoTokenizer.from_pretrained(target_dir).save_pretrained(dense)
     suites = tmp_path / "suites"
     suites.mkdir()
     (suites / "sums.jsonl").write_text(json.dumps({"turns": ["What is 3 plus 4?"]}) + "\n")

@@ -14,7 +14,7 @@ def test_batches_are_measured_beside_transformers_own(tmp_path):
     (tmp_path / "sums.jsonl").write_text(
         "".join(f'{{"turns": ["What is {i} plus {i * i}?"]}}\n' for i in (3, 14, 250))
     )
-    name = EXAMPLES / "models" / "tiny-qwen3"
+    name = EXAMPLES / "models" / "tiny-deepseek-v4"
     said = run(
         "experiments/benchmark", "batches",
         "--target", name, "--drafter", f"{name}-hyperdflash", "--data", tmp_path, "--suites",

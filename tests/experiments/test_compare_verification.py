@@ -7,7 +7,7 @@ from ..helpers.scripts import EXAMPLES, run
 
 def test_two_rules_of_verification_judge_the_same_drafts(tmp_path):
     (tmp_path / "sums.jsonl").write_text("".join(f'{{"turns": ["What is {i} plus {i * i}?"]}}\n' for i in (3, 14)))
-    name = EXAMPLES / "models" / "tiny-qwen3"
+    name = EXAMPLES / "models" / "tiny-deepseek-v4"
     said = run(
         "experiments/compare_verification.py",
         "--target", name, "--drafter", f"{name}-hyperdflash", "--data", tmp_path,

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ..helpers.scripts import EXAMPLES, ROOT
+from ..helpers.scripts import ROOT
 
 
 @pytest.fixture
@@ -49,7 +49,9 @@ def test_texts_of_servers_may_part_where_two_tokens_tie(serve_v4, text, other, i
         ("--limit", "1", "There is no .*vllm: install vLLM"),  # all is well but that
     ],
 )
-def test_what_cannot_be_served_is_told_before_a_server_starts(serve_v4, tmp_path, monkeypatch, option, value, told):
+def test_what_cannot_be_served_is_told_before_a_server_starts(
+    serve_v4, tmp_path, dense_pair, monkeypatch, option, value, told
+):
     for name in ("data", "empty", "fc"):
         (tmp_path / name).mkdir()
     for name in serve_v4.SUITES:
@@ -64,8 +66,8 @@ def test_what_cannot_be_served_is_told_before_a_server_starts(serve_v4, tmp_path
         for one in (taken, free):
             one.bind(("127.0.0.1", 0))
         taken.listen()
-        given = {"--target": EXAMPLES / "models" / "tiny-qwen3", "--data": "data", "--output": "out",
-                 "--drafter": EXAMPLES / "models" / "tiny-qwen3-hyperdflash", "--expected-tau": 2,
+        given = {"--target": dense_pair[0], "--data": "data", "--output": "out",
+                 "--drafter": dense_pair[1], "--expected-tau": 2,
                  "--port": free.getsockname()[1]}  # fmt: skip
         given[option] = taken.getsockname()[1] if value == "TAKEN" else value
         free.close()

@@ -1,4 +1,4 @@
-"""`experiments/serve_deepseek_v4.py` from its start to its exit status, with vLLM on a CPU and the shipped Qwen3 pair.
+"""`experiments/serve_deepseek_v4.py` from its start to its exit status, with vLLM on a CPU and a dense pair.
 
 What it says of the paths needs DeepSeek-V4 on GPUs; that every claim can pass and fail does not. Nothing here asserts
 which of two servers is faster.
@@ -23,7 +23,6 @@ from ..conftest import MODELS
 pytest.importorskip("vllm", reason="vLLM is not installed: .ci/vllm makes an environment that has it")
 
 EXPERIMENTS = MODELS.parents[1] / "experiments"
-DRAFTER = MODELS / "tiny-qwen3-hyperdflash"
 LINE = re.compile(r"^(pass|FAIL)  ([^:]+): (.+)$", re.MULTILINE)
 
 
@@ -36,7 +35,7 @@ def script(monkeypatch) -> Any:
 
 
 @pytest.fixture
-def started(tmp_path):
+def started(tmp_path, dense_pair):
     """Starts the script with a drafter and further options."""
     for suite in ("gsm8k", "humaneval", "mt-bench"):
         rows = [{"turns": [f"What is {number} plus 4, in {suite}?"]} for number in (3, 12)]
@@ -48,7 +47,7 @@ def started(tmp_path):
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         given = {
-            "target": MODELS / "tiny-qwen3", "drafter": drafter, "data": tmp_path, "output": tmp_path / "out",
+            "target": dense_pair[0], "drafter": drafter, "data": tmp_path, "output": tmp_path / "out",
             "port": port, "max-model-len": 512, "server-options": "--enforce-eager --dtype float32",
             "max-new-tokens": 40, "expected-tau": 2.0, **options,
         }  # fmt: skip
@@ -81,10 +80,10 @@ def told(script: Any, printed: str, folder: Path) -> dict[str, tuple[bool, str]]
     return lines
 
 
-def test_every_claim_is_tried_and_told(script, started, tmp_path):
+def test_every_claim_is_tried_and_told(script, started, tmp_path, dense_pair):
     from serve_vllm import our_own, prompts_of
 
-    process = started(DRAFTER, **{"expected-tau": 3.0})
+    process = started(dense_pair[1])
     printed, complaints = process.communicate()
     assert "Traceback" not in complaints, complaints
     lines = told(script, printed, tmp_path / "out")
@@ -97,7 +96,7 @@ def test_every_claim_is_tried_and_told(script, started, tmp_path):
         assert lines[title] == (drafted > alone, f"{drafted / alone:.2f} times, {drafted:.0f} tokens/s")
     assert process.returncode == (0 if all(holds for holds, _ in lines.values()) else 1)
     given = Namespace(
-        target=MODELS / "tiny-qwen3", drafter=DRAFTER, data=tmp_path, limit=20, max_new_tokens=40
+        target=dense_pair[0], drafter=dense_pair[1], data=tmp_path, limit=20, max_new_tokens=40
     )  # fmt: skip
     _, _, ids = prompts_of(given, script.SUITES)
     _, stats = our_own(given, ids)
@@ -105,9 +104,9 @@ def test_every_claim_is_tried_and_told(script, started, tmp_path):
     assert len(kept["acceptance"]) == 6 and kept["tau"] == pytest.approx(1 + sum(kept["acceptance"]))
 
 
-def test_a_drafter_that_the_engine_refuses_fails_every_claim(script, started, tmp_path):
-    shutil.copytree(DRAFTER, tmp_path / "windowed")
-    config = json.loads((DRAFTER / "config.json").read_text())
+def test_a_drafter_that_the_engine_refuses_fails_every_claim(script, started, tmp_path, dense_pair):
+    shutil.copytree(dense_pair[1], tmp_path / "windowed")
+    config = json.loads((dense_pair[1] / "config.json").read_text())
     (tmp_path / "windowed" / "config.json").write_text(json.dumps({**config, "sliding_window": 64}))
     process = started(tmp_path / "windowed")
     printed, complaints = process.communicate()
@@ -120,14 +119,14 @@ def test_a_drafter_that_the_engine_refuses_fails_every_claim(script, started, tm
     assert not (tmp_path / "out" / "server-alone.log").exists()  # nobody waits for it
 
 
-def test_a_server_that_dies_fails_what_was_not_told_yet(script, started, tmp_path):
-    process = started(DRAFTER, **{"max-new-tokens": 400})
+def test_a_server_that_dies_fails_what_was_not_told_yet(script, started, tmp_path, dense_pair):
+    process = started(dense_pair[1], **{"max-new-tokens": 400})
     first = process.stdout.readline()
     for server in descendants(process):
         server.kill()
     printed, complaints = process.communicate()
     lines = told(script, first + printed, tmp_path / "out")
     assert process.returncode == 1 and complaints == ""
-    assert lines.pop(script.STARTS) == (True, DRAFTER.name)
+    assert lines.pop(script.STARTS) == (True, dense_pair[1].name)
     why = f"The server ended with status -9: see {tmp_path / 'out' / 'server-drafter.log'}."
     assert set(lines.values()) == {(False, why)}

@@ -16,7 +16,6 @@ from hf_hyperdflash.serving.sglang.config import SGLangConfig
 from hf_hyperdflash.serving.vllm import config as vllm_config
 from hf_hyperdflash.serving.vllm.config import VLLMConfig
 
-from ..conftest import MODELS
 from ..helpers import families
 from ..helpers.processes import python
 
@@ -239,10 +238,10 @@ def test_other_drafters_say_why_not(tmp_path, model_type, engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_shipped_drafter_is_served(engine):
+def test_a_pair_is_served(dense_pair, engine):
     kind, check_served_pair = ENGINES[engine]
-    config = kind.from_pretrained(MODELS / "tiny-qwen3-hyperdflash")
-    check_served_pair(config, AutoConfig.from_pretrained(MODELS / "tiny-qwen3"), 6, 2048)
+    config = kind.from_pretrained(dense_pair[1])
+    check_served_pair(config, AutoConfig.from_pretrained(dense_pair[0]), 6, 2048)
 
 
 @pytest.mark.parametrize(("group", "engine"), [("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")])

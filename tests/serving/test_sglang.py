@@ -20,7 +20,7 @@ from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.benchmark.served.endpoint import EndpointSettings, fetch, measure
 from hf_hyperdflash.benchmark.served.served_counts import sglang_interval, sglang_rounds
 
-from ..conftest import MODELS, prompt, tiny_drafter
+from ..conftest import prompt, tiny_drafter
 from ..helpers.served_drafters import DRAFTERS, gate_over_layers, llama, our_drafts, qwen3, stirred
 from ..helpers.sglang_on_cpu import environment, listening, served
 
@@ -97,9 +97,9 @@ def test_a_prompt_that_is_read_in_parts(tmp_path):
     drafts_the_same(target, drafter, tmp_path, chunked_prefill_size=32)
 
 
-def test_the_shipped_pair_drafts_the_same(tmp_path):
+def test_a_pair_drafts_the_same(tmp_path, dense_pair):
     """With drafts that are accepted, in a batch of texts of different lengths, and with prompts that begin alike."""
-    paths = MODELS / "tiny-qwen3", MODELS / "tiny-qwen3-hyperdflash"
+    paths = dense_pair
     target = load_target(paths[0], dtype=torch.float32)
     drafter = load_drafter(paths[1], target=target, dtype=torch.float32)
     target.generation_config.eos_token_id = None
@@ -115,10 +115,10 @@ def test_the_shipped_pair_drafts_the_same(tmp_path):
     assert texts == [text for text, _ in expected]
 
 
-def test_a_server_is_asked_what_it_drafted(tmp_path):
+def test_a_server_is_asked_what_it_drafted(tmp_path, dense_pair):
     """By all that it tells: each answer's counts, its counters, which know no token past a text's end, its gauge."""
     prompts = [["What is 3 plus 4?", "And times 8?"], ["What is 12 times 8?"], ["Say hello."], ["Write a function."]]
-    paths = MODELS / "tiny-qwen3", MODELS / "tiny-qwen3-hyperdflash"
+    paths = dense_pair
     with listening(tmp_path / "server", *paths, "tiny") as root:
         settings = EndpointSettings(root, "tiny", ["gsm8k"], max_new_tokens=60)
         before = sglang_rounds(fetch(f"{root}/metrics"), "tiny")
@@ -141,11 +141,11 @@ def test_a_server_is_asked_what_it_drafted(tmp_path):
         ({"model_path": "target"}, "made for a target with `vocab_size` 2048, but this target's is 96"),
     ],
 )
-def test_what_does_not_fit_ends_in_one_line(tmp_path, engine, told):
+def test_what_does_not_fit_ends_in_one_line(tmp_path, dense_pair, engine, told):
     qwen3(num_hidden_layers=8).save_pretrained(tmp_path / "target")
     engine = {name: str(tmp_path / value) if name == "model_path" else value for name, value in engine.items()}
     with pytest.raises(RuntimeError) as caught:
-        served(tmp_path / "engine", MODELS / "tiny-qwen3", MODELS / "tiny-qwen3-hyperdflash", [[5, 6]], 4, **engine)
+        served(tmp_path / "engine", *dense_pair, [[5, 6]], 4, **engine)
     (line,) = {line for line in str(caught.value).splitlines() if line.startswith("ValueError: ")}
     assert told in line
 

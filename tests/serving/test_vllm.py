@@ -147,12 +147,12 @@ def test_other_targets_draft_the_same(tmp_path, their_drafts, family, head):
     drafts_the_same(target, drafter, tmp_path, their_drafts)
 
 
-def test_the_shipped_pair_drafts_the_same(their_drafts):
+def test_a_pair_drafts_the_same(dense_pair, their_drafts):
     """With drafts that are accepted: whole rounds of them enter the context."""
-    target = load_target(MODELS / "tiny-qwen3", dtype=torch.float32)
-    drafter = load_drafter(MODELS / "tiny-qwen3-hyperdflash", target=target, dtype=torch.float32)
+    target = load_target(dense_pair[0], dtype=torch.float32)
+    drafter = load_drafter(dense_pair[1], target=target, dtype=torch.float32)
     until_end = {"ignore_eos": False, "stop_token_ids": [target.config.eos_token_id]}
-    with engine(MODELS / "tiny-qwen3", MODELS / "tiny-qwen3-hyperdflash") as made:
+    with engine(*dense_pair) as made:
         for seed in range(3):
             ids = prompt(30, seed, 2048)
             text, ours = our_drafts(target, drafter, ids, 80)
@@ -200,8 +200,8 @@ def served(tmp_path):
         process.wait()
 
 
-def test_the_documented_command_serves(served, monkeypatch):
-    folders = MODELS / "tiny-qwen3", MODELS / "tiny-qwen3-hyperdflash"
+def test_the_documented_command_serves(dense_pair, served, monkeypatch):
+    folders = dense_pair
     target = load_target(folders[0], dtype=torch.float32)
     drafter = load_drafter(folders[1], target=target, dtype=torch.float32)
     ids = prompt(30, 1, 2048)
@@ -296,11 +296,9 @@ def test_a_target_that_hands_out_no_states_is_refused(tmp_path):
             pass
 
 
-def test_what_does_not_fit_ends_in_one_line():
+def test_what_does_not_fit_ends_in_one_line(dense_pair):
     with pytest.raises(ValueError, match="`num_speculative_tokens` is 3, but the drafter's block has 6"):
-        with engine(
-            MODELS / "tiny-qwen3", MODELS / "tiny-qwen3-hyperdflash", speculative={"num_speculative_tokens": 3}
-        ):
+        with engine(*dense_pair, speculative={"num_speculative_tokens": 3}):
             pass
 
 

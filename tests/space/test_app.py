@@ -217,28 +217,29 @@ def rgb(colour: str) -> str:
     return f"rgb({', '.join(str(int(colour[k : k + 2], 16)) for k in (1, 3, 5))})"
 
 
-def test_the_other_pair_and_no_tree(page):
-    expected = Expected("tiny-qwen3", "Write a Python function that adds two numbers.", 64, num_assistant_tokens=2)
-    page.get_by_label("Target and its drafter").click()
-    page.get_by_role("option", name="tiny Qwen3").click()
-    page.get_by_role("button", name="Write a Python function that adds two numbers.").click()
-    choose(page, "Drafts a round", "2")
-    page.get_by_role("spinbutton", name="New tokens").fill("64")
-    write(page)
-    assert texts(page) == (expected.text, expected.text)
-    assert f"(tau) {expected.stats.tau:.2f}" in page.locator("body").inner_text()
-    page.locator(f"[data-token='{expected.pieces[1].token}']").click()
-    page.get_by_text("2 drafts one after the other").wait_for()
+def test_another_pair_and_no_tree(browser, dense_pair):
+    asked = "Write a Python function that adds two numbers."
+    expected = Expected(dense_pair[0], asked, 64, num_assistant_tokens=2)
+    pair = ["--target", dense_pair[0], "--drafter", dense_pair[1]]
+    with served(SPACE / "app.py", *pair) as address, opened(browser, address) as page:
+        page.get_by_role("button", name=asked).click()
+        choose(page, "Drafts a round", "2")
+        page.get_by_role("spinbutton", name="New tokens").fill("64")
+        write(page)
+        assert texts(page) == (expected.text, expected.text)
+        assert f"(tau) {expected.stats.tau:.2f}" in page.locator("body").inner_text()
+        page.locator(f"[data-token='{expected.pieces[1].token}']").click()
+        page.get_by_text("2 drafts one after the other").wait_for()
 
 
 def test_who_looks_seldom_sees_the_end():
-    app = runpy.run_path(str(SPACE / "app.py"))
-    pair = app["pair_of"](str(MODELS / "tiny-qwen3"), str(MODELS / "tiny-qwen3-hyperdflash"))
+    app, name = runpy.run_path(str(SPACE / "app.py")), str(MODELS / "tiny-deepseek-v4")
+    pair = app["pair_of"](name, f"{name}-hyperdflash")
     side, seen = app["Side"](pair, pair.drafter), []
     for _ in side.write(app["ids_of"](pair, PROMPT), {"max_new_tokens": 64, "do_sample": False}):
         seen.append(side.is_over)
         time.sleep(3)  # the text is over before it looks again
-    assert seen[-1] and side.text == Expected("tiny-qwen3", PROMPT, 64).text
+    assert seen[-1] and side.text == Expected(name, PROMPT, 64).text
 
 
 def test_at_random_two_texts_are_drawn(page):
@@ -298,7 +299,7 @@ def test_in_the_dark_everything_is_light_but_what_is_coloured(browser, address):
         assert lightness("[data-token]", "color") < 0.2 and lightness("[data-token]", "backgroundColor") > 0.6
 
 
-def test_a_space_of_ones_own(tmp_path, browser):
+def test_a_space_of_ones_own(tmp_path, browser, dense_pair):
     """As its README puts it together: the package's folder and the models beside the app."""
     lines = re.findall(
         r"^hf upload USER/NAME (\S+) (\S+) --repo-type space", (SPACE / "README.md").read_text(), re.MULTILINE
@@ -310,7 +311,7 @@ def test_a_space_of_ones_own(tmp_path, browser):
         write(page)
     # With other models than those.
     shutil.rmtree(tmp_path / "models")
-    names = {"TARGET": str(MODELS / "tiny-qwen3"), "DRAFTER": str(MODELS / "tiny-qwen3-hyperdflash")}
+    names = {"TARGET": str(dense_pair[0]), "DRAFTER": str(dense_pair[1])}
     with served(tmp_path / "app.py", PYTHONPATH="", **names) as address, opened(browser, address) as page:
         assert page.get_by_label("Target and its drafter").count() == 0
         write(page)
@@ -320,8 +321,8 @@ def test_a_space_of_ones_own(tmp_path, browser):
     ("arguments", "said"),
     [
         (["--target", "nowhere/nothing", "--drafter", "also/nothing"], "Error: "),
-        (["--target", str(MODELS / "tiny-qwen3")], "and the drafter None: expected both names, or neither."),
-        (["--target", MODELS / "tiny-qwen3", "--drafter", MODELS / "tiny-deepseek-v4-hyperdflash"], "Error: "),
+        (["--target", str(MODELS / "tiny-deepseek-v4")], "and the drafter None: expected both names, or neither."),
+        (["--target", MODELS / "tiny-deepseek-v4", "--drafter", MODELS / "smollm2-135m-hyperdflash"], "Error: "),
     ],
 )
 def test_models_that_cannot_be_shown_are_one_line(arguments, said):

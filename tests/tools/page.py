@@ -8,7 +8,7 @@ import sys
 from ..conftest import MODELS
 from ..test_snippets import ROOT, snippets
 
-NAME = str(MODELS / "tiny-qwen3")
+NAME = str(MODELS / "tiny-deepseek-v4")
 FILLED_IN = {"TARGET": NAME, "DRAFTER": f"{NAME}-hyperdflash", "python": sys.executable}
 
 

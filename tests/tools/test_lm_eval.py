@@ -18,7 +18,7 @@ from ..conftest import MODELS
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: .ci/tools makes an environment that has it")
 
 EXAMPLE = MODELS.parent / "evaluate_with_lm_eval.py"
-NAME = str(MODELS / "tiny-qwen3")
+NAME = str(MODELS / "tiny-deepseek-v4")
 
 
 @pytest.fixture

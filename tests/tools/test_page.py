@@ -24,7 +24,7 @@ def snippet(begins: str) -> str:
 
 @pytest.fixture
 def given() -> dict:
-    name = str(MODELS / "tiny-qwen3")
+    name = str(MODELS / "tiny-deepseek-v4")
     target, tokenizer = load_target(name, dtype="float32"), AutoTokenizer.from_pretrained(name)
     return {"target": target, "tokenizer": tokenizer, "drafter": load_drafter(f"{name}-hyperdflash", target=target)}
 

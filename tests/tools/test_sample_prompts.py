@@ -10,7 +10,7 @@ from ..helpers.scripts import EXAMPLES, ROOT
 
 
 def sampled(output: Path, *arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / "tools/sample_prompts.py", "--target", EXAMPLES / "models" / "tiny-qwen3"]
+    command = [sys.executable, ROOT / "tools/sample_prompts.py", "--target", EXAMPLES / "models" / "tiny-deepseek-v4"]
     command += ["--output", output, "--count", 12, *arguments]
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, timeout=300)
 

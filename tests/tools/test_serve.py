@@ -22,7 +22,7 @@ if not is_serve_available():
     )
 openai = pytest.importorskip("openai")
 
-NAME = str(MODELS / "tiny-qwen3")
+NAME = str(MODELS / "tiny-deepseek-v4")
 QUESTIONS = ["Tom has 12 marbles and gives 5 to his sister. How many are left?", "Write a function that adds."]
 DRAFTED = command("python examples/serve_with_drafter.py")[1:]  # the last port that is given counts
 PLAIN = ["-c", "from transformers.cli.transformers import main; main()", "serve", NAME]
@@ -94,8 +94,8 @@ def test_the_server_answers_the_same(tmp_path):
     assert all(count > 10 for _, count, _ in expected)
 
 
-def test_a_drafter_that_does_not_fit_ends_the_server(tmp_path):
-    other = str(MODELS / "tiny-deepseek-v4-hyperdflash")
+def test_a_drafter_that_does_not_fit_ends_the_server(dense_pair):
+    other = str(dense_pair[1])
     ran = subprocess.run(
         [sys.executable, *DRAFTED, "--drafter", other, "--port", "0", "--device", "cpu"], capture_output=True,
         text=True, check=False, timeout=120,

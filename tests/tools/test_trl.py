@@ -35,9 +35,9 @@ def config(folder, **fields):
 
 
 @pytest.mark.parametrize("learns", [False, True])
-@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-deepseek-v4"])
-def test_rollouts_are_drafted_while_the_target_changes(tmp_path, name, learns):
-    name = str(MODELS / name)
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_rollouts_are_drafted_while_the_target_changes(tmp_path, dense_pair, is_dense, learns):
+    name = str(dense_pair[0] if is_dense else MODELS / "tiny-deepseek-v4")
     target, tokenizer = load_target(name, dtype="float32"), AutoTokenizer.from_pretrained(name)
     drafter = load_drafter(f"{name}-hyperdflash", target=target)
     drafter.bind(target, as_default=True)
@@ -73,8 +73,8 @@ def test_rollouts_are_drafted_while_the_target_changes(tmp_path, name, learns):
     assert drafter.last_stats.rounds
 
 
-def test_what_it_asks_for_reaches_the_drafter(tmp_path):
-    name = str(MODELS / "tiny-qwen3")
+def test_what_it_asks_for_reaches_the_drafter(tmp_path, dense_pair):
+    name = str(dense_pair[0])
     target, tokenizer = load_target(name, dtype="float32"), AutoTokenizer.from_pretrained(name)
     drafter = load_drafter(f"{name}-hyperdflash", target=target)
     drafter.bind(target, as_default=True)
@@ -83,11 +83,11 @@ def test_what_it_asks_for_reaches_the_drafter(tmp_path):
     assert drafter.last_stats.draft_positions == 2
 
 
-def test_lora_rollouts_are_drafted(tmp_path):
+def test_lora_rollouts_are_drafted(tmp_path, dense_pair):
     """PEFT's wrapper hands `generate` on to the target that is bound."""
     from peft import LoraConfig
 
-    name = str(MODELS / "tiny-qwen3")
+    name = str(dense_pair[0])
     target, tokenizer = load_target(name, dtype="float32"), AutoTokenizer.from_pretrained(name)
     drafter = load_drafter(f"{name}-hyperdflash", target=target)
     drafter.bind(target, as_default=True)
@@ -99,8 +99,8 @@ def test_lora_rollouts_are_drafted(tmp_path):
     assert trainer.model is not target and len(drafter.last_stats.rows) == 3 and drafter.last_stats.rounds
 
 
-def test_the_example(tmp_path):
-    name = MODELS / "tiny-qwen3"
+def test_the_example(tmp_path, dense_pair):
+    name = dense_pair[0]
     data = tmp_path / "questions.jsonl"
     data.write_text("".join(f'{{"question": "What is {i} plus {i}?"}}\n' for i in range(3)))
     arguments = [

@@ -14,11 +14,12 @@ from hf_hyperdflash.training.data.messages import read_tools
 from hf_hyperdflash.training.data.rows import encode_prompts
 
 from ..conftest import MODELS
+from ..helpers.served_drafters import qwen3
 
 TARGET = MODELS / "tiny-deepseek-v4"
 EOS = "<｜end▁of▁sentence｜>"
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
-ENDS = {"tiny-deepseek-v4": ["Ġof", "(", "Ġ"], "tiny-qwen3": ["Ġtotal"]}
+ENDS = {"V4": ["Ġof", "(", "Ġ"], "dense": range(0, 2048, 8)}
 
 
 def chat(*turns: str) -> list[dict]:
@@ -32,14 +33,17 @@ def tokenizer():
 
 @pytest.fixture(scope="module", params=ENDS)
 def ending_target(request, tmp_path_factory):
-    """A shipped target, but most of its answers end within a few tokens, so that conversations go on. One takes no
-    padding, the other's prompts of several lengths share batches."""
+    """A target most of whose answers end within a few tokens, so that conversations go on. One takes no padding, the
+    other's prompts of several lengths share batches."""
     directory = tmp_path_factory.mktemp("target")
-    for file in (MODELS / request.param).iterdir():
-        if file.name != "generation_config.json":
+    if request.param == "dense":
+        torch.manual_seed(0)
+        qwen3(vocab_size=2048).save_pretrained(directory)
+    for file in TARGET.iterdir():
+        if file.name != "generation_config.json" and not (directory / file.name).exists():
             (directory / file.name).symlink_to(file)
     vocabulary = AutoTokenizer.from_pretrained(TARGET).get_vocab()
-    ends = [vocabulary[token] for token in (EOS, *ENDS[request.param])]
+    ends = [vocabulary.get(token, token) for token in (EOS, *ENDS[request.param])]
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "pad_token_id": 2}))
     return directory
 

@@ -568,16 +568,16 @@ def test_a_run_goes_on_as_itself_alone(tmp_path):
     assert json.loads((tmp_path / "out" / TRAINING_RECORD).read_text())["settings"]["steps"] == 3
 
 
-def test_somebody_elses_drafter_is_trained_on(tmp_path):
+def test_somebody_elses_drafter_is_trained_on(tmp_path, dense_pair):
     """In another program's layout, which does not say what target it is for: afterwards it does."""
-    data, target = write(tmp_path / "rows.jsonl", chats(6)), load_target(MODELS / "tiny-qwen3")
+    data, target = write(tmp_path / "rows.jsonl", chats(6)), load_target(dense_pair[0])
     drafter = HyperDFlashDrafter.from_target(target, reducer="fc", target_layer_ids=[0, 2], mask_token_id=1)
     export_dflash(drafter, tmp_path / "theirs")
-    options = dict(drafter=tmp_path / "theirs", layers=None, target=MODELS / "tiny-qwen3")
+    options = dict(drafter=tmp_path / "theirs", layers=None, target=dense_pair[0])
     main(flags(tmp_path, data, **options))
     trained = load_drafter(tmp_path / "out")
     assert not torch.equal(trained.fc.weight, drafter.fc.weight)
-    assert trained.config.target_name_or_path == "tiny-qwen3" and trained.config.target_model_type == "qwen3"
+    assert trained.config.target_name_or_path == dense_pair[0].name and trained.config.target_model_type == "qwen3"
 
 
 def test_a_large_vocabulary_of_a_narrow_target_is_cut_to_what_answers_have(tmp_path, capsys):

@@ -5,10 +5,11 @@
         --drafter examples/models/tiny-deepseek-v4-hyperdflash --suites prompts \\
         --stream gsm8k:100 mbpp:80 tuned:gsm8k:200 --output results
 
-A part of the stream is `suite:requests`, of prompts that no part before had; from one that begins with `tuned:` on,
-the target has the weights of `--tuned`, as after a deployment. Each request is served by a drafter that never learns,
-by one that always does and by one that learns where it pays, one after the other in turns, so that a busier machine is
-busier for all of them. A request's seconds are those of the whole call, updates included.
+A part of the stream is `suite:requests`, of prompts that no part before had, or `suite+suite:requests` for several in
+turns; from one that begins with `tuned:` on, the target has the weights of `--tuned`, as after a deployment. Each
+request is served by a drafter that never learns, by one that always does and by one that learns where it pays, one
+after the other in turns, so that a busier machine is busier for all of them. A request's seconds are those of the
+whole call, updates included.
 """
 
 from __future__ import annotations
@@ -30,12 +31,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import transformers
-from transformers import AutoTokenizer
 
-from hf_hyperdflash import load_drafter, load_target
+from hf_hyperdflash import load_drafter, load_target, load_tokenizer
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.benchmark.suites import load_suite
-from hf_hyperdflash.training.adaptation.adapt import POLICIES
+from hf_hyperdflash.training.adaptation.adapt import POLICIES, AdaptationConfig
 from hf_hyperdflash.training.data.rows import encode_prompts
 
 NAMES = {"never": "no adaptation", "always": "always", "bandit": "where it pays"}
@@ -49,14 +49,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--drafter", required=True)
     parser.add_argument("--tuned", help="the target after a fine-tuning (examples/finetune_target.py)")
     parser.add_argument("--suites", required=True, help="folder of prompt suites, as of `hf-hyperdflash benchmark`")
-    parser.add_argument("--stream", nargs="+", required=True, help="[tuned:]suite:requests")
+    parser.add_argument("--stream", nargs="+", required=True, help="[tuned:]suite[+suite...]:requests")
     parser.add_argument("--output", required=True)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--max-prompt", type=int, default=400, help="tokens; longer prompts are left out")
     parser.add_argument("--num-draft-tokens", type=int, default=6)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--policies", nargs="+", default=list(NAMES)[:3], choices=POLICIES)
-    parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--learning-rate", type=float, default=AdaptationConfig.learning_rate)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     return parser.parse_args()
 
 
@@ -65,13 +66,15 @@ def requests(args: argparse.Namespace, tokenizer: Any) -> Iterator[tuple[str, to
     left: dict[str, Iterator[torch.Tensor]] = {}
     for part in args.stream:
         name, _, count = part.rpartition(":")
-        suite = name.removeprefix("tuned:")
-        if suite not in left:
-            rows = [{"messages": [{"role": "user", "content": turns[0]}]} for turns in load_suite(suite, args.suites)]
-            prompts = encode_prompts(tokenizer, rows)
-            left[suite] = iter([ids for ids in prompts if ids.shape[1] <= args.max_prompt])
+        suites = name.removeprefix("tuned:").split("+")
+        for suite in suites:
+            if suite not in left:
+                dialogs = load_suite(suite, args.suites)
+                rows = [{"messages": [{"role": "user", "content": turns[0]}]} for turns in dialogs]
+                prompts = encode_prompts(tokenizer, rows)
+                left[suite] = iter([ids for ids in prompts if ids.shape[1] <= args.max_prompt])
         for number in range(int(count)):
-            ids = next(left[suite], None)
+            ids = next(left[suite := suites[number % len(suites)]], None)
             if ids is None:
                 raise SystemExit(f"`{part}` asks for more prompts than {suite} has left: {number}.")
             yield name, ids
@@ -79,9 +82,9 @@ def requests(args: argparse.Namespace, tokenizer: Any) -> Iterator[tuple[str, to
 
 def serve(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """What became of each request, by policy."""
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    target = load_target(args.target, dtype="float32")
-    drafter = load_drafter(args.drafter, dtype="float32")
+    tokenizer = load_tokenizer(args.target)
+    target = load_target(args.target, dtype=args.dtype)
+    drafter = load_drafter(args.drafter, dtype=args.dtype, target=target)
     drafter.bind(target)
     served: dict[str, list[dict[str, Any]]] = {policy: [] for policy in args.policies}
     drafters = {policy: copy.deepcopy(drafter) for policy in args.policies}
@@ -96,7 +99,7 @@ def serve(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     is_tuned = False
     for number, (part, ids) in enumerate(requests(args, tokenizer)):
         if part.startswith("tuned:") and not is_tuned:
-            target.load_state_dict(load_target(args.tuned, dtype="float32").state_dict())
+            target.load_state_dict(load_target(args.tuned, dtype=args.dtype).state_dict())
             is_tuned = True
         texts = []
         for turn in range(len(args.policies)):
@@ -119,7 +122,7 @@ def serve(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
                  "emitted": sum(stats.emitted), "arm": decision["arm"], "cost": decision["cost"],
                  "gain": decision.get("gain")}
             )  # fmt: skip
-        if not args.temperature and any(not torch.equal(text, texts[0]) for text in texts):
+        if not args.temperature and args.dtype == "float32" and any(not torch.equal(text, texts[0]) for text in texts):
             raise SystemExit(f"The texts of request {number} differ.")
     return served
 
@@ -150,7 +153,26 @@ def report(served: dict[str, list[dict[str, Any]]], facts: dict[str, Any]) -> st
                 f"| {part} | {len(own)} | {NAMES[policy]} | {tau(own):.2f} | {last} | {speed(own):.1f} | {ratio} | "
                 f"{len(updates)} | {spent} |"
             )
+    if {"never", "bandit"} <= served.keys():
+        lines += ["", *promised(served["bandit"], served["never"])]
     return "\n".join([*lines, ""])
+
+
+def promised(own: list[dict[str, Any]], still: list[dict[str, Any]]) -> list[str]:
+    """The table of the updates that served: what their judgements promised, and tau beside that without learning in
+    the requests until the next one."""
+    kept = [place for place, line in enumerate(own) if (line["gain"] or 0) > 0]
+    lines = [
+        "| served from request | promised by it | by all so far | realized until the next |",
+        "|---:|---:|---:|---:|",
+    ]
+    so_far = 1.0
+    for place, following in zip(kept, [*kept[1:], len(own) - 1]):
+        so_far *= 1 + own[place]["gain"]
+        since = slice(place + 1, following + 1)
+        realized = f"{tau(own[since]) / tau(still[since]) - 1:+.1%}" if own[since] else ""
+        lines.append(f"| {place + 2} | {own[place]['gain']:+.1%} | {so_far - 1:+.1%} | {realized} |")
+    return lines
 
 
 def draw(served: dict[str, list[dict[str, Any]]], path: Path) -> None:

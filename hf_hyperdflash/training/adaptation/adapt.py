@@ -1,8 +1,9 @@
 """Learning while serving: every verification shows what the target writes, and a drafter can learn from it.
 
-A float32 copy of the drafter learns between requests, in the thread whose request has just ended. Then its weights are
-copied into the drafter that serves. Verification uses the distributions that drafts were drawn from, so the text stays
-the target's even if the weights change meanwhile.
+A float32 copy of the drafter learns between requests, in the thread whose request has just ended. A few requests are
+quickly learned by heart. So the weights that serve go only a share of the way to the learned ones, and only if they
+would have drafted better for the requests that came afterwards. Verification uses the distributions that drafts were
+drawn from, so the text stays the target's even if the weights change meanwhile.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from .samples import ReplayBuffer, Sample
 logger = logging.getLogger(__name__)
 
 POLICIES = ("bandit", "always", "never")
+_SHARE_GROWTH, _SHARE_FALL, _LEAST_SHARE = 1.25, 0.5, 0.1  # after an update that helps, and one that does not
 _HEADS = (*(head.key for head in HEADS.values()), "confidence_head", "rank_head", "lm_head")
 _WARMUP = 4  # steps until the learning rate is reached
 _EVALUATION_FACTOR = 2  # anchors of a row to evaluate with, for each anchor to learn from
@@ -52,11 +54,14 @@ class AdaptationConfig:
         arms: What an update may change: `"heads"`, the drafter's sequential, confidence and rank heads, or `"all"`.
         recipe: The loss, one of training's recipes.
         learning_rate: AdamW's, reached in 4 steps.
+        share: How far the weights that serve go to the learned ones, at first. It grows by a quarter with an update
+            that helps and halves with one that does not.
         every: Requests between two decisions.
-        steps: Optimizer steps of an update.
+        steps: Optimizer steps of an update; fewer if a trial may not take that long.
         rows: Requests that a step learns from, half of them new ones.
         num_anchors: Most blocks per row to learn from; twice as many are evaluated.
-        horizon: Requests that are expected to profit from an update.
+        horizon: Requests that are expected to profit from an update. Updates that are not known to pay take at most
+            half a percent of the serving time, that of so many requests to come included.
         most_bytes: Most memory for text to learn from, residual included.
         seed: Seed of the sampled rows and anchors.
 
@@ -67,7 +72,8 @@ class AdaptationConfig:
     policy: str = "bandit"
     arms: tuple[str, ...] = ("heads", "all")
     recipe: str = "ours"
-    learning_rate: float = 5e-4
+    learning_rate: float = 3e-4
+    share: float = 0.3
     every: int = 8
     steps: int = 8
     rows: int = 4
@@ -91,6 +97,8 @@ class AdaptationConfig:
         rate = self.learning_rate
         if not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
             raise ValueError(f"`learning_rate` is {rate!r}, expected a number of more than 0.")
+        if not isinstance(self.share, (int, float)) or not 0 < self.share <= 1:
+            raise ValueError(f"`share` is {self.share!r}, expected a number of more than 0 and at most 1.")
         for name, value in RECIPES[self.recipe].items():
             setattr(self, name, value)  # as the objective reads them
         self.kl_temperature, self.kl_teacher, self.loss_chunk_size = 1.0, "hc_head", 256
@@ -106,9 +114,10 @@ class Decision:
         new_tokens: Tokens that the request wrote.
         tau: Its tokens per verification round.
         serving_seconds: Its seconds after the prompt.
+        gain: The relative increase of tokens per round by the update before, as far as this and the other requests
+            since then prove it; `None` without one. Where it is more than 0, the update serves from now on.
         arm: The arm that was updated; `None` without an update.
-        cost: Seconds of the update, 0.0 without one.
-        gain: The relative increase of tokens per round, measured on text that the update did not see.
+        cost: Seconds of judging and updating.
     """
 
     request: int
@@ -116,9 +125,9 @@ class Decision:
     new_tokens: int
     tau: float
     serving_seconds: float
+    gain: float | None = None
     arm: str | None = None
     cost: float = 0.0
-    gain: float | None = None
 
 
 class _Recording(Observer):
@@ -167,6 +176,7 @@ class Adaptation(Observer):
         self.layer_ids = training_layer_ids(drafter.config)
         self.replay = ReplayBuffer(config.most_bytes, config.seed)
         self._original = {name: value.detach().clone() for name, value in drafter.state_dict().items()}
+        self._pending: str | None
         self._training_copy: nn.Module = copy.deepcopy(drafter).float().requires_grad_(False)
         heads = [name for name, _ in self._training_copy.named_parameters() if name.startswith(_HEADS)]
         everything = [name for name, _ in self._training_copy.named_parameters()]
@@ -177,12 +187,13 @@ class Adaptation(Observer):
         self.bandit = Bandit(arms, config.horizon)
         self._optimizer = torch.optim.AdamW(self._training_copy.parameters(), config.learning_rate, weight_decay=0.0)
         self._start, self._new_rows, self._steps = time.perf_counter(), 0, 0
+        self._share, self._pending = config.share, None  # the arm of an update that was not judged yet
         self._state_lock, self._update_lock = threading.Lock(), threading.Lock()
         drafter.observer = self
 
     def __repr__(self) -> str:
         updates = [decision for decision in self.log if decision.arm is not None]
-        kept = sum((decision.gain or 0.0) > 0 for decision in updates)
+        kept = sum((decision.gain or 0.0) > 0 for decision in self.log)
         ended = "" if self.drafter.observer is self else ", stopped"
         return (
             f"<Adaptation of a {type(self.drafter).__name__}: {len(self.log)} requests, {len(updates)} updates, "
@@ -210,6 +221,7 @@ class Adaptation(Observer):
             self._optimizer.state.clear()
             self.replay = ReplayBuffer(self.config.most_bytes, self.config.seed)
             self.bandit, self._new_rows, self._steps = Bandit(self.bandit.names, self.config.horizon), 0, 0
+            self._share, self._pending = self.config.share, None
 
     # Called by the generation loop
 
@@ -239,11 +251,10 @@ class Adaptation(Observer):
             self.log.append(decision)
             if row is None:
                 return
-            if self.bandit.record_request(stats.tau, stats.loop_seconds):  # earlier rows are another kind of text
-                self.replay, self._new_rows = ReplayBuffer(self.config.most_bytes, self.config.seed), 0
+            self.bandit.record_request(stats.tau, stats.loop_seconds)
             self.replay.add(row)
             self._new_rows += 1
-            is_due = self._new_rows >= self.config.every and len(self.replay) > 2
+            is_due = self._new_rows >= self.config.every
         if is_due and self.config.policy != "never" and self._update_lock.acquire(blocking=False):
             try:
                 self._decide(decision)
@@ -251,45 +262,69 @@ class Adaptation(Observer):
                 self._update_lock.release()
 
     def _decide(self, decision: Decision) -> None:
+        """Judge the update before, then make the next one if that is expected to pay."""
+        began = time.perf_counter()
         with self._state_lock:
             new, self._new_rows = self._new_rows, 0
-            arm = self.bandit.names[-1] if self.config.policy == "always" else self.bandit.choose()
-            if arm is None:
-                return
-            held_out = max(1, min(4, new // 2))
-            batches = [self.replay.draw_batch(self.config.rows, new, held_out) for _ in range(self.config.steps)]
-            evaluation = self.replay.newest(held_out)
-        began = time.perf_counter()
-        gain = self._update(self._names[arm], batches, evaluation)
-        decision.arm, decision.cost, decision.gain = arm, time.perf_counter() - began, gain
+            rows = self.replay.newest(new) + self.replay.held_out
+        if self._pending is not None:
+            decision.gain = self._judge(rows)
         with self._state_lock:
-            self.bandit.record_update(arm, decision.cost, gain)
+            if decision.gain is not None and self._pending is not None:
+                self.bandit.record_gain(self._pending, decision.gain)
+            arm = self.bandit.names[-1] if self.config.policy == "always" else self.bandit.choose()
+            self._pending, seconds = arm, math.inf
+            if arm is not None:
+                if self.config.policy == "bandit" and not self.bandit.pays(arm):
+                    seconds = self.bandit.trial_seconds_left()
+                new = self.replay.hold_one_out(new)
+                batches = [self.replay.draw_batch(self.config.rows, new) for _ in range(self.config.steps)]
+        if arm is not None:
+            self._update(self._names[arm], batches, seconds)
+        decision.arm, decision.cost = arm, time.perf_counter() - began
+        with self._state_lock:
+            self.bandit.record_cost(arm, decision.cost)
 
     # An update
 
-    def _update(self, names: list[str], batches: list[Batch], evaluation: list[Batch]) -> float:
-        """Take some steps and return the relative increase of the expected tokens per round on `evaluation`. An update
-        that does not increase them is undone."""
-        parameters = dict(self._training_copy.named_parameters())
-        before = {name: parameters[name].detach().clone() for name in names}
-        expected = self._expected_tokens(evaluation)
+    def _update(self, names: list[str], batches: list[Batch], seconds: float) -> None:
+        """Take some steps, the last one after `seconds`."""
+        parameters, began = dict(self._training_copy.named_parameters()), time.perf_counter()
         for name in names:
             parameters[name].requires_grad_(True)
         try:
             for batch in batches:
                 self._step(batch)
+                if time.perf_counter() - began > seconds:
+                    break
         finally:
             self._training_copy.requires_grad_(False)
-        gain = self._expected_tokens(evaluation) / expected - 1
-        is_sound = math.isfinite(gain)
-        served = dict(self.drafter.named_parameters())
-        with torch.no_grad():
-            for name in names:
-                if not is_sound or gain <= 0:
-                    parameters[name].copy_(before[name])
-                else:
-                    served[name].copy_(parameters[name])
-        return gain if is_sound else -1.0
+
+    @torch.no_grad()
+    def _judge(self, rows: list[Batch]) -> float:
+        """Compare the weights that serve with others, a share nearer to the learned ones, on text that neither has
+        seen. The better ones serve. Return the relative increase of the expected tokens per round, less what may be
+        chance."""
+        copied, served = dict(self._training_copy.named_parameters()), dict(self.drafter.named_parameters())
+        learned = {name: value.clone() for name, value in copied.items()}
+        candidate = {
+            name: served[name].float().lerp(value, self._share).to(served[name]) for name, value in learned.items()
+        }
+        tokens = []
+        for weights in (served, candidate):
+            for name, value in weights.items():
+                copied[name].copy_(value)
+            tokens.append(self._expected_tokens(rows))
+        gain = _proven_increase(*tokens)
+        is_better = gain > 0  # False for NaN
+        for name, value in candidate.items():
+            if is_better:
+                served[name].copy_(value)
+                copied[name].copy_(learned[name])
+            else:
+                copied[name].copy_(served[name])
+        self._share = min(1.0, max(_LEAST_SHARE, self._share * (_SHARE_GROWTH if is_better else _SHARE_FALL)))
+        return gain if math.isfinite(gain) else -1.0
 
     def _step(self, batch: Batch) -> None:
         for group in self._optimizer.param_groups:
@@ -317,19 +352,23 @@ class Adaptation(Observer):
         return cast(Any, self._training_copy).vocabulary_table
 
     @torch.no_grad()
-    def _expected_tokens(self, rows: list[Batch]) -> float:
-        """Return the expected tokens of a round at some anchors of the rows, by speculative sampling. For greedy text
-        it is the mean of that and of the rates of greedy drafts: few anchors alone say little about the latter."""
-        tokens = []
-        for is_sampled in sorted({bool(row["is_sampled"]) for row in rows}):
-            batch = collate([row for row in rows if bool(row["is_sampled"]) is is_sampled])
-            self.objective.add_anchors(batch, 0, _EVALUATION_FACTOR * self.config.num_anchors)
-            drafted = self._drafted(batch)
-            rates = [self._loss(drafted, batch, needs_acceptance=True).acceptance.float()]
-            if not is_sampled:
-                rates.append(self._greedy_rates(drafted, batch["labels"].flatten(0, 1)))
-            tokens.append(1.0 + torch.stack(rates).cumprod(-1).sum(-1).mean(0))
-        return float(torch.cat(tokens).mean())
+    def _expected_tokens(self, rows: list[Batch]) -> torch.Tensor:
+        """Return the expected tokens of a round at some anchors of each row, `[rows]`: by speculative sampling for
+        sampled text, by the rates of greedy drafts for greedy text."""
+        tokens = torch.ones(len(rows))
+        for is_sampled in (False, True):
+            at = [i for i, row in enumerate(rows) if bool(row["is_sampled"]) is is_sampled]
+            for chunk in (at[i : i + self.config.rows] for i in range(0, len(at), self.config.rows)):
+                batch = collate([rows[i] for i in chunk])
+                self.objective.add_anchors(batch, 0, _EVALUATION_FACTOR * self.config.num_anchors)
+                drafted = self._drafted(batch)
+                if is_sampled:
+                    rates = self._loss(drafted, batch, needs_acceptance=True).acceptance.float()
+                else:
+                    rates = self._greedy_rates(drafted, batch["labels"].flatten(0, 1))
+                accepted = rates.cumprod(-1).sum(-1).view_as(batch["anchors"])
+                tokens[chunk] += (accepted.sum(1) / (batch["anchors"] >= 0).sum(1).clamp(min=1)).cpu()
+        return tokens
 
     def _greedy_rates(self, drafted: HeadOutput, labels: torch.Tensor) -> torch.Tensor:
         """Return a smooth measure of whether each draft is the text's token, `[blocks, drafts]`: nearly 0 or 1, but
@@ -346,6 +385,16 @@ class Adaptation(Observer):
             ).exp() * (tokens >= 0)
             rates[index] = probability.squeeze(1).to(rates)
         return rates
+
+
+def _proven_increase(before: torch.Tensor, after: torch.Tensor) -> float:
+    """Return by which part the mean of `after` is larger than that of `before`, both `[rows]`, shrunk by the square of
+    its standard error, as chance lets some updates look better than they are."""
+    differences = after - before
+    mean = float(differences.mean())
+    error = float(differences.std()) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
+    share = max(0.0, 1 - (error / mean) ** 2) if mean else 0.0
+    return share * mean / float(before.mean())
 
 
 def adapt(drafter: Any, target: PreTrainedModel, **options: Any) -> Adaptation:

@@ -1,8 +1,8 @@
 """Whether learning pays: a bandit that knows the cost of its arms (SpecBlock, cost-aware adaptation).
 
 An update pays if it saves the requests to come more seconds than it takes. Both are measured: the cost with each
-update, the gain on text that the update did not see. Where no arm pays, trials of the arms may take a small share of
-the serving time, and a fall of acceptance starts new trials.
+update, the gain on requests that came after it. An update of an arm that is not known to pay is a trial. Trials may
+take a small share of the serving time, that of the `horizon` requests to come included.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-_EXPLORATION_SHARE = 1 / 200  # of the serving time, for trials of arms that are not known to pay
+_TRIAL_SHARE = 1 / 200  # of the serving time, for trials
 _DROP = 0.85  # tau below this share of its long mean is a sign of a new kind of text
-_INITIAL_TRIALS = 2  # the second one only if the first was promising
-_TRIALS_AFTER_DROP = 3  # the first updates on a new kind of text say little
 _FAST_RATE, _SLOW_RATE = 1 / 8, 1 / 64  # weight of a request in the two running means of tau
 _GAIN_RATE = 1 / 3  # weight of a new measurement in the running means of an arm
 _STALE = 8  # updates of others after which an arm is tried again
@@ -39,7 +37,7 @@ class Bandit:
     """Chooses among arms.
 
     Args:
-        names: The arms. The most powerful one is the last, and is tried first.
+        names: The arms, the cheapest one first. It is tried first.
         horizon: Requests that profit from an update.
 
     Attributes:
@@ -51,10 +49,9 @@ class Bandit:
     arms: dict[str, Arm] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.arms = {name: Arm() for name in reversed(self.names)}
-        self._serving_seconds = self._exploration_seconds = self._seconds_per_request = 0.0
-        self._requests, self._fast_tau, self._slow_tau, self._trials = 0, 0.0, 0.0, _INITIAL_TRIALS
-        self._has_dropped = False
+        self.arms = {name: Arm() for name in self.names}
+        self._serving_seconds = self._trial_seconds = self._seconds_per_request = 0.0
+        self._requests, self._fast_tau, self._slow_tau, self._kinds = 0, 0.0, 0.0, 1
 
     def record_request(self, tau: float, seconds: float) -> bool:
         """Record the tokens per round and the seconds of a request, and return whether a new kind of text has
@@ -66,7 +63,8 @@ class Bandit:
         self._slow_tau += (tau - self._slow_tau) * max(_SLOW_RATE, 1 / self._requests)
         if self._fast_tau >= _DROP * self._slow_tau:
             return False
-        self._trials, self._slow_tau, self._has_dropped = _TRIALS_AFTER_DROP, self._fast_tau, True
+        self._slow_tau = self._fast_tau
+        self._kinds += 1
         for arm in self.arms.values():
             arm.gain = None  # it was measured on another kind of text
         return True
@@ -74,15 +72,17 @@ class Bandit:
     def expected_saving(self, name: str) -> float:
         """Return the seconds that an update is expected to save, minus its own."""
         arm = self.arms[name]
-        return (
-            -arm.cost
-            if arm.gain is None
-            else self.horizon * self._seconds_per_request * arm.gain / (1 + arm.gain) - arm.cost
-        )
+        gain = arm.gain or 0.0
+        return self.horizon * self._seconds_per_request * gain / (1 + gain) - arm.cost
 
     def pays(self, name: str) -> bool:
         """Return whether an update is expected to save more time than it takes. Otherwise an update is a trial."""
         return self.expected_saving(name) > 0
+
+    def trial_seconds_left(self) -> float:
+        """Return what trials may still take. Each kind of text has the horizon's share anew."""
+        to_come = self._kinds * self.horizon * self._seconds_per_request
+        return _TRIAL_SHARE * (self._serving_seconds + to_come) - self._trial_seconds
 
     def choose(self) -> str | None:
         """Return the arm to update, or `None` for no update."""
@@ -91,20 +91,21 @@ class Bandit:
             return next((name for name, arm in self.arms.items() if arm.updates_since >= _STALE), best)
         unknown = [name for name, arm in self.arms.items() if arm.gain is None]
         trial = (unknown or sorted(self.arms, key=lambda name: -self.arms[name].updates_since))[0]
-        if (
-            self._trials > 0
-            or self._exploration_seconds + self.arms[trial].cost <= _EXPLORATION_SHARE * self._serving_seconds
-        ):
-            return trial
-        return None
+        left = self.trial_seconds_left()
+        return trial if left > 0 and left >= self.arms[trial].cost else None
 
-    def record_update(self, name: str, seconds: float, gain: float) -> None:
-        """Record the seconds of an update and the relative increase of tokens per round that it brought."""
+    def record_cost(self, name: str | None, seconds: float) -> None:
+        """Record the seconds of an update and of judging the one before; `None` where there was no update."""
+        if name is None or not self.pays(name):
+            self._trial_seconds += seconds
+        if name is None:
+            return
         arm = self.arms[name]
-        if not self.pays(name):
-            self._exploration_seconds += seconds
-            self._trials = self._trials - 1 if self._has_dropped or gain > 0 else 0
         arm.cost = seconds if not arm.cost else arm.cost + (seconds - arm.cost) * _GAIN_RATE
-        arm.gain = gain if arm.gain is None else arm.gain + (gain - arm.gain) * _GAIN_RATE
         for other in self.arms.values():
             other.updates_since = 0 if other is arm else other.updates_since + 1
+
+    def record_gain(self, name: str, gain: float) -> None:
+        """Record the relative increase of tokens per round that an update brought."""
+        arm = self.arms[name]
+        arm.gain = gain if arm.gain is None else arm.gain + (gain - arm.gain) * _GAIN_RATE

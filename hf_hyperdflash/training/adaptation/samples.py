@@ -10,6 +10,8 @@ import torch
 
 from ..losses.objective import Batch, collate
 
+_MOST_HELD_OUT = 4
+
 
 class Sample:
     """The tokens of one generation with their residual; the last ones if they are too many.
@@ -61,13 +63,18 @@ class ReplayBuffer:
     """The rows of the last generations, within a limit of memory, to learn from again.
 
     Args:
-        most_bytes: Most memory for all rows.
+        most_bytes: Most memory for the rows to learn from.
         seed: Seed of the rows that are drawn.
+
+    Attributes:
+        held_out: Some rows from all the time, that are never learned from.
     """
 
     def __init__(self, most_bytes: int, seed: int = 0) -> None:
         self.most_bytes, self._random = most_bytes, random.Random(seed)
         self._rows: deque[Batch] = deque()
+        self.held_out: list[Batch] = []
+        self._times_held_out = 0
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -84,10 +91,28 @@ class ReplayBuffer:
         """Return the last rows."""
         return list(self._rows)[-count:]
 
-    def draw_batch(self, count: int, new: int, held_out: int) -> Batch:
-        """Draw a batch from the rows before the last `held_out`: about half from the `new` rows, which were not
-        learned from yet, and the rest from earlier ones."""
-        rows = list(self._rows)[: len(self._rows) - held_out]
+    def hold_one_out(self, new: int) -> int:
+        """Set one of the `new` last rows aside, and return how many are left of them. The few that are kept are a fair
+        draw from all that ever were. Of few rows none can be spared."""
+        if new < _MOST_HELD_OUT or new > len(self._rows):
+            return new
+        self._times_held_out += 1
+        place = len(self.held_out)
+        if place == _MOST_HELD_OUT:
+            place = self._random.randrange(self._times_held_out)
+        if place >= _MOST_HELD_OUT:
+            return new
+        at = len(self._rows) - 1 - self._random.randrange(new)
+        row = self._rows[at]
+        del self._rows[at]
+        self.nbytes -= _size(row)
+        self.held_out[place : place + 1] = [row]
+        return new - 1
+
+    def draw_batch(self, count: int, new: int) -> Batch:
+        """Draw a batch: about half from the `new` last rows, which were not learned from yet, the rest from earlier
+        ones."""
+        rows = list(self._rows)
         new_rows, old_rows = rows[max(0, len(rows) - new) :], rows[: max(0, len(rows) - new)]
         new_count = max(count - len(old_rows), (count + 1) // 2)
         drawn = self._random.sample(new_rows, min(new_count, len(new_rows)))

@@ -12,7 +12,9 @@ on another machine, too, with a copy of the folder.
 The learning rate stays as it is after the warm-up, because nobody knows when the end is. Instead the mean of the
 weights over the last tenth or so of the steps is measured and kept: `CELL/drafter` in the folder. After 50 steps, and
 whenever their number has doubled, tau of the teacher-forced walk over held-out answers is measured (`--curve-rows`),
-and with `--measure`, which trains nothing, over all held-out ones. Writes `report.md` and `results.json`.
+and with `--measure`, which trains nothing, over all held-out ones. Writes `report.md` and `results.json`. With
+`--suites`, a folder of prompts, `--measure` also runs `hf-hyperdflash benchmark`: tau, acceptance of each position and
+tokens a second at temperature 0 and 1, of the grid's METHODS and of prompt lookup. It goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import hashlib
 import json
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -32,7 +35,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from sweep import read_grid
+from sweep import COMMAND, read_grid
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 from hf_hyperdflash import HyperDFlashTrainer, load_drafter, load_target
@@ -212,6 +215,19 @@ class Turns:
                 drafter = load_drafter(str(self.folder(name) / "drafter"), dtype=torch.float32)
                 self.note(name, self.trainer(name, drafter, self.held_out), len(self.held_out))
 
+    def benchmark(self) -> None:
+        """Measure each drafter by generation, beside prompt lookup."""
+        args, methods = self.args, []
+        for name in self.names:
+            for settings in getattr(self.grid, "METHODS", {}).get(name, ()):
+                methods += ["--drafter", f"{name} ({settings})={self.folder(name) / 'drafter'}"]
+        command = [COMMAND, "benchmark", "--target", args.target, *methods, "--prompt-lookup", 7]
+        command += ["--data", args.suites, "--limit", args.limit, "--max-new-tokens", args.max_new_tokens]
+        command += ["--temperature", 0, "--temperature", 1, "--dtype", args.dtype, "--threads", 1]
+        command = [*map(str, command), "--output", str(self.work_dir / "benchmark")]
+        print(shlex.join(command), flush=True)
+        subprocess.run(command, check=True)
+
     def report(self) -> None:
         found = [json.loads(line) for line in (self.work_dir / "curves.jsonl").read_text().splitlines()]
         found.sort(key=lambda line: (self.names.index(line["drafter"]), line["rows"], line["steps"]))
@@ -246,6 +262,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="that each drafter has had at the end")
     parser.add_argument("--curve-rows", type=int, default=32, help="held-out rows of the measurements between")
     parser.add_argument("--measure", action="store_true", help="train nothing, and measure on all held-out rows")
+    parser.add_argument("--suites", help="with `--measure`: a folder of prompt suites to generate from, too")
+    parser.add_argument("--limit", type=int, default=8, help="prompts of each suite")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:end])
     args.train_args = sys.argv[end + 1 :]
@@ -256,6 +275,8 @@ def main() -> None:
     turns = Turns(parse_args())
     if turns.args.measure:
         turns.measure()
+        if turns.args.suites:
+            turns.benchmark()
         return
     while True:
         had = {name: turns.facts(name)["seconds"] for name in turns.names}

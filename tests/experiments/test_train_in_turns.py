@@ -28,7 +28,10 @@ def folder(tmp_path):
         "state head": "--layers 1 --sequential_head state --head_rank 8 --num_draft_tokens 3",
         "EAGLE-3": "--drafter_type eagle3 --recipe eagle3 --max_blocks 2 --draft_vocab_size 32",
     }
-    (tmp_path / "grid.py").write_text(f"CELLS = {cells}")
+    methods = {"state head": ["3", "3, 4 nodes"]}
+    (tmp_path / "grid.py").write_text(f"CELLS, METHODS = {cells}, {methods}")
+    (tmp_path / "suites").mkdir()
+    (tmp_path / "suites" / "talk.jsonl").write_text(json.dumps({"turns": ["How are you?"]}))
     return tmp_path
 
 
@@ -54,7 +57,9 @@ def test_turns_end_go_on_and_are_measured(folder):
     after = load_file(work / "state-head" / f"mean-{second['state-head']}.safetensors")
     assert any(not torch.equal(after[name], mean[name]) for name in weights)
 
-    train(folder, "--measure")
+    train(folder, "--measure", "--suites", folder / "suites", "--max-new-tokens", 8)
+    lines = (work / "benchmark" / "summary.csv").read_text().splitlines()
+    assert len(lines) == 1 + 2 * 3 and sum("state head (3, 4 nodes)" in line for line in lines) == 2
     results = json.loads((work / "results.json").read_text())["curves"]
     assert [(line["drafter"], line["steps"], line["rows"]) for line in results] == [
         ("state head", second["state-head"], 6), ("EAGLE-3", second["EAGLE-3"], 6)

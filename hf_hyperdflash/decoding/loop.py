@@ -29,7 +29,7 @@ from .inference_mode import mode_of_rounds
 from .outputs import generate_output
 from .proposals import propose
 from .request import AUTO, can_hold_rounds, check_cache
-from .rounds import ChainRound, PromptRound, SlotRound, Verification, round_over, verification_of
+from .rounds import ChainRound, Choices, PromptRound, SlotRound, Verification, round_over, verification_of
 from .sequence import Sequence
 from .stats import merged_stats
 from .tokens import TokenBuffer, padded
@@ -297,9 +297,11 @@ class Batch:
         device = self.sequences[0].tokens.ids.device
         logits = [round_.logits(outputs, index).to(device, torch.float32) for index in range(len(self.sequences))]
         paths: list[list[int]] = [[] for _ in logits]
+        is_greedy = all(sequence.is_greedy for sequence in self.sequences)
         try:
-            for sequence, tree, scores, path in zip(self.sequences, round_.trees, logits, paths):
-                sequence.accept(tree, scores, round_, outputs, path)
+            choices: Iterable[Choices | None] = round_.choices(logits) if is_greedy else [None] * len(paths)
+            for sequence, tree, scores, own, path in zip(self.sequences, round_.trees, logits, choices, paths):
+                sequence.accept(tree, scores, own, round_, outputs, path)
         finally:
             self._rewind(round_, paths)
         for sequence, tree, scores, path in zip(self.sequences, round_.trees, logits, paths):

@@ -8,7 +8,7 @@ forward looks like.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
@@ -26,6 +26,18 @@ from .tokens import TokenBuffer
 Verification = TreeVerification | Literal["ragged", "slots"]
 """How the target verifies a batch's drafts. `"ragged"` is a mask over sequences of different length, and `"slots"` is
 the same over a static cache."""
+
+
+class Choices(NamedTuple):
+    """What decides a greedy round of a sequence, on the host.
+
+    Attributes:
+        drafts: The tree's tokens.
+        after: The target's most probable tokens after the anchor and after each node.
+    """
+
+    drafts: list[int]
+    after: list[int]
 
 
 class ChainRound:
@@ -70,6 +82,18 @@ class ChainRound:
     def logits(self, outputs: TargetOutput, index: int) -> torch.Tensor:
         """Return those of a sequence, `[1, positions, config.vocab_size]`."""
         return outputs.logits[index : index + 1, -self.counts[index] :]
+
+    def choices(self, logits: Many[torch.Tensor]) -> list[Choices]:
+        """Return what decides a greedy round of each sequence, with one wait for the device.
+
+        Args:
+            logits: Of each, `[1, positions, config.vocab_size]`.
+        """
+        best = [scores[0].argmax(-1) for scores in logits]
+        tokens = [tree.tokens.to(own.device) for tree, own in zip(self.trees, best)]
+        both = iter(torch.cat([*tokens, *best]).cpu().tolist())
+        drafts, after = ([[next(both) for _ in part] for part in parts] for parts in (tokens, best))
+        return [Choices(*own) for own in zip(drafts, after)]
 
     def residual(self, captured: torch.Tensor, index: int, kept: list[int]) -> torch.Tensor:
         """Return the residual streams of a sequence's positions `kept`, `[1, kept, ...]`.
@@ -232,24 +256,39 @@ class SlotRound(ChainRound):
         super().__init__(target, texts, trees)
         self.slots, self.width = slots, slots.width_for(self.width, max(self.starts))
         self.paths = [None if tree.is_chain else TreeLayout(tree).paths for tree in trees]
+        self._chosen: torch.Tensor | None = None
 
     def forward(self, kwargs: dict[str, object]) -> TargetOutput:
         rows, size, device = self.slots.rows, self.slots.size, self.texts[0].ids.device
-        ids = self.texts[0].ids.new_zeros(size, self.width)
+        tokens = [torch.cat([text.ids[0, -1:], tree.tokens.to(device)]) for text, tree in zip(self.texts, self.trees)]
+        if [self.width] * size == self.counts:
+            ids = tokens[0][None] if size == 1 else torch.stack(tokens)
+        else:
+            ids = tokens[0].new_zeros(size, self.width)
+            for row, own in zip(rows, tokens):
+                ids[row, : len(own)] = own
         depths, visible = self.slots.chains(self.width)
         if any(self.paths):
             depths, visible = depths.cpu().clone(), visible.cpu().clone()
-        for row, text, tree, paths in zip(rows, self.texts, self.trees, self.paths):
-            ids[row, : len(tree) + 1] = torch.cat([text.ids[0, -1:], tree.tokens.to(device)])
-            for position, path in enumerate(paths or ()):
-                depths[row, position] = len(path) - 1
-                visible[row, position] = False
-                visible[row, position, path] = True
-        anchors = torch.cat([text.positions(start, start + 1) for text, start in zip(self.texts, self.starts)], dim=-2)
+            for row, paths in zip(rows, self.paths):
+                for position, path in enumerate(paths or ()):
+                    depths[row, position] = len(path) - 1
+                    visible[row, position] = False
+                    visible[row, position, path] = True
+            depths, visible = depths.to(device), visible.to(device)
+        of_each = [text.positions(start, start + 1) for text, start in zip(self.texts, self.starts)]
+        anchors = torch.cat(of_each, dim=-2)
         if size > len(rows):
             anchors = anchors.new_zeros(*anchors.shape[:-2], size, 1).index_copy(-2, self.slots.index, anchors)
-        depths = depths.to(device)
-        return self.slots(ids, anchors + depths, depths, visible.to(device), kwargs)
+        outputs, self._chosen = self.slots(ids, anchors, depths, visible, kwargs)
+        return outputs
+
+    def choices(self, logits: Many[torch.Tensor]) -> list[Choices]:
+        if self._chosen is None:
+            return super().choices(logits)
+        chosen = self._chosen.cpu().tolist()
+        of_each = zip((chosen[row] for row in self.slots.rows), self.counts)
+        return [Choices(row[1:count], row[self.width : self.width + count]) for row, count in of_each]
 
     def logits(self, outputs: TargetOutput, index: int) -> torch.Tensor:
         row = self.slots.rows[index]

@@ -29,7 +29,7 @@ from .continuation import context_of, padding_of
 from .inference_mode import leaves_nothing
 from .outputs import OutputRecorder
 from .request import tree_budget_asked
-from .rounds import ChainRound
+from .rounds import ChainRound, Choices
 from .stats import SpeculationStats, clock
 from .tokens import TokenBuffer
 
@@ -174,19 +174,35 @@ class Sequence:
 
     # Accept
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the target's most probable tokens are written, and nobody asks for more of them."""
+        return not (self.config.do_sample or len(self.processor) or self.config.return_dict_in_generate)
+
     def accept(
-        self, tree: DraftTree, logits: torch.Tensor, round_: ChainRound, outputs: TargetOutput, path: list[int]
+        self,
+        tree: DraftTree,
+        logits: torch.Tensor,
+        choices: Choices | None,
+        round_: ChainRound,
+        outputs: TargetOutput,
+        path: list[int],
     ) -> None:
         """Write what the target agrees with, and its own token, until the text ends.
 
         Args:
             tree: The drafts.
             logits: The target's, `[1, nodes + 1, config.vocab_size]`, float32.
+            choices: By which alone a text is written that [`is_greedy`].
             round_: The tree's, for what the caller asked to see.
             outputs: The target's forward.
             path: Grows by the accepted nodes: it is right also where a streamer or a criterion raises.
         """
-        for token, node in self._walk(tree, logits, round_, outputs):
+        if choices is not None:
+            steps = greedy_walk(tree, choices.drafts, lambda node: choices.after[node + 1])
+        else:
+            steps = self._walk(tree, logits, round_, outputs)
+        for token, node in steps:
             self.tokens.append(token)
             path += [] if node is None else [node]
             self.stats.add_token(tree, node)
@@ -195,14 +211,14 @@ class Sequence:
                 with torch.inference_mode(False), torch.no_grad():  # what is the caller's to keep
                     self.streamer.put(torch.tensor([token]))
                 self.streamer_seconds += self.now() - began
-            self.finished = self.stopping(token, self.tokens.ids, self.recorder.steps["scores"])
+            self.finished = self.stopping(token, self.tokens, self.recorder.steps["scores"])
             if self.finished:
                 break
 
     def _walk(
         self, tree: DraftTree, logits: torch.Tensor, round_: ChainRound, outputs: TargetOutput
     ) -> Iterator[Step]:
-        """Return what the target writes after the anchor."""
+        """Return what the target writes after the anchor, by its logits."""
         if self.config.do_sample and self.sampler.has_all_processors:
             return self._traversal(tree, logits, round_, outputs)
 
@@ -214,11 +230,7 @@ class Sequence:
 
         if self.config.do_sample:
             return sampled_walk(tree, tree.tokens.cpu().tolist(), lambda node: scores_after(node).softmax(-1))
-        if len(self.processor) or self.config.return_dict_in_generate:
-            return greedy_walk(tree, tree.tokens.cpu().tolist(), lambda node: int(scores_after(node).argmax()))
-        choices = logits[0].argmax(-1)
-        both = torch.cat([tree.tokens.to(choices.device), choices]).cpu().tolist()  # the one wait for the device
-        return greedy_walk(tree, both, lambda node: both[len(tree) + 1 + node])
+        return greedy_walk(tree, tree.tokens.cpu().tolist(), lambda node: int(scores_after(node).argmax()))
 
     def _traversal(
         self, tree: DraftTree, logits: torch.Tensor, round_: ChainRound, outputs: TargetOutput
@@ -272,20 +284,20 @@ class Stopping:
             return longest is None or criterion.max_length <= longest
         return False
 
-    def __call__(self, token: int, ids: torch.Tensor, scores: Many[torch.Tensor]) -> bool:
-        """Return whether the text `ids` `[1, seq]`, which ends in `token`, is finished.
+    def __call__(self, token: int, text: TokenBuffer, scores: Many[torch.Tensor]) -> bool:
+        """Return whether a text, which ends in `token`, is finished.
 
         Raises:
             ValueError: If a criterion looks for other rows of a batch.
         """
         try:
-            is_over = bool(self._others(ids, tuple(scores) or None).all()) if self._others else False
+            is_over = bool(self._others(text.ids, tuple(scores) or None).all()) if self._others else False
         except IndexError as error:
             if not self._is_one_of_several:
                 raise
             given = ", ".join(sorted({type(criterion).__name__ for criterion in self._others}))
             raise ValueError(
                 f"A stopping criterion ({given}) looks at texts that are not there: with a drafter each text is asked "
-                f"about alone, `[1, {ids.shape[1]}]`. Pass one prompt, or `stop_strings` with `tokenizer`."
+                f"about alone, `[1, {text.length}]`. Pass one prompt, or `stop_strings` with `tokenizer`."
             ) from error
-        return is_over or token in self._ends or ids.shape[1] >= self._most
+        return is_over or token in self._ends or text.length >= self._most

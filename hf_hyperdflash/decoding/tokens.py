@@ -11,7 +11,8 @@ class TokenBuffer:
     """What is written of one sequence.
 
     Tokens, positions and mask lie in buffers that grow by doubling, drafts under verification after the text: a round
-    copies no text and counts no positions.
+    copies no text and counts no positions. New tokens go there together, when somebody reads them: one by one, each
+    would be a launch.
 
     Args:
         ids: `[1, seq]`, the prompt, tokens that are already in the cache included.
@@ -20,15 +21,15 @@ class TokenBuffer:
         position_ids: The caller's, of the last tokens of the prompt, `[1, tokens]` or `[axes, 1, tokens]`.
 
     Attributes:
-        length: Tokens of the text, padding included.
         prompt_length: Tokens of the prompt, padding left out.
     """
 
     def __init__(
         self, ids: torch.Tensor, padding: int, mask: torch.Tensor | None, position_ids: torch.Tensor | None
     ) -> None:
-        self.padding, self.length = padding, ids.shape[1]
-        self.prompt_length = self.length - padding
+        self.padding, self.prompt_length = padding, ids.shape[1] - padding
+        self._written = ids.shape[1]
+        self._new: list[int] = []  # that are not in the buffer yet
         self._buffer, self._mask = ids, mask
         self._positions = self._prompt_positions(mask, position_ids)
 
@@ -50,7 +51,7 @@ class TokenBuffer:
 
     def with_drafts(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return `unpadded` with drafts `[drafts]` behind it, `[1, seq + drafts]`."""
-        end = self.length + len(tokens)
+        end = self.ids.shape[1] + len(tokens)
         self._grow(len(tokens) + 1)
         self._buffer[0, self.length : end] = tokens
         return self._buffer[:, self.padding : end]
@@ -58,18 +59,25 @@ class TokenBuffer:
     def append(self, token: int) -> None:
         """Add a token."""
         self._grow(1)
-        self._buffer[0, self.length] = token
-        self.length += 1
+        self._new.append(token)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text, padding included."""
+        return self._written + len(self._new)
 
     @property
     def ids(self) -> torch.Tensor:
         """The text, `[1, seq]`."""
-        return self._buffer[:, : self.length]
+        if self._new:
+            self._buffer[0, self._written : self.length] = torch.tensor(self._new)
+            self._written, self._new = self.length, []
+        return self._buffer[:, : self._written]
 
     @property
     def unpadded(self) -> torch.Tensor:
         """The text as the target sees it, without padding, `[1, seq]`."""
-        return self._buffer[:, self.padding : self.length]
+        return self.ids[:, self.padding :]
 
     @property
     def end(self) -> int:

@@ -6,12 +6,15 @@ code that is generated, and takes a second instead of a minute.
 
 import copy
 import pickle
+import sys
+from itertools import pairwise
 
 import pytest
 import torch
 import torch._dynamo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.profiler import profile, record_function
 from transformers import CompileConfig, DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
@@ -292,16 +295,20 @@ def test_a_fixed_context_shows_what_a_growing_one_shows(old, new, block, from_sl
 
 @pytest.mark.parametrize("new", [0, 2, 5])
 def test_pending_tokens_have_one_shape_and_one_layout(new):
-    """However many there are, and whatever they are views of: torch compiles for strides, too."""
+    """However many there are, and whatever they are views of: torch compiles for strides, too. A round's take the
+    place of those of the round before."""
     empty = ContextCache([AttentionSpan()])
     context = FixedContext([AttentionSpan()], empty, (1, 1, 40, 4), torch.zeros(1), 5, None)
     wide, positions = torch.randn(1, 9, 2, 6), torch.arange(9)[None]
-    if new:
-        context.pending = wide[:, 1 : 1 + new], positions[:, 1 : 1 + new]
-    residual, position_ids, counts = context.take_pending((2, 6))
-    assert residual.shape == (1, 5, 2, 6) and residual.stride() == torch.empty(1, 5, 2, 6).stride()
-    assert position_ids.shape == (1, 5) and position_ids.stride() == (5, 1) and counts.tolist() == [0, new]
-    assert torch.equal(residual[:, :new], wide[:, 1 : 1 + new]) and context.pending is None and len(context) == new
+    before = 0
+    for start in (1, 3):
+        if new:
+            context.pending = wide[:, start : start + new], positions[:, start : start + new]
+        residual, counts = context.take_pending((2, 6))
+        assert residual.shape == (1, 5, 2, 6) and residual.stride() == torch.empty(1, 5, 2, 6).stride()
+        assert torch.equal(residual[:, :new], wide[:, start : start + new])
+        assert counts.tolist() == [before, new] and context.pending is None and len(context) == before + new
+        before += new
 
 
 def test_caches_that_hold_rounds():
@@ -348,6 +355,59 @@ def test_nothing_compiles_twice(family, counted):
             write(length, **way)
             write(length, **{**way, "max_new_tokens": 7})
     assert counted["unique_graphs"] == compiled
+
+
+NO_LAUNCHES = {
+    "alias", "as_strided", "detach", "detach_", "empty", "empty_strided", "expand", "lift_fresh", "resolve_conj",
+    "resolve_neg", "select", "slice", "to", "unsqueeze", "view",
+}  # fmt: skip
+
+
+def test_a_greedy_round_is_two_graphs_and_one_wait(counted, monkeypatch):
+    """The drafter's pass and the target's; between them what prepares their arguments, a few small operations."""
+    target, own = target_and_own(families.qwen3)
+    drafter, ids = drafter_of(target), prompt(9)
+    options = dict(max_new_tokens=24, cache_implementation="static", max_cache_len=60, compile_config=compiling())
+    target.generate(ids, assistant_model=drafter, **options, **GREEDILY)
+    waits, propose = [], drafter.propose
+
+    def begin(*args):
+        waits.append([])
+        with record_function("a round"):
+            return propose(*args)
+
+    def wait(self, read):
+        if waits:
+            waits[-1].append(sys._getframe(2).f_code.co_name)
+        return read(self)
+
+    for name in ("tolist", "item", "__bool__", "__int__", "__float__", "__index__"):
+        read = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, read=read: wait(self, read))
+    drafter.propose = begin
+    with profile() as trace:
+        text = target.generate(ids, assistant_model=drafter, **options, **GREEDILY)
+    monkeypatch.undo()
+    assert torch.equal(text, own.generate(ids, max_new_tokens=24, **GREEDILY))
+    assert not torch._dynamo.utils.counters["graph_break"]
+    # Drafts on the host are looked at: no wait, as they are there.
+    waits = [[where for where in of_round if where != "_wrong_with"] for of_round in waits]
+    assert len(waits) > 4 and all(of_round == ["choices"] for of_round in waits[:-1]), waits
+    events = sorted(trace.events(), key=lambda event: event.time_range.start)
+    begun = [event.time_range.start for event in events if event.name == "a round"]
+    for start, end in pairwise(begun[1:]):  # in the first, buffers are made
+        of_round = [event for event in events if start <= event.time_range.start < end]
+        graphs = [event for event in of_round if event.name.startswith("Torch-Compiled Region")]
+        assert len(graphs) == 2
+        others = [event for event in of_round if not event.cpu_children and not is_in_graph(event)]
+        names = [event.name[6:] for event in others if event.name.startswith("aten::")]
+        launches = [name for name in names if name not in NO_LAUNCHES]
+        assert len(launches) <= 6 and "_local_scalar_dense" not in launches, launches
+
+
+def is_in_graph(event):
+    parent = event.cpu_parent
+    return parent is not None and (parent.name.startswith("Torch-Compiled Region") or is_in_graph(parent))
 
 
 def test_a_compiled_batch_keeps_its_shape(counted):

@@ -12,6 +12,7 @@ from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, 
 from transformers.generation import stopping_criteria
 
 from hf_hyperdflash.decoding.sequence import Stopping
+from hf_hyperdflash.decoding.tokens import TokenBuffer
 
 
 class AfterCalls(StoppingCriteria):
@@ -56,17 +57,21 @@ KINDS = ["eos", "one of", "eos as a number's tensor", "eos as a tensor", "twice"
 CRITERIA = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 12), st.integers(0, 12)), max_size=4)
 
 
+def written(tokens: list[int]) -> TokenBuffer:
+    return TokenBuffer(torch.tensor([tokens]), 0, None, None)
+
+
 class Broken(StoppingCriteria):
     def __call__(self, input_ids, scores, **kwargs):
         return [torch.tensor([False])][len(input_ids)]
 
 
 def test_an_index_error_of_a_criterion_is_its_own_unless_rows_were_asked_about_alone():
-    ids, criteria = torch.tensor([[1, 2]]), StoppingCriteriaList([Broken()])
+    text, criteria = written([1, 2]), StoppingCriteriaList([Broken()])
     with pytest.raises(IndexError):
-        Stopping(criteria)(2, ids, ())
+        Stopping(criteria)(2, text, ())
     with pytest.raises(ValueError, match="looks at texts that are not there"):
-        Stopping(criteria, is_one_of_several=True)(2, ids, ())
+        Stopping(criteria, is_one_of_several=True)(2, text, ())
 
 
 @settings(deadline=None, max_examples=250)
@@ -77,7 +82,7 @@ def test_a_text_ends_where_transformers_criteria_end_it(criteria, tokens, with_s
     for end, token in enumerate(tokens, start=1):
         ids = torch.tensor([tokens[:end]])
         scores = (torch.zeros(1, 13),) * end if with_scores else None
-        ended = stopping(token, ids, scores or ())
+        ended = stopping(token, written(tokens[:end]), scores or ())
         assert isinstance(ended, bool) and ended == bool(stock(ids, scores))
     assert len(ours) == length  # the caller's list is theirs
     for mine, theirs in zip(ours, stock):
@@ -108,6 +113,8 @@ def test_texts_longer_than_the_target_was_made_for_are_warned_of():
     for most, made_for, warned in ((10, 6, True), (6, 6, False), (7, 6, False), (8, 6, True), (5, 6, False)):
         criteria = StoppingCriteriaList([MaxLengthCriteria(most, made_for)])
         stopping = Stopping(criteria)
-        said = warnings_of(lambda ids, stopping=stopping: stopping(int(ids[0, -1]), ids, ()), texts)
+        said = warnings_of(
+            lambda ids, stopping=stopping: stopping(int(ids[0, -1]), written(ids[0].tolist()), ()), texts
+        )
         assert said == warnings_of(lambda ids, criteria=criteria: criteria(ids, None), texts)
         assert len(said) == warned and all("(6)" in line for line in said)

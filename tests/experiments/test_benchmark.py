@@ -70,4 +70,4 @@ def test_profile_of_a_round_counts_kernels_and_waits():
     shown = run("experiments/benchmark", "rounds", *LOOP)
     rows = rows_of(shown)
     assert all(row[0] == "the target's" and float(row[2]) > 100 for row in rows.values()), shown
-    assert rows["ours"][3] == "1.0" and "sequence.py" in shown.split("Where ours waits")[1].split("Where")[0]
+    assert rows["ours"][3] == "1.0" and "rounds.py" in shown.split("Where ours waits")[1].split("Where")[0]

@@ -223,7 +223,8 @@ class BlockDrafter(ReadingDrafter):
         """Draft `count` tokens after the last of `ids` in one pass. The block always has its trained width."""
         config = self.config
         if isinstance(context, FixedContext) and context.compiled is not None:
-            anchor = ids[0, -1:].reshape(1, 1).clone(), position_ids[0, -1:].reshape(1, 1).clone()
+            # Not as they are: a view of a longer text has strides of its own, for which torch would compile anew.
+            anchor = ids[0, -1:].view(1, 1), position_ids[0, -1:].view(1, 1)
             is_greedy = sampler.is_greedy_chain and not are_trees_kept()
             hidden, drafts, sure = self._run_compiled(target, context, *anchor, is_greedy)
             if is_greedy:
@@ -342,7 +343,6 @@ def _run_block(
     ids: torch.Tensor,
     position_ids: torch.Tensor,
     residual: torch.Tensor,
-    residual_position_ids: torch.Tensor,
     counts: torch.Tensor,
     most_new: int,
     is_greedy: bool,
@@ -352,7 +352,9 @@ def _run_block(
     context = FixedLayers(buffers, counts, most_new)
     masks = context.masks(config.kinds, [config.attention_span(kind) for kind in config.kinds], config.block_size)
     embeds = target.embed(block).to(buffers[0].device)
-    hidden = drafter(embeds, positions, cast(Any, context), masks, residual, residual_position_ids)
+    # What is pending ends before the anchor.
+    pending = position_ids - counts[1] + torch.arange(most_new, device=position_ids.device)
+    hidden = drafter(embeds, positions, cast(Any, context), masks, residual, pending)
     if not is_greedy:
         return hidden, ids, None
     path, tokens, row = BlockPath(drafter, target, hidden[:, config.first_slot :]), [ids[0]], ids.new_zeros(1)

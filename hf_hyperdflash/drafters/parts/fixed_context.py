@@ -40,11 +40,16 @@ class FixedContext(ContextCache):
         self.end, self.pending, self.most_new, self.compiled = context.end, context.pending, most_new, compiled
         held = context.layers
         self._stop = held[0][0].shape[2] if held else 0
+        self._residual: torch.Tensor | None = None  # of the pending tokens, in each round
         self._layer_views = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in spans]
         for own, old in zip(self._layer_views, held):
             for buffer, states in zip(own, old):
                 buffer[:, :, : self._stop] = states
-        for buffer in self.buffers:
+        self._mark_static(self.buffers)
+
+    @staticmethod
+    def _mark_static(buffers: Sequence[torch.Tensor]) -> None:
+        for buffer in buffers:
             torch._dynamo.mark_static_address(buffer, guard=False)
 
     @property
@@ -63,20 +68,20 @@ class FixedContext(ContextCache):
         own = slice(self._start, self._stop)
         return [(keys[:, :, own], values[:, :, own]) for keys, values in self._layer_views]
 
-    def take_pending(self, residual_shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the pending tokens' residual `[1, most_new, ...]` and positions `[1, most_new]`, filled up, and the
-        numbers of tokens before them and of them, `[2]`. They are no longer pending, but there."""
+    def take_pending(self, residual_shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the pending tokens' residual `[1, most_new, ...]`, the first ones of it, and the numbers of tokens
+        before them and of them, `[2]`. They are no longer pending, but there."""
         buffer, new = self._layer_views[0][0], 0
-        # Also where nothing is filled up: a view has strides of its own, for which torch would compile anew.
-        residual = buffer.new_zeros(1, self.most_new, *residual_shape)
-        position_ids = torch.zeros(1, self.most_new, dtype=torch.long, device=buffer.device)
+        if self._residual is None:
+            self._residual = buffer.new_zeros(1, self.most_new, *residual_shape)
+            self._mark_static([self._residual])
         if self.pending is not None:
             new = self.pending[1].shape[1]
-            residual[:, :new], position_ids[:, :new] = self.pending
+            self._residual[:, :new] = self.pending[0]
         counts = torch.tensor([self._stop, new], device=buffer.device)
         self.pending = None
         self.advance(new)
-        return residual, position_ids, counts
+        return self._residual, counts
 
 
 class FixedLayers:

@@ -104,26 +104,30 @@ class SlotForward:
     def __call__(
         self,
         ids: torch.Tensor,
-        position_ids: torch.Tensor,
+        anchors: torch.Tensor,
         depths: torch.Tensor,
         visible: torch.Tensor,
         kwargs: dict[str, object],
-    ) -> TargetOutput:
+    ) -> tuple[TargetOutput, torch.Tensor | None]:
         """Run the target.
 
         Args:
             ids: Anchors and drafts, `[batch, positions]`.
-            position_ids: Their true positions, `[..., batch, positions]`.
+            anchors: The anchors' true positions, `[..., batch, 1]`.
             depths: Their distance from the anchor in tokens, `[batch, positions]`.
             visible: Which of them each sees, boolean `[batch, positions, positions]`.
             kwargs: The arguments that are the same in every round.
+
+        Returns:
+            The target's outputs. Compiled, also `ids` and behind them its most probable token after each,
+            `[batch, 2 * positions]`.
         """
         kwargs = {name: value for name, value in kwargs.items() if name not in _OWN}
-        inputs = ids, position_ids, depths, visible, self.real, kwargs
+        inputs = self.cache, self.target, ids, anchors, depths, visible, self.real, kwargs
         if self.compiled is None:
-            return run_over_slots(self.cache, self.target, *inputs)
+            return run_over_slots(*inputs), None
         self.cache.capture = self.capture
-        return self.compiled(run_over_slots, self.cache, self.target, *inputs)
+        return self.compiled(choose_over_slots, *inputs)
 
     def accept(self, kept: list[list[int]], width: int) -> None:
         """Keep the positions `kept` of each sequence, a path from the anchor on, and no others.
@@ -145,7 +149,7 @@ class SlotForward:
                 move_in_slots(*moves)
             else:
                 self.compiled(move_in_slots, *moves)
-        starts += torch.tensor(counts, device=starts.device)
+        starts += counts[0] if self.size == 1 else torch.tensor(counts, device=starts.device)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Go on with the sequences `indices` alone."""
@@ -165,7 +169,7 @@ def run_over_slots(
     cache: SlotCache,
     target: Target,
     ids: torch.Tensor,
-    position_ids: torch.Tensor,
+    anchors: torch.Tensor,
     depths: torch.Tensor,
     visible: torch.Tensor,
     real: torch.Tensor | None,
@@ -178,8 +182,17 @@ def run_over_slots(
         masks[window] = attention_mask_for(implementation, mask, target.dtype)
     by_kind = {layer.kind: masks[layer.window] for layer in cache.layers}
     attention_mask = by_kind if len(by_kind) > 1 else next(iter(by_kind.values()))
-    inputs = {**kwargs, CACHE: cache, "attention_mask": attention_mask, "position_ids": position_ids}
+    inputs = {**kwargs, CACHE: cache, "attention_mask": attention_mask, "position_ids": anchors + depths}
     return target.model(input_ids=ids, return_dict=True, **inputs)
+
+
+def choose_over_slots(
+    cache: SlotCache, target: Target, ids: torch.Tensor, *inputs: Any
+) -> tuple[TargetOutput, torch.Tensor]:
+    """As [`run_over_slots`], with the choices of greedy rounds in the same graph; see [`SlotForward.__call__`]."""
+    outputs = run_over_slots(cache, target, ids, *inputs)
+    choices = outputs.logits.to(ids.device, torch.float32).argmax(-1)
+    return outputs, torch.cat([ids, choices], dim=-1)
 
 
 def move_in_slots(cache: SlotCache, old: torch.Tensor, new: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ forward looks like.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from itertools import islice
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -92,7 +93,7 @@ class ChainRound:
         best = [scores[0].argmax(-1) for scores in logits]
         tokens = [tree.tokens.to(own.device) for tree, own in zip(self.trees, best)]
         both = iter(torch.cat([*tokens, *best]).cpu().tolist())
-        drafts, after = ([[next(both) for _ in part] for part in parts] for parts in (tokens, best))
+        drafts, after = ([list(islice(both, len(part))) for part in parts] for parts in (tokens, best))
         return [Choices(*own) for own in zip(drafts, after)]
 
     def residual(self, captured: torch.Tensor, index: int, kept: list[int]) -> torch.Tensor:
@@ -280,7 +281,7 @@ class SlotRound(ChainRound):
         anchors = torch.cat(of_each, dim=-2)
         if size > len(rows):
             anchors = anchors.new_zeros(*anchors.shape[:-2], size, 1).index_copy(-2, self.slots.index, anchors)
-        outputs, self._chosen = self.slots(ids, anchors, depths, visible, kwargs)
+        outputs, self._chosen = self.slots(ids, anchors, depths, visible, max(self.starts), kwargs)
         return outputs
 
     def choices(self, logits: Many[torch.Tensor]) -> list[Choices]:

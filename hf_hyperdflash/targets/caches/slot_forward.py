@@ -18,6 +18,7 @@ from ..target import Target, TargetOutput
 from .name import CACHE
 from .static import SlotCache
 
+LEAST_VIEW = 2048  # slots that a compiled round looks at; for a longer text 4 times as many, and so on
 Result = TypeVar("Result")
 
 _OWN = (CACHE, "attention_mask", "position_ids", "logits_to_keep")  # arguments that are another in each round
@@ -88,6 +89,13 @@ class SlotForward:
         width = self.most if self.is_fixed else min(1 << (positions - 1).bit_length(), self.most)
         return width if longest + width <= self.room else positions
 
+    def _view_for(self, tokens: int) -> int:
+        """Return how many slots a round looks at that needs so many: compiled, one of a few numbers."""
+        view = tokens if self.compiled is None else LEAST_VIEW
+        while view < tokens:
+            view *= 4
+        return view
+
     def chains(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the distance of each position from the anchor, `[batch, width]`, and which positions it sees, boolean
         `[batch, width, width]`, of chains: the same in all rounds."""
@@ -107,6 +115,7 @@ class SlotForward:
         anchors: torch.Tensor,
         depths: torch.Tensor,
         visible: torch.Tensor,
+        longest: int,
         kwargs: dict[str, object],
     ) -> tuple[TargetOutput, torch.Tensor | None]:
         """Run the target.
@@ -116,6 +125,7 @@ class SlotForward:
             anchors: The anchors' true positions, `[..., batch, 1]`.
             depths: Their distance from the anchor in tokens, `[batch, positions]`.
             visible: Which of them each sees, boolean `[batch, positions, positions]`.
+            longest: Tokens of the longest sequence before its anchor.
             kwargs: The arguments that are the same in every round.
 
         Returns:
@@ -123,6 +133,7 @@ class SlotForward:
             `[batch, 2 * positions]`.
         """
         kwargs = {name: value for name, value in kwargs.items() if name not in _OWN}
+        self.cache.look_at(self._view_for(longest + ids.shape[1]))
         inputs = self.cache, self.target, ids, anchors, depths, visible, self.real, kwargs
         if self.compiled is None:
             return run_over_slots(*inputs), None

@@ -29,6 +29,7 @@ class SlotLayer(StaticLayer):
 
     Attributes:
         capacity: The number of slots.
+        view: How many of them a round looks at, from the first on ([`SlotCache.look_at`]).
     """
 
     _layer_type = None  # else it would be registered for all of transformers
@@ -41,6 +42,7 @@ class SlotLayer(StaticLayer):
         self.window = window if window is not None and layer.max_cache_len >= window else None
         self.capacity = layer.max_cache_len if self.window is None else self.window - 1 + width
         super().__init__(self.capacity)
+        self.view = self.capacity
         self.starts, self.is_initialized = starts, True
         self.device = layer.device
         self.keys = self._in_slots(cast(torch.Tensor, layer.keys), lengths, layer)
@@ -70,7 +72,7 @@ class SlotLayer(StaticLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the keys and values of a round, `[batch, heads, positions, head_dim]`, and return all slots."""
+        """Write the keys and values of a round, `[batch, heads, positions, head_dim]`, and return those of `view`."""
         assert self.keys is not None and self.values is not None
         slots = self._slots(torch.arange(key_states.shape[2], device=self.starts.device))
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
@@ -78,7 +80,7 @@ class SlotLayer(StaticLayer):
                 buffer.index_copy_(2, slots[0], states)
             else:
                 buffer.scatter_(2, slots[:, None, :, None].expand_as(states), states)
-        return self.keys, self.values
+        return self.keys[:, :, : self.view], self.values[:, :, : self.view]
 
     def move(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Move tokens to other places of the round, all at once: from `old` `[batch, places]` to `new`."""
@@ -98,11 +100,11 @@ class SlotLayer(StaticLayer):
             real: Which tokens are no padding, boolean `[batch, tokens]`; `None` if all are.
 
         Returns:
-            Boolean `[batch, 1, positions, capacity]`.
+            Boolean `[batch, 1, positions, view]`.
         """
         starts, count = self.starts[:, None], depths.shape[1]
         # Of each slot: its place in the round, or the token of before the round that it holds.
-        place = (torch.arange(self.capacity, device=starts.device) - starts) % self.capacity
+        place = (torch.arange(self.view, device=starts.device) - starts) % self.capacity
         token = starts - self.capacity + place
         is_before, is_of_round = (place >= count) & (token >= 0), place < count
         if real is not None:
@@ -130,7 +132,7 @@ class SlotLayer(StaticLayer):
             layer.cumulative_length_int = length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.capacity, 0
+        return self.view, 0
 
     def get_seq_length(self) -> int:  # type: ignore[override]
         """Return the number of tokens of the longest sequence."""
@@ -167,9 +169,15 @@ class SlotCache(Cache):
         self.capture: ResidualCapture | None = None
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """What its buffers' shapes depend on: the number of sequences, and the slots of each kind of layer."""
-        return len(self.starts), *{layer.window: layer.capacity for layer in self.layers}.values()
+    def shape(self) -> tuple[object, ...]:
+        """What the shapes in a forward depend on: the number of sequences, and the slots of each kind of layer."""
+        return len(self.starts), *{layer.window: (layer.capacity, layer.view) for layer in self.layers}.values()
+
+    def look_at(self, count: int) -> None:
+        """Let rounds look at the first `count` slots alone, where layers have one for each token: no longer than the
+        text is, attention and masks take as little time after it as they need."""
+        for layer in self.layers:
+            layer.view = layer.capacity if layer.window is not None else min(count, layer.capacity)
 
     def masks(
         self, visible: torch.Tensor, depths: torch.Tensor, real: torch.Tensor | None

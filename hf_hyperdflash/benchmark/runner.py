@@ -162,7 +162,7 @@ def run_benchmark(
             first = {"role": "user", "content": next(iter(suites.values()))[0][0]}
             ids = encode_prompts(tokenizer, [{"messages": [first]}])[0].to(target.device)
             for method in methods:
-                _generate(target, method, ids, 0.0, _WARM_UP_TOKENS)
+                generate_once(target, method, ids, 0.0, _WARM_UP_TOKENS)
                 if method.is_adaptive:
                     learning.enter_context(method.drafter.adapt(target))
         with path.open("a") as file, tqdm(total=total, initial=len(done), unit="text", desc="benchmark") as progress:
@@ -208,7 +208,7 @@ def _conversation(
                 f"{cell['suite']} {cell['prompt'] + 1} {cell['mode']} T={cell['temperature']:g}: {method.name}"
             )
             torch.manual_seed(zlib.crc32(f"{settings.seed},{sorted(turn_key.items())}".encode()))
-            figures, output = _generate(target, method, ids, cell["temperature"], settings.max_new_tokens)
+            figures, output = generate_once(target, method, ids, cell["temperature"], settings.max_new_tokens)
             pending.append(({**record, **figures}, output))
             target_output = output if method.name == TARGET_ONLY else target_output
             while pending and target_output is not None:
@@ -239,7 +239,7 @@ class _Clock(BaseStreamer):
         pass
 
 
-def _generate(
+def generate_once(
     target: PreTrainedModel, method: Method, ids: torch.Tensor, temperature: float, max_new_tokens: int
 ) -> tuple[Generation, list[int]]:
     """Generate once, and return its figures and its new tokens."""

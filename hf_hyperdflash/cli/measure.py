@@ -34,12 +34,30 @@ def doctor(
     device_map: options.DeviceMap = None,
     threads: options.Threads = None,
     trust_remote_code: options.TrustRemoteCode = False,
+    context: Annotated[
+        int | None, Option(min=1, help="Tokens of your texts, for what rounds cost; 512 or what fits if unset.")
+    ] = None,
+    batch_size: Annotated[int, Option(min=1, help="Texts that you generate at a time, for what rounds cost.")] = 1,
+    mode: Annotated[str, Option(help="non-think or think-high: whether you ask the target to think.")] = "non-think",
+    compiled: Annotated[
+        bool | None, Option("--compile/--no-compile", help="Time compiled rounds, too; on an accelerator if unset.")
+    ] = None,
+    output: Annotated[
+        Path | None, Option(file_okay=False, help="Folder for the page, its pictures and a record for an issue.")
+    ] = None,
     quick: Annotated[
-        bool, Option("--quick", help="Only 4 prompts; try no other configuration, time no settings.")
+        bool, Option("--quick", help="One minute: 4 prompts, nothing changed, no settings timed.")
     ] = False,
 ) -> None:
-    """Say whether a drafter fits a target, what it takes and gives, and what is wrong. Exit status 1 if
-    anything is."""
+    """Say how many times as fast a drafter makes a target, what limits it and what to set, in five minutes on a CPU
+    and two elsewhere. Exit status 1 if the pair is wrong."""
+    if mode not in ("non-think", "think-high"):
+        raise ValueError(f"`--mode` is {mode!r}, expected non-think or think-high.")
+    if output is not None:
+        from ..benchmark.figures import import_matplotlib
+
+        check_writable(output)
+        import_matplotlib()  # for the page
     announce("target", target)
     use_cache_if_offline(target, drafter)
     model, tokenizer, loaded = load(target, [drafter], dtype, device_map, threads, trust_remote_code)
@@ -53,11 +71,21 @@ def doctor(
         tokenizer,
         prompts=PROMPTS[:4] if quick else PROMPTS,
         max_new_tokens=max_new_tokens,
+        context=context,
+        texts=batch_size,
+        thinking=mode == "think-high",
+        compiled=compiled,
+        seconds=60 if quick else None,
         disable_tqdm=None,
         report=functools.partial(typer.echo, err=True),
     )
     typer.echo(str(diagnosis))
-    if diagnosis.problems:
+    if output is not None:
+        from ..benchmark.doctor.page import write_page
+
+        write_page(diagnosis, model, loaded[drafter], output)
+        typer.echo(f"{output / 'doctor.md'} has every measurement, and record.json what an issue needs.", err=True)
+    if diagnosis.is_wrong:
         raise typer.Exit(1)
 
 

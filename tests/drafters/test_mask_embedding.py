@@ -8,7 +8,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from hf_hyperdflash import Eagle3Drafter, HyperDFlashDrafter, SpecBlockDrafter, capture_residual, load_drafter
-from hf_hyperdflash.benchmark.doctor.examine import Diagnosis, _check_mask_token
+from hf_hyperdflash.benchmark.doctor.fit import Diagnosis, _check_mask_token
 from hf_hyperdflash.drafters.parts.heads import HEADS
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.hub.formats import FORMATS, check_expressible

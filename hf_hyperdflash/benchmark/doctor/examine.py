@@ -1,30 +1,32 @@
-"""Finds what is wrong with a target and its drafter, before long jobs are started with them."""
+"""Examines a pair before long jobs are started with it: does it fit, is it fast, where is acceptance lost."""
 
 from __future__ import annotations
 
-import math
+import sys
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 import torch
 import transformers
-from transformers import DeepseekV4Config, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...decoding.bind import check_once
-from ...decoding.stats import SpeculationStats, clock
+from ...decoding.stats import SpeculationStats
 from ...drafters.base import Drafter
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ...drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
-from ...drafters.saved import SavedDrafter
-from ...hub.kinds import describe
 from ...targets.registry import is_drafter, target_of
 from ...training.acceptance import bound
-from ...training.data.rows import encode_prompts
-from ...training.features.fingerprint import changed_parts
 from ...training.runs.progress import progress_bar
+from ..runner import Method, generate_once
+from .diagnosis import LEAST_TAU, Diagnosis
+from .fit import check_fit, check_target_loss, check_widths
+from .lost_acceptance import LostAcceptance, encode, report_changes, rounds_of
 from .other_settings import LEAST_PROMPTS, Setting, compare_settings, matters
-from .recommended import TEMPERATURES, count_generations, recommendation, time_settings
+from .recommended import TEMPERATURES, ranked, time_settings
+from .round_costs import measure_round_costs
 
 PROMPTS = (
     "Write a Python function that adds two numbers.",
@@ -52,31 +54,18 @@ PROMPTS = (
     "Paul buys 4 notebooks for $2.50 each and pays with $20. How much change does he get?",
     "Write a function that computes the n-th Fibonacci number.",
 )
-_LEAST_TAU = 1.2  # below it no hardware has a speedup
-
-
-@dataclass
-class Diagnosis:
-    """The result of [`examine`].
-
-    Attributes:
-        problems: Each problem and its fix, a sentence or two each.
-        remarks: Other observations that may matter.
-        facts: Everything that was examined, as name and value.
-        tau: Tokens per verification round over the prompts; `None` if nothing could be generated.
-        differing: Greedy texts that are not the target's own.
-    """
-
-    problems: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-    facts: dict[str, str] = field(default_factory=dict)
-    tau: float | None = None
-    differing: int | None = None
-
-    def __str__(self) -> str:
-        lines = [f"{name}: {value}" for name, value in self.facts.items()]
-        lines += [f"PROBLEM: {text}" for text in self.problems] + [f"Remark: {text}" for text in self.remarks]
-        return "\n".join([*lines, "Problems found." if self.problems else "No problem found."])
+_SUBJECTS = {"c": "code", "m": "mathematics", "t": "chat"}
+_KINDS = dict(zip(PROMPTS, map(_SUBJECTS.get, "cmcmtcmtcmcmtmctmctmctmc")))
+_OTHER_LANGUAGES = (
+    "Erkläre in zwei Sätzen, warum der Himmel blau ist.",
+    "Escribe una receta corta de tortitas.",
+    "Combien font 12 fois 7, et pourquoi ?",
+    "请用两句话介绍北京。",
+)
+_CONTEXT = 512  # tokens, where the user does not say how many
+_SECONDS = {"cpu": 300.0}  # that an examination may take, and on an accelerator:
+_SECONDS_ELSEWHERE = 120.0
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def examine(
@@ -86,26 +75,37 @@ def examine(
     *,
     prompts: Sequence[str] = PROMPTS,
     max_new_tokens: int = 64,
+    context: int | None = None,
+    texts: int = 1,
+    thinking: bool = False,
+    compiled: bool | None = None,
+    seconds: float | None = None,
     disable_tqdm: bool | None = True,
     report: Callable[[str], object] | None = None,
 ) -> Diagnosis:
-    """Check a pair: whether it fits, the tokenizer, memory, and generation from a few prompts.
+    """Examine a pair: whether it fits, how many times as fast it is, what that takes, and where acceptance is lost.
 
     For HyperDFlash and DFlash drafters it tries what is easily misread in others' formats: every layer one lower and
-    one higher, and the other anchor convention. If one drafts clearly better, that is a problem; if it may, a remark.
-    For every drafter it times some settings of `generate` and recommends one.
+    one higher, and the other anchor convention. For every drafter it tries long texts, another precision, the other
+    thinking mode, no template, and settings of `generate`.
 
     Args:
         target: The target. It is bound meanwhile.
         drafter: Its drafter, of any kind. Of one without weights, as prompt lookup is, there is less to look at.
         tokenizer: The target's tokenizer.
-        prompts: Questions, asked as chat turns. With fewer than 8 no settings are tried or timed, which is quick.
+        prompts: Questions, asked as chat turns. With fewer than 8 nothing is changed and no settings are timed, which
+            is quick.
         max_new_tokens: Tokens generated from each.
+        context: Tokens of the user's texts, for what rounds cost and whether acceptance falls; 512 by default.
+        texts: That the user generates at a time, for what rounds cost.
+        thinking: Whether the target is asked to think.
+        compiled: Whether rounds over a static cache, compiled, are timed, too; by default on an accelerator.
+        seconds: That it may take, about; by default 300 on a CPU, and 120 elsewhere. Fewer prompts are used then.
         disable_tqdm: `False` for a progress bar on stderr, `None` for one on a terminal and lines elsewhere.
-        report: Called with a line that says how many texts will be generated and about how long that takes.
+        report: Called with a line for each step.
 
     Raises:
-        ValueError: If there is no prompt, or drafter or tokenizer is not one.
+        ValueError: If there is no prompt, drafter or tokenizer is not one, or the target has no room for `context`.
     """
     if not prompts:
         raise ValueError("`prompts` is empty: expected at least one question.")
@@ -115,234 +115,185 @@ def examine(
     ):
         if not is_one:
             raise ValueError(f"`{name}` is {given!r:.60}, expected a {name}: load it with `{loaded_by}` first.")
-    found = Diagnosis()
-    found.facts["versions"] = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    try:
-        check_once(target, drafter)
-    except ValueError as error:
-        found.problems.append(str(error))
-        return found
-    has_weights = hasattr(drafter, "get_memory_footprint")
-    if has_weights:
-        _report_memory(found, target, cast(SavedDrafter, drafter))
-        _compare_fingerprints(found, target, drafter.config)
-    else:
-        found.facts["drafter"] = f"{type(drafter).__name__}, which has no weights"
-    _report_rounding(found, target)
-    if _check_tokenizer(found, target, drafter.config, tokenizer):
-        ids = encode_prompts(tokenizer, [{"messages": [{"role": "user", "content": text}]} for text in prompts])
-        _check_target_loss(found, target, ids)
-        if report:
-            report(_announce_duration(target, drafter, ids, max_new_tokens))
+    positions = getattr(target_of(target).config, "max_position_embeddings", None) or sys.maxsize
+    room = positions - max_new_tokens
+    if context is not None and not 0 < context <= room:
+        raise ValueError(
+            f"`context` is {context}: expected 1 to {room}, as the target has {positions} positions and "
+            f"{max_new_tokens} new tokens follow."
+        )
+    seconds = seconds or _SECONDS.get(target.device.type, _SECONDS_ELSEWHERE)
+    if compiled is None:
+        compiled = target.device.type not in ("cpu", "mps")
+    context = context or max(min(_CONTEXT, room // 2), 1)
+    examination = _Examination(target, drafter, tokenizer, max_new_tokens, context, seconds, disable_tqdm, report)
+    return examination.run(prompts, texts, thinking, compiled)
+
+
+class _Examination:
+    """The steps of [`examine`], each with its share of the time."""
+
+    def __init__(
+        self, target: PreTrainedModel, drafter: Drafter, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int,
+        context: int, seconds: float, disable_tqdm: bool | None, report: Callable[[str], object] | None,
+    ) -> None:  # fmt: skip
+        self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self.new, self.context, self.seconds, self.disable_tqdm = max_new_tokens, context, seconds, disable_tqdm
+        self._report, self._began = report, time.monotonic()
+        self.found = Diagnosis()
+        config = target_of(target).config
+        self.found.is_mixture = any(getattr(config, name, None) for name in _EXPERTS)
+
+    def say(self, line: str) -> None:
+        """Report a step, with the seconds so far."""
+        if self._report:
+            self._report(f"[{time.monotonic() - self._began:.0f} s of about {self.seconds:.0f}] {line}")
+
+    def run(self, prompts: Sequence[str], texts: int, thinking: bool, compiled: bool) -> Diagnosis:
+        found, target, drafter = self.found, self.target, self.drafter
+        found.facts["versions"] = f"torch {torch.__version__}, transformers {transformers.__version__}"
+        try:
+            check_once(target, drafter)
+        except ValueError as error:
+            found.problems["fit"] = str(error)
+            return found
+        if not check_fit(found, target, drafter, self.tokenizer):
+            return found
+        ids = encode(self.tokenizer, [[prompt] for prompt in prompts], thinking)
+        check_target_loss(found, target, ids[:LEAST_PROMPTS])
         with bound(target):
-            texts = _generate(found, target, drafter, ids, max_new_tokens, disable_tqdm)
-        if found.tau is not None:
-            enough = len(ids) >= LEAST_PROMPTS
-            if not enough:
+            generated, counted = self._generate(ids, prompts)
+            if found.tau is None:
+                return found
+            check_widths(found, target, generated[0])
+            self._measure_costs(generated[0], texts, compiled)
+            enough = len(prompts) >= LEAST_PROMPTS
+            if enough:
+                self._find_losses(prompts, ids, generated, counted, thinking)
+            else:
                 found.facts["not tried"] = (
                     f"other configurations and settings of `generate`: that takes {LEAST_PROMPTS} prompts, there "
                     f"{'is' if len(ids) == 1 else 'are'} {len(ids)}"
                 )
-            elif drafter.config.model_type == HyperDFlashConfig.model_type:
-                _try_other_settings(found, target, cast(HyperDFlashDrafter, drafter), ids, texts, disable_tqdm)
-            if found.tau < _LEAST_TAU and not has_weights:
-                found.remarks.append(f"Hardly any draft is accepted (tau {found.tau:.2f}): texts repeat too little.")
-            elif found.tau < _LEAST_TAU and not found.problems:
-                found.problems.append(
-                    f"Hardly any draft is accepted (tau {found.tau:.2f}): the drafter is hardly trained, or "
-                    "was trained for another target, chat template or tokenizer."
-                )
+            self._judge_tau()
             if not found.problems and enough:
-                _recommend(found, target, drafter, ids, max_new_tokens, disable_tqdm)
-    return found
+                self._time_settings(ids)
+        found.blame_costs()
+        return found
 
+    def _generate(
+        self, prompts: Sequence[torch.Tensor], questions: Sequence[str]
+    ) -> tuple[list[torch.Tensor], np.ndarray]:
+        """Generate with and without the drafter: speed, losslessness and acceptance.
 
-def _report_rounding(found: Diagnosis, target: PreTrainedModel) -> None:
-    if getattr(target, "is_loaded_in_8bit", False):
-        found.remarks.append(
-            "The target is loaded in 8 bits by bitsandbytes, whose forwards over several tokens round otherwise than "
-            "over one, so greedy texts differ from those without a drafter. Load it in 4 bits where they must not."
+        Returns:
+            The target's own texts, and tokens and rounds of each, `[prompts, 2]`.
+        """
+        found, target, began = self.found, self.target, time.monotonic()
+        methods = [Method("alone"), Method("drafted", self.drafter)]
+        share = (0.3 if len(prompts) >= LEAST_PROMPTS else 0.6) * self.seconds
+        self.say(f"generating from up to {len(prompts)} prompts with and without the drafter ...")
+        for method in methods:  # the first is slower than others
+            generate_once(target, method, prompts[0].to(target.device), 0.0, min(8, self.new))
+        total, differing, texts, timed, counted = SpeculationStats(), 0, [], [], []
+        by_kind: dict[str, list[tuple[int, int]]] = {}
+        progress = progress_bar(prompts, desc="generating", unit="prompt", leave=False, disable=self.disable_tqdm)
+        for number, prompt in enumerate(progress):
+            if number >= min(len(prompts), LEAST_PROMPTS) and time.monotonic() - began > share:
+                break
+            ids, outputs = prompt.to(target.device), {}
+            for method in methods[:: 1 if number % 2 else -1]:
+                outputs[method.name] = generate_once(target, method, ids, 0.0, self.new)
+            texts.append(torch.cat([ids, torch.tensor([outputs["alone"][1]], device=ids.device)], dim=1))
+            differing += outputs["alone"][1] != outputs["drafted"][1]
+            stats = cast(SpeculationStats, self.drafter.last_stats)
+            total += stats
+            counted.append(rounds_of(stats))
+            by_kind.setdefault(_KINDS.get(questions[number]) or "others", []).append(counted[-1])
+            timed.append([(each["new_tokens"], each["seconds"]) for each, _ in map(outputs.get, ("alone", "drafted"))])  # type: ignore[misc]
+        found.differing = differing
+        found.facts["losslessness"] = f"{len(texts) - differing} of {len(texts)} greedy texts are the target's own"
+        if differing:
+            found.remarks.append(
+                f"{differing} greedy texts differ. In float32 that should not be; in lower precision it happens "
+                "where the target's two best tokens are equal to within rounding."
+            )
+        if not total.rounds:
+            found.problems["template"] = (
+                "The target ends every answer at once: the chat template is not the one it was trained with."
+            )
+            return texts, np.array(counted, dtype=float)
+        found.tau, found.acceptance = total.tau, total.acceptance
+        asked = self.drafter.num_draft_tokens
+        found.drafts = asked if isinstance(asked, int) else None
+        (default,) = ranked([{}], np.array(timed, dtype=float))
+        found.speedup = default.speedup
+        found.kinds = {kind: sum(a for a, _ in of) / max(sum(b for _, b in of), 1) for kind, of in by_kind.items()}
+        rounds = f"{total.rounds} round{'s' * (total.rounds != 1)}"
+        rates = ", ".join(f"{100 * rate:.0f}" for rate in total.acceptance)
+        found.facts["acceptance"] = (
+            f"tau {total.tau:.2f} over {len(texts)} prompts, {rounds}; drafts accepted at each position, %: {rates}"
         )
+        return texts, np.array(counted, dtype=float)
 
+    def _measure_costs(self, text: torch.Tensor, texts: int, compiled: bool) -> None:
+        options: dict[str, Any] = {
+            "context": self.context, "texts": texts, "seconds": 0.15 * self.seconds, "report": self.say,
+        }  # fmt: skip
+        self.found.costs = measure_round_costs(self.target, self.drafter, text, **options)
+        if not compiled:
+            return
+        try:
+            self.found.costs.compiled = measure_round_costs(self.target, self.drafter, text, **options, compiled=True)
+        except Exception as error:  # what a compiler may say is no fault of the pair's
+            said = (str(error) or type(error).__name__).splitlines()[0]
+            self.found.remarks.append(f"Compiled rounds could not be timed: {said:.200}")
 
-def _report_memory(found: Diagnosis, target: PreTrainedModel, drafter: SavedDrafter) -> None:
-    described = describe(drafter.config)
-    found.facts["drafter"] = (
-        f"{described.drafts}; {drafter.num_parameters():,} parameters. {' '.join(described.sentences)}"
-    )
-    found.facts["memory"] = (
-        f"target {_size(target.get_memory_footprint())}, drafter "
-        f"{_size(drafter.get_memory_footprint(return_buffers=False))}{_context_memory(drafter)}"
-    )
+    def _find_losses(
+        self, questions: Sequence[str], prompts: list[torch.Tensor], texts: list[torch.Tensor], counted: np.ndarray,
+        thinking: bool,
+    ) -> None:  # fmt: skip
+        found, prompts = self.found, prompts[: len(texts)]
+        if self.drafter.config.model_type == HyperDFlashConfig.model_type:
+            self.say("trying other layers and the other anchor convention ...")
+            few = slice(None, None if len(texts) <= LEAST_PROMPTS else LEAST_PROMPTS + 4)
+            _try_other_settings(
+                found, self.target, cast(HyperDFlashDrafter, self.drafter), prompts[few], texts[few], self.disable_tqdm
+            )
+        lost = LostAcceptance(self.target, self.drafter, self.new, 0.25 * self.seconds)
+        answers = [
+            str(self.tokenizer.decode(text[0, ids.shape[1] :], skip_special_tokens=True))
+            for ids, text in zip(prompts, texts)
+        ]
+        asked = list(zip(questions, answers))
+        for change in lost.changes(self.tokenizer, asked, counted, thinking, self.context):
+            self.say(f"changed: {change.name}: {change.after:.2f} tokens a round instead of {change.before:.2f}")
+            found.changes.append(change)
+        tokens, rounds = lost.rounds(encode(self.tokenizer, [[each] for each in _OTHER_LANGUAGES], thinking)).sum(0)
+        found.kinds["German, Spanish, French, Chinese"] = float(tokens / max(rounds, 1))
+        report_changes(found)
 
+    def _judge_tau(self) -> None:
+        found, tau = self.found, cast(float, self.found.tau)
+        if tau >= LEAST_TAU:
+            return
+        if not hasattr(self.drafter, "get_memory_footprint"):
+            found.remarks.append(f"Hardly any draft is accepted (tau {tau:.2f}): texts repeat too little.")
+        elif not found.problems:
+            found.problems["acceptance"] = (
+                f"Hardly any draft is accepted (tau {tau:.2f}): the drafter is hardly trained, or "
+                "was trained for another target, chat template or tokenizer."
+            )
 
-def _context_memory(drafter: SavedDrafter) -> str:
-    """Describe the memory of a drafter's context; empty if its configuration does not give its keys and values."""
-    config = drafter.config
-    window = getattr(drafter.new_context(), "window", None) or getattr(config, "sliding_window", None)
-    visible = window or getattr(config, "max_position_embeddings", None)
-    sizes = [getattr(config, name, None) for name in ("num_hidden_layers", "num_key_value_heads", "head_dim")]
-    if not visible or None in sizes:
-        return ""
-    each = 1 if isinstance(config, DeepseekV4Config) else 2  # whose values are its keys
-    token = each * math.prod(cast(list[int], sizes)) * drafter.dtype.itemsize
-    sees, most = _size(visible * token), _size(2 * visible * token)
-    return (
-        f" and {_size(token)} for each token of its context, of which it sees {visible:,}: {sees}, and up to {most} "
-        "while its buffer has room for as many again"
-    )
-
-
-def _size(count: float) -> str:
-    units = ["B", "kB", "MB", "GB", "TB"]
-    while count >= 1000 and len(units) > 1:
-        count, units = count / 1000, units[1:]
-    return f"{count:.3g} {units[0]}"
-
-
-def _compare_fingerprints(found: Diagnosis, target: PreTrainedModel, config: PreTrainedConfig) -> None:
-    if not getattr(config, "target_fingerprint", ""):
-        found.remarks.append("The drafter does not say which weights it was trained for; that cannot be compared.")
-        return
-    changed = changed_parts(config.target_fingerprint, target)
-    if changed is None:
-        found.remarks.append(
-            "An earlier release recorded which weights the drafter was trained for, in a way that cannot be compared "
-            "any more."
-        )
-    elif changed == ["config"]:
-        found.remarks.append(
-            "The target's weights are those that the drafter was trained for, its configuration is not: a field was "
-            "changed, or another version of transformers has other fields."
-        )
-    elif changed:
-        parts = " and ".join(part for part in changed if part != "config")
-        found.problems.append(
-            f"The target's weights ({parts}) are not those that the drafter was trained for: the target was "
-            "fine-tuned since, is another checkpoint, or is loaded in another quantization or precision. The text "
-            "stays right, but fewer drafts are accepted: train the drafter on for this target (`hf-hyperdflash train "
-            "--drafter`)."
-        )
-
-
-def _check_tokenizer(
-    found: Diagnosis, target: PreTrainedModel, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> bool:
-    """Report problems of the tokenizer, and return whether generation is possible with it."""
-    vocabulary = target_of(target).config.vocab_size
-    if len(tokenizer) > vocabulary:
-        found.problems.append(
-            f"The tokenizer has {len(tokenizer)} tokens, the target's vocabulary {vocabulary}: it "
-            "belongs to another model. Load the target's own."
-        )
-        return False
-    if hasattr(config, "mask_token_id"):
-        _check_mask_token(found, config.mask_token_id, tokenizer)
-    ends = target.generation_config.eos_token_id if target.generation_config else None
-    ends = ends if isinstance(ends, list) else [ends]
-    if tokenizer.eos_token_id is not None and None not in ends and tokenizer.eos_token_id not in ends:
-        found.problems.append(
-            f"The tokenizer ends text with token {tokenizer.eos_token_id}, the target with {ends}: one of the two "
-            "belongs to another model."
-        )
-    if not tokenizer.chat_template:
-        found.problems.append("The tokenizer has no chat template, so chat cannot be asked as in training.")
-    return bool(tokenizer.chat_template)
-
-
-def _check_mask_token(found: Diagnosis, token: int | None, tokenizer: PreTrainedTokenizerBase) -> None:
-    if token is None:
-        found.facts["mask token"] = "none, but a vector of the drafter's own"
-        return
-    mask = tokenizer.convert_ids_to_tokens(token)
-    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
-    if mask is not None and token not in special:
-        found.remarks.append(
-            f"The drafter's mask token {token} is {mask!r}, an ordinary token: it should be one that never occurs in "
-            "text."
-        )
-    found.facts["mask token"] = f"{token}, {repr(mask) if mask else 'which the tokenizer does not use'}"
-
-
-def _check_target_loss(found: Diagnosis, target: PreTrainedModel, prompts: list[torch.Tensor]) -> None:
-    """Report whether the target finds text in the tokenizer's tokens more likely than noise."""
-    with torch.no_grad():
-        losses = [target(ids.to(target.device), labels=ids.to(target.device)).loss.item() for ids in prompts]
-    mean, noise = sum(losses) / len(losses), math.log(target_of(target).config.vocab_size)
-    found.facts["target"] = f"{mean:.2f} nats a token on the prompts, where noise has {noise:.2f}"
-    if mean > 0.8 * noise:
-        found.problems.append(
-            f"To the target, plain questions look like noise ({mean:.2f} nats a token of {noise:.2f}): the tokenizer "
-            "belongs to another model, or the target is untrained."
-        )
-
-
-def _announce_duration(
-    target: PreTrainedModel, drafter: Drafter, prompts: list[torch.Tensor], max_new_tokens: int
-) -> str:
-    """Return a line with the number of texts and the time that they take, estimated from a first text."""
-    ids, texts, now = prompts[0].to(target.device), 2 * len(prompts), clock(target.device)
-    if len(prompts) >= LEAST_PROMPTS:
-        texts += len(TEMPERATURES) * count_generations(target, drafter, len(prompts))
-    began = now()
-    text: torch.Tensor = target.generate(  # type: ignore[operator]
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False
-    )
-    seconds = texts * max_new_tokens * (now() - began) / (text.shape[1] - ids.shape[1])
-    length = f"{seconds:.0f} seconds" if seconds < 100 else f"{seconds / 60:.0f} minutes"
-    return f"Generating {texts} texts of up to {max_new_tokens} tokens from {len(prompts)} prompts: about {length} ..."
-
-
-def _generate(
-    found: Diagnosis,
-    target: Any,
-    drafter: Drafter,
-    prompts: list[torch.Tensor],
-    max_new_tokens: int,
-    disable_tqdm: bool | None,
-) -> list[torch.Tensor]:
-    """Generate with and without the drafter, report losslessness and acceptance, and return the target's own texts."""
-    stats, found.differing, texts = SpeculationStats(), 0, []
-    for prompt in progress_bar(prompts, desc="generating", unit="prompt", leave=False, disable=disable_tqdm):
-        ids = prompt.to(target.device)
-        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, "do_sample": False}
-        texts.append(target.generate(ids, **options))
-        found.differing += not torch.equal(target.generate(ids, assistant_model=drafter, **options), texts[-1])
-        stats += cast(SpeculationStats, drafter.last_stats)
-    count = len(prompts)
-    found.facts["losslessness"] = f"{count - found.differing} of {count} greedy texts are the target's own"
-    if found.differing:
-        found.remarks.append(
-            f"{found.differing} greedy texts differ. In float32 that should not be; in lower precision it happens "
-            "where the target's two best tokens are equal to within rounding."
-        )
-    if not stats.rounds:
-        found.problems.append(
-            "The target ends every answer at once: the chat template is not the one it was trained with."
-        )
-        return texts
-    found.tau = stats.tau
-    rounds = f"{stats.rounds} round{'s' * (stats.rounds != 1)}"
-    rates = ", ".join(f"{100 * rate:.0f}" for rate in stats.acceptance)
-    found.facts["acceptance"] = (
-        f"tau {stats.tau:.2f} over {count} prompts, {rounds}; drafts accepted at each position, %: {rates}"
-    )
-    return texts
-
-
-def _recommend(
-    found: Diagnosis,
-    target: Any,
-    drafter: Drafter,
-    prompts: list[torch.Tensor],
-    max_new_tokens: int,
-    disable_tqdm: bool | None,
-) -> None:
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "disable_tqdm": disable_tqdm}
-    with bound(target):
-        for temperature in TEMPERATURES:
-            timed = time_settings(target, drafter, prompts, temperature=temperature, **options)
-            found.facts[f"recommended, temperature {temperature:g}"] = recommendation(timed)
+    def _time_settings(self, prompts: list[torch.Tensor]) -> None:
+        for temperature, share in zip(TEMPERATURES, (0.15, 0.1)):
+            self.say(f"timing settings of generate, temperature {temperature:g} ...")
+            timed = time_settings(
+                self.target, self.drafter, prompts, temperature=temperature, max_new_tokens=self.new,
+                seconds=share * self.seconds, disable_tqdm=self.disable_tqdm,
+            )  # fmt: skip
+            self.found.timed[temperature] = timed
+            self.found.facts[f"timed, temperature {temperature:g}"] = "; ".join(map(str, timed))
 
 
 def _try_other_settings(
@@ -358,7 +309,7 @@ def _try_other_settings(
     rounds, tau, others = compare_settings(target, drafter, texts, starts, disable_tqdm=disable_tqdm)
     text = f"{rounds:,} rounds over {len(prompts)} prompts"
     # Of an untrained drafter some setting is the least bad.
-    ahead = [setting for setting in others if matters(setting, tau) and setting.tau >= _LEAST_TAU]
+    ahead = [setting for setting in others if matters(setting, tau) and setting.tau >= LEAST_TAU]
     better = [setting for setting in ahead if setting.ahead.low > 0]
     worse = sum(setting.ahead.high < 0 for setting in others)
     found.facts["other configurations"] = (
@@ -367,7 +318,8 @@ def _try_other_settings(
     )
     if better:
         best = max(better, key=lambda setting: setting.ahead.value)
-        found.problems.append(
+        cause = "layers" if "layer" in best.name else "anchor"
+        found.problems[cause] = (
             f"With {best.name} the drafter finds the target's text likelier ({_describe(best, tau)} in {text}): the "
             "configuration does not say how the drafter was trained. Correct it in `config.json`."
         )

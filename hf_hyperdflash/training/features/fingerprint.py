@@ -28,12 +28,16 @@ _MIX_CONSTANTS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 PARTS = ("head", "body", "config")
 
 
-def target_fingerprint(target: PreTrainedModel) -> dict[str, str]:
+def target_fingerprint(target: PreTrainedModel, rounded_to: torch.dtype | None = None) -> dict[str, str]:
     """Return digests of a target. Any change gives other digests; device and name do not matter.
 
     Weights count by value: a bfloat16 checkpoint has the same digests when it is loaded as float32. A float32 one that
     is rounded to bfloat16 has others, and so has a quantized one. Offloaded weights are fetched one module at a time,
     FSDP2's are gathered (all ranks must call). Nothing is cached between calls, because weights may change.
+
+    Args:
+        target: The target.
+        rounded_to: The precision that weights are taken in; their own by default.
 
     Returns:
         `"head"` over embedding, final norm, collapse and language model head, which training reads beside the feature
@@ -46,7 +50,7 @@ def target_fingerprint(target: PreTrainedModel) -> dict[str, str]:
     roots = (*target_of(target).collapse_modules, target.get_input_embeddings(), target.get_output_embeddings())
     heads = {id(module) for root in roots for module in root.modules()}
     parts: dict[str, list[str]] = {"head": [], "body": []}
-    for module, digest in _digests(target):
+    for module, digest in _digests(target, rounded_to):
         parts["head" if id(module) in heads else "body"].append(digest)
     combined = {part: _combine(digests) if digests else "" for part, digests in parts.items()}
     return {**combined, "config": _sha256(json.dumps(config_fields(target.config), sort_keys=True))}
@@ -57,8 +61,9 @@ def short_fingerprint(fingerprint: dict[str, str]) -> str:
     return " ".join(fingerprint[part][:32] or "-" for part in PARTS)
 
 
-def changed_parts(recorded: str, target: PreTrainedModel) -> list[str] | None:
-    """Return those of `PARTS` in which a target differs from a record of [`short_fingerprint`].
+def changed_parts(recorded: str, target: PreTrainedModel, rounded_to: torch.dtype | None = None) -> list[str] | None:
+    """Return those of `PARTS` in which a target, as it is or `rounded_to` a precision, differs from a record of
+    [`short_fingerprint`].
 
     Returns:
         `None` for a record that earlier releases wrote: two digests of a few values of each weight.
@@ -66,7 +71,7 @@ def changed_parts(recorded: str, target: PreTrainedModel) -> list[str] | None:
     words = dict(zip(PARTS, recorded.split()))
     if len(words) < len(PARTS):
         return None
-    now = target_fingerprint(target)
+    now = target_fingerprint(target, rounded_to)
     return [part for part, word in words.items() if word != "-" and now[part] and not now[part].startswith(word)]
 
 
@@ -94,13 +99,16 @@ def module_fingerprint(module: nn.Module) -> str:
 
 
 @torch.no_grad()
-def _digests(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield module and digest of each parameter and saved buffer."""
+def _digests(model: nn.Module, rounded_to: torch.dtype | None = None) -> Iterator[tuple[nn.Module, str]]:
+    """Yield module and digest of each parameter and saved buffer, those of floating point `rounded_to` a precision."""
     saved = set(model.state_dict())
     for prefix, module in model.named_modules(remove_duplicate=False):
         with align_module_device(module):
             weights = *module.named_parameters(prefix, recurse=False), *module.named_buffers(prefix, recurse=False)
-            yield from ((module, tensor_digest(name, value)) for name, value in weights if name in saved)
+            for name, value in weights:
+                if name in saved:
+                    is_rounded = rounded_to is not None and value.is_floating_point()
+                    yield module, tensor_digest(name, value.to(rounded_to) if is_rounded else value)
 
 
 def _combine(digests: Iterable[str]) -> str:

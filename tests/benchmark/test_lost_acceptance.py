@@ -1,0 +1,97 @@
+"""Where acceptance is lost: each change is of one thing, and is named where it matters."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from hf_hyperdflash import PromptLookupDrafter, load_drafter, load_target
+from hf_hyperdflash.benchmark.doctor.diagnosis import Diagnosis
+from hf_hyperdflash.benchmark.doctor.examine import PROMPTS
+from hf_hyperdflash.benchmark.doctor.lost_acceptance import (
+    LostAcceptance,
+    as_saved,
+    compare,
+    encode,
+    long_conversations,
+    report_changes,
+    with_window,
+)
+
+from ..conftest import MODELS, tiny_drafter, tiny_target
+from ..helpers.tokenizers import characters
+
+
+def test_ratios_are_of_the_same_questions():
+    """The third of the first has no counterpart."""
+    change = compare("it", "so", np.array([[4, 2], [8, 2], [90, 1]]), np.array([[6, 2], [18, 2]]))
+    assert (change.before, change.after) == (3, 6) and change.ratio.value == 2
+    assert change.ratio.low == pytest.approx(1.5) and change.matters(2) and not change.matters(2.1)
+    assert compare("it", "so", np.array([[4, 2]]), np.array([[6, 2]])).ratio == (1.5, 1.5, 1.5)
+
+
+def test_long_conversations_are_other_questions_and_their_answers():
+    tokenizer = characters()
+    asked = [("one", "1" * 20), ("two", "2" * 20), ("three", "3" * 20)]
+    first, second, _ = long_conversations(tokenizer, asked, 100)
+    assert first[:4] == ["two", "2" * 20, "three", "3" * 20] and first[-1] == "one" and len(first) % 2 == 1
+    assert second[-1] == "two" and "two" not in second[:-1]
+    ids = encode(tokenizer, [first])[0]
+    assert 90 <= ids.shape[1] <= 200
+    tokenizer.chat_template = None
+    (plain,) = encode(tokenizer, [["one", "1", "two"]])
+    assert torch.equal(plain, tokenizer("one\n\n1\n\ntwo\n\n", return_tensors="pt")["input_ids"])
+
+
+def test_copies_have_one_thing_changed():
+    target = tiny_target()
+    drafter = tiny_drafter(target, sliding_window=None)
+    windowed = with_window(drafter)
+    assert windowed.config.sliding_window == 256 and drafter.config.sliding_window is None
+    assert windowed.new_context().window == 256 and drafter.new_context().window is None
+    assert with_window(tiny_drafter(target, sliding_window=8)) is None is with_window(PromptLookupDrafter(target))
+    assert as_saved(drafter) is None is as_saved(PromptLookupDrafter(target))
+    assert as_saved(drafter.bfloat16()) is None  # it was never saved
+
+
+def test_a_precision_that_does_not_hold_the_drafter_is_named(tmp_path):
+    """Of the shipped drafter's MLPs one half is made 65,536 times as large, and the other as small."""
+    target = load_target(MODELS / "tiny-deepseek-v4", dtype=torch.float32)
+    drafter = load_drafter(MODELS / "tiny-deepseek-v4-hyperdflash", target=target, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for layer in drafter.layers:
+            layer.mlp.up_proj.weight.mul_(2.0**16)
+            layer.mlp.down_proj.weight.mul_(2.0**-16)
+    drafter.save_pretrained(tmp_path)
+    assert as_saved(load_drafter(tmp_path, target=target, dtype=torch.bfloat16)) is None
+    half = load_drafter(tmp_path, target=target, dtype=torch.float16)
+    saved = as_saved(half)
+    half.bind(target)
+    lost = LostAcceptance(target, half, 12, 60.0)
+    ids = encode(AutoTokenizer.from_pretrained(MODELS / "tiny-deepseek-v4"), [[text] for text in PROMPTS[:3]])
+    found = Diagnosis(changes=[compare("drafter dtype", "as saved", lost.rounds(ids), lost.rounds(ids, saved))])
+    report_changes(found)
+    assert saved.dtype == torch.bfloat16 and found.changes[0].after > 1.5 > found.changes[0].before
+    assert "was saved in the drafter has" in found.problems["drafter dtype"]
+
+
+def change(cause, before, after):
+    return compare(cause, f"no {cause}", np.array([[before, 1]] * 3), np.array([[after, 1]] * 3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problems", "remarks"),
+    [
+        ([("thinking", 2, 2.4), ("drafter dtype", 2, 2.1), ("position", 2, 2.1), ("long texts", 2, 2.4)], [], 0),
+        ([("thinking", 2, 2.6)], ["thinking"], 0),
+        ([("long texts", 2, 3), ("position", 2, 2.5)], ["position"], 0),
+        ([("long texts", 2, 3), ("position", 2, 2)], [], 1),
+        ([("no template", 2, 3.1)], [], 1),
+        ([("drafter dtype", 1, 1.3)], ["drafter dtype"], 0),
+    ],
+)
+def test_what_matters_is_named(changes, problems, remarks):
+    found = Diagnosis(changes=[change(*each) for each in changes])
+    report_changes(found)
+    assert list(found.problems) == problems and len(found.remarks) == remarks
+    assert not [text for text in found.problems.values() if "{" in text]

@@ -1,0 +1,95 @@
+"""What rounds cost: of which widths they are, and what follows from the seconds."""
+
+import pytest
+import torch
+
+from hf_hyperdflash import PromptLookupDrafter
+from hf_hyperdflash.benchmark.doctor import round_costs
+from hf_hyperdflash.benchmark.doctor.diagnosis import Diagnosis
+from hf_hyperdflash.benchmark.doctor.round_costs import WIDTHS, RoundCosts, measure_round_costs
+from hf_hyperdflash.benchmark.intervals import Interval
+
+from ..helpers.families import qwen3
+
+COSTS = RoundCosts(100, 1, 2.0, {1: 2.0, 4: 3.0, 8: 7.0}, {1: 0.5, 5: 1.3})
+
+
+def test_break_even_is_arithmetic():
+    """Of 5 drafts: 6 tokens lie half way from 4 to 8, and drafting takes 1.3 of 2."""
+    assert COSTS.verifying(5) == 2.5 and COSTS.asking(5) == pytest.approx(0.65)
+    assert COSTS.asking(3) == pytest.approx(0.45) and COSTS.break_even(5) == pytest.approx(3.15)
+    assert COSTS.speedup(5, [0.5, 0.25, 0.0, 0.0, 0.0]) == pytest.approx(1.75 / 3.15)
+
+
+@pytest.mark.parametrize("texts", [1, 2])
+def test_rounds_have_the_widths_that_are_timed(monkeypatch, texts):
+    """By a clock that counts the positions of the target's forwards: each takes as long as it is wide."""
+    target = qwen3().eval()
+    drafter = PromptLookupDrafter(target, num_draft_tokens=3)
+    drafter.bind(target)
+    seen = [0]
+    target.model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.__setitem__(0, seen[0] + kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    monkeypatch.setattr(round_costs, "clock", lambda device: lambda: seen[0])
+    said = []
+    found = measure_round_costs(
+        target, drafter, torch.arange(3, 23)[None], context=30, texts=texts, report=said.append
+    )
+    assert found.plain == 1 and found.rounds == {width: width for width in WIDTHS}
+    assert (found.context, found.texts) == (30, texts) and found.verifying(7) == 8
+    assert said[-1] == "timing rounds of up to 64 tokens, eager, 4 of 4 ..."
+
+
+def test_a_context_has_to_fit():
+    target = qwen3().eval()
+    with pytest.raises(ValueError, match="A context of 4000 tokens in 1 texts was asked for"):
+        measure_round_costs(target, PromptLookupDrafter(target), torch.arange(9)[None], context=4000)
+
+
+def diagnosed(rounds, drafting, acceptance, speedup, **more):
+    costs = RoundCosts(100, 1, 1.0, rounds, drafting)
+    tau, drafts = 1 + sum(acceptance), len(acceptance)
+    found = Diagnosis(
+        tau=tau, acceptance=acceptance, drafts=drafts, speedup=Interval(speedup, 1, 2), costs=costs, **more
+    )
+    found.blame_costs()
+    return found
+
+
+CHEAP, FREE = {1: 1.0, 8: 1.2}, {1: 0.1, 7: 0.1}
+
+
+@pytest.mark.parametrize(
+    ("rounds", "drafting", "acceptance", "speedup", "cause", "limit"),
+    [
+        (CHEAP, FREE, [0.8, 0.6, 0.5], 2.2, None, "acceptance"),
+        ({1: 1.0, 4: 2.6}, FREE, [0.8, 0.6, 0.5], 1.2, "verification", "verification"),
+        ({1: 1.0, 8: 2.0}, FREE, [0.6, 0.1] + [0.0] * 5, 0.9, "verification", "verification"),
+        ({1: 1.0, 8: 1.7}, FREE, [0.6, 0.1] + [0.0] * 5, 1.15, "draft count", "verification"),
+        (CHEAP, {1: 1.0, 3: 1.5}, [0.8, 0.6, 0.5], 1.05, "drafting", "drafting"),
+    ],
+)
+def test_what_makes_rounds_dear_is_named(rounds, drafting, acceptance, speedup, cause, limit):
+    found = diagnosed(rounds, drafting, acceptance, speedup)
+    assert list(found.problems) == ([cause] if cause else []) and found.limit == limit
+    assert len(found.verdict()) <= 10 and not found.is_wrong
+
+
+def test_a_mixture_is_told_of_its_experts():
+    found = diagnosed({1: 1.0, 4: 2.6}, FREE, [0.8, 0.6, 0.5], 1.2, is_mixture=True)
+    assert "wakes more experts" in found.problems["verification"]
+
+
+def test_the_verdict_has_the_numbers():
+    found = diagnosed(CHEAP, FREE, [0.8, 0.6, 0.5], 2.2)
+    assert found.verdict()[0].startswith(
+        "2.20 times as fast as the target alone (1.00 to 2.00), at temperature 0 with 3"
+    )
+    assert found.verdict()[1] == (
+        "Verifying 4 tokens costs 1.1 forwards on this machine, drafting 0.1: you need 1.2 tokens a round, and have "
+        "2.9."
+    )
+    many = {cause: "so." for cause in "abcdef"}
+    found.problems = many
+    assert len(found.verdict()) <= 10 and "so. And 2 more: e, f." in str(found)

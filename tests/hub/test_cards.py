@@ -29,6 +29,7 @@ from ..helpers.unrolled import unrolled
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results" / "tiny-deepseek-v4" / "heads"
 METHOD = "State head (8)"
+SMOLLM2 = ROOT / "experiments" / "results" / "smollm2-135m" / "drafter"
 
 
 @pytest.fixture
@@ -204,7 +205,9 @@ CARDS = {  # drafters, and what their cards say of target and figures
     "tiny-deepseek-v4-hyperdflash": [
         "--target", "examples/models/tiny-deepseek-v4", "--dtype", "float32", *figures(RESULTS, METHOD)
     ],
-    "smollm2-135m-hyperdflash": ["--target", "HuggingFaceTB/SmolLM2-135M-Instruct"],
+    "smollm2-135m-hyperdflash": [
+        "--target", "HuggingFaceTB/SmolLM2-135M-Instruct", *figures(SMOLLM2, "HyperDFlash (7)")
+    ],
 }  # fmt: skip
 
 

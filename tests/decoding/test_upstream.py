@@ -21,6 +21,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    CompileConfig,
     DeepseekV4ForCausalLM,
     DynamicCache,
     FineGrainedFP8Config,
@@ -123,6 +124,7 @@ PRIVATE = [
         "_valid_auto_compile_criteria": "to compile rounds where transformers' own loop would be compiled",
         "_supports_default_dynamic_cache": "to refuse targets that make a cache of their own",
     }),
+    (CompileConfig(), {"_compile_all_devices": "to time compiled rounds on a CPU for the doctor"}),
     (GenerationConfig, {"_get_default_generation_params": "to tell 20 drafts that were asked for from the default"}),
     (PreTrainedModel, {
         "_is_stateful": "to let a bound V4 through `generate`'s check",

@@ -16,7 +16,7 @@ from hf_hyperdflash.benchmark.doctor import fit
 from hf_hyperdflash.benchmark.doctor.examine import PROMPTS, examine
 from hf_hyperdflash.benchmark.doctor.other_settings import Comparison, Setting
 from hf_hyperdflash.benchmark.doctor.recommended import Timed
-from hf_hyperdflash.benchmark.doctor.round_costs import RoundCosts
+from hf_hyperdflash.benchmark.doctor.round_costs import MeasuredCosts
 from hf_hyperdflash.benchmark.intervals import Interval
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.drafters.saved import SavedDrafter
@@ -31,7 +31,7 @@ from ..helpers.unrolled import unrolled
 
 TARGET, DRAFTER = MODELS / "tiny-deepseek-v4", MODELS / "tiny-deepseek-v4-hyperdflash"
 TWICE = Timed({"num_assistant_tokens": "auto"}, Interval(2.0, 1.9, 2.1), Interval(1.0, 1.0, 1.0))
-CHEAP = RoundCosts(9, 1, 1.0, {1: 1.0, 64: 1.0}, {1: 0.1})
+CHEAP = MeasuredCosts(9, 1, 1.0, {1: 1.0, 64: 1.0}, {1: 0.1})
 FEW = {"prompts": PROMPTS[:2], "max_new_tokens": 20}
 ENOUGH = {"prompts": PROMPTS[:8], "max_new_tokens": 12}  # for other settings to be tried
 

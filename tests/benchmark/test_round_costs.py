@@ -6,12 +6,12 @@ import torch
 from hf_hyperdflash import PromptLookupDrafter
 from hf_hyperdflash.benchmark.doctor import round_costs
 from hf_hyperdflash.benchmark.doctor.diagnosis import Diagnosis
-from hf_hyperdflash.benchmark.doctor.round_costs import WIDTHS, RoundCosts, measure_round_costs
+from hf_hyperdflash.benchmark.doctor.round_costs import WIDTHS, MeasuredCosts, measure_round_costs
 from hf_hyperdflash.benchmark.intervals import Interval
 
 from ..helpers.families import qwen3
 
-COSTS = RoundCosts(100, 1, 2.0, {1: 2.0, 4: 3.0, 8: 7.0}, {1: 0.5, 5: 1.3})
+COSTS = MeasuredCosts(100, 1, 2.0, {1: 2.0, 4: 3.0, 8: 7.0}, {1: 0.5, 5: 1.3})
 
 
 def test_break_even_is_arithmetic():
@@ -48,7 +48,7 @@ def test_a_context_has_to_fit():
 
 
 def diagnosed(rounds, drafting, acceptance, speedup, **more):
-    costs = RoundCosts(100, 1, 1.0, rounds, drafting)
+    costs = MeasuredCosts(100, 1, 1.0, rounds, drafting)
     tau, drafts = 1 + sum(acceptance), len(acceptance)
     found = Diagnosis(
         tau=tau, acceptance=acceptance, drafts=drafts, speedup=Interval(speedup, 1, 2), costs=costs, **more

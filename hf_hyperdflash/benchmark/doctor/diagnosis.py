@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ...decoding.request import AUTO
 from ..intervals import Interval
 from .recommended import Timed, recommendation
-from .round_costs import RoundCosts
+from .round_costs import MeasuredCosts
 
 LEAST_TAU = 1.2  # below it no hardware has a speedup
 _DEAR = 2.2  # plain tokens that verifying a round's drafts takes where a machine, or a mixture of experts, is to blame
@@ -69,7 +69,7 @@ class Diagnosis:
     acceptance: list[float] = field(default_factory=list)
     drafts: int | None = None
     speedup: Interval | None = None
-    costs: RoundCosts | None = None
+    costs: MeasuredCosts | None = None
     changes: list[Change] = field(default_factory=list)
     kinds: dict[str, float] = field(default_factory=dict)
     timed: dict[float, list[Timed]] = field(default_factory=dict)

@@ -25,7 +25,7 @@ _ROUNDS, _TURNS = 4, 3  # of each width in one generation, and generations
 
 
 @dataclass
-class RoundCosts:
+class MeasuredCosts:
     """Seconds of rounds, medians.
 
     Attributes:
@@ -42,7 +42,7 @@ class RoundCosts:
     plain: float
     rounds: dict[int, float]
     drafting: dict[int, float] = field(default_factory=dict)
-    compiled: RoundCosts | None = None
+    compiled: MeasuredCosts | None = None
 
     def verifying(self, drafts: int) -> float:
         """Return what verifying so many drafts and the anchor takes, in plain tokens."""
@@ -124,7 +124,7 @@ def measure_round_costs(
     compiled: bool = False,
     seconds: float = math.inf,
     report: Callable[[str], object] | None = None,
-) -> RoundCosts:
+) -> MeasuredCosts:
     """Time plain decoding, rounds of several widths and drafting, in turns.
 
     A drafter that costs nothing and is hardly ever right fills rounds of the widths, so that what is timed is what a
@@ -177,7 +177,7 @@ class _Measurement:
         self._end = time.monotonic() + seconds
         self.options: dict[str, Any] = {}
 
-    def turns(self, widths: Sequence[int]) -> RoundCosts:
+    def turns(self, widths: Sequence[int]) -> MeasuredCosts:
         """Time plain decoding and rounds of the widths by turns."""
         plain: list[float] = []
         rounds: dict[int, list[float]] = {width: [] for width in widths}
@@ -195,7 +195,7 @@ class _Measurement:
                 for width, seconds in filler.seconds.items():
                     rounds[width] += seconds[1:]
         medians = {width: statistics.median(seconds) for width, seconds in rounds.items() if seconds}
-        return RoundCosts(self._ids.shape[1], len(self._ids), statistics.median(plain), medians)
+        return MeasuredCosts(self._ids.shape[1], len(self._ids), statistics.median(plain), medians)
 
     def drafting(self, drafter: Drafter, drafts: int) -> float:
         """Return the seconds of one round's drafting."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ..drafters.base import Drafter
 
-_WARM_UP = 8  # tokens: what happens once only is no part of the speed
+_WARM_UP = 32  # tokens: what happens once only is no part of the speed
 
 
 def generate(

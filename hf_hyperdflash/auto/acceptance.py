@@ -33,12 +33,12 @@ class AcceptanceLine:
         self._state = 1.0, 0.0, PRECISION, 0.0, PRECISION
 
     def __call__(self, p: float) -> float:
-        """The probability of acceptance."""
+        """Return the probability of acceptance."""
         slope, intercept, *_ = self._state
         return 1 / (1 + math.exp(-slope * log_odds(p) - intercept))
 
     def of_logarithms(self, log_p: torch.Tensor) -> torch.Tensor:
-        """The logarithms of probabilities of acceptance, from those of probabilities."""
+        """Return the logarithms of probabilities of acceptance, from those of probabilities."""
         slope, intercept, *_ = self._state
         log_p = log_p.clamp(math.log(EDGE), math.log1p(-EDGE))
         return nn.functional.logsigmoid(slope * (log_p - torch.log1p(-log_p.exp())) + intercept)
@@ -55,6 +55,6 @@ class AcceptanceLine:
 
 
 def log_odds(p: float) -> float:
-    """The log-odds of a probability, finite also for 0 and 1."""
+    """Return the log-odds of a probability, finite also for 0 and 1."""
     p = min(max(p, EDGE), 1 - EDGE)
     return math.log(p / (1 - p))

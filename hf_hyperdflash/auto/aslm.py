@@ -82,7 +82,7 @@ class AugmentedSpaceLinearModel:
         self.shrinkage = shrinkage
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """The constructor's arguments; `deep` is scikit-learn's, there are no estimators inside."""
+        """Return the constructor's arguments; `deep` is scikit-learn's, there are no estimators inside."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def set_params(self, **params: Any) -> AugmentedSpaceLinearModel:
@@ -116,7 +116,7 @@ class AugmentedSpaceLinearModel:
         return self._learn(X, y, is_new=not hasattr(self, "coef_"))
 
     def predict(self, X: ArrayLike) -> np.ndarray:
-        """The targets of inputs `[rows, n_features]`, `[rows]`.
+        """Return the targets of inputs `[rows, n_features]`, `[rows]`.
 
         Raises:
             ValueError: Before [`fit`], if the shape does not fit, or a number is not finite.
@@ -133,7 +133,7 @@ class AugmentedSpaceLinearModel:
         return predicted
 
     def _errors_near(self, scaled: np.ndarray) -> np.ndarray:
-        """The mean error of the centres nearest to each of a few rows."""
+        """Return the mean error of the centres nearest to each of a few rows."""
         distances = _squared_distances(scaled, self._scaled)
         k = min(self.n_neighbors, len(self.errors_))
         if k == 1:
@@ -165,7 +165,7 @@ class AugmentedSpaceLinearModel:
         return self
 
     def _placed(self, rows: np.ndarray, centers: np.ndarray) -> tuple[list[int], np.ndarray]:
-        """Which of the scaled rows begin a centre, and the number of the centre to which each belongs."""
+        """Return which of the scaled rows begin a centre, and the number of the centre to which each belongs."""
         total, places, begin = len(centers), np.empty(len(rows), int), []
         bound = total + len(rows) if self.max_centers is None else self.max_centers
         scaled = np.concatenate([centers, rows]).T.copy()  # room for as many as there can be
@@ -210,15 +210,15 @@ class AugmentedSpaceLinearModel:
 
 
 def _squared_distances(rows: np.ndarray, centers: np.ndarray) -> np.ndarray:
-    """`[rows, centres]` of `[rows, features]` and `[features, centres]`, the quicker way round. By differences, since
-    squares minus products lose what lies close together."""
+    """Return squared distances `[rows, centres]` of `[rows, features]` and `[features, centres]`, the quicker way
+    round. They come from differences, as squares minus products lose what lies close together."""
     differences = rows[:, :, None] - centers
     differences *= differences
     return differences.sum(1)
 
 
 def _solved(products: np.ndarray, alpha: float) -> np.ndarray:
-    """Weights and bias, of the sums over rows of the joint space's products."""
+    """Return weights and bias, from the sums over rows of the joint space's products."""
     try:
         return np.linalg.solve(products[:-1, :-1] + alpha * np.eye(len(products) - 1), products[:-1, -1])
     except np.linalg.LinAlgError:
@@ -241,7 +241,8 @@ def _targets(y: ArrayLike, rows: int) -> np.ndarray:
 
 
 def _check_finite(name: str, values: np.ndarray) -> None:
-    """In one product, which is quick on one row and fails where the sums would overflow."""
+    """Raise a `ValueError` if a value is not finite. One product is quick on one row, and fails where the sums would
+    overflow."""
     if not math.isfinite(np.vdot(values, values)):
         wrong = values[~np.isfinite(values)]
         held = wrong[0] if wrong.size else np.abs(values).max()

@@ -60,12 +60,13 @@ class RoundCosts:
             self._measured, self._tables = [], {}
 
     def predict(self, length: int, most: int, texts: int = 1) -> list[float]:
-        """What rounds with 0, 1, .. `most` drafts a text take, in units of a round without the drafter."""
+        """Return what rounds with 0, 1, .. `most` drafts a text take, in units of a round without the drafter."""
         plain, *others = self._table(length, most, texts)
         return [cost / plain for cost in others[: most + 1]]
 
     def _table(self, length: int, most: int, texts: int) -> list[float]:
-        """A round without the drafter, then rounds with 0, 1, .. drafts: none faster than the fastest measured."""
+        """Return costs: of a round without the drafter, then of rounds with 0, 1, .. drafts: none faster than the
+        fastest measured."""
         key, tables = (length.bit_length(), texts), self._tables
         table = tables.get(key, [])
         if len(table) < most + 2:

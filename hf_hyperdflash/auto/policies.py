@@ -41,7 +41,7 @@ class Probes:
     waited: int = 0
 
     def is_due(self) -> bool:
-        """Whether to probe in this round."""
+        """Return whether to probe in this round."""
         self.waited += 1
         if self.waited < self.interval:
             return False
@@ -86,7 +86,7 @@ class DraftingStats:
 
     @staticmethod
     def kinds(room: int) -> tuple[int, ...]:
-        """Drafts of the rounds that are tried, one after the other; 0 without the drafter."""
+        """Return how many drafts the rounds have that are tried, one after the other; 0 without the drafter."""
         return room, 0, room, -(-room // 2)
 
     @property
@@ -195,11 +195,11 @@ class ChainPolicy(FixedPolicy):
         return replace(sampler, tree_budget=None, chain_admission=self)
 
     def is_open(self) -> bool:
-        """Whether the drafter is to be asked for one more draft: not if even a certain one would not pay."""
+        """Return whether to ask the drafter for one more draft: not if even a certain one would not pay."""
         return self._pays(1.0)
 
     def admits(self, signal: float) -> bool:
-        """Whether the next draft is drawn and verified.
+        """Return whether the next draft is drawn and verified.
 
         Args:
             signal: What the drafter says of it before it is drawn, in [0, 1].
@@ -212,8 +212,8 @@ class ChainPolicy(FixedPolicy):
         return True
 
     def _pays(self, chance: float) -> bool:
-        """Whether some number of further drafts brings more than it takes, if each is accepted as probably as the
-        next. One more may cost what several do: kernels have widths."""
+        """Return whether some number of further drafts brings more than it takes, if each is accepted as probably as
+        the next. One more may cost what several do: kernels have widths."""
         here, reached, gained = len(self._signals), self._reached, 0.0
         for cost in self._costs[here + 1 :]:
             reached *= chance
@@ -223,11 +223,12 @@ class ChainPolicy(FixedPolicy):
         return here < self._least
 
     def cut(self, tree: DraftTree) -> DraftTree:
-        """Of drafts that were not admitted one by one, as of a drafter that does without a sampler, those that are."""
+        """Admit drafts that were not admitted one by one, as of a drafter that does without a sampler, and return
+        those that are."""
         return tree if self._signals or not tree.is_chain else tree.first(self._admit_unseen(len(tree)))
 
     def _admit_unseen(self, most: int) -> int:
-        """How many drafts are admitted whose signals are not known: by their positions."""
+        """Return how many drafts are admitted whose signals are not known: by their positions."""
         return next((k for k in range(most) if not self.admits(UNKNOWN ** (k + 1))), most)
 
     def end(self, outcomes: Sequence[Outcome], seconds: float) -> None:

@@ -329,7 +329,7 @@ class SequenceStarter:
         self.drafter = drafter
 
     def __getattr__(self, name: str) -> Any:
-        """The drafter's: transformers compares vocabularies, for example."""
+        """Return an attribute of the drafter: transformers compares vocabularies, for example."""
         return getattr(vars(self)["drafter"], name)
 
 
@@ -422,7 +422,7 @@ def unbind(target: PreTrainedModel) -> PreTrainedModel:
 
 
 def bind_with(target: PreTrainedModel, drafter: Drafter, as_default: bool) -> None:
-    """What [`~drafters.base.Drafter.bind`] does."""
+    """Do what [`~drafters.base.Drafter.bind`] promises."""
     check_once(target, drafter)
     bind(target)
     _binders.setdefault(target, WeakSet()).add(drafter)
@@ -431,7 +431,7 @@ def bind_with(target: PreTrainedModel, drafter: Drafter, as_default: bool) -> No
 
 
 def unbind_from(target: PreTrainedModel, drafter: Drafter) -> None:
-    """What [`~drafters.base.Drafter.unbind`] does."""
+    """Do what [`~drafters.base.Drafter.unbind`] promises."""
     if not is_bound(target):
         return
     others, binding = _binders.setdefault(target, WeakSet()), cast(BoundTarget, target).hyperdflash_binding

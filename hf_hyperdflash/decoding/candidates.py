@@ -63,7 +63,7 @@ class DraftCandidateGenerator(CandidateGenerator):
         n_last_matches: int = 0,
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The text and drafts after it.
+        """Return the text and drafts after it.
 
         Args:
             input_ids: `[1, seq]`, the accepted tokens.
@@ -97,7 +97,7 @@ class DraftCandidateGenerator(CandidateGenerator):
         return torch.cat([input_ids, drafts], dim=1), logits
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Nothing to update: the next call of [`get_candidates`] sees what was accepted."""
+        """Do nothing: the next call of [`get_candidates`] sees what was accepted."""
 
     def _take_in(self, ids: torch.Tensor, positions: torch.Tensor, end: int) -> None:
         """Give the drafter the tokens that the target's last forward was right about, without padding."""
@@ -119,7 +119,7 @@ class DraftCandidateGenerator(CandidateGenerator):
 
     @staticmethod
     def _positions(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """True positions `[1, seq]`, below 0 for padding on the left."""
+        """Return true positions `[1, seq]`, below 0 for padding on the left."""
         counted = torch.ones_like(ids) if mask is None else mask[:, : ids.shape[1]]
         missing = ids.shape[1] - counted.shape[1]
         return torch.nn.functional.pad(counted, (0, missing), value=1).cumsum(-1) - 1

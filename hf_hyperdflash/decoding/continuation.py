@@ -33,7 +33,7 @@ class LeftContext:
         self._drafter, self.context = weakref.ref(drafter), context
 
     def is_of(self, drafter: Drafter) -> bool:
-        """Whether `drafter` made the context."""
+        """Return whether `drafter` made the context."""
         return self._drafter() is drafter
 
     def __deepcopy__(self, memo: dict[int, object]) -> LeftContext:
@@ -46,7 +46,7 @@ class LeftContext:
 
 
 def context_of(cache: RewindableCache, drafter: Drafter) -> Context:
-    """The context that an earlier turn left with this cache, if it still belongs to it; else an empty one."""
+    """Return the context that an earlier turn left with this cache, if it still belongs to it; else an empty one."""
     left: LeftContext | None = getattr(cache, _CONTEXT, None)
     if left is None or not left.is_of(drafter) or left.context.end != cache.get_seq_length():
         return drafter.new_context()
@@ -59,7 +59,7 @@ def leave_context(cache: RewindableCache, drafter: Drafter, context: Context) ->
 
 
 def padding_of(cache: RewindableCache, mask: torch.Tensor | None) -> int:
-    """Columns on the left of a prompt that a target which is to see no padding never saw, or will not.
+    """Return how many columns on the left of a prompt a target which is to see no padding never saw, or will not.
 
     Args:
         cache: Its cache; an empty one remembers them.
@@ -91,8 +91,8 @@ def _count(
 
 
 def is_between_writes(cache: object, error: BaseException) -> bool:
-    """Whether `error` left each part of a cache either as it was or with all of a forward: it did not come inside a
-    method of one of the layers, and layers are what the cache is made of."""
+    """Return whether `error` left each part of a cache either as it was or with all of a forward: it did not come
+    inside a method of one of the layers, and layers are what the cache is made of."""
     layers = {id(layer) for layer in getattr(cache, "layers", ())}
     inside = (id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__))
     return bool(layers) and layers.isdisjoint(inside)

@@ -19,7 +19,7 @@ _HARMLESS = "transformers.", __package__.split(".")[0] + "."  # whose hooks keep
 
 
 def mode_of_rounds(leaves_nothing: bool) -> AbstractContextManager[None]:
-    """In which rounds run, that of one request or of several in one forward."""
+    """Return the mode of PyTorch in which the rounds of one request run, or those of several in one forward."""
     return torch.inference_mode() if leaves_nothing else torch.no_grad()
 
 
@@ -30,10 +30,11 @@ def leaves_nothing(
     config: GenerationConfig,
     asked: Iterable[object] = (),
 ) -> bool:
-    """Whether nobody gets hold of what a request's rounds compute: not its caller, who may have asked for scores,
-    passed the cache that they fill, or a processor or criterion that may keep what it is asked about; not an
-    observer that hears of them; not remote code, which may keep what it once computed, nor hooks of others; and not
-    what spreads weights over processes, or has tensors of its own for them.
+    """Return whether nobody gets hold of what a request's rounds compute.
+
+    Its caller does who asks for scores, or passes the cache that they fill, or a processor or criterion that may keep
+    what it is asked about. So does an observer; remote code, which may keep what it once computed; hooks of others;
+    and what spreads weights over processes, or has tensors of its own for them.
 
     Args:
         target: A bound target.

@@ -116,7 +116,8 @@ def generate_output(
 
 
 def _by_step(recorders: Many[OutputRecorder], name: str) -> Any:
-    """Of several sequences, step by step, `[batch, config.vocab_size]`; zeros where one has ended."""
+    """Return tensors `[batch, config.vocab_size]`, one a step, from those of several sequences; zeros where one has
+    ended."""
     values = [recorder.steps[name] for recorder in recorders]
     if not values[0]:
         return None

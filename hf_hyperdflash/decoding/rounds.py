@@ -164,7 +164,7 @@ class MaskedRound(ChainRound):
         return inputs
 
     def _filled_up(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Of all sequences, shorter ones with zeros behind them, `[..., batch, width]`."""
+        """Join what all sequences have, `[..., batch, width]`, with zeros behind shorter ones."""
         if len(parts) == 1:
             return parts[0]
         pad = torch.nn.functional.pad
@@ -174,13 +174,13 @@ class MaskedRound(ChainRound):
         self.target.begin_tree(cache, self.layouts[0])
 
     def _past(self, layer: RewindableLayer) -> list[int]:
-        """How many keys of each sequence a layer's forward reads beside its own."""
+        """Return how many keys of each sequence a layer's forward reads beside its own."""
         return [layer.get_mask_sizes(self.width)[0] - self.width]
 
     def _masks(
         self, cache: RewindableCache, device: torch.device
     ) -> torch.Tensor | BlockMask | dict[str, torch.Tensor | BlockMask]:
-        """One mask, or one for each kind of layer if they differ."""
+        """Return one mask, or one for each kind of layer if they differ."""
         masks: dict[str, torch.Tensor | BlockMask] = {}
         for layer in cache.layers:
             window = getattr(layer, "sliding_window", None)

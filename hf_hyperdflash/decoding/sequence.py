@@ -152,8 +152,8 @@ class Sequence:
         self.context.end = end
 
     def catch_up(self, is_asked: bool) -> None:
-        """After a round, give the drafter what stays of it, if it is asked for drafts or if that is much; of what a
-        drafter that is not asked would read, keep what is near."""
+        """Give the drafter what stays of a round, if it is asked for drafts or if that is much. Of what a drafter that
+        is not asked would read, keep what is near."""
         end = self.tokens.end - 1
         is_behind = self.observer is not None and end - self.context.end >= _CATCH_UP
         if self.finished or is_asked or is_behind:
@@ -235,7 +235,7 @@ class Sequence:
     def _traversal(
         self, tree: DraftTree, logits: torch.Tensor, round_: ChainRound, outputs: TargetOutput
     ) -> Iterator[Step]:
-        """As [`_walk`], by all that the target says of the tree."""
+        """Do the same as [`_walk`], by all that the target says of the tree."""
         scores, position = self.sampler.scored_tree(self.tokens.ids, tree, logits[0]), ANCHOR + 1
         for token, node in traversal_walk(tree, scores.softmax(-1)):
             self.recorder.add(outputs, round_, position, scores[None, position], logits[:, position], self.cache)

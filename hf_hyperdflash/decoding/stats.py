@@ -30,7 +30,8 @@ def exact_timing() -> Iterator[None]:
 
 
 def clock(device: torch.device) -> Callable[[], float]:
-    """What tells the seconds; what was launched on `device` is waited for if this is called under [`exact_timing`]."""
+    """Return what tells the seconds; what was launched on `device` is waited for if this is called under
+    [`exact_timing`]."""
     if device.type == "cpu" or not _is_exact.get():
         return time.perf_counter
 
@@ -103,7 +104,7 @@ class SpeculationStats:
     of_batch: list[SpeculationStats] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """In a line; its lists are as long as the text, `repr` has them."""
+        """Describe it in a line; its lists are as long as the text, `repr` has them."""
         rates = ", ".join(f"{100 * rate:.0f}" for rate in self.acceptance) or "none"
         rows = f" of {len(self.of_batch)} rows" if self.of_batch else ""
         return (

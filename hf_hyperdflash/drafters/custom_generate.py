@@ -75,7 +75,7 @@ def _drafter(target: PreTrainedModel, folder: str | Path | None, loading: dict[s
 
 
 def _own_repository(module: str) -> tuple[str, str]:
-    """The Hub id and the commit of this file, which transformers names
+    """Return the Hub id and the commit of this file, which transformers names
     `transformers_modules.ORG.NAME.COMMIT.custom_generate.generate`."""
     *_, owner, name, commit = module.removesuffix(".custom_generate.generate").split(".")[-4:]
     if len(commit) != 40 or not owner:

@@ -43,7 +43,7 @@ _WITHOUT_TEXT = {
 
 
 def without_state(processors: LogitsProcessorList) -> LogitsProcessorList:
-    """Those of `processors`, in their order, that are transformers' own and known to keep no state."""
+    """Return those of `processors`, in their order, that are transformers' own and known to keep no state."""
     return LogitsProcessorList(_for_paths(processor) for processor in processors if type(processor) in _known_types())
 
 
@@ -53,8 +53,8 @@ def _known_types() -> set[type]:
 
 
 def _for_paths(processor: LogitsProcessor) -> LogitsProcessor:
-    """The same for any number of paths of one text: a repetition penalty counts the padding of each row of a batch,
-    and refuses another number of rows."""
+    """Return the same for any number of paths of one text: a repetition penalty counts the padding of each row of a
+    batch, and refuses another number of rows."""
     padding = getattr(processor, "prompt_ignore_length", None)
     if not isinstance(padding, torch.Tensor) or len(padding) != 1:
         return processor
@@ -98,7 +98,7 @@ class DraftSampler:
         object.__setattr__(self, "processors", may_run)
 
     def is_open(self) -> bool:
-        """Whether a chain is to have one more draft, by what is known without it."""
+        """Return whether a chain is to have one more draft, by what is known without it."""
         return self.chain_admission is None or self.chain_admission.is_open()
 
     @property
@@ -108,7 +108,7 @@ class DraftSampler:
         return is_whole and not self.do_sample and not len(self.processors)
 
     def scored(self, prefixes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """What drafts are drawn by after prefixes.
+        """Return the scores by which drafts are drawn after prefixes.
 
         Args:
             prefixes: `[paths, seq]`, the text and the drafts before.
@@ -117,7 +117,7 @@ class DraftSampler:
         return self.processors(cast(Any, prefixes), cast(Any, logits.to(prefixes.device, torch.float32)))
 
     def scored_after(self, ids: torch.Tensor, drafts: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """As [`scored`], without a copy of the text for every path where nobody reads it.
+        """Do the same as [`scored`], without a copy of the text for every path where nobody reads it.
 
         Args:
             ids: `[1, seq]`, the text.
@@ -128,8 +128,8 @@ class DraftSampler:
         return self.scored(text, logits)
 
     def scored_step(self, ids: torch.Tensor, drafts: torch.Tensor, step: DraftStep) -> DraftStep:
-        """As [`scored_after`], of a drafter's step: over the tokens that it can draft alone, where no processor wants
-        all of them."""
+        """Do the same as [`scored_after`] with a drafter's step: over the tokens that it can draft alone, where no
+        processor wants all of them."""
         step = step if not len(self.processors) else step.whole()
         return step._replace(logits=self.scored_after(ids, drafts, step.logits))
 
@@ -138,14 +138,15 @@ class DraftSampler:
         return any(type(processor).__name__ not in _WITHOUT_TEXT for processor in self.processors)
 
     def scores_as(self, other: DraftSampler) -> bool:
-        """Whether another's paths can be scored with its own: their processors do the same, whatever the text is."""
+        """Return whether another's paths can be scored with its own: their processors do the same, whatever the text
+        is."""
         both = list(zip(self.processors, other.processors))
         are_as_many = len(self.processors) == len(other.processors)
         return are_as_many and not self._reads_text and all(_is_same(*pair) for pair in both)
 
     def scored_tree(self, ids: torch.Tensor, tree: DraftTree, logits: torch.Tensor) -> torch.Tensor:
-        """What the target writes by after the anchor and after each node of a tree, as [`scored`]: one path at a time,
-        as before 5.20 or so a processor may know but one.
+        """Return the scores by which the target writes after the anchor and after each node of a tree, as [`scored`]
+        does: one path at a time, as before 5.20 or so a processor may know but one.
 
         Args:
             ids: `[1, seq]`, the text.
@@ -162,7 +163,7 @@ class DraftSampler:
         return torch.cat(scores)
 
     def blind(self, ids: torch.Tensor, logits: torch.Tensor) -> DraftTree:
-        """Drafts from logits that do not depend on them: drawn all at once, where the request does not ask for more.
+        """Draft from logits that do not depend on the drafts: all at once, where the request does not ask for more.
 
         Args:
             ids: `[1, seq]`, the text.
@@ -183,13 +184,13 @@ class DraftSampler:
 
     @staticmethod
     def _admitted(scores: torch.Tensor, admission: ChainAdmission) -> int:
-        """How many drafts that are drawn by `scores`, `[drafts, config.vocab_size]`, are drawn at all."""
+        """Return how many drafts that would be drawn by `scores`, `[drafts, config.vocab_size]`, are drawn at all."""
         signals = signals_of(scores)
         ends = (k for k, signal in enumerate(signals) if not (admission.is_open() and admission.admits(signal)))
         return next(ends, len(signals))
 
     def grow(self, ids: torch.Tensor, count: int, steps: Steps, width: int | None = None) -> DraftTree:
-        """Drafts from logits that know those before them: one after the other, or a tree where the request has a
+        """Draft from logits that know the drafts before: one after the other, or a tree where the request has a
         budget for one.
 
         Args:
@@ -243,8 +244,8 @@ class DraftRequest(NamedTuple):
 
 
 def drafts_in_step(requests: Sequence[DraftRequest], steps: Steps, width: int | None = None) -> list[DraftTree]:
-    """Chains or trees of several texts, as they ask for, from logits that know the drafts before: each pass of the
-    drafter serves all texts.
+    """Draft chains or trees of several texts, as they ask for, from logits that know the drafts before: each pass of
+    the drafter serves all texts.
 
     Args:
         requests: One for each text, of one kind ([`share_passes`]).
@@ -259,8 +260,8 @@ def drafts_in_step(requests: Sequence[DraftRequest], steps: Steps, width: int | 
 
 
 def share_passes(requests: Sequence[DraftRequest]) -> bool:
-    """Whether the drafts of several texts can be made in step: they are of one kind, and nobody admits the drafts of
-    a chain one by one."""
+    """Return whether the drafts of several texts can be made in step: they are of one kind, and nobody admits the
+    drafts of a chain one by one."""
     first, samplers = requests[0].sampler, [each.sampler for each in requests]
     kinds = {(each.do_sample, each.tree_budget, each.chain_admission is None) for each in samplers}
     are_admitted_alike = all(each.node_admission is first.node_admission for each in samplers)
@@ -268,8 +269,8 @@ def share_passes(requests: Sequence[DraftRequest]) -> bool:
 
 
 def trees_in_step(requests: Sequence[DraftRequest], steps: Steps, width: int | None = None) -> list[DraftTree]:
-    """Trees of several texts that share `do_sample`, `tree_budget` and `node_admission`, one level of all at a time;
-    arguments as for [`drafts_in_step`]."""
+    """Draft trees of several texts that share `do_sample`, `tree_budget` and `node_admission`, one level of all at a
+    time; arguments as for [`drafts_in_step`]."""
     sampler, budget = requests[0].sampler, cast(int, requests[0].sampler.tree_budget)
     anchors, counts = torch.cat([each.ids[:, -1] for each in requests]), [each.num_drafts for each in requests]
     scored = scored_in_step(requests)
@@ -280,7 +281,7 @@ def trees_in_step(requests: Sequence[DraftRequest], steps: Steps, width: int | N
 
 
 def chains_in_step(requests: Sequence[DraftRequest], steps: Steps) -> list[DraftTree]:
-    """Chains of several texts from logits that know the drafts before, one draft of all at a time.
+    """Draft chains of several texts from logits that know the drafts before, one draft of all at a time.
 
     Args:
         requests: One for each, for chains that nobody admits draft by draft.
@@ -323,7 +324,7 @@ def draw(step: DraftStep, do_sample: bool) -> tuple[torch.Tensor, torch.Tensor |
 
 
 def scored_in_step(requests: Sequence[DraftRequest]) -> Scored:
-    """How the drafts of several texts are scored, as by [`DraftSampler.scored_after`]: at once where the texts'
+    """Return what scores the drafts of several texts, as [`DraftSampler.scored_after`] does: at once where the texts'
     processors do the same to all of them."""
     first = requests[0].sampler
     is_shared = all(first.scores_as(each.sampler) for each in requests[1:])
@@ -341,7 +342,7 @@ def scored_in_step(requests: Sequence[DraftRequest]) -> Scored:
 
 
 def _is_same(one: LogitsProcessor, other: LogitsProcessor) -> bool:
-    """Whether two processors do the same."""
+    """Return whether two processors do the same."""
     if type(one) is not type(other) or vars(one).keys() != vars(other).keys():
         return False
     return all(
@@ -351,7 +352,7 @@ def _is_same(one: LogitsProcessor, other: LogitsProcessor) -> bool:
 
 
 def signals_of(scores: torch.Tensor) -> list[float]:
-    """What tells most of whether the target accepts what is drawn by `scores`, `[drafts, config.vocab_size]`: how
-    probable the best token is (`experiments/compare_survival.py`; more than a confidence head, above all of greedy
+    """Return what tells most of whether the target accepts what is drawn by `scores`, `[drafts, config.vocab_size]`:
+    how probable the best token is (`experiments/compare_survival.py`; more than a confidence head, above all of greedy
     text)."""
     return scores.softmax(-1).amax(-1).tolist()

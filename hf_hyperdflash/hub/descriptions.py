@@ -82,7 +82,7 @@ def describe_dspark(config: DeepseekV4DSparkConfig) -> Description:
 
 
 def title_block(config: HyperDFlashConfig) -> str:
-    """What tells a drafter of blocks from others: its reducer, layers and head."""
+    """Return what tells a drafter of blocks from others: its reducer, layers and head."""
     head = "" if config.sequential_head == "none" else f", {config.sequential_head} head"
     if config.reducer == "hybrid":
         return f"HyperDFlash hybrid{head}"

@@ -120,7 +120,7 @@ def load_foreign(
 
 
 def _tensors(folder: Path, files: tuple[str, ...], name: str) -> dict[str, torch.Tensor]:
-    """What the files of a kind hold, else `model.safetensors`, else a pickle of the kind's."""
+    """Return what the files of a kind hold, else `model.safetensors`, else a pickle of the kind's."""
     there = [file for file in files if (folder / file).is_file()]
     tensors: dict[str, torch.Tensor] = {}
     for shard in [file for file in there if file.endswith(".safetensors")] or weight_files(folder):
@@ -146,7 +146,7 @@ def _unpickled(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _downloaded(name: str, subfolder: str = "", **hub_kwargs: Any) -> Path:
-    """Where a drafter's files are, those of its folder of the repository alone."""
+    """Return where a drafter's files are, those of its folder of the repository alone."""
     inside = f"{subfolder.strip('/')}/" if subfolder else ""
     files = [file for kind in KINDS for file in kind.files]
     wanted = [f"{inside}{file}" for file in ("*.json", "*.safetensors", *files)]
@@ -156,7 +156,8 @@ def _downloaded(name: str, subfolder: str = "", **hub_kwargs: Any) -> Path:
 
 
 def foreign_without_weights(fields: dict[str, Any], name: str) -> SavedDrafter:
-    """The drafter of which `fields` are the config.json, made as on the device that is set, with no weights read.
+    """Return the drafter of which `fields` are the config.json, made as on the device that is set, with no weights
+    read.
 
     Raises:
         ValueError: If it is in no such layout, or has parts that cannot be reproduced here, naming them.
@@ -166,8 +167,8 @@ def foreign_without_weights(fields: dict[str, Any], name: str) -> SavedDrafter:
 
 
 def foreign_layout(fields: dict[str, Any]) -> tuple[DrafterKind, ModuleType] | None:
-    """The kind that a drafter of another program is read as, and the module that reads its config.json; `None` if that
-    is in no layout that is read."""
+    """Return the kind that a drafter of another program is read as, and the module that reads its config.json; `None`
+    if that is in no layout that is read."""
     if "hyperdflash_version" in fields or kind_not_read(fields):
         return None
     layouts = ((kind, layout_module(path)) for kind in KINDS for path in kind.reads)
@@ -175,7 +176,7 @@ def foreign_layout(fields: dict[str, Any]) -> tuple[DrafterKind, ModuleType] | N
 
 
 def kind_not_read(fields: dict[str, Any]) -> str:
-    """What kind of drafter a config.json is of, if it is of one that is not read; `""` if not."""
+    """Return what kind of drafter a config.json is of, if it is of one that is not read; `""` if not."""
     told = [*(fields.get("architectures") or ()), fields.get("model_type"), fields.get("speculators_model_type")]
     words = " ".join(map(str, told)).lower().replace("eagle3", "").replace("eagle-3", "")
     return next((kind for part, kind in _NOT_READ.items() if part in words), "")
@@ -195,7 +196,7 @@ def _layout_of(fields: dict[str, Any], name: str) -> tuple[DrafterKind, ModuleTy
 
 
 def _has_own(part: str, tensors: dict[str, torch.Tensor], target: PreTrainedModel | None) -> bool:
-    """Whether there is an `embed_tokens` or `lm_head` that is not known to be a copy of the target's."""
+    """Return whether there is an `embed_tokens` or `lm_head` that is not known to be a copy of the target's."""
     given = tensors.get(f"{part}.weight")
     if given is None or target is None:
         return given is not None
@@ -205,7 +206,8 @@ def _has_own(part: str, tensors: dict[str, torch.Tensor], target: PreTrainedMode
 
 
 def _draft_ids(tensors: dict[str, torch.Tensor], config: DrafterConfig, name: str) -> torch.Tensor:
-    """The tokens of the target's vocabulary that a truncated one has, from `d2t`, what to add to each of its ids."""
+    """Return the tokens of the target's vocabulary that a truncated one has, from `d2t`, what to add to each of its
+    ids."""
     count, offsets, kept = config.draft_vocab_size, tensors.get("d2t"), tensors.get("t2d")
     if count == config.vocab_size and (offsets is None or not offsets.any()):  # SafeAILab's `t2d` may be as empty
         return torch.arange(count)

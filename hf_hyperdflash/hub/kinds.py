@@ -171,20 +171,20 @@ TRAINED = tuple(kind for kind in KINDS if kind.trains)
 
 
 def kind_in(fields: Mapping[str, Any]) -> DrafterKind | None:
-    """The kind of a drafter that this package saved, by its config.json; `None` if it is none. Its class counts as
-    well as its `model_type`, which early MTP drafters have from their target."""
+    """Return the kind of a drafter that this package saved, by its config.json; `None` if it is none. Its class counts
+    as well as its `model_type`, which early MTP drafters have from their target."""
     said = (fields.get("model_type"), *(fields.get("architectures") or ()))
     return next((kind for kind in KINDS if kind.model_type in said or kind.class_name in said), None)
 
 
 def kind_of(config: PreTrainedConfig) -> DrafterKind | None:
-    """The kind of a drafter with this configuration, which may be the class that came with it; `None` for somebody's
-    own kind."""
+    """Return the kind of a drafter with this configuration, which may be the class that came with it; `None` for
+    somebody's own kind."""
     return next((kind for kind in KINDS if kind.model_type == config.model_type), None)
 
 
 def describe(config: PreTrainedConfig) -> Description:
-    """A drafter in words, by its configuration."""
+    """Describe a drafter in words, by its configuration."""
     if kind := kind_of(config):
         return kind.describe(config)
     name = config.model_type
@@ -195,7 +195,7 @@ def describe(config: PreTrainedConfig) -> Description:
 
 
 def title(config: PreTrainedConfig) -> str:
-    """What tells a drafter from others beside it, where the user gives it no name."""
+    """Return what tells a drafter from others beside it, where the user gives it no name."""
     kind = kind_of(config)
     if kind is None:
         return str(config.model_type)
@@ -203,7 +203,7 @@ def title(config: PreTrainedConfig) -> str:
 
 
 def layout_module(path: str) -> ModuleType:
-    """A module that an entry names."""
+    """Return a module that an entry names."""
     return import_module(f"{_PACKAGE}.{path}")
 
 

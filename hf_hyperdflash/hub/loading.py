@@ -96,7 +96,7 @@ class FoundDrafter(NamedTuple):
         return drafter
 
     def unloaded(self, name: str, fields: dict[str, Any]) -> SavedDrafter:
-        """The same drafter with fresh weights, by its configuration `fields`."""
+        """Return the same drafter with fresh weights, by its configuration `fields`."""
         if self.layout:
             return foreign_without_weights(fields, name)
         return cast(SavedDrafter, self.kind.drafter(self.kind.config.from_pretrained(name)))
@@ -232,7 +232,7 @@ def load_own_drafter(
     device: torch.device | str | None = None,
     **hub_kwargs: Unpack[HubOptions],
 ) -> DeepseekV4Drafter:
-    """The drafter that a DeepSeek-V4's checkpoint carries: April's MTP block, July's DSpark drafter.
+    """Load the drafter that a DeepSeek-V4's checkpoint carries: April's MTP block, July's DSpark drafter.
 
     Args:
         target: As of [`DeepseekV4Drafter.from_target`], as everything else.
@@ -395,7 +395,8 @@ def check_made_for(target: str, drafter: str, num_draft_tokens: int | str | None
 
 
 def _not_read(fields: dict[str, Any], name: str | Path) -> str:
-    """What kind of drafter it is, if of one that is not read, by its config.json or, in a folder, by its tensors."""
+    """Return what kind of drafter it is, if of one that is not read, by its config.json or, in a folder, by its
+    tensors."""
     kind = kind_not_read(fields)
     if kind or foreign_layout(fields) or not Path(name).is_dir():
         return kind
@@ -411,7 +412,7 @@ def _not_read(fields: dict[str, Any], name: str | Path) -> str:
 
 
 def _found(fields: dict[str, Any]) -> FoundDrafter | None:
-    """A drafter by its config.json, ours first; `None` if it is none that is read."""
+    """Return a drafter's kind by its config.json, ours first; `None` if it is none that is read."""
     if kind := kind_in(fields):
         return FoundDrafter(kind)
     found = foreign_layout(fields)
@@ -419,7 +420,7 @@ def _found(fields: dict[str, Any]) -> FoundDrafter | None:
 
 
 def read_config(folder: str | Path) -> PreTrainedConfig:
-    """The configuration of the drafter saved in `folder`, of any kind that this package saves.
+    """Return the configuration of the drafter saved in `folder`, of any kind that this package saves.
 
     Raises:
         ValueError: If it is none of these, or has a wrong value.
@@ -484,7 +485,7 @@ def _configuration(name: str | Path, what: str, **hub_kwargs: Unpack[HubOptions]
 
 
 def _said(hub_kwargs: HubOptions) -> str:
-    """Which part of a repository was asked for, in words."""
+    """Say which part of a repository was asked for, in words."""
     asked = [f"`{option}` {hub_kwargs[option]!r}" for option in ("revision", "subfolder") if hub_kwargs.get(option)]
     return f" ({', '.join(asked)})" if asked else ""
 

@@ -135,7 +135,8 @@ class DeepseekV4(HyperConnected):
     def attention_keys(
         self, layer: RewindableLayer, keys: int, count: int, visible: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compressed entries, one per closed window, come after the keys."""
+        """Return where a token finds its keys, as the base does: compressed entries, one per closed window, come
+        last."""
         if not hasattr(layer, "entry_count"):
             return super().attention_keys(layer, keys, count, visible)
         compressed = cast(RewindableHCACacheLayer, layer)

@@ -46,7 +46,7 @@ class TreeLayout:
         self._indices: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
 
     def __len__(self) -> int:
-        """The number of verification positions: the anchor and the nodes."""
+        """Return the number of verification positions: the anchor and the nodes."""
         return len(self.paths)
 
     @cached_property

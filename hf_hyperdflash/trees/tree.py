@@ -65,7 +65,7 @@ class DraftTree:
         return cls(tokens, tuple(range(ANCHOR, len(tokens) - 1)), tuple(q) if q else None)
 
     def __len__(self) -> int:
-        """The number of nodes."""
+        """Return the number of nodes."""
         return len(self.parents)
 
     def first(self, count: int) -> DraftTree:

@@ -37,7 +37,7 @@ class Change(NamedTuple):
     ratio: Interval
 
     def matters(self, least: float) -> bool:
-        """Whether it certainly brings tokens, and at least so many times as many."""
+        """Return whether it certainly brings tokens, and at least so many times as many."""
         return self.ratio.low > 1 and self.ratio.value >= least
 
 
@@ -166,7 +166,7 @@ class Diagnosis:
             )
 
     def _is_confirmed(self, fewer: int, count: int) -> bool:
-        """Whether what was timed does not contradict the costs."""
+        """Return whether what was timed does not contradict the costs."""
         timed = {
             each.settings["num_assistant_tokens"]: each for each in self.timed.get(0.0, []) if len(each.settings) == 1
         }

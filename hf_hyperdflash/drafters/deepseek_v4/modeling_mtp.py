@@ -55,7 +55,7 @@ class MTPContext:
         return joined
 
     def __len__(self) -> int:
-        """The number of past keys that the next entry can see."""
+        """Return the number of past keys that the next entry can see."""
         return 0 if self.keys is None else self.keys.shape[2]
 
     def select(self, indices: torch.Tensor) -> None:

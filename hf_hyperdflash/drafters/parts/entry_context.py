@@ -32,7 +32,7 @@ class EntryContext:
         self.buffer: torch.Tensor | None = None
 
     def __len__(self) -> int:
-        """The number of keys of a layer that the next block sees."""
+        """Return the number of keys of a layer that the next block sees."""
         return self.length
 
     @property

@@ -104,7 +104,7 @@ class FixedLayers:
         """Do nothing: the context counts its tokens."""
 
     def layer(self, index: int, new: int) -> ContextLayer:
-        """As [`ContextCache.layer`]; all that there is room for is returned."""
+        """Do the same as [`ContextCache.layer`]; all that there is room for is returned."""
 
         def update(keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
             places = torch.arange(keys.shape[2], device=keys.device)

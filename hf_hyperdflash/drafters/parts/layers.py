@@ -290,6 +290,6 @@ class ContextCache:
         return [(keys, values) for keys, values in buffer]
 
     def __len__(self) -> int:
-        """The number of tokens that the next block sees."""
+        """Return the number of tokens that the next block sees."""
         count = self._stop - self._start + (0 if self.pending is None else self.pending[1].shape[1])
         return count if self.window is None else min(count, self.window)

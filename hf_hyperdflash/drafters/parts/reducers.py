@@ -111,13 +111,10 @@ class Gate:
 
     @staticmethod
     def modules(config: ReducerConfig) -> dict[str, nn.Module]:
-        """Return its modules by their names in checkpoints."""
         return {"hc_gate": HCGateReducer(config, len(config.target_layer_ids or ()))}
 
     @staticmethod
     def reduce(drafter: Any, residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Reduce the residual `[batch, seq, streams read, config.target_hidden_size]` to `[batch, seq,
-        config.hidden_size]` in `dtype`, with the modules of `drafter`."""
         return drafter.hc_gate(residual).to(dtype)
 
 
@@ -128,12 +125,10 @@ class Dense:
 
     @staticmethod
     def modules(config: ReducerConfig) -> dict[str, nn.Module]:
-        """As of [`Gate`]."""
         return {"fc": _projection(config, len(config.target_layer_ids or ()) * config.target_hc_mult)}
 
     @staticmethod
     def reduce(drafter: Any, residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """As of [`Gate`]."""
         return drafter.fc(residual.flatten(2).to(dtype))
 
 
@@ -146,14 +141,12 @@ class Hybrid:
 
     @staticmethod
     def modules(config: ReducerConfig) -> dict[str, nn.Module]:
-        """As of [`Gate`]."""
         read = max(len(config.target_layer_ids or ()) - 1, 1) * config.target_hc_mult
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         return {"hc_gate": HCGateReducer(config), "fc": _projection(config, read), "fc_norm": norm}
 
     @staticmethod
     def reduce(drafter: Any, residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """As of [`Gate`]."""
         streams = drafter.config.target_hc_mult
         gated, others = residual[:, :, -streams:], residual[:, :, :-streams]
         dense = drafter.fc((others if others.shape[2] else gated).flatten(2).to(dtype))
@@ -167,12 +160,10 @@ class StreamMean:
 
     @staticmethod
     def modules(config: ReducerConfig) -> dict[str, nn.Module]:
-        """As of [`Gate`]."""
         return {"fc": _projection(config, len(config.target_layer_ids or ()))}
 
     @staticmethod
     def reduce(drafter: Any, residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """As of [`Gate`]."""
         return drafter.fc(residual.to(dtype).unflatten(2, (-1, drafter.config.target_hc_mult)).mean(3).flatten(2))
 
 

@@ -253,7 +253,7 @@ class UnrolledDrafter(ReadingDrafter):
         self.check_target(target)
 
     def new_context(self) -> EntryContext:
-        """An empty context for one sequence."""
+        """Return an empty context for one sequence."""
         return EntryContext()
 
     @torch.no_grad()

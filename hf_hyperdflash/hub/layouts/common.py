@@ -219,7 +219,7 @@ def num_target_layers_field(config: HyperDFlashConfig) -> dict[str, int]:
 
 
 def has_mark(fields: Mapping[str, Any], marks: Collection[str]) -> bool:
-    """Whether a config.json has one of these fields or architectures, which only one layout has."""
+    """Return whether a config.json has one of these fields or architectures, which only one layout has."""
     return not set(marks).isdisjoint([*fields, *map(str, fields.get("architectures") or ())])
 
 

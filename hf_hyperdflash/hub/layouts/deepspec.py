@@ -16,7 +16,7 @@ _MARKS = (_ARCHITECTURE, "Gemma4DSparkModel")
 
 
 def fits(fields: dict[str, Any]) -> bool:
-    """Whether a config.json is in this layout."""
+    """Return whether a config.json is in this layout."""
     return has_mark(fields, _MARKS)
 
 

@@ -27,7 +27,7 @@ _NAMES = {
 
 
 def fits(fields: dict[str, Any]) -> bool:
-    """Whether a config.json is in this layout."""
+    """Return whether a config.json is in this layout."""
     return has_mark(fields, _MARKS)
 
 

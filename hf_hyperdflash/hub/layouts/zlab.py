@@ -19,7 +19,7 @@ _MARKS = (
 
 
 def fits(fields: dict[str, Any]) -> bool:
-    """Whether a config.json is in this layout."""
+    """Return whether a config.json is in this layout."""
     return has_mark(fields, _MARKS)
 
 

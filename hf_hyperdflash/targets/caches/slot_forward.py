@@ -200,7 +200,8 @@ def run_over_slots(
 def choose_over_slots(
     cache: SlotCache, target: Target, ids: torch.Tensor, *inputs: Any
 ) -> tuple[TargetOutput, torch.Tensor]:
-    """As [`run_over_slots`], with the choices of greedy rounds in the same graph; see [`SlotForward.__call__`]."""
+    """Do the same as [`run_over_slots`], with the choices of greedy rounds in the same graph; see
+    [`SlotForward.__call__`]."""
     outputs = run_over_slots(cache, target, ids, *inputs)
     choices = outputs.logits.to(ids.device, torch.float32).argmax(-1)
     return outputs, torch.cat([ids, choices], dim=-1)

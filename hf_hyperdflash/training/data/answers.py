@@ -61,7 +61,7 @@ class AnswerSettings:
     batch_size: int = 64
 
     def written(self, target: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, str | float | None]:
-        """What is written beside the answers, the target without this machine's folders."""
+        """Return what is written beside the answers, the target without this machine's folders."""
         template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16]
         name = Path(target).name if Path(target).exists() else target
         shaping = {key: value for key, value in asdict(self).items() if key != "batch_size"}
@@ -106,19 +106,20 @@ class Conversation:
         return True
 
     def row(self) -> dict[str, object]:
-        """The line that is written of it."""
+        """Return the line that is written of it."""
         row = {"messages": self.messages, "truncated": self.truncated, "prompt_id": self.prompt_id}
         return row | ({"tools": json.dumps(self.tools)} if self.tools else {})
 
 
 def prompt_id(messages: list[Message], tools: list[Tool] | None = None) -> str:
-    """What a conversation is recognized by when a run goes on: its tools, its system prompt and all user turns."""
+    """Return what a conversation is recognized by when a run goes on: its tools, its system prompt and all user
+    turns."""
     asked = [[m["role"], m["content"]] for m in messages if m["role"] != "assistant"] + (tools or [])
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
 
 
 def user_turns(row: dict[str, Any], suffix: str) -> list[Message]:
-    """System and user messages up to the first that depends on an answer of the dataset, as a tool's does."""
+    """Return system and user messages up to the first that depends on an answer of the dataset, as a tool's does."""
     turns = [dict(message) for message in to_messages(row) if message["role"] != "assistant"]
     if row.get("question"):
         [message for message in turns if message["role"] == "user"][-1]["content"] += suffix
@@ -132,7 +133,7 @@ def read_conversations(
     split: str = "train",
     limit: int | None = None,
 ) -> list[Conversation]:
-    """The different prompts of datasets, `limit` rows of each, and a line on what is left out.
+    """Return the different prompts of datasets, `limit` rows of each, and a line on what is left out.
 
     Raises:
         ValueError: If no row can be used.
@@ -188,7 +189,7 @@ class WrittenAnswers:
             )
 
     def _read(self) -> dict[str, list[Answer]]:
-        """Messages by conversation. The unfinished last line of a killed run is removed."""
+        """Return messages by conversation. The unfinished last line of a killed run is removed."""
         if not self.path.exists():
             return {}
         lines, newline, _ = self.path.read_bytes().rpartition(b"\n")
@@ -263,7 +264,7 @@ class WrittenAnswers:
 
 
 def _groups(conversations: list[Conversation], target: PreTrainedModel) -> list[list[Conversation]]:
-    """Those that may share batches, shortest first: all of them, or those of each length."""
+    """Yield those that may share batches, shortest first: all of them, or those of each length."""
     ordered = sorted(conversations, key=lambda c: len(c.ids))
     by_length = target_of(target).skips_padding
     return [list(group) for _, group in groupby(ordered, key=lambda c: len(c.ids) if by_length else 0)]
@@ -276,7 +277,7 @@ def _pieces(conversations: list[Conversation], size: int) -> list[list[Conversat
 def _chunks(
     conversations: list[Conversation], target: PreTrainedModel, how: AnswerSettings
 ) -> list[list[Conversation]]:
-    """Conversations that share batches: single turns; longer ones with neighbours in length."""
+    """Return conversations that share batches: single turns; longer ones with neighbours in length."""
     single, several = ([c for c in conversations if c.has_several == wanted] for wanted in (False, True))
     chunks = [piece for group in _groups(single, target) for piece in _pieces(group, how.batch_size)]
     chunks += _pieces(sorted(several, key=lambda c: len(c.ids)), CHUNK * how.batch_size)
@@ -287,7 +288,7 @@ def _chunks(
 def answer_batch(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: list[Conversation], how: AnswerSettings
 ) -> list[Answer]:
-    """The target's answers to the prompts of a batch."""
+    """Return the target's answers to the prompts of a batch."""
     device = cast(torch.Tensor, target.get_input_embeddings().weight).device
     prompts = [torch.tensor(conversation.ids, device=device) for conversation in batch]
     masks = [torch.ones_like(prompt) for prompt in prompts]
@@ -303,7 +304,7 @@ def answer_batch(
 
 
 def parse_answer(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: list[int], thinking: bool) -> Answer:
-    """The message of generated tokens, its reasoning apart, and whether it is cut off."""
+    """Return the message of generated tokens, its reasoning apart, and whether it is cut off."""
     end = next((place for place, token in enumerate(ids) if token in ends), None)
     ids, truncated, message = ids[:end], end is None, {"role": "assistant"}
     if thinking:

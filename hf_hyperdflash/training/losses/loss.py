@@ -46,7 +46,8 @@ class DrafterLoss(NamedTuple):
 
 
 def position_weights(drafts: int, decay: float | None) -> torch.Tensor | None:
-    """DFlash's position weights exp(-(k-1) / decay), k = 1 .. `drafts`; `None`, meaning uniform, if `decay` is `None`.
+    """Return DFlash's position weights exp(-(k-1) / decay), k = 1 .. `drafts`; `None`, meaning uniform, if `decay` is
+    `None`.
 
     Raises:
         ValueError: If `decay` is not positive.

@@ -247,7 +247,7 @@ class BlockObjective:
         return torch.cat([states, vectors.to(states)], dim=-1), None
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's LM head."""
+        """Apply the target's LM head."""
         return self.target.logits(states).to(states.device)
 
     @torch.no_grad()

@@ -148,13 +148,15 @@ def places(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
         if column + len(text) > COLUMNS:
             row, column = row + 1, 0
         yield row, column
-        row, column = (row + 1, 0) if text.endswith("⏎") else (row, column + len(text))
+        _, end, indentation = text.rpartition("⏎")
+        row, column = (row + 1, len(indentation)) if end else (row, column + len(text))
 
 
 def tokens(x: float, run: dict[str, Any], texts: Sequence[str], clock: Clock) -> Iterator[str]:
     """The text of a pane, a box for each token in the colour of who wrote it."""
     written = run.get("written") or [0] * len(texts)
     for text, by, seconds, (row, column) in zip(texts, written, run["seconds"], places(texts)):
+        text = text[: text.rfind("⏎") + 1] or text  # indentation shows where the next token is
         left, top, word = x + CHARACTER * column, TOP + ROW * row, text.lstrip(" ")
         box = f'<rect x="{left:g}" y="{top}" width="{CHARACTER * len(text) - 1:g}" height="{ROW - 4}" rx="3" '
         inside = left + CHARACTER * (len(text) - len(word))
@@ -197,12 +199,12 @@ def draw(told: dict[str, Any]) -> str:
     ):
         parts += [f'<rect x="{x}" y="{y - 12}" width="16" height="16" rx="3" class="{kind}"/>', say(x + 24, y, what)]
     versions = ", ".join(f"{name} {run['versions'][name].partition('+')[0]}" for name in ("torch", "transformers"))
-    how = f"{run['target'].split('.')[0]}, temperature 0, {run['dtype']}, {run['hardware']}, 1 thread, {versions}"
+    how = f"{run['target'].split('.')[0]}, temperature 0, {run['dtype']}, {run['hardware']}, 1 thread"
     slowed = f", slowed {clock.slowed} times" if clock.slowed > 1 else ""
     tree = f"trees of {run['nodes']} drafts, 11 million parameters"
     parts += [say(24, y + 30, f"A real run{slowed}: the same text in fewer forwards. The drafter: {tree}.", "small")]
-    parts += [say(24, y + 50, f"{how}, {run['date']}", "quiet small")]
-    height = y + 68
+    parts += [say(24, y + 50, how, "quiet small"), say(24, y + 68, f"{versions}, {run['date']}", "quiet small")]
+    height = y + 86
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         'role="img" font-family="ui-sans-serif, system-ui, sans-serif" font-size="15">\n'

@@ -14,7 +14,7 @@ import functools
 import os
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any, Protocol, cast
@@ -73,28 +73,33 @@ class Fusion:
     module runs its own forward.
 
     Args:
-        modules: The modules, each with its kernel. One whose forward somebody else has replaced is left alone.
+        modules: The modules, each with its kernel. One whose forward somebody else has replaced is left alone, and all
+            are where no kernel could run: to ask at each call would take 2 % of a forward of DeepSeek-V4 on a CPU.
 
     Attributes:
+        modules: Those whose forward is replaced.
         on_cpu: Whether hyper-connections are compiled on a CPU.
         is_off: Whether no module is fused.
         paused: The threads in which none is.
     """
 
     def __init__(self, modules: dict[nn.Module, Kernel]) -> None:
-        self.modules: list[nn.Module] = []
+        self._kernels, self.modules = modules, set[nn.Module]()
         self.on_cpu, self.is_off = False, False
         self.paused: PerThread[bool] = PerThread()
         self._checked: set[tuple[Kernel, str]] = set()
         self._compiled: dict[type, Callable[..., tuple[torch.Tensor, ...]]] = {}
-        self._graphs: set[tuple[type, torch.dtype, bool, bool]] = (
-            set()
-        )  # of those, by what torch.compile tells them apart
-        for module, kernel in modules.items():
+        # Of those that are compiled, by what torch.compile tells them apart.
+        self._graphs: set[tuple[type, torch.dtype, bool, bool]] = set()
+        if torch.accelerator.is_available() or _is_interpreted():
+            self._replace_forwards(modules)
+
+    def _replace_forwards(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
             name = next((name for name in _FORWARDS if name in vars(module)), "forward")
             if vars(module).get(name, module.forward) == types.MethodType(type(module).forward, module):
-                vars(module)[name] = FusedForward(self, module, kernel)
-                self.modules.append(module)
+                vars(module)[name] = FusedForward(self, module, self._kernels[module])
+                self.modules.add(module)
 
     def __getstate__(self) -> dict[str, object]:
         # What is compiled cannot be copied, and other threads do not run a copy.
@@ -108,7 +113,7 @@ class Fusion:
                     del vars(module)[name]
                     if name == "_old_forward":
                         module._old_forward = types.MethodType(type(module).forward, module)  # type: ignore[assignment]
-        self.modules = []
+        self.modules.clear()
 
     def switch(self, on: bool, dtype: torch.dtype) -> None:
         """Fuse everywhere, on a CPU, too, or nowhere. A CPU compiles here.
@@ -120,15 +125,16 @@ class Fusion:
         Raises:
             ValueError: If there is nothing to fuse, or if torch.compile does not work on this CPU.
         """
-        if on and not self.modules:
+        connections: list[Any] = [module for module, kernel in self._kernels.items() if kernel is hyper_connection]
+        if on and not connections:
             raise ValueError(
                 "`fuse` is True, but the target has no hyper-connections with Sinkhorn iterations, as DeepSeek-V4 and "
                 "GLM-5 Next have: leave `fuse` out."
             )
         self.is_off, self.on_cpu = not on, on
-        module: Any = next((module for module in self.modules if hasattr(module, "hc_sinkhorn_iters")), None)
-        if not on or module is None or module.fn.device.type != "cpu" or _runs_triton("cpu"):
+        if not on or (module := connections[0]).fn.device.type != "cpu" or _runs_triton("cpu"):
             return
+        self._replace_forwards(connections)
         sizes = 1, 2, module.hc_mult, module.fn.shape[1] // module.hc_mult
         try:
             for mode in (torch.no_grad, torch.inference_mode):  # of plain text and of rounds

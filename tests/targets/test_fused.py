@@ -145,7 +145,7 @@ def test_modules_that_a_user_compiles_share_a_graph():
 
 
 @pytest.mark.parametrize("is_bound_first", [True, False])
-def test_beside_hooks_of_accelerate(is_bound_first):
+def test_beside_hooks_of_accelerate(is_bound_first, monkeypatch):
     from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 
     class Counting(ModelHook):
@@ -155,6 +155,7 @@ def test_beside_hooks_of_accelerate(is_bound_first):
             Counting.calls += 1
             return args, kwargs
 
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     target, ids = rugged(tiny_target()), prompt(9)
     expected, norms = logits_of(target, ids), [m for m in target.modules() if isinstance(m, DeepseekV4RMSNorm)]
     bind(target) if is_bound_first else None
@@ -170,7 +171,16 @@ def test_beside_hooks_of_accelerate(is_bound_first):
     assert torch.equal(logits_of(target, ids), expected)
 
 
-def test_a_forward_that_somebody_replaced_is_left_alone():
+def test_forwards_are_replaced_only_where_a_kernel_could_run(compiled, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert not replaced(bind(tiny_target()))
+    assert set(replaced(compiled[0])) == {"DeepseekV4HyperConnection"}
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert {"DeepseekV4HyperConnection", "DeepseekV4RMSNorm"} < set(replaced(bind(tiny_target())))
+
+
+def test_a_forward_that_somebody_replaced_is_left_alone(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     target = tiny_target()
     norm, calls = target.model.norm, []
     own = norm.forward

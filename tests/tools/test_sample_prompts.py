@@ -17,10 +17,10 @@ def sampled(output: Path, *arguments: object) -> subprocess.CompletedProcess:
 
 def test_prompts_are_sampled_past_a_batch_without_a_new_one(tmp_path):
     """Its seed follows from how many there are: the same batch came again and again."""
-    result = sampled(tmp_path / "prompts.jsonl", "--batch-size", 1, "--temperature", 0.3)
+    result = sampled(tmp_path / "prompts.jsonl", "--count", 6, "--batch-size", 1, "--temperature", 0.3)
     assert result.returncode == 0, result.stderr
     lines = (tmp_path / "prompts.jsonl").read_text().splitlines()
-    assert len(set(lines)) == len(lines) == 12
+    assert len(set(lines)) == len(lines) == 6
     result = sampled(tmp_path / "new" / "none.jsonl", "--batch-size", 2, "--max-new-tokens", 1)
     assert result.returncode == 1 and "Traceback" not in result.stderr
     assert "20 batches in a row of 2 prompts with at most 1 tokens have no new one that ends; 0 are" in result.stderr

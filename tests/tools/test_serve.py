@@ -100,7 +100,7 @@ def test_a_drafter_that_does_not_fit_ends_the_server(dense_pair):
         [sys.executable, *DRAFTED, "--drafter", other, "--port", "0", "--device", "cpu"], capture_output=True,
         text=True, check=False, timeout=120,
     )  # fmt: skip
-    assert ran.returncode == 1 and "hc_mult" in ran.stderr.splitlines()[-1] and "Traceback" not in ran.stderr
+    assert ran.returncode == 1 and "hidden_size" in ran.stderr.splitlines()[-1] and "Traceback" not in ran.stderr
 
 
 def test_the_pages_snippet_drafts():

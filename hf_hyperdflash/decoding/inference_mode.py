@@ -7,20 +7,13 @@ takes no part in training afterwards, so it is entered only if nobody can get ho
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 
-import torch
 from torch import distributed, nn
 from transformers.generation.configuration_utils import GenerationConfig
 
 from ..drafters.base import Drafter, Observer
 
 _HARMLESS = "transformers.", __package__.split(".")[0] + "."  # whose hooks keep nothing
-
-
-def mode_of_rounds(leaves_nothing: bool) -> AbstractContextManager[None]:
-    """Return the mode of PyTorch in which the rounds of one request run, or those of several in one forward."""
-    return torch.inference_mode() if leaves_nothing else torch.no_grad()
 
 
 def leaves_nothing(

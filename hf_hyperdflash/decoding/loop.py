@@ -25,7 +25,6 @@ from ..targets.caches.slot_forward import SlotForward, compile_options
 from ..targets.target import TargetOutput
 from ..trees.tree import DraftTree
 from .continuation import is_between_writes, leave_context, stop_recording
-from .inference_mode import mode_of_rounds
 from .outputs import generate_output
 from .proposals import propose
 from .request import AUTO, can_hold_rounds, check_cache
@@ -70,7 +69,8 @@ def write(sequences: list[Sequence]) -> None:
     batch = Batch(sequences)
     try:
         batch.write_first_tokens(batch.prefill())
-        with mode_of_rounds(not batch.is_compiled and all(sequence.leaves_nothing for sequence in sequences)):
+        can_infer = not batch.is_compiled and all(sequence.leaves_nothing for sequence in sequences)
+        with torch.inference_mode() if can_infer else torch.no_grad():
             while batch.sequences:
                 round_ = batch.draft()
                 batch.accept(round_, batch.verify(round_))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import torch
@@ -169,18 +168,13 @@ class GenerateCall:
             own["generation_config"] = copy.copy(self.arguments["generation_config"])
             own["generation_config"].num_return_sequences = 1
         if self.arguments.get("prefix_allowed_tokens_fn") is not None:
-            own["prefix_allowed_tokens_fn"] = _for_prompt(self.arguments["prefix_allowed_tokens_fn"], index)
+            allowed = self.arguments["prefix_allowed_tokens_fn"]
+            own["prefix_allowed_tokens_fn"] = lambda _, ids: allowed(index, ids)
         return own
 
 
 def _is_setting(name: str) -> bool:
     return hasattr(GenerationConfig, name) or name in vars(GenerationConfig())
-
-
-def _for_prompt(
-    allowed: Callable[[int, torch.Tensor], list[int]], index: int
-) -> Callable[[int, torch.Tensor], list[int]]:
-    return lambda _, ids: allowed(index, ids)
 
 
 def tree_budget_asked(config: GenerationConfig) -> int | Literal["auto"] | None:

@@ -56,7 +56,7 @@ class BlockPath:
             logits = cast(torch.Tensor, blind)
         else:
             tokens, rows = tokens.to(hidden.device), rows.to(hidden.device)
-            embeds = self._embeds(tokens) if self.head.reads_embeds else None
+            embeds = self.target.embed(tokens[:, None])[:, 0] if self.head.reads_embeds else None
             carried = None if self._carried is None else self._carried[rows]
             states, vectors, memory, self._carried = self.head(hidden, tokens, embeds, carried)
             if blind is None:
@@ -86,9 +86,6 @@ class BlockPath:
             return None
         temperature = (self.config.confidence_temperatures or [1.0] * (k + 1))[k]
         return torch.sigmoid(self.confidence_head(hidden, memory).float() / temperature)
-
-    def _embeds(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.target.embed(tokens[:, None])[:, 0]
 
     def _best(
         self, blind: torch.Tensor, ids: torch.Tensor, states: torch.Tensor, vectors: torch.Tensor | None

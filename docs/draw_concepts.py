@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.decoding.stats import keep_trees
-from hf_hyperdflash.training.data.rows import encode_prompts
+from hf_hyperdflash.training.data.encoding import encode_prompts
 
 ROOT = Path(__file__).parent.parent
 PICTURES, MODELS = ROOT / "docs" / "pictures", ROOT / "examples" / "models"

@@ -27,7 +27,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.benchmark.runner import environment
 from hf_hyperdflash.hub.loading import load_tokenizer, usual_dtype
-from hf_hyperdflash.training.data.rows import encode_prompts
+from hf_hyperdflash.training.data.encoding import encode_prompts
 
 RECORD, PICTURE = ROOT / "experiments" / "results" / "smollm2-135m" / "race" / "race.json", PICTURES / "race.svg"
 TARGET, DRAFTER = ROOT / "downloads" / "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m-hyperdflash"

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.decoding.stats import VerifiedTree, keep_trees
-from hf_hyperdflash.training.data.rows import encode_prompts
+from hf_hyperdflash.training.data.encoding import encode_prompts
 from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
 
 MODELS = Path(__file__).parent / "models"

@@ -33,7 +33,7 @@ from hf_hyperdflash.auto.aslm import AugmentedSpaceLinearModel
 from hf_hyperdflash.benchmark.suites import load_suite, suites_in
 from hf_hyperdflash.drafters.base import Observer
 from hf_hyperdflash.drafters.sampling import DraftSampler
-from hf_hyperdflash.training.data.rows import encode_prompts
+from hf_hyperdflash.training.data.encoding import encode_prompts
 
 FEATURES = ("confidence", "top", "gap", "entropy", "drawn before", "recent", "position")
 _LAST = 0.9  # of the running mean of accepted shares

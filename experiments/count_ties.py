@@ -28,7 +28,7 @@ from hf_hyperdflash.benchmark.results import save_report
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.benchmark.suites import load_suite, suite_title, suites_in
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
-from hf_hyperdflash.training.data.rows import encode_prompts
+from hf_hyperdflash.training.data.encoding import encode_prompts
 
 Found = dict[str, Any]
 

@@ -40,7 +40,7 @@ from hf_hyperdflash.benchmark.suites import load_suite, suites_in
 from hf_hyperdflash.decoding.bind import capture_residual
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.targets.registry import target_of
-from hf_hyperdflash.training.data.rows import encode_prompts
+from hf_hyperdflash.training.data.encoding import encode_prompts
 from hf_hyperdflash.trees.tree import DraftTree
 
 LEARNED = "auto, once it has learned"

@@ -27,7 +27,7 @@ from hf_hyperdflash.cli.display.text import Piece, Pieces, text_html
 from hf_hyperdflash.cli.display.tree import tree_html, tree_text
 from hf_hyperdflash.cli.models import load
 from hf_hyperdflash.decoding.stats import SpeculationStats, VerifiedTree, keep_trees
-from hf_hyperdflash.training.data.rows import encode_prompts
+from hf_hyperdflash.training.data.encoding import encode_prompts
 
 HERE = Path(__file__).resolve().parent
 SHIPPED = {  # targets and drafters, from the folder of models; the second target is there once smollm2.py has run

@@ -44,8 +44,9 @@ from hf_hyperdflash.drafters.blocks.path import BlockPath
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.hub.loading import check_target, load_tokenizer
 from hf_hyperdflash.targets.registry import target_of
+from hf_hyperdflash.training.data.encoding import encode_prompts
 from hf_hyperdflash.training.data.file_positions import add_file_positions
-from hf_hyperdflash.training.data.rows import encode_prompts, load_rows
+from hf_hyperdflash.training.data.rows import load_rows
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 RANKS = {"markov": 256, "gated_markov": 256, "recurrent": 256, "selector": 256, "state": 512}

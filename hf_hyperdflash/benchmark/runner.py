@@ -28,7 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..decoding.request import check_tree_budget
 from ..decoding.stats import clock, exact_timing
-from ..training.data.rows import encode_prompts
+from ..training.data.encoding import encode_prompts
 from ..training.features.fingerprint import module_fingerprint, short_fingerprint, target_fingerprint
 from ..training.features.locking import only_writer
 from ..version import __version__

@@ -77,8 +77,9 @@ def _prompts(
     from ..benchmark.figures import import_matplotlib
     from ..hub import loading
     from ..hub.kinds import TRAINED
+    from ..training.data.encoding import encode_prompts
     from ..training.data.file_positions import add_file_positions
-    from ..training.data.rows import encode_prompts, load_rows
+    from ..training.data.rows import load_rows
 
     kind = loading.check_drafter(str(drafter), kinds=TRAINED).kind
     check_confidence(kind.config.from_pretrained(drafter))

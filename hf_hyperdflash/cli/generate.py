@@ -56,7 +56,7 @@ def generate(
     from transformers import TextStreamer
 
     from ..decoding.stats import SpeculationStats, keep_trees
-    from ..training.data.rows import encode_prompts
+    from ..training.data.encoding import encode_prompts
     from .display.who_wrote import WhoWrote
 
     assistant = loaded[drafter]

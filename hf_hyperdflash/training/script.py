@@ -38,8 +38,9 @@ from ..hub.loading import (
 from ..targets.registry import target_of
 from .acceptance import AcceptanceCallback, check_metric
 from .arguments import MAX_LENGTH, HyperDFlashTrainingArguments
+from .data.encoding import encode_prompts
 from .data.file_positions import add_file_positions
-from .data.rows import count_tokens, covering_size, encode_prompts, load_rows, prepare_dataset
+from .data.rows import count_tokens, covering_size, load_rows, prepare_dataset
 from .flags import STAGES, ScriptArguments
 from .runs.checkpoints import (
     apply_umask,

@@ -20,7 +20,7 @@ from hf_hyperdflash.benchmark.doctor.round_costs import MeasuredCosts
 from hf_hyperdflash.benchmark.intervals import Interval
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.drafters.saved import SavedDrafter
-from hf_hyperdflash.training.data.rows import encode_prompts
+from hf_hyperdflash.training.data.encoding import encode_prompts
 from hf_hyperdflash.training.features.fingerprint import short_fingerprint, target_fingerprint
 from hf_hyperdflash.trees.tree import DraftTree
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter
 from hf_hyperdflash.benchmark.results import TARGET_ONLY
 from hf_hyperdflash.benchmark.runner import BenchmarkSettings, Method, hardware, run_benchmark
-from hf_hyperdflash.training.data.rows import encode_prompts
+from hf_hyperdflash.training.data.encoding import encode_prompts
 
 from ..conftest import MODELS
 

@@ -18,7 +18,7 @@ from hf_hyperdflash.cli.display.text import (
     position_colour,
     text_html,
 )
-from hf_hyperdflash.training.data.rows import encode_prompts
+from hf_hyperdflash.training.data.encoding import encode_prompts
 
 from ..conftest import MODELS
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from transformers import AutoTokenizer
 
 from hf_hyperdflash import load_drafter, load_target
-from hf_hyperdflash.training.data.rows import encode_prompts
+from hf_hyperdflash.training.data.encoding import encode_prompts
 
 from ..helpers.scripts import DRAFTER, EXAMPLES, ROOT, run
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hyperdflash import DeepseekV4MTPDrafter, HyperDFlashDrafter, measure_acceptance
 from hf_hyperdflash.cli.app import app
-from hf_hyperdflash.training.data.rows import encode_prompts
+from hf_hyperdflash.training.data.encoding import encode_prompts
 
 from ..helpers.scripts import run
 from ..helpers.served_drafters import qwen3

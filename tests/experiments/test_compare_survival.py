@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hyperdflash import load_drafter
 from hf_hyperdflash.decoding.stats import keep_trees
-from hf_hyperdflash.training.data.rows import encode_prompts
+from hf_hyperdflash.training.data.encoding import encode_prompts
 
 from ..helpers.scripts import DRAFTER, EXAMPLES, run
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hyperdflash import auto, load_drafter
 from hf_hyperdflash.decoding.stats import keep_trees
-from hf_hyperdflash.training.data.rows import encode_prompts
+from hf_hyperdflash.training.data.encoding import encode_prompts
 
 from ..helpers.processes import python
 from ..helpers.scripts import DRAFTER, EXAMPLES, ROOT, rows_of, run

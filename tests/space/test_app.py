@@ -29,7 +29,7 @@ from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.cli.display.text import pieces_of, position_colour
 from hf_hyperdflash.cli.display.tree import token_text, tree_text
 from hf_hyperdflash.decoding.stats import keep_trees
-from hf_hyperdflash.training.data.rows import encode_prompts
+from hf_hyperdflash.training.data.encoding import encode_prompts
 
 from ..conftest import MODELS
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.hub import loading
 from hf_hyperdflash.training.data import answers
+from hf_hyperdflash.training.data.encoding import encode_prompts
 from hf_hyperdflash.training.data.messages import read_tools
-from hf_hyperdflash.training.data.rows import encode_prompts
 
 from ..conftest import MODELS
 from ..helpers.served_drafters import qwen3

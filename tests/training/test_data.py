@@ -11,16 +11,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from hf_hyperdflash.training.data.blocks import anchor_candidates
+from hf_hyperdflash.training.data.encoding import encode_chat, encode_prompts
 from hf_hyperdflash.training.data.file_positions import add_file_positions
 from hf_hyperdflash.training.data.messages import read_tools, to_messages
-from hf_hyperdflash.training.data.rows import (
-    encode_chat,
-    encode_prompts,
-    load_rows,
-    pack,
-    prepare_dataset,
-    truncate,
-)
+from hf_hyperdflash.training.data.rows import load_rows, pack, prepare_dataset, truncate
 
 from ..conftest import MODELS
 

@@ -7,8 +7,9 @@ import re
 import pytest
 from datasets import Dataset
 
+from hf_hyperdflash.training.data.encoding import encode_chat, encode_prompts
 from hf_hyperdflash.training.data.messages import to_messages
-from hf_hyperdflash.training.data.rows import encode_chat, encode_prompts, prepare_dataset
+from hf_hyperdflash.training.data.rows import prepare_dataset
 
 from ..helpers.tokenizers import JoiningPieces, SlowPieces, trained
 

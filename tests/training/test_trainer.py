@@ -30,7 +30,7 @@ from hf_hyperdflash.drafters.parts.heads import HEADS
 from hf_hyperdflash.hub.cards import drafter_card
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.arguments import RECIPES
-from hf_hyperdflash.training.data.rows import encode_prompts
+from hf_hyperdflash.training.data.encoding import encode_prompts
 from hf_hyperdflash.training.features.fingerprint import changed_parts
 from hf_hyperdflash.training.features.store import FeatureCache
 from hf_hyperdflash.training.losses.objective import BlockObjective, collate, training_layer_ids

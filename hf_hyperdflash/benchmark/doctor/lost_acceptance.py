@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...decoding.stats import SpeculationStats
 from ...drafters.base import Drafter
 from ...hub.loading import load_drafter
-from ...training.data.rows import encode_prompts
+from ...training.data.encoding import encode_prompts
 from ..intervals import draw, interval
 from .diagnosis import LEAST_TAU, Change, Diagnosis
 

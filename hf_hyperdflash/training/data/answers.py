@@ -24,9 +24,10 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...targets.registry import target_of
+from .encoding import render
 from .file_positions import add_file_positions, locating_errors
 from .messages import Message, Tool, read_tools, to_messages
-from .rows import load_rows, render
+from .rows import load_rows
 
 Answer = tuple[Message, bool]  # and whether it is cut off, so that it has no end to learn from
 

@@ -1,0 +1,327 @@
+"""Conversations to tokens: a prompt to answer, or a whole conversation with the assistant's tokens marked."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from .file_positions import locating_errors
+from .messages import REASONING, Message, Tool, function_name, read_tools, to_messages
+
+Spans = list[tuple[int, int]]
+
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    truncated: bool = False,
+    tools: list[Tool] | None = None,
+) -> dict[str, list[int]]:
+    """Tokenize a conversation with the tokenizer's chat template and mark the assistant's tokens.
+
+    The answers are the text inside the template's `{% generation %}` tags. In a template without tags, an answer is
+    what the conversation up to it adds to its generation prompt; an answer that is rendered differently once the
+    conversation goes on (templates that drop old reasoning) is not supervised. Neither is one whose `train` is False.
+    What follows the last answer is left out. A turn with `reasoning_content` is in thinking mode.
+
+    Tokens are those of the whole text, as the tokenizer writes them. One that reaches from a prompt into an answer,
+    which generation never writes, is written as two where the tokenizer can, else it is not supervised.
+
+    Args:
+        tokenizer: The target's tokenizer.
+        messages: The conversation, as [`to_messages`] a row.
+        truncated: The last answer hit a token limit: it has no end to learn from, and none is encoded.
+        tools: What the assistant may call, as [`read_tools`] a row.
+
+    Returns:
+        `input_ids` `[seq]` and `loss_mask` `[seq]`, 1 on the tokens of answers including the end of the turn, else 0.
+
+    Raises:
+        ValueError: If the tokenizer has no chat template, the template refuses the conversation, or an answer is there
+            but none can be located.
+    """
+    ids, mask, _ = encode_with_notes(tokenizer, messages, truncated, tools)
+    return {"input_ids": ids, "loss_mask": mask}
+
+
+def encode_with_notes(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], truncated: bool, tools: list[Tool] | None
+) -> tuple[list[int], list[int], list[str]]:
+    """Return tokens, loss mask, and notes on parts that are not supervised, keys of
+    [`~training.data.rows.LOG_LINES`]."""
+    notes = []
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and _is_trained(message)]
+    if answers and answers[-1] + 1 < len(messages):
+        messages, truncated = messages[: answers[-1] + 1], False
+        notes.append("tail")
+    text, found = _answer_spans(tokenizer, messages, tools)
+    notes += ["untrained"] * found.count(None) + _omitted_parts(text, messages, tools)
+    spans = [(start, _without_newline(tokenizer, text, start, end)) for start, end in filter(None, found)]
+    if truncated and spans and messages[-1]["role"] == "assistant":
+        text, spans = _cut_after_answer(text, spans, messages[-1])
+    return (*_tokens(tokenizer, text, spans), notes)
+
+
+def _is_trained(message: Message) -> bool:
+    return message.get("train") is not False
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, spans: Spans) -> tuple[list[int], list[int]]:
+    """Return the tokens of a text, and whether each lies in one of the spans."""
+    ids, ends = _tokens_with_ends(tokenizer, text, [cut for span in spans for cut in span])
+    whole = set(ends)
+    straddling = [start for start, _ in spans if start and start not in whole]
+    if straddling:
+        parts = [
+            (_tokens_with_ends(tokenizer, text[start:end], ()), start)
+            for start, end in zip([0, *straddling], [*straddling, len(text)])
+        ]
+        apart = [token for (tokens, _), _ in parts for token in tokens]
+        if _decoded(tokenizer, apart) == _decoded(tokenizer, ids):  # else a part got a space of its own, say
+            ids, ends = apart, [start + end for (_, those), start in parts for end in those]
+    mask = [0] * len(ids)
+    for start, end in spans:
+        first, stop = bisect_right(ends, start), bisect_right(ends, end)
+        if start and ends[first - 1 : first] != [start]:
+            first += 1
+        # Some end tokens take the white space with them that follows.
+        if 0 < stop < len(ids) and ends[stop - 1] < end and not text[end : ends[stop]].strip():
+            stop += 1
+        mask[first:stop] = [1] * (stop - first)
+    return ids, mask
+
+
+def _tokens_with_ends(
+    tokenizer: PreTrainedTokenizerBase, text: str, cuts: Iterable[int]
+) -> tuple[list[int], list[int]]:
+    """Return the tokens of a text and the end of each in it. Without offsets, a token ends at the next of `cuts`."""
+    if tokenizer.is_fast:
+        encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return encoding["input_ids"], list(accumulate((end for _, end in encoding["offset_mapping"]), max))
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ends: list[int] = []
+    for cut in sorted({*cuts, len(text)}):
+        before = tokenizer(text[:cut], add_special_tokens=False)["input_ids"]
+        if ids[: len(before)] != before:
+            raise ValueError(
+                f"{type(tokenizer).__name__} does not say where its tokens are, and writes {text[:cut][-20:]!r} "
+                f"otherwise where {text[cut:][:20]!r} follows. Use a fast tokenizer, or leave such rows out."
+            )
+        ends += [cut] * (len(before) - len(ends))
+    return ids, ends
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def _answer_spans(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Tool] | None
+) -> tuple[str, list[tuple[int, int] | None]]:
+    """Return the rendered conversation and the spans `text[start:end]` of the answers; None where one is not found."""
+    template = chat_template_of(tokenizer, tools)
+    if not _GENERATION_TAG.search(template):
+        return _spans_by_prefix(tokenizer, messages, tools)
+    thinking = bool(messages[-1].get("reasoning_content"))
+    variables: dict[str, Any] = {**tokenizer.special_tokens_map, "thinking": thinking, "enable_thinking": thinking}
+    with _explaining_template_errors():
+        # As apply_chat_template renders it, with spans of the text instead of the tokens.
+        rendered: Any = render_jinja_template(
+            conversations=[_with_reasoning_aliases(messages, template)],
+            tools=tools,  # type: ignore[arg-type]
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **variables,
+        )
+    (text,), (spans,) = rendered
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if len(spans) == len(answers):
+        spans = [span for span, answer in zip(spans, answers) if _is_trained(answer)]
+    elif not all(map(_is_trained, answers)):
+        raise ValueError(
+            f"Some answers are not to be trained on (`train`), and which ones cannot be told: {len(answers)} answers "
+            f"have {len(spans)} blocks of {{% generation %}} in the chat template's text."
+        )
+    return text, [(start, end) for start, end in spans if start < end]
+
+
+def chat_template_of(tokenizer: PreTrainedTokenizerBase, tools: list[Tool] | None = None) -> str:
+    if tokenizer.chat_template:
+        return tokenizer.get_chat_template(tools=tools)
+    raise ValueError(
+        f"The tokenizer {tokenizer.name_or_path!r} has no chat template, so prompts and answers cannot be told apart: "
+        "set `tokenizer.chat_template` to a Jinja template (`--chat-template FILE` of `hf-hyperdflash train`)."
+    )
+
+
+@contextmanager
+def _explaining_template_errors() -> Iterator[None]:
+    """Turn any error of a chat template into a `ValueError` of one line."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if type(error) is TemplateError else f"{type(error).__name__}: "  # its own `raise_exception`
+        why = " ".join(f"{kind}{error}".split())
+        raise ValueError(f"The chat template refuses the conversation ({why}).") from error
+
+
+def _with_reasoning_aliases(messages: list[Message], template: str) -> list[Message]:
+    """Add the reasoning under the names that the template reads (with transformers 5.24, `thinking` is one)."""
+    names = [name for name in REASONING[1:] if re.search(rf"""[.'"]{name}\b""", template)]
+    return [
+        {**dict.fromkeys(names, message["reasoning_content"]), **message}
+        if "reasoning_content" in message
+        else message
+        for message in messages
+    ]
+
+
+def _omitted_parts(text: str, messages: list[Message], tools: list[Tool] | None) -> list[str]:
+    """Return the parts of a row that the chat template does not write: keys of [`~training.data.rows.LOG_LINES`]."""
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    parts_by_kind = {
+        "system": [message.get("content") for message in messages if message["role"] == "system"],
+        "reasoning": [message.get("reasoning_content") for message in messages[-1:]],
+        "tools": [function_name(tool) for tool in tools or ()],
+        "calls": [function_name(call) for call in calls],
+    }
+    return [
+        name for name, parts in parts_by_kind.items() if any(str(part or "").strip() not in text for part in parts)
+    ]
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    tools: list[Tool] | None,
+    thinking: bool,
+    prompt: bool,
+) -> str:
+    """Render a conversation with the tokenizer's chat template.
+
+    Raises:
+        ValueError: If the template refuses it.
+    """
+    mode: dict[str, Any] = {"thinking": thinking, "enable_thinking": thinking}
+    spelled = _with_reasoning_aliases(messages, chat_template_of(tokenizer, tools))
+    with _explaining_template_errors():
+        text = tokenizer.apply_chat_template(
+            spelled,
+            tools=tools,  # type: ignore[arg-type]
+            tokenize=False,
+            add_generation_prompt=prompt,
+            **mode,
+        )
+    return str(text)
+
+
+def _spans_by_prefix(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Tool] | None
+) -> tuple[str, list[tuple[int, int] | None]]:
+    thinks = [bool(message.get("reasoning_content")) for message in messages]
+    text = render(tokenizer, messages, tools, thinks[-1], prompt=False)
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and _is_trained(message)]
+    spans: list[tuple[int, int] | None] = []
+    for i in answers:
+        spans.append(None)
+        if i == 0:  # nothing asked for it
+            continue
+        through = render(tokenizer, messages[: i + 1], tools, thinks[i], prompt=False)
+        for thinking in (thinks[i], not thinks[i]):  # the other one where reasoning is written into the content
+            prompt = render(tokenizer, messages[:i], tools, thinking, prompt=True)
+            if through.startswith(prompt) and text.startswith(through):
+                spans[-1] = (len(prompt), len(through))
+                break
+    if answers[-1:] > [0] and not any(spans):
+        raise ValueError(
+            f"No answer can be located in the conversation that begins with {str(messages[0])[:200]}: the chat "
+            f"template renders {text[-200:]!r}, which does not continue its own generation prompt {prompt[-100:]!r}. "
+            "Put the assistant's text of the template between {% generation %} and {% endgeneration %}, or move "
+            "reasoning to `reasoning_content`."
+        )
+    return text, spans
+
+
+def _without_newline(tokenizer: PreTrainedTokenizerBase, text: str, start: int, end: int) -> int:
+    """Return the end of an answer without the white space after the end token, which is never generated."""
+    answer = text[start:end].rstrip()
+    return start + len(answer) if answer.endswith(tuple(tokenizer.all_special_tokens)) else end
+
+
+def _cut_after_answer(text: str, spans: Spans, message: Message) -> tuple[str, Spans]:
+    """Cut the conversation after the words of its last answer. If they are not found, the answer is not supervised."""
+    answer = message.get("content") or message.get("reasoning_content") or ""
+    for words in (answer, answer.strip()):
+        first = text.rfind(words) if words else -1
+        end = first + len(words)
+        if any(start <= first and end <= stop for start, stop in spans):
+            return text[:end], [(start, min(stop, end)) for start, stop in spans if start < end]
+    return text, spans[:-1]
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Iterable[Mapping[str, Any]],
+    thinking: bool = False,
+    at_most: int | None = None,
+) -> list[torch.Tensor]:
+    """Return generation prompts of dataset rows: each conversation without its last answer.
+
+    Args:
+        tokenizer: The target's tokenizer.
+        rows: Anything [`to_messages`] understands, with `tools` if there are any. Of several user turns without an
+            answer, only the first is asked.
+        thinking: Ask for reasoning, by the chat template's `thinking` or `enable_thinking`.
+        at_most: The number of first rows to use; rows that give no prompt are skipped. By default every row is used.
+
+    Returns:
+        One tensor of token ids per row, `[1, seq]`.
+
+    Raises:
+        ValueError: If the tokenizer has no chat template, or a row (with `at_most`, every row) no user turn, or the
+            template refuses it.
+    """
+    chat_template_of(tokenizer)
+    prompts: list[torch.Tensor] = []
+    refused: ValueError | None = None
+    for number, row in enumerate(rows):
+        if at_most is not None and len(prompts) == at_most:
+            break
+        if not isinstance(row, Mapping):
+            raise ValueError(f'Row {number} (the first is 0) is {row!r}, expected a row like {{"turns": ["..."]}}.')
+        try:
+            with locating_errors(row, number):
+                text = render(
+                    tokenizer, _without_last_answer(to_messages(row)), read_tools(row), thinking, prompt=True
+                )
+        except ValueError as error:
+            if at_most is None:
+                raise
+            refused = refused or error
+            continue
+        prompts.append(tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"])
+    if refused and not prompts:
+        raise refused
+    return prompts
+
+
+def _without_last_answer(messages: list[Message]) -> list[Message]:
+    roles = [message["role"] for message in messages]
+    while roles and roles[-1] == "assistant":
+        roles.pop()
+    while roles[-2:] == ["user", "user"]:
+        roles.pop()
+    if not roles:
+        raise ValueError("The conversation asks nothing: expected a message before the answer.")
+    return messages[: len(roles)]

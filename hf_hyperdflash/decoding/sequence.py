@@ -219,8 +219,6 @@ class Sequence:
         self, tree: DraftTree, logits: torch.Tensor, round_: ChainRound, outputs: TargetOutput
     ) -> Iterator[Step]:
         """Return what the target writes after the anchor, by its logits."""
-        if self.config.do_sample and self.sampler.has_all_processors:
-            return self._traversal(tree, logits, round_, outputs)
 
         def scores_after(node: int) -> torch.Tensor:  # a processor with a state sees accepted prefixes, once, in order
             raw = logits[:, node + 1]
@@ -228,6 +226,8 @@ class Sequence:
             self.recorder.add(outputs, round_, node + 1, scores, raw, self.cache)
             return scores[0]
 
+        if self.config.do_sample and self.sampler.has_all_processors:
+            return self._traversal(tree, logits, round_, outputs)
         if self.config.do_sample:
             return sampled_walk(tree, tree.tokens.cpu().tolist(), lambda node: scores_after(node).softmax(-1))
         return greedy_walk(tree, tree.tokens.cpu().tolist(), lambda node: int(scores_after(node).argmax()))

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hf_hyperdflash.trees.acceptance import Step, sampled_walk, traversal_walk
 from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
 
-SAMPLING_RULES = [sampled_walk, traversal_walk]
+WHOLE_TREE_RULES: list[Any] = [traversal_walk]  # which read the target's distributions after all nodes
+SAMPLING_RULES = [sampled_walk, *WHOLE_TREE_RULES]
 
 
 @st.composite
@@ -48,6 +49,6 @@ def steps_by(rule: Any, tree: DraftTree, p_after: Callable[[tuple[int, ...]], to
     def after(node: int) -> torch.Tensor:
         return p_after(tuple(drafts[each] for each in path_to(node, parents)))
 
-    if rule is traversal_walk:
+    if rule in WHOLE_TREE_RULES:
         return rule(tree, torch.stack([after(node) for node in range(ANCHOR, len(tree))]))
     return rule(tree, drafts, after)

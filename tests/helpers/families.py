@@ -310,3 +310,4 @@ if REWINDABLE_QWEN4:
     FAMILIES += [qwen4_exp, qwen4_exp_multimodal]
 if hasattr(transformers, "HYV4VLConfig"):  # from 5.24 on
     FAMILIES.append(hunyuan_v4_multimodal)
+LATER = {"qwen4_exp_text", "hy_v4_vl_text"}  # the `model_type`s, of text parts, of what is not always in the list

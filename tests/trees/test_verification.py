@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hf_hyperdflash.trees.acceptance import greedy_walk, sample_index, sampled_walk, traversal_walk
 from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
 
-from ..helpers.draft_trees import SAMPLING_RULES, parents_and_tokens, path_to, steps_by
+from ..helpers.draft_trees import SAMPLING_RULES, WHOLE_TREE_RULES, parents_and_tokens, path_to, steps_by
 from ..helpers.enumerated_draws import every_outcome
 
 Text = tuple[int, ...]
@@ -167,7 +167,7 @@ def walked(
         return p_after(path)
 
     for token, node in steps_by(rule, tree, p_asked):
-        assert rule is traversal_walk or asked == [tuple(text[:at]) for at in range(len(text) + 1)]
+        assert rule in WHOLE_TREE_RULES or asked == [tuple(text[:at]) for at in range(len(text) + 1)]
         text.append(token)
         if node is None:
             return tuple(text), len(text) - 1

@@ -434,6 +434,20 @@ def test_a_longer_text_is_looked_at_by_one_of_a_few_graphs(counted, monkeypatch)
     assert set(views) == {16, 64, 256}  # the last are all 100
 
 
+def test_drafters_that_read_other_layers_have_graphs_of_their_own(counted):
+    """A graph that is compiled once more instead may be so a few times only."""
+    target, own = target_and_own(families.qwen3)
+    options = dict(cache_implementation="static", max_cache_len=60, compile_config=compiling(), **GREEDILY)
+    expected = own.generate(prompt(9), max_new_tokens=12, **GREEDILY)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for layer_ids in ((-1,), (0, 2), (1,), (0, 1, 2)):
+            drafter = RandomChains(target, [expected[0]], most=3, target_layer_ids=layer_ids)
+            written = target.generate(prompt(9), max_new_tokens=12, assistant_model=drafter, **options)
+            assert torch.equal(written, expected)
+            widths = {residual.shape[2] for residual, *_ in drafter.seen}
+            assert widths == {len(layer_ids)}
+
+
 def test_a_compiled_batch_keeps_its_shape(counted):
     """Texts that have ended keep their rows."""
     target, own = target_and_own(families.qwen3)

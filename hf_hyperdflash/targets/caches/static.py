@@ -170,8 +170,11 @@ class SlotCache(Cache):
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What the shapes in a forward depend on: the number of sequences, and the slots of each kind of layer."""
-        return len(self.starts), *{layer.window: (layer.capacity, layer.view) for layer in self.layers}.values()
+        """What a compiled forward depends on: the number of sequences, the slots of each kind of layer, and the layers
+        whose residual it captures."""
+        captured = () if self.capture is None else tuple(self.capture.layer_ids)
+        by_window = {layer.window: (layer.capacity, layer.view) for layer in self.layers}
+        return len(self.starts), captured, *by_window.values()
 
     def look_at(self, count: int) -> None:
         """Let rounds look at the first `count` slots alone, where layers have one for each token: no longer than the

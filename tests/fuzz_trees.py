@@ -2,6 +2,10 @@
 
 `python -m tests.fuzz_trees --cases 10000` runs seeds 0 to 9,999 and prints every difference; the tests run some
 hundreds of them. A case is its seed: `--first 1234 --cases 1` runs that one again.
+
+`--compiled inductor --cases 500 --log FILE` does so with compiled rounds over static caches: chains and trees of a few
+widths, random trees and drafters of blocks, one prompt and padded batches, turn after turn, where a graph that breaks
+or is compiled again is an error. It goes on where FILE ends.
 """
 
 from __future__ import annotations
@@ -13,18 +17,19 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, StaticCache
+from transformers import CompileConfig, PreTrainedModel, StaticCache
 from transformers.utils import logging
 
-from hf_hyperdflash import bind
+from hf_hyperdflash import HyperDFlashDrafter, bind
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 from hf_hyperdflash.targets.registry import target_of
 
 from .conftest import CSA, HCA, MIXES, perfect, prompt, tiny_target
-from .helpers.families import FAMILIES
+from .helpers.families import ALSO_MASKED, FAMILIES
 from .helpers.tree_drafters import RandomTrees
 
 NEARLY_EQUAL = 1e-4  # between the logits of the two best tokens: whose order rounding may settle
@@ -59,9 +64,9 @@ TARGETS = [made for made in (*FAMILIES, *map(v4_mix, range(len(MIXES)))) if made
 
 
 @cache
-def bound(number: int) -> Any:
+def bound(made: Callable[[], PreTrainedModel]) -> Any:
     torch.manual_seed(0)
-    return bind(TARGETS[number]().eval())
+    return bind(made().eval())
 
 
 def run_case(seed: int) -> tuple[str, str | None]:
@@ -71,8 +76,8 @@ def run_case(seed: int) -> tuple[str, str | None]:
         The target's name, and what differs; `None` if nothing does.
     """
     chance = random.Random(seed)
-    number = chance.randrange(len(TARGETS))
-    name, target = TARGETS[number].__name__, bound(number)
+    made = chance.choice(TARGETS)
+    name, target = made.__name__, bound(made)
     is_remote = target.config.model_type == "remote_v4"
     # Where its indexer has to choose, stock V4's text depends on how a prompt is cut: there it is not cut.
     is_whole = is_remote or ("deepseek_v4" in name and target.config.index_topk < 512)
@@ -106,15 +111,80 @@ def run_case(seed: int) -> tuple[str, str | None]:
     return name, None
 
 
+@cache
+def block_drafter(target: Any) -> HyperDFlashDrafter:
+    """One whose drafts are seldom right, with a head."""
+    torch.manual_seed(1)
+    drafter = HyperDFlashDrafter.from_target(
+        target, num_draft_tokens=5, target_layer_ids=[0, -1], mask_token_id=63, sequential_head="state"
+    )
+    with torch.no_grad():
+        drafter.state_head.down_proj.weight.normal_(std=0.3)
+    return drafter
+
+
+@cache
+def static_targets() -> list[Callable[[], PreTrainedModel]]:
+    return [made for made in (*TARGETS, *ALSO_MASKED) if target_of(bound(made)).takes_static_caches]
+
+
+def run_compiled_case(seed: int, backend: str) -> tuple[str, str | None]:
+    """As [`run_case`], of compiled rounds, whose code is made by a backend of `torch.compile`."""
+    chance = random.Random(seed)
+    made = chance.choice(static_targets())
+    name, target = made.__name__, bound(made)
+    config = CompileConfig(mode=None, fullgraph=True, backend=backend)
+    config._compile_all_devices = True
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "compile_config": config}
+    how = chance.choice([{}, {"num_assistant_tokens": "auto"}, {"tree_budget": 5}, {"tree_budget": 12}])
+    size, turns = chance.choice([(1, 1), (1, 2), (3, 1)])
+    texts = [prompt(chance.randint(1, 40), seed=seed + row)[0] for row in range(size)]
+    filled = StaticCache(config=target.config.get_text_config(decoder=True), max_cache_len=120)
+    for turn in range(turns):
+        ids, mask = padded_on_the_left(texts)
+        padding = (mask == 0).sum(1).tolist()
+        asked = {
+            **options,
+            "max_new_tokens": chance.randint(4, 24),
+            **chance.choice(PROCESSORS),
+            "attention_mask": mask,
+        }
+        plain = {key: value for key, value in asked.items() if key != "compile_config"}
+        expected = target.generate(ids, **plain)  # of the whole batch: some processors look at its padding
+        drafter: Any = block_drafter(target)
+        if chance.random() < 0.6:
+            own = [text[count:] for text, count in zip(expected, padding)]
+            drafter = RandomTrees(target, own, seed=seed, most=12 if "tree_budget" in how else 6)
+        where = {CACHE: filled} if size == 1 else {"cache_implementation": "static", "max_cache_len": 120}
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            written = target.generate(ids, assistant_model=drafter, **asked, **how, **where)
+        for row, (found, own_mask) in enumerate(zip(written, mask)):
+            if found.tolist() != expected[row].tolist():
+                differs = difference(target, found, expected[row], {**plain, "attention_mask": own_mask[None]})
+                return name, f"compiled, turn {turn + 1}, row {row + 1} of {size}, {how}: {differs}"
+        texts = [torch.cat([expected[0], prompt(chance.randint(1, 9), seed=seed + 9)[0]])]
+    return name, None
+
+
+def padded_on_the_left(texts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return texts `[seq]` as a batch, and which of its tokens are no padding."""
+    ids, mask = torch.zeros(2, len(texts), max(map(len, texts)), dtype=torch.long)
+    for row, text in enumerate(texts):
+        ids[row, -len(text) :], mask[row, -len(text) :] = text, 1
+    return ids, mask
+
+
 def difference(target: Any, found: torch.Tensor, expected: torch.Tensor, options: dict[str, Any]) -> str:
     """Where two texts part, and by how much the target preferred its token."""
     length = min(len(found), len(expected))
     at = int((found[:length] != expected[:length]).int().argmax()) if len(found) else 0
+    mask = torch.ones_like(expected[None, :at])
+    mask[:, : options["attention_mask"].shape[1]] = options["attention_mask"]
     scores = target.generate(
         expected[None, :at],
         return_dict_in_generate=True,
         output_scores=True,
-        **{**options, "max_new_tokens": 1, "attention_mask": torch.ones_like(expected[None, :at])},
+        **{**options, "max_new_tokens": 1, "attention_mask": mask},
     ).scores[0][0]
     gap = float(scores.topk(2).values.diff().abs())
     kind = "nearly equal logits" if gap < NEARLY_EQUAL else "DIFFERENT"
@@ -125,20 +195,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--compiled", metavar="BACKEND", help="of torch.compile: inductor, or eager for graphs alone")
+    parser.add_argument("--log", type=Path, help="a line a case; what is in it is not run again")
     arguments = parser.parse_args()
     logging.set_verbosity_error()
     torch.set_num_threads(1)
     cases, wrong, began = Counter(), Counter(), time.perf_counter()
+    logged = arguments.log.read_text().splitlines() if arguments.log and arguments.log.exists() else []
+    known = {int(number): (name, differs or None) for number, name, differs in (line.split("\t") for line in logged)}
     for seed in range(arguments.first, arguments.first + arguments.cases):
-        name, differs = run_case(seed)
+        if seed in known:
+            name, differs = known[seed]
+        else:
+            name, differs = run_compiled_case(seed, arguments.compiled) if arguments.compiled else run_case(seed)
+        if arguments.log and seed not in known:
+            with arguments.log.open("a") as log:
+                log.write(f"{seed}\t{name}\t{differs or ''}\n")
         cases[name] += 1
         if differs is not None:
             wrong["nearly equal" if differs.find("DIFFERENT") < 0 else "different"] += 1
             print(f"case {seed}, {name}, {differs}", flush=True)
         if (seed + 1) % 500 == 0:
             print(f"{cases.total()} cases in {time.perf_counter() - began:.0f} s", flush=True)
-    for number, made in enumerate(TARGETS):
-        how = target_of(bound(number)).tree_verification
+    for made in static_targets() if arguments.compiled else TARGETS:
+        how = target_of(bound(made)).tree_verification
         print(f"{cases[made.__name__]:6d} {made.__name__} ({how})")
     print(
         f"{cases.total()} cases: {wrong['different']} different, {wrong['nearly equal']} where two logits nearly tie"

@@ -170,11 +170,9 @@ class SlotCache(Cache):
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What a compiled forward depends on: the number of sequences, the slots of each kind of layer, and the layers
-        whose residual it captures."""
-        captured = () if self.capture is None else tuple(self.capture.layer_ids)
-        by_window = {layer.window: (layer.capacity, layer.view) for layer in self.layers}
-        return len(self.starts), captured, *by_window.values()
+        """What a compiled forward depends on: the sequences, the slots of each kind of layer, and what it captures."""
+        captured = self.capture and tuple(self.capture.layer_ids)
+        return len(self.starts), captured, *{each.window: (each.capacity, each.view) for each in self.layers}.values()
 
     def look_at(self, count: int) -> None:
         """Let rounds look at the first `count` slots alone, where layers have one for each token: no longer than the

@@ -48,11 +48,25 @@ def doctor(
     quick: Annotated[
         bool, Option("--quick", help="One minute: 4 prompts, nothing changed, no settings timed.")
     ] = False,
+    endpoint: Annotated[
+        str | None,
+        Option(help="Compare with what a server of the pair accepts at this address, which nobody else uses now."),
+    ] = None,
+    served_model: Annotated[
+        str | None, Option(help="With --endpoint: what the server calls the target, if it serves several.")
+    ] = None,
 ) -> None:
     """Say how many times as fast a drafter makes a target, what limits it and what to set, in five minutes on a CPU
-    and two elsewhere. Exit status 1 if the pair is wrong."""
+    and two elsewhere; or, with --endpoint, what a server does otherwise. Exit status 1 if the pair is wrong."""
     if mode not in ("non-think", "think-high"):
         raise ValueError(f"`--mode` is {mode!r}, expected non-think or think-high.")
+    for option, is_given in (("--context", context), ("--batch-size", batch_size > 1), ("--compile", compiled)):
+        if endpoint and is_given:
+            raise ValueError(
+                f"`{option}` is for what rounds cost here, and `--endpoint` asks a server: leave one out."
+            )
+    if served_model and not endpoint:
+        raise ValueError(f"`--served-model` is {served_model!r}, but no server is asked: add `--endpoint`.")
     if output is not None:
         from ..benchmark.figures import import_matplotlib
 
@@ -65,6 +79,21 @@ def doctor(
     from ..decoding.bind import unbind
 
     unbind(model)
+    if endpoint is not None:
+        from ..benchmark.doctor.served import examine_server
+
+        served = examine_server(
+            model, loaded[drafter], tokenizer, endpoint, model=served_model,
+            prompts=PROMPTS[: 4 if quick else 12], max_new_tokens=max_new_tokens, thinking=mode == "think-high",
+            report=functools.partial(typer.echo, err=True),
+        )  # fmt: skip
+        typer.echo(str(served))
+        if output is not None:
+            output.mkdir(parents=True, exist_ok=True)
+            (output / "served.json").write_text(served.record(), encoding="utf-8")
+        if served.cause:
+            raise typer.Exit(1)
+        return
     diagnosis = examine(
         model,
         loaded[drafter],

@@ -316,6 +316,11 @@ class BoundTarget(_Mixed):
         return _new_bound, (_unbound_class(type(self)),), *state
 
 
+def learned_stats(target: PreTrainedModel, drafter: Drafter) -> DraftingStats | None:
+    """Return what "auto" knows of a drafter's greedy rounds with a bound target; `None` before it was used."""
+    return _stats.get(target, {}).get(drafter, {}).get(False)
+
+
 class SequenceStarter:
     """Stands for a drafter in a call that starts one sequence of several, instead of writing it.
 

@@ -188,8 +188,8 @@ def test_a_drafter_that_says_how_it_was_trained_is_not_accused(trained):
     right = examine(*trained[:2], trained[2], **SOME)
     assert right.tau > 1.5 and not settings_of(right), right
     assert right.facts["other configurations"] == (
-        "3 tried in 190 rounds over 10 prompts, neighbouring layers and the other anchor convention: 3 certainly "
-        "worse, 0 clearly better, of the others none makes a clear difference"
+        "4 tried in 190 rounds over 10 prompts, neighbouring layers, the other anchor convention, other bases of "
+        "RoPE: 4 certainly worse, 0 clearly better, of the others none makes a clear difference"
     )
 
 

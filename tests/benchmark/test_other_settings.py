@@ -9,6 +9,7 @@ from transformers import LogitsProcessorList
 from hf_hyperdflash import HyperDFlashConfig, bind
 from hf_hyperdflash.benchmark.doctor.other_settings import (
     Setting,
+    cause_of,
     compare_settings,
     draft_every_round,
     leads_over_first,
@@ -53,7 +54,9 @@ def test_settings_are_tried_and_left():
     assert names == [  # layer 2 is the last one, which is read already
         "`target_layer_ids` [0, -1] instead of [1, -1]",
         "`sample_from_anchor` True",
+        "`rope_theta` 1,000,000 instead of 10,000",
     ]
+    assert [cause_of(name) for name in names] == ["layers", "anchor", "RoPE"]
     for found, fields in zip(
         [compared, *compared.others], [{}, {"target_layer_ids": [0, -1]}, {"sample_from_anchor": True}]
     ):

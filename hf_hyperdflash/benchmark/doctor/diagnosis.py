@@ -12,7 +12,8 @@ from .recommended import Timed, recommendation
 from .round_costs import MeasuredCosts
 
 LEAST_TAU = 1.2  # below it no hardware has a speedup
-_DEAR = 2.2  # plain tokens that verifying a round's drafts takes where a machine, or a mixture of experts, is to blame
+_USUAL = 8  # drafts a round; more may be too many for any machine
+_DEAR = 2.2  # plain tokens that verifying them takes where the machine, or a mixture of experts, is to blame
 _SLOW = 1.1  # a speedup that is none
 _FEWER = 1.15  # a ratio of speeds at which another number of drafts is worth a word
 _MOST_PROBLEMS = 4  # in a verdict
@@ -55,6 +56,8 @@ class Diagnosis:
         drafts: The number of drafts a round; `None` for "auto".
         speedup: Measured with the drafter's own settings at temperature 0, prompts included.
         costs: What rounds take; `None` if that was not measured.
+        expected: What "auto" expects of rounds with 0, 1, .. drafts, in rounds without the drafter; empty where it was
+            not timed.
         changes: What was changed to find where acceptance is lost.
         kinds: Tokens a round of each kind of prompt.
         timed: Settings that were timed, fastest first, by temperature.
@@ -70,6 +73,7 @@ class Diagnosis:
     drafts: int | None = None
     speedup: Interval | None = None
     costs: MeasuredCosts | None = None
+    expected: list[float] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     kinds: dict[str, float] = field(default_factory=dict)
     timed: dict[float, list[Timed]] = field(default_factory=dict)
@@ -148,7 +152,8 @@ class Diagnosis:
         experts = " Each token of a mixture wakes more experts." if self.is_mixture else ""
         fewer = f"set `num_assistant_tokens={best[0]}`" if best[0] < count else 'set `num_assistant_tokens="auto"`'
         fastest = max([self.speedup.value, *(each.speedup.value for each in self.timed.get(0.0, [])[:1])])
-        if verifying >= _DEAR or (fastest < _SLOW and self.limit == "verification" and not self.problems):
+        is_dear = self.costs.verifying(min(count, _USUAL)) >= _DEAR
+        if is_dear or (fastest < _SLOW and count <= _USUAL and self.limit == "verification" and not self.problems):
             self.problems["verification"] = (
                 f"Verifying {_counted(count + 1, 'token')} costs {verifying:.1f} forwards.{experts} Verify fewer: "
                 f"{fewer}, and draft no trees."
@@ -223,11 +228,12 @@ def tables(found: Diagnosis) -> dict[str, tuple[Sequence[str], list[Sequence[str
         )
         if found.acceptance:
             result["Speed by the number of drafts, from costs and acceptance"] = (
-                ["drafts", "accepted, %", "tokens a round", "needed", "times as fast"],
+                ["drafts", "accepted, %", "tokens a round", "needed", 'needed, as "auto" learned', "times as fast"],
                 [
                     [
                         str(k), f"{100 * found.acceptance[k - 1]:.0f}", f"{1 + sum(found.acceptance[:k]):.2f}",
-                        f"{costs.break_even(k):.2f}", f"{costs.speedup(k, found.acceptance):.2f}",
+                        f"{costs.break_even(k):.2f}", f"{found.expected[k]:.2f}" if k < len(found.expected) else "",
+                        f"{costs.speedup(k, found.acceptance):.2f}",
                     ]
                     for k in range(1, len(found.acceptance) + 1)
                 ],

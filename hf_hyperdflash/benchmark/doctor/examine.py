@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...decoding.bind import check_once
+from ...decoding.bind import check_once, learned_stats
 from ...decoding.stats import SpeculationStats
 from ...drafters.base import Drafter
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
@@ -24,7 +24,7 @@ from ..runner import Method, generate_once
 from .diagnosis import LEAST_TAU, Diagnosis
 from .fit import check_fit, check_target_loss, check_widths
 from .lost_acceptance import LostAcceptance, encode, report_changes, rounds_of
-from .other_settings import LEAST_PROMPTS, Setting, compare_settings, matters
+from .other_settings import LEAST_PROMPTS, Setting, cause_of, compare_settings, matters
 from .recommended import TEMPERATURES, ranked, time_settings
 from .round_costs import measure_round_costs
 
@@ -86,8 +86,8 @@ def examine(
     """Examine a pair: whether it fits, how many times as fast it is, what that takes, and where acceptance is lost.
 
     For HyperDFlash and DFlash drafters it tries what is easily misread in others' formats: every layer one lower and
-    one higher, and the other anchor convention. For every drafter it tries long texts, another precision, the other
-    thinking mode, no template, and settings of `generate`.
+    one higher, the other anchor convention, and other bases of RoPE. For every drafter it tries long texts, another
+    precision, the other thinking mode, no template, and settings of `generate`.
 
     Args:
         target: The target. It is bound meanwhile.
@@ -191,7 +191,7 @@ class _Examination:
         """
         found, target, began = self.found, self.target, time.monotonic()
         methods = [Method("alone"), Method("drafted", self.drafter)]
-        share = (0.3 if len(prompts) >= LEAST_PROMPTS else 0.6) * self.seconds
+        least, share = (LEAST_PROMPTS, 0.3) if len(prompts) >= LEAST_PROMPTS else (2, 0.5)
         self.say(f"generating from up to {len(prompts)} prompts with and without the drafter ...")
         for method in methods:  # the first is slower than others
             generate_once(target, method, prompts[0].to(target.device), 0.0, min(8, self.new))
@@ -199,7 +199,7 @@ class _Examination:
         by_kind: dict[str, list[tuple[int, int]]] = {}
         progress = progress_bar(prompts, desc="generating", unit="prompt", leave=False, disable=self.disable_tqdm)
         for number, prompt in enumerate(progress):
-            if number >= min(len(prompts), LEAST_PROMPTS) and time.monotonic() - began > share:
+            if number >= least and time.monotonic() - began > share * self.seconds:
                 break
             ids, outputs = prompt.to(target.device), {}
             for method in methods[:: 1 if number % 2 else -1]:
@@ -255,7 +255,7 @@ class _Examination:
     ) -> None:  # fmt: skip
         found, prompts = self.found, prompts[: len(texts)]
         if self.drafter.config.model_type == HyperDFlashConfig.model_type:
-            self.say("trying other layers and the other anchor convention ...")
+            self.say("trying other layers, the other anchor convention, other bases of RoPE ...")
             few = slice(None, None if len(texts) <= LEAST_PROMPTS else LEAST_PROMPTS + 4)
             _try_other_settings(
                 found, self.target, cast(HyperDFlashDrafter, self.drafter), prompts[few], texts[few], self.disable_tqdm
@@ -293,6 +293,9 @@ class _Examination:
                 seconds=share * self.seconds, disable_tqdm=self.disable_tqdm,
             )  # fmt: skip
             self.found.timed[temperature] = timed
+            learned = learned_stats(self.target, self.drafter)
+            if learned is not None and learned.is_tried:
+                self.found.expected = learned.costs.predict(self.context, len(self.found.acceptance))
             self.found.facts[f"timed, temperature {temperature:g}"] = "; ".join(map(str, timed))
 
 
@@ -313,13 +316,12 @@ def _try_other_settings(
     better = [setting for setting in ahead if setting.ahead.low > 0]
     worse = sum(setting.ahead.high < 0 for setting in others)
     found.facts["other configurations"] = (
-        f"{len(others)} tried in {text}, neighbouring layers and the other anchor convention: {worse} certainly "
-        f"worse, {len(better)} clearly better, of the others none makes a clear difference"
+        f"{len(others)} tried in {text}, neighbouring layers, the other anchor convention, other bases of RoPE: "
+        f"{worse} certainly worse, {len(better)} clearly better, of the others none makes a clear difference"
     )
     if better:
         best = max(better, key=lambda setting: setting.ahead.value)
-        cause = "layers" if "layer" in best.name else "anchor"
-        found.problems[cause] = (
+        found.problems[cause_of(best.name)] = (
             f"With {best.name} the drafter finds the target's text likelier ({_describe(best, tau)} in {text}): the "
             "configuration does not say how the drafter was trained. Correct it in `config.json`."
         )

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
-from ...drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
+from ...drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter, HyperDFlashRotaryEmbedding
 from ...drafters.parts.heads import run_heads
 from ...drafters.parts.layers import block_inputs
 from ...targets.registry import target_of
@@ -28,6 +28,7 @@ _FALSE_ALARMS = 0.03
 # The least differences that are reported: nats a draft, and the ratio of tokens a round.
 _LEAST_NATS_AHEAD, _LEAST_TAU_RATIO = 0.1, 1.05
 _BLOCKS = 32  # of one forward of the drafter
+_ROPE_BASES = 1e4, 1e6  # that of who does not read it, and Qwen's
 
 
 class Setting(NamedTuple):
@@ -65,10 +66,11 @@ def compare_settings(
 ) -> Comparison:
     """Compare drafts with the drafter's settings to drafts with settings that are easily confused with them.
 
-    These are each layer one lower and one higher, all layers at once, and the other anchor convention. A round reads
-    only accepted tokens, which are known for a text that the target wrote. So one forward of the target over a text
-    serves all rounds of all settings, and all have the same rounds. Settings are compared by the likelihood of the
-    text, which training maximizes: accepted lengths would need several times as many rounds.
+    These are each layer one lower and one higher, all layers at once, the other anchor convention, and the bases of
+    RoPE that others have. A round reads only accepted tokens, which are known for a text that the target wrote. So one
+    forward of the target over a text serves all rounds of all settings, and all have the same rounds. Settings are
+    compared by the likelihood of the text, which training maximizes: accepted lengths would need several times as many
+    rounds.
 
     Args:
         target: The target.
@@ -77,7 +79,7 @@ def compare_settings(
         starts: Where in each the prompt ends.
         disable_tqdm: `False` for a progress bar on stderr, `None` for one on a terminal and lines elsewhere.
     """
-    settings = _other_settings(drafter.config, target_of(target).config.num_hidden_layers)
+    settings = other_settings(drafter.config, target)
     tried = [drafter.config, *settings.values()]
     progress = progress_bar(texts, desc="trying other layers", unit="prompt", leave=False, disable=disable_tqdm)
     found = [draft_every_round(target, drafter, text, start, tried) for text, start in zip(progress, starts)]
@@ -105,19 +107,31 @@ def leads_over_first(sums: np.ndarray, rounds: np.ndarray) -> list[Interval]:
     return [interval(lead, _FALSE_ALARMS / len(leads)) for lead in leads]
 
 
-def _other_settings(config: HyperDFlashConfig, count: int) -> dict[str, HyperDFlashConfig]:
-    """Return other configurations by their difference in words, for a target of `count` layers."""
-    ids = config.target_layer_ids or []
+def other_settings(config: HyperDFlashConfig, target: PreTrainedModel) -> dict[str, HyperDFlashConfig]:
+    """Return other configurations by their difference in words; [`cause_of`] has the cause."""
+    seen = target_of(target)
+    count, ids = seen.config.num_hidden_layers, config.target_layer_ids or []
     moves = [[layer if layer == -1 else layer + step for layer in ids] for step in (-1, 1)]
     moves += [[*ids[:i], ids[i] % count + step, *ids[i + 1 :]] for i in range(len(ids)) for step in (-1, 1)]
-    seen, found = [[layer % count for layer in ids]], {}
+    tried, found = [[layer % count for layer in ids]], {}
     for moved in moves:
         read = [count - 1 if layer == -1 else layer for layer in moved]
-        if read not in seen and set(read) <= set(range(count)) and len(set(read)) == len(read):
-            seen.append(read)
+        if read not in tried and set(read) <= set(range(count)) and len(set(read)) == len(read):
+            tried.append(read)
             found[f"`target_layer_ids` {moved} instead of {ids}"] = _changed(config, target_layer_ids=moved)
     other = not config.sample_from_anchor
-    return {**found, f"`sample_from_anchor` {other}": _changed(config, sample_from_anchor=other)}
+    found[f"`sample_from_anchor` {other}"] = _changed(config, sample_from_anchor=other)
+    own = cast(dict[str, Any], config.rope_parameters)
+    for base in dict.fromkeys([*_ROPE_BASES, float(seen.rope_theta)]):
+        if base != own["rope_theta"]:
+            name = f"`rope_theta` {base:,.0f} instead of {own['rope_theta']:,.0f}"
+            found[name] = _changed(config, rope_parameters={**own, "rope_theta": base})
+    return found
+
+
+def cause_of(name: str) -> str:
+    """Return the cause in a word, of a setting's name."""
+    return next(cause for word, cause in (("layer", "layers"), ("anchor", "anchor"), ("rope", "RoPE")) if word in name)
 
 
 def _changed(config: HyperDFlashConfig, **fields: object) -> HyperDFlashConfig:
@@ -133,6 +147,7 @@ def draft_every_round(
     text: torch.Tensor,
     start: int,
     settings: Sequence[HyperDFlashConfig],
+    shift: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draft after each token of `text` from `start` on, except the last.
 
@@ -141,7 +156,9 @@ def draft_every_round(
         drafter: Its drafter.
         text: `[1, seq]`.
         start: Where in it the prompt ends.
-        settings: Configurations, which may differ from the drafter's own in its layers and its anchor convention.
+        settings: Configurations, which may differ from the drafter's own in its layers, its anchor convention and the
+            base of RoPE.
+        shift: By how many positions the block is too late.
 
     Returns:
         `[settings, rounds]` each: the tokens that a round emits, and the mean log-probability of the text's next
@@ -153,7 +170,7 @@ def draft_every_round(
     positions = torch.arange(text.shape[1], device=text.device)[None]
     parts = dict(zip(layers, compute_residual(target, text, positions, layers).chunk(len(layers), dim=2)))
     found = [
-        _rounds(target, drafter, config, text, start, torch.cat([parts[i] for i in ids], dim=2))
+        _rounds(target, drafter, config, text, start, torch.cat([parts[i] for i in ids], dim=2), shift)
         for config, ids in zip(settings, read)
     ]
     emitted, nats = zip(*found)
@@ -167,16 +184,19 @@ def _rounds(
     text: torch.Tensor,
     start: int,
     residual: torch.Tensor,
+    shift: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     text, residual = text.to(drafter.device), residual.to(drafter.device)
     positions, is_text = torch.arange(text.shape[1], device=text.device)[None], torch.ones_like(text, dtype=torch.bool)
-    seen = target_of(target)
+    seen, usual = target_of(target), drafter.rotary_emb
+    if config.rope_parameters != drafter.config.rope_parameters:
+        drafter.rotary_emb = HyperDFlashRotaryEmbedding(config).to(drafter.device)
     emitted, nats = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0)]
     for anchors in positions[:, start:-1].split(_BLOCKS, dim=1):
         block, at = block_inputs(text[:, anchors[0]], anchors, config.block_size, config.mask_token_id)
         hidden = drafter(
             seen.embed(block),
-            at,
+            at + shift,
             attention_mask=block_masks(config, anchors, positions),
             residual=residual,
             residual_position_ids=positions,
@@ -195,4 +215,5 @@ def _rounds(
         drafted = labels != IGNORE_INDEX
         log_likelihoods = -losses.clamp(max=math.log(config.vocab_size)) * drafted
         nats.append((log_likelihoods.sum(-1) / drafted.sum(-1)).cpu())
+    drafter.rotary_emb = usual
     return torch.cat(emitted).numpy(), torch.cat(nats).numpy()

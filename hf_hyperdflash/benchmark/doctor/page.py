@@ -75,7 +75,7 @@ def record(found: Diagnosis, target: PreTrainedModel, drafter: Drafter) -> dict[
             "remarks": found.remarks,
         },
         "acceptance": found.acceptance, "drafts": found.drafts, "differing": found.differing, "kinds": found.kinds,
-        "costs": found.costs and asdict(found.costs),
+        "costs": found.costs and asdict(found.costs), "expected": found.expected,
         "changes": [change._asdict() for change in found.changes],
         "timed": {str(t): [each._asdict() for each in timed] for t, timed in found.timed.items()},
     }  # fmt: skip

@@ -36,6 +36,7 @@ class Answer(NamedTuple):
         seconds: Seconds until its end.
         first_seconds: Seconds until its first piece.
         counted: The server's counts of its drafts; `None` if it gives none.
+        prompt_tokens: Tokens of the conversation so far, as the server counts them; `None` if it does not say.
     """
 
     text: str
@@ -43,6 +44,7 @@ class Answer(NamedTuple):
     seconds: float
     first_seconds: float
     counted: DraftCounters | None
+    prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -86,14 +88,14 @@ class EndpointSettings:
 
 def check_server(settings: EndpointSettings) -> None:
     """Raise a `ValueError` if no server answers, or it does not serve the target."""
-    names = list(_served(settings))
+    names = list(served_models(settings))
     if settings.model not in names:
         raise ValueError(
             f"`--target` is {settings.model!r}, but {settings.endpoint} serves {', '.join(names)}: give one of these."
         )
 
 
-def _served(settings: EndpointSettings) -> dict[str, str | None]:
+def served_models(settings: EndpointSettings) -> dict[str, str | None]:
     """Return the models that a server serves, with their owner, which is the server's kind."""
     listed = json.loads(fetch(f"{settings.root}/v1/models"))["data"]
     return {model["id"]: model.get("owned_by") for model in listed}
@@ -101,11 +103,12 @@ def _served(settings: EndpointSettings) -> dict[str, str | None]:
 
 def read_counters(settings: EndpointSettings) -> DraftCounters | None:
     """Read the server's counts of its drafts at `/metrics`, as vLLM gives them; `None` if there are none."""
-    counted = vllm_counters(_metrics(settings), settings.model)
+    counted = vllm_counters(metrics(settings), settings.model)
     return counted if counted.accepted else None
 
 
-def _metrics(settings: EndpointSettings) -> str:
+def metrics(settings: EndpointSettings) -> str:
+    """Return a server's page of counters, empty if it has none."""
     try:
         return fetch(f"{settings.root}/metrics")
     except ValueError:  # no such page
@@ -154,13 +157,14 @@ def ask(
         "temperature": temperature, "seed": settings.seed, "stream": True, "stream_options": {"include_usage": True},
         **more,
     }  # fmt: skip
-    began, first, tokens, counted, pieces = time.perf_counter(), None, 0, None, []
+    began, first, tokens, prompt, counted, pieces = time.perf_counter(), None, 0, None, None, []
     url = f"{settings.root}/v1/chat/completions"
     with _opened(url, body) as lines:
         for event in _events(lines):
             if error := event.get("error"):  # the status of a stream that has begun is always 200
                 raise ValueError(f"{url} breaks off ({str(error)[:300]}): look at its log.")
-            tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+            usage = event.get("usage") or {}
+            tokens, prompt = usage.get("completion_tokens", tokens), usage.get("prompt_tokens", prompt)
             counted = sglang_counted(event) or counted
             delta = event["choices"][0]["delta"] if event.get("choices") else {}
             content = delta.get("content") or ""
@@ -168,7 +172,7 @@ def ask(
                 first = time.perf_counter()
             pieces.append(content)
     ended = time.perf_counter()
-    return Answer("".join(pieces), tokens, ended - began, (first or ended) - began, counted)
+    return Answer("".join(pieces), tokens, ended - began, (first or ended) - began, counted, prompt)
 
 
 def _events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
@@ -195,11 +199,11 @@ def measure(
     settings: EndpointSettings, prompts: Sequence[Sequence[str]], temperature: float, concurrency: int
 ) -> dict[str, Any]:
     """Measure one run over some prompts."""
-    more = SGLANG_OPTIONS if _served(settings).get(settings.model) == "sglang" else {}
-    before, began = _metrics(settings), time.perf_counter()
+    more = SGLANG_OPTIONS if served_models(settings).get(settings.model) == "sglang" else {}
+    before, began = metrics(settings), time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
         conversations = list(pool.map(lambda turns: converse(settings, turns, temperature, more), prompts))
-    seconds, after = time.perf_counter() - began, _metrics(settings)
+    seconds, after = time.perf_counter() - began, metrics(settings)
     answers = [answer for answers in conversations for answer in answers]
     tokens = sum(answer.new_tokens for answer in answers)
     counts = counts_of_run(settings.model, [answer.counted for answer in answers], before, after)

@@ -5,9 +5,11 @@ import torch
 
 from hf_hyperdflash import PromptLookupDrafter
 from hf_hyperdflash.benchmark.doctor import round_costs
-from hf_hyperdflash.benchmark.doctor.diagnosis import Diagnosis
+from hf_hyperdflash.benchmark.doctor.diagnosis import Diagnosis, tables
 from hf_hyperdflash.benchmark.doctor.round_costs import WIDTHS, MeasuredCosts, measure_round_costs
 from hf_hyperdflash.benchmark.intervals import Interval
+from hf_hyperdflash.decoding.bind import learned_stats
+from hf_hyperdflash.decoding.request import AUTO
 
 from ..helpers.families import qwen3
 
@@ -67,6 +69,14 @@ CHEAP, FREE = {1: 1.0, 8: 1.2}, {1: 0.1, 7: 0.1}
         ({1: 1.0, 4: 2.6}, FREE, [0.8, 0.6, 0.5], 1.2, "verification", "verification"),
         ({1: 1.0, 8: 2.0}, FREE, [0.6, 0.1] + [0.0] * 5, 0.9, "verification", "verification"),
         ({1: 1.0, 8: 1.7}, FREE, [0.6, 0.1] + [0.0] * 5, 1.15, "draft count", "verification"),
+        (
+            {1: 1.0, 8: 1.2, 41: 3.0},
+            FREE,
+            [0.4, 0.1] + [0.0] * 38,
+            0.5,
+            "draft count",
+            "verification",
+        ),  # on any machine
         (CHEAP, {1: 1.0, 3: 1.5}, [0.8, 0.6, 0.5], 1.05, "drafting", "drafting"),
     ],
 )
@@ -93,3 +103,19 @@ def test_the_verdict_has_the_numbers():
     many = {cause: "so." for cause in "abcdef"}
     found.problems = many
     assert len(found.verdict()) <= 10 and "so. And 2 more: e, f." in str(found)
+
+
+def test_what_auto_learned_stands_beside_what_was_measured():
+    target = qwen3().eval()
+    drafter = PromptLookupDrafter(target)
+    assert learned_stats(target, drafter) is None
+    drafter.bind(target)
+    options = {"do_sample": False, "num_assistant_tokens": AUTO, "assistant_model": drafter}
+    target.generate(torch.arange(3, 23)[None], max_new_tokens=40, **options)
+    learned = learned_stats(target, drafter)
+    assert learned.is_tried
+    found = diagnosed(CHEAP, FREE, [0.8, 0.6, 0.5], 2.2)
+    found.expected = learned.costs.predict(30, 3)
+    head, rows = tables(found)["Speed by the number of drafts, from costs and acceptance"]
+    at = head.index('needed, as "auto" learned')
+    assert [row[at] for row in rows] == [f"{cost:.2f}" for cost in found.expected[1:]]

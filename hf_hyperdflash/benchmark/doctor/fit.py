@@ -145,9 +145,9 @@ def _recorded_tau(drafter: SavedDrafter) -> float | None:
     return metrics.get("eval_tau")
 
 
-def check_widths(found: Diagnosis, target: PreTrainedModel, text: torch.Tensor) -> None:
+def check_widths(found: Diagnosis, target: PreTrainedModel, text: torch.Tensor) -> float:
     """Report by how much the target's logits differ between one forward over some tokens, as verification runs it,
-    and a forward for each, as plain decoding does."""
+    and a forward for each, as plain decoding does. Return that in parts of their spread."""
     ids = text.to(target.device)
     before, last = ids[:, :-_TOKENS], ids[:, -_TOKENS:]
     with torch.no_grad():
@@ -172,6 +172,7 @@ def check_widths(found: Diagnosis, target: PreTrainedModel, text: torch.Tensor) 
             "drafter's. Load the target unquantized, or with kernels that do not, where texts must be equal; train "
             "the drafter on for this target if fewer drafts are accepted."
         )
+    return gap / spread
 
 
 def _check_tokenizer(

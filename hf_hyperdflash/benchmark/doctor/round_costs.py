@@ -188,8 +188,9 @@ class _Measurement:
             self._report(f"timing rounds of up to {max(widths)} tokens, {kind}, {turn + 1} of {1 + _TURNS} ...")
             steps = _Steps(self._target.device)
             self._generate(2 + _ROUNDS, logits_processor=LogitsProcessorList([steps]))
-            filler = _Widths(self._target, self._ids, [*widths] * _ROUNDS)
-            self._generate(1 + _ROUNDS * len(widths) + max(widths), assistant_model=filler)
+            count = _ROUNDS if turn else 1
+            filler = _Widths(self._target, self._ids, [*widths] * count)
+            self._generate(1 + count * len(widths) + max(widths), assistant_model=filler)
             if turn:
                 plain += np.diff(steps.times).tolist()
                 for width, seconds in filler.seconds.items():
@@ -199,11 +200,9 @@ class _Measurement:
 
     def drafting(self, drafter: Drafter, drafts: int) -> float:
         """Return the seconds of one round's drafting."""
-        total = SpeculationStats()
-        for turn in range(2):
+        for _ in range(2 if self.options else 1):  # the first one compiles; eager, the drafter has run before
             self._generate(2 + 2 * _ROUNDS + drafts, assistant_model=drafter, num_assistant_tokens=drafts)
-            if turn:
-                total += cast(SpeculationStats, drafter.last_stats)
+        total = cast(SpeculationStats, drafter.last_stats)
         if total.of_batch:
             return sum(each.draft_seconds for each in total.of_batch) / max(
                 (each.rounds for each in total.of_batch), default=1

@@ -318,7 +318,8 @@ class BoundTarget(_Mixed):
 
 def learned_stats(target: PreTrainedModel, drafter: Drafter) -> DraftingStats | None:
     """Return what "auto" knows of a drafter's greedy rounds with a bound target; `None` before it was used."""
-    return _stats.get(target, {}).get(drafter, {}).get(False)
+    drafters = _stats.get(target)
+    return None if drafters is None else drafters.get(drafter, {}).get(False)
 
 
 class SequenceStarter:

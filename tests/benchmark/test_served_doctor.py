@@ -16,7 +16,7 @@ from hf_hyperdflash.benchmark.doctor.served import examine_server
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.decoding.bind import unbind
 from hf_hyperdflash.drafters.parts.layers import HyperDFlashRotaryEmbedding
-from hf_hyperdflash.training.data.rows import encode_prompts
+from hf_hyperdflash.training.data.encoding import encode_prompts
 
 from ..conftest import MODELS
 from ..helpers.tokenizers import characters

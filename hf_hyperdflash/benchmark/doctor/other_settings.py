@@ -190,7 +190,7 @@ def _rounds(
     positions, is_text = torch.arange(text.shape[1], device=text.device)[None], torch.ones_like(text, dtype=torch.bool)
     seen, usual = target_of(target), drafter.rotary_emb
     if config.rope_parameters != drafter.config.rope_parameters:
-        drafter.rotary_emb = HyperDFlashRotaryEmbedding(config).to(drafter.device)
+        drafter.rotary_emb = HyperDFlashRotaryEmbedding(cast(Any, config)).to(drafter.device)
     emitted, nats = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0)]
     for anchors in positions[:, start:-1].split(_BLOCKS, dim=1):
         block, at = block_inputs(text[:, anchors[0]], anchors, config.block_size, config.mask_token_id)

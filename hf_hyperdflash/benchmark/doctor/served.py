@@ -327,7 +327,7 @@ def _readings(drafter: HyperDFlashDrafter, walk: _Walk) -> Iterator[tuple[str, s
         (counted,) = walk.accepted(drafter, [drafter.config], shift)
         yield "positions", f"its block 1 position {name}", counted
     for dtype in {torch.float16, torch.bfloat16, torch.float32} - {drafter.dtype}:
-        (counted,) = walk.accepted(copy.deepcopy(drafter).to(dtype), [drafter.config])
+        (counted,) = walk.accepted(cast(Any, copy.deepcopy(drafter)).to(dtype), [drafter.config])
         yield "dtype", f"weights in {str(dtype).removeprefix('torch.')}", counted
 
 

@@ -64,6 +64,17 @@ def test_paths_that_contributors_are_told_of_are_there(page):
     ] == []
 
 
+def test_names_that_contributors_are_told_of_are_defined():
+    """Somewhere in the code or in a configuration: as a function, a class, a value or a field."""
+    pages = [page for page in (DOCS / "extending").glob("*.md") if page.stem != "sglang"]  # SGLang's are its own
+    named = {name for page in pages for name in re.findall(r"`(\w+)`", page.read_text()) if "NAME" not in name}
+    code = "\n".join(path.read_text() for part in (PACKAGE, ROOT / "tests") for path in part.rglob("*.py"))
+    defined = set(re.findall(r"(?:\bdef |\bclass |\bself\.)(\w+)", code))
+    defined |= set(re.findall(r"\b(\w+)[\"']?(?: *[:=]|\])", code))
+    # Of tests a part of the name is enough; the last one is transformers'.
+    assert [name for name in named if not any(name in each for each in {*defined, "layer_norm_eps"})] == []
+
+
 def words(*pages: Path) -> int:
     """Of what a reader sees: no comments, no bars of tables."""
     shown = [re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL) for page in pages]

@@ -32,7 +32,7 @@ def ordered_logits(
         anchors: Their first tokens, `[batch]`.
         logits: From states `[..., config.target_hidden_size]` to logits over the tokens that can be drafted.
         embed: The target's embeddings of tokens `[batch]`, as its first layer reads them.
-        token_of: The target's tokens for indices `[batch]` among those that can be drafted.
+        to_token_ids: The target's tokens for indices `[batch]` among those that can be drafted.
         candidates: Number of the block's own best tokens that a draft is chosen among; 0 for all.
 
     Returns:

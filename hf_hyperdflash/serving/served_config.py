@@ -50,11 +50,11 @@ class ServedConfig(HyperDFlashConfig):
                 )
 
     def _add_engine_fields(self) -> None:
-        raise NotImplementedError(f"A {type(self).__name__} has no `_say_in_engines_words`.")
+        raise NotImplementedError(f"A {type(self).__name__} has no `_add_engine_fields`.")
 
     def _unsupported_by_engine(self) -> list[tuple[bool, str, str, str]]:
         """Return this engine's limits: whether one is exceeded, the field, what can be served, and the fix."""
-        raise NotImplementedError(f"A {type(self).__name__} has no `_beyond_engine`.")
+        raise NotImplementedError(f"A {type(self).__name__} has no `_unsupported_by_engine`.")
 
     def _unsupported_by_any(self) -> list[tuple[bool, str, str, str]]:
         kind = (self.rope_parameters or {}).get("rope_type")

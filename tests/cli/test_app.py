@@ -17,6 +17,7 @@ from hf_hyperdflash.cli import options
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.cli.app import run as entry_point
 from hf_hyperdflash.decoding.request import MOST_NODES
+from hf_hyperdflash.hub.kinds import KINDS
 from hf_hyperdflash.training.features.fingerprint import changed_parts
 from hf_hyperdflash.training.script import main as train_main
 
@@ -381,7 +382,7 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     (["card", DRAFTER, "--notes", "notes.md", "--output", "out.md"], 1, "notes.md is no text in UTF-8"),
     (["card", DRAFTER, "--output", "file/card.md"], 1, "file is a file"),
     (["card", DRAFTER, "--dtype", "float7"], 2, "'float7' is not one of"),
-    *(([command, name, *rest], 1, "an EAGLE-3 drafter, a Medusa drafter, an MTP drafter or a DSpark drafter, saved")
+    *(([command, name, *rest], 1, f"{KINDS[-2]} or {KINDS[-1]}, saved")
       for name in ("zlab", TARGET)
       for command, *rest in (["card"], ["push", "org/name"])),
     *((["export", name, "out"], 1, "expected a HyperDFlash drafter, saved by this package")

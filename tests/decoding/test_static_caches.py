@@ -448,6 +448,28 @@ def test_drafters_that_read_other_layers_have_graphs_of_their_own(counted):
             assert widths == {len(layer_ids)}
 
 
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="weights are packed for MKL here")
+def test_packed_weights_change_neither_text_nor_drafts(counted, monkeypatch):
+    """By inductor, which takes for a weight what it may: it must not take what changes from round to round."""
+    target, own = target_and_own(families.qwen3)
+    drafter, drafts = drafter_of(target), []
+    propose = drafter.propose
+    monkeypatch.setattr(drafter, "propose", lambda *args: drafts.append(propose(*args)) or drafts[-1])
+    config = CompileConfig(mode=None, fullgraph=True)
+    config._compile_all_devices = True
+    expected = own.generate(prompt(11), max_new_tokens=12, **GREEDILY)
+    options = dict(max_new_tokens=12, assistant_model=drafter, cache_implementation="static", **GREEDILY)
+    assert torch.equal(target.generate(prompt(11), **options), expected)
+    eager = [tree.tokens.tolist() for tree in drafts]
+    with torch._inductor.config.patch(freezing=True):
+        target.generate(prompt(11), compile_config=config, **options)
+        drafts.clear()
+        with profile() as trace:
+            assert torch.equal(target.generate(prompt(11), compile_config=config, **options), expected)
+    assert [tree.tokens.tolist() for tree in drafts] == eager
+    assert any(event.key == "mkl::_mkl_linear" for event in trace.key_averages())
+
+
 def test_a_compiled_batch_keeps_its_shape(counted):
     """Texts that have ended keep their rows."""
     target, own = target_and_own(families.qwen3)

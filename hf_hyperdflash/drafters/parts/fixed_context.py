@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from ...targets.caches.slot_forward import CompiledForwards
+from ...targets.caches.static import keep_addresses
 from .block_attention import AttentionSpan
 from .layers import ContextCache, ContextLayer, KeysValues
 
@@ -45,12 +46,7 @@ class FixedContext(ContextCache):
         for own, old in zip(self._layer_views, held):
             for buffer, states in zip(own, old):
                 buffer[:, :, : self._stop] = states
-        self._mark_static(self.buffers)
-
-    @staticmethod
-    def _mark_static(buffers: Sequence[torch.Tensor]) -> None:
-        for buffer in buffers:
-            torch._dynamo.mark_static_address(buffer, guard=False)
+        keep_addresses(*self.buffers)
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -74,7 +70,7 @@ class FixedContext(ContextCache):
         buffer, new = self._layer_views[0][0], 0
         if self._residual is None:
             self._residual = buffer.new_zeros(1, self.most_new, *residual_shape)
-            self._mark_static([self._residual])
+            keep_addresses(self._residual)
         if self.pending is not None:
             new = self.pending[1].shape[1]
             self._residual[:, :new] = self.pending[0]

@@ -12,6 +12,14 @@ from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLaye
 from ..hooks import ResidualCapture
 
 
+def keep_addresses(*states: torch.Tensor) -> None:
+    """Let compiled forwards count on tensors that stay where they are, whatever is written into them: not guarded, as
+    caches come and go. Not where weights are packed: torch would take what a graph only reads for a weight."""
+    for each in states:
+        if not torch._inductor.config.freezing:
+            torch._dynamo.mark_static_address(each, guard=False)
+
+
 class SlotLayer(StaticLayer):
     """A static layer during the rounds of one or several sequences.
 
@@ -47,8 +55,7 @@ class SlotLayer(StaticLayer):
         self.device = layer.device
         self.keys = self._in_slots(cast(torch.Tensor, layer.keys), lengths, layer)
         self.values = self._in_slots(cast(torch.Tensor, layer.values), lengths, layer)
-        for states in (self.keys, self.values):  # not guarded, which before torch 2.9 or so it is: caches come and go
-            torch._dynamo.mark_static_address(states, guard=False)
+        keep_addresses(self.keys, self.values)
 
     def _in_slots(self, states: torch.Tensor, lengths: Sequence[int], layer: StaticLayer) -> torch.Tensor:
         """Return a layer's keys or values with each sequence's tokens in their slots."""
@@ -159,7 +166,7 @@ class SlotCache(Cache):
     def __init__(self, cache: Cache, windows: Sequence[int | None], lengths: Sequence[int], width: int) -> None:
         self.stock = cache
         self.starts = torch.tensor(lengths, device=cast(StaticLayer, cache.layers[0]).device)
-        torch._dynamo.mark_static_address(self.starts, guard=False)
+        keep_addresses(self.starts)
         layers = [
             SlotLayer(cast(StaticLayer, layer), window, lengths, self.starts, width)
             for layer, window in zip(cache.layers, windows)

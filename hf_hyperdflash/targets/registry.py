@@ -44,7 +44,7 @@ def target_of(model: PreTrainedModel | Target) -> Target:
         known = ", ".join(family.title for family in FAMILIES[:-1])
         raise ValueError(
             f"The target is a {name} model: expected one of {known}, or a {Target.title}. Load the target with "
-            "`AutoModelForCausalLM.from_pretrained(...)`."
+            "`AutoModelForCausalLM.from_pretrained(...)`; docs/extending/family.md says how a family is added."
         )
     return family(model, trunk)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
@@ -45,12 +46,15 @@ from .request import (
 )
 from .sequence import Sequence
 
+logger = logging.getLogger(__name__)
+
 # `bind` and `unbind` change a target as a whole, and each drafter is checked once for a target that is bound.
 _BINDING = threading.Lock()
 _MOST_DRAFTS = 8  # of a drafter that can draft any number, where as many as pay are asked for
 _fitting: WeakKeyDictionary[PreTrainedModel, WeakSet[Drafter]] = WeakKeyDictionary()
 # The drafters that have bound a target and not unbound it: it stays bound while there are some.
 _binders: WeakKeyDictionary[PreTrainedModel, WeakSet[Drafter]] = WeakKeyDictionary()
+_told: WeakSet[PreTrainedModel] = WeakSet()  # targets that a line was said of
 # Of a bound target's drafters, greedy and sampling.
 _stats: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[Drafter, dict[bool, DraftingStats]]] = WeakKeyDictionary()
 
@@ -368,6 +372,7 @@ def bind(target: PreTrainedModel, fuse: bool | None = None) -> PreTrainedModel:
     seen, was_bound = target_of(target), is_bound(target)
     if not was_bound:
         _check_bindable(seen)
+        _tell_of_widths(target)
     with _BINDING:
         bound_by = getattr(type(target), "bound_by", None)
         if bound_by is None:
@@ -381,6 +386,18 @@ def bind(target: PreTrainedModel, fuse: bool | None = None) -> PreTrainedModel:
     if fuse is not None:
         _switch_fusion(cast(BoundTarget, target), fuse, unbind_on_error=not was_bound)
     return target
+
+
+def _tell_of_widths(target: PreTrainedModel) -> None:
+    """Say once that a target's forwards depend on how many tokens they take, where its kernels are known for it."""
+    by_bitsandbytes = getattr(getattr(target.config, "quantization_config", None), "load_in_8bit", False)
+    by_torchao = any(getattr(weight, "act_quant_kwargs", None) is not None for weight in target.parameters())
+    if (by_bitsandbytes or by_torchao) and target not in _told:
+        _told.add(target)
+        logger.warning(
+            "The target's activations are quantized in 8 bits, so its logits depend on how many tokens a forward "
+            "takes: greedy text with drafts, which are verified together, can differ from that without."
+        )
 
 
 def _switch_fusion(target: BoundTarget, fuse: bool, unbind_on_error: bool) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from transformers import (
+    BitsAndBytesConfig,
     DynamicCache,
     GenerationConfig,
     LogitsProcessor,
@@ -751,3 +752,15 @@ def test_statistics_of_a_run_add_up(wide):
     assert stats.tokens == 40 and sum(stats.emitted) + 1 in (39, 40)
     assert 1 < stats.tau < 7 and stats.draft_seconds > 0 and stats.verify_seconds > 0
     assert stats.acceptance == sorted(stats.acceptance, reverse=True)
+
+
+def test_a_target_whose_forwards_depend_on_their_width_says_so_once(caplog):
+    target = qwen3().eval()
+    unbind(bind(target))
+    target.config.quantization_config = BitsAndBytesConfig(load_in_4bit=True)
+    unbind(bind(target))
+    assert not caplog.messages
+    target.config.quantization_config = BitsAndBytesConfig(load_in_8bit=True)
+    for _ in range(2):
+        unbind(bind(target))
+    assert len(caplog.messages) == 1 and "logits depend on how many tokens a forward takes" in caplog.messages[0]

@@ -6,6 +6,7 @@ import torch
 from hf_hyperdflash import PromptLookupDrafter
 from hf_hyperdflash.benchmark.doctor import round_costs
 from hf_hyperdflash.benchmark.doctor.diagnosis import Diagnosis, tables
+from hf_hyperdflash.benchmark.doctor.recommended import Timed
 from hf_hyperdflash.benchmark.doctor.round_costs import WIDTHS, MeasuredCosts, measure_round_costs
 from hf_hyperdflash.benchmark.intervals import Interval
 from hf_hyperdflash.decoding.bind import learned_stats
@@ -84,6 +85,19 @@ def test_what_makes_rounds_dear_is_named(rounds, drafting, acceptance, speedup, 
     found = diagnosed(rounds, drafting, acceptance, speedup)
     assert list(found.problems) == ([cause] if cause else []) and found.limit == limit
     assert len(found.verdict()) <= 10 and not found.is_wrong
+
+
+def test_what_is_wrong_with_the_pair_comes_before_what_to_set():
+    """Drafts that are hardly accepted are what a wrong layer looks like, too."""
+    costs = ({1: 1.0, 8: 1.7}, FREE, [0.6, 0.1] + [0.0] * 5, 1.15)
+    found = diagnosed(*costs, problems={"layers": "so."})
+    assert list(found.problems) == ["layers"] and found.is_wrong
+    assert found.verdict()[-2:] == [
+        "First mend what is wrong. What to set comes out of a second examination.", "Problems found."
+    ]  # fmt: skip
+    assert not [line for line in found.verdict() if line.startswith(("Set", "What limits it"))]
+    timed = [Timed({"num_assistant_tokens": 2}, Interval(1.4, 1.2, 1.5), Interval(1, 1, 1))]
+    assert "paid for: set what was timed below." in diagnosed(*costs, timed={0.0: timed}).problems["draft count"]
 
 
 def test_a_mixture_is_told_of_its_experts():

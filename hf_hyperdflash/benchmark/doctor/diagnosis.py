@@ -118,7 +118,8 @@ class Diagnosis:
             f"Verifying {_counted(count + 1, 'token')} costs {costs.verifying(count):.1f} forwards on this machine, "
             f"drafting {costs.asking(count):.1f}: you need {needed:.1f} tokens a round, and have {self.tau:.1f}."
         )
-        yield f"What limits it: {_LIMITS[self.limit]}."
+        if not self.is_wrong:
+            yield f"What limits it: {_LIMITS[self.limit]}."
 
     @property
     def fixed_drafts(self) -> int:
@@ -151,6 +152,8 @@ class Diagnosis:
         verifying, asking = self.costs.verifying(count), self.costs.asking(count)
         experts = " Each token of a mixture wakes more experts." if self.is_mixture else ""
         fewer = f"set `num_assistant_tokens={best[0]}`" if best[0] < count else 'set `num_assistant_tokens="auto"`'
+        if self.timed:
+            fewer = "set what was timed below"
         fastest = max([self.speedup.value, *(each.speedup.value for each in self.timed.get(0.0, [])[:1])])
         is_dear = self.costs.verifying(min(count, _USUAL)) >= _DEAR
         if is_dear or (fastest < _SLOW and count <= _USUAL and self.limit == "verification" and not self.problems):
@@ -158,11 +161,11 @@ class Diagnosis:
                 f"Verifying {_counted(count + 1, 'token')} costs {verifying:.1f} forwards.{experts} Verify fewer: "
                 f"{fewer}, and draft no trees."
             )
-        elif self.drafts and best[0] < count and best[1] >= _FEWER and self._is_confirmed(best[0], count):
+        elif self.drafts and not self.problems and best[1] >= _FEWER and self._is_confirmed(best[0], count):
             self.problems["draft count"] = (
-                f"{count} drafts a round are too many here: {best[0]} would be {best[1]:.2f} times as fast as that. "
-                f"The later ones are hardly accepted (the last in {100 * self.acceptance[-1]:.0f} % of rounds) and "
-                f"each is paid for: {fewer}."
+                f"{count} drafts a round are too many here: {best[0]} would be {best[1]:.2f} times as fast by these "
+                f"costs. The later ones are hardly accepted (the last in {100 * self.acceptance[-1]:.0f} % of rounds) "
+                f"and each is paid for: {fewer}."
             )
         if fastest < _SLOW and self.limit == "drafting" and not self.problems:
             self.problems["drafting"] = (
@@ -182,6 +185,9 @@ class Diagnosis:
         return timed[nearest].speedup.value > 1.05 * timed[count].speedup.value
 
     def _advice(self) -> Iterator[str]:
+        if self.is_wrong:
+            yield "First mend what is wrong. What to set comes out of a second examination."
+            return
         for temperature, timed in self.timed.items():
             yield f"Set, at temperature {temperature:g}: {recommendation(timed)}."
         if self.timed or self.costs is None or self.tau is None:

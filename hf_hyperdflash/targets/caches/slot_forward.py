@@ -18,7 +18,7 @@ from ..target import Target, TargetOutput
 from .name import CACHE
 from .static import SlotCache
 
-LEAST_VIEW = 2048  # slots that a compiled round looks at; for a longer text 4 times as many, and so on
+LEAST_VIEW = 2048  # slots that a compiled round looks at; for a longer text twice as many, and so on
 Result = TypeVar("Result")
 
 _OWN = (CACHE, "attention_mask", "position_ids", "logits_to_keep")  # arguments that are another in each round
@@ -93,7 +93,7 @@ class SlotForward:
         """Return how many slots a round looks at that needs so many: compiled, one of a few numbers."""
         view = tokens if self.compiled is None else LEAST_VIEW
         while view < tokens:
-            view *= 4
+            view *= 2
         return view
 
     def chains(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,11 +2,13 @@
 eager and compiled, and PyPI's `dflash` 0.1.0 and `economize` 0.3.2.
 
 Each way has a copy of one target, and they take turns in random order over the same prompts, so that the machine's
-drift hits them alike. What compiles has been compiled before. Seconds are the processor's on a CPU.
+drift hits them alike. What compiles has been compiled before. Seconds are the processor's on a CPU. "Packed" is with
+the weights in the layout that the CPU's products read (`torch._inductor.config.freezing`).
 
     pip install --no-deps dflash==0.1.0 economize==0.3.2
     python experiments/benchmark compiled  # a random Qwen3, and a drafter that knows its texts
-    python experiments/benchmark compiled --target SMOLLM2 --drafter DRAFTER --prompt-files FOLDER  # in bfloat16
+    python experiments/benchmark compiled --target SMOLLM2 --drafter DRAFTER --prompt-files FOLDER \
+        --temperatures 0 1 --packed --untrained --output experiments/results/compiled/smollm2  # in bfloat16
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import copy
 import datetime
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -27,6 +30,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch._inductor import config as inductor
 from transformers import AutoTokenizer, CompileConfig, PreTrainedModel
 
 from hf_hyperdflash import Drafter, PromptLookupDrafter, load_drafter, load_target
@@ -34,8 +38,8 @@ from hf_hyperdflash.hub.formats import export_dflash, load_foreign
 
 from .loop import clock, loop_of_dflash, random_target, trained_drafter
 
-Way = Callable[[torch.Tensor], torch.Tensor]  # a prompt `[1, seq]` to the text
-COMPILED = "compiled plain"
+Way = Callable[[torch.Tensor, float], torch.Tensor]  # a prompt `[1, seq]` and the temperature to the text
+COMPILED, PACKED = "compiled plain", ", packed"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -46,9 +50,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--suites", nargs="+", default=["gsm8k", "mbpp", "mt-bench"])
     parser.add_argument("--prompt-files", type=Path, help="folder of SUITE.jsonl with lines of `prompt` or `turns`")
     parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
     parser.add_argument("--tree-budgets", type=int, nargs="*", default=[8, 16])
     parser.add_argument("--runs", type=int, default=3, help="over all prompts, after one that is not counted")
+    parser.add_argument("--packed", action="store_true", help="also compiled with packed weights")
+    parser.add_argument("--untrained", action="store_true", help='also "auto" with a drafter of random weights')
     parser.add_argument("--ways", nargs="+", help="some of the ways, by name; all by default")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default=None, choices=["float32", "bfloat16"])
@@ -74,8 +80,7 @@ def ways_of(
     target: PreTrainedModel, drafter: Drafter, folder: Path | None, longest: int, arguments: argparse.Namespace
 ) -> dict[str, tuple[PreTrainedModel, Way, Drafter | None]]:
     """Return each way with the copy of the target that it runs on, and the drafter whose rounds can be counted."""
-    sampled = dict(do_sample=True, temperature=arguments.temperature) if arguments.temperature else {}
-    options = dict(max_new_tokens=arguments.max_new_tokens, pad_token_id=0, **(sampled or dict(do_sample=False)))
+    options = dict(max_new_tokens=arguments.max_new_tokens, pad_token_id=0)
     compiled = dict(cache_implementation="static", max_cache_len=longest, compile_config=compile_config())
     settings: dict[str, dict[str, Any]] = {"plain": {}, COMPILED: compiled}
     static = dict(cache_implementation="static", max_cache_len=longest, prompt_lookup_num_tokens=7)
@@ -86,6 +91,13 @@ def ways_of(
         settings[f"ours, {name}"] = dict(assistant_model=drafter, **asked)
         settings[f"ours compiled, {name}"] = dict(assistant_model=drafter, **asked, **compiled)
     settings["our lookup"] = dict(assistant_model=PromptLookupDrafter)
+    if arguments.untrained:
+        auto = dict(assistant_model=untrained(drafter), num_assistant_tokens="auto")
+        settings["ours compiled, untrained, auto"] = {**auto, **compiled}
+    if arguments.packed:
+        widest = f"ours compiled, {max(arguments.tree_budgets)} nodes" if arguments.tree_budgets else COMPILED
+        for name in dict.fromkeys([COMPILED, "ours compiled, chain", widest]):
+            settings[f"{name}{PACKED}"] = settings[name]
     ways: dict[str, tuple[PreTrainedModel, Way, Drafter | None]] = {}
     for name, asked in settings.items():
         if arguments.ways and name not in arguments.ways:
@@ -95,20 +107,35 @@ def ways_of(
             its = PromptLookupDrafter(own) if its is PromptLookupDrafter else its
             its.bind(own)
             asked = {**asked, "assistant_model": its}
-        ways[name] = own, _way(own, {**options, **asked}), its
-    if not arguments.temperature and not arguments.ways:
+        ways[name] = own, _way(own, {**options, **asked}, name.endswith(PACKED)), its
+    if not any(arguments.temperatures) and not arguments.ways:
         if folder is not None and importlib.util.find_spec("dflash"):
             own = copy.deepcopy(target)
             loop = loop_of_dflash(own, folder)
-            ways["dflash 0.1.0"] = own, lambda ids: loop(ids, arguments.max_new_tokens), None
+            ways["dflash 0.1.0"] = own, lambda ids, _: loop(ids, arguments.max_new_tokens), None
         if importlib.util.find_spec("economize"):
             own = copy.deepcopy(target)
             ways["economize 0.3.2, lookup"] = own, _economize(own, arguments.max_new_tokens), None
     return ways
 
 
-def _way(target: PreTrainedModel, options: dict[str, Any]) -> Way:
-    return lambda ids: target.generate(ids, **options)
+def _way(target: PreTrainedModel, options: dict[str, Any], is_packed: bool) -> Way:
+    def way(ids: torch.Tensor, temperature: float) -> torch.Tensor:
+        sampled = dict(do_sample=True, temperature=temperature) if temperature else dict(do_sample=False)
+        with inductor.patch(freezing=is_packed):
+            return target.generate(ids, **options, **sampled)
+
+    return way
+
+
+def untrained(drafter: Drafter) -> Drafter:
+    """Return a copy of a drafter with random weights, which is next to never right."""
+    own: Any = copy.deepcopy(drafter)
+    torch.manual_seed(0)
+    for parameter in own.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(std=0.02)
+    return own
 
 
 def _economize(target: PreTrainedModel, count: int) -> Way:
@@ -118,7 +145,7 @@ def _economize(target: PreTrainedModel, count: int) -> Way:
     model = economize.apply(target, LookupConfig())
     decoding = economize.DecodeConfig(cycle_length=8)
 
-    def way(ids: torch.Tensor) -> torch.Tensor:
+    def way(ids: torch.Tensor, _: float) -> torch.Tensor:
         written = torch.as_tensor(model.decode(ids[0], count, decoding=decoding).tokens).to(ids.device)
         return torch.cat([ids[0], written])[None] if len(written) == count else written[None]
 
@@ -167,7 +194,8 @@ def main() -> None:
         own = Path(folder) if arguments.target is None else None
         ways = ways_of(target, drafter, own, longest, arguments)
         results = measure(ways, prompts, arguments)
-    report = f"{machine(arguments)}\n\n{table(results, prompts, arguments)}"
+    tables = "\n\n".join(table(results, temperature, prompts, arguments) for temperature in arguments.temperatures)
+    report = f"{machine(arguments)}\n\n{tables}"
     print(report)
     if arguments.output:
         arguments.output.mkdir(parents=True, exist_ok=True)
@@ -182,54 +210,80 @@ def measure(
     results: dict[str, Any] = {"machine": machine(arguments)}
     results["ways"] = {name: {"calls": [], "texts": []} for name in ways}
     order = random.Random(0)
-    expected: list[list[int]] = []
-    for run in range(-1, arguments.runs):
-        for index, prompt in enumerate(prompts):
-            for name in order.sample(list(ways), len(ways)):
-                _, way, drafter = ways[name]
-                torch.manual_seed(index)
-                began = clock(prompt)
-                text = way(prompt)
-                seconds = clock(prompt) - began
-                if name == "plain" and run < 0:
-                    expected.append(text[0].tolist())
-                own = results["ways"][name]
-                if run < 0:
+    expected: list[list[int]] = []  # at temperature 0
+    turns = itertools.product(range(-1, arguments.runs), arguments.temperatures, enumerate(prompts))
+    for run, temperature, (index, prompt) in turns:
+        for name in order.sample(list(ways), len(ways)):
+            _, way, drafter = ways[name]
+            torch.manual_seed(index)
+            began = clock(prompt)
+            text = way(prompt, temperature)
+            seconds = clock(prompt) - began
+            own = results["ways"][name]
+            if run < 0:
+                if not temperature:
                     own["texts"].append(text[0].tolist())
-                    continue
-                stats = None if drafter is None else drafter.last_stats
-                call = {"run": run, "prompt": index, "seconds": seconds, "tokens": text.shape[1] - prompt.shape[1]}
-                if stats is not None:
-                    names = "rounds", "verify_seconds", "draft_seconds", "loop_seconds"
-                    call |= {each: getattr(stats, each) for each in names}
-                own["calls"].append(call)
+                    expected += [text[0].tolist()] if name == "plain" else []
+                continue
+            stats = None if drafter is None else drafter.last_stats
+            call = {"run": run, "temperature": temperature, "prompt": index, "seconds": seconds}
+            call["tokens"] = text.shape[1] - prompt.shape[1]
+            if stats is not None:
+                names = "rounds", "verify_seconds", "draft_seconds", "loop_seconds"
+                call |= {each: getattr(stats, each) for each in names}
+            own["calls"].append(call)
     for own in results["ways"].values():
         texts = own.pop("texts")
         own["same_texts"] = sum(text == plain for text, plain in zip(texts, expected)) if expected else None
     return results
 
 
-def machine(arguments: Any) -> str:
-    """Return what was measured, and on what, in two sentences."""
+def hardware(arguments: Any) -> str:
+    """Return on what was measured, in one sentence."""
     on_gpu = arguments.device.startswith("cuda")
-    device = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()}, {os.cpu_count()} cores, CPU seconds"
-    target = Path(arguments.target).name if arguments.target else "a random Qwen3 (6 layers, width 256)"
-    texts = f"{arguments.prompts} prompts" + (f" of each of {', '.join(arguments.suites)}" if arguments.target else "")
+    device = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()}, {os.cpu_count()} cores"
     return (
         f"{datetime.date.today()}, {device}, {arguments.threads} thread(s), torch {torch.__version__}, transformers "
-        f"{transformers.__version__}. {target}, {arguments.dtype}, temperature {arguments.temperature:g}, {texts}, "
-        f"{arguments.max_new_tokens} new tokens, the median of {arguments.runs} runs by turns."
+        f"{transformers.__version__}."
     )
 
 
-def table(results: dict[str, Any], prompts: list[torch.Tensor], arguments: Any) -> str:
-    """Return the table: of each way the tokens a second of its median run, beside the two plain ways."""
-    speeds = {name: _speed(own["calls"], arguments.runs) for name, own in results["ways"].items()}
-    lines = ["| way | tokens/s | x plain | x compiled plain | tau | round ms | verify | draft | same texts |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|")
+def name_of_target(arguments: Any) -> str:
+    return Path(arguments.target).name if arguments.target else "A random Qwen3 (6 layers, width 256)"
+
+
+def machine(arguments: Any) -> str:
+    """Return what was measured, and on what, in two sentences."""
+    seconds = "" if arguments.device.startswith("cuda") else ", CPU seconds"
+    texts = f"{arguments.prompts} prompts" + (f" of each of {', '.join(arguments.suites)}" if arguments.target else "")
+    return (
+        f"{hardware(arguments)} {name_of_target(arguments)}, {arguments.dtype}, {texts}, "
+        f"{arguments.max_new_tokens} new tokens, the median of {arguments.runs} runs by turns{seconds}."
+    )
+
+
+def table(results: dict[str, Any], temperature: float, prompts: list[torch.Tensor], arguments: Any) -> str:
+    """Return the table of a temperature: of each way the tokens a second of its median run, beside the two plain
+    ways, and beside compiled plain decoding for each suite."""
+    suites = arguments.suites if arguments.target else []
+    calls_of = {
+        name: [call for call in own["calls"] if call["temperature"] == temperature]
+        for name, own in results["ways"].items()
+    }
+    speeds = {name: _speed(calls, arguments.runs) for name, calls in calls_of.items()}
+    heads = [f"way, T = {temperature:g}", "tokens/s", "x plain", "x compiled plain", *suites]
+    heads += ["tau", "round ms", "verify", "draft", *["same texts"] * (not temperature)]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, own in results["ways"].items():
-        calls, cells = own["calls"], [name, f"{speeds[name]:.1f}"]
+        calls, cells = calls_of[name], [name, f"{speeds[name]:.1f}"]
         cells += [f"{speeds[name] / speeds[base]:.2f}" if base in speeds else "" for base in ("plain", COMPILED)]
+        for at in range(len(suites)):
+            of_suite = [
+                _speed([call for call in calls_of[each] if call["prompt"] // arguments.prompts == at], arguments.runs)
+                for each in (name, COMPILED)
+                if each in calls_of
+            ]
+            cells.append(f"{of_suite[0] / of_suite[1]:.2f}" if len(of_suite) > 1 else "")
         rounds = sum(call.get("rounds", 0) for call in calls)
         if rounds:
             cells.append(f"{sum(call['tokens'] - 1 for call in calls) / rounds:.2f}")
@@ -237,8 +291,9 @@ def table(results: dict[str, Any], prompts: list[torch.Tensor], arguments: Any) 
             cells += [f"{1e3 * sum(call[part] for call in calls) / rounds:.1f}" for part in parts]
         else:
             cells += [""] * 4
-        same = own["same_texts"]
-        lines.append(f"| {' | '.join(cells)} | {'' if same is None else f'{same} of {len(prompts)}'} |")
+        if not temperature:
+            cells.append(f"{own['same_texts']} of {len(prompts)}" if own["same_texts"] is not None else "")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -57,6 +57,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 8192, 32768], help="tokens before the rounds")
     parser.add_argument("--room", type=int, default=32768 + 256, help="slots of a static cache")
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     parser.add_argument("--nodes", type=int, default=16, help="of a tree")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden-size", type=int, default=256)
@@ -118,7 +119,7 @@ def main() -> None:
     for length in arguments.lengths:
         ways = {
             (name, kind): way_of(target, name, drafter, length, arguments)
-            for name in WAYS
+            for name in arguments.ways
             for kind, drafter in drafters.items()
         }
         times: dict[tuple[str, str], list[float]] = {key: [] for key in ways}
@@ -144,15 +145,16 @@ def main() -> None:
 
 
 def table(results: list[dict[str, Any]], arguments: Any) -> str:
-    """Return the median milliseconds of each kind of round, and a tree's beside a chain's."""
-    tree = f"{arguments.nodes} nodes"
-    lines = [f"| cache | tokens before | chain of {DRAFTS}, ms | {tree}, ms | {tree} / chain | chain / growing's |"]
+    """Return the median milliseconds of each kind of round, a tree's beside a chain's, and a chain's beside that of
+    the first way."""
+    tree, first = f"{arguments.nodes} nodes", arguments.ways[0]
+    lines = [f"| cache | tokens before | chain of {DRAFTS}, ms | {tree}, ms | {tree} / chain | beside {first}'s |"]
     lines.append("|---|---:|---:|---:|---:|---:|")
     found = {(r["way"], r["length"], r["kind"]): statistics.median(r["round_seconds"]) for r in results}
-    for name in WAYS:
+    for name in arguments.ways:
         for length in arguments.lengths:
             chain, wide = (found[name, length, kind] for kind in ("chain", "tree"))
-            beside = chain / found["growing", length, "chain"]
+            beside = chain / found[first, length, "chain"]
             cells = f"{1e3 * chain:.1f} | {1e3 * wide:.1f} | {wide / chain:.2f} | {beside:.2f}"
             lines.append(f"| {name} | {length:,} | {cells} |")
     return "\n".join(lines)

@@ -66,6 +66,16 @@ def test_benchmark_of_the_loop_compares_what_writes_and_drafts_the_same():
     assert ("transformers' DFlash" in rows) == hasattr(transformers, "MuseGlimmerAssistantModel"), shown
 
 
+def test_rounds_after_long_texts_cost_a_chain_and_a_tree_each(tmp_path):
+    sizes = "--lengths 20 300 --room 400 --rounds 3 --runs 1 --nodes 8 --layers 1 --hidden-size 32 --vocab-size 64"
+    ways = "--ways", "growing", "static"
+    shown = run("experiments/benchmark", "longtext", *sizes.split(), *ways, "--output", tmp_path)
+    rows = [line.split(" | ") for line in shown.splitlines() if line.startswith(("| growing", "| static"))]
+    assert [row[:2] for row in rows] == [[f"| {way}", length] for way in ways[1:] for length in ("20", "300")]
+    assert all(float(row[3]) / float(row[2]) > 0.1 for row in rows) and rows[0][5] == "1.00 |"
+    assert len(json.loads((tmp_path / "results.json").read_text())["results"]) == 8
+
+
 def test_profile_of_a_round_counts_kernels_and_waits():
     shown = run("experiments/benchmark", "rounds", *LOOP)
     rows = rows_of(shown)

@@ -143,12 +143,12 @@ def int8_target(given: Well) -> Pair:
 
 
 def mixture(given: Well) -> Pair:
-    """Experts of the shipped target are made 32 times as wide by zeros, so that what costs is to read them: one token
-    wakes half of them, a few all. Prompt lookup hardly ever finds what would pay for that."""
+    """Experts of the shipped target are made 32 times as wide by zeros, so that what costs is to read them. One token
+    wakes one of four, nine tokens all. Prompt lookup hardly ever finds what would pay for that."""
     folder = MODELS / "tiny-deepseek-v4"
     target = load_target(folder, dtype="float32")
     for layer in target.model.layers:
-        experts = layer.mlp.experts
+        experts, layer.mlp.gate.top_k = layer.mlp.experts, 1
         more = 31 * experts.down_proj.shape[2]
         halves = [pad(half, (0, 0, 0, more)) for half in experts.gate_up_proj.data.chunk(2, dim=1)]
         experts.gate_up_proj.data = torch.cat(halves, dim=1)

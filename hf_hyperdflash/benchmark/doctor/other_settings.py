@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -169,12 +170,25 @@ def draft_every_round(
     layers = sorted({layer for ids in read for layer in ids})
     positions = torch.arange(text.shape[1], device=text.device)[None]
     parts = dict(zip(layers, compute_residual(target, text, positions, layers).chunk(len(layers), dim=2)))
-    found = [
-        _rounds(target, drafter, config, text, start, torch.cat([parts[i] for i in ids], dim=2), shift)
-        for config, ids in zip(settings, read)
-    ]
+    found = []
+    for config, ids in zip(settings, read):
+        with _rope_of(drafter, config):
+            residual = torch.cat([parts[i] for i in ids], dim=2)
+            found.append(_rounds(target, drafter, config, text, start, residual, shift))
     emitted, nats = zip(*found)
     return np.stack(emitted), np.stack(nats)
+
+
+@contextmanager
+def _rope_of(drafter: HyperDFlashDrafter, config: HyperDFlashConfig) -> Iterator[None]:
+    """Give the drafter another configuration's rotary frequencies inside."""
+    usual = drafter.rotary_emb
+    if config.rope_parameters != drafter.config.rope_parameters:
+        drafter.rotary_emb = HyperDFlashRotaryEmbedding(cast(Any, config)).to(drafter.device)
+    try:
+        yield
+    finally:
+        drafter.rotary_emb = usual
 
 
 def _rounds(
@@ -188,9 +202,7 @@ def _rounds(
 ) -> tuple[np.ndarray, np.ndarray]:
     text, residual = text.to(drafter.device), residual.to(drafter.device)
     positions, is_text = torch.arange(text.shape[1], device=text.device)[None], torch.ones_like(text, dtype=torch.bool)
-    seen, usual = target_of(target), drafter.rotary_emb
-    if config.rope_parameters != drafter.config.rope_parameters:
-        drafter.rotary_emb = HyperDFlashRotaryEmbedding(cast(Any, config)).to(drafter.device)
+    seen = target_of(target)
     emitted, nats = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0)]
     for anchors in positions[:, start:-1].split(_BLOCKS, dim=1):
         block, at = block_inputs(text[:, anchors[0]], anchors, config.block_size, config.mask_token_id)
@@ -215,5 +227,4 @@ def _rounds(
         drafted = labels != IGNORE_INDEX
         log_likelihoods = -losses.clamp(max=math.log(config.vocab_size)) * drafted
         nats.append((log_likelihoods.sum(-1) / drafted.sum(-1)).cpu())
-    drafter.rotary_emb = usual
     return torch.cat(emitted).numpy(), torch.cat(nats).numpy()

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from hf_hyperdflash import HyperDFlashDrafter, load_drafter, load_target
+from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, load_drafter, load_target
 from hf_hyperdflash.benchmark.doctor.examine import PROMPTS
 from hf_hyperdflash.benchmark.doctor.served import examine_server
 from hf_hyperdflash.cli.app import app
@@ -221,6 +221,11 @@ def test_a_server_with_other_tokens(pair, cause, tells_tokens):
     }[cause]()
     found = served(pair, tells_tokens=tells_tokens, **told)
     assert found.cause == cause and found.here is None, str(found)
+
+
+def test_a_server_that_drafts_more_than_the_drafter_was_trained_for(pair):
+    found = served(pair, drafter=PromptLookupDrafter(pair[0], num_draft_tokens=COUNT + 2), count=COUNT + 2)
+    assert found.cause == "draft count" and f"set `num_speculative_tokens` to {COUNT}." in found.meaning, str(found)
 
 
 def test_a_server_that_does_not_draft(pair):

@@ -74,7 +74,7 @@ from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, bind, load_d
 from hf_hyperdflash.benchmark.suites import load_suite  # noqa: E402
 from hf_hyperdflash.decoding.stats import exact_timing  # noqa: E402
 from hf_hyperdflash.targets.caches.name import CACHE  # noqa: E402
-from hf_hyperdflash.training.data.rows import encode_prompts  # noqa: E402
+from hf_hyperdflash.training.data.encoding import encode_prompts  # noqa: E402
 
 Found = Iterator[tuple[str, Any]]  # what a part has to say, piece by piece
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)

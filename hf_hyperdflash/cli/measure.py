@@ -56,8 +56,8 @@ def doctor(
         str | None, Option(help="With --endpoint: what the server calls the target, if it serves several.")
     ] = None,
 ) -> None:
-    """Say how many times as fast a drafter makes a target, what limits it and what to set, in five minutes on a CPU
-    and two elsewhere; or, with --endpoint, what a server does otherwise. Exit status 1 if the pair is wrong."""
+    """Say how many times as fast a drafter makes a target, what limits it and what to set; with --endpoint, what a
+    server does otherwise. Exit status 1 if the pair is wrong."""
     if mode not in ("non-think", "think-high"):
         raise ValueError(f"`--mode` is {mode!r}, expected non-think or think-high.")
     for option, is_given in (("--context", context), ("--batch-size", batch_size > 1), ("--compile", compiled)):

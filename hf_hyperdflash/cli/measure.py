@@ -80,7 +80,7 @@ def doctor(
 
     unbind(model)
     if endpoint is not None:
-        from ..benchmark.doctor.served import examine_server
+        from ..benchmark.served.examine_server import examine_server
 
         served = examine_server(
             model, loaded[drafter], tokenizer, endpoint, model=served_model,

@@ -18,10 +18,10 @@ from ...drafters.base import Drafter
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ...drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter
 from ...training.acceptance import bound
-from ..served.endpoint import Answer, EndpointSettings, converse, fetch, metrics, served_models
-from ..served.served_counts import SGLANG_OPTIONS, DraftCounters, counts_of_run, total
-from .lost_acceptance import encode
-from .other_settings import cause_of, draft_every_round, other_settings
+from ..doctor.lost_acceptance import encode
+from ..doctor.other_settings import cause_of, draft_every_round, other_settings
+from .endpoint import Answer, EndpointSettings, converse, fetch, metrics, served_models
+from .served_counts import SGLANG_OPTIONS, DraftCounters, counts_of_run, total
 
 _FEWEST = 3  # equal texts, of which acceptance is compared; with fewer, all are
 _SAME_TAU, _SAME_RATE = 0.03, 0.05  # differences of tokens a round and of a position's rate that are none

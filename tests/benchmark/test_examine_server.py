@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, load_drafter, load_target
 from hf_hyperdflash.benchmark.doctor.examine import PROMPTS
-from hf_hyperdflash.benchmark.doctor.served import examine_server
+from hf_hyperdflash.benchmark.served.examine_server import examine_server
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.decoding.bind import unbind
 from hf_hyperdflash.drafters.parts.layers import HyperDFlashRotaryEmbedding

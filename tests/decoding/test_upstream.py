@@ -182,7 +182,8 @@ PRIVATE = [
     }),
     (transformers.tokenization_utils_tokenizers, {"_tokenizer": "to take back a token that a GGUF file has not"}),
     (torch.cpu, {"_is_amx_tile_supported": "to answer in bfloat16 on a CPU that is fast in it"}),
-    (torch, {"_dynamo": "to compile a module once for any number of tokens", "_inductor": "to see if it packs weights"}),
+    (torch, {"_dynamo": "to compile a module once for any number of tokens"}),
+    (torch, {"_inductor": "to see whether it packs weights"}),
     (torch._dynamo.eval_frame, {"_orig_mod": "to see the model in a compiled one"}),
 ]  # fmt: skip
 

@@ -77,8 +77,8 @@ def well(given: Well) -> Pair:
 
 
 def wrong_layer(given: Well) -> Pair:
-    pair = given.load()
     """All layers are counted one too high."""
+    pair = given.load()
     pair.drafter.config.target_layer_ids = [layer + 1 for layer in pair.drafter.config.target_layer_ids]
     return pair
 

@@ -143,12 +143,13 @@ def trains(target: Any, text: torch.Tensor) -> str:
 
 
 def report(lines: list[dict[str, Any]], args: argparse.Namespace) -> str:
+    seconds = "its CPU" if args.cpu_time else "the clock"
     table = [
         "# Quantized targets",
         "",
         f"{date.today()}, {hardware('cpu')}, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"{args.prompts} prompts of {args.max_new_tokens} tokens, seconds of the process's CPU where the machine was "
-        "shared. Same texts: greedy texts with prompt lookup that are the target's own. "
+        f"{args.prompts} prompts of {args.max_new_tokens} tokens, seconds of {seconds}"
+        ". Same texts: greedy texts with prompt lookup that are the target's own. "
         "Differ by: the logits of one forward over 8 tokens from those of 8 forwards over one, at most, in parts of "
         "their spread. Trains: whether two steps of training against it lower a small drafter's loss.",
         "",

@@ -25,6 +25,7 @@ import transformers
 from transformers import PreTrainedModel, StaticCache
 
 from hf_hyperdflash import Drafter, HyperDFlashDrafter, load_drafter, load_target
+from hf_hyperdflash.benchmark.results import save_report
 
 from . import loop
 from .compiled import compile_config, hardware, name_of_target
@@ -115,10 +116,7 @@ def main() -> None:
     held = results[0]["cache_bytes"] / 2**20
     report = f"{head}\n\n{table(results)}\n\nKeys and values of {arguments.room:,} tokens: {held:.0f} MiB."
     print(report)
-    if arguments.output:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        (arguments.output / "report.md").write_text(f"# What compiling takes\n\n{report}\n")
-        (arguments.output / "results.json").write_text(json.dumps({"machine": head, "results": results}, indent=1))
+    save_report(f"# What compiling takes\n\n{report}\n", arguments, results=results)
 
 
 def table(results: list[dict[str, Any]]) -> str:

@@ -8,7 +8,7 @@ the weights in the layout that the CPU's products read (`torch._inductor.config.
     pip install --no-deps dflash==0.1.0 economize==0.3.2
     python experiments/benchmark compiled  # a random Qwen3, and a drafter that knows its texts
     python experiments/benchmark compiled --target SMOLLM2 --drafter DRAFTER --prompt-files FOLDER \
-        --temperatures 0 1 --packed --untrained --output experiments/results/compiled/smollm2  # in bfloat16
+        --temperatures 0 1 --packed --untrained --output experiments/results/smollm2-135m/compiled  # in bfloat16
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ import datetime
 import importlib.util
 import itertools
 import json
-import os
-import platform
 import random
 import statistics
 from collections.abc import Callable
@@ -34,6 +32,8 @@ from torch._inductor import config as inductor
 from transformers import AutoTokenizer, CompileConfig, PreTrainedModel
 
 from hf_hyperdflash import Drafter, PromptLookupDrafter, load_drafter, load_target
+from hf_hyperdflash.benchmark import runner
+from hf_hyperdflash.benchmark.results import save_report
 from hf_hyperdflash.hub.formats import export_dflash, load_foreign
 
 from .loop import clock, loop_of_dflash, random_target, trained_drafter
@@ -59,7 +59,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default=None, choices=["float32", "bfloat16"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, help="a folder for report.md and calls.json")
+    parser.add_argument("--output", type=Path, help="a folder for report.md and results.json")
     arguments = parser.parse_args()
     if arguments.target and not (arguments.drafter and arguments.prompt_files):
         parser.error("`--target` needs its `--drafter`, and `--prompt-files` with a file for each suite.")
@@ -197,10 +197,7 @@ def main() -> None:
     tables = "\n\n".join(table(results, temperature, prompts, arguments) for temperature in arguments.temperatures)
     report = f"{machine(arguments)}\n\n{tables}"
     print(report)
-    if arguments.output:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        (arguments.output / "report.md").write_text(f"# Compiled rounds\n\n{report}\n")
-        (arguments.output / "calls.json").write_text(json.dumps(results) + "\n")
+    save_report(f"# Compiled rounds\n\n{report}\n", arguments, **results)
 
 
 def measure(
@@ -240,11 +237,9 @@ def measure(
 
 def hardware(arguments: Any) -> str:
     """Return on what was measured, in one sentence."""
-    on_gpu = arguments.device.startswith("cuda")
-    device = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()}, {os.cpu_count()} cores"
     return (
-        f"{datetime.date.today()}, {device}, {arguments.threads} thread(s), torch {torch.__version__}, transformers "
-        f"{transformers.__version__}."
+        f"{datetime.date.today()}, {runner.hardware(arguments.device)}, {arguments.threads} thread(s), torch "
+        f"{torch.__version__}, transformers {transformers.__version__}."
     )
 
 

@@ -10,7 +10,6 @@ order. A round begins where the drafter is asked. Seconds are the processor's on
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import transformers
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import Cache
 
+from hf_hyperdflash.benchmark.results import save_report
 from hf_hyperdflash.drafters.base import Drafter
 from hf_hyperdflash.targets.caches.name import CACHE
 from hf_hyperdflash.trees.tree import DraftTree
@@ -138,10 +138,7 @@ def main() -> None:
     )
     report = f"{head}\n\n{table(results, arguments)}"
     print(report)
-    if arguments.output:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        (arguments.output / "report.md").write_text(f"# Rounds after long texts\n\n{report}\n")
-        (arguments.output / "results.json").write_text(json.dumps({"machine": head, "results": results}, indent=1))
+    save_report(f"# Rounds after long texts\n\n{report}\n", arguments, results=results)
 
 
 def table(results: list[dict[str, Any]], arguments: Any) -> str:

@@ -40,6 +40,7 @@ from .loop import clock, loop_of_dflash, random_target, trained_drafter
 
 Way = Callable[[torch.Tensor, float], torch.Tensor]  # a prompt `[1, seq]` and the temperature to the text
 COMPILED, PACKED = "compiled plain", ", packed"
+DFLASH, ECONOMIZE = "dflash 0.1.0", "economize 0.3.2, lookup"  # both at temperature 0 alone
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -83,7 +84,8 @@ def ways_of(
     options = dict(max_new_tokens=arguments.max_new_tokens, pad_token_id=0)
     compiled = dict(cache_implementation="static", max_cache_len=longest, compile_config=compile_config())
     settings: dict[str, dict[str, Any]] = {"plain": {}, COMPILED: compiled}
-    static = dict(cache_implementation="static", max_cache_len=longest, prompt_lookup_num_tokens=7)
+    # It verifies what is found past the end of the text, too.
+    static = dict(cache_implementation="static", max_cache_len=longest + 8, prompt_lookup_num_tokens=7)
     settings["transformers' lookup, static"] = static
     drafts: dict[str, dict[str, Any]] = {"chain": {}, "auto": dict(num_assistant_tokens="auto")}
     drafts |= {f"{budget} nodes": dict(tree_budget=budget) for budget in arguments.tree_budgets}
@@ -108,14 +110,13 @@ def ways_of(
             its.bind(own)
             asked = {**asked, "assistant_model": its}
         ways[name] = own, _way(own, {**options, **asked}, name.endswith(PACKED)), its
-    if not any(arguments.temperatures) and not arguments.ways:
-        if folder is not None and importlib.util.find_spec("dflash"):
-            own = copy.deepcopy(target)
-            loop = loop_of_dflash(own, folder)
-            ways["dflash 0.1.0"] = own, lambda ids, _: loop(ids, arguments.max_new_tokens), None
-        if importlib.util.find_spec("economize"):
-            own = copy.deepcopy(target)
-            ways["economize 0.3.2, lookup"] = own, _economize(own, arguments.max_new_tokens), None
+    if folder is not None and DFLASH in (arguments.ways or [DFLASH]) and importlib.util.find_spec("dflash"):
+        own = copy.deepcopy(target)
+        loop = loop_of_dflash(own, folder)
+        ways[DFLASH] = own, lambda ids, _: loop(ids, arguments.max_new_tokens), None
+    if ECONOMIZE in (arguments.ways or [ECONOMIZE]) and importlib.util.find_spec("economize"):
+        own = copy.deepcopy(target)
+        ways[ECONOMIZE] = own, _economize(own, arguments.max_new_tokens), None
     return ways
 
 
@@ -211,6 +212,8 @@ def measure(
     turns = itertools.product(range(-1, arguments.runs), arguments.temperatures, enumerate(prompts))
     for run, temperature, (index, prompt) in turns:
         for name in order.sample(list(ways), len(ways)):
+            if temperature and name in (DFLASH, ECONOMIZE):
+                continue
             _, way, drafter = ways[name]
             torch.manual_seed(index)
             began = clock(prompt)
@@ -265,11 +268,13 @@ def table(results: dict[str, Any], temperature: float, prompts: list[torch.Tenso
         name: [call for call in own["calls"] if call["temperature"] == temperature]
         for name, own in results["ways"].items()
     }
-    speeds = {name: _speed(calls, arguments.runs) for name, calls in calls_of.items()}
+    speeds = {name: _speed(calls, arguments.runs) for name, calls in calls_of.items() if calls}
     heads = [f"way, T = {temperature:g}", "tokens/s", "x plain", "x compiled plain", *suites]
     heads += ["tau", "round ms", "verify", "draft", *["same texts"] * (not temperature)]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, own in results["ways"].items():
+        if name not in speeds:
+            continue
         calls, cells = calls_of[name], [name, f"{speeds[name]:.1f}"]
         cells += [f"{speeds[name] / speeds[base]:.2f}" if base in speeds else "" for base in ("plain", COMPILED)]
         for at in range(len(suites)):

@@ -6,6 +6,8 @@ the file itself says otherwise: 5.17, for example, takes the beginning of a text
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import logging
 import struct
@@ -16,7 +18,7 @@ from typing import Any
 
 import transformers
 from tokenizers import Tokenizer
-from transformers import GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, GgufConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, GgufHeader, read_gguf_metadata
 from transformers.utils import cached_file, is_gguf_available
 
@@ -26,6 +28,7 @@ Options = dict[str, Any]  # of `from_pretrained`
 Fields = dict[str, Any]  # what a file says of itself
 SUFFIX = ".gguf"
 _TOKENS = "tokenizer.ggml.tokens"
+_DTYPES = {"dtype", "torch_dtype"}  # options that transformers does not take for fields of a configuration
 # What the file calls a special token, by transformers' name of it.
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _MORE_ENDS = ("eot", "eom")  # of a chat's turn and of a message, which llama.cpp stops at, too
@@ -113,10 +116,24 @@ def _fields(path: Path) -> Fields:
         ) from error
 
 
-def dequantized(options: Options) -> Options:
+def read_gguf_config(name: str, options: Options) -> PreTrainedConfig:
+    """Return a target's configuration by its file, which is read once: transformers goes through every token of the
+    vocabulary for it, which takes seconds."""
+    path = _path(name, options)
+    return copy.deepcopy(_config_of(path, path.stat().st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=2)
+def _config_of(path: Path, _: int) -> PreTrainedConfig:
+    return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def dequantized(options: Options, config: PreTrainedConfig) -> Options:
     """Return the options of loading a target such that all its weights become tensors of one dtype, which a drafter's
-    embedding and LM head are, too."""
-    return {**options, "quantization_config": GgufConfig(dequantize=True)}
+    embedding and LM head are, too. `config` is not read again, unless some of the options are fields of it."""
+    own = {"quantization_config": GgufConfig(dequantize=True)}
+    is_as_read = not any(hasattr(config, option) for option in options.keys() - _DTYPES)
+    return {**options, **own, **({"config": config} if is_as_read else {})}
 
 
 def settle_target(target: PreTrainedModel, name: str, options: Options) -> None:

@@ -44,7 +44,7 @@ from ..drafters.weights import (
 from ..targets.deepseek_v4 import check_computes
 from ..targets.registry import target_of
 from .formats import foreign_layout, foreign_without_weights, kind_not_read, load_foreign
-from .gguf import check_gguf, dequantized, name_in_gguf, settle_target, settle_tokenizer
+from .gguf import check_gguf, dequantized, name_in_gguf, read_gguf_config, settle_target, settle_tokenizer
 from .kinds import KINDS, DrafterKind, kind_in
 
 if TYPE_CHECKING:
@@ -124,9 +124,13 @@ def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) ->
         if not isinstance(dtype, dict):  # one for each part of a target
             named_dtype(dtype)
     with _readable(name):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **where)
+        if "gguf_file" in where:
+            config = read_gguf_config(name, where)
+            options = dequantized(kwargs, config)
+        else:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **where)
+            options = kwargs
         _check_computes(config, kwargs)
-        options = dequantized(kwargs) if "gguf_file" in where else kwargs
         target, info = _class_of(config).from_pretrained(
             name, trust_remote_code=trust_remote_code, output_loading_info=True, **options
         )
@@ -385,7 +389,7 @@ def check_made_for(target: str, drafter: str, num_draft_tokens: int | str | None
     if found.is_targets_own or is_sized_later or (not options and "auto_map" in _configuration(target, "target")):
         return
     with _readable(target):
-        config = AutoConfig.from_pretrained(target, **options)
+        config = read_gguf_config(target, options) if options else AutoConfig.from_pretrained(target)
     config._name_or_path = ""  # only a name that differs is warned of once it is loaded
     with torch.device("meta"), _readable(drafter):
         unloaded = found.unloaded(drafter, _configuration(drafter, "drafter"))

@@ -95,3 +95,11 @@ def test_what_matters_is_named(changes, problems, remarks):
     report_changes(found)
     assert list(found.problems) == problems and len(found.remarks) == remarks
     assert not [text for text in found.problems.values() if "{" in text]
+
+
+@pytest.mark.parametrize("cause", ["layers", "anchor", "RoPE"])
+def test_a_window_is_not_named_beside_a_wrong_configuration(cause):
+    """Who reads the wrong layers does better with less of them."""
+    found = Diagnosis(problems={cause: "so."}, changes=[change("position", 2, 3), change("thinking", 2, 3)])
+    report_changes(found)
+    assert list(found.problems) == [cause, "thinking"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, modeling_gguf_pytorch_utils
 from typer.testing import CliRunner
 
 from hf_hyperdflash import load_drafter, load_target, load_tokenizer
@@ -49,6 +49,33 @@ def test_it_is_loaded_however_the_file_is_named(tmp_path, monkeypatch):
         again = load_target(str(name), dtype="float32", **options)
         assert torch.equal(again(IDS).logits, loaded(IDS).logits)
         assert Path(again.config._name_or_path).name == "model.gguf"
+
+
+def test_the_configuration_is_read_once(tmp_path, monkeypatch):
+    """transformers goes through the whole vocabulary for it."""
+    write_gguf(tmp_path / "model.gguf", llama().eval())
+    read, files = modeling_gguf_pytorch_utils.load_gguf_checkpoint, []
+
+    def counted(path, **options):
+        files.append(Path(path).name)
+        return read(path, **options)
+
+    monkeypatch.setattr(modeling_gguf_pytorch_utils, "load_gguf_checkpoint", counted)
+    first = load_target(tmp_path / "model.gguf")
+    assert files == ["model.gguf"] * 2, "once for the configuration, and once for the weights"
+    first.config.max_position_embeddings = 7
+    check_made_for(str(tmp_path / "model.gguf"), _saved_drafter(first, tmp_path))
+    assert load_target(tmp_path / "model.gguf").config.max_position_embeddings != 7 and len(files) == 3
+    assert load_target(tmp_path / "model.gguf", max_position_embeddings=9).config.max_position_embeddings == 9
+    first.config.max_position_embeddings = 77
+    write_gguf(tmp_path / "model.gguf", first)
+    assert load_target(tmp_path / "model.gguf").config.max_position_embeddings == 77, "another file of that name"
+
+
+def _saved_drafter(target, folder):
+    drafter = tiny_drafter(target)
+    drafter.save_pretrained(folder / "drafter")
+    return str(folder / "drafter")
 
 
 def test_a_name_is_split_at_its_file(tmp_path):

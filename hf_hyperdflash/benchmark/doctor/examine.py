@@ -191,7 +191,7 @@ class _Examination:
         """
         found, target, began = self.found, self.target, time.monotonic()
         methods = [Method("alone"), Method("drafted", self.drafter)]
-        least, share = (LEAST_PROMPTS, 0.3) if len(prompts) >= LEAST_PROMPTS else (2, 0.5)
+        least, share = (LEAST_PROMPTS, 0.3) if len(prompts) >= LEAST_PROMPTS else (2, 0.4)
         self.say(f"generating from up to {len(prompts)} prompts with and without the drafter ...")
         for method in methods:  # the first is slower than others
             generate_once(target, method, prompts[0].to(target.device), 0.0, min(8, self.new))

@@ -17,6 +17,7 @@ from ...hub.loading import load_drafter
 from ...training.data.encoding import encode_prompts
 from ..intervals import draw, interval
 from .diagnosis import LEAST_TAU, Change, Diagnosis
+from .other_settings import CAUSES
 
 _FEWEST, _MOST = 3, 8  # prompts of a change
 _WINDOW = 256  # tokens of a window that is tried
@@ -176,8 +177,14 @@ def as_saved(drafter: Drafter) -> Drafter | None:
 
 
 def report_changes(found: Diagnosis) -> None:
-    """Name what of the changes is a problem."""
+    """Name what of the changes is a problem.
+
+    A drafter that reads what it was not trained on may do better if it reads less of it. So a window says nothing
+    where its configuration is already known to be wrong.
+    """
     by_cause = {change.cause: change for change in found.changes}
+    if not found.problems.keys().isdisjoint(CAUSES.values()):
+        by_cause.pop("position", None)
     for cause, least in _LEAST.items():
         change = by_cause.get(cause)
         if change is not None and (change.matters(least) or change.after > LEAST_TAU > change.before):

@@ -29,6 +29,7 @@ _FALSE_ALARMS = 0.03
 # The least differences that are reported: nats a draft, and the ratio of tokens a round.
 _LEAST_NATS_AHEAD, _LEAST_TAU_RATIO = 0.1, 1.05
 _BLOCKS = 32  # of one forward of the drafter
+CAUSES = {"layer": "layers", "anchor": "anchor", "rope": "RoPE"}  # by a word of a setting's name
 _ROPE_BASES = 1e4, 1e6  # that of who does not read it, and Qwen's
 
 
@@ -132,7 +133,7 @@ def other_settings(config: HyperDFlashConfig, target: PreTrainedModel) -> dict[s
 
 def cause_of(name: str) -> str:
     """Return the cause in a word, of a setting's name."""
-    return next(cause for word, cause in (("layer", "layers"), ("anchor", "anchor"), ("rope", "RoPE")) if word in name)
+    return next(cause for word, cause in CAUSES.items() if word in name)
 
 
 def _changed(config: HyperDFlashConfig, **fields: object) -> HyperDFlashConfig:

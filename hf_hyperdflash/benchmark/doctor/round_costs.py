@@ -11,7 +11,14 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from transformers import CompileConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    CompileConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from ...decoding.stats import SpeculationStats, clock, exact_timing
 from ...drafters.base import Drafter
@@ -22,6 +29,7 @@ from ...trees.tree import DraftTree
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # verification positions of a round
 _ROUNDS, _TURNS = 4, 3  # of each width in one generation, and generations
+_USUAL = 16  # verification positions that are timed also where time is short
 
 
 @dataclass
@@ -80,6 +88,7 @@ class _Widths(Drafter):
         self._tokens = ids.flatten().tile(-(-needed // ids.numel()))
         self.seconds: dict[int, list[float]] = {width: [] for width in widths}
         self._begun: tuple[int, float] | None = None
+        self.is_done = False
 
     def propose(
         self, target: Target, context: Any, ids: torch.Tensor, position_ids: torch.Tensor, count: int,
@@ -95,12 +104,23 @@ class _Widths(Drafter):
         if self._begun:
             self.seconds[self._begun[0]].append(now - self._begun[1])
         self._begun, is_planned = None, bool(self._planned)
+        self.is_done = not is_planned
         width = self._planned.pop(0) if is_planned else 1
         shift = len(self._planned)
         trees = [DraftTree.chain(self._tokens[shift + i : shift + i + width - 1]) for i in range(len(counts))]
         if is_planned and width - 1 <= min(counts):
             self._begun = width, self._now()
         return [tree.first(min(count, len(tree))) for tree, count in zip(trees, counts)]
+
+
+class _Done(StoppingCriteria):
+    """Ends a generation when all widths were timed: what was left would be rounds of one token."""
+
+    def __init__(self, drafter: _Widths) -> None:
+        self._drafter = drafter
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        return torch.full(input_ids.shape[:1], self._drafter.is_done, device=input_ids.device)
 
 
 class _Steps(LogitsProcessor):
@@ -161,7 +181,7 @@ def measure_round_costs(
         config._compile_all_devices = True  # type: ignore[assignment]
         room = context + 16 + 2 * (count + 1) * _ROUNDS
         measure.options |= {"cache_implementation": "static", "compile_config": config, "max_cache_len": room}
-    found = measure.turns([1 + count] if compiled else widths)
+    found = measure.turns([1 + count] if compiled else widths, max(_USUAL, 2 * count))
     for asked in [count] if compiled else dict.fromkeys([1, count]):
         found.drafting[asked] = measure.drafting(drafter, asked)
     return found
@@ -177,20 +197,25 @@ class _Measurement:
         self._end = time.monotonic() + seconds
         self.options: dict[str, Any] = {}
 
-    def turns(self, widths: Sequence[int]) -> MeasuredCosts:
-        """Time plain decoding and rounds of the widths by turns."""
+    def turns(self, widths: Sequence[int], usual: int) -> MeasuredCosts:
+        """Time plain decoding and rounds of the widths by turns; where time is short, of those up to `usual`."""
         plain: list[float] = []
         rounds: dict[int, list[float]] = {width: [] for width in widths}
+        began = time.monotonic()
         for turn in range(1 + _TURNS):  # the first one warms up
             if turn > 1 and time.monotonic() > self._end:
                 break
             kind = "compiled" if self.options else "eager"
+            # A turn takes some four times as long as the first one did, and most of that are the widest rounds.
+            if turn == 1 and time.monotonic() + 2 * (time.monotonic() - began) > self._end:
+                widths = [width for width in widths if width <= usual]
             self._report(f"timing rounds of up to {max(widths)} tokens, {kind}, {turn + 1} of {1 + _TURNS} ...")
             steps = _Steps(self._target.device)
             self._generate(2 + _ROUNDS, logits_processor=LogitsProcessorList([steps]))
             count = _ROUNDS if turn else 1
             filler = _Widths(self._target, self._ids, [*widths] * count)
-            self._generate(1 + count * len(widths) + max(widths), assistant_model=filler)
+            ends = StoppingCriteriaList([_Done(filler)])
+            self._generate(1 + count * len(widths) + max(widths), assistant_model=filler, stopping_criteria=ends)
             if turn:
                 plain += np.diff(steps.times).tolist()
                 for width, seconds in filler.seconds.items():

@@ -17,7 +17,7 @@ from ..targets.caches.slot_forward import CompiledForwards
 from ..targets.registry import check_layers
 from ..targets.target import Target
 from ..trees.tree import DraftTree
-from .parts.fixed_context import FixedContext
+from .parts.fixed_context import FixedContext, FixedEntries
 from .sampling import Context, DraftRequest, DraftSampler
 
 if TYPE_CHECKING:
@@ -114,7 +114,9 @@ class Drafter:
         tokens that [`extend`] has added."""
         return EmptyContext()
 
-    def fixed_context(self, context: Any, room: int, most_new: int, compiled: CompiledForwards) -> FixedContext | None:
+    def fixed_context(
+        self, context: Any, room: int, most_new: int, compiled: CompiledForwards
+    ) -> FixedContext | FixedEntries | None:
         """Return a sequence's context as one whose passes run compiled, until its `compiled` is `None`; `None` where a
         drafter has none such.
 

@@ -16,7 +16,7 @@ import torch._dynamo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import profile, record_function
-from transformers import CompileConfig, DynamicCache, StaticCache
+from transformers import CompileConfig, DynamicCache, LogitsProcessorList, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, bind
@@ -24,9 +24,11 @@ from hf_hyperdflash.decoding.request import can_hold_rounds
 from hf_hyperdflash.drafters.parts.block_attention import AttentionSpan
 from hf_hyperdflash.drafters.parts.fixed_context import FixedContext, FixedLayers
 from hf_hyperdflash.drafters.parts.layers import ContextCache
+from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.targets.caches import slot_forward
 from hf_hyperdflash.targets.caches.name import CACHE
 from hf_hyperdflash.targets.caches.static import SlotCache
+from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.trees.layout import TreeLayout
 from hf_hyperdflash.trees.tree import DraftTree
 
@@ -34,6 +36,7 @@ from ..conftest import prompt, tiny_target
 from ..helpers import families
 from ..helpers.draft_trees import lists_of_parents
 from ..helpers.tree_drafters import RandomChains, RandomTrees, is_wide
+from ..helpers.unrolled import unrolled
 
 FAMILIES = [
     families.qwen2, families.qwen3, families.qwen3_moe, families.llama, families.mistral, families.gemma2,
@@ -334,11 +337,57 @@ def drafter_of(target, **fields):
     return drafter
 
 
-@pytest.mark.parametrize("family", [families.qwen3, families.gemma3])
-def test_nothing_compiles_twice(family, counted):
+UNROLLED = {"eagle3": {"max_blocks": 5, "draft_vocab_size": 40}, "specblock": {"block_size": 3, "max_blocks": 2}}
+
+
+@pytest.mark.parametrize("kind", UNROLLED)
+@torch.no_grad()
+def test_a_compiled_chain_is_the_eager_one(kind, counted):
+    """Whatever number of tokens a round adds, at once and in turns with what is drafted eagerly: trees here."""
+    target = families.qwen3().eval()
+    seen, drafter = target_of(target), unrolled(kind, target, **UNROLLED[kind])
+    compiled = slot_forward.CompiledForwards(dict(fullgraph=True, backend="eager"))
+    contexts = [drafter.new_context() for _ in range(2)]
+    text, state = prompt(80), torch.randn(1, 80, drafter.config.num_streams, 64)
+    done, drafts = 0, 5
+
+    def extend(count):
+        nonlocal done
+        new = slice(done, done + count)
+        for context in contexts:
+            positions = torch.arange(100)[None, new]
+            drafter.extend(seen, context, state[:, new], positions, text[:, done + 1 : done + count + 1])
+        done += count
+
+    def propose(budget=None, count=drafts):
+        sampler = DraftSampler(LogitsProcessorList(), False, budget)
+        inputs = text[:, : done + 1], torch.arange(100)[None, : done + 1]
+        return [drafter.propose(seen, context, *inputs, count, sampler) for context in contexts]
+
+    extend(20)
+    contexts[1] = drafter.fixed_context(contexts[1], 70, 1 + drafts, compiled)
+    propose()  # eagerly: all entries are there
+    for graphs in (1, 1, 1):
+        for count in (1, 3, 6, 2):
+            extend(count)
+            eager, own = propose(count=drafts - (count == 3))
+            assert own.tokens.tolist() == eager.tokens.tolist() and own.passes == eager.passes
+            assert len(own) == drafts - (count == 3) and counted["unique_graphs"] == graphs
+        eager, own = propose(budget=7)
+        assert own.tokens.tolist() == eager.tokens.tolist() and own.parents == eager.parents
+    extend(2), extend(3)  # the first two were not drafted for
+    eager, own = propose()
+    assert own.tokens.tolist() == eager.tokens.tolist() and not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [(families.qwen3, ""), (families.gemma3, ""), (families.qwen3, "eagle3"), (families.gemma3, "specblock")],
+)
+def test_nothing_compiles_twice(family, kind, counted):
     """After one text of each way to draft, others of any length that fits, turns and temperatures compile nothing."""
     target, own = target_and_own(family)
-    drafter = drafter_of(target)
+    drafter = unrolled(kind, target, **UNROLLED[kind]) if kind else drafter_of(target)
     options = dict(assistant_model=drafter, pad_token_id=0, cache_implementation="static", compile_config=compiling())
     options["max_cache_len"] = 150
 
@@ -367,10 +416,11 @@ NO_LAUNCHES = {
 }  # fmt: skip
 
 
-def test_a_greedy_round_is_two_graphs_and_one_wait(counted, monkeypatch):
-    """The drafter's pass and the target's; between them what prepares their arguments, a few small operations."""
+@pytest.mark.parametrize("kind", ["", *UNROLLED])
+def test_a_greedy_round_is_two_graphs_and_one_wait(kind, counted, monkeypatch):
+    """The drafter's passes and the target's; between them what prepares their arguments, a few small operations."""
     target, own = target_and_own(families.qwen3)
-    drafter, ids = drafter_of(target), prompt(9)
+    drafter, ids = unrolled(kind, target, **UNROLLED[kind]) if kind else drafter_of(target), prompt(9)
     options = dict(max_new_tokens=24, cache_implementation="static", max_cache_len=60, compile_config=compiling())
     target.generate(ids, assistant_model=drafter, **options, **GREEDILY)
     waits, propose = [], drafter.propose
@@ -409,7 +459,7 @@ def test_a_greedy_round_is_two_graphs_and_one_wait(counted, monkeypatch):
         launches = [name for name in names if name not in NO_LAUNCHES]
         assert "_local_scalar_dense" not in launches
         counts.append(len(launches))
-    assert median(counts) <= 6 and max(counts) <= 16, counts  # more where the buffers of the text grow
+    assert median(counts) <= 8 and max(counts) <= 16, counts  # more where the buffers of the text grow
 
 
 def is_in_graph(event):

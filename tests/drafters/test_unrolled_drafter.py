@@ -503,7 +503,7 @@ def test_nothing_is_copied_while_the_same_sequences_draft(kind):
         for budget in (None, 9):
             sampler = DraftSampler(NONE, False, budget)
             drafter.propose_batch(seen, [DraftRequest(context, ids, positions, 4, sampler) for context in contexts])
-            buffers |= {context.buffer.data_ptr() for context in contexts}
+            buffers |= {context.buffer[0][0].data_ptr() for context in contexts}
         for context in contexts:
             residual = torch.randn(1, 1, drafter.config.num_streams, 64)
             drafter.extend(seen, context, residual, positions[:, -1:], ids[:, -1:])

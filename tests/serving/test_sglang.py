@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_hyperdflash import load_drafter, load_target
+from hf_hyperdflash import load_drafter, load_target, load_tokenizer
 from hf_hyperdflash.benchmark.served.endpoint import EndpointSettings, fetch, measure
+from hf_hyperdflash.benchmark.served.examine_server import examine_server
 from hf_hyperdflash.benchmark.served.served_counts import sglang_interval, sglang_rounds
 
 from ..conftest import prompt, tiny_drafter
@@ -135,6 +136,19 @@ def test_a_server_is_asked_what_it_drafted(tmp_path, dense_pair):
     assert len(figures["acceptance"]) == 6 and figures["acceptance"] == sorted(figures["acceptance"], reverse=True)
     assert figures["tau"] == pytest.approx(1 + sum(figures["acceptance"])) and figures["tau"] > 1.5
     assert 1 < sglang_interval(page, "tiny") <= 7
+
+
+def test_a_server_is_compared_with_what_is_accepted_here(tmp_path, dense_pair):
+    """With the drafter that it serves, and with one that drafts otherwise."""
+    paths, prompts = dense_pair, ["What is 12 times 8?", "Say hello.", "Write a function.", "What is 3 plus 4?"]
+    target, tokenizer = load_target(paths[0], dtype=torch.float32), load_tokenizer(paths[0])
+    drafter = load_drafter(paths[1], target=target, dtype=torch.float32)
+    other = stirred(load_drafter(paths[1], target=target, dtype=torch.float32))
+    with listening(tmp_path / "server", *paths, "tiny") as root:
+        asked = dict(prompts=prompts, max_new_tokens=60)
+        found, of_other = (examine_server(target, each, tokenizer, root, **asked) for each in (drafter, other))
+    assert found.there.rounds > 20 and found.same[0] >= 3 and not found.cause, str(found)
+    assert of_other.cause == "drafter", str(of_other)
 
 
 @pytest.mark.parametrize(

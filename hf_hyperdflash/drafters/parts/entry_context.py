@@ -20,7 +20,8 @@ class EntryContext:
         states: Of the last entry, `[1, config.block_size, config.hidden_size]`; `None` before the first.
         position: Its true position, `[1, 1]`.
         pending: Residual, positions and following tokens of accepted tokens, whose entries the next round adds.
-        buffer: `[layers, 2, batch, kv_heads, capacity, head_dim]`, of which the sequence has one row.
+        buffer: Keys and values of every layer, `[batch, kv_heads, capacity, head_dim]` each, of which the sequence has
+            one row.
         row: Its number.
     """
 
@@ -29,7 +30,7 @@ class EntryContext:
         self.states: torch.Tensor | None = None
         self.position: torch.Tensor | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        self.buffer: torch.Tensor | None = None
+        self.buffer: list[KeysValues] = []
 
     def __len__(self) -> int:
         """Return the number of keys of a layer that the next block sees."""
@@ -48,8 +49,8 @@ class EntryContext:
     @property
     def layers(self) -> list[KeysValues]:
         """Keys and values of every layer, views of `[1, kv_heads, length, head_dim]`."""
-        rows = () if self.buffer is None else self.buffer[:, :, self.row : self.row + 1, :, : self.length]
-        return [(keys, values) for keys, values in rows]
+        own = slice(self.row, self.row + 1), slice(None), slice(self.length)
+        return [(keys[own], values[own]) for keys, values in self.buffer]
 
 
 class EntryBatch:
@@ -72,32 +73,34 @@ class EntryBatch:
     def make_room(self, columns: int, like: torch.Tensor, config: PreTrainedConfig) -> None:
         """Make room for keys in so many columns; `like` gives dtype and device."""
         buffer = self.contexts[0].buffer
-        if buffer is None or not self._is_theirs(buffer):
+        if not buffer or not self._is_theirs(buffer):
             buffer = self._new_buffer(columns, like, config)
             for row, context in enumerate(self.contexts):
-                if context.buffer is not None:
-                    own = context.buffer[:, :, context.row, :, : context.length]
-                    buffer[:, :, row, :, : context.length] = own
-        elif buffer.shape[4] < columns:
+                for parts, own in zip(buffer, context.layers):
+                    for part, states in zip(parts, own):
+                        part[row : row + 1, :, : context.length] = states
+        elif buffer[0][0].shape[2] < columns:
             old, buffer = buffer, self._new_buffer(columns, like, config)
-            buffer[..., : old.shape[4], :] = old
+            for parts, before in zip(buffer, old):
+                for part, states in zip(parts, before):
+                    part[:, :, : states.shape[2]] = states
         for row, context in enumerate(self.contexts):
             context.buffer, context.row = buffer, row
         self._buffer = buffer
 
-    def _is_theirs(self, buffer: torch.Tensor) -> bool:
+    def _is_theirs(self, buffer: list[KeysValues]) -> bool:
         of_each = [(context.buffer is buffer, context.row) for context in self.contexts]
-        return of_each == [(True, row) for row in range(buffer.shape[2])]
+        return of_each == [(True, row) for row in range(len(buffer[0][0]))]
 
-    def _new_buffer(self, columns: int, like: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
-        shape = config.num_hidden_layers, 2, len(self.contexts), config.num_key_value_heads
+    def _new_buffer(self, columns: int, like: torch.Tensor, config: PreTrainedConfig) -> list[KeysValues]:
+        shape = len(self.contexts), config.num_key_value_heads, 2 * columns + 64, config.head_dim
         # Of zeros, as attention multiplies what it does not see by 0.
-        return like.new_zeros(*shape, 2 * columns + 64, config.head_dim)
+        return [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(config.num_hidden_layers)]
 
     def causal_mask(self, padding: Padding) -> torch.Tensor | None:
         """Return the mask by which new keys' slots see their own sequence up to themselves, boolean `[batch, 1,
         padding.width, keys]`; `None` for one slot that sees everything."""
-        device = self._buffer.device
+        device = self._device
         if self.is_even and padding.width == min(padding.counts) == 1:
             return None
         # The column of a sequence's last slot; before a sequence's first slot there is nothing to be seen.
@@ -105,6 +108,10 @@ class EntryBatch:
         of_slots = (last[:, None] - torch.arange(padding.width - 1, -1, -1, device=device)).clamp(min=0)
         columns = torch.arange(self._stop(padding), device=device)
         return (columns <= of_slots[..., None])[:, None]
+
+    @property
+    def _device(self) -> torch.device:
+        return self._buffer[0][0].device
 
     def _stop(self, padding: Padding) -> int:
         return max(length + count for length, count in zip(self.lengths, padding.counts))
@@ -117,14 +124,14 @@ class EntryBatch:
             return self.at(self.longest, padding.width)
         rows = [row for row, count in enumerate(padding.counts) for _ in range(count)]
         new = [length + i for length, count in zip(self.lengths, padding.counts) for i in range(count)]
-        index = torch.tensor([rows, new, padding.columns], device=self._buffer.device)
+        index = torch.tensor([rows, new, padding.columns], device=self._device)
         rows_at, columns, sources = index.unbind()
 
-        def layer(own: torch.Tensor) -> ContextLayer:
+        def layer(own: KeysValues) -> ContextLayer:
             def update(keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
                 for part, states in zip(own, (keys, values)):
                     part[rows_at, :, columns] = states[rows_at, :, sources]
-                return own[0, :, :, :stop], own[1, :, :, :stop]
+                return own[0][:, :, :stop], own[1][:, :, :stop]
 
             return update
 
@@ -135,10 +142,10 @@ class EntryBatch:
         on, and returns all up to there."""
         stop = column + count
 
-        def layer(own: torch.Tensor) -> ContextLayer:
+        def layer(own: KeysValues) -> ContextLayer:
             def update(keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
-                own[0, :, :, column:stop], own[1, :, :, column:stop] = keys, values
-                return own[0, :, :, :stop], own[1, :, :, :stop]
+                own[0][:, :, column:stop], own[1][:, :, column:stop] = keys, values
+                return own[0][:, :, :stop], own[1][:, :, :stop]
 
             return update
 

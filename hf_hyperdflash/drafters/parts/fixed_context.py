@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from transformers import PreTrainedConfig
@@ -10,6 +11,7 @@ from transformers import PreTrainedConfig
 from ...targets.caches.slot_forward import CompiledForwards
 from ...targets.caches.static import keep_addresses
 from .block_attention import AttentionSpan
+from .entry_context import EntryContext
 from .layers import ContextCache, ContextLayer, KeysValues
 
 
@@ -78,6 +80,80 @@ class FixedContext(ContextCache):
         self.pending = None
         self.advance(new)
         return self._residual, counts
+
+
+class FixedEntries(EntryContext):
+    """An [`EntryContext`] with room for a whole text, from which chains are drafted by one compiled function.
+
+    Args:
+        context: The one that it continues, which must not be used afterwards.
+        layers: The drafter's.
+        shape: Of a layer's keys, `[1, kv_heads, capacity, head_dim]`.
+        like: Gives dtype and device.
+        most_new: The most tokens that a round adds.
+
+    Attributes:
+        compiled: As of [`FixedContext`].
+    """
+
+    def __init__(
+        self,
+        context: EntryContext,
+        layers: int,
+        shape: tuple[int, ...],
+        like: torch.Tensor,
+        most_new: int,
+        compiled: CompiledForwards | None,
+    ) -> None:
+        super().__init__()
+        self.end, self.length, self.pending = context.end, context.length, context.pending
+        self.states, self.position = context.states, context.position
+        self.most_new, self.compiled = most_new, compiled
+        self.buffer = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(layers)]
+        for own, old in zip(self.buffer, context.layers):
+            for part, states in zip(own, old):
+                part[:, :, : self.length] = states
+        self._inputs: tuple[torch.Tensor, torch.Tensor] | None = None  # residual and next tokens, in each round
+        keep_addresses(*(part for own in self.buffer for part in own))
+
+    @property
+    def runs_compiled(self) -> bool:
+        """Whether the next round can be drafted compiled: not after a prompt, whose entries there are, and not where a
+        later turn has more tokens than there is room for."""
+        new, capacity = self.new_count, self.buffer[0][0].shape[2]
+        size = 1 if self.states is None else self.states.shape[1]
+        has_room = self.length + 2 * self.most_new * size <= capacity
+        return self.compiled is not None and 0 < new <= self.most_new and has_room
+
+    def pending_inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the residual of `most_new` tokens and the tokens that follow them, of which the first ones are the
+        pending ones, the first one's position, and the numbers of keys before them and of them, `[2]`."""
+        residual, position_ids, next_ids = cast(tuple[torch.Tensor, ...], self.pending)
+        new, device = next_ids.shape[1], self.buffer[0][0].device
+        if self._inputs is None:
+            shape = 1, self.most_new
+            self._inputs = residual.new_zeros(*shape, *residual.shape[2:], device=device), next_ids.new_zeros(shape)
+            keep_addresses(*self._inputs)
+        for own, given in zip(self._inputs, (residual, next_ids)):
+            own[:, :new] = given
+        counts = torch.tensor([self.length, new], device=device)
+        return *self._inputs, position_ids[:, :1].to(device).view(1, 1), counts
+
+
+def layers_from(buffer: Sequence[KeysValues], first: torch.Tensor) -> list[ContextLayer]:
+    """Return, for each layer, a function that writes new keys and values from a column on, which is a tensor, and
+    returns all that there is room for."""
+
+    def layer(own: KeysValues) -> ContextLayer:
+        def update(keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
+            columns = first + torch.arange(keys.shape[2], device=keys.device)
+            for part, states in zip(own, (keys, values)):
+                part.index_copy_(2, columns, states)
+            return own
+
+        return update
+
+    return [layer(own) for own in buffer]
 
 
 class FixedLayers:

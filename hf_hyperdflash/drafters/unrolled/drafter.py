@@ -10,6 +10,7 @@ and the slots before it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -17,11 +18,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...targets.attention_masks import attention_mask_for
+from ...targets.caches.slot_forward import CompiledForwards
 from ...targets.registry import target_of
 from ...targets.target import Target
 from ...trees.padding import Padding
-from ...trees.tree import DraftTree
+from ...trees.tree import DraftTree, are_trees_kept
 from ..parts.entry_context import EntryBatch, EntryContext
+from ..parts.fixed_context import FixedEntries, layers_from
 from ..parts.heads import HeadOutput
 from ..parts.layers import (
     ContextLayer,
@@ -306,12 +309,41 @@ class UnrolledDrafter(ReadingDrafter):
         sampler: DraftSampler,
     ) -> DraftTree:
         """Draft after `ids`; an empty context gives no drafts."""
+        is_greedy = sampler.is_greedy_chain and not are_trees_kept()
+        if is_greedy and isinstance(context, FixedEntries) and context.runs_compiled:
+            tree = self._draft_compiled(target, context).first(count)
+            return replace(tree, passes=tuple(1 + k // self.config.block_size for k in range(len(tree))))
         return self._propose(target, [DraftRequest(context, ids, position_ids, count, sampler)])[0]
 
     @torch.no_grad()
     def propose_batch(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Draft for several sequences with one pass for all of their blocks that continue others."""
         return self._propose(target, requests) if share_passes(requests) else super().propose_batch(target, requests)
+
+    def fixed_context(
+        self, context: EntryContext, room: int, most_new: int, compiled: CompiledForwards
+    ) -> FixedEntries | None:
+        config = self.config
+        if self.device.type == "meta":
+            return None
+        # Behind the text there are what fills up a round's entries and, at most as many, the blocks of its drafts.
+        capacity = (room + 2 * most_new) * config.block_size
+        shape = 1, config.num_key_value_heads, capacity, config.head_dim
+        return FixedEntries(context, config.num_hidden_layers, shape, self.norm.weight, most_new, compiled)
+
+    def _draft_compiled(self, target: Target, context: FixedEntries) -> DraftTree:
+        """Draft the most probable chain, as long as a round's may be, in one compiled function, which makes the
+        entries of the pending tokens, too."""
+        drafts = min(context.most_new - 1, self.max_draft_tokens)
+        position_ids = cast(tuple[torch.Tensor, ...], context.pending)[1]
+        inputs = context.pending_inputs()
+        compiled = cast(CompiledForwards, context.compiled)
+        tokens, states = compiled(_draft_chain, self, target, context.buffer, *inputs, drafts)
+        context.length += position_ids.shape[1] * self.config.block_size
+        # Of their own, as who draws trees goes on from them, and a graph's outputs last until it runs again.
+        context.states, context.position = states.clone(), position_ids[:, -1:].to(states.device) + 1
+        context.pending = None
+        return DraftTree.chain(tokens)
 
     def _propose(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         trees = [DraftTree.chain(each.ids.new_empty(0)) for each in requests]
@@ -335,6 +367,46 @@ class UnrolledDrafter(ReadingDrafter):
     def drafted_logits(self, target: Target, normed: torch.Tensor) -> torch.Tensor:
         """Return logits `[..., config.draft_vocab_size or config.vocab_size]` from normed states."""
         return self.lm_head(normed) if self.config.draft_vocab_size else target.logits(normed)
+
+
+def _draft_chain(
+    drafter: UnrolledDrafter,
+    target: Target,
+    buffer: Sequence[KeysValues],
+    residual: torch.Tensor,
+    next_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    counts: torch.Tensor,
+    drafts: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make the entries of the first `counts[1]` tokens behind `counts[0]` keys, and draft from the last one.
+
+    What fills up lies behind them, where later blocks take its place before it is seen.
+
+    Returns:
+        The most probable tokens, `[drafts]`, and the last entry's states.
+    """
+    size, device = drafter.config.block_size, residual.device
+    columns = torch.arange(buffer[0][0].shape[2], device=device)
+
+    def run(condition: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        own = first + torch.arange(size * ids.shape[1], device=device)
+        mask = (columns <= own[:, None])[None, None]
+        return drafter.run(condition, drafter.embed(target, ids), positions, layers_from(buffer, first), mask)
+
+    positions = position_ids + 1 + torch.arange(residual.shape[1], device=device)
+    last = counts[1:] - 1
+    states = run(drafter.condition(residual), next_ids, positions, counts[0]).index_select(1, last)[0]
+    entry, position, column = states, positions.index_select(1, last), counts[0] + size * counts[1]
+    tokens: list[torch.Tensor] = []
+    for start in range(0, drafts, size):
+        if start:
+            position = position + (size if drafter.moves_positions else 0)
+            states = run(drafter.next_condition(states[:, -1:]), tokens[-1][-1:][None], position, column)[0]
+            column = column + size
+        best = drafter.drafted_logits(target, drafter.norm(states[0, : drafts - start])).argmax(-1)
+        tokens.append(drafter.draft_ids[best] if drafter.config.draft_vocab_size else best)
+    return torch.cat(tokens), entry
 
 
 class Unrolling:

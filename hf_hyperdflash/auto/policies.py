@@ -154,8 +154,9 @@ class FixedPolicy:
         """Return what of the drafts is verified."""
         return tree
 
-    def end(self, outcomes: Sequence[Outcome], seconds: float) -> None:
-        """Learn what came of each sequence's drafts in a round that took so long."""
+    def end(self, outcomes: Sequence[Outcome], seconds: float | None) -> None:
+        """Learn what came of each sequence's drafts in a round that took so long; `None` where that says nothing of
+        others like it, because something was compiled."""
 
 
 class ChainPolicy(FixedPolicy):
@@ -231,9 +232,11 @@ class ChainPolicy(FixedPolicy):
         """Return how many drafts are admitted whose signals are not known: by their positions."""
         return next((k for k in range(most) if not self.admits(UNKNOWN ** (k + 1))), most)
 
-    def end(self, outcomes: Sequence[Outcome], seconds: float) -> None:
+    def end(self, outcomes: Sequence[Outcome], seconds: float | None) -> None:
         for outcome in outcomes:
             self._learn(outcome)
+        if seconds is None:  # a trial is not over then
+            return
         drafts = max(len(outcome.tree) for outcome in outcomes)
         tokens = 1 + sum(len(outcome.path) for outcome in outcomes) / len(outcomes)
         stats = self.stats

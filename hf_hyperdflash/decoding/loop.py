@@ -229,6 +229,7 @@ class Batch:
 
     def draft(self) -> ChainRound:
         """Let the drafter draft for each sequence what fits and pays."""
+        self._slow_calls = self._count_slow_calls()
         self._began, self._lengths = self.now(), [sequence.tokens.length for sequence in self.sequences]
         free = self._free_slots()
         self._rooms = [min(sequence.room(), free) for sequence in self.sequences]
@@ -284,8 +285,13 @@ class Batch:
             stats.loop_seconds += seconds / len(self.sequences)
             outcomes.append(Outcome(tree, path, sequence.finished))
         waited = sum(sequence.streamer_seconds for sequence in self.sequences) - sum(streamed)
-        self.policy.end(outcomes, seconds - waited)
+        is_usual = self._slow_calls == self._count_slow_calls()
+        self.policy.end(outcomes, seconds - waited if is_usual else None)
         self._drop_finished()
+
+    def _count_slow_calls(self) -> int:
+        """Return how many calls so far took long because something was compiled."""
+        return 0 if self.slots is None or self.slots.compiled is None else self.slots.compiled.slow_calls
 
     def _write(self, round_: ChainRound, outputs: TargetOutput) -> list[list[int]]:
         """Write what the target agrees with and leave the rest behind, also where a streamer or a criterion raises: a

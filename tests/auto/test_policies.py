@@ -202,6 +202,18 @@ def test_a_drafter_of_one_token_is_not_tried_for_ever():
     assert known.rounds >= 4
 
 
+def test_a_round_that_tells_nothing_is_no_trial():
+    """One that compiled takes seconds: a target that is slow once without drafts would make them seem free."""
+    known = DraftingStats()
+    schedule = ChainPolicy(known)
+    for place in range(30):
+        count = schedule.begin(100, [8])
+        admitted = sum(schedule.admits(0.0) for _ in range(count))
+        made = outcome(admitted, 0)
+        schedule.end([made], None if place % 3 else seconds(admitted if count else None))
+    assert known.is_tried and known.costs.predict(100, 8)[8] > 1.1
+
+
 # When drafting stops
 
 

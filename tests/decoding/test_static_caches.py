@@ -20,6 +20,7 @@ from transformers import CompileConfig, DynamicCache, LogitsProcessorList, Stati
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, bind
+from hf_hyperdflash.auto.policies import ChainPolicy
 from hf_hyperdflash.decoding.request import can_hold_rounds
 from hf_hyperdflash.drafters.parts.block_attention import AttentionSpan
 from hf_hyperdflash.drafters.parts.fixed_context import FixedContext, FixedLayers
@@ -500,23 +501,26 @@ def test_drafters_that_read_other_layers_have_graphs_of_their_own(counted):
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="weights are packed for MKL here")
 def test_packed_weights_change_neither_text_nor_drafts(counted, monkeypatch):
-    """By inductor, which takes for a weight what it may: it must not take what changes from round to round."""
+    """By inductor, which takes for a weight what it may: it must not take what changes from round to round, nor the
+    cache of the first prompt for that of the next."""
     target, own = target_and_own(families.qwen3)
     drafter, drafts = drafter_of(target), []
     propose = drafter.propose
     monkeypatch.setattr(drafter, "propose", lambda *args: drafts.append(propose(*args)) or drafts[-1])
     config = CompileConfig(mode=None, fullgraph=True)
     config._compile_all_devices = True
-    expected = own.generate(prompt(11), max_new_tokens=12, **GREEDILY)
     options = dict(max_new_tokens=12, assistant_model=drafter, cache_implementation="static", **GREEDILY)
-    assert torch.equal(target.generate(prompt(11), **options), expected)
-    eager = [tree.tokens.tolist() for tree in drafts]
-    with torch._inductor.config.patch(freezing=True):
-        target.generate(prompt(11), compile_config=config, **options)
+
+    def write(ids, **asked):
         drafts.clear()
-        with profile() as trace:
-            assert torch.equal(target.generate(prompt(11), compile_config=config, **options), expected)
-    assert [tree.tokens.tolist() for tree in drafts] == eager
+        text = target.generate(ids, max_cache_len=60, **asked, **options)
+        assert torch.equal(text, own.generate(ids, max_new_tokens=12, **GREEDILY))
+        return [tree.tokens.tolist() for tree in drafts]
+
+    prompts = [prompt(length, seed=length) for length in (11, 20, 7, 11)]
+    eager = [write(ids) for ids in prompts]
+    with torch._inductor.config.patch(freezing=True), profile() as trace:
+        assert [write(ids, compile_config=config) for ids in prompts] == eager
     assert any(event.key == "mkl::_mkl_linear" for event in trace.key_averages())
 
 
@@ -548,6 +552,31 @@ def test_compiled_turns_and_eager_ones(counted):
         assert torch.equal(written, expected)
         text = torch.cat([expected, prompt(4, seed=turn)], dim=1)
     assert counted["unique_graphs"] == 2
+
+
+def test_auto_learns_nothing_from_rounds_that_compile(counted, monkeypatch):
+    """Nor from the next ones of these shapes, in which a GPU records what it replays later."""
+    monkeypatch.setattr(slot_forward, "_SLOW_CALLS", 1)
+    target, own = target_and_own(families.qwen3)
+    drafter, rounds, graphs = drafter_of(target), [], [0]
+    options = dict(cache_implementation="static", max_cache_len=90, compile_config=compiling(), **GREEDILY)
+    end = ChainPolicy.end
+
+    def record(policy, outcomes, seconds):
+        rounds.append((seconds is None, counted["unique_graphs"] > graphs[-1]))
+        graphs.append(counted["unique_graphs"])
+        end(policy, outcomes, seconds)
+
+    monkeypatch.setattr(ChainPolicy, "end", record)
+    for length in (9, 12):
+        ids = prompt(length, seed=length)
+        text = target.generate(ids, assistant_model=drafter, num_assistant_tokens="auto", max_new_tokens=40, **options)
+        assert torch.equal(text, own.generate(ids, max_new_tokens=40, **GREEDILY))
+    assert all(told == compiled for told, compiled in rounds) and 2 < sum(told for told, _ in rounds) < len(rounds) / 2
+    rounds.clear()
+    monkeypatch.setattr(slot_forward, "_SLOW_CALLS", 10**6)
+    target.generate(prompt(9), assistant_model=drafter, num_assistant_tokens="auto", max_new_tokens=20, **options)
+    assert rounds and all(told for told, _ in rounds)
 
 
 def test_a_target_with_compiled_rounds_can_be_copied_and_pickled(counted):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from .name import CACHE
 from .static import SlotCache
 
 LEAST_VIEW = 2048  # slots that a compiled round looks at; for a longer text twice as many, and so on
+_SLOW_CALLS = 3  # of a compiled function: CUDA graphs warm up in the first one and are recorded in the next
 Result = TypeVar("Result")
 
 _OWN = (CACHE, "attention_mask", "position_ids", "logits_to_keep")  # arguments that are another in each round
@@ -218,20 +220,27 @@ class CompiledForwards:
 
     Args:
         options: Of `torch.compile`.
+
+    Attributes:
+        slow_calls: How many calls compiled, or were among the first ones after that, in which a GPU's graph is made.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options if options.get("dynamic") is not None else {**options, "dynamic": False}
+        self.slow_calls = 0
         self._by_shape: dict[tuple[object, ...], Callable[..., Any]] = {}
+        self._calls: Counter[tuple[object, ...]] = Counter()
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_by_shape": {}}  # compiled code can be neither copied nor pickled
+        return {**vars(self), "_by_shape": {}, "_calls": Counter()}  # compiled code can be neither copied nor pickled
 
     def __call__(self, function: Callable[..., Result], *args: object) -> Result:
         """Call a function compiled for the shapes of its arguments."""
         key = function, *map(_shape_of, args)
         if key not in self._by_shape:
             self._by_shape[key] = torch.compile(with_own_code(function), **self.options)
+        self.slow_calls += self._calls[key] < _SLOW_CALLS
+        self._calls[key] += 1
         return self._by_shape[key](*args)
 
 

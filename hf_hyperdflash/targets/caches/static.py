@@ -53,8 +53,10 @@ class SlotLayer(StaticLayer):
         self.view = self.capacity
         self.starts, self.is_initialized = starts, True
         self.device = layer.device
-        self.keys = self._in_slots(cast(torch.Tensor, layer.keys), lengths, layer)
-        self.values = self._in_slots(cast(torch.Tensor, layer.values), lengths, layer)
+        # Tensors of their own over the same memory: transformers has marked its own, which a graph of packed weights
+        # would keep for good, whatever cache comes next.
+        self.keys = self._in_slots(cast(torch.Tensor, layer.keys), lengths, layer).detach()
+        self.values = self._in_slots(cast(torch.Tensor, layer.values), lengths, layer).detach()
         keep_addresses(self.keys, self.values)
 
     def _in_slots(self, states: torch.Tensor, lengths: Sequence[int], layer: StaticLayer) -> torch.Tensor:

@@ -341,44 +341,68 @@ def drafter_of(target, **fields):
 UNROLLED = {"eagle3": {"max_blocks": 5, "draft_vocab_size": 40}, "specblock": {"block_size": 3, "max_blocks": 2}}
 
 
+class Pair:
+    """Two contexts of one text, drafted from by turns: one that grows, and one that may be fixed."""
+
+    def __init__(self, kind):
+        self.target = families.qwen3().eval()
+        self.seen, self.drafter = target_of(self.target), unrolled(kind, self.target, **UNROLLED[kind])
+        self.compiled = slot_forward.CompiledForwards(dict(fullgraph=True, backend="eager"))
+        self.contexts = [self.drafter.new_context() for _ in range(2)]
+        self.text, self.state = prompt(100), torch.randn(1, 100, self.drafter.config.num_streams, 64)
+        self.positions, self.done = torch.arange(100)[None], 0
+
+    def fix(self, room, drafts):
+        self.contexts[1] = self.drafter.fixed_context(self.contexts[1], room, 1 + drafts, self.compiled)
+
+    def extend(self, count):
+        new, after = slice(self.done, self.done + count), slice(self.done + 1, self.done + count + 1)
+        for context in self.contexts:
+            inputs = self.state[:, new], self.positions[:, new], self.text[:, after]
+            self.drafter.extend(self.seen, context, *inputs)
+        self.done += count
+
+    def drafts(self, count, budget=None):
+        """Return how many there are, after a look that they are the same."""
+        sampler = DraftSampler(LogitsProcessorList(), False, budget)
+        inputs = self.text[:, : self.done + 1], self.positions[:, : self.done + 1]
+        eager, own = (self.drafter.propose(self.seen, each, *inputs, count, sampler) for each in self.contexts)
+        assert own.tokens.tolist() == eager.tokens.tolist() and own.parents == eager.parents
+        assert own.passes == eager.passes
+        return len(own)
+
+
 @pytest.mark.parametrize("kind", UNROLLED)
 @torch.no_grad()
 def test_a_compiled_chain_is_the_eager_one(kind, counted):
     """Whatever number of tokens a round adds, at once and in turns with what is drafted eagerly: trees here."""
-    target = families.qwen3().eval()
-    seen, drafter = target_of(target), unrolled(kind, target, **UNROLLED[kind])
-    compiled = slot_forward.CompiledForwards(dict(fullgraph=True, backend="eager"))
-    contexts = [drafter.new_context() for _ in range(2)]
-    text, state = prompt(80), torch.randn(1, 80, drafter.config.num_streams, 64)
-    done, drafts = 0, 5
-
-    def extend(count):
-        nonlocal done
-        new = slice(done, done + count)
-        for context in contexts:
-            positions = torch.arange(100)[None, new]
-            drafter.extend(seen, context, state[:, new], positions, text[:, done + 1 : done + count + 1])
-        done += count
-
-    def propose(budget=None, count=drafts):
-        sampler = DraftSampler(LogitsProcessorList(), False, budget)
-        inputs = text[:, : done + 1], torch.arange(100)[None, : done + 1]
-        return [drafter.propose(seen, context, *inputs, count, sampler) for context in contexts]
-
-    extend(20)
-    contexts[1] = drafter.fixed_context(contexts[1], 70, 1 + drafts, compiled)
-    propose()  # eagerly: all entries are there
-    for graphs in (1, 1, 1):
+    pair = Pair(kind)
+    pair.extend(20)
+    pair.fix(70, drafts=5)
+    pair.drafts(5)  # eagerly: all entries are there
+    for _ in range(3):
         for count in (1, 3, 6, 2):
-            extend(count)
-            eager, own = propose(count=drafts - (count == 3))
-            assert own.tokens.tolist() == eager.tokens.tolist() and own.passes == eager.passes
-            assert len(own) == drafts - (count == 3) and counted["unique_graphs"] == graphs
-        eager, own = propose(budget=7)
-        assert own.tokens.tolist() == eager.tokens.tolist() and own.parents == eager.parents
-    extend(2), extend(3)  # the first two were not drafted for
-    eager, own = propose()
-    assert own.tokens.tolist() == eager.tokens.tolist() and not torch._dynamo.utils.counters["graph_break"]
+            pair.extend(count)
+            asked = 4 if count == 3 else 5
+            assert pair.drafts(asked) == asked and counted["unique_graphs"] == 1
+        pair.drafts(5, budget=7)
+    pair.extend(2), pair.extend(3)  # the first two were not drafted for
+    pair.drafts(5)
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("kind", UNROLLED)
+@torch.no_grad()
+def test_what_has_no_place_in_a_graph_is_drafted_eagerly(kind, counted):
+    """More new tokens than a round has, as of a short prompt; a text beyond what there is room for."""
+    pair = Pair(kind)
+    pair.extend(5)
+    pair.fix(20, drafts=2)
+    assert pair.drafts(2) == 2 and not counted["unique_graphs"]
+    for _ in range(20):
+        pair.extend(3)
+        assert pair.drafts(2) == 2
+    assert counted["unique_graphs"] == 1 and pair.done > 60
 
 
 @pytest.mark.parametrize(

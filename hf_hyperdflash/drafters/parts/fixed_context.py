@@ -113,16 +113,17 @@ class FixedEntries(EntryContext):
         for own, old in zip(self.buffer, context.layers):
             for part, states in zip(own, old):
                 part[:, :, : self.length] = states
+        self._fixed = self.buffer  # which gives way to a larger one where a text grows beyond it
         self._inputs: tuple[torch.Tensor, torch.Tensor] | None = None  # residual and next tokens, in each round
         keep_addresses(*(part for own in self.buffer for part in own))
 
     @property
     def runs_compiled(self) -> bool:
-        """Whether the next round can be drafted compiled: not after a prompt, whose entries there are, and not where a
-        later turn has more tokens than there is room for."""
+        """Whether the next round can be drafted compiled: not after a prompt, whose entries there are, and not where
+        there are more tokens than there is room for, or were."""
         new, capacity = self.new_count, self.buffer[0][0].shape[2]
         size = 1 if self.states is None else self.states.shape[1]
-        has_room = self.length + 2 * self.most_new * size <= capacity
+        has_room = self.buffer is self._fixed and self.length + 2 * self.most_new * size <= capacity
         return self.compiled is not None and 0 < new <= self.most_new and has_room
 
     def pending_inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -18,6 +18,7 @@ Below a table stand its date, its number of prompts, and links to reports, which
 
 from __future__ import annotations
 
+import argparse
 import csv
 import os
 import re
@@ -123,14 +124,18 @@ def written(page: Path, text: str, stale: list[str]) -> str:
 
 
 def main() -> int:
-    stale: list[str] = []
-    given = [Path(name).resolve() for name in sys.argv[1:] if name != "--check"]
-    for page in given or PAGES:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", nargs="*", type=Path, help="all by default")
+    parser.add_argument("--check", action="store_true")
+    args, stale = parser.parse_args(), list[str]()
+    for page in args.pages or PAGES:
+        if not page.is_file():
+            parser.error(f"there is no page {page}: expected a Markdown file.")
         text = page.read_text(encoding="utf-8")
-        new = written(page, text, stale)
-        if "--check" not in sys.argv:
+        new = written(page.resolve(), text, stale)
+        if not args.check:
             page.write_text(new, encoding="utf-8")
-    if "--check" in sys.argv and stale:
+    if args.check and stale:
         print("stale, run tools/write_numbers.py:", *stale, sep="\n", file=sys.stderr)
         return 1
     return 0

@@ -149,6 +149,10 @@ class _Examination:
         if self._report:
             self._report(f"[{time.monotonic() - self._began:.0f} s of about {self.seconds:.0f}] {line}")
 
+    def _left(self) -> float:
+        """Return the seconds that are left, some at least."""
+        return max(self.seconds - (time.monotonic() - self._began), 0.05 * self.seconds)
+
     def run(self, prompts: Sequence[str], texts: int, thinking: bool, compiled: bool) -> Diagnosis:
         found, target, drafter = self.found, self.target, self.drafter
         found.facts["versions"] = f"torch {torch.__version__}, transformers {transformers.__version__}"
@@ -260,7 +264,7 @@ class _Examination:
             _try_other_settings(
                 found, self.target, cast(HyperDFlashDrafter, self.drafter), prompts[few], texts[few], self.disable_tqdm
             )
-        lost = LostAcceptance(self.target, self.drafter, self.new, 0.25 * self.seconds)
+        lost = LostAcceptance(self.target, self.drafter, self.new, 0.5 * self._left())
         answers = [
             str(self.tokenizer.decode(text[0, ids.shape[1] :], skip_special_tokens=True))
             for ids, text in zip(prompts, texts)
@@ -286,11 +290,11 @@ class _Examination:
             )
 
     def _time_settings(self, prompts: list[torch.Tensor]) -> None:
-        for temperature, share in zip(TEMPERATURES, (0.15, 0.1)):
+        for temperature, share in zip(TEMPERATURES, (0.6, 1.0)):
             self.say(f"timing settings of generate, temperature {temperature:g} ...")
             timed = time_settings(
                 self.target, self.drafter, prompts, temperature=temperature, max_new_tokens=self.new,
-                seconds=share * self.seconds, disable_tqdm=self.disable_tqdm,
+                seconds=share * self._left(), disable_tqdm=self.disable_tqdm,
             )  # fmt: skip
             self.found.timed[temperature] = timed
             learned = learned_stats(self.target, self.drafter)

@@ -107,7 +107,9 @@ class DraftingStats:
         self.tokens += (tokens - self.tokens) * weight
         self.cost += (cost - self.cost) * weight
         gain = self.tokens / self.cost
-        too_slow = self.rounds >= 2 * FEW and gain < 1 - ERROR / math.sqrt(texts * min(self.rounds, MEMORY))
+        # Of one round: accepted drafts vary as rare events do, those that are never accepted hardly.
+        error = min(ERROR, math.sqrt(max(self.tokens - 1, 1 / MEMORY)))
+        too_slow = self.rounds >= 2 * FEW and gain < 1 - error / math.sqrt(texts * min(self.rounds, MEMORY))
         if too_slow if self.is_drafting else gain > 1:
             self.is_drafting, self.rounds, self.probes = not self.is_drafting, FEW, Probes()
         elif not self.is_drafting and tokens > cost:

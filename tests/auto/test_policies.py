@@ -248,10 +248,10 @@ def test_a_probe_that_paid_is_repeated_soon():
 
 
 def test_a_loss_that_chance_can_explain_is_none():
-    """A batch's rounds say more than one text's."""
-    for texts, stops in ((1, False), (16, True)):
-        known = DraftingStats(tokens=0.95, cost=1.0, rounds=100)
-        known.judge(0.95, 1.0, texts)
+    """A batch's rounds say more than one text's, and a drafter that is never right leaves little to chance."""
+    for tokens, texts, stops in ((1.9, 1, False), (1.9, 16, True), (1.0, 1, True)):
+        known = DraftingStats(tokens=tokens, cost=tokens / 0.95, rounds=100)
+        known.judge(tokens, tokens / 0.95, texts)
         assert known.is_drafting != stops
 
 

@@ -203,6 +203,7 @@ def test_what_does_not_fit_is_refused(engine, drafter, target, started, told):
         ({"sliding_window": 9, "window_from": "slot"}, {}),
         ({"target_num_layers": 0, "target_layer_ids": [5]}, {}),
         ({"target_hc_mult": 4, "target_layer_ids": [-1]}, {"hc_mult": 4}),
+        ({"target_hc_mult": 4, "target_layer_ids": [5]}, {"hc_mult": 4}),
         ({"target_hc_mult": 4, "reducer": "stream_mean"}, {"hc_mult": 4}),
     ],
 )

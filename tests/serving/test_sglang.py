@@ -88,9 +88,11 @@ def test_a_gate_over_several_layers_drafts_the_same(tmp_path, reducer):
     drafts_the_same(target, stirred(gate_over_layers(target, head_dim=32, reducer=reducer)), tmp_path)
 
 
-def test_another_target_drafts_the_same(tmp_path):
+@pytest.mark.parametrize("is_counted", [False, True], ids=["-1", "by number"])
+def test_another_target_drafts_the_same(tmp_path, is_counted):
     target = exact(llama())
-    fields = {"reducer": "fc", "sequential_head": "state", "head_rank": 5, "target_layer_ids": [0, -1]}
+    last = target.config.num_hidden_layers - 1 if is_counted else -1
+    fields = {"reducer": "fc", "sequential_head": "state", "head_rank": 5, "target_layer_ids": [0, last]}
     drafts_the_same(target, stirred(tiny_drafter(target, head_dim=32, **fields)), tmp_path)
 
 

@@ -49,7 +49,7 @@ class ServedDrafter(DFlashDraftModel):
             ValueError: If SGLang cannot run the drafter with its target as it was started.
         """
         check_served_pair(self.config, target_config.hf_text_config, self.block_size - 1, target_config.context_len)
-        if -1 in self.config.target_layer_ids:
+        if {-1, target_config.hf_text_config.num_hidden_layers - 1} & {*self.config.target_layer_ids}:
             hand_out_last_layer(target, len(self.config.target_layer_ids))
         if self.candidate_selector is not None:
             self.candidate_selector.meet(target, target_config.hf_text_config)

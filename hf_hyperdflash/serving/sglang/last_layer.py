@@ -28,7 +28,7 @@ def hand_out_last_layer(target: nn.Module, layers: int) -> None:
     if trunk is None or norm is None:
         raise ValueError(
             f"SGLang's {type(target).__name__} has no `model.norm`, before which the drafter reads the last layer: "
-            "expected one, or a drafter whose `target_layer_ids` have no -1."
+            "expected one, or a drafter whose `target_layer_ids` leave it out."
         )
     last_output: list[torch.Tensor] = []
 

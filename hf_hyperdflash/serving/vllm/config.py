@@ -28,7 +28,7 @@ class VLLMConfig(ServedConfig):
     def _unsupported_by_engine(self) -> list[tuple[bool, str, str, str]]:
         return [
             (self.conv_kernel_size > 0, "conv_kernel_size", "0", f"{TRAIN} `conv_kernel_size=0`"),
-            (reads_streams(self) and self.target_layer_ids != [-1], "target_layer_ids",
+            (reads_streams(self) and layers_read(self) != [self.target_num_layers - 1], "target_layer_ids",
              "the residual streams of the last layer alone, [-1]",
              f"{TRAIN} `target_layer_ids=[-1]`, or with `reducer='stream_mean'`"),
         ]  # fmt: skip

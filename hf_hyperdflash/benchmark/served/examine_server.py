@@ -7,6 +7,7 @@ import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -186,7 +187,8 @@ def _ask(
         page = metrics(settings)
         run = counts_of_run(settings.model, [answer.counted], before, page)
         answers.append(answer)
-        is_known = run.rounds and run.acceptance
+        # SGLang's list is empty where no draft was accepted, and where its counters know no positions.
+        is_known = run.rounds and run.tau is not None and abs(1 + sum(run.acceptance) - run.tau) < 1e-6
         counted.append(
             DraftCounters(run.rounds or 0, [run.rounds * each for each in run.acceptance])  # type: ignore[operator]
             if is_known
@@ -292,7 +294,8 @@ def _compare_acceptance(found: ServedDiagnosis, drafter: Drafter, walk: _Walk, s
         if min(found.tried.values()) > 0.5 * found.tried["as configured"]:
             found.cause = ""
     if not found.cause:
-        lower = [k for k, (a, b) in enumerate(zip(there.acceptance, here.acceptance), 1) if b - a > _SAME_RATE]
+        rates = zip_longest(there.acceptance, here.acceptance, fillvalue=0.0)
+        lower = [k for k, (a, b) in enumerate(rates, 1) if b - a > _SAME_RATE]
         at = f"from position {lower[0]} on" if lower else "at no one position"
         found.cause = "drafter"
         of = "Its drafter has other weights" if lower[:1] == [1] else "Its drafts may see other context"
@@ -309,13 +312,18 @@ _READ = (
 
 
 def _is_same(here: DraftCounters, there: DraftCounters) -> bool:
-    gaps = [abs(a - b) for a, b in zip(here.acceptance, there.acceptance)]
+    gaps = _gaps(here, there)
     return abs(cast(float, there.tau) / cast(float, here.tau) - 1) <= _SAME_TAU and max(gaps) <= _SAME_RATE
 
 
 def _gap(here: DraftCounters, there: DraftCounters) -> float:
     """Return the mean difference of a position's rate."""
-    return float(np.mean([abs(a - b) for a, b in zip(here.acceptance, there.acceptance)]))
+    return float(np.mean(_gaps(here, there)))
+
+
+def _gaps(here: DraftCounters, there: DraftCounters) -> list[float]:
+    """Return the difference of each position's rate; a list that ends early has none accepted from there on."""
+    return [abs(a - b) for a, b in zip_longest(here.acceptance, there.acceptance, fillvalue=0.0)]
 
 
 def _readings(drafter: HyperDFlashDrafter, walk: _Walk) -> Iterator[tuple[str, str, DraftCounters]]:

@@ -106,7 +106,8 @@ def doctor(
         texts=batch_size,
         thinking=mode == "think-high",
         compiled=compiled,
-        seconds=max(60 - (time.monotonic() - began), 30) if quick else None,  # of a minute that loading is part of
+        seconds=60 if quick else None,
+        began=began,
         disable_tqdm=None,
         report=functools.partial(typer.echo, err=True),
     )

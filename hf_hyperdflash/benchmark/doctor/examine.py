@@ -80,6 +80,7 @@ def examine(
     thinking: bool = False,
     compiled: bool | None = None,
     seconds: float | None = None,
+    began: float | None = None,
     disable_tqdm: bool | None = True,
     report: Callable[[str], object] | None = None,
 ) -> Diagnosis:
@@ -101,6 +102,7 @@ def examine(
         thinking: Whether the target is asked to think.
         compiled: Whether rounds over a static cache, compiled, are timed, too; by default on an accelerator.
         seconds: That it may take, about; by default 300 on a CPU, and 120 elsewhere. Fewer prompts are used then.
+        began: When these seconds began, by `time.monotonic()`: before the models were loaded, say; now by default.
         disable_tqdm: `False` for a progress bar on stderr, `None` for one on a terminal and lines elsewhere.
         report: Called with a line for each step.
 
@@ -126,7 +128,8 @@ def examine(
     if compiled is None:
         compiled = target.device.type not in ("cpu", "mps")
     context = context or max(min(_CONTEXT, room // 2), 1)
-    examination = _Examination(target, drafter, tokenizer, max_new_tokens, context, seconds, disable_tqdm, report)
+    time_left = seconds, time.monotonic() if began is None else began
+    examination = _Examination(target, drafter, tokenizer, max_new_tokens, context, *time_left, disable_tqdm, report)
     return examination.run(prompts, texts, thinking, compiled)
 
 
@@ -135,11 +138,12 @@ class _Examination:
 
     def __init__(
         self, target: PreTrainedModel, drafter: Drafter, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int,
-        context: int, seconds: float, disable_tqdm: bool | None, report: Callable[[str], object] | None,
+        context: int, seconds: float, began: float, disable_tqdm: bool | None,
+        report: Callable[[str], object] | None,
     ) -> None:  # fmt: skip
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.new, self.context, self.seconds, self.disable_tqdm = max_new_tokens, context, seconds, disable_tqdm
-        self._report, self._began = report, time.monotonic()
+        self._report, self._began = report, began
         self.found = Diagnosis()
         config = target_of(target).config
         self.found.is_mixture = any(getattr(config, name, None) for name in _EXPERTS)
@@ -193,9 +197,10 @@ class _Examination:
         Returns:
             The target's own texts, and tokens and rounds of each, `[prompts, 2]`.
         """
-        found, target, began = self.found, self.target, time.monotonic()
+        found, target = self.found, self.target
         methods = [Method("alone"), Method("drafted", self.drafter)]
-        least, share = (LEAST_PROMPTS, 0.3) if len(prompts) >= LEAST_PROMPTS else (2, 0.4)
+        least, share = (LEAST_PROMPTS, 0.2) if len(prompts) >= LEAST_PROMPTS else (2, 0.4)
+        until = time.monotonic() + share * self._left()
         self.say(f"generating from up to {len(prompts)} prompts with and without the drafter ...")
         for method in methods:  # the first is slower than others
             generate_once(target, method, prompts[0].to(target.device), 0.0, min(8, self.new))
@@ -203,7 +208,7 @@ class _Examination:
         by_kind: dict[str, list[tuple[int, int]]] = {}
         progress = progress_bar(prompts, desc="generating", unit="prompt", leave=False, disable=self.disable_tqdm)
         for number, prompt in enumerate(progress):
-            if number >= least and time.monotonic() - began > share * self.seconds:
+            if number >= least and time.monotonic() > until:
                 break
             ids, outputs = prompt.to(target.device), {}
             for method in methods[:: 1 if number % 2 else -1]:
@@ -242,7 +247,7 @@ class _Examination:
 
     def _measure_costs(self, text: torch.Tensor, texts: int, compiled: bool) -> None:
         options: dict[str, Any] = {
-            "context": self.context, "texts": texts, "seconds": 0.15 * self.seconds, "report": self.say,
+            "context": self.context, "texts": texts, "seconds": 0.15 * self._left(), "report": self.say,
         }  # fmt: skip
         self.found.costs = measure_round_costs(self.target, self.drafter, text, **options)
         if not compiled:
@@ -260,11 +265,11 @@ class _Examination:
         found, prompts = self.found, prompts[: len(texts)]
         if self.drafter.config.model_type == HyperDFlashConfig.model_type:
             self.say("trying other layers, the other anchor convention, other bases of RoPE ...")
-            few = slice(None, None if len(texts) <= LEAST_PROMPTS else LEAST_PROMPTS + 4)
+            few = slice(None, None if len(texts) <= LEAST_PROMPTS else LEAST_PROMPTS + 2)
             _try_other_settings(
                 found, self.target, cast(HyperDFlashDrafter, self.drafter), prompts[few], texts[few], self.disable_tqdm
             )
-        lost = LostAcceptance(self.target, self.drafter, self.new, 0.5 * self._left())
+        lost = LostAcceptance(self.target, self.drafter, self.new, 0.4 * self._left())
         answers = [
             str(self.tokenizer.decode(text[0, ids.shape[1] :], skip_special_tokens=True))
             for ids, text in zip(prompts, texts)

@@ -23,6 +23,7 @@ from ..runner import Method, generate_once
 
 TEMPERATURES = (0.0, 1.0)
 _MOST_PROMPTS, _FEWEST_PROMPTS = 8, 2
+_WARM = 8  # tokens of each setting that warm up
 _NOISE = 1.05  # a ratio of speeds that differs from run to run
 
 
@@ -82,7 +83,8 @@ def time_settings(
         rows.append([])
         for method in methods:
             torch.manual_seed(number)
-            figures, _ = generate_once(target, method, prompt.to(target.device), temperature, max_new_tokens)
+            new = max_new_tokens if rows[1:] else min(_WARM, max_new_tokens)
+            figures, _ = generate_once(target, method, prompt.to(target.device), temperature, new)
             rows[-1].append((figures["new_tokens"], figures["seconds"]))
     return ranked(tried[1:], np.array(rows[1:], dtype=float))
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from transformers import AutoTokenizer
 
-from hf_hyperdflash import load_drafter, load_target
+from hf_hyperdflash import load_drafter, load_target, load_tokenizer
 from hf_hyperdflash.decoding.stats import VerifiedTree, keep_trees
 from hf_hyperdflash.training.data.encoding import encode_prompts
 from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
@@ -148,7 +147,7 @@ def main() -> None:
     target = load_target(arguments.target, dtype="float32")  # bfloat16 needs transformers 5.20, and is slower here
     drafter = load_drafter(arguments.drafter, target=target).eval()
     drafter.bind(target)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    tokenizer = load_tokenizer(arguments.target)
     rounds = rounds_of(arguments, target, tokenizer, drafter)
     if not rounds:
         raise SystemExit("The text was over before a tree was drafted: try another prompt.")

@@ -26,9 +26,8 @@ from typing import Any
 
 import datasets
 import torch
-from transformers import AutoTokenizer
 
-from hf_hyperdflash import load_drafter, load_target
+from hf_hyperdflash import load_drafter, load_target, load_tokenizer
 from hf_hyperdflash.benchmark.results import save_report
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.decoding.stats import SpeculationStats
@@ -191,7 +190,7 @@ def main() -> None:
     drafter = load_drafter(arguments.drafter, target=target)
     if arguments.drafts is not None:
         drafter.num_draft_tokens = arguments.drafts
-    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    tokenizer = load_tokenizer(arguments.target)
     with TemporaryDirectory() as folder:
         data = Path(folder) / "questions.jsonl"
         data.write_text("".join(json.dumps(question) + "\n" for question in questions), encoding="utf-8")

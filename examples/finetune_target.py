@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer
 
-from hf_hyperdflash import load_target
+from hf_hyperdflash import load_target, load_tokenizer
 from hf_hyperdflash.training.data.messages import to_messages
 from hf_hyperdflash.training.data.rows import load_rows, prepare_dataset
 from hf_hyperdflash.training.losses.objective import collate
@@ -49,7 +48,7 @@ def restyled(answer: str) -> str:
 def main() -> None:
     args = parse_args()
     torch.manual_seed(args.seed)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    tokenizer = load_tokenizer(args.target)
     target = load_target(args.target, dtype="float32")
     texts = [to_messages(row) for row in load_rows(args.dataset)]
     rows = [

@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer
 
-from hf_hyperdflash import load_drafter, load_target
+from hf_hyperdflash import load_drafter, load_target, load_tokenizer
 from hf_hyperdflash.benchmark.results import save_report
 from hf_hyperdflash.benchmark.runner import hardware
 
@@ -90,7 +89,7 @@ def train(way: str, rollouts: int, arguments: argparse.Namespace) -> dict[str, A
     """One training: each step's figures, and of how many prompts the trained target's greedy text, drafted, is its
     own."""
     target = load_target(arguments.target, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    tokenizer = load_tokenizer(arguments.target)
     drafter = load_drafter(arguments.drafter, target=target, dtype=torch.float32)
     if arguments.drafts is not None:
         drafter.num_draft_tokens = arguments.drafts

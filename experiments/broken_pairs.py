@@ -29,12 +29,12 @@ from typing import Any
 import torch
 import transformers
 from torch.nn.functional import pad
-from transformers import AutoTokenizer
 
 from hf_hyperdflash import (
     PromptLookupDrafter,
     load_drafter,
     load_target,
+    load_tokenizer,
 )
 from hf_hyperdflash.benchmark.doctor.examine import PROMPTS, examine
 from hf_hyperdflash.benchmark.results import load, pool
@@ -62,9 +62,7 @@ class Well:
 
     def load(self) -> Pair:
         target = load_target(self.args.target, dtype=self.args.dtype)
-        return Pair(
-            target, load_drafter(self.args.drafter, target=target), AutoTokenizer.from_pretrained(self.args.target)
-        )
+        return Pair(target, load_drafter(self.args.drafter, target=target), load_tokenizer(self.args.target))
 
     def rows(self, count: int) -> list[list[dict[str, str]]]:
         opened = gzip.open if str(self.args.rows).endswith(".gz") else open
@@ -153,7 +151,7 @@ def mixture(given: Well) -> Pair:
         halves = [pad(half, (0, 0, 0, more)) for half in experts.gate_up_proj.data.chunk(2, dim=1)]
         experts.gate_up_proj.data = torch.cat(halves, dim=1)
         experts.down_proj.data = pad(experts.down_proj.data, (0, more))
-    return Pair(target, PromptLookupDrafter(target, num_draft_tokens=8), AutoTokenizer.from_pretrained(folder))
+    return Pair(target, PromptLookupDrafter(target, num_draft_tokens=8), load_tokenizer(folder))
 
 
 def too_many_drafts(given: Well) -> Pair:

@@ -25,9 +25,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
 
-from hf_hyperdflash import load_drafter, load_target
+from hf_hyperdflash import load_drafter, load_target, load_tokenizer
 from hf_hyperdflash.auto.acceptance import AcceptanceLine
 from hf_hyperdflash.auto.aslm import AugmentedSpaceLinearModel
 from hf_hyperdflash.benchmark.suites import load_suite, suites_in
@@ -343,7 +342,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     torch.set_num_threads(1)
-    target, tokenizer = load_target(args.target, dtype=torch.float32), AutoTokenizer.from_pretrained(args.target)
+    target, tokenizer = load_target(args.target, dtype=torch.float32), load_tokenizer(args.target)
     drafter = load_drafter(args.drafter, target=target)
     drafter.bind(target)
     found, counts = {}, {}

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 
-from hf_hyperdflash import load_drafter, load_target
+from hf_hyperdflash import load_drafter, load_target, load_tokenizer
 from hf_hyperdflash.benchmark.results import save_report
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.benchmark.suites import load_suite, suites_in
@@ -134,7 +134,7 @@ def main() -> None:
     target = load_target(arguments.target, dtype=torch.float32)
     drafter = load_drafter(arguments.drafter, target=target)
     drafter.bind(target)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    tokenizer = load_tokenizer(arguments.target)
     suites = suites_in(arguments.data)
     prompts = [
         tokenizer.apply_chat_template(

@@ -58,7 +58,6 @@ import transformers  # noqa: E402
 from torch.autograd import DeviceType  # noqa: E402
 from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
 from transformers import (  # noqa: E402
-    AutoTokenizer,
     CompileConfig,
     DeepseekV4Config,
     DeepseekV4ForCausalLM,
@@ -70,7 +69,7 @@ from transformers import (  # noqa: E402
 )
 
 import hf_hyperdflash  # noqa: E402
-from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, bind, load_drafter, load_target  # noqa: E402
+from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, bind, load_drafter, load_target, load_tokenizer  # noqa: E402
 from hf_hyperdflash.benchmark.suites import load_suite  # noqa: E402
 from hf_hyperdflash.decoding.stats import exact_timing  # noqa: E402
 from hf_hyperdflash.targets.caches.name import CACHE  # noqa: E402
@@ -661,7 +660,7 @@ def smollm2(settings: Settings) -> Found:
         return
     dtype, device = torch.bfloat16, settings.device
     stock, target = (load_target(settings.target, dtype=dtype).to(device) for _ in range(2))
-    tokenizer = AutoTokenizer.from_pretrained(settings.target)
+    tokenizer = load_tokenizer(settings.target)
     drafter = load_drafter(settings.drafter, dtype=dtype, device=device)
     drafter.bind(target)
     suites = {}

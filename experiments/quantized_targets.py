@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import transformers
 from datasets import Dataset
-from transformers import AutoTokenizer
 
 from hf_hyperdflash import (
     HyperDFlashDrafter,
@@ -31,6 +30,7 @@ from hf_hyperdflash import (
     HyperDFlashTrainingArguments,
     PromptLookupDrafter,
     load_target,
+    load_tokenizer,
 )
 from hf_hyperdflash.benchmark.doctor.diagnosis import Diagnosis
 from hf_hyperdflash.benchmark.doctor.examine import PROMPTS
@@ -96,7 +96,7 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     try:
         line["version"] = f"{package} {version(package)}"
         target = load(args)
-        line |= measure(target, encode(AutoTokenizer.from_pretrained(args.target), [[text] for text in PROMPTS]), args)
+        line |= measure(target, encode(load_tokenizer(args.target), [[text] for text in PROMPTS]), args)
     except Exception as error:  # whatever a package says of this machine
         line["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
     return line

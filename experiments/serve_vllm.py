@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
-from hf_hyperdflash import load_drafter, load_target
+from hf_hyperdflash import load_drafter, load_target, load_tokenizer
 from hf_hyperdflash.benchmark.runner import commit, hardware
 from hf_hyperdflash.benchmark.served.endpoint import EndpointSettings, fetch, measure, read_counters
 from hf_hyperdflash.benchmark.served.served_counts import DraftCounters
@@ -203,7 +202,7 @@ def prompts_of(args: argparse.Namespace, suites: list[str]) -> tuple[list[list[s
     prompts = [turns[:1] for name in suites for turns in load_suite(name, args.data, args.limit)]
     chats = [[{"role": "user", "content": turn}] for (turn,) in prompts]
     try:
-        tokenizer = AutoTokenizer.from_pretrained(args.target)
+        tokenizer = load_tokenizer(args.target)
     except OSError as error:  # which need not say of what
         raise ValueError(f"`--target` is {args.target}, whose tokenizer cannot be loaded: {error}") from error
     asked = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True) for chat in chats]
@@ -293,7 +292,7 @@ def main() -> None:
         print(f"{'pass' if holds else 'FAIL'}  {title}: {detail}", flush=True)
 
     texts, stats = our_own(args, ids)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    tokenizer = load_tokenizer(args.target)
     spoken = [tokenizer.decode(text, skip_special_tokens=True) for text in texts]
     rows = {}
     with Server(args, None) as server:

@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, LogitsProcessorList
+from transformers import LogitsProcessorList
 
-from hf_hyperdflash import load_drafter, load_target
+from hf_hyperdflash import load_drafter, load_target, load_tokenizer
 from hf_hyperdflash.auto import acceptance, costs, policies
 from hf_hyperdflash.auto.policies import ChainPolicy, DraftingStats, FixedPolicy, Outcome
 from hf_hyperdflash.benchmark.results import save_report
@@ -311,7 +311,7 @@ def main() -> None:
     change_constants(args.set)
     args.output.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    target, tokenizer = load_target(args.target, dtype=torch.float32), AutoTokenizer.from_pretrained(args.target)
+    target, tokenizer = load_target(args.target, dtype=torch.float32), load_tokenizer(args.target)
     drafter = load_drafter(args.drafter, target=target)
     suites: dict[str, list[Text]] = {}
     for (suite, asked), accept in zip(prompts.items(), itertools.cycle(args.accept)):

@@ -38,9 +38,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoTokenizer, PrinterCallback
+from transformers import PrinterCallback
 
-from hf_hyperdflash import HyperDFlashTrainer, HyperDFlashTrainingArguments, load_drafter, load_target
+from hf_hyperdflash import HyperDFlashTrainer, HyperDFlashTrainingArguments, load_drafter, load_target, load_tokenizer
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.training.data.rows import load_rows, prepare_dataset
 from hf_hyperdflash.training.features.store import FeatureCache
@@ -71,7 +71,7 @@ class Sweep:
         self.grid = read_grid(args.grid)
         self.names = args.cells or list(self.grid.CELLS)
         self.target = load_target(args.target, dtype=torch.float32)
-        self.tokenizer = AutoTokenizer.from_pretrained(args.target)
+        self.tokenizer = load_tokenizer(args.target)
         self.widths: dict[str, int] = {}
         if start := getattr(self.grid, "START", None):
             drafter: Any = load_drafter(args.drafter, dtype=torch.float32)

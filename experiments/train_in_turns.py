@@ -36,9 +36,9 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from sweep import COMMAND, read_grid
-from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 
-from hf_hyperdflash import HyperDFlashTrainer, load_drafter, load_target
+from hf_hyperdflash import HyperDFlashTrainer, load_drafter, load_target, load_tokenizer
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.training.data.rows import load_rows, prepare_dataset
 from hf_hyperdflash.training.losses.objective import training_layer_ids
@@ -115,7 +115,7 @@ class Turns:
         self.grid = read_grid(args.grid)
         self.names = args.cells or list(self.grid.CELLS)
         self.target = load_target(args.target, dtype=args.dtype)
-        self.tokenizer = AutoTokenizer.from_pretrained(args.target)
+        self.tokenizer = load_tokenizer(args.target)
         self.features = args.work_dir / "features"
         self.features.mkdir(parents=True, exist_ok=True)
         self.rows, self.held_out = self.prepare_rows()

@@ -71,3 +71,13 @@ def test_a_script_names_the_package_that_it_lacks(script, package, told):
     result = python("-c", lacking + f"runpy.run_path({str(ROOT / script)!r}, run_name='__main__')")
     assert result.returncode == 1 and result.stderr.startswith("Error: ") and told in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "script", sorted(path for path in ROOT.glob("*/**/*.py") if path.parts[len(ROOT.parts)] in ("examples", "experiments")),
+    ids=lambda path: path.stem,
+)  # fmt: skip
+def test_a_script_that_loads_a_target_loads_its_tokenizer_alike(script):
+    """`AutoTokenizer` cannot read a GGUF file by its path, which `load_target` takes."""
+    source = script.read_text(encoding="utf-8")
+    assert "load_target(" not in source or "AutoTokenizer" not in source

@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoTokenizer
 
-from hf_hyperdflash import load_drafter, load_target
+from hf_hyperdflash import load_drafter, load_target, load_tokenizer
 from hf_hyperdflash.benchmark.results import save_report
 from hf_hyperdflash.benchmark.runner import hardware
 from hf_hyperdflash.benchmark.suites import load_suite
@@ -124,7 +123,7 @@ def main() -> None:
     target = load_target(arguments.target, dtype=getattr(torch, arguments.dtype))
     drafter = load_drafter(arguments.drafter, target=target)
     drafter.bind(target)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.target, padding_side="left")
+    tokenizer = load_tokenizer(arguments.target, padding_side="left")
     most = max(arguments.batch_sizes)
     suites = [load_suite(name, arguments.data, most) for name in arguments.suites]
     prompts = [suite[index][0] for index in range(most) for suite in suites]  # the suites in turn

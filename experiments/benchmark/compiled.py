@@ -30,9 +30,9 @@ from typing import Any
 import torch
 import transformers
 from torch._inductor import config as inductor
-from transformers import AutoTokenizer, CompileConfig, PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 
-from hf_hyperdflash import Drafter, PromptLookupDrafter, load_drafter, load_target
+from hf_hyperdflash import Drafter, PromptLookupDrafter, load_drafter, load_target, load_tokenizer
 from hf_hyperdflash.benchmark import runner
 from hf_hyperdflash.benchmark.results import save_report
 from hf_hyperdflash.hub.formats import export_dflash, load_foreign
@@ -187,7 +187,7 @@ def main() -> None:
         else:
             dtype = getattr(torch, arguments.dtype)
             target = load_target(arguments.target, dtype=dtype).to(arguments.device)
-            tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+            tokenizer = load_tokenizer(arguments.target)
             prompts = prompts_of(arguments, tokenizer)
             drafter = load_drafter(arguments.drafter, dtype=dtype).to(arguments.device)
         prompts = [prompt.to(arguments.device) for prompt in prompts]

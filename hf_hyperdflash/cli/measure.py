@@ -30,7 +30,9 @@ Compared = tuple[str, "Drafter", Sequence[Shape]]  # a drafter's name, the draft
 def doctor(
     target: options.Target,
     drafter: options.Drafter,
-    max_new_tokens: options.NewTokensOfRounds = 64,
+    max_new_tokens: Annotated[
+        int | None, Option(min=3, help="Most new tokens per prompt; 64, or down to 32 on a slow machine, if unset.")
+    ] = None,
     dtype: options.Dtype = None,
     device_map: options.DeviceMap = None,
     threads: options.Threads = None,
@@ -86,7 +88,7 @@ def doctor(
 
         served = examine_server(
             model, loaded[drafter], tokenizer, endpoint, model=served_model,
-            prompts=PROMPTS[: 4 if quick else 12], max_new_tokens=max_new_tokens, thinking=mode == "think-high",
+            prompts=PROMPTS[: 4 if quick else 12], max_new_tokens=max_new_tokens or 64, thinking=mode == "think-high",
             report=functools.partial(typer.echo, err=True),
         )  # fmt: skip
         typer.echo(str(served))

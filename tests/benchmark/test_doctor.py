@@ -18,6 +18,7 @@ from hf_hyperdflash.benchmark.doctor.other_settings import Comparison, Setting
 from hf_hyperdflash.benchmark.doctor.recommended import Timed
 from hf_hyperdflash.benchmark.doctor.round_costs import MeasuredCosts
 from hf_hyperdflash.benchmark.intervals import Interval
+from hf_hyperdflash.benchmark.runner import generate_once
 from hf_hyperdflash.cli.app import app
 from hf_hyperdflash.drafters.saved import SavedDrafter
 from hf_hyperdflash.training.data.encoding import encode_prompts
@@ -250,6 +251,24 @@ def test_few_prompts_are_quick(trained):
         examine(*trained, prompts=[])
     with pytest.raises(ValueError, match="`context` is 4000: expected 1 to "):
         examine(*trained, context=4000)
+
+
+def test_texts_are_shorter_where_the_time_is_short(trained, monkeypatch):
+    asked = []
+
+    def generate(target, method, ids, temperature, new):
+        asked.append(new)
+        return generate_once(target, method, ids, temperature, new)
+
+    monkeypatch.setattr(doctor, "generate_once", generate)
+    said = []
+    examine(*trained, prompts=PROMPTS[:3], seconds=1e-3, report=said.append)
+    assert asked == [8, 8, 64, 64, 32, 32]  # two to warm up, and two prompts at least
+    assert said[1].endswith("this takes long here: further texts have 32 tokens")
+    for enough in {"seconds": 3600}, {"seconds": 1e-3, "max_new_tokens": 40}:
+        asked.clear()
+        examine(*trained, prompts=PROMPTS[:2], **enough)
+        assert asked == [8] * 2 + [enough.get("max_new_tokens", 64)] * 4
 
 
 def test_memory_adds_up(target, drafter, tokenizer):

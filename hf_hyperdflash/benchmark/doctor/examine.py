@@ -65,6 +65,7 @@ _OTHER_LANGUAGES = (
 _CONTEXT = 512  # tokens, where the user does not say how many
 _SECONDS = {"cpu": 300.0}  # that an examination may take, and on an accelerator:
 _SECONDS_ELSEWHERE = 120.0
+_NEW_TOKENS, _FEWEST_NEW_TOKENS = 64, 32  # of each prompt, and where the time is short
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -74,7 +75,7 @@ def examine(
     tokenizer: PreTrainedTokenizerBase,
     *,
     prompts: Sequence[str] = PROMPTS,
-    max_new_tokens: int = 64,
+    max_new_tokens: int | None = None,
     context: int | None = None,
     texts: int = 1,
     thinking: bool = False,
@@ -96,7 +97,7 @@ def examine(
         tokenizer: The target's tokenizer.
         prompts: Questions, asked as chat turns. With fewer than 8 nothing is changed and no settings are timed, which
             is quick.
-        max_new_tokens: Tokens generated from each.
+        max_new_tokens: Most tokens generated from each; 64 by default, and down to 32 where the time is short.
         context: Tokens of the user's texts, for what rounds cost and whether acceptance falls; 512 by default.
         texts: That the user generates at a time, for what rounds cost.
         thinking: Whether the target is asked to think.
@@ -118,11 +119,11 @@ def examine(
         if not is_one:
             raise ValueError(f"`{name}` is {given!r:.60}, expected a {name}: load it with `{loaded_by}` first.")
     positions = getattr(target_of(target).config, "max_position_embeddings", None) or sys.maxsize
-    room = positions - max_new_tokens
+    room = positions - (max_new_tokens or _NEW_TOKENS)
     if context is not None and not 0 < context <= room:
         raise ValueError(
             f"`context` is {context}: expected 1 to {room}, as the target has {positions} positions and "
-            f"{max_new_tokens} new tokens follow."
+            f"{positions - room} new tokens follow."
         )
     seconds = seconds or _SECONDS.get(target.device.type, _SECONDS_ELSEWHERE)
     if compiled is None:
@@ -137,12 +138,13 @@ class _Examination:
     """The steps of [`examine`], each with its share of the time."""
 
     def __init__(
-        self, target: PreTrainedModel, drafter: Drafter, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int,
-        context: int, seconds: float, began: float, disable_tqdm: bool | None,
+        self, target: PreTrainedModel, drafter: Drafter, tokenizer: PreTrainedTokenizerBase,
+        max_new_tokens: int | None, context: int, seconds: float, began: float, disable_tqdm: bool | None,
         report: Callable[[str], object] | None,
     ) -> None:  # fmt: skip
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
-        self.new, self.context, self.seconds, self.disable_tqdm = max_new_tokens, context, seconds, disable_tqdm
+        self.new, self._least_new = max_new_tokens or _NEW_TOKENS, max_new_tokens or _FEWEST_NEW_TOKENS
+        self.context, self.seconds, self.disable_tqdm = context, seconds, disable_tqdm
         self._report, self._began = report, began
         self.found = Diagnosis()
         config = target_of(target).config
@@ -199,7 +201,7 @@ class _Examination:
         """
         found, target = self.found, self.target
         methods = [Method("alone"), Method("drafted", self.drafter)]
-        least, share = (LEAST_PROMPTS, 0.2) if len(prompts) >= LEAST_PROMPTS else (2, 0.4)
+        least, share = (LEAST_PROMPTS, 0.17) if len(prompts) >= LEAST_PROMPTS else (2, 0.4)
         until = time.monotonic() + share * self._left()
         self.say(f"generating from up to {len(prompts)} prompts with and without the drafter ...")
         for method in methods:  # the first is slower than others
@@ -220,6 +222,8 @@ class _Examination:
             counted.append(rounds_of(stats))
             by_kind.setdefault(_KINDS.get(questions[number]) or "others", []).append(counted[-1])
             timed.append([(each["new_tokens"], each["seconds"]) for each, _ in map(outputs.get, ("alone", "drafted"))])  # type: ignore[misc]
+            if number == 0:
+                self._shorten_texts(sum(seconds for _, seconds in timed[0]) * (least - 1), until)
         found.differing = differing
         found.facts["losslessness"] = f"{len(texts) - differing} of {len(texts)} greedy texts are the target's own"
         if differing:
@@ -245,9 +249,16 @@ class _Examination:
         )
         return texts, np.array(counted, dtype=float)
 
+    def _shorten_texts(self, seconds: float, until: float) -> None:
+        """Generate fewer tokens from now on, if the least number of further prompts took `seconds`, past `until`."""
+        affordable = int(self.new * max(until - time.monotonic(), 0) / max(seconds, 1e-9))
+        if self._least_new < self.new and affordable < self.new:
+            self.new = max(affordable, self._least_new)
+            self.say(f"this takes long here: further texts have {self.new} tokens")
+
     def _measure_costs(self, text: torch.Tensor, texts: int, compiled: bool) -> None:
         options: dict[str, Any] = {
-            "context": self.context, "texts": texts, "seconds": 0.15 * self._left(), "report": self.say,
+            "context": self.context, "texts": texts, "seconds": 0.12 * self._left(), "report": self.say,
         }  # fmt: skip
         self.found.costs = measure_round_costs(self.target, self.drafter, text, **options)
         if not compiled:
@@ -269,7 +280,7 @@ class _Examination:
             _try_other_settings(
                 found, self.target, cast(HyperDFlashDrafter, self.drafter), prompts[few], texts[few], self.disable_tqdm
             )
-        lost = LostAcceptance(self.target, self.drafter, self.new, 0.4 * self._left())
+        lost = LostAcceptance(self.target, self.drafter, self.new, 0.35 * self._left())
         answers = [
             str(self.tokenizer.decode(text[0, ids.shape[1] :], skip_special_tokens=True))
             for ids, text in zip(prompts, texts)

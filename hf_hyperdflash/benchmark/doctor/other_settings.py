@@ -19,7 +19,7 @@ from ...drafters.parts.layers import block_inputs
 from ...targets.registry import target_of
 from ...training.data.blocks import block_labels, block_masks, previous_tokens
 from ...training.features.capture import compute_residual
-from ...training.losses.loss import IGNORE_INDEX
+from ...training.losses.loss import IGNORE_INDEX, indices_among
 from ...training.runs.progress import progress_bar
 from ..intervals import Interval, draw, interval
 
@@ -218,14 +218,17 @@ def _rounds(
         previous = previous_tokens(text, anchors, config.max_draft_tokens)
         embeds = seen.embed(previous.flatten(1)).view(*previous.shape, -1)
         output = run_heads(drafts, previous, embeds, drafter.head, None)
-        logits = drafter.to_full_vocabulary(drafter.logits(seen, output.states, output.vectors))[0]
-        logits = logits.to(text.device).float()
-        labels = block_labels(text, is_text, positions, anchors, config.max_draft_tokens)[0]
+        logits = drafter.logits(seen, output.states, output.vectors)[0].to(text.device).float()
+        tokens = block_labels(text, is_text, positions, anchors, config.max_draft_tokens)[0]
+        vocabulary = drafter.draft_vocabulary
+        labels = tokens if vocabulary is None else indices_among(tokens, vocabulary.ids)
         emitted.append(1 + (logits.argmax(-1) == labels).long().cumprod(-1).sum(-1).cpu())
         # The first `block_size - 1` positions, which both anchor conventions draft.
-        logits, labels = logits[:, : config.block_size - 1], labels[:, : config.block_size - 1]
-        losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-        drafted = labels != IGNORE_INDEX
-        log_likelihoods = -losses.clamp(max=math.log(config.vocab_size)) * drafted
-        nats.append((log_likelihoods.sum(-1) / drafted.sum(-1)).cpu())
+        logits, labels, tokens = (each[:, : config.block_size - 1] for each in (logits, labels, tokens))
+        losses = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.clamp(min=0).flatten(), reduction="none"
+        ).view_as(labels)
+        losses = losses.masked_fill(labels < 0, torch.inf).clamp(max=math.log(config.vocab_size))
+        is_drafted = tokens != IGNORE_INDEX
+        nats.append(((-losses * is_drafted).sum(-1) / is_drafted.sum(-1)).cpu())
     return torch.cat(emitted).numpy(), torch.cat(nats).numpy()

@@ -23,7 +23,7 @@ from ..runner import Method, generate_once
 
 TEMPERATURES = (0.0, 1.0)
 _MOST_PROMPTS, _FEWEST_PROMPTS = 8, 2
-_WARM = 8  # tokens of each setting that warm up
+_WARM = 3  # tokens of each setting that warm up
 _NOISE = 1.05  # a ratio of speeds that differs from run to run
 
 
@@ -68,7 +68,7 @@ def time_settings(
         prompts: Token ids `[1, seq]`, of which at most 8 are used.
         temperature: 0 is greedy; others sample from the whole distribution.
         max_new_tokens: Most new tokens per prompt.
-        seconds: After which no further prompt is begun, but two at least are timed.
+        seconds: That it may take, about; two prompts are timed at least.
         disable_tqdm: `False` for a progress bar on stderr, `None` for one on a terminal and lines elsewhere.
     """
     tried: list[dict[str, int | str]] = [{}, *_settings(target, drafter)]
@@ -78,7 +78,8 @@ def time_settings(
     progress = progress_bar(some, desc=label, unit="prompt", leave=False, disable=disable_tqdm)
     rows: list[list[tuple[int, float]]] = []
     for number, prompt in enumerate(itertools.chain(some[:1], progress)):  # the first one twice: once to warm up
-        if len(rows) > _FEWEST_PROMPTS and time.monotonic() - began > seconds:
+        spent = time.monotonic() - began
+        if len(rows) > _FEWEST_PROMPTS and spent * (1 + 1 / (len(rows) - 1)) > seconds:  # another would end too late
             break
         rows.append([])
         for method in methods:

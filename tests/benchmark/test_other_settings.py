@@ -23,7 +23,10 @@ from hf_hyperdflash.training.features.capture import compute_residual
 from ..conftest import CSA, SLIDING, prompt, tiny_drafter, tiny_target
 
 
-@pytest.mark.parametrize("fields", [{}, {"reducer": "fc", "target_layer_ids": [0, 1]}, {"sample_from_anchor": True}])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"reducer": "fc", "target_layer_ids": [0, 1]}, {"sample_from_anchor": True}, {"draft_vocab_size": 4}],
+)
 def test_rounds_are_those_of_generation(fields):
     """So few tokens that an untrained drafter is right now and then."""
     target = bind(tiny_target(2, vocab_size=6, layer_types=[SLIDING, CSA]))
@@ -65,10 +68,12 @@ def test_settings_are_tried_and_left():
         assert found.tau == pytest.approx(np.concatenate(emitted, axis=1).mean())
 
 
-@pytest.mark.parametrize("fields", [{}, {"sample_from_anchor": True}, {"sliding_window": 4}])
+@pytest.mark.parametrize("fields", [{}, {"sample_from_anchor": True}, {"sliding_window": 4}, {"draft_vocab_size": 32}])
 def test_likelihood_is_that_of_drafting_one_round_at_a_time(fields):
     target, text, start = tiny_target(), prompt(24), 9
     drafter = tiny_drafter(target, **fields)
+    if "draft_vocab_size" in fields:
+        drafter.draft_ids.copy_(torch.randperm(64, generator=torch.Generator().manual_seed(0))[:32])
     (_,), (nats,) = draft_every_round(target, drafter, text, start, [drafter.config])
     positions = torch.arange(24)[None]
     residual, sampler = compute_residual(target, text, positions), DraftSampler(LogitsProcessorList(), do_sample=True)

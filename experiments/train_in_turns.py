@@ -176,7 +176,8 @@ class Turns:
         if not checkpoint and script.draft_vocab_size:
             trainer.choose_vocabulary()
         mean = load_file(mean_file(training, int(before["steps"]))) if checkpoint else {}
-        turn = Turn(trainer, self.args.turn, before["seconds"], mean)
+        seconds = min(self.args.turn, self.args.seconds - before["seconds"])
+        turn = Turn(trainer, seconds, before["seconds"], mean)
         trainer.add_callback(turn)
         for sign in (signal.SIGINT, signal.SIGTERM):
             signal.signal(sign, turn.stop)

@@ -38,7 +38,7 @@ def doctor(
     threads: options.Threads = None,
     trust_remote_code: options.TrustRemoteCode = False,
     context: Annotated[
-        int | None, Option(min=1, help="Tokens of your texts, for what rounds cost; 512 or what fits if unset.")
+        int | None, Option(min=1, help="Tokens of your texts, for what rounds cost; 512 if unset, 128 if quick.")
     ] = None,
     batch_size: Annotated[int, Option(min=1, help="Texts that you generate at a time, for what rounds cost.")] = 1,
     mode: Annotated[str, Option(help="non-think or think-high: whether you ask the target to think.")] = "non-think",
@@ -80,9 +80,7 @@ def doctor(
     use_cache_if_offline(target, drafter)
     model, tokenizer, loaded = load(target, [drafter], dtype, device_map, threads, trust_remote_code)
     from ..benchmark.doctor.examine import PROMPTS, examine
-    from ..decoding.bind import unbind
 
-    unbind(model)
     if endpoint is not None:
         from ..benchmark.served.examine_server import examine_server
 

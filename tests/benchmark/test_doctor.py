@@ -73,7 +73,7 @@ def problem(diagnosis, cause=None) -> str:
 
 def test_a_healthy_pair(target, drafter, tokenizer):
     own, config, said = type(target), copy.deepcopy(drafter.config), []
-    found = examine(target, drafter, tokenizer, **ENOUGH, context=128, report=said.append)
+    found = examine(target, drafter, tokenizer, **ENOUGH, context=128, seconds=60, report=said.append)
     assert found.problems.keys() <= {"verification", "draft count"}  # which are this machine's
     assert found.differing == 0 and found.tau > 1.5 and found.speedup.value > 0
     assert found.facts["other configurations"].endswith(
@@ -263,12 +263,12 @@ def test_texts_are_shorter_where_the_time_is_short(trained, monkeypatch):
     monkeypatch.setattr(doctor, "generate_once", generate)
     said = []
     examine(*trained, prompts=PROMPTS[:3], seconds=1e-3, report=said.append)
-    assert asked == [8, 8, 64, 64, 32, 32]  # two to warm up, and two prompts at least
-    assert said[1].endswith("this takes long here: further texts have 32 tokens")
+    assert asked == [8, 8, 8, 32, 32, 32, 32]  # to warm up, to see how long it takes, and two prompts at least
+    assert said[1].endswith("this takes long here: texts have 32 tokens")
     for enough in {"seconds": 3600}, {"seconds": 1e-3, "max_new_tokens": 40}:
         asked.clear()
         examine(*trained, prompts=PROMPTS[:2], **enough)
-        assert asked == [8] * 2 + [enough.get("max_new_tokens", 64)] * 4
+        assert asked == [8] * 3 + [enough.get("max_new_tokens", 64)] * 4
 
 
 def test_memory_adds_up(target, drafter, tokenizer):
@@ -309,6 +309,14 @@ def test_another_anchor_convention(target, drafter, tokenizer):
 def test_another_name_is_said_once(target, drafter, tokenizer, caplog):
     drafter.config.target_name_or_path = "org/another-target"
     examine(target, drafter, tokenizer, **FEW)
+    assert sum("was made for 'org/another-target'" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_the_command_says_another_name_once(drafter, tmp_path, caplog):
+    drafter.config.target_name_or_path = "org/another-target"
+    drafter.save_pretrained(tmp_path / "drafter")
+    asked = ["--target", str(TARGET), "--drafter", str(tmp_path / "drafter"), "--quick", "--max-new-tokens", "3"]
+    assert CliRunner().invoke(app, ["doctor", *asked]).exit_code == 0
     assert sum("was made for 'org/another-target'" in record.getMessage() for record in caplog.records) == 1
 
 

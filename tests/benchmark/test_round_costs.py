@@ -41,8 +41,8 @@ def test_rounds_have_the_widths_that_are_timed(monkeypatch, texts):
     )
     assert found.plain == 1 and found.rounds == {width: width for width in WIDTHS}
     assert (found.context, found.texts) == (30, texts) and found.verifying(7) == 8
-    assert said[-1] == "timing rounds of up to 64 tokens, eager, 4 of 4 ..."
-    prompts, steps, rounds = 8 + 2, 4 * (1 + 4), sum(WIDTHS) * (1 + 3 * 4)
+    assert said[-1] == "timing rounds of up to 64 tokens, eager, 3 of 3 ..."
+    prompts, steps, rounds = 6 + 2, 3 * (1 + 4), sum(WIDTHS) * 3 * 4
     assert seen[0] < 30 * prompts + steps + rounds + 100, "rounds of one token follow those that are timed"
 
     few = measure_round_costs(target, drafter, torch.arange(3, 23)[None], context=30, texts=texts, seconds=0)

@@ -62,7 +62,7 @@ _OTHER_LANGUAGES = (
     "Combien font 12 fois 7, et pourquoi ?",
     "请用两句话介绍北京。",
 )
-_CONTEXT = 512  # tokens, where the user does not say how many
+_CONTEXT, _SHORT_CONTEXT = 512, 128  # tokens, where the user does not say how many; the second with few prompts
 _SECONDS = {"cpu": 300.0}  # that an examination may take, and on an accelerator:
 _SECONDS_ELSEWHERE = 120.0
 _NEW_TOKENS, _FEWEST_NEW_TOKENS = 64, 32  # of each prompt, and where the time is short
@@ -98,7 +98,8 @@ def examine(
         prompts: Questions, asked as chat turns. With fewer than 8 nothing is changed and no settings are timed, which
             is quick.
         max_new_tokens: Most tokens generated from each; 64 by default, and down to 32 where the time is short.
-        context: Tokens of the user's texts, for what rounds cost and whether acceptance falls; 512 by default.
+        context: Tokens of the user's texts, for what rounds cost and whether acceptance falls; by default 512, with
+            fewer than 8 prompts 128.
         texts: That the user generates at a time, for what rounds cost.
         thinking: Whether the target is asked to think.
         compiled: Whether rounds over a static cache, compiled, are timed, too; by default on an accelerator.
@@ -128,7 +129,7 @@ def examine(
     seconds = seconds or _SECONDS.get(target.device.type, _SECONDS_ELSEWHERE)
     if compiled is None:
         compiled = target.device.type not in ("cpu", "mps")
-    context = context or max(min(_CONTEXT, room // 2), 1)
+    context = context or max(min(_CONTEXT if len(prompts) >= LEAST_PROMPTS else _SHORT_CONTEXT, room // 2), 1)
     time_left = seconds, time.monotonic() if began is None else began
     examination = _Examination(target, drafter, tokenizer, max_new_tokens, context, *time_left, disable_tqdm, report)
     return examination.run(prompts, texts, thinking, compiled)
@@ -204,8 +205,14 @@ class _Examination:
         least, share = (LEAST_PROMPTS, 0.17) if len(prompts) >= LEAST_PROMPTS else (2, 0.4)
         until = time.monotonic() + share * self._left()
         self.say(f"generating from up to {len(prompts)} prompts with and without the drafter ...")
+        first = prompts[0].to(target.device)
         for method in methods:  # the first is slower than others
-            generate_once(target, method, prompts[0].to(target.device), 0.0, min(8, self.new))
+            generate_once(target, method, first, 0.0, min(8, self.new))
+        tried: dict[str, Any] = generate_once(target, methods[0], first, 0.0, min(8, self.new))[0]
+        affordable = int((until - time.monotonic()) / (2 * least * tried["seconds"] / tried["new_tokens"]))
+        if max(affordable, self._least_new) < self.new:
+            self.new = max(affordable, self._least_new)
+            self.say(f"this takes long here: texts have {self.new} tokens")
         total, differing, texts, timed, counted = SpeculationStats(), 0, [], [], []
         by_kind: dict[str, list[tuple[int, int]]] = {}
         progress = progress_bar(prompts, desc="generating", unit="prompt", leave=False, disable=self.disable_tqdm)
@@ -222,8 +229,6 @@ class _Examination:
             counted.append(rounds_of(stats))
             by_kind.setdefault(_KINDS.get(questions[number]) or "others", []).append(counted[-1])
             timed.append([(each["new_tokens"], each["seconds"]) for each, _ in map(outputs.get, ("alone", "drafted"))])  # type: ignore[misc]
-            if number == 0:
-                self._shorten_texts(sum(seconds for _, seconds in timed[0]) * (least - 1), until)
         found.differing = differing
         found.facts["losslessness"] = f"{len(texts) - differing} of {len(texts)} greedy texts are the target's own"
         if differing:
@@ -248,13 +253,6 @@ class _Examination:
             f"tau {total.tau:.2f} over {len(texts)} prompts, {rounds}; drafts accepted at each position, %: {rates}"
         )
         return texts, np.array(counted, dtype=float)
-
-    def _shorten_texts(self, seconds: float, until: float) -> None:
-        """Generate fewer tokens from now on, if the least number of further prompts took `seconds`, past `until`."""
-        affordable = int(self.new * max(until - time.monotonic(), 0) / max(seconds, 1e-9))
-        if self._least_new < self.new and affordable < self.new:
-            self.new = max(affordable, self._least_new)
-            self.say(f"this takes long here: further texts have {self.new} tokens")
 
     def _measure_costs(self, text: torch.Tensor, texts: int, compiled: bool) -> None:
         options: dict[str, Any] = {

@@ -79,11 +79,15 @@ class MeasuredCosts:
 
 
 class _Widths(Drafter):
-    """Drafts chains of given widths, from the prompt's tokens and at no cost, and times the rounds between."""
+    """Drafts chains of given widths, from the prompt's tokens and at no cost, and times the rounds between. After
+    `end`, by `time.monotonic()`, widths of more than `usual` are left out."""
 
-    def __init__(self, target: PreTrainedModel, ids: torch.Tensor, widths: Sequence[int]) -> None:
+    def __init__(
+        self, target: PreTrainedModel, ids: torch.Tensor, widths: Sequence[int], usual: int, end: float
+    ) -> None:
         self.config, self._usual_drafts = target.config, max(max(widths) - 1, 1)
         self._planned, self._now = list(widths), clock(target.device)
+        self._usual, self._end = usual, end
         needed = max(widths) + len(widths) + len(ids)
         self._tokens = ids.flatten().tile(-(-needed // ids.numel()))
         self.seconds: dict[int, list[float]] = {width: [] for width in widths}
@@ -103,6 +107,8 @@ class _Widths(Drafter):
         now = self._now()
         if self._begun:
             self.seconds[self._begun[0]].append(now - self._begun[1])
+        if time.monotonic() > self._end:
+            self._planned = [width for width in self._planned if width <= self._usual]
         self._begun, is_planned = None, bool(self._planned)
         self.is_done = not is_planned
         width = self._planned.pop(0) if is_planned else 1
@@ -201,22 +207,19 @@ class _Measurement:
         """Time plain decoding and rounds of the widths by turns; where time is short, of those up to `usual`."""
         plain: list[float] = []
         rounds: dict[int, list[float]] = {width: [] for width in widths}
-        began = time.monotonic()
-        for turn in range(1 + _TURNS):  # the first one warms up
-            if turn > 1 and time.monotonic() > self._end:
+        kind, turns = ("compiled", 1 + _TURNS) if self.options else ("eager", _TURNS)
+        for turn in range(turns):
+            if len(plain) and time.monotonic() > self._end:
                 break
-            kind = "compiled" if self.options else "eager"
-            # A turn takes some four times as long as the first one did, and most of that are the widest rounds.
-            if turn == 1 and time.monotonic() + 2 * (time.monotonic() - began) > self._end:
-                widths = [width for width in widths if width <= usual]
-            self._report(f"timing rounds of up to {max(widths)} tokens, {kind}, {turn + 1} of {1 + _TURNS} ...")
+            self._report(f"timing rounds of up to {max(widths)} tokens, {kind}, {turn + 1} of {turns} ...")
             steps = _Steps(self._target.device)
             self._generate(2 + _ROUNDS, logits_processor=LogitsProcessorList([steps]))
-            count = _ROUNDS if turn else 1
-            filler = _Widths(self._target, self._ids, [*widths] * count)
+            is_counted = turns == _TURNS or turn > 0  # the first of compiled rounds compiles
+            count = _ROUNDS if is_counted else 1
+            filler = _Widths(self._target, self._ids, [*widths] * count, usual, self._end)
             ends = StoppingCriteriaList([_Done(filler)])
             self._generate(1 + count * len(widths) + max(widths), assistant_model=filler, stopping_criteria=ends)
-            if turn:
+            if is_counted:
                 plain += np.diff(steps.times).tolist()
                 for width, seconds in filler.seconds.items():
                     rounds[width] += seconds[1:]

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +139,9 @@ def speed(lines: list[dict[str, Any]]) -> float:
 def report(served: dict[str, list[dict[str, Any]]], facts: dict[str, Any]) -> str:
     lines = ["# Learning while serving", "", "; ".join(f"{name}: {value}" for name, value in facts.items()), ""]
     lines += [
-        "| part | requests | policy | tau | tau of the last 50 | tokens/s | to no adaptation | updates | their time |"
+        "| part | requests | policy | tau | tau of each fifth | tokens/s | to no adaptation | updates | their time |"
     ]
-    lines += ["|---|---:|---|---:|---:|---:|---:|---:|---:|"]
+    lines += ["|---|---:|---|---:|---|---:|---:|---:|---:|"]
     parts = list(dict.fromkeys(line["part"] for line in next(iter(served.values()))))
     for part in [*parts, "all"]:
         chosen = {policy: [line for line in own if part in (line["part"], "all")] for policy, own in served.items()}
@@ -148,9 +149,10 @@ def report(served: dict[str, list[dict[str, Any]]], facts: dict[str, Any]) -> st
             updates = [line["cost"] for line in own if line["arm"]]
             ratio = f"{speed(own) / speed(chosen['never']):.3f}" if "never" in chosen else ""
             spent = f"{sum(updates):.1f} s ({sum(updates) / sum(line['seconds'] for line in own):.1%})"
-            last = "" if part == "all" else f"{tau(own[-50:]):.2f}"
+            ends = [len(own) * fifth // 5 for fifth in range(6)]
+            fifths = " ".join(f"{tau(own[start:end]):.2f}" for start, end in pairwise(ends))
             lines.append(
-                f"| {part} | {len(own)} | {NAMES[policy]} | {tau(own):.2f} | {last} | {speed(own):.1f} | {ratio} | "
+                f"| {part} | {len(own)} | {NAMES[policy]} | {tau(own):.2f} | {fifths} | {speed(own):.1f} | {ratio} | "
                 f"{len(updates)} | {spent} |"
             )
     if {"never", "bandit"} <= served.keys():

@@ -11,6 +11,7 @@ import copy
 import logging
 import sys
 from collections.abc import Iterable
+from collections.abc import Sequence as Many
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ class Batch:
         self.capture = self.binding.residual.new_capture(self.layer_ids)
         self.verification: Verification = "chain"
         self.slots: SlotForward | None = None  # of a static cache
-        self._fixed_context: FixedContext | FixedEntries | None = None
+        self._fixed_contexts: Many[FixedContext | FixedEntries] = ()
         self.policy: FixedPolicy = FixedPolicy()
         self.now, self._no_drafts = first.now, DraftTree.chain(first.tokens.ids.new_empty(0))
 
@@ -175,17 +176,18 @@ class Batch:
         if len(self.sequences) == 1:
             leave_context(self.cache, self.drafter, self.sequences[0].context)  # its own whenever they end alike
 
-    def _fix_context(self) -> None:
+    def _fix_contexts(self) -> None:
         """Let the drafter's passes run compiled, too."""
-        if self.slots is None or self.slots.compiled is None or len(self.sequences) > 1:
+        if self.slots is None or self.slots.compiled is None:
             return
-        sequence = self.sequences[0]
-        room = self.slots.cache.capacity or sequence.config.max_length
-        compiled = self.slots.compiled
-        self._fixed_context = self.drafter.fixed_context(sequence.context, room, self._most_positions(), compiled)
-        if self._fixed_context is not None:
-            sequence.context = self._fixed_context
-            leave_context(self.cache, self.drafter, sequence.context)
+        contexts = [sequence.context for sequence in self.sequences]
+        room = self.slots.cache.capacity or self.sequences[0].config.max_length
+        most = self._most_positions()
+        self._fixed_contexts = self.drafter.fixed_contexts(contexts, room, most, self.slots.compiled)
+        for sequence, context in zip(self.sequences, self._fixed_contexts):
+            sequence.context = context
+            if len(contexts) == 1:
+                leave_context(self.cache, self.drafter, context)
 
     def _most_positions(self) -> int:
         """Return the most verification positions that a round may have."""
@@ -222,7 +224,7 @@ class Batch:
         self._write(round_, outputs)
         for sequence in self.sequences:
             sequence.stats.tokens, sequence.stats.draft_seconds = 1, 0.0  # the prompt's do not count
-        self._fix_context()
+        self._fix_contexts()
         self._drop_finished()
 
     # A round
@@ -349,8 +351,8 @@ class Batch:
         stop_recording(self.cache)
         if self.slots is not None:
             self.slots.end()
-        if self._fixed_context is not None:
-            self._fixed_context.compiled = None  # the next turn may run eagerly
+        for context in self._fixed_contexts:
+            context.compiled = None  # the next turn may run eagerly
 
     def _kwargs(self) -> dict[str, object]:
         """Return the sequences' other arguments of the target as one's: tensors of one each are put together."""

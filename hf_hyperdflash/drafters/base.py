@@ -114,19 +114,19 @@ class Drafter:
         tokens that [`extend`] has added."""
         return EmptyContext()
 
-    def fixed_context(
-        self, context: Any, room: int, most_new: int, compiled: CompiledForwards
-    ) -> FixedContext | FixedEntries | None:
-        """Return a sequence's context as one whose passes run compiled, until its `compiled` is `None`; `None` where a
-        drafter has none such.
+    def fixed_contexts(
+        self, contexts: Sequence[Any], room: int, most_new: int, compiled: CompiledForwards
+    ) -> Sequence[FixedContext | FixedEntries]:
+        """Return the contexts of a batch as ones whose passes run compiled, until their `compiled` is `None`; none
+        where a drafter has none such.
 
         Args:
-            context: The sequence's, after the prompt.
-            room: The most tokens that the text may have.
-            most_new: The most tokens that a round adds.
+            contexts: Of each text, after the prompt.
+            room: The most tokens that a text may have.
+            most_new: The most tokens that a round adds to it.
             compiled: Calls functions compiled, `compiled(function, *arguments)`.
         """
-        return None
+        return []
 
     def extend(
         self,

@@ -23,7 +23,7 @@ from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, bind
 from hf_hyperdflash.auto.policies import ChainPolicy
 from hf_hyperdflash.decoding.request import can_hold_rounds
 from hf_hyperdflash.drafters.parts.block_attention import AttentionSpan
-from hf_hyperdflash.drafters.parts.fixed_context import FixedContext, FixedLayers
+from hf_hyperdflash.drafters.parts.fixed_context import FixedBuffers, FixedContext, FixedLayers
 from hf_hyperdflash.drafters.parts.layers import ContextCache
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.targets.caches import slot_forward
@@ -281,9 +281,9 @@ def test_slots_hold_what_a_list_would(rounds, window, prompt_length, size):
 @settings(deadline=None, max_examples=60)
 @given(
     st.integers(0, 12), st.integers(0, 4), st.integers(1, 5), st.booleans(), st.booleans(),
-    st.sampled_from([None, 1, 3, 6]),
+    st.sampled_from([None, 1, 3, 6]), st.sampled_from([21, 30, 99]),
 )  # fmt: skip
-def test_a_fixed_context_shows_what_a_growing_one_shows(old, new, block, from_slot, causal, window):
+def test_a_fixed_context_shows_what_a_growing_one_shows(old, new, block, from_slot, causal, window, view):
     span, most_new = AttentionSpan(window, from_slot and window is not None, causal), 5
     buffers = [torch.zeros(1, 1, 40, 1), torch.zeros(1, 1, 40, 1)]
     for buffer in buffers:
@@ -291,7 +291,7 @@ def test_a_fixed_context_shows_what_a_growing_one_shows(old, new, block, from_sl
     written = torch.zeros(1, 1, most_new + block, 1)
     written[0, 0, :new, 0], written[0, 0, new:most_new, 0] = torch.arange(old + 1, old + new + 1), -99
     written[0, 0, most_new:, 0] = torch.arange(100, 100 + block)
-    context = FixedLayers(buffers, torch.tensor([old, new]), most_new)
+    context = FixedLayers(buffers, torch.tensor([[old, new]]), most_new, view)
     keys, _ = context.layer(0, most_new)(written, written)
     mask = context.masks(["kind"], [span], block)["kind"][0, 0]
     text = [*range(1, old + new + 1), *range(100, 100 + block)]
@@ -305,17 +305,19 @@ def test_a_fixed_context_shows_what_a_growing_one_shows(old, new, block, from_sl
 def test_pending_tokens_have_one_shape_and_one_layout(new):
     """However many there are, and whatever they are views of: torch compiles for strides, too. A round's take the
     place of those of the round before."""
-    empty = ContextCache([AttentionSpan()])
-    context = FixedContext([AttentionSpan()], empty, (1, 1, 40, 4), torch.zeros(1), 5, None)
+    empty, shared = ContextCache([AttentionSpan()]), FixedBuffers(1, (3, 1, 40, 4), torch.zeros(1), 5, None)
+    contexts = [FixedContext([AttentionSpan()], empty, shared, row) for row in range(3)]
     wide, positions = torch.randn(1, 9, 2, 6), torch.arange(9)[None]
     before = 0
     for start in (1, 3):
         if new:
-            context.pending = wide[:, start : start + new], positions[:, start : start + new]
-        residual, counts = context.take_pending((2, 6))
-        assert residual.shape == (1, 5, 2, 6) and residual.stride() == torch.empty(1, 5, 2, 6).stride()
-        assert torch.equal(residual[:, :new], wide[:, start : start + new])
-        assert counts.tolist() == [before, new] and context.pending is None and len(context) == before + new
+            contexts[1].pending = wide[:, start : start + new], positions[:, start : start + new]
+            contexts[2].pending = wide[:, :1], positions[:, :1]  # which is not asked for
+        residual, counts = shared.take_pending(contexts[:2], (2, 6))
+        assert residual.shape == (3, 5, 2, 6) and residual.stride() == torch.empty(3, 5, 2, 6).stride()
+        assert torch.equal(residual[1:2, :new], wide[:, start : start + new])
+        assert counts.tolist() == [[0, 0], [before, new], [0, 0]] and contexts[1].pending is None
+        assert len(contexts[1]) == before + new and len(contexts[2]) == bool(new)
         before += new
 
 
@@ -353,7 +355,7 @@ class Pair:
         self.positions, self.done = torch.arange(100)[None], 0
 
     def fix(self, room, drafts):
-        self.contexts[1] = self.drafter.fixed_context(self.contexts[1], room, 1 + drafts, self.compiled)
+        (self.contexts[1],) = self.drafter.fixed_contexts(self.contexts[1:], room, 1 + drafts, self.compiled)
 
     def extend(self, count):
         new, after = slice(self.done, self.done + count), slice(self.done + 1, self.done + count + 1)
@@ -562,6 +564,48 @@ def test_a_compiled_batch_keeps_its_shape(counted):
     for row, text in zip(written, expected):
         assert row[: len(text)].tolist() == text.tolist() and not row[len(text) :].any()
     assert counted["unique_graphs"] <= 2  # the forward, and what moves an accepted path
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("family", [families.qwen3, families.gemma3])
+def test_a_batch_is_drafted_for_in_one_compiled_pass(family, do_sample, counted, monkeypatch):
+    """The drafts of every round are those of an eager one, until the last text has ended."""
+    target, own = target_and_own(family)
+    kinds = ["full_attention", "sliding_attention"]
+    drafter, drafted = drafter_of(target, sliding_window=6, layer_types=kinds, num_hidden_layers=2), []
+    ids, mask = torch.cat([prompt(12, seed=seed) for seed in range(3)]), torch.ones(3, 12, dtype=torch.long)
+    mask[0, :5] = 0
+    texts = own.generate(ids, attention_mask=mask, max_new_tokens=40, **GREEDILY)[:, 12:].tolist()
+    lengths = [{text.index(end) if end in text else 40 for text in texts} for end in range(64)]
+    end = max(range(64), key=lambda token: len(lengths[token]))
+    alone, together = type(drafter).propose, type(drafter).propose_batch
+
+    def propose(self, *inputs):
+        drafted.append([alone(self, *inputs).tokens.tolist()])
+        return DraftTree.chain(torch.tensor(drafted[-1][0]))
+
+    def propose_batch(self, *inputs):
+        trees = together(self, *inputs)
+        drafted.append([tree.tokens.tolist() for tree in trees])
+        return trees
+
+    if not do_sample:  # else with distributions
+        monkeypatch.setattr(type(drafter), "propose", propose)
+    monkeypatch.setattr(type(drafter), "propose_batch", propose_batch)
+    options = dict(assistant_model=drafter, cache_implementation="static", attention_mask=mask, eos_token_id=end)
+    options |= dict(do_sample=do_sample, top_k=5, temperature=0.7) if do_sample else dict(do_sample=False)
+    torch.manual_seed(0)
+    expected = target.generate(ids, max_new_tokens=40, pad_token_id=0, **options)
+    eager, drafted[:] = [*drafted], []
+    monkeypatch.setattr("hf_hyperdflash.drafters.blocks.drafter.JointContext", None)
+    monkeypatch.setattr(slot_forward, "LEAST_VIEW", 16)  # so that rounds of 16, 32 and 64 slots, and passes of two
+    torch.manual_seed(0)
+    written = target.generate(ids, max_new_tokens=40, pad_token_id=0, **options, compile_config=compiling())
+    assert torch.equal(written, expected) and drafted == eager
+    assert len({len(each) for each in drafted}) > 1 or do_sample
+    graphs = counted["unique_graphs"]
+    target.generate(ids, max_new_tokens=30, pad_token_id=0, **options, compile_config=compiling())
+    assert counted["unique_graphs"] == graphs <= 5 and not torch._dynamo.utils.counters["graph_break"]
 
 
 def test_compiled_turns_and_eager_ones(counted):

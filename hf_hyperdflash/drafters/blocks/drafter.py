@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from ...targets.attention_masks import AttentionMask, attention_mask_for
-from ...targets.caches.slot_forward import CompiledForwards
+from ...targets.caches.slot_forward import CompiledForwards, view_for
 from ...targets.target import Target
 from ...trees.tree import DraftTree, are_trees_kept
-from ..parts.fixed_context import FixedContext, FixedLayers
+from ..parts.fixed_context import FixedBuffers, FixedContext, FixedLayers
 from ..parts.heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, SequentialHead, ZeroInitLinear, run_heads
 from ..parts.joint_context import JointContext
 from ..parts.layers import ContextCache, Rotary, block_inputs
@@ -223,12 +223,9 @@ class BlockDrafter(ReadingDrafter):
         """Draft `count` tokens after the last of `ids` in one pass. The block always has its trained width."""
         config = self.config
         if isinstance(context, FixedContext) and context.compiled is not None:
-            # Not as they are: a view of a longer text has strides of its own, for which torch would compile anew.
-            anchor = ids[0, -1:].view(1, 1), position_ids[0, -1:].view(1, 1)
-            is_greedy = sampler.is_greedy_chain and not are_trees_kept()
-            hidden, drafts, sure = self._run_compiled(target, context, *anchor, is_greedy)
-            if is_greedy:
-                return replace(DraftTree.chain(drafts), confidence=sure).first(count)
+            hidden, trees = self._run_compiled(target, [DraftRequest(context, ids, position_ids, count, sampler)])
+            if trees:
+                return trees[0]
         else:
             block, positions = block_inputs(ids[:, -1:], position_ids[:, -1:], config.block_size, config.mask_token_id)
             device = self.device
@@ -242,45 +239,73 @@ class BlockDrafter(ReadingDrafter):
         tree = sampler.grow(ids, count, path)
         return path.with_head_choices(tree) if self.head is not None and are_trees_kept() else tree
 
-    def fixed_context(
-        self, context: ContextCache, room: int, most_new: int, compiled: CompiledForwards
-    ) -> FixedContext | None:
+    def fixed_contexts(
+        self, contexts: Sequence[ContextCache], room: int, most_new: int, compiled: CompiledForwards
+    ) -> list[FixedContext]:
         config = self.config
         if self.device.type == "meta" or isinstance(self.head, SelectorHead):
-            return None
+            return []
         spans = [config.attention_span(kind) for kind in config.kinds]
-        self.flush_pending(context)
         most_new = max(most_new, config.block_size)
-        shape = 1, config.num_key_value_heads, room + most_new + config.block_size, config.head_dim
-        return FixedContext(spans, context, shape, self.norm.weight, most_new, compiled)
+        shape = len(contexts), config.num_key_value_heads, room + most_new + config.block_size, config.head_dim
+        shared = FixedBuffers(len(spans), shape, self.norm.weight, most_new, compiled)
+        for context in contexts:
+            self.flush_pending(context)
+        return [FixedContext(spans, context, shared, row) for row, context in enumerate(contexts)]
 
-    def _run_compiled(
-        self, target: Target, context: FixedContext, ids: torch.Tensor, position_ids: torch.Tensor, is_greedy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Run a block compiled, and its heads if its drafts are the most probable ones.
+    def _run_compiled(self, target: Target, requests: Sequence[DraftRequest]) -> tuple[torch.Tensor, list[DraftTree]]:
+        """Run a block of each text of a batch compiled, and its heads if all drafts are the most probable ones.
+
+        Args:
+            target: The target.
+            requests: Of texts with a [`FixedContext`], one at least; texts that have ended are run along.
 
         Returns:
-            The block's states; its drafts `[config.max_draft_tokens]`, and how sure the drafter is of them.
+            The blocks' states, `[texts, config.block_size, config.target_hidden_size]`, and, in that case, the drafts.
         """
         config, device = self.config, self.device
-        inputs = context.take_pending((config.num_streams, config.target_hidden_size))
-        anchor = ids.to(device), position_ids.to(device)
-        settings = context.most_new, is_greedy
-        return cast(CompiledForwards, context.compiled)(
-            _run_block, self, target, context.buffers, *anchor, *inputs, *settings
+        contexts = [cast(FixedContext, each.context) for each in requests]
+        shared, rows = contexts[0].shared, [context.row for context in contexts]
+        is_greedy = all(each.sampler.is_greedy_chain for each in requests) and not are_trees_kept()
+        inputs = shared.take_pending(contexts, (config.num_streams, config.target_hidden_size))
+        are_all = len(rows) == len(shared.stops)
+        # Not as they are: a view of a longer text has strides of its own, for which torch would compile anew.
+        anchors = [torch.cat([part[:, -1] for part in parts])[:, None] for parts in list(zip(*requests))[1:3]]
+        if not are_all:
+            places = torch.tensor(rows, device=anchors[0].device)
+            anchors = [each.new_zeros(len(shared.stops), 1).index_copy_(0, places, each) for each in anchors]
+        ids, position_ids = (each.to(device) for each in anchors)
+        settings = shared.most_new, view_for(max(shared.stops) + shared.most_new + config.block_size), is_greedy
+        hidden, drafts, sure = shared.compiled(
+            _run_block, self, target, shared.all, ids, position_ids, *inputs, *settings
         )
+        if not is_greedy:
+            return hidden if are_all else hidden[rows], []
+        trees = [
+            replace(DraftTree.chain(drafts[row]), confidence=None if sure is None else sure[row]).first(
+                each.num_drafts
+            )
+            for row, each in zip(rows, requests)
+        ]
+        return hidden, trees
 
     @torch.no_grad()
     def propose_batch(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Draft for several texts in one pass."""
         config, device = self.config, self.device
-        context = JointContext([each.context for each in requests])
-        anchors, last = (torch.cat([part[:, -1:] for part in parts]) for parts in list(zip(*requests))[1:3])
-        block, positions = block_inputs(anchors, last, config.block_size, config.mask_token_id)
-        spans = {kind: config.attention_span(kind) for kind in dict.fromkeys(config.kinds)}
-        masks = context.masks(config.kinds, spans, config.block_size, device)
-        embeds = target.embed(block).to(device)
-        hidden = self(embeds, positions.to(device), context, masks, *context.pending())
+        contexts = [each.context for each in requests]
+        if all(isinstance(context, FixedContext) and context.compiled is not None for context in contexts):
+            hidden, trees = self._run_compiled(target, requests)
+            if trees:
+                return trees
+        else:
+            context = JointContext(contexts)
+            anchors, last = (torch.cat([part[:, -1:] for part in parts]) for parts in list(zip(*requests))[1:3])
+            block, positions = block_inputs(anchors, last, config.block_size, config.mask_token_id)
+            spans = {kind: config.attention_span(kind) for kind in dict.fromkeys(config.kinds)}
+            masks = context.masks(config.kinds, spans, config.block_size, device)
+            embeds = target.embed(block).to(device)
+            hidden = self(embeds, positions.to(device), context, masks, *context.pending())
         states = hidden[:, config.first_slot : config.first_slot + max(each.num_drafts for each in requests)]
         has_heads = self.head is not None or self.confidence_head is not None
         if has_heads and share_passes(requests):
@@ -345,22 +370,23 @@ def _run_block(
     residual: torch.Tensor,
     counts: torch.Tensor,
     most_new: int,
+    view: int,
     is_greedy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     config = drafter.config
     block, positions = block_inputs(ids, position_ids, config.block_size, config.mask_token_id)
-    context = FixedLayers(buffers, counts, most_new)
+    context = FixedLayers(buffers, counts, most_new, view)
     masks = context.masks(config.kinds, [config.attention_span(kind) for kind in config.kinds], config.block_size)
     embeds = target.embed(block).to(buffers[0].device)
     # What is pending ends before the anchor.
-    pending = position_ids - counts[1] + torch.arange(most_new, device=position_ids.device)
+    pending = position_ids - counts[:, 1:] + torch.arange(most_new, device=position_ids.device)
     hidden = drafter(embeds, positions, cast(Any, context), masks, residual, pending)
     if not is_greedy:
         return hidden, ids, None
-    path, tokens, row = BlockPath(drafter, target, hidden[:, config.first_slot :]), [ids[0]], ids.new_zeros(1)
-    confidence = []
+    path, tokens = BlockPath(drafter, target, hidden[:, config.first_slot :]), [ids[:, 0]]
+    rows, confidence = torch.arange(len(ids), device=ids.device), []
     for k in range(config.max_draft_tokens):
-        step = path(k, tokens[-1], row)
+        step = path(k, tokens[-1], rows)
         tokens.append(step.logits.argmax(-1))
         confidence += [] if step.confidence is None else [step.confidence]
-    return hidden, torch.cat(tokens[1:]), torch.cat(confidence) if confidence else None
+    return hidden, torch.stack(tokens[1:], dim=1), torch.stack(confidence, dim=1) if confidence else None

@@ -9,51 +9,83 @@ import torch
 from transformers import PreTrainedConfig
 
 from ...targets.caches.slot_forward import CompiledForwards
-from ...targets.caches.static import keep_addresses
+from ...targets.caches.static import keep_addresses, write_columns
 from .block_attention import AttentionSpan
 from .entry_context import EntryContext
 from .layers import ContextCache, ContextLayer, KeysValues
 
 
+class FixedBuffers:
+    """Keys and values of the texts of a batch, of fixed shape, and what one compiled pass over all of them reads.
+
+    Args:
+        layers: Of the drafter.
+        shape: Of a layer's keys, `[texts, kv_heads, capacity, head_dim]`.
+        like: Gives dtype and device.
+        most_new: The most tokens that a round adds.
+        compiled: Runs functions compiled.
+
+    Attributes:
+        all: Keys and values of every layer.
+        stops: How many tokens of each text there are.
+    """
+
+    def __init__(
+        self, layers: int, shape: tuple[int, ...], like: torch.Tensor, most_new: int, compiled: CompiledForwards
+    ) -> None:
+        self.all = [like.new_zeros(shape) for _ in range(2 * layers)]
+        self.stops, self.most_new, self.compiled = [0] * shape[0], most_new, compiled
+        self._residual: torch.Tensor | None = None  # of the pending tokens, in each round
+        keep_addresses(*self.all)
+
+    def take_pending(
+        self, contexts: Sequence[FixedContext], residual_shape: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the residual of the texts' pending tokens `[texts, most_new, ...]`, the first ones of each, and the
+        numbers of tokens before them and of them, `[texts, 2]`. They are no longer pending, but there.
+
+        Args:
+            contexts: Of those texts that are drafted for.
+            residual_shape: Of a token.
+        """
+        buffer, counts = self.all[0], [[stop, 0] for stop in self.stops]
+        if self._residual is None:
+            self._residual = buffer.new_zeros(len(counts), self.most_new, *residual_shape)
+            keep_addresses(self._residual)
+        for context in contexts:
+            if context.pending is not None:
+                new = counts[context.row][1] = context.pending[1].shape[1]
+                self._residual[context.row, :new] = context.pending[0][0]
+                context.pending = None
+                context.advance(new)
+        return self._residual, torch.tensor(counts, device=buffer.device)
+
+
 class FixedContext(ContextCache):
-    """A [`ContextCache`] with room for a whole text, and buffers of each layer's own.
+    """A [`ContextCache`] with room for a whole text, which is a row of a batch's buffers.
 
     Args:
         spans: What each layer's slots see.
         context: The one that it continues, which must not be used afterwards.
-        shape: Of a layer's keys, `[batch, kv_heads, capacity, head_dim]`.
-        like: Gives dtype and device.
-        most_new: The most tokens that a round adds.
+        shared: The buffers.
+        row: Its own of them.
 
     Attributes:
         compiled: Runs functions compiled ([`~targets.caches.slot_forward.CompiledForwards`]) while rounds do; else
             `None`.
     """
 
-    def __init__(
-        self,
-        spans: Sequence[AttentionSpan],
-        context: ContextCache,
-        shape: tuple[int, ...],
-        like: torch.Tensor,
-        most_new: int,
-        compiled: CompiledForwards | None,
-    ) -> None:
+    def __init__(self, spans: Sequence[AttentionSpan], context: ContextCache, shared: FixedBuffers, row: int) -> None:
         super().__init__(spans)
-        self.end, self.pending, self.most_new, self.compiled = context.end, context.pending, most_new, compiled
-        held = context.layers
-        self._stop = held[0][0].shape[2] if held else 0
-        self._residual: torch.Tensor | None = None  # of the pending tokens, in each round
-        self._layer_views = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in spans]
-        for own, old in zip(self._layer_views, held):
-            for buffer, states in zip(own, old):
-                buffer[:, :, : self._stop] = states
-        keep_addresses(*self.buffers)
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """Keys and values of every layer."""
-        return [buffer for layer in self._layer_views for buffer in layer]
+        self.shared, self.row = shared, row
+        self.compiled: CompiledForwards | None = shared.compiled
+        self.end, self.pending, held = context.end, context.pending, context.layers
+        own = [buffer[row : row + 1] for buffer in shared.all]
+        self._layer_views = list(zip(own[::2], own[1::2]))
+        for views, old in zip(self._layer_views, held):
+            for view, states in zip(views, old):
+                view[:, :, : states.shape[2]] = states
+        self.advance(held[0][0].shape[2] if held else 0)
 
     def make_room(self, count: int, like: torch.Tensor, config: PreTrainedConfig) -> None:
         if self._stop + count > self._layer_views[0][0].shape[2]:  # in a later turn
@@ -61,25 +93,14 @@ class FixedContext(ContextCache):
             more = (0, 0, 0, self._stop + count)
             self._layer_views = [(pad(keys, more), pad(values, more)) for keys, values in self._layer_views]
 
+    def advance(self, new: int) -> None:
+        super().advance(new)
+        self.shared.stops[self.row] = self._stop
+
     @property
     def layers(self) -> list[KeysValues]:
         own = slice(self._start, self._stop)
         return [(keys[:, :, own], values[:, :, own]) for keys, values in self._layer_views]
-
-    def take_pending(self, residual_shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the pending tokens' residual `[1, most_new, ...]`, the first ones of it, and the numbers of tokens
-        before them and of them, `[2]`. They are no longer pending, but there."""
-        buffer, new = self._layer_views[0][0], 0
-        if self._residual is None:
-            self._residual = buffer.new_zeros(1, self.most_new, *residual_shape)
-            keep_addresses(self._residual)
-        if self.pending is not None:
-            new = self.pending[1].shape[1]
-            self._residual[:, :new] = self.pending[0]
-        counts = torch.tensor([self._stop, new], device=buffer.device)
-        self.pending = None
-        self.advance(new)
-        return self._residual, counts
 
 
 class FixedEntries(EntryContext):
@@ -158,46 +179,48 @@ def layers_from(buffer: Sequence[KeysValues], first: torch.Tensor) -> list[Conte
 
 
 class FixedLayers:
-    """A [`FixedContext`] inside one compiled pass of a block, whose numbers of tokens are tensors.
+    """A batch's [`FixedBuffers`] inside one compiled pass over a block of each text, whose numbers of tokens are
+    tensors.
 
     Args:
-        buffers: Keys and values of every layer, `[1, kv_heads, capacity, head_dim]`.
-        counts: How many tokens there are in them, and how many the pass adds, `[2]`.
+        buffers: Keys and values of every layer, `[texts, kv_heads, capacity, head_dim]`.
+        counts: How many tokens there are of each text, and how many the pass adds, `[texts, 2]`.
         most_new: The most that it may add; what is beyond the count is not looked at.
+        view: How many columns the pass looks at, from the first on, or all that there are.
     """
 
-    def __init__(self, buffers: Sequence[torch.Tensor], counts: torch.Tensor, most_new: int) -> None:
-        self.buffers, self.most_new = buffers, most_new
-        self.start, self.stop = counts[0], counts[0] + counts[1]
+    def __init__(self, buffers: Sequence[torch.Tensor], counts: torch.Tensor, most_new: int, view: int) -> None:
+        self.buffers, self.most_new, self.view = buffers, most_new, min(view, buffers[0].shape[2])
+        self.starts, self.stops = counts[:, :1], counts.sum(1, keepdim=True)
 
     def make_room(self, count: int, like: torch.Tensor, config: PreTrainedConfig) -> None:
         """Do nothing: there is room for the whole text."""
 
     def advance(self, new: int) -> None:
-        """Do nothing: the context counts its tokens."""
+        """Do nothing: the contexts count their tokens."""
 
     def layer(self, index: int, new: int) -> ContextLayer:
-        """Do the same as [`ContextCache.layer`]; all that there is room for is returned."""
+        """Do the same as [`ContextCache.layer`]; `view` columns are returned."""
 
         def update(keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
             places = torch.arange(keys.shape[2], device=keys.device)
-            own = self.buffers[2 * index], self.buffers[2 * index + 1]
-            for buffer, states in zip(own, (keys, values)):
-                buffer.index_copy_(2, self.start + places[:new], states[:, :, :new])
+            own_keys, own_values = self.buffers[2 * index], self.buffers[2 * index + 1]
+            for buffer, states in ((own_keys, keys), (own_values, values)):
+                write_columns(buffer, self.starts + places[:new], states[:, :, :new])
                 # After the new tokens, over those that only fill up.
-                buffer.index_copy_(2, self.stop + places[:-new], states[:, :, new:])
-            return own
+                write_columns(buffer, self.stops + places[:-new], states[:, :, new:])
+            return own_keys[:, :, : self.view], own_values[:, :, : self.view]
 
         return update
 
     def masks(self, kinds: Sequence[str], spans: Sequence[AttentionSpan], block_size: int) -> dict[str, torch.Tensor]:
-        """Return the mask for each kind of layer, boolean `[1, 1, block_size, capacity]`."""
-        device = self.stop.device
+        """Return the mask for each kind of layer, boolean `[texts, 1, block_size, view]`."""
+        device = self.stops.device
         slots = torch.arange(block_size, device=device)[:, None]
-        ahead = torch.arange(self.buffers[0].shape[2], device=device) - self.stop
+        ahead = torch.arange(self.view, device=device) - self.stops[:, None]  # [texts, 1, view]
         masks = {}
         for kind, span in zip(kinds, spans):
             of_context = (ahead < 0) & span.sees_context(slots, -ahead)
-            of_block = span.sees_slots(block_size, device)[:, ahead.clamp(0, block_size - 1)]
-            masks[kind] = torch.where((ahead >= 0) & (ahead < block_size), of_block, of_context)[None, None]
+            of_block = span.sees_slots(block_size, device)[:, ahead[:, 0].clamp(0, block_size - 1)].transpose(0, 1)
+            masks[kind] = torch.where((ahead >= 0) & (ahead < block_size), of_block, of_context)[:, None]
         return masks

@@ -320,16 +320,16 @@ class UnrolledDrafter(ReadingDrafter):
         """Draft for several sequences with one pass for all of their blocks that continue others."""
         return self._propose(target, requests) if share_passes(requests) else super().propose_batch(target, requests)
 
-    def fixed_context(
-        self, context: EntryContext, room: int, most_new: int, compiled: CompiledForwards
-    ) -> FixedEntries | None:
+    def fixed_contexts(
+        self, contexts: Sequence[EntryContext], room: int, most_new: int, compiled: CompiledForwards
+    ) -> list[FixedEntries]:
         config = self.config
-        if self.device.type == "meta":
-            return None
+        if self.device.type == "meta" or len(contexts) > 1:
+            return []
         # Behind the text there are what fills up a round's entries and, at most as many, the blocks of its drafts.
         capacity = (room + 2 * most_new) * config.block_size
         shape = 1, config.num_key_value_heads, capacity, config.head_dim
-        return FixedEntries(context, config.num_hidden_layers, shape, self.norm.weight, most_new, compiled)
+        return [FixedEntries(contexts[0], config.num_hidden_layers, shape, self.norm.weight, most_new, compiled)]
 
     def _draft_compiled(self, target: Target, context: FixedEntries) -> DraftTree:
         """Draft the most probable chain, as long as a round's may be, in one compiled function, which makes the

@@ -26,6 +26,14 @@ Result = TypeVar("Result")
 _OWN = (CACHE, "attention_mask", "position_ids", "logits_to_keep")  # arguments that are another in each round
 
 
+def view_for(tokens: int) -> int:
+    """Return how many slots a compiled round looks at that needs so many: one of a few numbers."""
+    view = LEAST_VIEW
+    while view < tokens:
+        view *= 2
+    return view
+
+
 class SlotForward:
     """Runs a target over the anchors and drafts of sequences in a static cache.
 
@@ -91,13 +99,6 @@ class SlotForward:
         width = self.most if self.is_fixed else min(1 << (positions - 1).bit_length(), self.most)
         return width if longest + width <= self.room else positions
 
-    def _view_for(self, tokens: int) -> int:
-        """Return how many slots a round looks at that needs so many: compiled, one of a few numbers."""
-        view = tokens if self.compiled is None else LEAST_VIEW
-        while view < tokens:
-            view *= 2
-        return view
-
     def chains(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the distance of each position from the anchor, `[batch, width]`, and which positions it sees, boolean
         `[batch, width, width]`, of chains: the same in all rounds."""
@@ -135,7 +136,8 @@ class SlotForward:
             `[batch, 2 * positions]`.
         """
         kwargs = {name: value for name, value in kwargs.items() if name not in _OWN}
-        self.cache.look_at(self._view_for(longest + ids.shape[1]))
+        needed = longest + ids.shape[1]
+        self.cache.look_at(needed if self.compiled is None else view_for(needed))
         inputs = self.cache, self.target, ids, anchors, depths, visible, self.real, kwargs
         if self.compiled is None:
             return run_over_slots(*inputs), None

@@ -20,6 +20,15 @@ def keep_addresses(*states: torch.Tensor) -> None:
             torch._dynamo.mark_static_address(each, guard=False)
 
 
+def write_columns(buffer: torch.Tensor, columns: torch.Tensor, states: torch.Tensor) -> None:
+    """Write keys or values `[batch, heads, count, head_dim]` to the columns `[batch, count]` of each row of a buffer
+    `[batch, heads, capacity, head_dim]`."""
+    if buffer.shape[0] == 1:
+        buffer.index_copy_(2, columns[0], states)
+    else:
+        buffer.scatter_(2, columns[:, None, :, None].expand_as(states), states)
+
+
 class SlotLayer(StaticLayer):
     """A static layer during the rounds of one or several sequences.
 
@@ -84,11 +93,8 @@ class SlotLayer(StaticLayer):
         """Write the keys and values of a round, `[batch, heads, positions, head_dim]`, and return those of `view`."""
         assert self.keys is not None and self.values is not None
         slots = self._slots(torch.arange(key_states.shape[2], device=self.starts.device))
-        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            if buffer.shape[0] == 1:
-                buffer.index_copy_(2, slots[0], states)
-            else:
-                buffer.scatter_(2, slots[:, None, :, None].expand_as(states), states)
+        write_columns(self.keys, slots, key_states)
+        write_columns(self.values, slots, value_states)
         return self.keys[:, :, : self.view], self.values[:, :, : self.view]
 
     def move(self, old: torch.Tensor, new: torch.Tensor) -> None:

@@ -576,8 +576,9 @@ def test_a_batch_is_drafted_for_in_one_compiled_pass(family, do_sample, counted,
     ids, mask = torch.cat([prompt(12, seed=seed) for seed in range(3)]), torch.ones(3, 12, dtype=torch.long)
     mask[0, :5] = 0
     texts = own.generate(ids, attention_mask=mask, max_new_tokens=40, **GREEDILY)[:, 12:].tolist()
-    lengths = [{text.index(end) if end in text else 40 for text in texts} for end in range(64)]
-    end = max(range(64), key=lambda token: len(lengths[token]))
+    lengths = [[text.index(end) if end in text else 40 for text in texts] for end in range(64)]
+    # They end one after the other, the first one before the others.
+    end = max(range(64), key=lambda token: (0 < lengths[token][0] < min(lengths[token][1:]), len({*lengths[token]})))
     alone, together = type(drafter).propose, type(drafter).propose_batch
 
     def propose(self, *inputs):

@@ -130,9 +130,10 @@ def test_a_turn_on_a_filled_cache_is_a_lesson_of_its_own(target, drafter):
 
 @pytest.mark.parametrize(("head", "vocabulary"), [("none", 0), ("markov", 0), ("markov", 40)])
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_what_is_expected_of_a_round(target, head, vocabulary, do_sample):
-    """At every anchor the sum over drafts of the product of their chances, what the two distributions have in common;
-    of greedy text that of its tokens' chances among probabilities to the fourth power."""
+@pytest.mark.parametrize("asked", [2, 3])
+def test_what_is_expected_of_a_round(target, head, vocabulary, do_sample, asked):
+    """Tokens by the expected number of rounds from the first one on. A draft's chance is what the two distributions
+    have in common; of greedy text it is 1 where the draft is the text's token."""
     fields = {"num_draft_tokens": 3, "draft_vocab_size": vocabulary}
     drafter = headed(target, head, **fields) if head != "none" else tiny_drafter(target, **fields)
     if vocabulary:  # without a token of the text, and with one that is held to be probable
@@ -142,35 +143,47 @@ def test_what_is_expected_of_a_round(target, head, vocabulary, do_sample):
             drafter.lm_head.weight[0] *= 4
     drafter.bind(target)
     learning = drafter.adapt(target, policy="never", num_anchors=99)
-    text = answer(target, drafter, prompt(9), do_sample=do_sample, max_new_tokens=12)
+    options = dict(do_sample=do_sample, max_new_tokens=12, num_assistant_tokens=asked)
+    text = answer(target, drafter, prompt(9), **options)
     row = learning.replay.newest(1)[0]
-    batch = collate([row])
     anchors = torch.arange(9, 19)[None]
     length = len(row["input_ids"])
     assert length == text.shape[1] - 1 == 20
-    with torch.no_grad():
-        drafted = learning.objective.run_drafter(drafter, batch, anchors, row["residual"][None], torch.arange(3))
+
+    def drafts_of(row):
+        batch = collate([row])
+        drafted = learning.objective.run_drafter(drafter, batch, anchors, batch["residual"], torch.arange(3))
         logits = (drafter if vocabulary else target).lm_head(drafted.states)
         if head != "none":
             logits = logits + drafted.vectors @ drafter.head_table.T
-        logits = drafter.to_full_vocabulary(logits)
+        return drafter.to_full_vocabulary(logits)[0]
+
+    with torch.no_grad():
+        for place, k in ((2, 0), (5, 0), (5, 1)):  # what is drafted there is right
+            row["input_ids"][9 + place + k + 1] = drafts_of(row)[place, k].argmax()
+        logits = drafts_of(row)
         laws = target(text).logits[0].softmax(-1)
-    tokens = {"drawn": [], "greedy": []}
+    chances = {}
     for place, anchor in enumerate(anchors[0].tolist()):
-        for kind, of_anchors in tokens.items():
-            chance, expected = 1.0, 1.0
-            for k in range(3):
-                if anchor + k + 1 >= length:
-                    break
-                drafts = logits[0, place, k].softmax(-1)
-                sure = drafts**4
-                greedy = float(sure[text[0, anchor + k + 1]] / sure.sum())
-                chance *= greedy if kind == "greedy" else float(torch.minimum(drafts, laws[anchor + k]).sum())
-                expected += chance
-            of_anchors.append(expected)
-    drawn, greedy = (sum(of_anchors) / len(of_anchors) for of_anchors in tokens.values())
-    (expected,) = learning._expected_tokens([row]).tolist()
-    assert expected == pytest.approx(drawn if do_sample else greedy, abs=1e-4)
+        for k in range(min(3, length - anchor - 1)):
+            drafts = logits[place, k].softmax(-1)
+            drawn = float(torch.minimum(drafts, laws[anchor + k]).sum())
+            chances[anchor, k] = drawn if do_sample else float(drafts.argmax() == row["input_ids"][anchor + k + 1])
+
+    def rounds(anchor):
+        if anchor > 18:
+            return 0.0
+        expected, chance = 1.0, 1.0
+        for k in range(asked):
+            if anchor + k + 2 >= length:
+                break
+            expected += chance * (1 - chances[anchor, k]) * rounds(anchor + k + 1)
+            chance *= chances[anchor, k]
+        return expected + chance * rounds(anchor + min(asked + 1, length - anchor - 1))
+
+    assert do_sample or rounds(9) < 10
+    (expected,) = learning._expected_tau([row]).tolist()
+    assert expected == pytest.approx(10 / rounds(9), abs=1e-4)
 
 
 def test_after_a_reset_it_learns_the_same_again(target, drafter):
@@ -189,7 +202,7 @@ def test_what_does_not_help_is_taken_back(target, drafter, monkeypatch):
     drafter.bind(target)
     before = weights_of(drafter)
     learning, told = drafter.adapt(target, **EAGER), iter(range(100, 0, -1))
-    monkeypatch.setattr(learning, "_expected_tokens", lambda rows: torch.tensor([float(next(told))] * len(rows)))
+    monkeypatch.setattr(learning, "_expected_tau", lambda rows: torch.tensor([float(next(told))] * len(rows)))
     monkeypatch.setattr(learning.bandit, "names", ["all"])
     for seed in range(5):
         answer(target, drafter, prompt(9, seed))
@@ -198,6 +211,20 @@ def test_what_does_not_help_is_taken_back(target, drafter, monkeypatch):
     monkeypatch.setattr(learning, "_update", lambda *arguments: None)
     answer(target, drafter, prompt(9))
     assert same(before, weights_of(learning._training_copy))
+
+
+def test_where_nothing_is_proven_it_learns_on(target, drafter, monkeypatch):
+    drafter.bind(target)
+    before, copies = weights_of(drafter), []
+    learning = drafter.adapt(target, **EAGER)
+    monkeypatch.setattr(learning, "_expected_tau", lambda rows: torch.ones(len(rows)))
+    for seed in range(3):
+        answer(target, drafter, prompt(9, seed))
+        copies.append(weights_of(learning._training_copy))
+    monkeypatch.setattr(learning, "_update", lambda *arguments: None)
+    answer(target, drafter, prompt(9))
+    assert same(before, weights_of(drafter)) and learning._share == learning.config.share
+    assert not same(copies[0], copies[1]) and same(copies[2], weights_of(learning._training_copy))
 
 
 def test_what_serves_is_a_share_of_what_is_learned_and_is_judged_by_what_comes_after(target, drafter, monkeypatch):
@@ -212,7 +239,7 @@ def test_what_serves_is_a_share_of_what_is_learned_and_is_judged_by_what_comes_a
         seen.append((weights, [len(row["input_ids"]) for row in rows]))
         return torch.tensor([float(len(seen))] * len(rows))
 
-    monkeypatch.setattr(learning, "_expected_tokens", expected)
+    monkeypatch.setattr(learning, "_expected_tau", expected)
     for turn in range(4):
         if turn == 2:
             learned = {name: value.clone() for name, value in learning._training_copy.named_parameters()}
@@ -240,10 +267,13 @@ def test_what_chance_may_have_brought_is_no_gain(after, proven):
     assert adaptation._proven_increase(torch.full((3,), 2.0), torch.tensor(after)) == pytest.approx(proven, abs=1e-6)
 
 
-def test_only_heads_learn_where_that_is_asked(target):
-    drafter = headed(target, "markov", confidence_head=True)
+def test_only_heads_learn_where_that_is_asked(target, monkeypatch):
+    drafter, told = headed(target, "markov", confidence_head=True), iter(range(1, 100))
     drafter.bind(target)
     before = weights_of(drafter)
+    monkeypatch.setattr(
+        adaptation.Adaptation, "_expected_tau", lambda _, rows: torch.full((len(rows),), float(next(told)))
+    )
     with drafter.adapt(target, arms=["heads"], **EAGER):
         for seed in range(6):
             answer(target, drafter, prompt(9, seed))

@@ -28,6 +28,7 @@ from ...drafters.parts.heads import HEADS, HeadOutput
 from ...drafters.unrolled.drafter import UnrolledDrafter
 from ...targets.registry import target_of
 from ..arguments import RECIPES
+from ..data.blocks import expected_rounds, sample_anchors
 from ..losses.loss import IGNORE_INDEX, DrafterLoss
 from ..losses.objective import Batch, LossSettings, collate, training_layer_ids
 from ..losses.unrolled import make_objective
@@ -40,8 +41,7 @@ POLICIES = ("bandit", "always", "never")
 _SHARE_GROWTH, _SHARE_FALL, _LEAST_SHARE = 1.25, 0.5, 0.1  # after an update that helps, and one that does not
 _HEADS = (*(head.key for head in HEADS.values()), "confidence_head", "rank_head", "lm_head")
 _WARMUP = 4  # steps until the learning rate is reached
-_EVALUATION_FACTOR = 2  # anchors of a row to evaluate with, for each anchor to learn from
-_SHARP_TEMPERATURE = 0.25  # temperature at which a distribution is nearly its most probable token
+_JUDGED = 48  # tokens of a row that an update is judged by
 
 
 @dataclass
@@ -59,7 +59,7 @@ class AdaptationConfig:
         every: Requests between two decisions.
         steps: Optimizer steps of an update; fewer if a trial may not take that long.
         rows: Requests that a step learns from, half of them new ones.
-        num_anchors: Most blocks per row to learn from; twice as many are evaluated.
+        num_anchors: Most blocks per row to learn from.
         horizon: Requests that are expected to profit from an update. Updates that are not known to pay take at most
             half a percent of the serving time, that of so many requests to come included.
         most_bytes: Most memory for text to learn from, residual included.
@@ -244,6 +244,8 @@ class Adaptation(Observer):
 
     def _add(self, sample: Sample, stats: SpeculationStats) -> None:
         row = sample.row() if stats.rounds else None
+        if row is not None:
+            row["drafts"] = torch.tensor(stats.draft_positions)
         with self._state_lock:
             decision = Decision(
                 len(self.log) + 1, time.perf_counter() - self._start, stats.tokens, stats.tau, stats.loop_seconds
@@ -303,8 +305,8 @@ class Adaptation(Observer):
     @torch.no_grad()
     def _judge(self, rows: list[Batch]) -> float:
         """Compare the weights that serve with others, a share nearer to the learned ones, on text that neither has
-        seen. The better ones serve. Return the relative increase of the expected tokens per round, less what may be
-        chance."""
+        seen. The better ones serve. Where the others are worse, what was learned is forgotten; where nothing is
+        proven, learning goes on. Return the relative increase of tau, less what may be chance."""
         copied, served = dict(self._training_copy.named_parameters()), dict(self.drafter.named_parameters())
         learned = {name: value.clone() for name, value in copied.items()}
         candidate = {
@@ -314,16 +316,17 @@ class Adaptation(Observer):
         for weights in (served, candidate):
             for name, value in weights.items():
                 copied[name].copy_(value)
-            tokens.append(self._expected_tokens(rows))
+            tokens.append(self._expected_tau(rows))
         gain = _proven_increase(*tokens)
-        is_better = gain > 0  # False for NaN
-        for name, value in candidate.items():
-            if is_better:
+        is_harm = not gain >= 0  # also of NaN
+        if gain > 0:
+            for name, value in candidate.items():
                 served[name].copy_(value)
-                copied[name].copy_(learned[name])
-            else:
-                copied[name].copy_(served[name])
-        self._share = min(1.0, max(_LEAST_SHARE, self._share * (_SHARE_GROWTH if is_better else _SHARE_FALL)))
+            self._share = min(1.0, self._share * _SHARE_GROWTH)
+        elif is_harm:
+            self._share = max(_LEAST_SHARE, self._share * _SHARE_FALL)
+        for name, value in (served if is_harm else learned).items():  # where nothing is proven, it learns on
+            copied[name].copy_(value)
         return gain if math.isfinite(gain) else -1.0
 
     def _step(self, batch: Batch) -> None:
@@ -352,38 +355,41 @@ class Adaptation(Observer):
         return cast(Any, self._training_copy).vocabulary_table
 
     @torch.no_grad()
-    def _expected_tokens(self, rows: list[Batch]) -> torch.Tensor:
-        """Return the expected tokens of a round at some anchors of each row, `[rows]`: by speculative sampling for
-        sampled text, by the rates of greedy drafts for greedy text."""
-        tokens = torch.ones(len(rows))
+    def _expected_tau(self, rows: list[Batch]) -> torch.Tensor:
+        """Return the accepted length that rounds over the first part of each row have, `[rows]`: by speculative
+        sampling for sampled text, by greedy drafts for greedy text, as many as were asked for. A mean over anchors
+        would favour easy stretches, where rounds are long and few."""
+        tau, steps = torch.ones(len(rows)), self.objective.steps()
         for is_sampled in (False, True):
             at = [i for i, row in enumerate(rows) if bool(row["is_sampled"]) is is_sampled]
             for chunk in (at[i : i + self.config.rows] for i in range(0, len(at), self.config.rows)):
                 batch = collate([rows[i] for i in chunk])
-                self.objective.add_anchors(batch, 0, _EVALUATION_FACTOR * self.config.num_anchors)
+                anchors = sample_anchors(self.objective.candidates(batch))[:, :_JUDGED]
+                following = self.objective.following_tokens(batch, anchors, len(steps) + 1)
+                labels, available = following[:, :, :-1].contiguous(), (following != IGNORE_INDEX).sum(-1)
+                batch |= {"anchors": anchors, "steps": steps, "labels": labels}
                 drafted = self._drafted(batch)
                 if is_sampled:
                     rates = self._loss(drafted, batch, needs_acceptance=True).acceptance.float()
                 else:
-                    rates = self._greedy_rates(drafted, batch["labels"].flatten(0, 1))
-                accepted = rates.cumprod(-1).sum(-1).view_as(batch["anchors"])
-                tokens[chunk] += (accepted.sum(1) / (batch["anchors"] >= 0).sum(1).clamp(min=1)).cpu()
-        return tokens
+                    rates = self._greedy_rates(drafted, labels.flatten(0, 1))
+                for i, own, chances, left in zip(chunk, anchors, rates.view_as(labels), available):
+                    rounds = expected_rounds(own, chances[:, : int(rows[i]["drafts"])], left)
+                    tau[i] = float((own >= 0).sum()) / max(rounds, 1.0)
+        return tau
 
     def _greedy_rates(self, drafted: HeadOutput, labels: torch.Tensor) -> torch.Tensor:
-        """Return a smooth measure of whether each draft is the text's token, `[blocks, drafts]`: nearly 0 or 1, but
-        continuous, so that a small update changes it."""
+        """Return whether each draft is the text's token, `[blocks, drafts]`, 0 or 1. A drafter that is only surer of
+        its drafts would look better by their probabilities, and serve no better."""
         states, vectors = (None if part is None else part.flatten(0, 1) for part in drafted[:2])
         rates = torch.zeros_like(labels, dtype=torch.float32)
         for at in (labels != IGNORE_INDEX).nonzero().split(self.config.loss_chunk_size):
             index = at.unbind(1)
             head_vectors = None if vectors is None else vectors[index]
             logits = self.objective.draft_logits(cast(torch.Tensor, states)[index], head_vectors, self._table())
-            tokens = self.objective.draft_indices(labels[index]).unsqueeze(1).to(logits.device)
-            probability = (logits.float() / _SHARP_TEMPERATURE).log_softmax(-1).gather(
-                1, tokens.clamp(min=0)
-            ).exp() * (tokens >= 0)
-            rates[index] = probability.squeeze(1).to(rates)
+            rates[index] = (logits.argmax(-1) == self.objective.draft_indices(labels[index]).to(logits.device)).to(
+                rates
+            )
         return rates
 
 

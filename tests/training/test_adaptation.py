@@ -533,6 +533,18 @@ def served(bandit: Bandit, requests: int, gains: dict[str, float], costs: dict[s
     return chosen
 
 
+def test_an_arm_that_brings_no_more_is_soon_left():
+    """As on a fine-tuned SmolLM2: the first update brought much, and what is learned once, is learned."""
+    bandit, updates = Bandit(["heads"], 256), 0
+    for _ in range(16):
+        bandit.record_request(2.0, 5.0)
+    bandit.record_cost("heads", 7.4), bandit.record_gain("heads", 0.084)
+    while bandit.pays("heads"):
+        bandit.record_cost("heads", 7.4), bandit.record_gain("heads", 0.0)
+        updates += 1
+    assert updates == 3
+
+
 def test_where_nothing_can_be_gained_trials_cost_little():
     costs = {"heads": 0.4, "all": 1.0}
     for gains in ({"heads": 0.0, "all": 0.0}, {"heads": -0.1, "all": 0.001}):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 _TRIAL_SHARE = 1 / 200  # of the serving time, for trials
 _DROP = 0.85  # tau below this share of its long mean is a sign of a new kind of text
 _FAST_RATE, _SLOW_RATE = 1 / 8, 1 / 64  # weight of a request in the two running means of tau
-_GAIN_RATE = 1 / 3  # weight of a new measurement in the running means of an arm
+_GAIN_RATE = 2 / 3  # weight of a new measurement in the running means of an arm: what is learned once, is learned
 _STALE = 8  # updates of others after which an arm is tried again
 
 

@@ -244,8 +244,6 @@ class Adaptation(Observer):
 
     def _add(self, sample: Sample, stats: SpeculationStats) -> None:
         row = sample.row() if stats.rounds else None
-        if row is not None:
-            row["drafts"] = torch.tensor(stats.draft_positions)
         with self._state_lock:
             decision = Decision(
                 len(self.log) + 1, time.perf_counter() - self._start, stats.tokens, stats.tau, stats.loop_seconds
@@ -254,7 +252,7 @@ class Adaptation(Observer):
             if row is None:
                 return
             self.bandit.record_request(stats.tau, stats.loop_seconds)
-            self.replay.add(row)
+            self.replay.add({**row, "drafts": torch.tensor(stats.draft_positions)})
             self._new_rows += 1
             is_due = self._new_rows >= self.config.every
         if is_due and self.config.policy != "never" and self._update_lock.acquire(blocking=False):

@@ -310,12 +310,12 @@ class Adaptation(Observer):
         candidate = {
             name: served[name].float().lerp(value, self._share).to(served[name]) for name, value in learned.items()
         }
-        tokens = []
+        taus = []
         for weights in (served, candidate):
             for name, value in weights.items():
                 copied[name].copy_(value)
-            tokens.append(self._expected_tau(rows))
-        gain = _proven_increase(*tokens)
+            taus.append(self._expected_tau(rows))
+        gain = _proven_increase(*taus)
         is_harm = not gain >= 0  # also of NaN
         if gain > 0:
             for name, value in candidate.items():

@@ -209,7 +209,7 @@ class _Measurement:
         rounds: dict[int, list[float]] = {width: [] for width in widths}
         kind, turns = ("compiled", 1 + _TURNS) if self.options else ("eager", _TURNS)
         for turn in range(turns):
-            if len(plain) and time.monotonic() > self._end:
+            if plain and time.monotonic() > self._end:
                 break
             self._report(f"timing rounds of up to {max(widths)} tokens, {kind}, {turn + 1} of {turns} ...")
             steps = _Steps(self._target.device)

@@ -552,7 +552,7 @@ def test_it_learns_while_it_serves(target, drafter):
     drafter.bind(target)
     plain = target.generate(prompt(9), do_sample=False, max_new_tokens=20)
     before = {name: value.clone() for name, value in drafter.state_dict().items()}
-    with drafter.adapt(target, policy="always", every=1, steps=1, rows=2, learning_rate=3e-3) as learning:
+    with drafter.adapt(target, policy="always", every=1, steps=8, rows=2, learning_rate=3e-3) as learning:
         for _ in range(6):
             text = target.generate(prompt(9), assistant_model=drafter, do_sample=False, max_new_tokens=20)
             assert torch.equal(text, plain)

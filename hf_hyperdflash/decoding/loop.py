@@ -182,8 +182,8 @@ class Batch:
             return
         contexts = [sequence.context for sequence in self.sequences]
         room = self.slots.cache.capacity or self.sequences[0].config.max_length
-        most = self._most_positions()
-        self._fixed_contexts = self.drafter.fixed_contexts(contexts, room, most, self.slots.compiled)
+        most_new = 1 + max(sequence.num_drafts for sequence in self.sequences)
+        self._fixed_contexts = self.drafter.fixed_contexts(self.target, contexts, room, most_new, self.slots.compiled)
         for sequence, context in zip(self.sequences, self._fixed_contexts):
             sequence.context = context
             if len(contexts) == 1:

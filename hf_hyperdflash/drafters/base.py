@@ -115,12 +115,13 @@ class Drafter:
         return EmptyContext()
 
     def fixed_contexts(
-        self, contexts: Sequence[Any], room: int, most_new: int, compiled: CompiledForwards
+        self, target: Target, contexts: Sequence[Any], room: int, most_new: int, compiled: CompiledForwards
     ) -> Sequence[FixedContext | FixedEntries]:
         """Return the contexts of a batch as ones whose passes run compiled, until their `compiled` is `None`; none
         where a drafter has none such.
 
         Args:
+            target: The target.
             contexts: Of each text, after the prompt.
             room: The most tokens that a text may have.
             most_new: The most tokens that a round adds to it.

@@ -102,10 +102,11 @@ class DraftSampler:
         return self.chain_admission is None or self.chain_admission.is_open()
 
     @property
-    def is_greedy_chain(self) -> bool:
-        """Whether the most probable tokens are drafted, one after the other and all that are asked for."""
-        is_whole = self.tree_budget is None and self.chain_admission is None
-        return is_whole and not self.do_sample and not len(self.processors)
+    def is_plainly_greedy(self) -> bool:
+        """Whether the most probable drafts are made and all that are asked for, a chain or a tree: what a graph can
+        do."""
+        admits_all = self.chain_admission is None and self.node_admission is None
+        return admits_all and not self.do_sample and not len(self.processors)
 
     def scored(self, prefixes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Return the scores by which drafts are drawn after prefixes.

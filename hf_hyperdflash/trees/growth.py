@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -102,6 +101,32 @@ Scored = Callable[[torch.Tensor, DraftStep, Sequence[int]], DraftStep]
 and the number of each text's paths, to a step with scores in place of logits."""
 
 
+class GrownNodes(NamedTuple):
+    """The nodes of a tree of each text, on the device.
+
+    Attributes:
+        tokens: `[batch, nodes]`.
+        places: The number of each node, and of its parent, among all that were compared, `[2, batch, nodes]`.
+            [`ANCHOR`] stands for the anchor, and for what only fills up, behind all nodes.
+        signals: The drafter's probability of each, `[batch, nodes]`; `None` where nobody learns from it.
+    """
+
+    tokens: torch.Tensor
+    places: torch.Tensor
+    signals: torch.Tensor | None
+
+    def trees(self) -> list[DraftTree]:
+        """Return the trees, with one wait for the device."""
+        trees = []
+        for text, (own, parents) in enumerate(zip(*self.places.tolist())):
+            count = len(own) - own.count(ANCHOR)
+            number = {ANCHOR: ANCHOR, **{place: node for node, place in enumerate(own[:count])}}
+            sure = None if self.signals is None else self.signals[text, :count]
+            own_parents = tuple(number[parent] for parent in parents[:count])
+            trees.append(DraftTree(self.tokens[text, :count], own_parents, confidence=sure))
+        return trees
+
+
 def most_probable(
     anchors: torch.Tensor,
     counts: Sequence[int],
@@ -128,6 +153,30 @@ def most_probable(
         children: The most children of a node; `None` for any number.
         admission: Which nodes are admitted; `None` for all.
     """
+    depth = max(counts)
+    depths = torch.tensor(counts, device=anchors.device) if len(set(counts)) > 1 else depth
+    return grow_best(anchors, depths, depth, budget, steps, scored, width, children, admission).trees()
+
+
+def grow_best(
+    anchors: torch.Tensor,
+    counts: torch.Tensor | int,
+    depth: int,
+    budget: int,
+    steps: Steps,
+    scored: Scored | None,
+    width: int | None = None,
+    children: int | None = None,
+    admission: Admission | None = None,
+) -> GrownNodes:
+    """Do the same as [`most_probable`], eagerly or inside a graph.
+
+    Args:
+        counts: The greatest depth of each tree, `[batch]`, or of all.
+        depth: The greatest of any tree.
+        scored: The requests' processors; `None` inside a graph, which has none. Its levels ask the drafter about as
+            many nodes of every text, some of which only fill up, and never wait for the device.
+    """
     width, children = min(width or budget, budget), min(children or budget, budget)
     least = -math.inf if admission is None else admission.log_least
     # Of all nodes so far, `[batch, nodes]`; what only fills up has minus infinity for a value.
@@ -137,10 +186,11 @@ def most_probable(
     level, rows, paths = anchors, torch.arange(len(anchors), device=anchors.device), anchors.new_empty(len(anchors), 0)
     padding = Padding([1] * len(anchors), anchors.device)
     places, level_values = torch.full_like(level, ANCHOR)[:, None], torch.zeros_like(level, dtype=torch.float)[:, None]
-    depths = torch.tensor(counts, device=anchors.device)[:, None] if len(set(counts)) > 1 else max(counts)
-    for k in range(max(counts)):
-        step = scored(paths, steps(k, level, rows), padding.counts)
-        likely = (step.logits / SHARPENED).log_softmax(-1)
+    depths = counts if isinstance(counts, int) else counts[:, None]
+    for k in range(depth):
+        step = steps(k, level, rows)
+        step = step if scored is None else scored(paths, step, padding.counts)
+        likely = (step.logits.float() / SHARPENED).log_softmax(-1)
         best = likely.topk(min(children, likely.shape[-1]), dim=-1)
         chances = best.values if admission is None else admission.survival.of_logarithms(best.values)
         found = level_values[..., None] + padding.add(chances, -math.inf)
@@ -154,46 +204,30 @@ def most_probable(
         ids = padding.add(step.token_ids(best.indices)).flatten(1)
         tokens = torch.cat([tokens, ids.gather(1, best_found)], dim=1)
         parents = torch.cat([parents, places.gather(1, best_found // each)], dim=1)
-        if k + 1 == max(counts):
+        if k + 1 == depth:
             break
         among = values.sort(descending=True, stable=True).indices[:, :budget]
         is_open = (among >= start) & (values.gather(1, among) > least) & (depths > k + 1)
         is_open &= is_open.cumsum(1) <= width
-        numbers, padding = padding.numbers, Padding(is_open.sum(1).tolist(), anchors.device)
+        numbers = padding.numbers
+        most = [min(width, among.shape[1])] * len(anchors)
+        padding = Padding(most if scored is None else is_open.sum(1).tolist(), anchors.device)
         if not padding.width:
             break
         places = among.where(is_open, ANCHOR).sort().values[:, -padding.width :]
         node = places.clamp(min=start)
         level, level_values = padding.remove(tokens.gather(1, node)), values.gather(1, node)
+        if scored is None:
+            level_values = level_values.where(places >= 0, -torch.inf)
         rows = padding.remove(numbers.gather(1, best_found.gather(1, node - start) // each))
         paths = torch.cat([paths[rows], level[:, None]], dim=1)
-    return _best_trees(tokens, parents, values, None if admission is None else signals.exp(), budget, least)
-
-
-def _best_trees(
-    tokens: torch.Tensor,
-    parents: torch.Tensor,
-    values: torch.Tensor,
-    confidence: torch.Tensor | None,
-    budget: int,
-    least: float,
-) -> list[DraftTree]:
-    """Return the trees of the `budget` best nodes of each text that are better than `least`."""
+    # The best ones, in the order of their making.
     kept = values.sort(descending=True, stable=True).indices[:, :budget]
-    is_kept = values.gather(1, kept) > least
-    kept = kept.where(is_kept, values.shape[1]).sort().values  # in the order of their making, as many as there are
-    nodes = kept.clamp(max=values.shape[1] - 1)
-    tokens = tokens.gather(1, nodes)
-    confidence = None if confidence is None else confidence.gather(1, nodes)
-    trees = []
-    both = torch.stack([kept, parents.gather(1, nodes)]).tolist()  # the wait for the device
-    for text, (own, own_parents) in enumerate(zip(*both)):
-        count = bisect_left(own, values.shape[1])
-        number = {ANCHOR: ANCHOR, **{place: node for node, place in enumerate(own[:count])}}
-        sure = None if confidence is None else confidence[text, :count]
-        own_parents = tuple(number[parent] for parent in own_parents[:count])
-        trees.append(DraftTree(tokens[text, :count], own_parents, confidence=sure))
-    return trees
+    made = values.shape[1]
+    kept = kept.where(values.gather(1, kept) > least, made).sort().values
+    nodes = kept.clamp(max=made - 1)
+    own = torch.stack([kept.where(kept < made, ANCHOR), parents.gather(1, nodes)])
+    return GrownNodes(tokens.gather(1, nodes), own, None if admission is None else signals.gather(1, nodes).exp())
 
 
 def width_for(budget: int) -> int:

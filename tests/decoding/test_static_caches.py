@@ -25,7 +25,7 @@ from hf_hyperdflash.decoding.request import can_hold_rounds
 from hf_hyperdflash.drafters.parts.block_attention import AttentionSpan
 from hf_hyperdflash.drafters.parts.fixed_context import FixedBuffers, FixedContext, FixedLayers
 from hf_hyperdflash.drafters.parts.layers import ContextCache
-from hf_hyperdflash.drafters.sampling import DraftSampler
+from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.targets.caches import slot_forward
 from hf_hyperdflash.targets.caches.name import CACHE
 from hf_hyperdflash.targets.caches.static import SlotCache
@@ -285,13 +285,14 @@ def test_slots_hold_what_a_list_would(rounds, window, prompt_length, size):
 )  # fmt: skip
 def test_a_fixed_context_shows_what_a_growing_one_shows(old, new, block, from_slot, causal, window, view):
     span, most_new = AttentionSpan(window, from_slot and window is not None, causal), 5
+    view = min(view, 40)
     buffers = [torch.zeros(1, 1, 40, 1), torch.zeros(1, 1, 40, 1)]
     for buffer in buffers:
         buffer[0, 0, :old, 0] = torch.arange(1, old + 1)
     written = torch.zeros(1, 1, most_new + block, 1)
     written[0, 0, :new, 0], written[0, 0, new:most_new, 0] = torch.arange(old + 1, old + new + 1), -99
     written[0, 0, most_new:, 0] = torch.arange(100, 100 + block)
-    context = FixedLayers(buffers, torch.tensor([[old, new]]), most_new, view)
+    context = FixedLayers([buffers], torch.tensor([[old, new]]), most_new, view)
     keys, _ = context.layer(0, most_new)(written, written)
     mask = context.masks(["kind"], [span], block)["kind"][0, 0]
     text = [*range(1, old + new + 1), *range(100, 100 + block)]
@@ -305,20 +306,25 @@ def test_a_fixed_context_shows_what_a_growing_one_shows(old, new, block, from_sl
 def test_pending_tokens_have_one_shape_and_one_layout(new):
     """However many there are, and whatever they are views of: torch compiles for strides, too. A round's take the
     place of those of the round before."""
-    empty, shared = ContextCache([AttentionSpan()]), FixedBuffers(1, (3, 1, 40, 4), torch.zeros(1), 5, None)
-    contexts = [FixedContext([AttentionSpan()], empty, shared, row) for row in range(3)]
-    wide, positions = torch.randn(1, 9, 2, 6), torch.arange(9)[None]
-    before = 0
+    empty = ContextCache([AttentionSpan()])
+    shared = FixedBuffers(1, (3, 1, 40, 4), 9, torch.zeros(1), [torch.zeros(3, 5, 2, 6)], None)
+    contexts = [FixedContext([AttentionSpan()], empty, shared) for _ in range(3)]
+    wide, positions, sampler = torch.randn(1, 9, 2, 6), torch.arange(9)[None], DraftSampler([], False)
     for start in (1, 3):
         if new:
             contexts[1].pending = wide[:, start : start + new], positions[:, start : start + new]
             contexts[2].pending = wide[:, :1], positions[:, :1]  # which is not asked for
-        residual, counts = shared.take_pending(contexts[:2], (2, 6))
+        texts = [torch.arange(10 * row, 10 * row + 7)[None, ::2] for row in range(2)]
+        asked = [
+            DraftRequest(contexts[row], texts[row], positions[:, : 3 + row], 4 - row, sampler) for row in range(2)
+        ]
+        ids, at = shared.last_of(asked, "ids"), shared.last_of(asked, "position_ids")
+        residual, counts = shared.inputs(asked)
+        assert ids.tolist() == [[6], [16], [0]] and at.tolist() == [[2], [3], [0]]
+        assert ids.stride() == at.stride() == (1, 1)
         assert residual.shape == (3, 5, 2, 6) and residual.stride() == torch.empty(3, 5, 2, 6).stride()
         assert torch.equal(residual[1:2, :new], wide[:, start : start + new])
-        assert counts.tolist() == [[0, 0], [before, new], [0, 0]] and contexts[1].pending is None
-        assert len(contexts[1]) == before + new and len(contexts[2]) == bool(new)
-        before += new
+        assert counts.tolist() == [[0, 0, 4], [0, new, 3], [0, 0, 0]] and shared.view == 40
 
 
 def test_caches_that_hold_rounds():
@@ -355,7 +361,9 @@ class Pair:
         self.positions, self.done = torch.arange(100)[None], 0
 
     def fix(self, room, drafts):
-        (self.contexts[1],) = self.drafter.fixed_contexts(self.contexts[1:], room, 1 + drafts, self.compiled)
+        (self.contexts[1],) = self.drafter.fixed_contexts(
+            self.seen, self.contexts[1:], room, 1 + drafts, self.compiled
+        )
 
     def extend(self, count):
         new, after = slice(self.done, self.done + count), slice(self.done + 1, self.done + count + 1)
@@ -376,18 +384,21 @@ class Pair:
 
 @pytest.mark.parametrize("kind", UNROLLED)
 @torch.no_grad()
-def test_a_compiled_chain_is_the_eager_one(kind, counted):
-    """Whatever number of tokens a round adds, at once and in turns with what is drafted eagerly: trees here."""
+def test_a_compiled_chain_or_tree_is_the_eager_one(kind, counted):
+    """Whatever number of tokens a round adds, at once and in turns with what is drafted eagerly: trees of blocks."""
     pair = Pair(kind)
     pair.extend(20)
     pair.fix(70, drafts=5)
     pair.drafts(5)  # eagerly: all entries are there
-    for _ in range(3):
+    for turn in range(3):
         for count in (1, 3, 6, 2):
             pair.extend(count)
             asked = 4 if count == 3 else 5
-            assert pair.drafts(asked) == asked and counted["unique_graphs"] == 1
-        pair.drafts(5, budget=7)
+            assert pair.drafts(asked) == asked
+            pair.extend(1)
+            assert pair.drafts(asked, budget=7) == 7
+            assert counted["unique_graphs"] == 1 + (kind == "eagle3")
+        pair.drafts(5, budget=7)  # eagerly
     pair.extend(2), pair.extend(3)  # the first two were not drafted for
     pair.drafts(5)
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -566,12 +577,19 @@ def test_a_compiled_batch_keeps_its_shape(counted):
     assert counted["unique_graphs"] <= 2  # the forward, and what moves an accepted path
 
 
-@pytest.mark.parametrize(("family", "do_sample"), [(families.gemma3, False), (families.qwen3, True)])
-def test_a_batch_is_drafted_for_in_one_compiled_pass(family, do_sample, counted, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "kind", "do_sample", "budget"),
+    [
+        (families.gemma3, "", False, None), (families.qwen3, "", True, None), (families.qwen3, "", False, 7),
+        (families.qwen3, "eagle3", False, None), (families.gemma3, "eagle3", False, 7),
+        (families.qwen3, "specblock", False, None),
+    ],
+)  # fmt: skip
+def test_a_batch_is_drafted_for_in_one_compiled_pass(family, kind, do_sample, budget, counted, monkeypatch):
     """The drafts of every round are those of an eager one, until the last text has ended."""
     target, own = target_and_own(family)
-    kinds = ["full_attention", "sliding_attention"]
-    drafter, drafted = drafter_of(target, sliding_window=6, layer_types=kinds, num_hidden_layers=2), []
+    layers = dict(sliding_window=6, layer_types=["full_attention", "sliding_attention"], num_hidden_layers=2)
+    drafter, drafted = unrolled(kind, target, **UNROLLED[kind]) if kind else drafter_of(target, **layers), []
     ids, mask = torch.cat([prompt(12, seed=seed) for seed in range(3)]), torch.ones(3, 12, dtype=torch.long)
     mask[0, :5] = 0
     texts = own.generate(ids, attention_mask=mask, max_new_tokens=40, **GREEDILY)[:, 12:].tolist()
@@ -581,27 +599,32 @@ def test_a_batch_is_drafted_for_in_one_compiled_pass(family, do_sample, counted,
     alone, together = type(drafter).propose, type(drafter).propose_batch
 
     def propose(self, *inputs):
-        drafted.append([alone(self, *inputs).tokens.tolist()])
-        return DraftTree.chain(torch.tensor(drafted[-1][0]))
+        tree = alone(self, *inputs)
+        drafted.append([(tree.tokens.tolist(), tree.parents)])
+        return tree
 
     def propose_batch(self, *inputs):
         trees = together(self, *inputs)
-        drafted.append([tree.tokens.tolist() for tree in trees])
+        drafted.append([(tree.tokens.tolist(), tree.parents) for tree in trees])
         return trees
 
-    if not do_sample:  # else with distributions
-        monkeypatch.setattr(type(drafter), "propose", propose)
+    monkeypatch.setattr(type(drafter), "propose", propose)
     monkeypatch.setattr(type(drafter), "propose_batch", propose_batch)
     options = dict(assistant_model=drafter, cache_implementation="static", attention_mask=mask, eos_token_id=end)
+    options["tree_budget"], eagerly = budget, []
     options |= dict(do_sample=do_sample, top_k=5, temperature=0.7) if do_sample else dict(do_sample=False)
     torch.manual_seed(0)
     expected = target.generate(ids, max_new_tokens=40, pad_token_id=0, **options)
     eager, drafted[:] = [*drafted], []
     monkeypatch.setattr("hf_hyperdflash.drafters.blocks.drafter.JointContext", None)
+    if kind:
+        draft = drafter._draft
+        drafter._draft = lambda *inputs: eagerly.append(inputs) or draft(*inputs)
     monkeypatch.setattr(slot_forward, "LEAST_VIEW", 16)  # so that rounds of 16, 32 and 64 slots, and passes of two
     torch.manual_seed(0)
     written = target.generate(ids, max_new_tokens=40, pad_token_id=0, **options, compile_config=compiling())
     assert torch.equal(written, expected) and drafted == eager
+    assert len(eagerly) == bool(kind)  # in the first round, as the prompts' entries are there
     assert len({len(each) for each in drafted}) > 1 or do_sample
     graphs = counted["unique_graphs"]
     target.generate(ids, max_new_tokens=30, pad_token_id=0, **options, compile_config=compiling())

@@ -81,7 +81,7 @@ def test_logits_follow_the_formulas(kind, fields, family):
     path, previous = BlockPath(drafter, target_of(target), hidden), [5, 9, 9, 60]
     for k, expected in enumerate(expected_logits(drafter, target, hidden[0], previous)):
         step = path(k, torch.tensor(previous[k : k + 1]), FIRST)
-        found = step.logits
+        found = step.whole().logits
         assert found.shape == (1, 64) and step.confidence is None
         kept = expected > -oracle.FAR / 2
         torch.testing.assert_close(found[0, kept], expected[kept], atol=1e-4, rtol=1e-4)

@@ -491,6 +491,25 @@ def test_a_batch_is_written_with_as_many_passes_as_its_longest_round(kind, optio
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
+def test_a_buffer_may_grow_between_the_blocks_of_a_round(kind):
+    """The blocks that are there are still seen."""
+    target, states = families.qwen3().eval(), []
+    seen, drafter = target_of(target), unrolled(kind, target, **KINDS[kind])
+    residual = torch.randn(1, 9, drafter.config.num_streams, 64)
+    for blocks in (9, 1):  # that there is room for
+        context = drafter.new_context()
+        drafter.extend(seen, context, residual, torch.arange(9)[None], prompt(9))
+        drafter.flush_pending(seen, [context])
+        columns = context.length + blocks * drafter.config.block_size
+        context.buffer = [tuple(part[:, :, :columns].clone() for part in own) for own in context.buffer]
+        unrolling = unrolled_drafter.Unrolling(drafter, seen, [context])
+        states.append(torch.cat([unrolling.extend_chain(torch.tensor([token])) for token in (5, 9, 33)]))
+        assert (context.buffer[0][0].shape[2] > columns) == (blocks == 1)
+    torch.testing.assert_close(states[1], states[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
 def test_nothing_is_copied_while_the_same_sequences_draft(kind):
     target = families.qwen3().eval()
     seen, drafter = target_of(target), unrolled(kind, target, **KINDS[kind])

@@ -24,6 +24,7 @@ from hf_hyperdflash.trees.growth import (
     DraftStep,
     DraftVocabulary,
     drawn,
+    grow_best,
     level_sizes,
     most_probable,
 )
@@ -291,6 +292,15 @@ def test_each_text_has_the_tree_that_it_has_alone(counts, budget, width, holes, 
         assert tree_of(tree) == tree_of(alone)
         assert talkers[text].asked == talker.asked  # of none more than it would be alone
     assert len(together.asked) == max(len(talker.asked) for talker in talkers)
+    if is_admitted:
+        return
+    # The same inside a graph, in which every text has as many paths, and trees as deep.
+    together, limits = Talkers(*(Talker(4, seed + text, holes=holes) for text in range(len(counts)))), []
+    anchors, depths = IDS[:, -1].repeat(len(counts)), torch.tensor(counts)
+    fixed = grow_best(anchors, depths, max(counts), budget, together, None, width).trees()
+    assert [tree_of(tree) for tree in fixed] == [tree_of(tree) for tree in trees]
+    limits = [len(texts) / len(counts) for texts in together.asked]
+    assert len(limits) == max(counts) and all(limit in (1, min(budget, width), min(budget, 4)) for limit in limits)
 
 
 @pytest.mark.parametrize("least", [None, 0.3])

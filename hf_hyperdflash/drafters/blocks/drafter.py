@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from ...targets.attention_masks import AttentionMask, attention_mask_for
-from ...targets.caches.slot_forward import CompiledForwards, view_for
+from ...targets.caches.slot_forward import CompiledForwards
 from ...targets.target import Target
+from ...trees.growth import GrownNodes, grow_best, width_for
 from ...trees.tree import DraftTree, are_trees_kept
 from ..parts.fixed_context import FixedBuffers, FixedContext, FixedLayers
 from ..parts.heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, SequentialHead, ZeroInitLinear, run_heads
 from ..parts.joint_context import JointContext
-from ..parts.layers import ContextCache, Rotary, block_inputs
+from ..parts.layers import ContextCache, KeysValues, Rotary, block_inputs
 from ..reading import ReadingDrafter
 from ..sampling import DraftRequest, DraftSampler, drafts_in_step, share_passes
 from .path import BlockPath
@@ -193,7 +194,7 @@ class BlockDrafter(ReadingDrafter):
             self.flush_pending(context)
         last, device = slice(-context.window if context.window else None, None), self.device
         context.pending = residual[:, last].to(device), position_ids[:, last].to(device)
-        if residual.shape[1] > self.config.block_size:
+        if residual.shape[1] > self.max_draft_tokens + 1:
             self.flush_pending(context)
 
     @torch.no_grad()
@@ -233,28 +234,35 @@ class BlockDrafter(ReadingDrafter):
             hidden = self(embeds, positions.to(device), context, None, *(context.pending or ()))
             context.pending = None
         states = hidden[:, config.first_slot : config.first_slot + count]
-        if self.head is None and self.confidence_head is None:
+        if not (self._follows_paths or sampler.tree_budget):
             return sampler.blind(ids, self.to_full_vocabulary(self.logits(target, states)))
         path = BlockPath(self, target, states)
         tree = sampler.grow(ids, count, path)
         return path.with_head_choices(tree) if self.head is not None and are_trees_kept() else tree
 
+    @property
+    def _follows_paths(self) -> bool:
+        """Whether what it says of a draft depends on those before it."""
+        return self.head is not None or self.confidence_head is not None
+
     def fixed_contexts(
-        self, contexts: Sequence[ContextCache], room: int, most_new: int, compiled: CompiledForwards
+        self, target: Target, contexts: Sequence[ContextCache], room: int, most_new: int, compiled: CompiledForwards
     ) -> list[FixedContext]:
-        config = self.config
-        if self.device.type == "meta" or isinstance(self.head, SelectorHead):
+        config, texts, device = self.config, len(contexts), self.device
+        if device.type == "meta" or isinstance(self.head, SelectorHead):
             return []
         spans = [config.attention_span(kind) for kind in config.kinds]
-        most_new = max(most_new, config.block_size)
-        shape = len(contexts), config.num_key_value_heads, room + most_new + config.block_size, config.head_dim
-        shared = FixedBuffers(len(spans), shape, self.norm.weight, most_new, compiled)
+        spare = most_new + config.block_size
+        shape = texts, config.num_key_value_heads, room + spare, config.head_dim
+        residual = texts, most_new, config.num_streams, config.target_hidden_size
+        pending = [torch.zeros(residual, dtype=target.dtype, device=device)]
+        shared = FixedBuffers(len(spans), shape, spare, self.norm.weight, pending, compiled)
         for context in contexts:
             self.flush_pending(context)
-        return [FixedContext(spans, context, shared, row) for row, context in enumerate(contexts)]
+        return [FixedContext(spans, context, shared) for context in contexts]
 
     def _run_compiled(self, target: Target, requests: Sequence[DraftRequest]) -> tuple[torch.Tensor, list[DraftTree]]:
-        """Run a block of each text of a batch compiled, and its heads if all drafts are the most probable ones.
+        """Run a block of each text of a batch compiled, and all that follows if drafts are the most probable ones.
 
         Args:
             target: The target.
@@ -263,26 +271,23 @@ class BlockDrafter(ReadingDrafter):
         Returns:
             The blocks' states, `[texts, config.block_size, config.target_hidden_size]`, and, in that case, the drafts.
         """
-        config, device = self.config, self.device
-        contexts = [cast(FixedContext, each.context) for each in requests]
-        shared, rows = contexts[0].shared, [context.row for context in contexts]
-        is_greedy = all(each.sampler.is_greedy_chain for each in requests) and not are_trees_kept()
-        inputs = shared.take_pending(contexts, (config.num_streams, config.target_hidden_size))
-        are_all = len(rows) == len(shared.stops)
-        # Not as they are: a view of a longer text has strides of its own, for which torch would compile anew.
-        anchors = [torch.cat([part[:, -1] for part in parts])[:, None] for parts in list(zip(*requests))[1:3]]
-        if not are_all:
-            places = torch.tensor(rows, device=anchors[0].device)
-            anchors = [each.new_zeros(len(shared.stops), 1).index_copy_(0, places, each) for each in anchors]
-        ids, position_ids = (each.to(device) for each in anchors)
-        settings = shared.most_new, view_for(max(shared.stops) + shared.most_new + config.block_size), is_greedy
-        hidden, drafts, sure = shared.compiled(
-            _run_block, self, target, shared.all, ids, position_ids, *inputs, *settings
-        )
-        if not is_greedy:
-            return hidden if are_all else hidden[rows], []
+        first, shared = requests[0].sampler, cast(FixedContext, requests[0].context).shared
+        is_greedy = first.is_plainly_greedy and share_passes(requests) and not are_trees_kept()
+        rows = [each.context.row for each in requests]
+        tree_budget = first.tree_budget if is_greedy else None
+        anchors = shared.last_of(requests, "ids"), shared.last_of(requests, "position_ids")
+        inputs = *anchors, *shared.inputs(requests), shared.most_new, shared.view, is_greedy, tree_budget
+        hidden, drafted, sure = shared.compiled(_run_block, self, target, shared.all, *inputs)
+        for each in requests:
+            each.context.advance(0 if each.context.pending is None else each.context.pending[1].shape[1])
+            each.context.pending = None
+        if isinstance(drafted, GrownNodes):
+            trees = drafted.trees()
+            return hidden, [trees[row] for row in rows]
+        if drafted is None:
+            return hidden if len(rows) == len(hidden) else hidden[rows], []
         trees = [
-            replace(DraftTree.chain(drafts[row]), confidence=None if sure is None else sure[row]).first(
+            replace(DraftTree.chain(drafted[row]), confidence=None if sure is None else sure[row]).first(
                 each.num_drafts
             )
             for row, each in zip(rows, requests)
@@ -307,11 +312,11 @@ class BlockDrafter(ReadingDrafter):
             embeds = target.embed(block).to(device)
             hidden = self(embeds, positions.to(device), context, masks, *context.pending())
         states = hidden[:, config.first_slot : config.first_slot + max(each.num_drafts for each in requests)]
-        has_heads = self.head is not None or self.confidence_head is not None
-        if has_heads and share_passes(requests):
+        grows = self._follows_paths or requests[0].sampler.tree_budget is not None
+        if grows and share_passes(requests):
             return drafts_in_step(requests, BlockPath(self, target, states))
         rows = [states[row : row + 1, : each.num_drafts] for row, each in enumerate(requests)]
-        if has_heads:
+        if grows:
             return [
                 each.sampler.grow(each.ids, each.num_drafts, BlockPath(self, target, own))
                 for each, own in zip(requests, rows)
@@ -364,7 +369,7 @@ class BlockDrafter(ReadingDrafter):
 def _run_block(
     drafter: BlockDrafter,
     target: Target,
-    buffers: Sequence[torch.Tensor],
+    buffers: Sequence[KeysValues],
     ids: torch.Tensor,
     position_ids: torch.Tensor,
     residual: torch.Tensor,
@@ -372,21 +377,26 @@ def _run_block(
     most_new: int,
     view: int,
     is_greedy: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    tree_budget: int | None,
+) -> tuple[torch.Tensor, torch.Tensor | GrownNodes | None, torch.Tensor | None]:
     config = drafter.config
     block, positions = block_inputs(ids, position_ids, config.block_size, config.mask_token_id)
     context = FixedLayers(buffers, counts, most_new, view)
     masks = context.masks(config.kinds, [config.attention_span(kind) for kind in config.kinds], config.block_size)
-    embeds = target.embed(block).to(buffers[0].device)
+    embeds = target.embed(block).to(buffers[0][0].device)
     # What is pending ends before the anchor.
-    pending = position_ids - counts[:, 1:] + torch.arange(most_new, device=position_ids.device)
+    pending = position_ids - counts[:, 1:2] + torch.arange(most_new, device=position_ids.device)
     hidden = drafter(embeds, positions, cast(Any, context), masks, residual, pending)
     if not is_greedy:
-        return hidden, ids, None
-    path, tokens = BlockPath(drafter, target, hidden[:, config.first_slot :]), [ids[:, 0]]
-    rows, confidence = torch.arange(len(ids), device=ids.device), []
-    for k in range(config.max_draft_tokens):
+        return hidden, None, None
+    depth = min(most_new - 1, config.max_draft_tokens)
+    path = BlockPath(drafter, target, hidden[:, config.first_slot : config.first_slot + depth])
+    if tree_budget is not None:
+        width = width_for(tree_budget)
+        return hidden, grow_best(ids[:, 0], counts[:, 2], depth, tree_budget, path, None, width), None
+    tokens, rows, confidence = [ids[:, 0]], torch.arange(len(ids), device=ids.device), []
+    for k in range(depth):
         step = path(k, tokens[-1], rows)
-        tokens.append(step.logits.argmax(-1))
+        tokens.append(step.token_ids(step.logits.argmax(-1)))
         confidence += [] if step.confidence is None else [step.confidence]
     return hidden, torch.stack(tokens[1:], dim=1), torch.stack(confidence, dim=1) if confidence else None

@@ -66,7 +66,7 @@ class BlockPath:
             else:
                 ids = self._of_paths(self._candidates, k, len(tokens))
                 logits = self._best(blind.float(), ids, states, vectors)
-        return DraftStep(self.drafter.to_full_vocabulary(logits), self._confidence(k, hidden, memory))
+        return DraftStep(logits, self._confidence(k, hidden, memory), self.drafter.draft_vocabulary)
 
     def _of_paths(self, parts: torch.Tensor, k: int, paths: int) -> torch.Tensor:
         """Return what each path reads at draft position `k`, `[paths, ...]`, of its text's row of

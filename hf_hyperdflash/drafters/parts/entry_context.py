@@ -72,25 +72,22 @@ class EntryBatch:
 
     def make_room(self, columns: int, like: torch.Tensor, config: PreTrainedConfig) -> None:
         """Make room for keys in so many columns; `like` gives dtype and device."""
-        buffer = self.contexts[0].buffer
-        if not buffer or not self._is_theirs(buffer):
-            buffer = self._new_buffer(columns, like, config)
+        buffer, first = self.contexts[0].buffer, self.contexts[0].row
+        are_in_place = bool(buffer) and self._are_rows_of(buffer, first)
+        if not are_in_place or buffer[0][0].shape[2] < columns:
+            buffer, first = self._new_buffer(columns, like, config), 0
             for row, context in enumerate(self.contexts):
-                for parts, own in zip(buffer, context.layers):
-                    for part, states in zip(parts, own):
-                        part[row : row + 1, :, : context.length] = states
-        elif buffer[0][0].shape[2] < columns:
-            old, buffer = buffer, self._new_buffer(columns, like, config)
-            for parts, before in zip(buffer, old):
-                for part, states in zip(parts, before):
-                    part[:, :, : states.shape[2]] = states
-        for row, context in enumerate(self.contexts):
-            context.buffer, context.row = buffer, row
-        self._buffer = buffer
+                for parts, old in zip(buffer, context.buffer):
+                    for part, states in zip(parts, old):
+                        stop = states.shape[2] if are_in_place else context.length  # of this round, too, or not
+                        part[row, :, :stop] = states[context.row, :, :stop]
+                context.buffer, context.row = buffer, row
+        rows = slice(first, first + len(self.contexts))
+        self._buffer = [(keys[rows], values[rows]) for keys, values in buffer]
 
-    def _is_theirs(self, buffer: list[KeysValues]) -> bool:
-        of_each = [(context.buffer is buffer, context.row) for context in self.contexts]
-        return of_each == [(True, row) for row in range(len(buffer[0][0]))]
+    def _are_rows_of(self, buffer: list[KeysValues], first: int) -> bool:
+        """Return whether the sequences have neighbouring rows of a buffer, in their order."""
+        return all(context.buffer is buffer and context.row == first + i for i, context in enumerate(self.contexts))
 
     def _new_buffer(self, columns: int, like: torch.Tensor, config: PreTrainedConfig) -> list[KeysValues]:
         shape = len(self.contexts), config.num_key_value_heads, 2 * columns + 64, config.head_dim

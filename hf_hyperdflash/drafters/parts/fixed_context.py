@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from transformers import PreTrainedConfig
 
-from ...targets.caches.slot_forward import CompiledForwards
+from ...targets.caches.slot_forward import CompiledForwards, view_for
 from ...targets.caches.static import keep_addresses, write_columns
+from ..sampling import DraftRequest
 from .block_attention import AttentionSpan
 from .entry_context import EntryContext
 from .layers import ContextCache, ContextLayer, KeysValues
@@ -21,44 +21,67 @@ class FixedBuffers:
     Args:
         layers: Of the drafter.
         shape: Of a layer's keys, `[texts, kv_heads, capacity, head_dim]`.
+        spare: How many columns a round needs behind a text.
         like: Gives dtype and device.
-        most_new: The most tokens that a round adds.
+        pending: What a round reads of its pending tokens, zeros: their residual `[texts, most_new, ...]` and, for
+            entries, the tokens that follow, `[texts, most_new]`.
         compiled: Runs functions compiled.
 
     Attributes:
         all: Keys and values of every layer.
-        stops: How many tokens of each text there are.
+        capacity: The number of columns.
+        most_new: The most tokens that a round adds.
+        contexts: Of each text.
     """
 
     def __init__(
-        self, layers: int, shape: tuple[int, ...], like: torch.Tensor, most_new: int, compiled: CompiledForwards
+        self,
+        layers: int,
+        shape: tuple[int, ...],
+        spare: int,
+        like: torch.Tensor,
+        pending: Sequence[torch.Tensor],
+        compiled: CompiledForwards,
     ) -> None:
-        self.all = [like.new_zeros(shape) for _ in range(2 * layers)]
-        self.stops, self.most_new, self.compiled = [0] * shape[0], most_new, compiled
-        self._residual: torch.Tensor | None = None  # of the pending tokens, in each round
-        keep_addresses(*self.all)
+        self.all = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(layers)]
+        self._pending, self.most_new, self.compiled = pending, pending[0].shape[1], compiled
+        self.capacity, self.spare = shape[2], spare
+        self.contexts: list[FixedContext | FixedEntries] = []
+        keep_addresses(*pending, *(part for layer in self.all for part in layer))
 
-    def take_pending(
-        self, contexts: Sequence[FixedContext], residual_shape: tuple[int, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the residual of the texts' pending tokens `[texts, most_new, ...]`, the first ones of each, and the
-        numbers of tokens before them and of them, `[texts, 2]`. They are no longer pending, but there.
+    @property
+    def view(self) -> int:
+        """How many columns the next pass is to look at: one of a few numbers."""
+        longest = max(context.filled for context in self.contexts)
+        return min(view_for(longest + self.spare), self.capacity)
+
+    def last_of(self, requests: Sequence[DraftRequest], part: str) -> torch.Tensor:
+        """Return the last of all texts' `ids` or `position_ids`, `[texts, 1]`, which is 0 where no text is asked."""
+        # Not as they are: a view of a longer text has strides of its own, for which torch would compile anew.
+        last = torch.cat([getattr(each, part)[:, -1] for each in requests])[:, None]
+        if len(requests) < len(self.contexts):
+            rows = torch.tensor([each.context.row for each in requests], device=last.device)
+            last = last.new_zeros(len(self.contexts), 1).index_copy_(0, rows, last)
+        return last.to(self.all[0][0].device)
+
+    def inputs(self, requests: Sequence[DraftRequest]) -> tuple[torch.Tensor, ...]:
+        """Return what a pass reads of all texts: what there is of pending tokens, the first ones of each text; and the
+        numbers of keys that there are, of pending tokens, and of drafts that are asked for, `[texts, 3]`. What is
+        pending stays so.
 
         Args:
-            contexts: Of those texts that are drafted for.
-            residual_shape: Of a token.
+            requests: Of those texts that are drafted for.
         """
-        buffer, counts = self.all[0], [[stop, 0] for stop in self.stops]
-        if self._residual is None:
-            self._residual = buffer.new_zeros(len(counts), self.most_new, *residual_shape)
-            keep_addresses(self._residual)
-        for context in contexts:
-            if context.pending is not None:
-                new = counts[context.row][1] = context.pending[1].shape[1]
-                self._residual[context.row, :new] = context.pending[0][0]
-                context.pending = None
-                context.advance(new)
-        return self._residual, torch.tensor(counts, device=buffer.device)
+        counts = [[context.filled, 0, 0] for context in self.contexts]
+        for each in requests:
+            row, pending = each.context.row, each.context.pending
+            counts[row][2] = each.num_drafts
+            if pending is not None:
+                residual, position_ids, *next_ids = pending
+                new = counts[row][1] = position_ids.shape[1]
+                for own, given in zip(self._pending, (residual, *next_ids)):
+                    own[row, :new] = given[0]
+        return *self._pending, torch.tensor(counts, device=self.all[0][0].device)
 
 
 class FixedContext(ContextCache):
@@ -68,34 +91,36 @@ class FixedContext(ContextCache):
         spans: What each layer's slots see.
         context: The one that it continues, which must not be used afterwards.
         shared: The buffers.
-        row: Its own of them.
 
     Attributes:
+        row: Its own of them.
         compiled: Runs functions compiled ([`~targets.caches.slot_forward.CompiledForwards`]) while rounds do; else
             `None`.
     """
 
-    def __init__(self, spans: Sequence[AttentionSpan], context: ContextCache, shared: FixedBuffers, row: int) -> None:
+    def __init__(self, spans: Sequence[AttentionSpan], context: ContextCache, shared: FixedBuffers) -> None:
         super().__init__(spans)
-        self.shared, self.row = shared, row
+        self.shared, self.row = shared, len(shared.contexts)
+        shared.contexts.append(self)
         self.compiled: CompiledForwards | None = shared.compiled
         self.end, self.pending, held = context.end, context.pending, context.layers
-        own = [buffer[row : row + 1] for buffer in shared.all]
-        self._layer_views = list(zip(own[::2], own[1::2]))
+        own = slice(self.row, self.row + 1)
+        self._layer_views = [(keys[own], values[own]) for keys, values in shared.all]
         for views, old in zip(self._layer_views, held):
             for view, states in zip(views, old):
                 view[:, :, : states.shape[2]] = states
         self.advance(held[0][0].shape[2] if held else 0)
+
+    @property
+    def filled(self) -> int:
+        """The number of columns that there are keys in."""
+        return self._stop
 
     def make_room(self, count: int, like: torch.Tensor, config: PreTrainedConfig) -> None:
         if self._stop + count > self._layer_views[0][0].shape[2]:  # in a later turn
             pad = torch.nn.functional.pad
             more = (0, 0, 0, self._stop + count)
             self._layer_views = [(pad(keys, more), pad(values, more)) for keys, values in self._layer_views]
-
-    def advance(self, new: int) -> None:
-        super().advance(new)
-        self.shared.stops[self.row] = self._stop
 
     @property
     def layers(self) -> list[KeysValues]:
@@ -104,78 +129,55 @@ class FixedContext(ContextCache):
 
 
 class FixedEntries(EntryContext):
-    """An [`EntryContext`] with room for a whole text, from which chains are drafted by one compiled function.
+    """An [`EntryContext`] with room for a whole text, which is a row of a batch's buffers.
 
     Args:
         context: The one that it continues, which must not be used afterwards.
-        layers: The drafter's.
-        shape: Of a layer's keys, `[1, kv_heads, capacity, head_dim]`.
-        like: Gives dtype and device.
-        most_new: The most tokens that a round adds.
+        shared: The buffers.
 
     Attributes:
         compiled: As of [`FixedContext`].
     """
 
-    def __init__(
-        self,
-        context: EntryContext,
-        layers: int,
-        shape: tuple[int, ...],
-        like: torch.Tensor,
-        most_new: int,
-        compiled: CompiledForwards | None,
-    ) -> None:
+    def __init__(self, context: EntryContext, shared: FixedBuffers) -> None:
         super().__init__()
+        self.shared, self.row, self.buffer = shared, len(shared.contexts), shared.all
+        shared.contexts.append(self)
+        self.compiled: CompiledForwards | None = shared.compiled
         self.end, self.length, self.pending = context.end, context.length, context.pending
         self.states, self.position = context.states, context.position
-        self.most_new, self.compiled = most_new, compiled
-        self.buffer = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(layers)]
-        for own, old in zip(self.buffer, context.layers):
+        for own, old in zip(self.layers, context.layers):
             for part, states in zip(own, old):
-                part[:, :, : self.length] = states
-        self._fixed = self.buffer  # which gives way to a larger one where a text grows beyond it
-        self._inputs: tuple[torch.Tensor, torch.Tensor] | None = None  # residual and next tokens, in each round
-        keep_addresses(*(part for own in self.buffer for part in own))
+                part.copy_(states)
+
+    @property
+    def filled(self) -> int:
+        """The number of columns that there are keys in."""
+        return self.length
 
     @property
     def runs_compiled(self) -> bool:
         """Whether the next round can be drafted compiled: not after a prompt, whose entries there are, and not where
         there are more tokens than there is room for, or were."""
-        new, capacity = self.new_count, self.buffer[0][0].shape[2]
-        size = 1 if self.states is None else self.states.shape[1]
-        has_room = self.buffer is self._fixed and self.length + 2 * self.most_new * size <= capacity
-        return self.compiled is not None and 0 < new <= self.most_new and has_room
-
-    def pending_inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the residual of `most_new` tokens and the tokens that follow them, of which the first ones are the
-        pending ones, the first one's position, and the numbers of keys before them and of them, `[2]`."""
-        residual, position_ids, next_ids = cast(tuple[torch.Tensor, ...], self.pending)
-        new, device = next_ids.shape[1], self.buffer[0][0].device
-        if self._inputs is None:
-            shape = 1, self.most_new
-            self._inputs = residual.new_zeros(*shape, *residual.shape[2:], device=device), next_ids.new_zeros(shape)
-            keep_addresses(*self._inputs)
-        for own, given in zip(self._inputs, (residual, next_ids)):
-            own[:, :new] = given
-        counts = torch.tensor([self.length, new], device=device)
-        return *self._inputs, position_ids[:, :1].to(device).view(1, 1), counts
+        shared = self.shared
+        has_room = self.buffer is shared.all and self.length + shared.spare <= shared.capacity
+        return self.compiled is not None and 0 < self.new_count <= shared.most_new and has_room
 
 
-def layers_from(buffer: Sequence[KeysValues], first: torch.Tensor) -> list[ContextLayer]:
-    """Return, for each layer, a function that writes new keys and values from a column on, which is a tensor, and
-    returns all that there is room for."""
+def layers_from(buffers: Sequence[KeysValues], first: torch.Tensor, view: int) -> list[ContextLayer]:
+    """Return, for each layer, a function that writes new keys and values from the columns `first` on, `[texts, 1]`,
+    and returns those of the first `view` columns."""
 
     def layer(own: KeysValues) -> ContextLayer:
         def update(keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
             columns = first + torch.arange(keys.shape[2], device=keys.device)
             for part, states in zip(own, (keys, values)):
-                part.index_copy_(2, columns, states)
-            return own
+                write_columns(part, columns, states)
+            return own[0][:, :, :view], own[1][:, :, :view]
 
         return update
 
-    return [layer(own) for own in buffer]
+    return [layer(own) for own in buffers]
 
 
 class FixedLayers:
@@ -184,14 +186,14 @@ class FixedLayers:
 
     Args:
         buffers: Keys and values of every layer, `[texts, kv_heads, capacity, head_dim]`.
-        counts: How many tokens there are of each text, and how many the pass adds, `[texts, 2]`.
+        counts: How many tokens there are of each text, and how many the pass adds, `[texts, 2 or more]`.
         most_new: The most that it may add; what is beyond the count is not looked at.
-        view: How many columns the pass looks at, from the first on, or all that there are.
+        view: How many columns the pass looks at, from the first on.
     """
 
-    def __init__(self, buffers: Sequence[torch.Tensor], counts: torch.Tensor, most_new: int, view: int) -> None:
-        self.buffers, self.most_new, self.view = buffers, most_new, min(view, buffers[0].shape[2])
-        self.starts, self.stops = counts[:, :1], counts.sum(1, keepdim=True)
+    def __init__(self, buffers: Sequence[KeysValues], counts: torch.Tensor, most_new: int, view: int) -> None:
+        self.buffers, self.most_new, self.view = buffers, most_new, view
+        self.starts, self.stops = counts[:, :1], counts[:, :2].sum(1, keepdim=True)
 
     def make_room(self, count: int, like: torch.Tensor, config: PreTrainedConfig) -> None:
         """Do nothing: there is room for the whole text."""
@@ -204,7 +206,7 @@ class FixedLayers:
 
         def update(keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
             places = torch.arange(keys.shape[2], device=keys.device)
-            own_keys, own_values = self.buffers[2 * index], self.buffers[2 * index + 1]
+            own_keys, own_values = self.buffers[index]
             for buffer, states in ((own_keys, keys), (own_values, values)):
                 write_columns(buffer, self.starts + places[:new], states[:, :, :new])
                 # After the new tokens, over those that only fill up.

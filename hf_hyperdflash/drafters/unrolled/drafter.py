@@ -21,10 +21,11 @@ from ...targets.attention_masks import attention_mask_for
 from ...targets.caches.slot_forward import CompiledForwards
 from ...targets.registry import target_of
 from ...targets.target import Target
+from ...trees.growth import GrownNodes
 from ...trees.padding import Padding
 from ...trees.tree import DraftTree, are_trees_kept
 from ..parts.entry_context import EntryBatch, EntryContext
-from ..parts.fixed_context import FixedEntries, layers_from
+from ..parts.fixed_context import FixedBuffers, FixedEntries
 from ..parts.heads import HeadOutput
 from ..parts.layers import (
     ContextLayer,
@@ -38,6 +39,7 @@ from ..parts.reducers import REDUCERS
 from ..reading import ReadingDrafter, check_pair
 from ..sampling import DraftRequest, DraftSampler, share_passes
 from ..weights import named_dtype
+from .compiled import draft_best
 from .configuration import UnrolledConfig
 
 _ENTRIES_AT_ONCE = 256  # of a prompt: their mask is as large as the square of their slots
@@ -309,10 +311,6 @@ class UnrolledDrafter(ReadingDrafter):
         sampler: DraftSampler,
     ) -> DraftTree:
         """Draft after `ids`; an empty context gives no drafts."""
-        is_greedy = sampler.is_greedy_chain and not are_trees_kept()
-        if is_greedy and isinstance(context, FixedEntries) and context.runs_compiled:
-            tree = self._draft_compiled(target, context).first(count)
-            return replace(tree, passes=tuple(1 + k // self.config.block_size for k in range(len(tree))))
         return self._propose(target, [DraftRequest(context, ids, position_ids, count, sampler)])[0]
 
     @torch.no_grad()
@@ -320,41 +318,74 @@ class UnrolledDrafter(ReadingDrafter):
         """Draft for several sequences with one pass for all of their blocks that continue others."""
         return self._propose(target, requests) if share_passes(requests) else super().propose_batch(target, requests)
 
-    def fixed_contexts(
-        self, contexts: Sequence[EntryContext], room: int, most_new: int, compiled: CompiledForwards
-    ) -> list[FixedEntries]:
-        config = self.config
-        if self.device.type == "meta" or len(contexts) > 1:
-            return []
-        # Behind the text there are what fills up a round's entries and, at most as many, the blocks of its drafts.
-        capacity = (room + 2 * most_new) * config.block_size
-        shape = 1, config.num_key_value_heads, capacity, config.head_dim
-        return [FixedEntries(contexts[0], config.num_hidden_layers, shape, self.norm.weight, most_new, compiled)]
-
-    def _draft_compiled(self, target: Target, context: FixedEntries) -> DraftTree:
-        """Draft the most probable chain, as long as a round's may be, in one compiled function, which makes the
-        entries of the pending tokens, too."""
-        drafts = min(context.most_new - 1, self.max_draft_tokens)
-        position_ids = cast(tuple[torch.Tensor, ...], context.pending)[1]
-        inputs = context.pending_inputs()
-        compiled = cast(CompiledForwards, context.compiled)
-        tokens, states = compiled(_draft_chain, self, target, context.buffer, *inputs, drafts)
-        context.length += position_ids.shape[1] * self.config.block_size
-        # Of their own, as who draws trees goes on from them, and a graph's outputs last until it runs again.
-        context.states, context.position = states.clone(), position_ids[:, -1:].to(states.device) + 1
-        context.pending = None
-        return DraftTree.chain(tokens)
-
     def _propose(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         trees = [DraftTree.chain(each.ids.new_empty(0)) for each in requests]
-        asked = [row for row, each in enumerate(requests) if each.num_drafts and not each.context.is_empty]
-        if asked:
-            contexts = [requests[row].context for row in asked]
-            self.flush_pending(target, contexts)
-            drafted = self._draft(target, Unrolling(self, target, contexts), [requests[row] for row in asked])
-            for row, tree in zip(asked, drafted):
+        rows = [row for row, each in enumerate(requests) if each.num_drafts and not each.context.is_empty]
+        if rows:
+            asked = [requests[row] for row in rows]
+            if self._can_compile(asked):
+                drafted = self._draft_compiled(target, asked)
+            else:
+                contexts = [each.context for each in asked]
+                self.flush_pending(target, contexts)
+                drafted = self._draft(target, Unrolling(self, target, contexts), asked)
+            for row, tree in zip(rows, drafted):
                 trees[row] = tree
         return trees
+
+    # Compiled
+
+    def fixed_contexts(
+        self, target: Target, contexts: Sequence[EntryContext], room: int, most_new: int, compiled: CompiledForwards
+    ) -> list[FixedEntries]:
+        config, texts = self.config, len(contexts)
+        if self.device.type == "meta":
+            return []
+        # Behind a text there are a round's entries, some of which only fill up, and its later blocks.
+        spare = (most_new + config.max_blocks * (self._tree_width or 1)) * config.block_size
+        shape = texts, config.num_key_value_heads, room * config.block_size + spare, config.head_dim
+        residual = texts, most_new, config.num_streams, config.target_hidden_size
+        pending = (
+            torch.zeros(residual, dtype=target.dtype, device=self.device),
+            torch.zeros(residual[:2], dtype=torch.long, device=self.device),
+        )
+        shared = FixedBuffers(config.num_hidden_layers, shape, spare, self.norm.weight, pending, compiled)
+        return [FixedEntries(context, shared) for context in contexts]
+
+    @property
+    def _tree_width(self) -> int | None:
+        """How many nodes of a level go on in trees that one graph can grow; `None` where it can grow none."""
+        return None
+
+    def _can_compile(self, requests: Sequence[DraftRequest]) -> bool:
+        """Return whether one graph can draft for texts."""
+        first, fixed = requests[0].sampler, [each.context for each in requests]
+        if not first.is_plainly_greedy or (first.tree_budget and not self._tree_width) or are_trees_kept():
+            return False
+        return share_passes(requests) and all(isinstance(each, FixedEntries) and each.runs_compiled for each in fixed)
+
+    def _draft_compiled(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """Draft for texts of a batch in one graph, which makes the entries of their pending tokens, too. Texts that
+        have ended or ask for nothing are run along."""
+        shared, size = requests[0].context.shared, self.config.block_size
+        budget, depth = requests[0].sampler.tree_budget, shared.most_new - 1
+        tree_size = None if budget is None else (budget, self._tree_width)
+        position_ids = shared.last_of(requests, "position_ids")
+        inputs = position_ids, *shared.inputs(requests), shared.view, depth, tree_size
+        drafted, states = shared.compiled(draft_best, self, target, shared.all, *inputs)
+        # Of their own, as who draws goes on from them, and a graph's outputs last until it runs again.
+        states = states.clone()
+        for each in requests:
+            context, row = each.context, each.context.row
+            context.length += size * context.new_count
+            context.states, context.position = states[row : row + 1], position_ids[row : row + 1]
+            context.pending = None
+        if isinstance(drafted, GrownNodes):
+            grown = drafted.trees()
+            trees = [grown[each.context.row] for each in requests]
+        else:
+            trees = [DraftTree.chain(drafted[each.context.row, : each.num_drafts]) for each in requests]
+        return [replace(tree, passes=tuple(1 + (depth - 1) // size for depth in tree.depths)) for tree in trees]
 
     def _draft(self, target: Target, unrolling: Unrolling, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         raise NotImplementedError(f"A {type(self).__name__} has no `_draft`.")
@@ -367,46 +398,6 @@ class UnrolledDrafter(ReadingDrafter):
     def drafted_logits(self, target: Target, normed: torch.Tensor) -> torch.Tensor:
         """Return logits `[..., config.draft_vocab_size or config.vocab_size]` from normed states."""
         return self.lm_head(normed) if self.config.draft_vocab_size else target.logits(normed)
-
-
-def _draft_chain(
-    drafter: UnrolledDrafter,
-    target: Target,
-    buffer: Sequence[KeysValues],
-    residual: torch.Tensor,
-    next_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    counts: torch.Tensor,
-    drafts: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make the entries of the first `counts[1]` tokens behind `counts[0]` keys, and draft from the last one.
-
-    What fills up lies behind them, where later blocks take its place before it is seen.
-
-    Returns:
-        The most probable tokens, `[drafts]`, and the last entry's states.
-    """
-    size, device = drafter.config.block_size, residual.device
-    columns = torch.arange(buffer[0][0].shape[2], device=device)
-
-    def run(condition: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-        own = first + torch.arange(size * ids.shape[1], device=device)
-        mask = (columns <= own[:, None])[None, None]
-        return drafter.run(condition, drafter.embed(target, ids), positions, layers_from(buffer, first), mask)
-
-    positions = position_ids + 1 + torch.arange(residual.shape[1], device=device)
-    last = counts[1:] - 1
-    states = run(drafter.condition(residual), next_ids, positions, counts[0]).index_select(1, last)[0]
-    entry, position, column = states, positions.index_select(1, last), counts[0] + size * counts[1]
-    tokens: list[torch.Tensor] = []
-    for start in range(0, drafts, size):
-        if start:
-            position = position + (size if drafter.moves_positions else 0)
-            states = run(drafter.next_condition(states[:, -1:]), tokens[-1][-1:][None], position, column)[0]
-            column = column + size
-        best = drafter.drafted_logits(target, drafter.norm(states[0, : drafts - start])).argmax(-1)
-        tokens.append(drafter.draft_ids[best] if drafter.config.draft_vocab_size else best)
-    return torch.cat(tokens), entry
 
 
 class Unrolling:

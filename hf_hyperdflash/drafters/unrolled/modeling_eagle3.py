@@ -93,6 +93,10 @@ class Eagle3Drafter(UnrolledDrafter):
     def next_condition(self, states: torch.Tensor) -> torch.Tensor:
         return self.norm(states) if self.config.norm_output else states
 
+    @property
+    def _tree_width(self) -> int:
+        return self.config.tree_width
+
     def _draft(self, target: Target, unrolling: Unrolling, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         first, are_chains = 0, requests[0].sampler.tree_budget is None  # number of the block of the first path
 

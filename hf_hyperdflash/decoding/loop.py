@@ -18,7 +18,7 @@ import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..auto.policies import MOST_NODES, BatchPolicy, ChainPolicy, FixedPolicy, Outcome, TreePolicy
-from ..drafters.parts.fixed_context import FixedContext, FixedEntries
+from ..drafters.parts.fixed_context import CompiledContext
 from ..targets.caches.name import CACHE, cache_of
 from ..targets.caches.protocols import OPEN_FORWARDS
 from ..targets.caches.ragged import RaggedCache
@@ -104,7 +104,7 @@ class Batch:
         self.capture = self.binding.residual.new_capture(self.layer_ids)
         self.verification: Verification = "chain"
         self.slots: SlotForward | None = None  # of a static cache
-        self._fixed_contexts: Many[FixedContext | FixedEntries] = ()
+        self._fixed_contexts: Many[CompiledContext] = ()
         self.policy: FixedPolicy = FixedPolicy()
         self.now, self._no_drafts = first.now, DraftTree.chain(first.tokens.ids.new_empty(0))
 

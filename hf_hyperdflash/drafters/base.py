@@ -17,7 +17,7 @@ from ..targets.caches.slot_forward import CompiledForwards
 from ..targets.registry import check_layers
 from ..targets.target import Target
 from ..trees.tree import DraftTree
-from .parts.fixed_context import FixedContext, FixedEntries
+from .parts.fixed_context import CompiledContext
 from .sampling import Context, DraftRequest, DraftSampler
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Drafter:
 
     def fixed_contexts(
         self, target: Target, contexts: Sequence[Any], room: int, most_new: int, compiled: CompiledForwards
-    ) -> Sequence[FixedContext | FixedEntries]:
+    ) -> Sequence[CompiledContext]:
         """Return the contexts of a batch as ones whose passes run compiled, until their `compiled` is `None`; none
         where a drafter has none such.
 

@@ -18,7 +18,7 @@ from transformers.generation import logits_process as stock
 
 from ..trees.acceptance import sample_index
 from ..trees.growth import Admission, DraftStep, Scored, Steps, drawn, most_probable, width_for
-from ..trees.tree import ANCHOR, DraftTree
+from ..trees.tree import ANCHOR, DraftTree, are_trees_kept
 
 # What they return depends on the prefix and the scores that they are given, and on nothing that came before.
 _STATELESS = {
@@ -100,13 +100,6 @@ class DraftSampler:
     def is_open(self) -> bool:
         """Return whether a chain is to have one more draft, by what is known without it."""
         return self.chain_admission is None or self.chain_admission.is_open()
-
-    @property
-    def is_plainly_greedy(self) -> bool:
-        """Whether the most probable drafts are made and all that are asked for, a chain or a tree: what a graph can
-        do."""
-        admits_all = self.chain_admission is None and self.node_admission is None
-        return admits_all and not self.do_sample and not len(self.processors)
 
     def scored(self, prefixes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Return the scores by which drafts are drawn after prefixes.
@@ -267,6 +260,15 @@ def share_passes(requests: Sequence[DraftRequest]) -> bool:
     kinds = {(each.do_sample, each.tree_budget, each.chain_admission is None) for each in samplers}
     are_admitted_alike = all(each.node_admission is first.node_admission for each in samplers)
     return kinds == {(first.do_sample, first.tree_budget, True)} and are_admitted_alike
+
+
+def fit_a_graph(requests: Sequence[DraftRequest]) -> bool:
+    """Return whether the drafts of several texts can be chosen inside a graph: they are the most probable ones, chains
+    or trees, and all that are asked for."""
+    first = requests[0].sampler
+    admits_all = first.chain_admission is None and first.node_admission is None
+    is_greedy = admits_all and not first.do_sample and not any(len(each.sampler.processors) for each in requests)
+    return is_greedy and share_passes(requests) and not are_trees_kept()  # a graph's outputs do not outlast it
 
 
 def trees_in_step(requests: Sequence[DraftRequest], steps: Steps, width: int | None = None) -> list[DraftTree]:

@@ -19,7 +19,7 @@ from torch.profiler import profile, record_function
 from transformers import CompileConfig, DynamicCache, LogitsProcessorList, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-from hf_hyperdflash import HyperDFlashDrafter, PromptLookupDrafter, bind
+from hf_hyperdflash import HyperDFlashDrafter, MedusaConfig, MedusaDrafter, PromptLookupDrafter, bind
 from hf_hyperdflash.auto.policies import ChainPolicy
 from hf_hyperdflash.decoding.request import can_hold_rounds
 from hf_hyperdflash.drafters.parts.block_attention import AttentionSpan
@@ -346,6 +346,17 @@ def drafter_of(target, **fields):
     return drafter
 
 
+def drafter_of_kind(kind, target, **fields):
+    """One of [`drafter_of`], of [`UNROLLED`], or Medusa heads."""
+    if kind == "medusa":
+        torch.manual_seed(3)
+        drafter = MedusaDrafter(MedusaConfig(medusa_num_heads=3, hidden_size=64, vocab_size=64)).eval()
+        for parameter in drafter.parameters():
+            parameter.data.normal_(std=0.4)
+        return drafter
+    return unrolled(kind, target, **UNROLLED[kind]) if kind else drafter_of(target, **fields)
+
+
 UNROLLED = {"eagle3": {"max_blocks": 5, "draft_vocab_size": 40}, "specblock": {"block_size": 3, "max_blocks": 2}}
 
 
@@ -390,7 +401,7 @@ def test_a_compiled_chain_or_tree_is_the_eager_one(kind, counted):
     pair.extend(20)
     pair.fix(70, drafts=5)
     pair.drafts(5)  # eagerly: all entries are there
-    for turn in range(3):
+    for _ in range(3):
         for count in (1, 3, 6, 2):
             pair.extend(count)
             asked = 4 if count == 3 else 5
@@ -425,7 +436,7 @@ def test_what_has_no_place_in_a_graph_is_drafted_eagerly(kind, counted):
 def test_nothing_compiles_twice(family, kind, counted):
     """After one text of each way to draft, others of any length that fits, turns and temperatures compile nothing."""
     target, own = target_and_own(family)
-    drafter = unrolled(kind, target, **UNROLLED[kind]) if kind else drafter_of(target)
+    drafter = drafter_of_kind(kind, target)
     options = dict(assistant_model=drafter, pad_token_id=0, cache_implementation="static", compile_config=compiling())
     options["max_cache_len"] = 150
 
@@ -454,11 +465,11 @@ NO_LAUNCHES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["", *UNROLLED])
+@pytest.mark.parametrize("kind", ["", *UNROLLED, "medusa"])
 def test_a_greedy_round_is_two_graphs_and_one_wait(kind, counted, monkeypatch):
     """The drafter's passes and the target's; between them what prepares their arguments, a few small operations."""
     target, own = target_and_own(families.qwen3)
-    drafter, ids = unrolled(kind, target, **UNROLLED[kind]) if kind else drafter_of(target), prompt(9)
+    drafter, ids = drafter_of_kind(kind, target), prompt(9)
     options = dict(max_new_tokens=24, cache_implementation="static", max_cache_len=60, compile_config=compiling())
     target.generate(ids, assistant_model=drafter, **options, **GREEDILY)
     waits, propose = [], drafter.propose
@@ -582,14 +593,15 @@ def test_a_compiled_batch_keeps_its_shape(counted):
     [
         (families.gemma3, "", False, None), (families.qwen3, "", True, None), (families.qwen3, "", False, 7),
         (families.qwen3, "eagle3", False, None), (families.gemma3, "eagle3", False, 7),
-        (families.qwen3, "specblock", False, None),
+        (families.qwen3, "specblock", False, None), (families.qwen3, "medusa", False, None),
+        (families.qwen3, "medusa", False, 7), (families.qwen3, "medusa", True, 7),
     ],
 )  # fmt: skip
 def test_a_batch_is_drafted_for_in_one_compiled_pass(family, kind, do_sample, budget, counted, monkeypatch):
     """The drafts of every round are those of an eager one, until the last text has ended."""
     target, own = target_and_own(family)
     layers = dict(sliding_window=6, layer_types=["full_attention", "sliding_attention"], num_hidden_layers=2)
-    drafter, drafted = unrolled(kind, target, **UNROLLED[kind]) if kind else drafter_of(target, **layers), []
+    drafter, drafted = drafter_of_kind(kind, target, **layers), []
     ids, mask = torch.cat([prompt(12, seed=seed) for seed in range(3)]), torch.ones(3, 12, dtype=torch.long)
     mask[0, :5] = 0
     texts = own.generate(ids, attention_mask=mask, max_new_tokens=40, **GREEDILY)[:, 12:].tolist()
@@ -617,14 +629,14 @@ def test_a_batch_is_drafted_for_in_one_compiled_pass(family, kind, do_sample, bu
     expected = target.generate(ids, max_new_tokens=40, pad_token_id=0, **options)
     eager, drafted[:] = [*drafted], []
     monkeypatch.setattr("hf_hyperdflash.drafters.blocks.drafter.JointContext", None)
-    if kind:
+    if kind in UNROLLED:
         draft = drafter._draft
         drafter._draft = lambda *inputs: eagerly.append(inputs) or draft(*inputs)
     monkeypatch.setattr(slot_forward, "LEAST_VIEW", 16)  # so that rounds of 16, 32 and 64 slots, and passes of two
     torch.manual_seed(0)
     written = target.generate(ids, max_new_tokens=40, pad_token_id=0, **options, compile_config=compiling())
     assert torch.equal(written, expected) and drafted == eager
-    assert len(eagerly) == bool(kind)  # in the first round, as the prompts' entries are there
+    assert len(eagerly) == (kind in UNROLLED)  # in the first round, as the prompts' entries are there
     assert len({len(each) for each in drafted}) > 1 or do_sample
     graphs = counted["unique_graphs"]
     target.generate(ids, max_new_tokens=30, pad_token_id=0, **options, compile_config=compiling())

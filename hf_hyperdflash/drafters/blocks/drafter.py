@@ -19,7 +19,7 @@ from ..parts.heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, Seque
 from ..parts.joint_context import JointContext
 from ..parts.layers import ContextCache, KeysValues, Rotary, block_inputs
 from ..reading import ReadingDrafter
-from ..sampling import DraftRequest, DraftSampler, drafts_in_step, share_passes
+from ..sampling import DraftRequest, DraftSampler, drafts_in_step, fit_a_graph, share_passes
 from .path import BlockPath
 
 
@@ -271,10 +271,9 @@ class BlockDrafter(ReadingDrafter):
         Returns:
             The blocks' states, `[texts, config.block_size, config.target_hidden_size]`, and, in that case, the drafts.
         """
-        first, shared = requests[0].sampler, cast(FixedContext, requests[0].context).shared
-        is_greedy = first.is_plainly_greedy and share_passes(requests) and not are_trees_kept()
+        shared, is_greedy = cast(FixedContext, requests[0].context).shared, fit_a_graph(requests)
         rows = [each.context.row for each in requests]
-        tree_budget = first.tree_budget if is_greedy else None
+        tree_budget = requests[0].sampler.tree_budget if is_greedy else None
         anchors = shared.last_of(requests, "ids"), shared.last_of(requests, "position_ids")
         inputs = *anchors, *shared.inputs(requests), shared.most_new, shared.view, is_greedy, tree_budget
         hidden, drafted, sure = shared.compiled(_run_block, self, target, shared.all, *inputs)

@@ -13,10 +13,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from ...targets.caches.slot_forward import CompiledForwards
 from ...targets.target import Target
+from ...trees.growth import DraftStep, GrownNodes, grow_best, width_for
 from ...trees.tree import DraftTree
 from ..base import EmptyContext
-from ..sampling import DraftRequest
+from ..sampling import DraftRequest, fit_a_graph
 from ..saved import SavedDrafter
 
 
@@ -54,9 +56,18 @@ class ResidualBlock(nn.Module):
 
 
 class LastState(EmptyContext):
-    """The last input of the target's LM head for a sequence, `[1, config.hidden_size]`; zeros at first."""
+    """What the target's LM head read last of a sequence.
 
-    state: torch.Tensor
+    Attributes:
+        residual: The residual of the last accepted token, `[1, 1, streams, config.hidden_size]`, which the target
+            collapses to that; `None` at first.
+        compiled: As of [`~drafters.parts.fixed_context.CompiledContext`].
+        batch: Those of all texts that its rounds were compiled for.
+    """
+
+    residual: torch.Tensor | None = None
+    compiled: CompiledForwards | None = None
+    batch: Sequence[LastState] = ()
 
 
 class MedusaDrafter(SavedDrafter):
@@ -87,15 +98,12 @@ class MedusaDrafter(SavedDrafter):
 
     def new_context(self) -> LastState:
         """Return an empty context for one sequence."""
-        context = LastState()
-        context.state = torch.zeros(1, self.config.hidden_size, dtype=self.dtype, device=self.device)
-        return context
+        return LastState()
 
-    @torch.no_grad()
     def extend(self, target: Target, context: LastState, residual: torch.Tensor, *_: torch.Tensor) -> None:
-        """Store the LM head's input for the last accepted token."""
+        """Store the residual of the last accepted token."""
         if residual.shape[1]:
-            context.state = target.collapse(residual[:, -1:])[:, 0].to(self.device, self.dtype)
+            context.residual = residual[:, -1:]
 
     def propose(self, target: Target, *requests: Any) -> DraftTree:
         """Draft with as many heads as tokens are asked for."""
@@ -103,10 +111,72 @@ class MedusaDrafter(SavedDrafter):
 
     @torch.no_grad()
     def propose_batch(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        """Draft for several texts in one pass."""
-        states = torch.cat([each.context.state for each in requests])
-        logits = torch.stack([head(states) for head in self.children()], dim=1)
-        return [each.sampler.blind(each.ids, own[None, : each.num_drafts]) for each, own in zip(requests, logits)]
+        """Draft for several texts in one pass; an empty context gives no drafts."""
+        trees = [DraftTree.chain(each.ids.new_empty(0)) for each in requests]
+        places = [place for place, each in enumerate(requests) if each.context.residual is not None]
+        if places:
+            for place, tree in zip(places, self._draft(target, [requests[place] for place in places])):
+                trees[place] = tree
+        return trees
+
+    def _draft(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        compiled, batch = requests[0].context.compiled, requests[0].context.batch
+        known = [each.context.residual for each in requests]
+        if compiled is None:
+            logits = self(target, torch.cat(known))
+            return [each.sampler.blind(each.ids, own[None, : each.num_drafts]) for each, own in zip(requests, logits)]
+        # With all texts, whoever is asked for: the shapes stay.
+        residual = [torch.zeros_like(known[0]) if each.residual is None else each.residual for each in batch]
+        rows, counts = [batch.index(each.context) for each in requests], [0] * len(batch)
+        for row, each in zip(rows, requests):
+            counts[row] = each.num_drafts
+        is_greedy, limits = fit_a_graph(requests), torch.tensor(counts, device=self.device)
+        budget = requests[0].sampler.tree_budget if is_greedy else None
+        drafted = compiled(_draft_all, self, target, torch.cat(residual), limits, is_greedy, budget)
+        if isinstance(drafted, GrownNodes):
+            trees = drafted.trees()
+            return [trees[row] for row in rows]
+        own = [drafted[row, : each.num_drafts] for row, each in zip(rows, requests)]
+        if is_greedy:
+            return [DraftTree.chain(tokens) for tokens in own]
+        return [each.sampler.blind(each.ids, logits[None]) for each, logits in zip(requests, own)]
+
+    def forward(self, target: Target, residual: torch.Tensor) -> torch.Tensor:
+        """Return each head's logits after tokens, `[batch, config.medusa_num_heads, config.vocab_size]`, from their
+        residual `[batch, 1, streams, config.hidden_size]`."""
+        states = target.collapse(residual)[:, 0].to(self.device, self.dtype)
+        return torch.stack([head(states) for head in self.children()], dim=1)
+
+    def fixed_contexts(
+        self, target: Target, contexts: Sequence[LastState], room: int, most_new: int, compiled: CompiledForwards
+    ) -> Sequence[LastState]:
+        for context in contexts:
+            context.compiled, context.batch = compiled, contexts
+        return contexts
+
+
+def _draft_all(
+    drafter: MedusaDrafter,
+    target: Target,
+    residual: torch.Tensor,
+    limits: torch.Tensor,
+    is_greedy: bool,
+    budget: int | None,
+) -> torch.Tensor | GrownNodes:
+    """Return the heads' logits; the most probable drafts or, at most `limits` `[texts]` deep, trees of them, if these
+    are asked for."""
+    logits = drafter(target, residual)
+    texts, depth, _ = logits.shape
+
+    def steps(k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
+        return DraftStep(logits[:, k].repeat_interleave(len(tokens) // texts, dim=0))
+
+    if not is_greedy:
+        return logits
+    if budget is None:
+        return logits.argmax(-1)
+    anchors = torch.zeros_like(limits)  # which no head reads
+    return grow_best(anchors, limits, depth, budget, steps, None, width_for(budget))
 
 
 def fits(fields: dict[str, Any]) -> bool:

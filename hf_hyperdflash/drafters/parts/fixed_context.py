@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedConfig
 
 from ...targets.caches.slot_forward import CompiledForwards, view_for
 from ...targets.caches.static import keep_addresses, write_columns
-from ..sampling import DraftRequest
+from ..sampling import Context, DraftRequest
 from .block_attention import AttentionSpan
 from .entry_context import EntryContext
 from .layers import ContextCache, ContextLayer, KeysValues
+
+
+class CompiledContext(Context, Protocol):
+    """The context of a text whose rounds are compiled.
+
+    Attributes:
+        compiled: Runs functions compiled ([`~targets.caches.slot_forward.CompiledForwards`]) while rounds do; else
+            `None`.
+    """
+
+    compiled: CompiledForwards | None
 
 
 class FixedBuffers:
@@ -94,8 +106,7 @@ class FixedContext(ContextCache):
 
     Attributes:
         row: Its own of them.
-        compiled: Runs functions compiled ([`~targets.caches.slot_forward.CompiledForwards`]) while rounds do; else
-            `None`.
+        compiled: As of [`CompiledContext`].
     """
 
     def __init__(self, spans: Sequence[AttentionSpan], context: ContextCache, shared: FixedBuffers) -> None:
@@ -136,7 +147,7 @@ class FixedEntries(EntryContext):
         shared: The buffers.
 
     Attributes:
-        compiled: As of [`FixedContext`].
+        compiled: As of [`CompiledContext`].
     """
 
     def __init__(self, context: EntryContext, shared: FixedBuffers) -> None:

@@ -23,7 +23,7 @@ from ...targets.registry import target_of
 from ...targets.target import Target
 from ...trees.growth import GrownNodes
 from ...trees.padding import Padding
-from ...trees.tree import DraftTree, are_trees_kept
+from ...trees.tree import DraftTree
 from ..parts.entry_context import EntryBatch, EntryContext
 from ..parts.fixed_context import FixedBuffers, FixedEntries
 from ..parts.heads import HeadOutput
@@ -37,7 +37,7 @@ from ..parts.layers import (
 )
 from ..parts.reducers import REDUCERS
 from ..reading import ReadingDrafter, check_pair
-from ..sampling import DraftRequest, DraftSampler, share_passes
+from ..sampling import DraftRequest, DraftSampler, fit_a_graph, share_passes
 from ..weights import named_dtype
 from .compiled import draft_best
 from .configuration import UnrolledConfig
@@ -359,10 +359,9 @@ class UnrolledDrafter(ReadingDrafter):
 
     def _can_compile(self, requests: Sequence[DraftRequest]) -> bool:
         """Return whether one graph can draft for texts."""
-        first, fixed = requests[0].sampler, [each.context for each in requests]
-        if not first.is_plainly_greedy or (first.tree_budget and not self._tree_width) or are_trees_kept():
+        if not fit_a_graph(requests) or (requests[0].sampler.tree_budget is not None and not self._tree_width):
             return False
-        return share_passes(requests) and all(isinstance(each, FixedEntries) and each.runs_compiled for each in fixed)
+        return all(isinstance(each.context, FixedEntries) and each.context.runs_compiled for each in requests)
 
     def _draft_compiled(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Draft for texts of a batch in one graph, which makes the entries of their pending tokens, too. Texts that

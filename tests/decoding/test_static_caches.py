@@ -23,6 +23,7 @@ from hf_hyperdflash import HyperDFlashDrafter, MedusaConfig, MedusaDrafter, Prom
 from hf_hyperdflash.auto.policies import ChainPolicy
 from hf_hyperdflash.decoding.request import can_hold_rounds
 from hf_hyperdflash.drafters.parts.block_attention import AttentionSpan
+from hf_hyperdflash.drafters.parts.entry_context import EntryBatch
 from hf_hyperdflash.drafters.parts.fixed_context import FixedBuffers, FixedContext, FixedLayers
 from hf_hyperdflash.drafters.parts.layers import ContextCache
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
@@ -408,7 +409,8 @@ def test_a_compiled_chain_or_tree_is_the_eager_one(kind, counted):
             assert pair.drafts(asked) == asked
             pair.extend(1)
             assert pair.drafts(asked, budget=7) == 7
-            assert counted["unique_graphs"] == 1 + (kind == "eagle3")
+            # SpecBlock's entries and its later blocks are graphs of their own where trees grow.
+            assert counted["unique_graphs"] == (2 if kind == "eagle3" else 3)
         pair.drafts(5, budget=7)  # eagerly
     pair.extend(2), pair.extend(3)  # the first two were not drafted for
     pair.drafts(5)
@@ -451,7 +453,7 @@ def test_nothing_compiles_twice(family, kind, counted):
     for way in ways:
         write(9, **way)
     compiled = counted["unique_graphs"]
-    assert 0 < compiled <= 6 and not torch._dynamo.utils.counters["graph_break"]
+    assert 0 < compiled <= (8 if kind else 6) and not torch._dynamo.utils.counters["graph_break"]
     with torch._dynamo.config.patch(error_on_recompile=True):
         for length, way in zip((3, 9, 21, 40, 2, 33, 64, 17), [*ways, *ways]):
             write(length, **way)
@@ -593,8 +595,10 @@ def test_a_compiled_batch_keeps_its_shape(counted):
     [
         (families.gemma3, "", False, None), (families.qwen3, "", True, None), (families.qwen3, "", False, 7),
         (families.qwen3, "eagle3", False, None), (families.gemma3, "eagle3", False, 7),
-        (families.qwen3, "specblock", False, None), (families.qwen3, "medusa", False, None),
-        (families.qwen3, "medusa", False, 7), (families.qwen3, "medusa", True, 7),
+        (families.qwen3, "specblock", False, None), (families.qwen3, "specblock", False, 7),
+        (families.gemma3, "specblock", True, None), (families.qwen3, "eagle3", True, 7),
+        (families.qwen3, "medusa", False, None), (families.qwen3, "medusa", False, 7),
+        (families.qwen3, "medusa", True, 7),
     ],
 )  # fmt: skip
 def test_a_batch_is_drafted_for_in_one_compiled_pass(family, kind, do_sample, budget, counted, monkeypatch):
@@ -629,18 +633,25 @@ def test_a_batch_is_drafted_for_in_one_compiled_pass(family, kind, do_sample, bu
     expected = target.generate(ids, max_new_tokens=40, pad_token_id=0, **options)
     eager, drafted[:] = [*drafted], []
     monkeypatch.setattr("hf_hyperdflash.drafters.blocks.drafter.JointContext", None)
-    if kind in UNROLLED:
-        draft = drafter._draft
-        drafter._draft = lambda *inputs: eagerly.append(inputs) or draft(*inputs)
+    make_room = EntryBatch.make_room
+
+    def run_eagerly(batch, *inputs):
+        if len(batch.contexts) > 1:  # else of a text that does not ask for drafts, as it is at its end
+            eagerly.append(len(drafted))
+        make_room(batch, *inputs)
+
+    monkeypatch.setattr(EntryBatch, "make_room", run_eagerly)
     monkeypatch.setattr(slot_forward, "LEAST_VIEW", 16)  # so that rounds of 16, 32 and 64 slots, and passes of two
     torch.manual_seed(0)
     written = target.generate(ids, max_new_tokens=40, pad_token_id=0, **options, compile_config=compiling())
     assert torch.equal(written, expected) and drafted == eager
-    assert len(eagerly) == (kind in UNROLLED)  # in the first round, as the prompts' entries are there
+    assert set(eagerly) <= {0}  # no pass after the first round, for which the prompts' entries are there
     assert len({len(each) for each in drafted}) > 1 or do_sample
-    graphs = counted["unique_graphs"]
+    graphs = counted["unique_graphs"]  # of two numbers of slots each
     target.generate(ids, max_new_tokens=30, pad_token_id=0, **options, compile_config=compiling())
-    assert counted["unique_graphs"] == graphs <= 5 and not torch._dynamo.utils.counters["graph_break"]
+    # Where the host grows trees, the number of blocks of a pass depends on the text: it is one of a few.
+    most = 10 if (kind, budget) == ("specblock", 7) else graphs
+    assert graphs <= counted["unique_graphs"] <= most <= 10 and not torch._dynamo.utils.counters["graph_break"]
 
 
 def test_compiled_turns_and_eager_ones(counted):

@@ -17,6 +17,7 @@ from hf_hyperdflash.decoding.bind import capture_residual
 from hf_hyperdflash.drafters import reading as reading_drafter
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.drafters.unrolled import drafter as unrolled_drafter
+from hf_hyperdflash.drafters.unrolled.unrolling import Unrolling
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.trees.tree import DraftTree
@@ -183,7 +184,7 @@ def test_a_chain_goes_on_as_a_tree_of_one_path(kind, moves):
     drafter.extend(target_of(target), context, captured[0], torch.arange(11)[None], ids[:, 1:])
     found = []
     for is_chain in (True, False):
-        unrolling, states = unrolled_drafter.Unrolling(drafter, target_of(target), [context]), []
+        unrolling, states = Unrolling(drafter, target_of(target), [context]), []
         for number, token in enumerate(torch.tensor([[5], [7], [11]])):
             if is_chain:
                 states.append(unrolling.extend_chain(token))
@@ -502,7 +503,7 @@ def test_a_buffer_may_grow_between_the_blocks_of_a_round(kind):
         drafter.flush_pending(seen, [context])
         columns = context.length + blocks * drafter.config.block_size
         context.buffer = [tuple(part[:, :, :columns].clone() for part in own) for own in context.buffer]
-        unrolling = unrolled_drafter.Unrolling(drafter, seen, [context])
+        unrolling = Unrolling(drafter, seen, [context])
         states.append(torch.cat([unrolling.extend_chain(torch.tensor([token])) for token in (5, 9, 33)]))
         assert (context.buffer[0][0].shape[2] > columns) == (blocks == 1)
     torch.testing.assert_close(states[1], states[0])

@@ -167,12 +167,12 @@ class FixedEntries(EntryContext):
         return self.length
 
     @property
-    def runs_compiled(self) -> bool:
+    def fits_a_graph(self) -> bool:
         """Whether the next round can be drafted compiled: not after a prompt, whose entries there are, and not where
         there are more tokens than there is room for, or were."""
         shared = self.shared
         has_room = self.buffer is shared.all and self.length + shared.spare <= shared.capacity
-        return self.compiled is not None and 0 < self.new_count <= shared.most_new and has_room
+        return self.compiled is not None and has_room and 0 < self.new_count <= shared.most_new
 
 
 def layers_from(buffers: Sequence[KeysValues], first: torch.Tensor, view: int) -> list[ContextLayer]:

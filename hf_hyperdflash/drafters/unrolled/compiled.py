@@ -92,13 +92,27 @@ class FixedUnrolling:
         first: torch.Tensor,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run blocks whose keys lie from the columns `first` on, `[texts, 1]`; without a mask each slot sees all that
-        is before it."""
+        """Run blocks; without a mask each slot sees all that is before it."""
         if mask is None:
             own = first + torch.arange(self.size * ids.shape[1], device=first.device)
             mask = self._columns <= own[..., None]
-        layers = layers_from(self.buffers, first, len(self._columns))
-        return self.drafter.run(condition, self.drafter.embed(self.target, ids), position_ids, layers, mask[:, None])
+        return run_blocks(self.drafter, self.target, self.buffers, condition, ids, position_ids, first, mask[:, None])
+
+
+def run_blocks(
+    drafter: UnrolledDrafter,
+    target: Target,
+    buffers: Sequence[KeysValues],
+    condition: torch.Tensor,
+    ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    first: torch.Tensor,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """Run blocks whose keys lie in the columns from `first` on, `[texts, 1]`; the mask says how many columns there are
+    to look at. See [`~drafters.unrolled.drafter.UnrolledDrafter.run`]."""
+    layers = layers_from(buffers, first, mask.shape[-1])
+    return drafter.run(condition, drafter.embed(target, ids), position_ids, layers, mask)
 
 
 def draft_best(
@@ -117,7 +131,7 @@ def draft_best(
 
     Args:
         counts: As for [`FixedUnrolling`], and how many drafts each text asks for, one after the other, `[texts, 3]`.
-        depth: The most of any text, as many as chains have.
+        depth: The most of any text, as many as chains have; 0 for the entries alone.
         tree_size: The most nodes, and how many of a level go on; `None` for chains.
 
     Returns:
@@ -129,7 +143,7 @@ def draft_best(
         budget, width = tree_size
         grown = grow_best(next_ids[:, 0], counts[:, 2], depth, budget, unrolling.branch, None, width, width)
         return grown, entries
-    blocks: list[torch.Tensor] = []
+    blocks = [next_ids[:, :0]]
     for start in range(0, depth, size):
         if start:
             unrolling.extend_chains(blocks[-1][:, -1])

@@ -41,6 +41,7 @@ from ..sampling import DraftRequest, DraftSampler, fit_a_graph, share_passes
 from ..weights import named_dtype
 from .compiled import draft_best
 from .configuration import UnrolledConfig
+from .unrolling import CompiledUnrolling, Unrolling
 
 _ENTRIES_AT_ONCE = 256  # of a prompt: their mask is as large as the square of their slots
 _FRESH_STATES = 8  # random ones, for which a new drafter's logits are to be flat
@@ -323,12 +324,10 @@ class UnrolledDrafter(ReadingDrafter):
         rows = [row for row, each in enumerate(requests) if each.num_drafts and not each.context.is_empty]
         if rows:
             asked = [requests[row] for row in rows]
-            if self._can_compile(asked):
-                drafted = self._draft_compiled(target, asked)
+            if self._fits_a_graph(asked):
+                drafted = self._draft_in_graph(target, asked)
             else:
-                contexts = [each.context for each in asked]
-                self.flush_pending(target, contexts)
-                drafted = self._draft(target, Unrolling(self, target, contexts), asked)
+                drafted = self._draft(target, self._unrolling(target, asked), asked)
             for row, tree in zip(rows, drafted):
                 trees[row] = tree
         return trees
@@ -357,34 +356,49 @@ class UnrolledDrafter(ReadingDrafter):
         """How many nodes of a level go on in trees that one graph can grow; `None` where it can grow none."""
         return None
 
-    def _can_compile(self, requests: Sequence[DraftRequest]) -> bool:
+    def _fits_a_graph(self, requests: Sequence[DraftRequest]) -> bool:
         """Return whether one graph can draft for texts."""
         if not fit_a_graph(requests) or (requests[0].sampler.tree_budget is not None and not self._tree_width):
             return False
-        return all(isinstance(each.context, FixedEntries) and each.context.runs_compiled for each in requests)
+        return all(isinstance(each.context, FixedEntries) and each.context.fits_a_graph for each in requests)
 
-    def _draft_compiled(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        """Draft for texts of a batch in one graph, which makes the entries of their pending tokens, too. Texts that
-        have ended or ask for nothing are run along."""
-        shared, size = requests[0].context.shared, self.config.block_size
-        budget, depth = requests[0].sampler.tree_budget, shared.most_new - 1
+    def _draft_in_graph(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """Draft for texts of a batch in one graph, which makes the entries of their pending tokens, too."""
+        budget, size = requests[0].sampler.tree_budget, self.config.block_size
         tree_size = None if budget is None else (budget, self._tree_width)
-        position_ids = shared.last_of(requests, "position_ids")
-        inputs = position_ids, *shared.inputs(requests), shared.view, depth, tree_size
-        drafted, states = shared.compiled(draft_best, self, target, shared.all, *inputs)
-        # Of their own, as who draws goes on from them, and a graph's outputs last until it runs again.
-        states = states.clone()
-        for each in requests:
-            context, row = each.context, each.context.row
-            context.length += size * context.new_count
-            context.states, context.position = states[row : row + 1], position_ids[row : row + 1]
-            context.pending = None
+        drafted = self._run_graph(target, requests, requests[0].context.shared.most_new - 1, tree_size)
         if isinstance(drafted, GrownNodes):
             grown = drafted.trees()
             trees = [grown[each.context.row] for each in requests]
         else:
             trees = [DraftTree.chain(drafted[each.context.row, : each.num_drafts]) for each in requests]
         return [replace(tree, passes=tuple(1 + (depth - 1) // size for depth in tree.depths)) for tree in trees]
+
+    def _run_graph(
+        self, target: Target, requests: Sequence[DraftRequest], depth: int, tree_size: tuple[int, int | None] | None
+    ) -> torch.Tensor | GrownNodes:
+        """Make the entries of pending tokens and draft from them, as [`draft_best`] does. Texts that have ended or ask
+        for nothing are run along."""
+        shared = requests[0].context.shared
+        position_ids = shared.last_of(requests, "position_ids")
+        inputs = position_ids, *shared.inputs(requests), shared.view, depth, tree_size
+        drafted, states = shared.compiled(draft_best, self, target, shared.all, *inputs)
+        states = states.clone()  # of their own, as a graph's outputs last until it runs again
+        for each in requests:
+            context, row = each.context, each.context.row
+            context.length += self.config.block_size * context.new_count
+            context.states, context.position = states[row : row + 1], position_ids[row : row + 1]
+            context.pending = None
+        return drafted
+
+    def _unrolling(self, target: Target, requests: Sequence[DraftRequest]) -> Unrolling:
+        """Return the blocks of a round, with the entries of pending tokens in their contexts."""
+        contexts = [each.context for each in requests]
+        if all(isinstance(each, FixedEntries) and each.fits_a_graph for each in contexts):
+            self._run_graph(target, requests, 0, None)
+            return CompiledUnrolling(self, target, contexts)
+        self.flush_pending(target, contexts)
+        return Unrolling(self, target, contexts)
 
     def _draft(self, target: Target, unrolling: Unrolling, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         raise NotImplementedError(f"A {type(self).__name__} has no `_draft`.")
@@ -397,97 +411,6 @@ class UnrolledDrafter(ReadingDrafter):
     def drafted_logits(self, target: Target, normed: torch.Tensor) -> torch.Tensor:
         """Return logits `[..., config.draft_vocab_size or config.vocab_size]` from normed states."""
         return self.lm_head(normed) if self.config.draft_vocab_size else target.logits(normed)
-
-
-class Unrolling:
-    """The blocks of one round of several sequences: the last entry of each, and those that continue it.
-
-    Blocks are numbered in the order in which they are run, and in one pass by their sequences. Their keys lie behind
-    those of the longest context, until the next entries take their place. Trees grow by [`branch`], chains by
-    [`extend_chain`].
-
-    Args:
-        drafter: The drafter.
-        target: For its embedding.
-        contexts: One for each sequence, none of them empty.
-
-    Attributes:
-        states: Of all blocks, `[blocks, config.block_size, config.hidden_size]`; in chains, of the last ones.
-    """
-
-    def __init__(self, drafter: UnrolledDrafter, target: Target, contexts: Sequence[EntryContext]) -> None:
-        self.drafter, self.target, self.batch = drafter, target, EntryBatch(contexts)
-        self.size, self._column = drafter.config.block_size, self.batch.longest  # where the next keys are written
-        self.states = torch.cat([cast(torch.Tensor, context.states) for context in contexts])
-        self._positions = torch.cat([cast(torch.Tensor, context.position)[0] for context in contexts])
-        self._sequences = list(range(len(contexts)))  # of each block
-        # Of each block the column of its first key, and which of the earlier columns it sees.
-        self._columns = torch.tensor(self.batch.lengths, device=drafter.device) - self.size
-        self._sees = torch.arange(self._column, device=drafter.device) < self._columns[:, None]
-
-    def branch(self, blocks: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Run blocks that continue earlier ones, those of a sequence together, sequences in their order.
-
-        Args:
-            blocks: Numbers of the earlier blocks, `[new]`.
-            slots: The slot of each from which the new block continues, `[new]`.
-            tokens: The token that was chosen there, `[new]`.
-
-        Returns:
-            Their states, `[new, config.block_size, config.hidden_size]`. They have the next numbers.
-        """
-        size, device = self.size, self.drafter.device
-        sequences = [self._sequences[block] for block in blocks.tolist()]
-        padding = Padding([sequences.count(row) for row in range(len(self.batch.contexts))], device)
-        new_columns = self._column + size * torch.tensor(padding.columns, device=device)
-        columns = torch.arange(self._column + size * padding.width, device=device)
-        first = self._columns[blocks, None]
-        sees = nn.functional.pad(self._sees[blocks], (0, size * padding.width))
-        sees |= (columns >= first) & (columns <= first + slots[:, None])
-        of_slots = new_columns[:, None, None] + torch.arange(size, device=device)[:, None]
-        own = (columns >= new_columns[:, None, None]) & (columns <= of_slots)
-        mask = padding.add(sees[:, None] | own, True).flatten(1, 2)[:, None]  # what fills up is finite if it sees
-        positions = self._positions[blocks] + (slots + 1 if self.drafter.moves_positions else 0)
-        carried = self.drafter.next_condition(self.states[blocks, slots])
-        states = padding.remove(self._run(padding.add(carried), padding.add(positions), padding.add(tokens), mask))
-        self.states = torch.cat([self.states, states])
-        self._positions = torch.cat([self._positions, positions])
-        self._columns = torch.cat([self._columns, new_columns])
-        self._sees = torch.cat([nn.functional.pad(self._sees, (0, size * padding.width)), sees])
-        self._sequences += sequences
-        return states
-
-    def extend_chain(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Run the block of each sequence that continues the last slot of its last block. It sees everything before it,
-        so no mask among blocks is needed.
-
-        Args:
-            tokens: The token that was chosen at that slot, `[batch]`.
-
-        Returns:
-            Its states, `[batch, config.block_size, config.hidden_size]`; those of the block before are forgotten.
-        """
-        device, mask = self.drafter.device, None
-        if self.size > 1 or not self.batch.is_even:
-            columns = torch.arange(self._column + self.size, device=device)
-            of_slots = torch.arange(self._column, self._column + self.size, device=device)[:, None]
-            lengths = torch.tensor(self.batch.lengths, device=device)[:, None, None]
-            is_there = (columns < lengths) | (columns >= self.batch.longest)
-            mask = (is_there & (columns <= of_slots))[:, None]
-        if self.drafter.moves_positions:
-            self._positions = self._positions + self.size
-        carried = self.drafter.next_condition(self.states[:, -1:])
-        self.states = self._run(carried, self._positions[:, None], tokens[:, None], mask)[:, 0]
-        return self.states
-
-    def _run(
-        self, carried: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        drafter, new = self.drafter, self.size * tokens.shape[1]
-        self.batch.make_room(self._column + new, carried, drafter.config)
-        layers = self.batch.at(self._column, new)
-        self._column += new
-        return drafter.run(carried, drafter.embed(self.target, tokens), positions, layers, mask)
 
 
 class _LevelCache:

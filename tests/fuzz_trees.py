@@ -4,8 +4,8 @@
 hundreds of them. A case is its seed: `--first 1234 --cases 1` runs that one again.
 
 `--compiled inductor --cases 500 --log FILE` does so with compiled rounds over static caches: chains and trees of a few
-widths, random trees and drafters of blocks, one prompt and padded batches, turn after turn, where a graph that breaks
-or is compiled again is an error. It goes on where FILE ends.
+widths, random ones and those of every kind of drafter, one prompt and padded batches, turn after turn, where a graph
+that breaks or is compiled again is an error. It goes on where FILE ends.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ import torch
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 from transformers.utils import logging
 
-from hf_hyperdflash import HyperDFlashDrafter, bind
+from hf_hyperdflash import HyperDFlashDrafter, MedusaConfig, MedusaDrafter, bind
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 from hf_hyperdflash.targets.registry import target_of
 
 from .conftest import CSA, HCA, MIXES, perfect, prompt, tiny_target
 from .helpers.families import ALSO_MASKED, FAMILIES
 from .helpers.tree_drafters import RandomTrees
+from .helpers.unrolled import unrolled
 
 NEARLY_EQUAL = 1e-4  # between the logits of the two best tokens: whose order rounding may settle
 
@@ -112,15 +113,25 @@ def run_case(seed: int) -> tuple[str, str | None]:
 
 
 @cache
-def block_drafter(target: Any) -> HyperDFlashDrafter:
-    """One whose drafts are seldom right, with a head."""
-    torch.manual_seed(1)
-    drafter = HyperDFlashDrafter.from_target(
-        target, num_draft_tokens=5, target_layer_ids=[0, -1], mask_token_id=63, sequential_head="state"
-    )
+def trained_kinds(target: Any) -> list[Any]:
+    """Drafters whose drafts are seldom right: of blocks with a head and without, EAGLE-3, SpecBlock, Medusa heads."""
+    width, made = target.config.get_text_config(decoder=True).hidden_size, []
+    for head in ("state", "none"):
+        torch.manual_seed(1)
+        made.append(
+            HyperDFlashDrafter.from_target(
+                target, num_draft_tokens=5, target_layer_ids=[0, -1], mask_token_id=63, sequential_head=head
+            )
+        )
     with torch.no_grad():
-        drafter.state_head.down_proj.weight.normal_(std=0.3)
-    return drafter
+        made[0].state_head.down_proj.weight.normal_(std=0.3)
+    layers = {"target_layer_ids": [0, -1]}
+    made.append(unrolled("eagle3", target, max_blocks=4, draft_vocab_size=40, tree_width=3, **layers))
+    made.append(unrolled("specblock", target, block_size=2, max_blocks=3, **layers))
+    made.append(MedusaDrafter(MedusaConfig(medusa_num_heads=4, hidden_size=width, vocab_size=64)).eval())
+    for drafter in made[2:]:
+        drafter.bind(target)
+    return made
 
 
 @cache
@@ -151,8 +162,8 @@ def run_compiled_case(seed: int, backend: str) -> tuple[str, str | None]:
         }
         plain = {key: value for key, value in asked.items() if key != "compile_config"}
         expected = target.generate(ids, **plain)  # of the whole batch: some processors look at its padding
-        drafter: Any = block_drafter(target)
-        if chance.random() < 0.6:
+        drafter: Any = chance.choice(trained_kinds(target))
+        if chance.random() < 0.3:
             own = [text[count:] for text, count in zip(expected, padding)]
             drafter = RandomTrees(target, own, seed=seed, most=12 if "tree_budget" in how else 6)
         where = {CACHE: filled} if size == 1 else {"cache_implementation": "static", "max_cache_len": 120}

@@ -262,13 +262,13 @@ def share_passes(requests: Sequence[DraftRequest]) -> bool:
     return kinds == {(first.do_sample, first.tree_budget, True)} and are_admitted_alike
 
 
-def fit_a_graph(requests: Sequence[DraftRequest]) -> bool:
-    """Return whether the drafts of several texts can be chosen inside a graph: they are the most probable ones, chains
-    or trees, and all that are asked for."""
+def are_most_probable(requests: Sequence[DraftRequest]) -> bool:
+    """Return whether the most probable drafts are made for several texts, chains or trees, and all that are asked for:
+    what can be a part of a graph, whose outputs do not outlast the round."""
     first = requests[0].sampler
     admits_all = first.chain_admission is None and first.node_admission is None
     is_greedy = admits_all and not first.do_sample and not any(len(each.sampler.processors) for each in requests)
-    return is_greedy and share_passes(requests) and not are_trees_kept()  # a graph's outputs do not outlast it
+    return is_greedy and share_passes(requests) and not are_trees_kept()
 
 
 def trees_in_step(requests: Sequence[DraftRequest], steps: Steps, width: int | None = None) -> list[DraftTree]:

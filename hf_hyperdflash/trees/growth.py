@@ -177,7 +177,7 @@ def grow_best(
         scored: The requests' processors; `None` inside a graph, which has none. Its levels ask the drafter about as
             many nodes of every text, some of which only fill up, and never wait for the device.
     """
-    width, children = min(width or budget, budget), min(children or budget, budget)
+    width, children, depth = min(width or budget, budget), min(children or budget, budget), min(depth, budget)
     least = -math.inf if admission is None else admission.log_least
     # Of all nodes so far, `[batch, nodes]`; what only fills up has minus infinity for a value.
     tokens = parents = anchors.new_empty(len(anchors), 0)

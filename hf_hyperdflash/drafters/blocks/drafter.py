@@ -19,7 +19,7 @@ from ..parts.heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, Seque
 from ..parts.joint_context import JointContext
 from ..parts.layers import ContextCache, KeysValues, Rotary, block_inputs
 from ..reading import ReadingDrafter
-from ..sampling import DraftRequest, DraftSampler, drafts_in_step, fit_a_graph, share_passes
+from ..sampling import DraftRequest, DraftSampler, are_most_probable, drafts_in_step, share_passes
 from .path import BlockPath
 
 
@@ -271,7 +271,7 @@ class BlockDrafter(ReadingDrafter):
         Returns:
             The blocks' states, `[texts, config.block_size, config.target_hidden_size]`, and, in that case, the drafts.
         """
-        shared, is_greedy = cast(FixedContext, requests[0].context).shared, fit_a_graph(requests)
+        shared, is_greedy = cast(FixedContext, requests[0].context).shared, are_most_probable(requests)
         rows = [each.context.row for each in requests]
         tree_budget = requests[0].sampler.tree_budget if is_greedy else None
         anchors = shared.last_of(requests, "ids"), shared.last_of(requests, "position_ids")
@@ -285,12 +285,9 @@ class BlockDrafter(ReadingDrafter):
             return hidden, [trees[row] for row in rows]
         if drafted is None:
             return hidden if len(rows) == len(hidden) else hidden[rows], []
-        trees = [
-            replace(DraftTree.chain(drafted[row]), confidence=None if sure is None else sure[row]).first(
-                each.num_drafts
-            )
-            for row, each in zip(rows, requests)
-        ]
+        trees = [DraftTree.chain(drafted[row, : each.num_drafts]) for row, each in zip(rows, requests)]
+        if sure is not None:
+            trees = [replace(tree, confidence=sure[row, : len(tree)]) for row, tree in zip(rows, trees)]
         return hidden, trees
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ from ...targets.target import Target
 from ...trees.growth import DraftStep, GrownNodes, grow_best, width_for
 from ...trees.tree import DraftTree
 from ..base import EmptyContext
-from ..sampling import DraftRequest, fit_a_graph
+from ..sampling import DraftRequest, are_most_probable
 from ..saved import SavedDrafter
 
 
@@ -130,7 +130,7 @@ class MedusaDrafter(SavedDrafter):
         rows, counts = [batch.index(each.context) for each in requests], [0] * len(batch)
         for row, each in zip(rows, requests):
             counts[row] = each.num_drafts
-        is_greedy, limits = fit_a_graph(requests), torch.tensor(counts, device=self.device)
+        is_greedy, limits = are_most_probable(requests), torch.tensor(counts, device=self.device)
         budget = requests[0].sampler.tree_budget if is_greedy else None
         drafted = compiled(_draft_all, self, target, torch.cat(residual), limits, is_greedy, budget)
         if isinstance(drafted, GrownNodes):

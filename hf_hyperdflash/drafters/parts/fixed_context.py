@@ -167,7 +167,7 @@ class FixedEntries(EntryContext):
         return self.length
 
     @property
-    def fits_a_graph(self) -> bool:
+    def runs_compiled(self) -> bool:
         """Whether the next round can be drafted compiled: not after a prompt, whose entries there are, and not where
         there are more tokens than there is room for, or were."""
         shared = self.shared

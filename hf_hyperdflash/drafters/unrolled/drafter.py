@@ -37,7 +37,7 @@ from ..parts.layers import (
 )
 from ..parts.reducers import REDUCERS
 from ..reading import ReadingDrafter, check_pair
-from ..sampling import DraftRequest, DraftSampler, fit_a_graph, share_passes
+from ..sampling import DraftRequest, DraftSampler, are_most_probable, share_passes
 from ..weights import named_dtype
 from .compiled import draft_best
 from .configuration import UnrolledConfig
@@ -324,13 +324,19 @@ class UnrolledDrafter(ReadingDrafter):
         rows = [row for row, each in enumerate(requests) if each.num_drafts and not each.context.is_empty]
         if rows:
             asked = [requests[row] for row in rows]
-            if self._fits_a_graph(asked):
-                drafted = self._draft_in_graph(target, asked)
-            else:
-                drafted = self._draft(target, self._unrolling(target, asked), asked)
-            for row, tree in zip(rows, drafted):
+            for row, tree in zip(rows, self._propose_some(target, asked)):
                 trees[row] = tree
         return trees
+
+    def _propose_some(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        contexts, budget = [each.context for each in requests], requests[0].sampler.tree_budget
+        if not all(isinstance(context, FixedEntries) and context.runs_compiled for context in contexts):
+            self.flush_pending(target, contexts)
+            return self._draft(target, Unrolling(self, target, contexts), requests)
+        if are_most_probable(requests) and (budget is None or self._tree_width):
+            return self._draft_in_graph(target, requests)
+        self._run_graph(target, requests, 0, None)  # the entries alone
+        return self._draft(target, CompiledUnrolling(self, target, contexts), requests)
 
     # Compiled
 
@@ -355,12 +361,6 @@ class UnrolledDrafter(ReadingDrafter):
     def _tree_width(self) -> int | None:
         """How many nodes of a level go on in trees that one graph can grow; `None` where it can grow none."""
         return None
-
-    def _fits_a_graph(self, requests: Sequence[DraftRequest]) -> bool:
-        """Return whether one graph can draft for texts."""
-        if not fit_a_graph(requests) or (requests[0].sampler.tree_budget is not None and not self._tree_width):
-            return False
-        return all(isinstance(each.context, FixedEntries) and each.context.fits_a_graph for each in requests)
 
     def _draft_in_graph(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Draft for texts of a batch in one graph, which makes the entries of their pending tokens, too."""
@@ -390,15 +390,6 @@ class UnrolledDrafter(ReadingDrafter):
             context.states, context.position = states[row : row + 1], position_ids[row : row + 1]
             context.pending = None
         return drafted
-
-    def _unrolling(self, target: Target, requests: Sequence[DraftRequest]) -> Unrolling:
-        """Return the blocks of a round, with the entries of pending tokens in their contexts."""
-        contexts = [each.context for each in requests]
-        if all(isinstance(each, FixedEntries) and each.fits_a_graph for each in contexts):
-            self._run_graph(target, requests, 0, None)
-            return CompiledUnrolling(self, target, contexts)
-        self.flush_pending(target, contexts)
-        return Unrolling(self, target, contexts)
 
     def _draft(self, target: Target, unrolling: Unrolling, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         raise NotImplementedError(f"A {type(self).__name__} has no `_draft`.")

@@ -183,7 +183,8 @@ class Batch:
         contexts = [sequence.context for sequence in self.sequences]
         room = self.slots.cache.capacity or self.sequences[0].config.max_length
         most_new = 1 + max(sequence.num_drafts for sequence in self.sequences)
-        self._fixed_contexts = self.drafter.fixed_contexts(self.target, contexts, room, most_new, self.slots.compiled)
+        sizes = room, most_new, self._most_positions() - 1
+        self._fixed_contexts = self.drafter.fixed_contexts(self.target, contexts, *sizes, self.slots.compiled)
         for sequence, context in zip(self.sequences, self._fixed_contexts):
             sequence.context = context
             if len(contexts) == 1:

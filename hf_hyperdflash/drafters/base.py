@@ -115,7 +115,13 @@ class Drafter:
         return EmptyContext()
 
     def fixed_contexts(
-        self, target: Target, contexts: Sequence[Any], room: int, most_new: int, compiled: CompiledForwards
+        self,
+        target: Target,
+        contexts: Sequence[Any],
+        room: int,
+        most_new: int,
+        most_drafts: int,
+        compiled: CompiledForwards,
     ) -> Sequence[CompiledContext]:
         """Return the contexts of a batch as ones whose passes run compiled, until their `compiled` is `None`; none
         where a drafter has none such.
@@ -125,6 +131,7 @@ class Drafter:
             contexts: Of each text, after the prompt.
             room: The most tokens that a text may have.
             most_new: The most tokens that a round adds to it.
+            most_drafts: The most nodes of a round's tree, or drafts of its chain.
             compiled: Calls functions compiled, `compiled(function, *arguments)`.
         """
         return []

@@ -210,7 +210,7 @@ def grow_best(
         is_open = (among >= start) & (values.gather(1, among) > least) & (depths > k + 1)
         is_open &= is_open.cumsum(1) <= width
         numbers = padding.numbers
-        most = [min(width, among.shape[1])] * len(anchors)
+        most = [min(width, among.shape[1], budget - k)] * len(anchors)  # of `budget` nodes k are their ancestors
         padding = Padding(most if scored is None else is_open.sum(1).tolist(), anchors.device)
         if not padding.width:
             break

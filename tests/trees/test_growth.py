@@ -295,12 +295,14 @@ def test_each_text_has_the_tree_that_it_has_alone(counts, budget, width, holes, 
     if is_admitted:
         return
     # The same inside a graph, in which every text has as many paths, and trees as deep.
-    together, limits = Talkers(*(Talker(4, seed + text, holes=holes) for text in range(len(counts)))), []
+    together = Talkers(*(Talker(4, seed + text, holes=holes) for text in range(len(counts))))
     anchors, depths = IDS[:, -1].repeat(len(counts)), torch.tensor(counts)
     fixed = grow_best(anchors, depths, max(counts), budget, together, None, width).trees()
     assert [tree_of(tree) for tree in fixed] == [tree_of(tree) for tree in trees]
-    limits = [len(texts) / len(counts) for texts in together.asked]
-    assert len(limits) == max(counts) and all(limit in (1, min(budget, width), min(budget, 4)) for limit in limits)
+    assert len(together.asked) == min(max(counts), budget)
+    for k, texts in enumerate(together.asked):
+        (paths,) = {texts.count(text) for text in range(len(counts))}
+        assert 1 <= paths <= (min(width, budget - k + 1) if k else 1)
 
 
 @pytest.mark.parametrize("least", [None, 0.3])

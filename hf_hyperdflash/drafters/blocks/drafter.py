@@ -246,7 +246,13 @@ class BlockDrafter(ReadingDrafter):
         return self.head is not None or self.confidence_head is not None
 
     def fixed_contexts(
-        self, target: Target, contexts: Sequence[ContextCache], room: int, most_new: int, compiled: CompiledForwards
+        self,
+        target: Target,
+        contexts: Sequence[ContextCache],
+        room: int,
+        most_new: int,
+        most_drafts: int,
+        compiled: CompiledForwards,
     ) -> list[FixedContext]:
         config, texts, device = self.config, len(contexts), self.device
         if device.type == "meta" or isinstance(self.head, SelectorHead):

@@ -148,7 +148,13 @@ class MedusaDrafter(SavedDrafter):
         return torch.stack([head(states) for head in self.children()], dim=1)
 
     def fixed_contexts(
-        self, target: Target, contexts: Sequence[LastState], room: int, most_new: int, compiled: CompiledForwards
+        self,
+        target: Target,
+        contexts: Sequence[LastState],
+        room: int,
+        most_new: int,
+        most_drafts: int,
+        compiled: CompiledForwards,
     ) -> Sequence[LastState]:
         for context in contexts:
             context.compiled, context.batch = compiled, contexts

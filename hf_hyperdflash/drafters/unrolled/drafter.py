@@ -41,7 +41,7 @@ from ..sampling import DraftRequest, DraftSampler, are_most_probable, share_pass
 from ..weights import named_dtype
 from .compiled import draft_best
 from .configuration import UnrolledConfig
-from .unrolling import CompiledUnrolling, Unrolling
+from .unrolling import CompiledUnrolling, Unrolling, width_of_pass
 
 _ENTRIES_AT_ONCE = 256  # of a prompt: their mask is as large as the square of their slots
 _FRESH_STATES = 8  # random ones, for which a new drafter's logits are to be flat
@@ -330,24 +330,32 @@ class UnrolledDrafter(ReadingDrafter):
 
     def _propose_some(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         contexts, budget = [each.context for each in requests], requests[0].sampler.tree_budget
-        if not all(isinstance(context, FixedEntries) and context.runs_compiled for context in contexts):
-            self.flush_pending(target, contexts)
-            return self._draft(target, Unrolling(self, target, contexts), requests)
-        if are_most_probable(requests) and (budget is None or self._tree_width):
-            return self._draft_in_graph(target, requests)
-        self._run_graph(target, requests, 0, None)  # the entries alone
-        return self._draft(target, CompiledUnrolling(self, target, contexts), requests)
+        if all(isinstance(context, FixedEntries) and context.runs_compiled for context in contexts):
+            if are_most_probable(requests) and (budget is None or (self._tree_width and self._is_launch_bound)):
+                return self._draft_in_graph(target, requests)
+            if self._is_launch_bound:
+                self._run_graph(target, requests, 0, None)  # the entries alone
+                return self._draft(target, CompiledUnrolling(self, target, contexts), requests)
+        self.flush_pending(target, contexts)
+        return self._draft(target, Unrolling(self, target, contexts), requests)
 
     # Compiled
 
     def fixed_contexts(
-        self, target: Target, contexts: Sequence[EntryContext], room: int, most_new: int, compiled: CompiledForwards
+        self,
+        target: Target,
+        contexts: Sequence[EntryContext],
+        room: int,
+        most_new: int,
+        most_drafts: int,
+        compiled: CompiledForwards,
     ) -> list[FixedEntries]:
         config, texts = self.config, len(contexts)
         if self.device.type == "meta":
             return []
-        # Behind a text there are a round's entries, some of which only fill up, and its later blocks.
-        spare = (most_new + config.max_blocks * (self._tree_width or 1)) * config.block_size
+        # Behind a text there are a round's entries, some of which only fill up, and its later blocks, pass by pass.
+        most_blocks = width_of_pass(min(most_drafts, self._tree_width or most_drafts))
+        spare = (most_new + config.max_blocks * most_blocks) * config.block_size
         shape = texts, config.num_key_value_heads, room * config.block_size + spare, config.head_dim
         residual = texts, most_new, config.num_streams, config.target_hidden_size
         pending = (
@@ -359,8 +367,13 @@ class UnrolledDrafter(ReadingDrafter):
 
     @property
     def _tree_width(self) -> int | None:
-        """How many nodes of a level go on in trees that one graph can grow; `None` where it can grow none."""
+        """How many nodes of a level go on in a draft tree; `None` where it does not grow level by level."""
         return None
+
+    @property
+    def _is_launch_bound(self) -> bool:
+        """Whether a pass takes as long over some more blocks, which only fill up: not on a CPU."""
+        return self.device.type != "cpu"
 
     def _draft_in_graph(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Draft for texts of a batch in one graph, which makes the entries of their pending tokens, too."""

@@ -120,7 +120,7 @@ class CompiledUnrolling(Unrolling):
         shared, blocks, device = contexts[0].shared, tokens.shape[1], tokens.device
         # A text that is not asked keeps its keys: what fills up lies behind them.
         starts = [[max(self._column, context.filled)] for context in shared.contexts]
-        width = next(width for width in _WIDTHS if width >= blocks)
+        width = width_of_pass(blocks)
         stop = max(starts)[0] + self.size * width
         if stop > shared.capacity or contexts[0].buffer is not shared.all:
             return super()._run(carried, positions, tokens, mask)
@@ -143,4 +143,9 @@ class CompiledUnrolling(Unrolling):
         return shared.compiled(run_blocks, self.drafter, self.target, shared.all, *inputs)[rows, :blocks]
 
 
-_WIDTHS = [4**power for power in range(8)]  # numbers of blocks that passes are compiled for
+def width_of_pass(blocks: int) -> int:
+    """Return the number of blocks of a compiled pass that needs so many: one of a few numbers."""
+    width = 1
+    while width < blocks:
+        width *= 4
+    return width

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -11,9 +11,6 @@ from ...targets.target import Target
 from ...trees.growth import DraftStep, GrownNodes, grow_best
 from ..parts.fixed_context import layers_from
 from ..parts.layers import KeysValues
-
-if TYPE_CHECKING:
-    from .drafter import UnrolledDrafter
 
 
 class FixedUnrolling:
@@ -36,7 +33,7 @@ class FixedUnrolling:
 
     def __init__(
         self,
-        drafter: UnrolledDrafter,
+        drafter: Any,
         target: Target,
         buffers: Sequence[KeysValues],
         position_ids: torch.Tensor,
@@ -100,7 +97,7 @@ class FixedUnrolling:
 
 
 def run_blocks(
-    drafter: UnrolledDrafter,
+    drafter: Any,
     target: Target,
     buffers: Sequence[KeysValues],
     condition: torch.Tensor,
@@ -116,7 +113,7 @@ def run_blocks(
 
 
 def draft_best(
-    drafter: UnrolledDrafter,
+    drafter: Any,
     target: Target,
     buffers: Sequence[KeysValues],
     position_ids: torch.Tensor,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,9 +14,6 @@ from ...trees.padding import Padding
 from ..parts.entry_context import EntryBatch, EntryContext
 from ..parts.fixed_context import FixedEntries
 from .compiled import run_blocks
-
-if TYPE_CHECKING:
-    from .drafter import UnrolledDrafter
 
 
 class Unrolling:
@@ -35,7 +32,7 @@ class Unrolling:
         states: Of all blocks, `[blocks, config.block_size, config.hidden_size]`; in chains, of the last ones.
     """
 
-    def __init__(self, drafter: UnrolledDrafter, target: Target, contexts: Sequence[EntryContext]) -> None:
+    def __init__(self, drafter: Any, target: Target, contexts: Sequence[EntryContext]) -> None:
         self.drafter, self.target, self.batch = drafter, target, EntryBatch(contexts)
         self.size, self._column = drafter.config.block_size, self.batch.longest  # where the next keys are written
         self.states = torch.cat([cast(torch.Tensor, context.states) for context in contexts])

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, Qwen3Config
 
 from hf_hyperdflash import load_drafter
+from hf_hyperdflash.drafters.parts.rank_head import rank_features
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.drafters.unrolled.drafter import Unrolling
-from hf_hyperdflash.drafters.unrolled.rank_head import rank_features
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.targets.target import Target
 

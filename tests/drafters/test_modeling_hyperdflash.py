@@ -547,7 +547,7 @@ def test_training_sees_what_is_drafted_from(target, kind, fields):
             path = BlockPath(drafter, target_of(target), states[:, first:])
             for k in range(drafts):
                 expected = path(k, ids[row, anchor + k][None], ids.new_zeros(1))
-                torch.testing.assert_close(logits[row, i, k], expected.logits[0], atol=1e-4, rtol=1e-3)
+                torch.testing.assert_close(logits[row, i, k], expected.whole().logits[0], atol=1e-4, rtol=1e-3)
                 sure = torch.sigmoid(out.confidence[row, i, k])
                 torch.testing.assert_close(sure, expected.confidence[0], atol=1e-5, rtol=1e-5)
 

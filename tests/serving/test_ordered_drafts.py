@@ -17,7 +17,7 @@ def by_itself(drafter, target, states, anchor):
     """The logits of one block's drafts as our own loop has them, greedily, and the drafts."""
     path, token, rows, drafts = BlockPath(drafter, target_of(target), states[None]), anchor[None], [], []
     for k in range(len(states)):
-        rows.append(path(k, token, torch.tensor([0])).logits[0])
+        rows.append(path(k, token, torch.tensor([0])).whole().logits[0])
         token = rows[-1].argmax(-1, keepdim=True)
         drafts.append(token)
     return torch.stack(rows), torch.cat(drafts)

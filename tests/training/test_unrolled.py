@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
 from hf_hyperdflash import HyperDFlashTrainer, HyperDFlashTrainingArguments, capture_residual
-from hf_hyperdflash.drafters.unrolled.rank_head import rank_classes, rank_features
+from hf_hyperdflash.drafters.parts.rank_head import rank_classes, rank_features
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.losses.loss import IGNORE_INDEX, rank_loss
 from hf_hyperdflash.training.losses.objective import collate, training_layer_ids

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..parts.rank_head import RANK_CLASSES, RANK_CONTEXT
 from .configuration import UnrolledConfig
-from .rank_head import RANK_CLASSES, RANK_CONTEXT
 
 
 class SpecBlockConfig(UnrolledConfig):

@@ -39,9 +39,8 @@ from ..parts.reducers import REDUCERS
 from ..reading import ReadingDrafter, check_pair
 from ..sampling import DraftRequest, DraftSampler, are_most_probable, share_passes
 from ..weights import named_dtype
-from .compiled import draft_best
 from .configuration import UnrolledConfig
-from .unrolling import CompiledUnrolling, Unrolling, width_of_pass
+from .unrolling import CompiledUnrolling, Unrolling, draft_best, width_of_pass
 
 _ENTRIES_AT_ONCE = 256  # of a prompt: their mask is as large as the square of their slots
 _FRESH_STATES = 8  # random ones, for which a new drafter's logits are to be flat

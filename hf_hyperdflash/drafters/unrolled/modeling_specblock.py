@@ -11,11 +11,11 @@ from torch import nn
 from ...targets.target import Target
 from ...trees.tree import DraftTree
 from ..parts.layers import DrafterRMSNorm, HyperDFlashLayer
+from ..parts.rank_head import RankHead, rank_features
 from ..sampling import DraftRequest
 from .configuration_specblock import SpecBlockConfig
 from .drafter import UnrolledDrafter, Unrolling
 from .rank_growth import Blocks, BlockStep, grow_blocks
-from .rank_head import RankHead, rank_features
 
 _LOGITS_AT_ONCE = 256
 

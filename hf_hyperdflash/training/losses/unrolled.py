@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ...drafters.parts.heads import HeadOutput
+from ...drafters.parts.rank_head import RANK_CLASSES, rank_classes
 from ...drafters.unrolled.configuration import UnrolledConfig
-from ...drafters.unrolled.rank_head import RANK_CLASSES, rank_classes
 from ...targets.target import Target
 from .loss import IGNORE_INDEX, DrafterLoss, loss_counts, position_weights, rank_loss
 from .objective import Batch, BlockObjective, LossSettings

@@ -421,6 +421,39 @@ def test_a_compiled_chain_or_tree_is_the_eager_one(is_launch_bound, kind, counte
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.parametrize("budget", [None, 7])
+@pytest.mark.parametrize("kind", UNROLLED)
+@torch.no_grad()
+def test_a_text_that_is_not_asked_keeps_its_entries(kind, budget, counted, monkeypatch):
+    """A pass is of all texts of a batch, and writes something for each."""
+    monkeypatch.setattr(UnrolledDrafter, "_is_launch_bound", True)
+    target = families.qwen3().eval()
+    seen, drafter, lengths = target_of(target), unrolled(kind, target, **UNROLLED[kind]), (15, 31)
+    residual, sampler = torch.randn(1, 40, drafter.config.num_streams, 64), DraftSampler([], False, budget)
+    positions, contexts = torch.arange(40)[None], [drafter.new_context() for _ in range(4)]
+
+    def extend(start, stop, context, row):
+        new = slice(start, stop)
+        drafter.extend(seen, context, residual[:, new], positions[:, new], prompt(41, seed=row)[:, 1:][:, new])
+
+    for row, context in enumerate(contexts):
+        extend(0, lengths[row % 2], context, row % 2)
+    compiled = slot_forward.CompiledForwards(dict(fullgraph=True, backend="eager"))
+    contexts[:2] = drafter.fixed_contexts(seen, contexts[:2], 60, 6, 7, compiled)
+    for row, context in enumerate(contexts):
+        extend(lengths[row % 2], lengths[row % 2] + 2, context, row % 2)
+
+    def drafts(context, row):
+        end = lengths[row] + 3
+        request = DraftRequest(context, prompt(41, seed=row)[:, :end], positions[:, :end], 5, sampler)
+        (tree,) = drafter.propose_batch(seen, [request])
+        return tree.tokens.tolist(), tree.parents
+
+    for row in range(2):  # the shorter one first
+        assert drafts(contexts[row], row) == drafts(contexts[2 + row], row)
+    assert counted["unique_graphs"]
+
+
 @pytest.mark.parametrize("kind", UNROLLED)
 @torch.no_grad()
 def test_what_has_no_place_in_a_graph_is_drafted_eagerly(kind, counted):

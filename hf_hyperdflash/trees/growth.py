@@ -208,10 +208,12 @@ def grow_best(
             break
         among = values.sort(descending=True, stable=True).indices[:, :budget]
         is_open = (among >= start) & (values.gather(1, among) > least) & (depths > k + 1)
-        is_open &= is_open.cumsum(1) <= width
+        # Of `budget` nodes k are ancestors of each, and for a child of the last one there is no place.
+        most = min(width, budget - k - 1)
+        is_open &= is_open.cumsum(1) <= most
         numbers = padding.numbers
-        most = [min(width, among.shape[1], budget - k)] * len(anchors)  # of `budget` nodes k are their ancestors
-        padding = Padding(most if scored is None else is_open.sum(1).tolist(), anchors.device)
+        open_counts = is_open.sum(1).tolist() if scored is not None else [min(most, among.shape[1])] * len(anchors)
+        padding = Padding(open_counts, anchors.device)
         if not padding.width:
             break
         places = among.where(is_open, ANCHOR).sort().values[:, -padding.width :]

@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, Qwe
 from hf_hyperdflash import load_drafter
 from hf_hyperdflash.drafters.parts.rank_head import rank_features
 from hf_hyperdflash.drafters.sampling import DraftSampler
-from hf_hyperdflash.drafters.unrolled.drafter import Unrolling
+from hf_hyperdflash.drafters.unrolled.unrolling import Unrolling
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.targets.target import Target
 

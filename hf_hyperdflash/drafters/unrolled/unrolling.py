@@ -151,8 +151,8 @@ def width_of_pass(blocks: int) -> int:
 
 
 class FixedUnrolling:
-    """The blocks of one round of several texts, as in [`Unrolling`], inside a graph:
-    numbers of keys are tensors, and every pass looks at as many columns.
+    """The blocks of one round of several texts, as in [`Unrolling`], inside a graph: numbers of keys are tensors, and
+    every pass looks at as many columns.
 
     Args:
         drafter: The drafter.

@@ -42,7 +42,16 @@ def check_layer_ids(ids: list[int] | None) -> None:
         )
 
 
-class DrafterConfig(PreTrainedConfig):
+class WithCode:
+    """A drafter or its configuration, whose code [`~drafters.saved.SavedDrafter.save_pretrained`] writes."""
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Do nothing. Transformers registers a class that it has loaded with a drafter's code, and would then write
+        code itself, from files beside the class's own."""
+
+
+class DrafterConfig(WithCode, PreTrainedConfig):
     r"""Shape of a drafter's layers and of the target that it reads.
 
     Args:

@@ -21,6 +21,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from ..targets.registry import FAMILIES
 from ..version import __version__
 from .base import Drafter
+from .configuration import WithCode
 from .custom_generate import RECIPE
 from .weights import load_complete
 
@@ -34,7 +35,7 @@ _PUSHING = ("repo_id", "commit_message", "commit_description", "private", "token
 _ROOT = Path(__file__).parents[__package__.endswith(".drafters")]  # of the package, or the flat folder of a saved one
 
 
-class SavedDrafter(Drafter, PreTrainedModel):
+class SavedDrafter(WithCode, Drafter, PreTrainedModel):
     """A drafter with weights: saved with code, and loaded whole."""
 
     config: Any
@@ -58,12 +59,6 @@ class SavedDrafter(Drafter, PreTrainedModel):
 
     def get_input_embeddings(self) -> None:  # type: ignore[override]
         """Return nothing: the embeddings are the target's. Accelerate asks for them, to shard them apart."""
-
-    @classmethod
-    def is_remote_code(cls) -> bool:
-        """Return `False`: otherwise transformers would write code, too, for the class, of which FSDP2 makes a
-        subclass."""
-        return False
 
     @classmethod
     def _own_class(cls) -> type:
@@ -132,7 +127,7 @@ class SavedDrafter(Drafter, PreTrainedModel):
         push_options = {name: kwargs.pop(name) for name in _PUSHING if name in kwargs}
         code = self.carried_code() if with_code else {}
         self.config.hyperdflash_version = __version__
-        self.config._auto_class = None  # as of `is_remote_code`
+        self.config._auto_class = None  # as of `WithCode`, which a drafter of somebody else's may not have
         vars(self.config).pop("auto_map", None)
         if with_code:
             own = self._own_class()

@@ -11,6 +11,7 @@ from transformers import AutoModel, GenerationConfig, PreTrainedConfig
 
 from hf_hyperdflash import Drafter, Observer, PromptLookupDrafter, __version__, bind
 from hf_hyperdflash.drafters.saved import SavedDrafter
+from hf_hyperdflash.hub.kinds import KINDS
 from hf_hyperdflash.trees.tree import DraftTree
 
 from ..conftest import half_right, perfect, prompt, tiny_drafter, tiny_target
@@ -179,6 +180,16 @@ def test_a_drafter_in_files_of_its_own_carries_them(tmp_path, monkeypatch):
     assert {path.name for path in (tmp_path / "saved").glob("*.py")} == {"own.py", "parts_sizes.py"}
     loaded = AutoModel.from_pretrained(tmp_path / "saved", trust_remote_code=True)
     assert loaded.norm.weight.shape == (3, 3) and type(loaded) is not own.Own
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.model_type)
+def test_a_configuration_is_saved_alone_after_transformers_loaded_its_code(tmp_path, kind):
+    """As from a folder whose code is the installed package's: the next configuration could not be saved."""
+    for registered in (kind.config, kind.drafter):
+        registered.register_for_auto_class()
+    kind.config().save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    assert not kind.drafter.is_remote_code()
 
 
 RUN = """

@@ -97,10 +97,10 @@ def test_a_checkpoint_of_several_processes_or_shards_is_whole(run):
 
 
 @pytest.mark.parametrize("registered", [False, True])
-def test_what_a_run_ends_in_has_code_and_its_checkpoints_have_none(tmp_path, target, registered, monkeypatch):
-    if registered:  # as transformers leaves the classes once it has loaded a drafter's own code
-        monkeypatch.setattr(HyperDFlashDrafter, "_auto_class", "AutoModel")
-        monkeypatch.setattr(HyperDFlashConfig, "_auto_class", "AutoConfig")
+def test_what_a_run_ends_in_has_code_and_its_checkpoints_have_none(tmp_path, target, registered):
+    if registered:  # as transformers does once it has loaded a drafter's own code
+        HyperDFlashDrafter.register_for_auto_class("AutoModel")
+        HyperDFlashConfig.register_for_auto_class()
     trainer = trainer_for(tmp_path, target, tiny_drafter(target), rows(4), **{**SAVING, "max_steps": 2})
     trainer.train()
     trainer.save_model()

@@ -18,11 +18,12 @@ from ...targets.target import Target
 from ...trees.growth import DraftStep, GrownNodes, grow_best, width_for
 from ...trees.tree import DraftTree
 from ..base import EmptyContext
+from ..configuration import WithCode
 from ..sampling import DraftRequest, are_most_probable
 from ..saved import SavedDrafter
 
 
-class MedusaConfig(PreTrainedConfig):
+class MedusaConfig(WithCode, PreTrainedConfig):
     """Shape of Medusa heads.
 
     Args:

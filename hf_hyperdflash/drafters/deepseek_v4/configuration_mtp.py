@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
+from ..configuration import WithCode
+
 Kind = TypeVar("Kind", bound=DeepseekV4Config)
 
 
@@ -36,7 +38,7 @@ def blocks_config(kind: type[Kind], config: DeepseekV4Config, blocks: int, **fie
     return made
 
 
-class DeepseekV4MTPConfig(DeepseekV4Config):
+class DeepseekV4MTPConfig(WithCode, DeepseekV4Config):
     """A DeepSeek-V4's configuration, for its MTP block alone.
 
     Args:

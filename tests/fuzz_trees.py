@@ -25,7 +25,7 @@ from transformers import CompileConfig, PreTrainedModel, StaticCache
 from transformers.utils import logging
 
 from hf_hyperdflash import HyperDFlashDrafter, MedusaConfig, MedusaDrafter, bind
-from hf_hyperdflash.drafters.unrolled.drafter import UnrolledDrafter
+from hf_hyperdflash.drafters.saved import SavedDrafter
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 from hf_hyperdflash.targets.registry import target_of
 
@@ -148,7 +148,9 @@ def run_compiled_case(seed: int, backend: str) -> tuple[str, str | None]:
     config = CompileConfig(mode=None, fullgraph=True, backend=backend)
     config._compile_all_devices = True
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "compile_config": config}
-    how = chance.choice([{}, {"num_assistant_tokens": "auto"}, {"tree_budget": 5}, {"tree_budget": 12}])
+    how = chance.choice(
+        [{}, {"num_assistant_tokens": "auto"}, {"tree_budget": 5}, {"tree_budget": 12}, {"tree_budget": "auto"}]
+    )
     size, turns = chance.choice([(1, 1), (1, 2), (3, 1)])
     texts = [prompt(chance.randint(1, 40), seed=seed + row)[0] for row in range(size)]
     filled = StaticCache(config=target.config.get_text_config(decoder=True), max_cache_len=120)
@@ -164,7 +166,7 @@ def run_compiled_case(seed: int, backend: str) -> tuple[str, str | None]:
         plain = {key: value for key, value in asked.items() if key != "compile_config"}
         expected = target.generate(ids, **plain)  # of the whole batch: some processors look at its padding
         drafter: Any = chance.choice(trained_kinds(target))
-        UnrolledDrafter._is_launch_bound = seed % 3 > 0  # type: ignore[assignment]  # as on an accelerator
+        SavedDrafter._is_launch_bound = seed % 3 > 0  # type: ignore[assignment]  # as on an accelerator
         if chance.random() < 0.3:
             own = [text[count:] for text, count in zip(expected, padding)]
             drafter = RandomTrees(target, own, seed=seed, most=12 if "tree_budget" in how else 6)

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import nn
-
-from ..trees.growth import ACCEPTED
+from ..trees.growth import ACCEPTED, EDGE
 
 UNKNOWN = ACCEPTED[0]
 """Probability of acceptance before any draft was seen, and the signal of a drafter that gives none."""
 
 MEMORY = 200  # drafts
 PRECISION = 2.0  # of the line's slope and of its intercept before any draft was seen
-EDGE = 1e-3  # a probability nearer to 0 or 1 counts as this
 
 
 class AcceptanceLine:
@@ -37,11 +33,10 @@ class AcceptanceLine:
         slope, intercept, *_ = self._state
         return 1 / (1 + math.exp(-slope * log_odds(p) - intercept))
 
-    def of_logarithms(self, log_p: torch.Tensor) -> torch.Tensor:
-        """Return the logarithms of probabilities of acceptance, from those of probabilities."""
-        slope, intercept, *_ = self._state
-        log_p = log_p.clamp(math.log(EDGE), math.log1p(-EDGE))
-        return nn.functional.logsigmoid(slope * (log_p - torch.log1p(-log_p.exp())) + intercept)
+    @property
+    def line(self) -> tuple[float, float]:
+        """Its slope and intercept."""
+        return self._state[:2]
 
     def observe(self, p: float, accepted: bool) -> None:
         """Learn from one draft."""

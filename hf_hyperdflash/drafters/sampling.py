@@ -17,7 +17,19 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from ..trees.acceptance import sample_index
-from ..trees.growth import Admission, DraftStep, Scored, Steps, drawn, most_probable, width_for
+from ..trees.growth import (
+    Admission,
+    AskedDrafts,
+    DraftStep,
+    GrownChains,
+    GrownNodes,
+    Scored,
+    Steps,
+    best_chances,
+    drawn,
+    most_probable,
+    width_for,
+)
 from ..trees.tree import ANCHOR, DraftTree, are_trees_kept
 
 # What they return depends on the prefix and the scores that they are given, and on nothing that came before.
@@ -170,16 +182,15 @@ class DraftSampler:
         if not (self.do_sample or len(self.processors) or self.chain_admission):
             return DraftTree.chain(logits.argmax(-1)[0])
         scores = self.scored(ids.expand(logits.shape[1], -1), logits[0])
-        scores = scores if self.chain_admission is None else scores[: self._admitted(scores, self.chain_admission)]
+        scores = scores if self.chain_admission is None else scores[: self.admitted(signals_of(scores))]
         if not self.do_sample:
             return DraftTree.chain(scores.argmax(-1))
         q = scores.softmax(-1)
         return DraftTree.chain(sample_index(q).squeeze(1), q.unbind())
 
-    @staticmethod
-    def _admitted(scores: torch.Tensor, admission: ChainAdmission) -> int:
-        """Return how many drafts that would be drawn by `scores`, `[drafts, config.vocab_size]`, are drawn at all."""
-        signals = signals_of(scores)
+    def admitted(self, signals: list[float]) -> int:
+        """Return how many drafts of a chain with these signals ([`signals_of`]) are admitted: the first ones."""
+        admission = cast(ChainAdmission, self.chain_admission)
         ends = (k for k, signal in enumerate(signals) if not (admission.is_open() and admission.admits(signal)))
         return next(ends, len(signals))
 
@@ -255,20 +266,57 @@ def drafts_in_step(requests: Sequence[DraftRequest], steps: Steps, width: int | 
 
 def share_passes(requests: Sequence[DraftRequest]) -> bool:
     """Return whether the drafts of several texts can be made in step: they are of one kind, and nobody admits the
-    drafts of a chain one by one."""
+    drafts of a chain one by one. Those of one text can in any case."""
+    if len(requests) == 1:
+        return True
     first, samplers = requests[0].sampler, [each.sampler for each in requests]
     kinds = {(each.do_sample, each.tree_budget, each.chain_admission is None) for each in samplers}
     are_admitted_alike = all(each.node_admission is first.node_admission for each in samplers)
     return kinds == {(first.do_sample, first.tree_budget, True)} and are_admitted_alike
 
 
-def are_most_probable(requests: Sequence[DraftRequest]) -> bool:
-    """Return whether the most probable drafts are made for several texts, chains or trees, and all that are asked for:
-    what can be a part of a graph, whose outputs do not outlast the round."""
+def asked_drafts(sampler: DraftSampler, device: torch.device) -> AskedDrafts:
+    """Return what a graph is to draft for a request."""
+    admission = sampler.node_admission
+    numbers = None if admission is None else admission.numbers(device)
+    return AskedDrafts(sampler.tree_budget, numbers, sampler.chain_admission is not None)
+
+
+def fit_a_graph(requests: Sequence[DraftRequest], is_launch_bound: bool) -> bool:
+    """Return whether the drafts of several texts can be made inside a graph, whose outputs do not outlast the round:
+    the most probable ones, chains or trees.
+
+    Args:
+        requests: One for each text.
+        is_launch_bound: Whether it costs little to draft more than is admitted.
+    """
     first = requests[0].sampler
     admits_all = first.chain_admission is None and first.node_admission is None
-    is_greedy = admits_all and not first.do_sample and not any(len(each.sampler.processors) for each in requests)
-    return is_greedy and share_passes(requests) and not are_trees_kept()
+    is_greedy = not first.do_sample and not any(len(each.sampler.processors) for each in requests)
+    return is_greedy and (admits_all or is_launch_bound) and share_passes(requests) and not are_trees_kept()
+
+
+def drafts_of(
+    grown: GrownChains | GrownNodes, requests: Sequence[DraftRequest], rows: Sequence[int]
+) -> list[DraftTree]:
+    """Return the trees, or as many drafts of each chain as a text asked for and admits, with one wait for the device
+    where that depends on what was drafted.
+
+    Args:
+        grown: What a graph drafted.
+        requests: Of those texts that asked.
+        rows: Which texts these are.
+    """
+    if isinstance(grown, GrownNodes):
+        trees = grown.trees()
+        return [trees[row] for row in rows]
+    signals, chains = [] if grown.signals is None else grown.signals.tolist(), []
+    for row, each in zip(rows, requests):
+        count = each.num_drafts
+        count = each.sampler.admitted(signals[row][:count]) if signals else count
+        sure = None if grown.confidence is None else grown.confidence[row, :count]
+        chains.append(replace(DraftTree.chain(grown.tokens[row, :count]), confidence=sure))
+    return chains
 
 
 def trees_in_step(requests: Sequence[DraftRequest], steps: Steps, width: int | None = None) -> list[DraftTree]:
@@ -358,4 +406,4 @@ def signals_of(scores: torch.Tensor) -> list[float]:
     """Return what tells most of whether the target accepts what is drawn by `scores`, `[drafts, config.vocab_size]`:
     how probable the best token is (`experiments/compare_survival.py`; more than a confidence head, above all of greedy
     text)."""
-    return scores.softmax(-1).amax(-1).tolist()
+    return best_chances(scores).tolist()

@@ -57,6 +57,11 @@ class SavedDrafter(WithCode, Drafter, PreTrainedModel):
         """
         return load_complete(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
 
+    @property
+    def _is_launch_bound(self) -> bool:
+        """Whether a pass takes as long over some more drafts, which nobody asked for: not on a CPU."""
+        return self.device.type != "cpu"
+
     def get_input_embeddings(self) -> None:  # type: ignore[override]
         """Return nothing: the embeddings are the target's. Accelerate asks for them, to shard them apart."""
 

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from .acceptance import sample_siblings
 from .padding import Padding
@@ -22,11 +23,20 @@ ACCEPTED = 0.7, 0.3, 0.25
 ranks. Measured with the shipped drafter."""
 
 
-class NodeModel(Protocol):
-    """Predicts how often nodes are accepted ([`~auto.acceptance.AcceptanceLine`])."""
+EDGE = 1e-3  # a probability nearer to 0 or 1 counts as this
 
+
+class NodeModel(Protocol):
+    """Predicts how often nodes are accepted, by a line from one log-odds to the other
+    ([`~auto.acceptance.AcceptanceLine`]).
+
+    Attributes:
+        line: Its slope and intercept.
+    """
+
+    @property
+    def line(self) -> tuple[float, float]: ...
     def __call__(self, p: float) -> float: ...
-    def of_logarithms(self, log_p: torch.Tensor) -> torch.Tensor: ...
 
 
 class Admission(NamedTuple):
@@ -44,6 +54,11 @@ class Admission(NamedTuple):
     def log_least(self) -> float:
         """The logarithm of `least`."""
         return math.log(self.least) if self.least else -math.inf
+
+    def numbers(self, device: torch.device) -> torch.Tensor:
+        """Return slope and intercept of `survival` and `log_least`, `[3]`: for a graph, in which they are new every
+        round."""
+        return torch.tensor([*self.survival.line, self.log_least], device=device)
 
 
 class DraftVocabulary(NamedTuple):
@@ -101,6 +116,20 @@ Scored = Callable[[torch.Tensor, DraftStep, Sequence[int]], DraftStep]
 and the number of each text's paths, to a step with scores in place of logits."""
 
 
+class GrownChains(NamedTuple):
+    """The most probable chain of each text, on the device.
+
+    Attributes:
+        tokens: `[batch, drafts]`.
+        confidence: The drafter's probability that the target accepts each, `[batch, drafts]`; `None` if it gives none.
+        signals: The drafter's probability of each, `[batch, drafts]`; `None` where nobody learns from it.
+    """
+
+    tokens: torch.Tensor
+    confidence: torch.Tensor | None
+    signals: torch.Tensor | None
+
+
 class GrownNodes(NamedTuple):
     """The nodes of a tree of each text, on the device.
 
@@ -155,7 +184,8 @@ def most_probable(
     """
     depth = max(counts)
     depths = torch.tensor(counts, device=anchors.device) if len(set(counts)) > 1 else depth
-    return grow_best(anchors, depths, depth, budget, steps, scored, width, children, admission).trees()
+    admitted = None if admission is None else admission.numbers(anchors.device)
+    return grow_best(anchors, depths, depth, budget, steps, scored, width, children, admitted).trees()
 
 
 def grow_best(
@@ -167,7 +197,7 @@ def grow_best(
     scored: Scored | None,
     width: int | None = None,
     children: int | None = None,
-    admission: Admission | None = None,
+    admission: torch.Tensor | None = None,
 ) -> GrownNodes:
     """Do the same as [`most_probable`], eagerly or inside a graph.
 
@@ -176,9 +206,10 @@ def grow_best(
         depth: The greatest of any tree.
         scored: The requests' processors; `None` inside a graph, which has none. Its levels ask the drafter about as
             many nodes of every text, some of which only fill up, and never wait for the device.
+        admission: The numbers of an [`Admission`]; `None` to admit all nodes.
     """
     width, children, depth = min(width or budget, budget), min(children or budget, budget), min(depth, budget)
-    least = -math.inf if admission is None else admission.log_least
+    least = -math.inf if admission is None else admission[2]
     # Of all nodes so far, `[batch, nodes]`; what only fills up has minus infinity for a value.
     tokens = parents = anchors.new_empty(len(anchors), 0)
     values = signals = torch.empty(len(anchors), 0, device=anchors.device)
@@ -192,7 +223,7 @@ def grow_best(
         step = step if scored is None else scored(paths, step, padding.counts)
         likely = (step.logits.float() / SHARPENED).log_softmax(-1)
         best = likely.topk(min(children, likely.shape[-1]), dim=-1)
-        chances = best.values if admission is None else admission.survival.of_logarithms(best.values)
+        chances = best.values if admission is None else log_chances(best.values, admission)
         found = level_values[..., None] + padding.add(chances, -math.inf)
         found = found.flatten(1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         start, each = values.shape[1], best.values.shape[1]
@@ -230,6 +261,66 @@ def grow_best(
     nodes = kept.clamp(max=made - 1)
     own = torch.stack([kept.where(kept < made, ANCHOR), parents.gather(1, nodes)])
     return GrownNodes(tokens.gather(1, nodes), own, None if admission is None else signals.gather(1, nodes).exp())
+
+
+def log_chances(log_p: torch.Tensor, line: torch.Tensor) -> torch.Tensor:
+    """Return the logarithms of probabilities of acceptance from those of the drafter's probabilities, by a
+    [`NodeModel`]'s `line`, `[2 or more]`."""
+    log_p = log_p.clamp(math.log(EDGE), math.log1p(-EDGE))
+    return nn.functional.logsigmoid(line[0] * (log_p - torch.log1p(-log_p.exp())) + line[1])
+
+
+class AskedDrafts(NamedTuple):
+    """What a graph is to draft.
+
+    Attributes:
+        tree_budget: The most nodes of a tree; `None` for chains.
+        admission: The numbers of an [`Admission`]; `None` to admit all nodes.
+        has_signals: Whether somebody admits the drafts of chains one by one.
+    """
+
+    tree_budget: int | None
+    admission: torch.Tensor | None
+    has_signals: bool
+
+
+def grow_in_graph(
+    asked: AskedDrafts,
+    anchors: torch.Tensor,
+    counts: torch.Tensor,
+    depth: int,
+    steps: Steps,
+    width: int | None = None,
+) -> GrownChains | GrownNodes:
+    """Draft the most probable chain of each text, or the tree of its most probable nodes, inside a graph.
+
+    Args:
+        asked: Which of them.
+        anchors: The last token of each text, `[batch]`.
+        counts: The greatest depth of each tree, `[batch]`.
+        depth: The number of drafts of chains, and the greatest depth of any tree.
+        steps: The drafter.
+        width: Of a tree, how many nodes of a level go on at most, and how many children each has; `None` for as many
+            as are worth it.
+    """
+    if asked.tree_budget is not None:
+        going_on = width or width_for(asked.tree_budget)
+        return grow_best(anchors, counts, depth, asked.tree_budget, steps, None, going_on, width, asked.admission)
+    tokens, rows = [anchors], torch.arange(len(anchors), device=anchors.device)
+    confidence: list[torch.Tensor] = []
+    signals: list[torch.Tensor] = []
+    for k in range(depth):
+        step = steps(k, tokens[-1], rows)
+        tokens.append(step.token_ids(step.logits.argmax(-1)))
+        confidence += [] if step.confidence is None else [step.confidence]
+        signals += [best_chances(step.logits)] if asked.has_signals else []
+    of_all = (torch.stack(each, dim=1) if each else None for each in (confidence, signals))
+    return GrownChains(torch.stack(tokens[1:], dim=1), *of_all)
+
+
+def best_chances(scores: torch.Tensor) -> torch.Tensor:
+    """Return the probability of the best token, `[...]`, from scores `[..., config.vocab_size]`."""
+    return scores.float().softmax(-1).amax(-1)
 
 
 def width_for(budget: int) -> int:

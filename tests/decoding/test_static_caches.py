@@ -20,6 +20,8 @@ from transformers import CompileConfig, DynamicCache, LogitsProcessorList, Stati
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from hf_hyperdflash import HyperDFlashDrafter, MedusaConfig, MedusaDrafter, PromptLookupDrafter, bind
+from hf_hyperdflash.auto import policies
+from hf_hyperdflash.auto.acceptance import AcceptanceLine
 from hf_hyperdflash.auto.policies import ChainPolicy
 from hf_hyperdflash.decoding.request import can_hold_rounds
 from hf_hyperdflash.drafters.parts.block_attention import AttentionSpan
@@ -27,11 +29,12 @@ from hf_hyperdflash.drafters.parts.entry_context import EntryBatch
 from hf_hyperdflash.drafters.parts.fixed_context import FixedBuffers, FixedContext, FixedLayers
 from hf_hyperdflash.drafters.parts.layers import ContextCache
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
-from hf_hyperdflash.drafters.unrolled.drafter import UnrolledDrafter
+from hf_hyperdflash.drafters.saved import SavedDrafter
 from hf_hyperdflash.targets.caches import slot_forward
 from hf_hyperdflash.targets.caches.name import CACHE
 from hf_hyperdflash.targets.caches.static import SlotCache
 from hf_hyperdflash.targets.registry import target_of
+from hf_hyperdflash.trees.growth import Admission
 from hf_hyperdflash.trees.layout import TreeLayout
 from hf_hyperdflash.trees.tree import DraftTree
 
@@ -367,10 +370,10 @@ class Pair:
 
     def __init__(self, kind):
         self.target = families.qwen3().eval()
-        self.seen, self.drafter = target_of(self.target), unrolled(kind, self.target, **UNROLLED[kind])
+        self.seen, self.drafter = target_of(self.target), drafter_of_kind(kind, self.target)
         self.compiled = slot_forward.CompiledForwards(dict(fullgraph=True, backend="eager"))
         self.contexts = [self.drafter.new_context() for _ in range(2)]
-        self.text, self.state = prompt(100), torch.randn(1, 100, self.drafter.config.num_streams, 64)
+        self.text, self.state = prompt(100), torch.randn(1, 100, len(self.drafter.target_layer_ids), 64)
         self.positions, self.done = torch.arange(100)[None], 0
 
     def fix(self, room, drafts):
@@ -385,13 +388,18 @@ class Pair:
             self.drafter.extend(self.seen, context, *inputs)
         self.done += count
 
-    def drafts(self, count, budget=None):
+    def drafts(self, count, budget=None, chains=(None, None), nodes=None):
         """Return how many there are, after a look that they are the same."""
-        sampler = DraftSampler(LogitsProcessorList(), False, budget)
+        samplers = [DraftSampler(LogitsProcessorList(), False, budget, each, nodes) for each in chains]
         inputs = self.text[:, : self.done + 1], self.positions[:, : self.done + 1]
-        eager, own = (self.drafter.propose(self.seen, each, *inputs, count, sampler) for each in self.contexts)
+        eager, own = (
+            self.drafter.propose(self.seen, each, *inputs, count, sampler)
+            for each, sampler in zip(self.contexts, samplers)
+        )
         assert own.tokens.tolist() == eager.tokens.tolist() and own.parents == eager.parents
         assert own.passes == eager.passes
+        if nodes is not None:
+            torch.testing.assert_close(own.confidence, eager.confidence)
         return len(own)
 
 
@@ -400,7 +408,7 @@ class Pair:
 @torch.no_grad()
 def test_a_compiled_chain_or_tree_is_the_eager_one(is_launch_bound, kind, counted, monkeypatch):
     """Whatever number of tokens a round adds, at once and in turns with what is drafted eagerly."""
-    monkeypatch.setattr(UnrolledDrafter, "_is_launch_bound", is_launch_bound)
+    monkeypatch.setattr(SavedDrafter, "_is_launch_bound", is_launch_bound)
     pair = Pair(kind)
     pair.extend(20)
     pair.fix(70, drafts=5)
@@ -421,12 +429,55 @@ def test_a_compiled_chain_or_tree_is_the_eager_one(is_launch_bound, kind, counte
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+class Least:
+    """Admits drafts as long as they are probable enough, and the text has room for them."""
+
+    def __init__(self, least, most):
+        self.least, self.most, self.signals = least, most, []
+
+    def is_open(self):
+        return len(self.signals) < self.most
+
+    def admits(self, signal):
+        self.signals.append(signal)
+        return signal >= self.least
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_launch_bound"), [("", True), ("", False), *((kind, True) for kind in (*UNROLLED, "medusa"))]
+)
+@torch.no_grad()
+def test_what_is_admitted_of_a_graph_is_what_is_admitted_eagerly(kind, is_launch_bound, counted, monkeypatch):
+    """On an accelerator a graph drafts all that there may be, and only what was learned so far is new to it."""
+    monkeypatch.setattr(SavedDrafter, "_is_launch_bound", is_launch_bound)
+    pair, line, numbers = Pair(kind), AcceptanceLine(), set()
+    most = pair.drafter.max_draft_tokens
+    pair.extend(20)
+    pair.fix(100, drafts=most)
+    pair.drafts(most)
+    graphs, signals = [], [0.0]
+    for turn in range(12):
+        pair.extend(1 + turn % 3)
+        # Of the last round's signals the lowest one, the next, and so on.
+        seen = [Least(sorted(signals)[turn % len(signals)], most - turn % 2) for _ in range(2)]
+        numbers.add(pair.drafts(most, chains=seen))
+        torch.testing.assert_close(*(torch.tensor(each.signals) for each in seen))
+        signals = seen[0].signals
+        line.observe(0.1 + 0.05 * turn, turn % 2 > 0)
+        pair.extend(1)
+        numbers.add(pair.drafts(most, 7, nodes=Admission(line, 0.6 * 0.75**turn)))
+        graphs.append(counted["unique_graphs"])
+    assert len(numbers) > 4 and not torch._dynamo.utils.counters["graph_break"]
+    # Whatever was learned since; blocks of a host's trees run in passes of one of two widths.
+    assert graphs[-1] <= 4 if kind == "specblock" else graphs[-1] == graphs[1]
+
+
 @pytest.mark.parametrize("budget", [None, 7])
 @pytest.mark.parametrize("kind", UNROLLED)
 @torch.no_grad()
 def test_a_text_that_is_not_asked_keeps_its_entries(kind, budget, counted, monkeypatch):
     """A pass is of all texts of a batch, and writes something for each."""
-    monkeypatch.setattr(UnrolledDrafter, "_is_launch_bound", True)
+    monkeypatch.setattr(SavedDrafter, "_is_launch_bound", True)
     target = families.qwen3().eval()
     seen, drafter, lengths = target_of(target), unrolled(kind, target, **UNROLLED[kind]), (15, 31)
     residual, sampler = torch.randn(1, 40, drafter.config.num_streams, 64), DraftSampler([], False, budget)
@@ -474,7 +525,7 @@ def test_what_has_no_place_in_a_graph_is_drafted_eagerly(kind, counted):
 )
 def test_nothing_compiles_twice(family, kind, counted, monkeypatch):
     """After one text of each way to draft, others of any length that fits, turns and temperatures compile nothing."""
-    monkeypatch.setattr(UnrolledDrafter, "_is_launch_bound", True)
+    monkeypatch.setattr(SavedDrafter, "_is_launch_bound", True)
     target, own = target_and_own(family)
     drafter = drafter_of_kind(kind, target)
     options = dict(assistant_model=drafter, pad_token_id=0, cache_implementation="static", compile_config=compiling())
@@ -505,28 +556,66 @@ NO_LAUNCHES = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def waits(monkeypatch):
+    """Lists for each round, once there is one, in which functions a tensor was read."""
+    rounds = []
+
+    def wait(self, read):
+        if rounds:
+            rounds[-1].append(sys._getframe(2).f_code.co_name)
+        return read(self)
+
+    for name in ("tolist", "item", "__bool__", "__int__", "__float__", "__index__"):
+        read = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, read=read: wait(self, read))
+    return rounds
+
+
+@pytest.mark.parametrize("kind", ["", "eagle3"])
+def test_a_round_of_what_pays_waits_twice(kind, counted, waits, monkeypatch):
+    """On an accelerator: for what was drafted, as it may not all be verified, and for what the target wrote."""
+    monkeypatch.setattr(SavedDrafter, "_is_launch_bound", True)
+    monkeypatch.setattr(policies, "MOST_NODES", 8)  # which are traced in less time
+    target, own = target_and_own(families.qwen3)
+    drafter, ids = drafter_of_kind(kind, target), prompt(9)
+    options = dict(max_new_tokens=90, cache_implementation="static", max_cache_len=120, compile_config=compiling())
+    options["tree_budget"] = "auto"  # chains and trees by turns
+    propose, asked = drafter.propose, []
+
+    def begin(*args):
+        waits.append([])
+        asked.append(args[-1].tree_budget)
+        tree = propose(*args)
+        waits.append([])
+        return tree
+
+    drafter.propose = begin
+    text = target.generate(ids, assistant_model=drafter, **options, **GREEDILY)
+    monkeypatch.undo()
+    assert torch.equal(text, own.generate(ids, max_new_tokens=90, **GREEDILY))
+    assert not torch._dynamo.utils.counters["graph_break"]
+    expected = [["drafts_of"] if budget is None else ["trees"] for budget in asked]
+    are_so = [told == drafting for told, drafting in zip(expected, waits[::2])]
+    # Eagerly at first, as the prompt's entries are there, and after rounds without drafts.
+    assert sum(are_so[3:]) > 0.7 * len(are_so[3:]) > 5, waits[::2]
+    assert {None, 8} <= {*asked}
+
+
 @pytest.mark.parametrize("kind", ["", *UNROLLED, "medusa"])
-def test_a_greedy_round_is_two_graphs_and_one_wait(kind, counted, monkeypatch):
+def test_a_greedy_round_is_two_graphs_and_one_wait(kind, counted, waits, monkeypatch):
     """The drafter's passes and the target's; between them what prepares their arguments, a few small operations."""
     target, own = target_and_own(families.qwen3)
     drafter, ids = drafter_of_kind(kind, target), prompt(9)
     options = dict(max_new_tokens=24, cache_implementation="static", max_cache_len=60, compile_config=compiling())
     target.generate(ids, assistant_model=drafter, **options, **GREEDILY)
-    waits, propose = [], drafter.propose
+    propose = drafter.propose
 
     def begin(*args):
         waits.append([])
         with record_function("a round"):
             return propose(*args)
 
-    def wait(self, read):
-        if waits:
-            waits[-1].append(sys._getframe(2).f_code.co_name)
-        return read(self)
-
-    for name in ("tolist", "item", "__bool__", "__int__", "__float__", "__index__"):
-        read = getattr(torch.Tensor, name)
-        monkeypatch.setattr(torch.Tensor, name, lambda self, read=read: wait(self, read))
     drafter.propose = begin
     with profile() as trace:
         text = target.generate(ids, assistant_model=drafter, **options, **GREEDILY)
@@ -641,7 +730,7 @@ def test_a_compiled_batch_keeps_its_shape(counted):
 )  # fmt: skip
 def test_a_batch_is_drafted_for_in_one_compiled_pass(family, kind, do_sample, budget, counted, monkeypatch):
     """The drafts of every round are those of an eager one, until the last text has ended."""
-    monkeypatch.setattr(UnrolledDrafter, "_is_launch_bound", True)
+    monkeypatch.setattr(SavedDrafter, "_is_launch_bound", True)
     target, own = target_and_own(family)
     layers = dict(sliding_window=6, layer_types=["full_attention", "sliding_attention"], num_hidden_layers=2)
     drafter, drafted = drafter_of_kind(kind, target, **layers), []

@@ -292,12 +292,11 @@ def test_each_text_has_the_tree_that_it_has_alone(counts, budget, width, holes, 
         assert tree_of(tree) == tree_of(alone)
         assert talkers[text].asked == talker.asked  # of none more than it would be alone
     assert len(together.asked) == max(len(talker.asked) for talker in talkers)
-    if is_admitted:
-        return
     # The same inside a graph, in which every text has as many paths, and trees as deep.
     together = Talkers(*(Talker(4, seed + text, holes=holes) for text in range(len(counts))))
     anchors, depths = IDS[:, -1].repeat(len(counts)), torch.tensor(counts)
-    fixed = grow_best(anchors, depths, max(counts), budget, together, None, width).trees()
+    admitted = None if options["admission"] is None else options["admission"].numbers(anchors.device)
+    fixed = grow_best(anchors, depths, max(counts), budget, together, None, width, None, admitted).trees()
     assert [tree_of(tree) for tree in fixed] == [tree_of(tree) for tree in trees]
     assert len(together.asked) == min(max(counts), budget)
     for k, texts in enumerate(together.asked):

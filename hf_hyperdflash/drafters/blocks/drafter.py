@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -12,14 +11,22 @@ from torch import nn
 from ...targets.attention_masks import AttentionMask, attention_mask_for
 from ...targets.caches.slot_forward import CompiledForwards
 from ...targets.target import Target
-from ...trees.growth import GrownNodes, grow_best, width_for
+from ...trees.growth import AskedDrafts, GrownChains, GrownNodes, grow_in_graph
 from ...trees.tree import DraftTree, are_trees_kept
 from ..parts.fixed_context import FixedBuffers, FixedContext, FixedLayers
 from ..parts.heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, SequentialHead, ZeroInitLinear, run_heads
 from ..parts.joint_context import JointContext
 from ..parts.layers import ContextCache, KeysValues, Rotary, block_inputs
 from ..reading import ReadingDrafter
-from ..sampling import DraftRequest, DraftSampler, are_most_probable, drafts_in_step, share_passes
+from ..sampling import (
+    DraftRequest,
+    DraftSampler,
+    asked_drafts,
+    drafts_in_step,
+    drafts_of,
+    fit_a_graph,
+    share_passes,
+)
 from .path import BlockPath
 
 
@@ -277,24 +284,18 @@ class BlockDrafter(ReadingDrafter):
         Returns:
             The blocks' states, `[texts, config.block_size, config.target_hidden_size]`, and, in that case, the drafts.
         """
-        shared, is_greedy = cast(FixedContext, requests[0].context).shared, are_most_probable(requests)
-        rows = [each.context.row for each in requests]
-        tree_budget = requests[0].sampler.tree_budget if is_greedy else None
+        shared, sampler = cast(FixedContext, requests[0].context).shared, requests[0].sampler
+        rows, is_whole = [each.context.row for each in requests], fit_a_graph(requests, self._is_launch_bound)
+        asked = asked_drafts(sampler, self.device) if is_whole else None
         anchors = shared.last_of(requests, "ids"), shared.last_of(requests, "position_ids")
-        inputs = *anchors, *shared.inputs(requests), shared.most_new, shared.view, is_greedy, tree_budget
-        hidden, drafted, sure = shared.compiled(_run_block, self, target, shared.all, *inputs)
+        inputs = *anchors, *shared.inputs(requests), shared.most_new, shared.view, asked
+        hidden, drafted = shared.compiled(_run_block, self, target, shared.all, *inputs)
         for each in requests:
             each.context.advance(0 if each.context.pending is None else each.context.pending[1].shape[1])
             each.context.pending = None
-        if isinstance(drafted, GrownNodes):
-            trees = drafted.trees()
-            return hidden, [trees[row] for row in rows]
         if drafted is None:
             return hidden if len(rows) == len(hidden) else hidden[rows], []
-        trees = [DraftTree.chain(drafted[row, : each.num_drafts]) for row, each in zip(rows, requests)]
-        if sure is not None:
-            trees = [replace(tree, confidence=sure[row, : len(tree)]) for row, tree in zip(rows, trees)]
-        return hidden, trees
+        return hidden, drafts_of(drafted, requests, rows)
 
     @torch.no_grad()
     def propose_batch(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
@@ -378,9 +379,8 @@ def _run_block(
     counts: torch.Tensor,
     most_new: int,
     view: int,
-    is_greedy: bool,
-    tree_budget: int | None,
-) -> tuple[torch.Tensor, torch.Tensor | GrownNodes | None, torch.Tensor | None]:
+    asked: AskedDrafts | None,
+) -> tuple[torch.Tensor, GrownChains | GrownNodes | None]:
     config = drafter.config
     block, positions = block_inputs(ids, position_ids, config.block_size, config.mask_token_id)
     context = FixedLayers(buffers, counts, most_new, view)
@@ -389,16 +389,8 @@ def _run_block(
     # What is pending ends before the anchor.
     pending = position_ids - counts[:, 1:2] + torch.arange(most_new, device=position_ids.device)
     hidden = drafter(embeds, positions, cast(Any, context), masks, residual, pending)
-    if not is_greedy:
-        return hidden, None, None
+    if asked is None:
+        return hidden, None
     depth = min(most_new - 1, config.max_draft_tokens)
     path = BlockPath(drafter, target, hidden[:, config.first_slot : config.first_slot + depth])
-    if tree_budget is not None:
-        width = width_for(tree_budget)
-        return hidden, grow_best(ids[:, 0], counts[:, 2], depth, tree_budget, path, None, width), None
-    tokens, rows, confidence = [ids[:, 0]], torch.arange(len(ids), device=ids.device), []
-    for k in range(depth):
-        step = path(k, tokens[-1], rows)
-        tokens.append(step.token_ids(step.logits.argmax(-1)))
-        confidence += [] if step.confidence is None else [step.confidence]
-    return hidden, torch.stack(tokens[1:], dim=1), torch.stack(confidence, dim=1) if confidence else None
+    return hidden, grow_in_graph(asked, ids[:, 0], counts[:, 2], depth, path)

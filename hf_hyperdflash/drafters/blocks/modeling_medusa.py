@@ -15,11 +15,11 @@ from transformers import PreTrainedConfig
 
 from ...targets.caches.slot_forward import CompiledForwards
 from ...targets.target import Target
-from ...trees.growth import DraftStep, GrownNodes, grow_best, width_for
+from ...trees.growth import AskedDrafts, DraftStep, GrownChains, GrownNodes, grow_in_graph
 from ...trees.tree import DraftTree
 from ..base import EmptyContext
 from ..configuration import WithCode
-from ..sampling import DraftRequest, are_most_probable
+from ..sampling import DraftRequest, asked_drafts, drafts_of, fit_a_graph
 from ..saved import SavedDrafter
 
 
@@ -131,16 +131,13 @@ class MedusaDrafter(SavedDrafter):
         rows, counts = [batch.index(each.context) for each in requests], [0] * len(batch)
         for row, each in zip(rows, requests):
             counts[row] = each.num_drafts
-        is_greedy, limits = are_most_probable(requests), torch.tensor(counts, device=self.device)
-        budget = requests[0].sampler.tree_budget if is_greedy else None
-        drafted = compiled(_draft_all, self, target, torch.cat(residual), limits, is_greedy, budget)
-        if isinstance(drafted, GrownNodes):
-            trees = drafted.trees()
-            return [trees[row] for row in rows]
-        own = [drafted[row, : each.num_drafts] for row, each in zip(rows, requests)]
-        if is_greedy:
-            return [DraftTree.chain(tokens) for tokens in own]
-        return [each.sampler.blind(each.ids, logits[None]) for each, logits in zip(requests, own)]
+        limits, is_whole = torch.tensor(counts, device=self.device), fit_a_graph(requests, self._is_launch_bound)
+        asked = asked_drafts(requests[0].sampler, self.device) if is_whole else None
+        drafted = compiled(_draft_all, self, target, torch.cat(residual), limits, asked)
+        if not isinstance(drafted, torch.Tensor):
+            return drafts_of(drafted, requests, rows)
+        own = [drafted[row : row + 1, : each.num_drafts] for row, each in zip(rows, requests)]
+        return [each.sampler.blind(each.ids, logits) for each, logits in zip(requests, own)]
 
     def forward(self, target: Target, residual: torch.Tensor) -> torch.Tensor:
         """Return each head's logits after tokens, `[batch, config.medusa_num_heads, config.vocab_size]`, from their
@@ -167,23 +164,19 @@ def _draft_all(
     target: Target,
     residual: torch.Tensor,
     limits: torch.Tensor,
-    is_greedy: bool,
-    budget: int | None,
-) -> torch.Tensor | GrownNodes:
-    """Return the heads' logits; the most probable drafts or, at most `limits` `[texts]` deep, trees of them, if these
-    are asked for."""
+    asked: AskedDrafts | None,
+) -> torch.Tensor | GrownChains | GrownNodes:
+    """Return the heads' logits, or what is asked for of drafts, trees at most `limits` `[texts]` deep."""
     logits = drafter(target, residual)
     texts, depth, _ = logits.shape
 
     def steps(k: int, tokens: torch.Tensor, rows: torch.Tensor) -> DraftStep:
         return DraftStep(logits[:, k].repeat_interleave(len(tokens) // texts, dim=0))
 
-    if not is_greedy:
+    if asked is None:
         return logits
-    if budget is None:
-        return logits.argmax(-1)
     anchors = torch.zeros_like(limits)  # which no head reads
-    return grow_best(anchors, limits, depth, budget, steps, None, width_for(budget))
+    return grow_in_graph(asked, anchors, limits, depth, steps)
 
 
 def fits(fields: dict[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from ...targets.attention_masks import attention_mask_for
 from ...targets.caches.slot_forward import CompiledForwards
 from ...targets.registry import target_of
 from ...targets.target import Target
-from ...trees.growth import GrownNodes
+from ...trees.growth import AskedDrafts, GrownChains, GrownNodes
 from ...trees.padding import Padding
 from ...trees.tree import DraftTree
 from ..parts.entry_context import EntryBatch, EntryContext
@@ -37,7 +37,7 @@ from ..parts.layers import (
 )
 from ..parts.reducers import REDUCERS
 from ..reading import ReadingDrafter, check_pair
-from ..sampling import DraftRequest, DraftSampler, are_most_probable, share_passes
+from ..sampling import DraftRequest, DraftSampler, asked_drafts, drafts_of, fit_a_graph, share_passes
 from ..weights import named_dtype
 from .configuration import UnrolledConfig
 from .unrolling import CompiledUnrolling, Unrolling, draft_best, width_of_pass
@@ -330,10 +330,11 @@ class UnrolledDrafter(ReadingDrafter):
     def _propose_some(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         contexts, budget = [each.context for each in requests], requests[0].sampler.tree_budget
         if all(isinstance(context, FixedEntries) and context.runs_compiled for context in contexts):
-            if are_most_probable(requests) and (budget is None or (self._tree_width and self._is_launch_bound)):
+            is_chain_or_grows = budget is None or (self.tree_width and self._is_launch_bound)
+            if is_chain_or_grows and fit_a_graph(requests, self._is_launch_bound):
                 return self._draft_in_graph(target, requests)
             if self._is_launch_bound:
-                self._run_graph(target, requests, 0, None)  # the entries alone
+                self._run_graph(target, requests, None)  # the entries alone
                 return self._draft(target, CompiledUnrolling(self, target, contexts), requests)
         self.flush_pending(target, contexts)
         return self._draft(target, Unrolling(self, target, contexts), requests)
@@ -353,7 +354,7 @@ class UnrolledDrafter(ReadingDrafter):
         if self.device.type == "meta":
             return []
         # Behind a text there are a round's entries, some of which only fill up, and its later blocks, pass by pass.
-        most_blocks = width_of_pass(min(most_drafts, self._tree_width or most_drafts))
+        most_blocks = width_of_pass(min(most_drafts, self.tree_width or most_drafts))
         spare = (most_new + config.max_blocks * most_blocks) * config.block_size
         shape = texts, config.num_key_value_heads, room * config.block_size + spare, config.head_dim
         residual = texts, most_new, config.num_streams, config.target_hidden_size
@@ -365,35 +366,25 @@ class UnrolledDrafter(ReadingDrafter):
         return [FixedEntries(context, shared) for context in contexts]
 
     @property
-    def _tree_width(self) -> int | None:
+    def tree_width(self) -> int | None:
         """How many nodes of a level go on in a draft tree; `None` where it does not grow level by level."""
         return None
 
-    @property
-    def _is_launch_bound(self) -> bool:
-        """Whether a pass takes as long over some more blocks, which only fill up: not on a CPU."""
-        return self.device.type != "cpu"
-
     def _draft_in_graph(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Draft for texts of a batch in one graph, which makes the entries of their pending tokens, too."""
-        budget, size = requests[0].sampler.tree_budget, self.config.block_size
-        tree_size = None if budget is None else (budget, self._tree_width)
-        drafted = self._run_graph(target, requests, requests[0].context.shared.most_new - 1, tree_size)
-        if isinstance(drafted, GrownNodes):
-            grown = drafted.trees()
-            trees = [grown[each.context.row] for each in requests]
-        else:
-            trees = [DraftTree.chain(drafted[each.context.row, : each.num_drafts]) for each in requests]
+        asked, size = asked_drafts(requests[0].sampler, self.device), self.config.block_size
+        drafted = cast("GrownChains | GrownNodes", self._run_graph(target, requests, asked))
+        trees = drafts_of(drafted, requests, [each.context.row for each in requests])
         return [replace(tree, passes=tuple(1 + (depth - 1) // size for depth in tree.depths)) for tree in trees]
 
     def _run_graph(
-        self, target: Target, requests: Sequence[DraftRequest], depth: int, tree_size: tuple[int, int | None] | None
-    ) -> torch.Tensor | GrownNodes:
+        self, target: Target, requests: Sequence[DraftRequest], asked: AskedDrafts | None
+    ) -> GrownChains | GrownNodes | None:
         """Make the entries of pending tokens and draft from them, as [`draft_best`] does. Texts that have ended or ask
         for nothing are run along."""
         shared = requests[0].context.shared
         position_ids = shared.last_of(requests, "position_ids")
-        inputs = position_ids, *shared.inputs(requests), shared.view, depth, tree_size
+        inputs = position_ids, *shared.inputs(requests), shared.view, shared.most_new - 1, asked
         drafted, states = shared.compiled(draft_best, self, target, shared.all, *inputs)
         states = states.clone()  # of their own, as a graph's outputs last until it runs again
         for each in requests:

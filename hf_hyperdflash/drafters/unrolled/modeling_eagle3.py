@@ -94,7 +94,7 @@ class Eagle3Drafter(UnrolledDrafter):
         return self.norm(states) if self.config.norm_output else states
 
     @property
-    def _tree_width(self) -> int:
+    def tree_width(self) -> int:
         return self.config.tree_width
 
     def _draft(self, target: Target, unrolling: Unrolling, requests: Sequence[DraftRequest]) -> list[DraftTree]:

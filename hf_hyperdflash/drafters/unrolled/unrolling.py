@@ -11,7 +11,7 @@ from torch import nn
 
 from ...targets.caches.slot_forward import view_for
 from ...targets.target import Target
-from ...trees.growth import DraftStep, GrownNodes, grow_best
+from ...trees.growth import AskedDrafts, DraftStep, GrownChains, GrownNodes, best_chances, grow_in_graph
 from ...trees.padding import Padding
 from ..parts.entry_context import EntryBatch, EntryContext
 from ..parts.fixed_context import FixedEntries, layers_from
@@ -259,28 +259,32 @@ def draft_best(
     counts: torch.Tensor,
     view: int,
     depth: int,
-    tree_size: tuple[int, int] | None,
-) -> tuple[torch.Tensor | GrownNodes, torch.Tensor]:
+    asked: AskedDrafts | None,
+) -> tuple[GrownChains | GrownNodes | None, torch.Tensor]:
     """Draft the most probable chain of each text, or the tree of its most probable nodes.
 
     Args:
         counts: As for [`FixedUnrolling`], and how many drafts each text asks for, one after the other, `[texts, 3]`.
-        depth: The most of any text, as many as chains have; 0 for the entries alone.
-        tree_size: The most nodes, and how many of a level go on; `None` for chains.
+        depth: The most of any text, as many as chains have.
+        asked: Which of them; `None` for the entries alone.
 
     Returns:
-        Chains `[texts, depth]` or trees, and the last entries' states.
+        The drafts, and the last entries' states.
     """
     unrolling = FixedUnrolling(drafter, target, buffers, position_ids, residual, next_ids, counts[:, :2], view)
     entries, size = unrolling.states, unrolling.size
-    if tree_size is not None:
-        budget, width = tree_size
-        grown = grow_best(next_ids[:, 0], counts[:, 2], depth, budget, unrolling.branch, None, width, width)
-        return grown, entries
-    blocks = [next_ids[:, :0]]
+    if asked is None:
+        return None, entries
+    if asked.tree_budget is not None:
+        width = drafter.tree_width
+        return grow_in_graph(asked, next_ids[:, 0], counts[:, 2], depth, unrolling.branch, width), entries
+    blocks: list[torch.Tensor] = []
+    signals: list[torch.Tensor] = []
     for start in range(0, depth, size):
         if start:
             unrolling.extend_chains(blocks[-1][:, -1])
-        best = unrolling.logits(min(size, depth - start)).argmax(-1)
+        logits = unrolling.logits(min(size, depth - start))
+        best = logits.argmax(-1)
         blocks.append(drafter.draft_ids[best] if drafter.config.draft_vocab_size else best)
-    return torch.cat(blocks, dim=1), entries
+        signals += [best_chances(logits)] if asked.has_signals else []
+    return GrownChains(torch.cat(blocks, dim=1), None, torch.cat(signals, dim=1) if signals else None), entries

@@ -275,25 +275,24 @@ def share_passes(requests: Sequence[DraftRequest]) -> bool:
     return kinds == {(first.do_sample, first.tree_budget, True)} and are_admitted_alike
 
 
-def asked_drafts(sampler: DraftSampler, device: torch.device) -> AskedDrafts:
-    """Return what a graph is to draft for a request."""
-    admission = sampler.node_admission
-    numbers = None if admission is None else admission.numbers(device)
-    return AskedDrafts(sampler.tree_budget, numbers, sampler.chain_admission is not None)
-
-
-def fit_a_graph(requests: Sequence[DraftRequest], is_launch_bound: bool) -> bool:
-    """Return whether the drafts of several texts can be made inside a graph, whose outputs do not outlast the round:
-    the most probable ones, chains or trees.
+def asked_of_a_graph(
+    requests: Sequence[DraftRequest], device: torch.device, is_launch_bound: bool
+) -> AskedDrafts | None:
+    """Return what a graph is to draft for several texts: the most probable chains or trees. `None` for drafts that it
+    cannot make, or that would outlast its next run.
 
     Args:
         requests: One for each text.
+        device: The drafter's.
         is_launch_bound: Whether it costs little to draft more than is admitted.
     """
     first = requests[0].sampler
     admits_all = first.chain_admission is None and first.node_admission is None
     is_greedy = not first.do_sample and not any(len(each.sampler.processors) for each in requests)
-    return is_greedy and (admits_all or is_launch_bound) and share_passes(requests) and not are_trees_kept()
+    if not (is_greedy and (admits_all or is_launch_bound) and share_passes(requests)) or are_trees_kept():
+        return None
+    numbers = None if first.node_admission is None else first.node_admission.numbers(device)
+    return AskedDrafts(first.tree_budget, numbers, first.chain_admission is not None)
 
 
 def drafts_of(

@@ -18,15 +18,7 @@ from ..parts.heads import HEADS, ConfidenceHead, HeadOutput, SelectorHead, Seque
 from ..parts.joint_context import JointContext
 from ..parts.layers import ContextCache, KeysValues, Rotary, block_inputs
 from ..reading import ReadingDrafter
-from ..sampling import (
-    DraftRequest,
-    DraftSampler,
-    asked_drafts,
-    drafts_in_step,
-    drafts_of,
-    fit_a_graph,
-    share_passes,
-)
+from ..sampling import DraftRequest, DraftSampler, asked_of_a_graph, drafts_in_step, drafts_of, share_passes
 from .path import BlockPath
 
 
@@ -284,9 +276,8 @@ class BlockDrafter(ReadingDrafter):
         Returns:
             The blocks' states, `[texts, config.block_size, config.target_hidden_size]`, and, in that case, the drafts.
         """
-        shared, sampler = cast(FixedContext, requests[0].context).shared, requests[0].sampler
-        rows, is_whole = [each.context.row for each in requests], fit_a_graph(requests, self._is_launch_bound)
-        asked = asked_drafts(sampler, self.device) if is_whole else None
+        shared, rows = cast(FixedContext, requests[0].context).shared, [each.context.row for each in requests]
+        asked = asked_of_a_graph(requests, self.device, self._is_launch_bound)
         anchors = shared.last_of(requests, "ids"), shared.last_of(requests, "position_ids")
         inputs = *anchors, *shared.inputs(requests), shared.most_new, shared.view, asked
         hidden, drafted = shared.compiled(_run_block, self, target, shared.all, *inputs)

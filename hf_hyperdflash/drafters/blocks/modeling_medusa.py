@@ -19,7 +19,7 @@ from ...trees.growth import AskedDrafts, DraftStep, GrownChains, GrownNodes, gro
 from ...trees.tree import DraftTree
 from ..base import EmptyContext
 from ..configuration import WithCode
-from ..sampling import DraftRequest, asked_drafts, drafts_of, fit_a_graph
+from ..sampling import DraftRequest, asked_of_a_graph, drafts_of
 from ..saved import SavedDrafter
 
 
@@ -131,8 +131,8 @@ class MedusaDrafter(SavedDrafter):
         rows, counts = [batch.index(each.context) for each in requests], [0] * len(batch)
         for row, each in zip(rows, requests):
             counts[row] = each.num_drafts
-        limits, is_whole = torch.tensor(counts, device=self.device), fit_a_graph(requests, self._is_launch_bound)
-        asked = asked_drafts(requests[0].sampler, self.device) if is_whole else None
+        limits = torch.tensor(counts, device=self.device)
+        asked = asked_of_a_graph(requests, self.device, self._is_launch_bound)
         drafted = compiled(_draft_all, self, target, torch.cat(residual), limits, asked)
         if not isinstance(drafted, torch.Tensor):
             return drafts_of(drafted, requests, rows)

@@ -37,7 +37,7 @@ from ..parts.layers import (
 )
 from ..parts.reducers import REDUCERS
 from ..reading import ReadingDrafter, check_pair
-from ..sampling import DraftRequest, DraftSampler, asked_drafts, drafts_of, fit_a_graph, share_passes
+from ..sampling import DraftRequest, DraftSampler, asked_of_a_graph, drafts_of, share_passes
 from ..weights import named_dtype
 from .configuration import UnrolledConfig
 from .unrolling import CompiledUnrolling, Unrolling, draft_best, width_of_pass
@@ -330,9 +330,9 @@ class UnrolledDrafter(ReadingDrafter):
     def _propose_some(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         contexts, budget = [each.context for each in requests], requests[0].sampler.tree_budget
         if all(isinstance(context, FixedEntries) and context.runs_compiled for context in contexts):
-            is_chain_or_grows = budget is None or (self.tree_width and self._is_launch_bound)
-            if is_chain_or_grows and fit_a_graph(requests, self._is_launch_bound):
-                return self._draft_in_graph(target, requests)
+            asked = asked_of_a_graph(requests, self.device, self._is_launch_bound)
+            if asked is not None and (budget is None or (self.tree_width and self._is_launch_bound)):
+                return self._draft_in_graph(target, requests, asked)
             if self._is_launch_bound:
                 self._run_graph(target, requests, None)  # the entries alone
                 return self._draft(target, CompiledUnrolling(self, target, contexts), requests)
@@ -370,9 +370,9 @@ class UnrolledDrafter(ReadingDrafter):
         """How many nodes of a level go on in a draft tree; `None` where it does not grow level by level."""
         return None
 
-    def _draft_in_graph(self, target: Target, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+    def _draft_in_graph(self, target: Target, requests: Sequence[DraftRequest], asked: AskedDrafts) -> list[DraftTree]:
         """Draft for texts of a batch in one graph, which makes the entries of their pending tokens, too."""
-        asked, size = asked_drafts(requests[0].sampler, self.device), self.config.block_size
+        size = self.config.block_size
         drafted = cast("GrownChains | GrownNodes", self._run_graph(target, requests, asked))
         trees = drafts_of(drafted, requests, [each.context.row for each in requests])
         return [replace(tree, passes=tuple(1 + (depth - 1) // size for depth in tree.depths)) for tree in trees]

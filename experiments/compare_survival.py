@@ -33,6 +33,7 @@ from hf_hyperdflash.benchmark.suites import load_suite, suites_in
 from hf_hyperdflash.drafters.base import Observer
 from hf_hyperdflash.drafters.sampling import DraftSampler
 from hf_hyperdflash.training.data.encoding import encode_prompts
+from hf_hyperdflash.trees.growth import DraftStep
 
 FEATURES = ("confidence", "top", "gap", "entropy", "drawn before", "recent", "position")
 _LAST = 0.9  # of the running mean of accepted shares
@@ -62,6 +63,9 @@ class Listening(DraftSampler):
     def __init__(self, sampler: DraftSampler) -> None:
         super().__init__(sampler.processors, sampler.do_sample)
         self.heard: list[torch.Tensor] = []
+
+    def scored_step(self, ids: torch.Tensor, drafts: torch.Tensor, step: DraftStep) -> DraftStep:
+        return super().scored_step(ids, drafts, step.whole())  # a draft's place is its token's number
 
     def scored(self, prefixes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         scores = super().scored(prefixes, logits)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_hyperdflash import load_drafter
+from hf_hyperdflash import HyperDFlashDrafter, load_drafter
 from hf_hyperdflash.decoding.stats import keep_trees
 from hf_hyperdflash.training.data.encoding import encode_prompts
 
@@ -53,6 +53,18 @@ def test_survival_is_predicted_on_rounds_held_out(tmp_path):
         assert figures["rounds"][temperature] == [len(learned), len(judged)]
         assert len(figures["figures"][temperature]) == 9
         check_constant(figures["figures"][temperature]["constant"], learned, judged)
+
+
+def test_a_drafter_may_know_fewer_tokens_than_its_target(tmp_path):
+    target = AutoModelForCausalLM.from_pretrained(EXAMPLES / "models" / "tiny-deepseek-v4")
+    torch.manual_seed(0)
+    drafter = HyperDFlashDrafter.from_target(target, num_draft_tokens=3, draft_vocab_size=50, sequential_head="state")
+    drafter.draft_ids.copy_(torch.arange(100, 150))
+    drafter.save_pretrained(tmp_path / "drafter")
+    (tmp_path / "gsm8k.jsonl").write_text('{"turns": ["What is 3 plus 4?"]}\n' * 2)
+    names = ["--target", EXAMPLES / "models" / "tiny-deepseek-v4", "--drafter", tmp_path / "drafter"]
+    options = ["--suites", tmp_path, "--output", tmp_path / "out", "--limit", 2, "--max-new-tokens", 12]
+    assert "| constant |" in run("experiments/compare_survival.py", *names, *options)
 
 
 def check_constant(told: dict[str, float], learned: list[tuple[int, int]], judged: list[tuple[int, int]]) -> None:

@@ -10,8 +10,8 @@ are below `experiments/results`; `{T}` in a path stands for 0 and 1, where each 
                                      averaged over the suites as in the report
     averages FOLDER [METHOD ...]     a table of speedup (tau) at each temperature; every method if none is named
     cell REPORT ROW COLUMN FORMAT    one cell of a report: the first line that begins with ROW, COLUMN from 0
-    rows REPORT HEADER [TEXT]        a table of a report: the first line that begins with HEADER, and the rows below it
-                                     that contain TEXT
+    rows REPORT HEADER [TEXT ...]    a table of a report: the first line that begins with HEADER, and the rows below it
+                                     that contain one of the TEXTs
 
 Below a table stand its date, its number of prompts, and links to reports, which have machine, versions and settings.
 """
@@ -89,13 +89,15 @@ def link(page: Path, path: Path, text: str) -> str:
     return f"[{text}]({os.path.relpath(path, page.parent)})"
 
 
-def rows(page: Path, report: str, header: str, text: str = "") -> str:
+def rows(page: Path, report: str, header: str, *texts: str) -> str:
     lines = (RESULTS / report).read_text(encoding="utf-8").splitlines()
     below = dropwhile(lambda line: not line.startswith(header), lines)
     head, rule, *body = takewhile(lambda line: line.startswith("|"), below)
     date = re.search(r"\b20\d\d-\d\d-\d\d\b", "\n".join(lines))
     source = f"{date[0] + ': ' if date else ''}{link(page, RESULTS / report, 'report')}."
-    return "\n".join([head, rule, *(row for row in body if text in row), "", source])
+    return "\n".join(
+        [head, rule, *(row for row in body if not texts or any(text in row for text in texts)), "", source]
+    )
 
 
 def cell(page: Path, report: str, row: str, column: str, form: str) -> str:

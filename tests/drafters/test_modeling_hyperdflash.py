@@ -456,7 +456,7 @@ def test_a_drafter_gets_heads_later(target, kind, dtype):
     grown = plain.with_heads(sequential_head=kind, head_rank=5, confidence_head=True)
     config = grown.config
     assert (config.sequential_head, config.head_rank, config.confidence_head) == (kind, 5, True)
-    assert config.head_candidates == HEADS[kind].candidates_of(config.vocab_size)
+    assert config.head_candidates == HEADS[kind].candidates_of(config.vocab_size, 0)
     assert {each.dtype for each in grown.head.parameters()} == {dtype} and grown.hc_gate.hc_fn.dtype == torch.float32
     assert grown.head is not None and plain.head is None and plain.config.sequential_head == "none"
     for name, value in grown.state_dict().items():

@@ -89,8 +89,8 @@ class HyperDFlashConfig(DrafterConfig):
 
     def _complete(self) -> None:
         if self.head_candidates is None and self.sequential_head in HEADS:
-            drafted = self.draft_vocab_size or self.vocab_size
-            self.head_candidates = HEADS[self.sequential_head].candidates_of(drafted)
+            head = HEADS[self.sequential_head]
+            self.head_candidates = head.candidates_of(self.vocab_size, self.draft_vocab_size)
 
     def check(self) -> None:
         super().check()

@@ -104,9 +104,9 @@ class SequentialHead(nn.Module):
         raise NotImplementedError(f"A {type(self).__name__} has no `forward`.")
 
     @classmethod
-    def candidates_of(cls, vocabulary: int) -> int:
-        """Return among how many tokens of a vocabulary it chooses by default; 0 for all."""
-        return min(cls.candidates, vocabulary)
+    def candidates_of(cls, vocab_size: int, draft_vocab_size: int) -> int:
+        """Return among how many tokens that can be drafted it chooses by default; 0 for all."""
+        return min(cls.candidates, draft_vocab_size or vocab_size)
 
     @property
     def table(self) -> torch.Tensor | None:
@@ -214,9 +214,10 @@ class StateHead(SequentialHead):
     reads_embeds = True
 
     @classmethod
-    def candidates_of(cls, vocabulary: int) -> int:
-        # Candidates only save time here: to gather some rows of a small LM head takes longer than to compute all.
-        return cls.candidates if vocabulary > 8 * cls.candidates else 0
+    def candidates_of(cls, vocab_size: int, draft_vocab_size: int) -> int:
+        # Candidates only save time here: to gather some rows of a small LM head takes longer than to compute all. And
+        # training has no loss for a choice among those of a draft vocabulary.
+        return cls.candidates if vocab_size > 8 * cls.candidates and not draft_vocab_size else 0
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()

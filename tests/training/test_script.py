@@ -598,5 +598,8 @@ def test_a_large_vocabulary_of_a_narrow_target_is_cut_to_what_answers_have(tmp_p
     assert "of the answers and 100.0 % of those held out" in told and "`--draft_vocab_size 0` drafts all" in told
     main(flags(tmp_path, data, **of_target, draft_vocab_size=0, output_dir=tmp_path / "all"))
     assert load_drafter(tmp_path / "all").config.draft_vocab_size == 0
+    # Nor where a head chooses among candidates, which training takes of a whole vocabulary alone.
+    main(flags(tmp_path, data, **of_target, sequential_head="selector", output_dir=tmp_path / "selector"))
+    assert load_drafter(tmp_path / "selector").config.draft_vocab_size == 0
     main(flags(tmp_path, data, **of_target, layers=2, output_dir=tmp_path / "wider"))  # 13 * 2 * 16 > 307
     assert load_drafter(tmp_path / "wider").config.draft_vocab_size == 0

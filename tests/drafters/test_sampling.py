@@ -19,10 +19,18 @@ from transformers import (
 )
 from transformers.generation import logits_process as stock
 
-from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler, chains_in_step, draw, without_state
+from hf_hyperdflash.auto.acceptance import AcceptanceLine
+from hf_hyperdflash.drafters.sampling import (
+    DraftRequest,
+    DraftSampler,
+    asked_of_a_graph,
+    chains_in_step,
+    draw,
+    without_state,
+)
 from hf_hyperdflash.trees.acceptance import sample_index
-from hf_hyperdflash.trees.growth import DraftStep
-from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
+from hf_hyperdflash.trees.growth import Admission, DraftStep
+from hf_hyperdflash.trees.tree import ANCHOR, DraftTree, keep_trees
 
 from ..conftest import prompt
 from ..helpers.draft_trees import parents_and_tokens, path_to
@@ -311,3 +319,23 @@ def test_chains_that_are_drawn_in_step_have_the_joint_law_of_chains_that_are_dra
             assert probability == pytest.approx(math.prod(q), rel=1e-5)
     assert len(law) == 27 and len(of_each[0]) == 9
     assert law == pytest.approx({(one, other): of_each[0][one] * of_each[1][other] for one, other in law}, abs=1e-6)
+
+
+def test_a_graph_drafts_what_is_then_admitted_only_where_that_costs_little():
+    """And never what is drawn, or what a processor changes."""
+    admission = Admission(AcceptanceLine(), 0.1)
+
+    def asked(is_launch_bound, processors=(), do_sample=False, **options):
+        sampler = DraftSampler(LogitsProcessorList(processors), do_sample, **options)
+        request = DraftRequest(None, prompt(6), prompt(6), 4, sampler)
+        return asked_of_a_graph([request], torch.device("cpu"), is_launch_bound)
+
+    assert asked(False) == asked(True) == (None, None, False) and asked(False, tree_budget=7) == (7, None, False)
+    assert asked(True, chain_admission=Asked(refused=3, most=3)) == (None, None, True)
+    budget, numbers, has_signals = asked(True, tree_budget=7, node_admission=admission)
+    assert budget == 7 and not has_signals and numbers.tolist() == pytest.approx([1.0, 0.0, math.log(0.1)])
+    for admitting in (dict(chain_admission=Asked(refused=3, most=3)), dict(tree_budget=7, node_admission=admission)):
+        assert asked(False, **admitting) is None
+    assert asked(True, do_sample=True) is None and asked(True, [TemperatureLogitsWarper(3.0)]) is None
+    with keep_trees():
+        assert asked(True) is None

@@ -233,13 +233,12 @@ def _token_counts(
     own = target_of(target).config
     usual = cast(type[DrafterConfig], _kind(script).config)
     layers = script.layers or usual.num_hidden_layers
-    is_asked = script.draft_vocab_size is not None or script.drafter or script.streaming
     head, candidates = HEADS.get(script.sequential_head or "none"), script.head_candidates
     if head is not None and candidates is None:
         candidates = head.candidates_of(own.vocab_size, own.vocab_size)
-    if candidates:  # among tokens of a draft vocabulary, for which training has no loss
-        return None
-    if is_asked or own.vocab_size <= _LAYER_WEIGHTS * layers * own.hidden_size:
+    is_asked = script.draft_vocab_size is not None or script.drafter or script.streaming
+    # Training has no loss for a choice among candidates of a draft vocabulary.
+    if is_asked or candidates or own.vocab_size <= _LAYER_WEIGHTS * layers * own.hidden_size:
         return None
     length = args.max_length or min(MAX_LENGTH, getattr(own, "max_position_embeddings", MAX_LENGTH))
     tokenized = [

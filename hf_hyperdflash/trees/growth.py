@@ -22,7 +22,6 @@ ACCEPTED = 0.7, 0.3, 0.25
 """How often a child is accepted once it is tried, by its rank among its siblings; the last number is for all later
 ranks. Measured with the shipped drafter."""
 
-
 EDGE = 1e-3  # a probability nearer to 0 or 1 counts as this
 
 

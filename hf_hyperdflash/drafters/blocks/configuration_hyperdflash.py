@@ -43,8 +43,8 @@ class HyperDFlashConfig(DrafterConfig):
             (DFlash 2's), `"state"` (ours).
         head_rank: Width of the head: rank of its tables, or of the state head's correction.
         head_candidates: Among how many of the block's own best tokens a draft is chosen where there is a head; 0 for
-            all. By default 16 for `"selector"` (or the vocabulary), 1,024 for `"state"` with more than 8,192 tokens,
-            and all for the others.
+            all. By default 16 for `"selector"` (or the vocabulary), 1,024 for `"state"` with more than 8,192 tokens
+            and no draft vocabulary, and all for the others.
         conv_kernel_size: Taps of the causal convolutions around attention and MLP of every layer (DFlash 2: 2); 0 for
             none.
         conv_group_size: Channels that share a convolution's dynamic kernel, a divisor of `hidden_size`.

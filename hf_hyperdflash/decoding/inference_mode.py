@@ -43,18 +43,18 @@ def leaves_nothing(
         or not type(target).__module__.startswith("transformers.")
         or not all(type(each).__module__.startswith(_HARMLESS) for each in asked)
         or (distributed.is_available() and distributed.is_initialized())
-        or any(map(_has_hooks_of_others, target.modules()))
-        or not (_has_plain_weights(target) and _has_plain_weights(drafter))
+        or not all(map(_is_plain, target.modules()))
+        or (isinstance(drafter, nn.Module) and not all(map(_is_plain, drafter.modules())))
     )
 
 
-def _has_plain_weights(model: object) -> bool:
-    return not isinstance(model, nn.Module) or all(type(weight) is nn.Parameter for weight in model.parameters())
-
-
-def _has_hooks_of_others(module: nn.Module) -> bool:
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return any(not _origin(hook).startswith(_HARMLESS) for hook in hooks)
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether a module's own weights are torch's, and its hooks not of others."""
+    hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
+    weights = module._parameters.values()
+    return all(_origin(hook).startswith(_HARMLESS) for hook in hooks) and all(
+        weight is None or type(weight) is nn.Parameter for weight in weights
+    )
 
 
 def _origin(hook: object) -> str:

@@ -57,7 +57,8 @@ def check_proposed(drafter: Drafter, tree: Any, vocab_size: int, count: int) -> 
 def _wrong_with(tree: Any, vocab_size: int) -> str:
     """Return what of a tree cannot be verified, in words; empty if nothing."""
     # By its attributes: a copy of this code has a class of its own.
-    if not all(hasattr(tree, name) for name in ("tokens", "parents", "q", "depths")):
+    names = "tokens", "parents", "q", "depths"
+    if not (isinstance(tree, DraftTree) or all(hasattr(tree, name) for name in names)):
         return "None" if tree is None else f"a {type(tree).__name__}"
     tokens = tree.tokens
     if tokens.is_meta or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:

@@ -130,6 +130,10 @@ class DrafterConfig(WithCode, PreTrainedConfig):
     pad_token_id: int | None = None
     hyperdflash_version: str = ""
 
+    # Transformers looks for other names of a field and for values of single layers, which a drafter has none of, each
+    # time that a field is read: 4 us, some forty times a round.
+    __getattribute__ = object.__getattribute__
+
     # Lowest and highest values: wider than any model, but small enough to be tried in a machine's memory.
     bounds = {
         "vocab_size": (1, 2**24), "draft_vocab_size": (0, 2**24), "hidden_size": (1, 2**17),

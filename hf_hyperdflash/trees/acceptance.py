@@ -80,22 +80,27 @@ def traversal_walk(tree: DraftTree, p: torch.Tensor) -> Iterator[Step]:
         As [`greedy_walk`]. All is decided before the first one, with one wait for the device.
     """
     tokens, certain = tree.tokens.to(p.device), torch.ones_like(p[0, :1])
-    weights, remaining = [certain], [p[0]]  # of the anchor and of each node
+    # Of the anchor and of each node. What remains is not normalized: its sum is beside it.
+    weights, remaining, sums = [certain], [p[0]], [certain]
     for node, parent in enumerate(tree.parents):
-        weight, more, drafted = weights[parent + 1], remaining[parent + 1], tokens[node : node + 1]
+        weight, before, drafted = weights[parent + 1], remaining[parent + 1], tokens[node : node + 1]
         q = tree.q[node] if tree.q else None
-        q = torch.zeros_like(more).scatter(0, drafted, 1.0) if q is None else q
-        weights.append((weight * more.gather(0, drafted) / q.gather(0, drafted)).clamp(max=1))
+        q = torch.zeros_like(before).scatter(0, drafted, 1.0) if q is None else q
+        scale = weight / sums[parent + 1]
+        weights.append((scale * before.gather(0, drafted) / q.gather(0, drafted)).clamp(max=1))
         remaining.append(p[node + 1])
-        more = (weight * more - q).clamp(min=0)
+        sums.append(certain)
+        more = (scale * before).sub_(q).clamp_(min=0)
         total = more.sum()
         rejected = 1 - weight + total  # all below this node
         weights[parent + 1] = torch.where(rejected > 0, total / rejected, weight)
-        remaining[parent + 1] = torch.where(total > 0, more / total, remaining[parent + 1])
+        remaining[parent + 1] = torch.where(total > 0, more, before)
+        sums[parent + 1] = torch.where(total > 0, total, sums[parent + 1])
     order = _upwards(tree)
     ends = torch.cat([weights[node + 1] for node in order[:-1]] + [certain])  # of each node, unless an earlier one
     end = sample_index(ends * torch.cat([certain, (1 - ends[:-1]).cumprod(0)]))
-    own = sample_index(torch.stack([remaining[node + 1] for node in order]).index_select(0, end)[0])
+    left = [remaining[node + 1] for node in order]  # put together only where to read `end` would be to wait
+    own = sample_index(left[int(end)] if p.is_cpu else torch.stack(left).index_select(0, end)[0])
     last, token, *drafts = torch.cat([end, own, tokens]).cpu().tolist()
     for node in tree.path(order[last]):
         yield drafts[node], node

@@ -137,12 +137,13 @@ class BlockDrafter(ReadingDrafter):
         """Return the mask for each kind of layer, as its attention takes it."""
         masks: dict[str, AttentionMask | None] = {}
         for kind in dict.fromkeys(kinds):
-            if given is None:
-                # With a joint context the masks are given.
-                visible = new if context is None else cast(ContextCache, context).visible(kinds.index(kind), new)
-                mask = self.config.attention_span(kind).mask(hidden.shape[1], visible, hidden.device)
-            else:
+            mask: torch.Tensor | None
+            if given is not None:
                 mask = given if isinstance(given, torch.Tensor) else given[kind]
+            elif context is None:
+                mask = self.config.attention_span(kind).mask(hidden.shape[1], new, hidden.device)
+            else:  # with a joint context the masks are given
+                mask = cast(ContextCache, context).mask(kinds.index(kind), new, hidden.shape[1], hidden.device)
             implementation = self.config._attn_implementation
             masks[kind] = None if mask is None else attention_mask_for(implementation, mask, hidden.dtype)
         return masks

@@ -65,6 +65,7 @@ class HyperDFlashDrafter(BlockDrafter):
         self.hidden_norm = DrafterRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         if config.mask_token_id is None:
             self.mask_embedding = nn.Embedding(1, config.hidden_size)
+        self.embed_proj = self.head_proj = None  # where the target is as wide
         if config.hidden_size != config.target_hidden_size:
             self.embed_proj = nn.Linear(config.target_hidden_size, config.hidden_size, bias=False)
             self.head_proj = nn.Linear(config.hidden_size, config.target_hidden_size, bias=False)
@@ -243,7 +244,7 @@ class HyperDFlashDrafter(BlockDrafter):
         return self.hidden_norm(self.reducer.reduce(self, residual, self.dtype))
 
     def _begin(self, embeds: torch.Tensor) -> torch.Tensor:
-        hidden = self.embed_proj(embeds) if hasattr(self, "embed_proj") else embeds
+        hidden = embeds if self.embed_proj is None else self.embed_proj(embeds)
         if self.config.mask_token_id is not None:
             return hidden
         slots = torch.arange(hidden.shape[1], device=hidden.device) % self.config.block_size
@@ -252,7 +253,7 @@ class HyperDFlashDrafter(BlockDrafter):
 
     def _end(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(hidden)
-        return self.head_proj(hidden) if hasattr(self, "head_proj") else hidden
+        return hidden if self.head_proj is None else self.head_proj(hidden)
 
     # Use with a target
 

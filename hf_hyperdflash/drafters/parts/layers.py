@@ -32,8 +32,10 @@ class DrafterRMSNorm(Qwen3RMSNorm):
     as its kernel launches."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        normed = nn.functional.rms_norm(hidden_states.float(), self.weight.shape, None, self.variance_epsilon)
-        return self.weight * normed.to(hidden_states.dtype)
+        weight, eps = self.weight, self.variance_epsilon
+        if hidden_states.dtype == weight.dtype == torch.float32:
+            return nn.functional.rms_norm(hidden_states, weight.shape, weight, eps)
+        return weight * nn.functional.rms_norm(hidden_states.float(), weight.shape, None, eps).to(hidden_states.dtype)
 
 
 def block_inputs(
@@ -238,7 +240,7 @@ class ContextCache:
     """
 
     def __init__(self, spans: Sequence[AttentionSpan]) -> None:
-        self._windows = [span.context_window for span in spans]
+        self._spans, self._windows = spans, [span.context_window for span in spans]
         self.window = None if None in self._windows else max(window for window in self._windows if window is not None)
         self.end = 0
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -274,6 +276,11 @@ class ContextCache:
         """Return how many tokens of the context a layer sees, `new` ones among them."""
         stop = self._stop + new
         return stop - self._first_visible(stop, self._windows[index])
+
+    def mask(self, index: int, new: int, queries: int, device: torch.device) -> torch.Tensor | None:
+        """Return what a layer's queries see of the context, `new` tokens with it, and of each other, as
+        [`AttentionSpan.mask`] does."""
+        return self._spans[index].mask(queries, self.visible(index, new), device)
 
     def advance(self, new: int) -> None:
         """Keep the first `new` of the tokens that were written."""

@@ -164,7 +164,9 @@ class StreamMean:
 
     @staticmethod
     def reduce(drafter: Any, residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return drafter.fc(residual.to(dtype).unflatten(2, (-1, drafter.config.target_hc_mult)).mean(3).flatten(2))
+        streams, residual = drafter.config.target_hc_mult, residual.to(dtype)
+        mean = residual if streams == 1 else residual.unflatten(2, (-1, streams)).mean(3)
+        return drafter.fc(mean.flatten(2))
 
 
 REDUCERS: dict[str, type[Reducer]] = {"hc_gate": Gate, "fc": Dense, "hybrid": Hybrid, "stream_mean": StreamMean}

@@ -94,12 +94,62 @@ class ReadingDrafter(SavedDrafter):
         check_draft_ids(ids, config.draft_vocab_size, config.vocab_size, "the drafter", then="")
         self.draft_ids.copy_(ids)
         if weight.shape[1] == config.target_hidden_size and not weight.is_meta:
-            states = torch.eye(weight.shape[1], device=weight.device)
-            bias = target.logits(torch.zeros_like(states[:1]))
-            for start in range(0, len(states), _STATES_AT_ONCE):
-                part = slice(start, start + _STATES_AT_ONCE)
-                logits = target.logits(states[part]) - bias
-                weight[:, part] = logits[:, ids.to(logits.device)].T.to(weight)
+            weight.copy_(self._target_rows(target, ids))
+
+    @torch.no_grad()
+    def draft_others(self, target: Target, ids: torch.Tensor) -> None:
+        """Make a trained drafter draft these tokens, as many as there are. Its scores of those that it has drafted
+        before stay. Rows of its LM head for the others are the target's, turned as training has turned those that it
+        had at first: by the matrix that brings the target's rows nearest to its own (least squares).
+
+        Args:
+            target: Its target.
+            ids: The tokens, all different.
+
+        Raises:
+            ValueError: If it cannot ([`check_can_draft_others`]), or if these are not different tokens of the target's
+                vocabulary.
+        """
+        self.check_can_draft_others()
+        config, known, rows = self.config, self.draft_ids, self.lm_head.weight
+        check_draft_ids(ids, len(ids), config.vocab_size, "the drafter", then="")
+        ids = ids.to(known.device)
+        turn = torch.linalg.pinv(self._target_rows(target, known).double()) @ rows.double()
+        made = (self._target_rows(target, ids).double() @ turn).to(rows)
+        place = torch.full((config.vocab_size,), -1, device=known.device)
+        place[known] = torch.arange(len(known), device=known.device)
+        stays = place[ids] >= 0
+        made[stays] = rows[place[ids][stays]]
+        config.draft_vocab_size, self.draft_ids = len(ids), ids.clone()
+        self.lm_head = torch.nn.Linear(rows.shape[1], len(ids), bias=False, device=rows.device, dtype=rows.dtype)
+        self.lm_head.weight.copy_(made)
+
+    def check_can_draft_others(self) -> None:
+        """Raise a `ValueError` if its draft vocabulary cannot change: it has none, a head with a table for its own
+        tokens, or an LM head for other states than the target's."""
+        config, why = self.config, ""
+        if not config.draft_vocab_size:
+            why = "drafts all tokens by the target's LM head"
+        elif self.head_table is not None:
+            why = "has a head with a table for the tokens that it drafts"
+        elif self.lm_head.in_features != config.target_hidden_size:
+            why = f"has an LM head for states of width {self.lm_head.in_features}, not {config.target_hidden_size}"
+        if why:
+            raise ValueError(
+                f"This {type(self).__name__} {why}: expected a drafter with an LM head like the target's over a draft "
+                "vocabulary, if that is to change. Train a new drafter, or leave `draft_vocab_size` out."
+            )
+
+    def _target_rows(self, target: Target, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the target's LM head for some tokens, `[tokens, config.target_hidden_size]`, also where
+        they cannot be read: as its scores of unit states."""
+        weight = self.lm_head.weight
+        states, rows = torch.eye(weight.shape[1], device=weight.device), []
+        bias = target.logits(torch.zeros_like(states[:1]))
+        for part in states.split(_STATES_AT_ONCE):
+            logits = target.logits(part) - bias
+            rows.append(logits[:, ids.to(logits.device)].to(weight))
+        return torch.cat(rows).T
 
     @torch.no_grad()
     def _flatten_logits(self, logits: Callable[[], torch.Tensor]) -> None:

@@ -39,7 +39,7 @@ _OF_ONE_KIND = tuple(dict.fromkeys(flag for flags in _TRAINED.values() for flag 
 _OF_HEADS = ("sequential_head", "head_rank", "head_candidates", "confidence_head")
 _OF_ANY_KIND = ("intermediate_size", "draft_vocab_size", "reducer", "target_layer_ids")
 _OF_NEW_DRAFTERS = (
-    "drafter_type", "layers", *_OF_ANY_KIND,
+    "drafter_type", "layers", *(flag for flag in _OF_ANY_KIND if flag != "draft_vocab_size"),
     *(flag for flag in _OF_ONE_KIND if flag not in (*_OF_HEADS, "num_draft_tokens")),
 )  # fmt: skip
 _MINIMA = {
@@ -83,7 +83,7 @@ class ScriptArguments:
         None,
         "draft only so many tokens, those that answers in `--dataset` have most often, by an LM head of the drafter's "
         "own; 0 for all, by the target's; unset for all, or for 99.9 % of what answers have where an LM head over all "
-        "costs more than the drafter's layers",
+        "costs more than the drafter's layers. With `--drafter` other tokens than before",
     )
     intermediate_size: int | None = _flag(None, "width of a new drafter's MLPs; unset for three times its hidden size")
     reducer: str | None = _flag(None, "hc_gate, fc, hybrid or stream_mean; unset for the gate where it can be")

@@ -23,6 +23,7 @@ from ..drafters.blocks.drafter import BlockDrafter
 from ..drafters.configuration import DrafterConfig
 from ..drafters.parts.heads import HEADS
 from ..drafters.parts.reducers import REDUCERS
+from ..drafters.reading import ReadingDrafter
 from ..drafters.saved import SavedDrafter
 from ..hub.kinds import KINDS, TRAINED, DrafterKind
 from ..hub.loading import (
@@ -181,6 +182,13 @@ def earlier_drafter(script: ScriptArguments, seed: int) -> SavedDrafter:
     drafter: Any = load_drafter(str(script.drafter), dtype=torch.float32)
     if getattr(drafter.config, "target_name_or_path", None) == "":  # other programs' files mostly do not say
         drafter.config.target_name_or_path = public_name(script.target)
+    if script.draft_vocab_size is not None:
+        if not (script.draft_vocab_size and isinstance(drafter, ReadingDrafter)):
+            raise ValueError(
+                f"`--draft_vocab_size {script.draft_vocab_size}` is not for `--drafter {script.drafter}`, a "
+                f"{type(drafter).__name__}: leave it out."
+            )
+        drafter.check_can_draft_others()
     heads = script.head_fields()
     if not isinstance(drafter, BlockDrafter):
         if wrong := next((name for name in (*heads, "num_draft_tokens") if getattr(script, name)), None):
@@ -384,7 +392,7 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     )
     trainer.described = described(script)
     if script.draft_vocab_size:
-        trainer.choose_vocabulary()
+        trainer.choose_vocabulary(script.draft_vocab_size if earlier else None)
     if vocabulary is not None:
         _print_status(args, vocabulary.describe(cast(Any, trainer.model).draft_ids))
     for own, theirs in ((LinesAboveBar, ProgressCallback), (Lines, PrinterCallback)):

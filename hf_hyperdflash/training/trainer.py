@@ -531,21 +531,27 @@ class HyperDFlashTrainer(Trainer):
             card = drafter_card(folder, repo_id=self.hub_model_id or folder.name, license=license, tags=tags)
             card.save(folder / "README.md")
 
-    def choose_vocabulary(self) -> None:
-        """Choose the draft vocabulary of a new drafter: the most frequent tokens in answers of its training rows
-        ([`~data.frequent_tokens`]), at first scored as the target scores them. The default is the first tokens.
+    def choose_vocabulary(self, size: int | None = None) -> None:
+        """Choose the draft vocabulary: the most frequent tokens in answers of the training rows
+        ([`~data.frequent_tokens`]). Those of a new drafter, whose default is the first tokens, are at first scored as
+        the target scores them.
+
+        Args:
+            size: Of a drafter that has been trained: how many tokens it is to draft from now on. It keeps what it has
+                learned of those that it drafts already ([`~drafters.reading.ReadingDrafter.draft_others`]).
 
         Raises:
             ValueError: If it has none, or the rows are a stream.
         """
-        count = self.drafter_config.draft_vocab_size
+        count = size or self.drafter_config.draft_vocab_size
         if not count or not hasattr(self._train_rows, "__len__"):
             raise ValueError(
                 f"`draft_vocab_size` is {count} and the training rows a {type(self._train_rows).__name__}: expected "
                 "at least 1 and a dataset of known length, whose tokens are counted."
             )
         ids = frequent_tokens(self._train_rows, count, self.drafter_config.vocab_size)
-        cast(Any, self.model).draft_only(self.objective.target, ids)
+        drafter: Any = self.model
+        (drafter.draft_others if size else drafter.draft_only)(self.objective.target, ids)
 
     def leave_group(self) -> None:
         """Leave the process group of the training. Call it last, before the process ends.

@@ -12,7 +12,14 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
-from hf_hyperdflash import Eagle3Config, Eagle3Drafter, SpecBlockConfig, SpecBlockDrafter, load_drafter
+from hf_hyperdflash import (
+    Eagle3Config,
+    Eagle3Drafter,
+    HyperDFlashDrafter,
+    SpecBlockConfig,
+    SpecBlockDrafter,
+    load_drafter,
+)
 from hf_hyperdflash.decoding.bind import capture_residual
 from hf_hyperdflash.drafters import reading as reading_drafter
 from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
@@ -399,6 +406,57 @@ def test_an_embedding_and_an_lm_head_of_its_own_begin_as_the_targets(family, mon
             drafter.draft_only(target_of(target), torch.tensor(wrong))
     with pytest.raises(ValueError, match="`hidden_size` is 32 and `own_embedding` True, expected 64"):
         Eagle3Drafter.from_target(target, hidden_size=32, draft_vocab_size=20, own_embedding=True)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "granite_hybrid"])
+@pytest.mark.parametrize("most", [20, 33, 9])
+def test_a_trained_drafter_may_draft_other_tokens(family, most):
+    """Scores of those that it has drafted stay, and training that turns all rows alike turns the others as well."""
+    torch.manual_seed(0)
+    target = getattr(families, family)().eval()
+    drafter = Eagle3Drafter.from_target(target, draft_vocab_size=20, dtype=torch.float32)
+    known = torch.arange(20, 60, 2)
+    drafter.draft_only(target_of(target), known)
+    states, ids = torch.randn(5, 64), torch.randperm(64)[:most]
+    rows, turn = drafter.lm_head.weight.detach().clone(), torch.randn(64, 64)
+    # As of few tokens: what of the turn they do not show is the least that there can be.
+    known_rows = torch.linalg.pinv(rows) @ (rows @ turn)
+    drafter.lm_head.weight.data.copy_(rows @ turn)
+    scores = drafter.lm_head(states)
+    whole = target_of(target).logits
+    expected = (whole(torch.eye(64)) - whole(torch.zeros(1, 64))).T @ known_rows
+    drafter.draft_others(target_of(target), ids)
+    assert drafter.config.draft_vocab_size == most and torch.equal(drafter.draft_ids, ids)
+    found = drafter.lm_head(states)
+    for column, token in enumerate(ids.tolist()):
+        old = (known == token).nonzero().flatten()
+        if len(old):
+            assert torch.equal(found[:, column], scores[:, old[0]])
+        else:
+            torch.testing.assert_close(found[:, column], states @ expected[token], atol=1e-3, rtol=1e-3)
+    drafter.bind(target)
+    text = dict(max_new_tokens=12, do_sample=False)
+    assert torch.equal(target.generate(prompt(5), **text), target.generate(prompt(5), assistant_model=drafter, **text))
+    for wrong in ([5, 5], [64, 1]):
+        with pytest.raises(ValueError, match="expected 2 different integers from 0 to 63"):
+            drafter.draft_others(target_of(target), torch.tensor(wrong))
+
+
+def test_a_vocabulary_that_cannot_change():
+    target = families.qwen3().eval()
+    of_all = Eagle3Drafter.from_target(target, dtype=torch.float32)
+    fields = dict(
+        target_hidden_size=64, vocab_size=64, target_layer_ids=[0, -1], num_hidden_layers=1, target_hc_mult=1
+    )
+    narrow = Eagle3Drafter(Eagle3Config(hidden_size=32, own_embedding=True, draft_vocab_size=20, **fields))
+    table = HyperDFlashDrafter.from_target(
+        target, mask_token_id=63, sequential_head="markov", draft_vocab_size=20, dtype=torch.float32
+    )
+    for drafter, why in (
+        (of_all, "drafts all tokens"), (narrow, "for states of width 32, not 64"), (table, "a head with a table"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{why}.* Train a new drafter, or leave `draft_vocab_size` out"):
+            drafter.draft_others(target_of(target), torch.arange(9))
 
 
 BANNED = LogitsProcessorList([stock.SuppressTokensLogitsProcessor([3, 4, 5, 6])])

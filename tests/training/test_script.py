@@ -45,8 +45,8 @@ def write(path: Path, rows: list) -> str:
     return str(path)
 
 
-def chats(count: int) -> list[dict]:
-    said = [("user", "what is it?"), ("assistant", "it is this, my friend.")]
+def chats(count: int, answer: str = "it is this, my friend.") -> list[dict]:
+    said = [("user", "what is it?"), ("assistant", answer)]
     return [{"messages": [{"role": role, "content": f"{i}: {text}"} for role, text in said]} for i in range(count)]
 
 
@@ -466,8 +466,24 @@ def test_a_vocabulary_of_the_drafters_own_is_chosen_trained_and_trained_on(tmp_p
     main(flags(tmp_path, data, **again))
     more = load_drafter(tmp_path / "more")
     assert torch.equal(more.draft_ids, first.draft_ids) and not torch.equal(more.lm_head.weight, first.lm_head.weight)
-    with pytest.raises(ValueError, match="`--draft_vocab_size` is for a new drafter"):
-        main(flags(tmp_path, data, **again, draft_vocab_size=40))
+    again["output_dir"] = tmp_path / "others"
+    main(
+        flags(
+            tmp_path, write(tmp_path / "others.jsonl", chats(6, answer=" a small river")), **again, draft_vocab_size=40
+        )
+    )
+    others = load_drafter(tmp_path / "others")
+    assert others.config.draft_vocab_size == 40 and others.lm_head.weight.shape[0] == len(others.draft_ids) == 40
+    said = AutoTokenizer.from_pretrained(TARGET)(" river").input_ids[-1]
+    assert said in others.draft_ids.tolist() and said not in first.draft_ids.tolist()
+    again["output_dir"] = tmp_path / "never"
+    with pytest.raises(ValueError, match=f"`--draft_vocab_size 0` is not for `--drafter {tmp_path / 'out'}`"):
+        main(flags(tmp_path, "nowhere.jsonl", **again, draft_vocab_size=0))
+    with pytest.raises(
+        ValueError, match="drafts all tokens by the target's LM head: expected a drafter with an LM head"
+    ):
+        all_tokens = dict(again, drafter=MODELS / "tiny-deepseek-v4-hyperdflash")
+        main(flags(tmp_path, "nowhere.jsonl", **all_tokens, draft_vocab_size=40))
 
 
 @pytest.mark.parametrize("drafts", [10, None])

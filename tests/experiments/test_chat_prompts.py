@@ -1,30 +1,26 @@
 """Prompts of everyday chat: which there are, and which are left out."""
 
 import json
-import sys
 
-import pytest
-
-from experiments import chat_prompts
+from ..helpers.scripts import run
 
 
-def written(monkeypatch, tmp_path, *flags):
+def written(tmp_path, *flags):
     output = tmp_path / "chat.jsonl"
-    monkeypatch.setattr(sys, "argv", ["chat_prompts.py", "--output", str(output), *map(str, flags)])
-    chat_prompts.main()
+    run("experiments/chat_prompts.py", "--output", output, *flags)
     return [json.loads(line)["turns"] for line in output.read_text(encoding="utf-8").splitlines()]
 
 
-def test_prompts_are_put_together_without_any_file(monkeypatch, tmp_path):
-    found = written(monkeypatch, tmp_path, "--made", 200)
-    assert found == written(monkeypatch, tmp_path, "--made", 200)  # the same each time
+def test_prompts_are_put_together_without_any_file(tmp_path):
+    found = written(tmp_path, "--made", 200)
+    assert found == written(tmp_path, "--made", 200)  # the same each time
     questions = [turns[0] for turns in found]
     assert 180 < len(questions) == len(set(questions)) <= 200
     assert not any("{}" in question for question in questions)
     assert 0.15 < sum(len(turns) == 2 for turns in found) / len(found) < 0.35
 
 
-def test_tools_and_prompts_of_suites_are_left_out(monkeypatch, tmp_path):
+def test_tools_and_prompts_of_suites_are_left_out(tmp_path):
     tools = [
         ("wikipedia", "Tell me about the Louvre Museum.", ""), ("search", "Search for the author of", "Emma"),
         ("shell", "List all files.", ""), ("search", "tell me about the louvre museum", ""),
@@ -41,14 +37,9 @@ def test_tools_and_prompts_of_suites_are_left_out(monkeypatch, tmp_path):
     suite = {"turns": ["Now write a short poem about the sea at night and more"]}
     (tmp_path / "suites" / "mt-bench.jsonl").write_text(json.dumps(suite))
     found = written(
-        monkeypatch, tmp_path, "--made", 0, "--toolformer", tmp_path / "tools.json",
+        tmp_path, "--made", 0, "--toolformer", tmp_path / "tools.json",
         "--self-instruct", tmp_path / "people.jsonl", "--not-of", tmp_path / "suites",
     )  # fmt: skip
     assert {turns[0] for turns in found} == {
         "Tell me about the Louvre Museum.", "Search for the author of\nEmma", "Name the relation.\nnight : day",
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("text, runs", [("a b c", 0), ("one two three four five six seven eight nine", 2)])
-def test_runs_of_words(text, runs):
-    assert len(chat_prompts.word_runs(text)) == runs

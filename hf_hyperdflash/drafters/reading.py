@@ -114,8 +114,9 @@ class ReadingDrafter(SavedDrafter):
         config, known, rows = self.config, self.draft_ids, self.lm_head.weight
         check_draft_ids(ids, len(ids), config.vocab_size, "the drafter", then="")
         ids = ids.to(known.device)
-        turn = torch.linalg.pinv(self._target_rows(target, known).double()) @ rows.double()
-        made = (self._target_rows(target, ids).double() @ turn).to(rows)
+        # In float64, which not every accelerator has.
+        at_first, of_others = (self._target_rows(target, tokens).cpu().double() for tokens in (known, ids))
+        made = (of_others @ (torch.linalg.pinv(at_first) @ rows.cpu().double())).to(rows)
         place = torch.full((config.vocab_size,), -1, device=known.device)
         place[known] = torch.arange(len(known), device=known.device)
         stays = place[ids] >= 0

@@ -53,6 +53,9 @@ _WITHOUT_TEXT = {
     "TopPLogitsWarper", "TypicalLogitsWarper",
 }  # fmt: skip
 
+# And of these, what makes the same of some tokens' scores, whether all others have minus infinity or are not there.
+_OF_SOME_TOKENS = {"MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper"}
+
 
 def without_state(processors: LogitsProcessorList) -> LogitsProcessorList:
     """Return those of `processors`, in their order, that are transformers' own and known to keep no state."""
@@ -136,7 +139,8 @@ class DraftSampler:
     def scored_step(self, ids: torch.Tensor, drafts: torch.Tensor, step: DraftStep) -> DraftStep:
         """Do the same as [`scored_after`] with a drafter's step: over the tokens that it can draft alone, where no
         processor wants all of them."""
-        step = step if not len(self.processors) else step.whole()
+        if any(type(processor).__name__ not in _OF_SOME_TOKENS for processor in self.processors):
+            step = step.whole()
         return step._replace(logits=self.scored_after(ids, drafts, step.logits))
 
     @property

@@ -29,7 +29,7 @@ from hf_hyperdflash.drafters.sampling import (
     without_state,
 )
 from hf_hyperdflash.trees.acceptance import sample_index
-from hf_hyperdflash.trees.growth import Admission, DraftStep
+from hf_hyperdflash.trees.growth import Admission, DraftStep, DraftVocabulary
 from hf_hyperdflash.trees.tree import ANCHOR, DraftTree, keep_trees
 
 from ..conftest import prompt
@@ -339,3 +339,25 @@ def test_a_graph_drafts_what_is_then_admitted_only_where_that_costs_little():
     assert asked(True, do_sample=True) is None and asked(True, [TemperatureLogitsWarper(3.0)]) is None
     with keep_trees():
         assert asked(True) is None
+
+
+@pytest.mark.parametrize(
+    ("processor", "is_whole"),
+    [
+        (stock.TopKLogitsWarper(3), False), (stock.TopKLogitsWarper(12), False), (TemperatureLogitsWarper(0.6), False),
+        (TopPLogitsWarper(0.7), False), (TopPLogitsWarper(0.01, min_tokens_to_keep=9), False),
+        (stock.MinPLogitsWarper(0.2), False), (stock.TypicalLogitsWarper(0.5), True),
+        (stock.SuppressTokensLogitsProcessor([3, 9]), True),
+    ],
+    ids=lambda case: type(case).__name__,
+)  # fmt: skip
+def test_tokens_that_can_be_drafted_are_scored_alone_where_that_is_the_same(processor, is_whole):
+    """Of 49,152 tokens SmolLM2's drafter has 4,096, and a request draws by `top_k=50` unless it says otherwise."""
+    torch.manual_seed(0)
+    vocabulary = DraftVocabulary(torch.tensor([1, 3, 4, 9, 12, 15]), VOCAB)
+    sampler = DraftSampler(LogitsProcessorList([processor]), True)
+    step, ids = DraftStep(torch.randn(5, 6) * 2, vocabulary=vocabulary), prompt(4)
+    found = sampler.scored_step(ids, ids[:, :0].expand(5, 0), step)
+    assert (found.vocabulary is None) is is_whole
+    expected = processor(ids.expand(5, -1), step.whole().logits)
+    assert_close(found.over_all_tokens(found.logits.softmax(-1)), expected.softmax(-1))

@@ -415,13 +415,17 @@ def test_a_trained_drafter_may_draft_other_tokens(family, most):
     torch.manual_seed(0)
     target = getattr(families, family)().eval()
     drafter = Eagle3Drafter.from_target(target, draft_vocab_size=20, dtype=torch.float32)
-    known = torch.arange(20, 60, 2)
+    known, weight = torch.arange(20, 60, 2), target.get_output_embeddings().weight
+    weight.data[22] = weight.data[20]
     drafter.draft_only(target_of(target), known)
-    states, ids = torch.randn(5, 64), torch.randperm(64)[:most]
+    states, others = torch.randn(5, 64), torch.randperm(64)
+    ids = torch.cat([torch.tensor([22]), others[others != 22][: most - 1]])
     rows, turn = drafter.lm_head.weight.detach().clone(), torch.randn(64, 64)
+    learned = rows @ turn
+    learned[1] += 1  # of a token that is another's twin for the target, which no turn explains
     # As of few tokens: what of the turn they do not show is the least that there can be.
-    known_rows = torch.linalg.pinv(rows) @ (rows @ turn)
-    drafter.lm_head.weight.data.copy_(rows @ turn)
+    known_rows = torch.linalg.pinv(rows) @ learned
+    drafter.lm_head.weight.data.copy_(learned)
     scores = drafter.lm_head(states)
     whole = target_of(target).logits
     expected = (whole(torch.eye(64)) - whole(torch.zeros(1, 64))).T @ known_rows

@@ -775,11 +775,11 @@ def test_a_batch_is_drafted_for_in_one_compiled_pass(family, kind, do_sample, bu
     assert torch.equal(written, expected) and drafted == eager
     assert set(eagerly) <= {0}  # no pass after the first round, for which the prompts' entries are there
     assert len({len(each) for each in drafted}) > 1 or do_sample
-    graphs = counted["unique_graphs"]  # of two numbers of slots each
+    graphs = counted["unique_graphs"]  # of up to three numbers of slots: the target's, and up to three sizes of pass
     target.generate(ids, max_new_tokens=30, pad_token_id=0, **options, compile_config=compiling())
     # Where the host grows trees, the number of blocks of a pass depends on the text: it is one of a few.
-    most = 10 if (kind, budget) == ("specblock", 7) else graphs
-    assert graphs <= counted["unique_graphs"] <= most <= 10 and not torch._dynamo.utils.counters["graph_break"]
+    most = 12 if budget and (do_sample or kind == "specblock") else graphs
+    assert graphs <= counted["unique_graphs"] <= most <= 12 and not torch._dynamo.utils.counters["graph_break"]
 
 
 def test_compiled_turns_and_eager_ones(counted):

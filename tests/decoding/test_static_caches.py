@@ -775,11 +775,13 @@ def test_a_batch_is_drafted_for_in_one_compiled_pass(family, kind, do_sample, bu
     assert torch.equal(written, expected) and drafted == eager
     assert set(eagerly) <= {0}  # no pass after the first round, for which the prompts' entries are there
     assert len({len(each) for each in drafted}) > 1 or do_sample
-    graphs = counted["unique_graphs"]  # of up to three numbers of slots: the target's, and up to three sizes of pass
+    graphs = counted["unique_graphs"]  # of two numbers of slots each
     target.generate(ids, max_new_tokens=30, pad_token_id=0, **options, compile_config=compiling())
-    # Where the host grows trees, the number of blocks of a pass depends on the text: it is one of a few.
-    most = 12 if budget and (do_sample or kind == "specblock") else graphs
-    assert graphs <= counted["unique_graphs"] <= most <= 12 and not torch._dynamo.utils.counters["graph_break"]
+    # Where the host grows trees, the size of a pass depends on the text: it is one of a few. Of sampled trees these
+    # are three, of each of three numbers of slots, beside the target's graphs.
+    most = {("specblock", False, 7): 10, ("eagle3", True, 7): 12}.get((kind, do_sample, budget), graphs)
+    assert graphs <= 10 and graphs <= counted["unique_graphs"] <= most
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 def test_compiled_turns_and_eager_ones(counted):

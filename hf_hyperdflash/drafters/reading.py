@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..targets.registry import check_layers
 from ..targets.target import Target
@@ -18,6 +19,9 @@ from .weights import check_draft_ids
 
 _STATES_AT_ONCE = 64  # whose logits of the whole vocabulary are in memory
 _MOST_EXCESS, _HALVINGS = 1.0, 24  # nats above a uniform guess, and how often the norm is halved
+
+# Other targets that drafters of a target were said to be made for: of copies of a drafter that is not said again.
+_said: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 
 
 class ReadingDrafter(SavedDrafter):
@@ -228,7 +232,9 @@ def check_pair(config: PreTrainedConfig, target: Target, drafter: str) -> None:
             f"The drafter's mask token {config.mask_token_id} is outside the target's vocabulary of {own.vocab_size}."
         )
     made_for, given = PurePath(config.target_name_or_path).name, PurePath(target.model.config._name_or_path).name
-    if made_for and given and made_for.lower() != given.lower():
+    said = _said.setdefault(target.model, set())
+    if made_for and given and made_for.lower() != given.lower() and made_for not in said:
+        said.add(made_for)
         logger.warning(
             "The drafter was made for %r and is used with %r: the text stays the target's own, but fewer drafts may "
             "be accepted.",

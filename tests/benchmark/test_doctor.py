@@ -166,7 +166,7 @@ def settings_of(diagnosis) -> list[str]:
     return [
         text
         for text in [*diagnosis.problems.values(), *diagnosis.remarks]
-        if "instead of" in text or "sample_from_anchor" in text
+        if "nats a draft" in text or "sample_from_anchor" in text
     ]
 
 
@@ -321,11 +321,39 @@ def test_the_command_says_another_name_once(drafter, tmp_path, caplog):
 
 
 def test_a_target_that_was_tuned_since(drafter, tokenizer):
-    tuned = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
-    with torch.no_grad():
-        tuned.model.layers[2].self_attn.o_b_proj.weight.mul_(1.02)
+    tuned = other_weights()
     found = problem(examine(tuned, drafter, tokenizer, **FEW), "other weights")
-    assert "weights (body)" in found and "fine-tuned since" in found
+    assert "weights (body)" in found and "fine-tuned since" in found and "Tried here" not in found
+
+
+def other_weights():
+    target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    with torch.no_grad():
+        target.model.layers[2].self_attn.o_b_proj.weight.mul_(1.02)
+    return target
+
+
+def test_what_training_brings_back_to_a_tuned_target(drafter, tokenizer, caplog):
+    """Trained on half of the texts, measured on the others; the drafter stays as it is, and no copy of it is announced
+    once more."""
+    drafter.config.target_name_or_path, before = "org/another-target", copy.deepcopy(drafter.state_dict())
+    found = examine(other_weights(), drafter, tokenizer, **{**ENOUGH, "max_new_tokens": 16})
+    (change,) = [change for change in found.changes if change.cause == "learning"]
+    assert change.name == "16 training steps on 4 other texts"
+    said = f"texts it has {change.after:.2f} tokens a round instead of {change.before:.2f} on others ("
+    assert said in problem(found, "other weights")
+    assert all(torch.equal(value, before[name]) for name, value in drafter.state_dict().items())
+    assert sum("was made for 'org/another-target'" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_training_that_does_not_run_is_a_remark(drafter, tokenizer, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("out of memory\nsome trace")
+
+    monkeypatch.setattr(doctor, "teach", fail)
+    found = examine(other_weights(), drafter, tokenizer, **ENOUGH)
+    assert "Tried here" not in problem(found, "other weights") and not found.changes
+    assert found.remarks == ["What training would bring back was not tried: out of memory"]
 
 
 def test_a_target_in_another_precision_is_not_accused(target, drafter, tokenizer):

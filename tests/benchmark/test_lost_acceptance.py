@@ -15,10 +15,12 @@ from hf_hyperdflash.benchmark.doctor.lost_acceptance import (
     encode,
     long_conversations,
     report_changes,
+    teach,
     with_window,
 )
+from hf_hyperdflash.training.adaptation.learner import Learner
 
-from ..conftest import MODELS, tiny_drafter, tiny_target
+from ..conftest import MODELS, prompt, tiny_drafter, tiny_target
 from ..helpers.tokenizers import characters
 
 
@@ -52,6 +54,36 @@ def test_copies_have_one_thing_changed():
     assert with_window(tiny_drafter(target, sliding_window=8)) is None is with_window(PromptLookupDrafter(target))
     assert as_saved(drafter) is None is as_saved(PromptLookupDrafter(target))
     assert as_saved(drafter.bfloat16()) is None  # it was never saved
+
+
+def test_a_copy_learns_from_rows_as_serving_records_them(monkeypatch):
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    drafter.bind(target)
+    learning, texts, learned = drafter.adapt(target, policy="never"), [], []
+    for seed in range(2):
+        ids = prompt(7 + seed, seed)
+        texts.append(target.generate(ids, assistant_model=drafter, do_sample=False, max_new_tokens=12 + seed))
+    learning.stop()
+    learn = Learner.learn
+
+    def recorded(learner, arm, batches, seconds):
+        learned.extend(batches)
+        learn(learner, arm, batches, seconds)
+
+    monkeypatch.setattr(Learner, "learn", recorded)
+    before = {name: value.clone() for name, value in drafter.state_dict().items()}
+    taught, steps, _ = teach(target, drafter, texts, [7, 8], seconds=1e3)
+    assert steps == len(learned) == 16
+    lengths = (learned[0]["loss_mask"].flip(1).int().argmax(1) - learned[0]["loss_mask"].shape[1]).neg().tolist()
+    expected = {len(row["input_ids"]): row for row in learning.replay.newest(2)}
+    assert sorted(lengths) == sorted(expected) == [18, 20]
+    for name in ("input_ids", "position_ids", "loss_mask", "residual"):
+        for row, length in zip(learned[0][name], lengths):  # of the first token serving knows nothing
+            torch.testing.assert_close(row[1:length], expected[length][name][1:], atol=1e-4, rtol=1e-4)
+    assert all(torch.equal(value, before[name]) for name, value in drafter.state_dict().items())
+    assert any(not torch.equal(value, before[name]) for name, value in taught.state_dict().items())
+    assert teach(target, drafter, texts, [7, 8], seconds=0).steps == 1
 
 
 def test_a_precision_that_does_not_hold_the_drafter_is_named(tmp_path):

@@ -13,8 +13,9 @@ from hf_hyperdflash import DeepseekV4MTPDrafter, PromptLookupDrafter, capture_re
 from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.training.adaptation import adapt as adaptation
-from hf_hyperdflash.training.adaptation.adapt import AdaptationConfig
 from hf_hyperdflash.training.adaptation.bandit import Bandit
+from hf_hyperdflash.training.adaptation.configuration import POLICIES, AdaptationConfig
+from hf_hyperdflash.training.adaptation.learner import Learner
 from hf_hyperdflash.training.adaptation.samples import ReplayBuffer, Sample
 from hf_hyperdflash.training.losses.objective import collate
 
@@ -88,7 +89,7 @@ def test_a_lesson_is_what_the_target_computed(model):
     for count, options in enumerate([{}, {"prefill_chunk_size": 4}, {"do_sample": True}], start=1):
         text = answer(target, drafter, prompt(11), **options)
         row = learning.replay.newest(1)[0]
-        assert learning.layer_ids == [0, 1, -1] and len(learning.replay) == count
+        assert learning.learner.layer_ids == [0, 1, -1] and len(learning.replay) == count
         length = text.shape[1] - 1  # nothing was computed of the last token
         with torch.no_grad(), capture_residual(target, [0, 1, -1]) as captured:
             target(text[:, :length], use_cache=False)
@@ -152,7 +153,7 @@ def test_what_is_expected_of_a_round(target, head, vocabulary, do_sample, asked)
 
     def drafts_of(row):
         batch = collate([row])
-        drafted = learning.objective.run_drafter(drafter, batch, anchors, batch["residual"], torch.arange(3))
+        drafted = learning.learner.objective.run_drafter(drafter, batch, anchors, batch["residual"], torch.arange(3))
         logits = (drafter if vocabulary else target).lm_head(drafted.states)
         if head != "none":
             logits = logits + drafted.vectors @ drafter.head_table.T
@@ -182,7 +183,7 @@ def test_what_is_expected_of_a_round(target, head, vocabulary, do_sample, asked)
         return expected + chance * rounds(anchor + min(asked + 1, length - anchor - 1))
 
     assert do_sample or rounds(9) < 10
-    (expected,) = learning._expected_tau([row]).tolist()
+    (expected,) = learning.learner.expected_tau([row]).tolist()
     assert expected == pytest.approx(10 / rounds(9), abs=1e-4)
 
 
@@ -193,7 +194,7 @@ def test_after_a_reset_it_learns_the_same_again(target, drafter):
         for seed in range(5):
             answer(target, drafter, prompt(9, seed % 2))
         learned.append(weights_of(drafter))
-        assert all(each.grad is None for each in learning._training_copy.parameters())  # nothing for the next step
+        assert all(each.grad is None for each in learning.learner.copy.parameters())  # nothing for the next step
         learning.reset()
     assert same(*learned) and not same(learned[0], weights_of(drafter))
 
@@ -202,29 +203,29 @@ def test_what_does_not_help_is_taken_back(target, drafter, monkeypatch):
     drafter.bind(target)
     before = weights_of(drafter)
     learning, told = drafter.adapt(target, **EAGER), iter(range(100, 0, -1))
-    monkeypatch.setattr(learning, "_expected_tau", lambda rows: torch.tensor([float(next(told))] * len(rows)))
+    monkeypatch.setattr(learning.learner, "expected_tau", lambda rows: torch.tensor([float(next(told))] * len(rows)))
     monkeypatch.setattr(learning.bandit, "names", ["all"])
     for seed in range(5):
         answer(target, drafter, prompt(9, seed))
     assert same(before, weights_of(drafter))
     assert all(decision.gain < 0 for decision in learning.log[1:]) and len(learning.log) == 5
-    monkeypatch.setattr(learning, "_update", lambda *arguments: None)
+    monkeypatch.setattr(learning.learner, "learn", lambda *arguments: None)
     answer(target, drafter, prompt(9))
-    assert same(before, weights_of(learning._training_copy))
+    assert same(before, weights_of(learning.learner.copy))
 
 
 def test_where_nothing_is_proven_it_learns_on(target, drafter, monkeypatch):
     drafter.bind(target)
     before, copies = weights_of(drafter), []
     learning = drafter.adapt(target, **EAGER)
-    monkeypatch.setattr(learning, "_expected_tau", lambda rows: torch.ones(len(rows)))
+    monkeypatch.setattr(learning.learner, "expected_tau", lambda rows: torch.ones(len(rows)))
     for seed in range(3):
         answer(target, drafter, prompt(9, seed))
-        copies.append(weights_of(learning._training_copy))
-    monkeypatch.setattr(learning, "_update", lambda *arguments: None)
+        copies.append(weights_of(learning.learner.copy))
+    monkeypatch.setattr(learning.learner, "learn", lambda *arguments: None)
     answer(target, drafter, prompt(9))
     assert same(before, weights_of(drafter)) and learning._share == learning.config.share
-    assert not same(copies[0], copies[1]) and same(copies[2], weights_of(learning._training_copy))
+    assert not same(copies[0], copies[1]) and same(copies[2], weights_of(learning.learner.copy))
 
 
 def test_what_serves_is_a_share_of_what_is_learned_and_is_judged_by_what_comes_after(target, drafter, monkeypatch):
@@ -235,14 +236,14 @@ def test_what_serves_is_a_share_of_what_is_learned_and_is_judged_by_what_comes_a
     learning = drafter.adapt(target, **{**EAGER, "every": 2, "share": 0.25})
 
     def expected(rows):
-        weights = {name: value.clone() for name, value in learning._training_copy.named_parameters()}
+        weights = {name: value.clone() for name, value in learning.learner.copy.named_parameters()}
         seen.append((weights, [len(row["input_ids"]) for row in rows]))
         return torch.tensor([float(len(seen))] * len(rows))
 
-    monkeypatch.setattr(learning, "_expected_tau", expected)
+    monkeypatch.setattr(learning.learner, "expected_tau", expected)
     for turn in range(4):
         if turn == 2:
-            learned = {name: value.clone() for name, value in learning._training_copy.named_parameters()}
+            learned = {name: value.clone() for name, value in learning.learner.copy.named_parameters()}
         answer(target, drafter, prompt(9 + turn, turn))
     (served, lengths), (candidate, _) = seen
     assert lengths == [9 + 2 + 29, 9 + 3 + 29]
@@ -271,9 +272,7 @@ def test_only_heads_learn_where_that_is_asked(target, monkeypatch):
     drafter, told = headed(target, "markov", confidence_head=True), iter(range(1, 100))
     drafter.bind(target)
     before = weights_of(drafter)
-    monkeypatch.setattr(
-        adaptation.Adaptation, "_expected_tau", lambda _, rows: torch.full((len(rows),), float(next(told)))
-    )
+    monkeypatch.setattr(Learner, "expected_tau", lambda _, rows: torch.full((len(rows),), float(next(told))))
     with drafter.adapt(target, arms=["heads"], **EAGER):
         for seed in range(6):
             answer(target, drafter, prompt(9, seed))
@@ -304,8 +303,8 @@ def test_served_in_bfloat16_learned_in_float32():
         for turn in range(6):
             assert torch.equal(answer(target, drafter, prompt(9, turn % 2)), plain[turn % 2])
     assert {value.dtype for value in weights_of(drafter).values()} == {value.dtype for value in before.values()}
-    assert not same(before, weights_of(drafter)) and learning._training_copy.dtype == torch.float32
-    assert all(not parameter.requires_grad for parameter in learning._training_copy.parameters())
+    assert not same(before, weights_of(drafter)) and learning.learner.copy.dtype == torch.float32
+    assert all(not parameter.requires_grad for parameter in learning.learner.copy.parameters())
 
 
 def test_text_drawn_at_random_takes_no_random_numbers_for_learning(target, drafter):
@@ -385,11 +384,11 @@ def test_a_failure_loses_no_text_and_ends_the_learning(target, drafter, monkeypa
     def fail(*args, **kwargs):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(learning.objective, "loss", fail)
+    monkeypatch.setattr(learning.learner.objective, "loss", fail)
     for _ in range(4):
         assert torch.equal(answer(target, drafter, prompt(9)), plain)
     assert drafter.observer is None and "Learning while serving stops: out of memory" in caplog.text
-    assert all(not parameter.requires_grad for parameter in learning._training_copy.parameters())
+    assert all(not parameter.requires_grad for parameter in learning.learner.copy.parameters())
 
 
 def test_an_adapted_drafter_is_saved_as_it_is(target, drafter, tmp_path):
@@ -599,12 +598,12 @@ def test_a_trial_stops_where_its_time_is_over(target, drafter, monkeypatch):
     left = iter([1e-9, 1e9])
     monkeypatch.setattr(learning.bandit, "trial_seconds_left", lambda: 1.0)
     taken = []
-    update = learning._update
-    monkeypatch.setattr(learning, "_update", lambda names, batches, seconds: update(names, batches, next(left)))
+    learn = learning.learner.learn
+    monkeypatch.setattr(learning.learner, "learn", lambda arm, batches, seconds: learn(arm, batches, next(left)))
     monkeypatch.setattr(learning.bandit, "choose", lambda: "all")
     for seed in range(2):
         answer(target, drafter, prompt(9, seed))
-        taken.append(learning._steps)
+        taken.append(learning.learner.steps_taken)
     assert taken == [1, 51]
 
 
@@ -620,4 +619,4 @@ def test_earlier_text_is_kept_when_another_kind_begins(target, drafter):
 def test_config_is_what_training_reads():
     config = AdaptationConfig(recipe="specblock", arms=["all"])
     assert config.valid_prefix is True and config.arms == ("all",) and config.kl_weight == 1.0
-    assert adaptation.POLICIES == ("bandit", "always", "never")
+    assert POLICIES == ("bandit", "always", "never")

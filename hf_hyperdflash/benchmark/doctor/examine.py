@@ -23,7 +23,7 @@ from ...training.runs.progress import progress_bar
 from ..runner import Method, generate_once
 from .diagnosis import LEAST_TAU, Diagnosis
 from .fit import check_fit, check_target_loss, check_widths
-from .lost_acceptance import LostAcceptance, encode, report_changes, rounds_of
+from .lost_acceptance import LostAcceptance, compare, encode, report_changes, rounds_of, teach
 from .other_settings import LEAST_PROMPTS, Setting, cause_of, compare_settings, matters
 from .recommended import TEMPERATURES, ranked, time_settings
 from .round_costs import measure_round_costs
@@ -66,6 +66,7 @@ _CONTEXT, _SHORT_CONTEXT = 512, 128  # tokens, where the user does not say how m
 _SECONDS = {"cpu": 300.0}  # that an examination may take, and on an accelerator:
 _SECONDS_ELSEWHERE = 120.0
 _NEW_TOKENS, _FEWEST_NEW_TOKENS = 64, 32  # of each prompt, and where the time is short
+_OTHER_WEIGHTS = {"other weights", "quantization"}  # causes that training may undo
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -290,6 +291,34 @@ class _Examination:
         tokens, rounds = lost.rounds(encode(self.tokenizer, [[each] for each in _OTHER_LANGUAGES], thinking)).sum(0)
         found.kinds["German, Spanish, French, Chinese"] = float(tokens / max(rounds, 1))
         report_changes(found)
+        for cause in [cause for cause in found.problems if cause in _OTHER_WEIGHTS][:1]:
+            found.problems[cause] += self._try_learning(prompts, texts, counted)
+
+    def _try_learning(
+        self, prompts: Sequence[torch.Tensor], texts: Sequence[torch.Tensor], counted: np.ndarray
+    ) -> str:
+        """Train a copy of the drafter on half of the texts, measure it on the others, and say what that brings."""
+        half = len(texts) // 2
+        self.say(f"training a copy of the drafter on {len(texts) - half} of the texts ...")
+        starts = [ids.shape[1] for ids in prompts[half:]]
+        try:
+            taught = teach(self.target, self.drafter, texts[half:], starts, 0.25 * self._left())
+        except (RuntimeError, ValueError) as error:  # no drafter that is trained, no such memory, no such kernel
+            self.found.remarks.append(
+                f"What training would bring back was not tried: {str(error).splitlines()[0]:.200}"
+            )
+            return ""
+        lost = LostAcceptance(self.target, taught.drafter, self.new, self._left())
+        learned = f"{taught.steps} training steps on {len(starts)} other texts"
+        change = compare("learning", learned, counted, lost.rounds(prompts[:half]))
+        self.say(f"changed: {change.name}: {change.after:.2f} tokens a round instead of {change.before:.2f}")
+        self.found.changes.append(change)
+        low, high = change.ratio.low, change.ratio.high
+        return (
+            f" Tried here: after {taught.steps} training steps ({taught.seconds:.0f} s) on {len(starts)} of these "
+            f"texts it has {change.after:.2f} tokens a round instead of {change.before:.2f} on others ({low:.2f} to "
+            f"{high:.2f} times as many). An hour has {3600 / max(taught.seconds, 1e-3):,.0f} times those steps."
+        )
 
     def _judge_tau(self) -> None:
         found, tau = self.found, cast(float, self.found.tau)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -14,13 +15,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...decoding.stats import SpeculationStats
 from ...drafters.base import Drafter
 from ...hub.loading import load_drafter
+from ...training.adaptation.configuration import AdaptationConfig
+from ...training.adaptation.learner import Learner
 from ...training.data.encoding import encode_prompts
+from ...training.features.capture import compute_residual
+from ...training.losses.objective import collate
 from ..intervals import draw, interval
 from .diagnosis import LEAST_TAU, Change, Diagnosis
 from .other_settings import CAUSES
 
 _FEWEST, _MOST = 3, 8  # prompts of a change
 _WINDOW = 256  # tokens of a window that is tried
+_STEPS = 16  # of training that are tried
 _LEAST = {"thinking": 1.25, "position": 1.1, "drafter dtype": 1.1}  # times as many tokens that are a problem
 
 
@@ -174,6 +180,50 @@ def as_saved(drafter: Drafter) -> Drafter | None:
     except (OSError, ValueError):  # it was built in code, say
         return None
     return None if saved.dtype == dtype else saved
+
+
+class Taught(NamedTuple):
+    """A drafter that has learned from a few texts.
+
+    Attributes:
+        drafter: A copy, with other weights.
+        steps: Training steps that it has taken.
+        seconds: That these took.
+    """
+
+    drafter: Drafter
+    steps: int
+    seconds: float
+
+
+def teach(
+    target: PreTrainedModel, drafter: Drafter, texts: Sequence[torch.Tensor], starts: Sequence[int], seconds: float
+) -> Taught:
+    """Train a copy of a drafter on a few texts of the target, with the steps that learning while serving takes.
+
+    Args:
+        target: The target.
+        drafter: Its drafter, which stays as it is.
+        texts: Prompts and what the target wrote after them, `[1, seq]` each.
+        starts: Where in each the prompt ends.
+        seconds: After which no other step begins.
+
+    Raises:
+        ValueError: If the drafter cannot be trained for the target.
+    """
+    learner, rows = Learner(drafter, target, settings := AdaptationConfig()), []
+    for text, start in zip(texts, starts):
+        read = text[:, :-1]
+        positions = torch.arange(read.shape[1], device=read.device)
+        residual = compute_residual(target, read, positions[None], learner.layer_ids)[0]
+        is_written = positions >= start
+        rows.append({"input_ids": read[0], "position_ids": positions, "loss_mask": is_written, "residual": residual})
+    drawn, began = random.Random(settings.seed), time.monotonic()
+    count = min(settings.rows, len(rows))
+    learner.learn("all", [collate(drawn.sample(rows, count)) for _ in range(_STEPS)], seconds)
+    taught = copy.deepcopy(cast(Any, drafter))
+    taught.load_state_dict(learner.copy.state_dict())
+    return Taught(taught, learner.steps_taken, time.monotonic() - began)
 
 
 def report_changes(found: Diagnosis) -> None:

@@ -156,7 +156,8 @@ class DraftSampler:
 
     def scored_tree(self, ids: torch.Tensor, tree: DraftTree, logits: torch.Tensor) -> torch.Tensor:
         """Return the scores by which the target writes after the anchor and after each node of a tree, as [`scored`]
-        does: one path at a time, as before 5.20 or so a processor may know but one.
+        does: all at once where no processor reads the text. Those that do get one path at a time, as before 5.20 or so
+        some know but one.
 
         Args:
             ids: `[1, seq]`, the text.
@@ -165,6 +166,8 @@ class DraftSampler:
         """
         if not len(self.processors):
             return logits
+        if not self._reads_text:
+            return self.scored(ids.expand(len(logits), -1), logits)
         scores = []
         for node in range(ANCHOR, len(tree)):
             path = torch.tensor(tree.path(node), dtype=torch.long, device=tree.tokens.device)

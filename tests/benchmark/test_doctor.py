@@ -333,13 +333,27 @@ def other_weights():
     return target
 
 
-def test_what_training_brings_back_to_a_tuned_target(drafter, tokenizer, caplog):
+def test_what_training_brings_back_to_a_tuned_target(drafter, tokenizer, caplog, monkeypatch):
     """Trained on half of the texts, measured on the others; the drafter stays as it is, and no copy of it is announced
     once more."""
+    teach, rounds, learned, measured = doctor.teach, doctor.LostAcceptance.rounds, [], []
+
+    def taught(target, drafter, texts, starts, seconds):
+        learned.extend(text[0, :start].tolist() for text, start in zip(texts, starts))
+        return teach(target, drafter, texts, starts, seconds)
+
+    def counted(self, prompts, drafter=None):
+        measured[:] = [(ids[0].tolist(), self._drafter) for ids in prompts]
+        return rounds(self, prompts, drafter)
+
+    monkeypatch.setattr(doctor, "teach", taught)
+    monkeypatch.setattr(doctor.LostAcceptance, "rounds", counted)
     drafter.config.target_name_or_path, before = "org/another-target", copy.deepcopy(drafter.state_dict())
     found = examine(other_weights(), drafter, tokenizer, **{**ENOUGH, "max_new_tokens": 16})
     (change,) = [change for change in found.changes if change.cause == "learning"]
     assert change.name == "16 training steps on 4 other texts"
+    assert len(measured) == len(learned) == 4
+    assert not any(prompt in learned or own is drafter for prompt, own in measured)
     said = f"texts it has {change.after:.2f} tokens a round instead of {change.before:.2f} on others ("
     assert said in problem(found, "other weights")
     assert all(torch.equal(value, before[name]) for name, value in drafter.state_dict().items())

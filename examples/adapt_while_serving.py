@@ -202,7 +202,7 @@ def draw(served: dict[str, list[dict[str, Any]]], path: Path) -> None:
     axes[1].set_xlabel("request")
     for axis in axes:
         axis.grid(alpha=0.3)
-    axes[1].legend(loc="lower left", fontsize=8)
+    axes[1].legend(loc="best", fontsize=8)
     figure.savefig(path, dpi=110)
 
 

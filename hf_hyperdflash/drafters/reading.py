@@ -20,7 +20,7 @@ from .weights import check_draft_ids
 _STATES_AT_ONCE = 64  # whose logits of the whole vocabulary are in memory
 _MOST_EXCESS, _HALVINGS = 1.0, 24  # nats above a uniform guess, and how often the norm is halved
 
-# Other targets that drafters of a target were said to be made for: of copies of a drafter that is not said again.
+# For each target, the other targets that were reported: a copy of a drafter is not reported again.
 _said: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 
 

@@ -84,6 +84,8 @@ def test_a_copy_learns_from_rows_as_serving_records_them(monkeypatch):
     assert all(torch.equal(value, before[name]) for name, value in drafter.state_dict().items())
     assert any(not torch.equal(value, before[name]) for name, value in taught.state_dict().items())
     assert teach(target, drafter, texts, [7, 8], seconds=0).steps == 1
+    with pytest.raises(ValueError, match="too short to learn from"):  # of answers that ended at once
+        teach(target, drafter, [prompt(8)], [7], seconds=1)
 
 
 def test_a_precision_that_does_not_hold_the_drafter_is_named(tmp_path):

@@ -291,7 +291,8 @@ class _Examination:
         tokens, rounds = lost.rounds(encode(self.tokenizer, [[each] for each in _OTHER_LANGUAGES], thinking)).sum(0)
         found.kinds["German, Spanish, French, Chinese"] = float(tokens / max(rounds, 1))
         report_changes(found)
-        for cause in [cause for cause in found.problems if cause in _OTHER_WEIGHTS][:1]:
+        cause = next((cause for cause in found.problems if cause in _OTHER_WEIGHTS), None)
+        if cause is not None:
             found.problems[cause] += self._try_learning(prompts, texts, counted)
 
     def _try_learning(
@@ -304,9 +305,8 @@ class _Examination:
         try:
             taught = teach(self.target, self.drafter, texts[half:], starts, 0.25 * self._left())
         except (RuntimeError, ValueError) as error:  # no drafter that is trained, no such memory, no such kernel
-            self.found.remarks.append(
-                f"What training would bring back was not tried: {str(error).splitlines()[0]:.200}"
-            )
+            said = (str(error) or type(error).__name__).splitlines()[0]
+            self.found.remarks.append(f"What training would bring back was not tried: {said:.200}")
             return ""
         lost = LostAcceptance(self.target, taught.drafter, self.new, self._left())
         learned = f"{taught.steps} training steps on {len(starts)} other texts"

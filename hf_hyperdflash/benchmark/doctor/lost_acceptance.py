@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
@@ -17,9 +16,9 @@ from ...drafters.base import Drafter
 from ...hub.loading import load_drafter
 from ...training.adaptation.configuration import AdaptationConfig
 from ...training.adaptation.learner import Learner
+from ...training.adaptation.samples import ReplayBuffer, Sample
 from ...training.data.encoding import encode_prompts
 from ...training.features.capture import compute_residual
-from ...training.losses.objective import collate
 from ..intervals import draw, interval
 from .diagnosis import LEAST_TAU, Change, Diagnosis
 from .other_settings import CAUSES
@@ -209,18 +208,22 @@ def teach(
         seconds: After which no other step begins.
 
     Raises:
-        ValueError: If the drafter cannot be trained for the target.
+        ValueError: If the drafter cannot be trained for the target, or there is too little text.
     """
-    learner, rows = Learner(drafter, target, settings := AdaptationConfig()), []
+    settings = AdaptationConfig()
+    learner, replay = Learner(drafter, target, settings), ReplayBuffer(settings.most_bytes, settings.seed)
     for text, start in zip(texts, starts):
-        read = text[:, :-1]
-        positions = torch.arange(read.shape[1], device=read.device)
-        residual = compute_residual(target, read, positions[None], learner.layer_ids)[0]
-        is_written = positions >= start
-        rows.append({"input_ids": read[0], "position_ids": positions, "loss_mask": is_written, "residual": residual})
-    drawn, began = random.Random(settings.seed), time.monotonic()
-    count = min(settings.rows, len(rows))
-    learner.learn("all", [collate(drawn.sample(rows, count)) for _ in range(_STEPS)], seconds)
+        positions, sample = torch.arange(text.shape[1] - 1)[None], Sample(learner.layer_ids, settings.most_bytes // 4)
+        residual = compute_residual(target, text[:, :-1], positions.to(text.device), learner.layer_ids)
+        for part in (slice(start), slice(start, None)):
+            if positions[:, part].numel():  # nothing was computed of an answer's last token
+                sample.add(residual[:, part], positions[:, part], text[:, 1:][:, part], part.start is not None)
+        if (row := sample.row()) is not None:
+            replay.add(row)
+    if not len(replay):
+        raise ValueError("The target's answers are too short to learn from.")
+    began = time.monotonic()
+    learner.learn("all", [replay.draw_batch(settings.rows, len(replay)) for _ in range(_STEPS)], seconds)
     taught = copy.deepcopy(cast(Any, drafter))
     taught.load_state_dict(learner.copy.state_dict())
     return Taught(taught, learner.steps_taken, time.monotonic() - began)

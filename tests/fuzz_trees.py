@@ -5,7 +5,8 @@ hundreds of them. A case is its seed: `--first 1234 --cases 1` runs that one aga
 
 `--compiled inductor --cases 500 --log FILE` does so with compiled rounds over static caches: chains and trees of a few
 widths, random ones and those of every kind of drafter, one prompt and padded batches, turn after turn, where a graph
-that breaks or is compiled again is an error. It goes on where FILE ends.
+that breaks or is compiled again is an error. Ten cases share their graphs, which take a minute to compile, and differ
+in prompts, lengths, turns and processors. It goes on where FILE ends.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from .helpers.families import ALSO_MASKED, FAMILIES
 from .helpers.tree_drafters import RandomTrees
 from .helpers.unrolled import unrolled
 
+SHARE_GRAPHS = 10  # cases of compiled rounds
 NEARLY_EQUAL = 1e-4  # between the logits of the two best tokens: whose order rounding may settle
 
 PROCESSORS: list[dict[str, Any]] = [
@@ -142,16 +144,19 @@ def static_targets() -> list[Callable[[], PreTrainedModel]]:
 
 def run_compiled_case(seed: int, backend: str) -> tuple[str, str | None]:
     """As [`run_case`], of compiled rounds, whose code is made by a backend of `torch.compile`."""
-    chance = random.Random(seed)
-    made = chance.choice(static_targets())
+    graphs, chance = random.Random(seed // SHARE_GRAPHS), random.Random(seed)
+    made = graphs.choice(static_targets())
     name, target = made.__name__, bound(made)
     config = CompileConfig(mode=None, fullgraph=True, backend=backend)
     config._compile_all_devices = True
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "compile_config": config}
-    how = chance.choice(
+    how = graphs.choice(
         [{}, {"num_assistant_tokens": "auto"}, {"tree_budget": 5}, {"tree_budget": 12}, {"tree_budget": "auto"}]
     )
-    size, turns = chance.choice([(1, 1), (1, 2), (3, 1)])
+    kind, is_random = graphs.choice(trained_kinds(target)), graphs.random() < 0.3
+    is_launch_bound = graphs.random() < 0.6
+    size = graphs.choice([1, 1, 3])
+    turns = chance.choice([1, 2]) if size == 1 else 1
     texts = [prompt(chance.randint(1, 40), seed=seed + row)[0] for row in range(size)]
     filled = StaticCache(config=target.config.get_text_config(decoder=True), max_cache_len=120)
     for turn in range(turns):
@@ -165,9 +170,9 @@ def run_compiled_case(seed: int, backend: str) -> tuple[str, str | None]:
         }
         plain = {key: value for key, value in asked.items() if key != "compile_config"}
         expected = target.generate(ids, **plain)  # of the whole batch: some processors look at its padding
-        drafter: Any = chance.choice(trained_kinds(target))
-        SavedDrafter._is_launch_bound = seed % 3 > 0  # type: ignore[assignment]  # as on an accelerator
-        if chance.random() < 0.3:
+        drafter: Any = kind
+        SavedDrafter._is_launch_bound = is_launch_bound  # type: ignore[assignment]  # as on an accelerator
+        if is_random:
             own = [text[count:] for text, count in zip(expected, padding)]
             drafter = RandomTrees(target, own, seed=seed, most=12 if "tree_budget" in how else 6)
         where = {CACHE: filled} if size == 1 else {"cache_implementation": "static", "max_cache_len": 120}

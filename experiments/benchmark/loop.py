@@ -248,7 +248,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     target, order = random_target(arguments), random.Random(0)
     prompts = [torch.randint(2, arguments.vocab_size, (1, 16 * (i + 1))) for i in range(arguments.prompts)]
-    drafter = trained_drafter(target, prompts, arguments)
+    drafter = trained_drafter(copy.deepcopy(target), prompts, arguments)  # asking for hidden states leaves hooks
     drafter, target = (model.to(arguments.device, getattr(torch, arguments.dtype)) for model in (drafter, target))
     prompts = [prompt.to(arguments.device) for prompt in prompts]
     options = dict(max_new_tokens=arguments.max_new_tokens, do_sample=False)

@@ -19,6 +19,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..auto.policies import MOST_NODES, BatchPolicy, ChainPolicy, FixedPolicy, Outcome, TreePolicy
 from ..drafters.parts.fixed_context import CompiledContext
+from ..targets.attention_masks import CausalMasks
 from ..targets.caches.name import CACHE, cache_of
 from ..targets.caches.protocols import OPEN_FORWARDS
 from ..targets.caches.ragged import RaggedCache
@@ -29,7 +30,16 @@ from .continuation import is_between_writes, leave_context, stop_recording
 from .outputs import generate_output
 from .proposals import propose
 from .request import AUTO, can_hold_rounds, check_cache
-from .rounds import ChainRound, Choices, PromptRound, SlotRound, Verification, round_over, verification_of
+from .rounds import (
+    CausalRound,
+    ChainRound,
+    Choices,
+    PromptRound,
+    SlotRound,
+    Verification,
+    round_over,
+    verification_of,
+)
 from .sequence import Sequence
 from .stats import merged_stats
 from .tokens import TokenBuffer, padded
@@ -104,6 +114,7 @@ class Batch:
         self.capture = self.binding.residual.new_capture(self.layer_ids)
         self.verification: Verification = "chain"
         self.slots: SlotForward | None = None  # of a static cache
+        self._masks: CausalMasks | None = None  # of one sequence's chains
         self._fixed_contexts: Many[CompiledContext] = ()
         self.policy: FixedPolicy = FixedPolicy()
         self.now, self._no_drafts = first.now, DraftTree.chain(first.tokens.ids.new_empty(0))
@@ -173,6 +184,9 @@ class Batch:
             self.cache.activate_past_recording()  # after the prompt: there is nothing in it to take back
             self.cache.crop(0)  # which trims stock layers to their window
             self.verification = verification_of(self.target, self.cache)
+            text = self.sequences[0].tokens
+            if CausalRound.fits(self.target, text, self._kwargs()):
+                self._masks = CausalMasks(text.ids.device)
         if len(self.sequences) == 1:
             leave_context(self.cache, self.drafter, self.sequences[0].context)  # its own whenever they end alike
 
@@ -249,7 +263,7 @@ class Batch:
         trees = [self.policy.cut(next(drafted)) if count else self._no_drafts for count in counts]
         texts = [sequence.tokens for sequence in self.sequences]
         if self.slots is None:
-            return round_over(self.target, self.verification, texts, trees)
+            return round_over(self.target, self.verification, texts, trees, self._masks)
         return SlotRound(self.target, texts, [tree.first(min(len(tree), free)) for tree in trees], self.slots)
 
     def _free_slots(self) -> int:

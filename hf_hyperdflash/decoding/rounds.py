@@ -13,8 +13,9 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
+from transformers.generation.utils import GenerationMixin
 
-from ..targets.attention_masks import attention_mask_for
+from ..targets.attention_masks import CausalMasks, attention_mask_for
 from ..targets.caches.name import CACHE
 from ..targets.caches.protocols import RewindableCache, RewindableLayer
 from ..targets.caches.ragged import RaggedCache, RaggedLayer
@@ -132,6 +133,49 @@ class ChainRound:
     def visible(self, position: int) -> list[int]:
         """Return the places of the forward that a verification position sees, its own last."""
         return list(range(position + 1))
+
+
+class CausalRound(ChainRound):
+    """A chain whose forward gets a view of one mask, where transformers would make one anew in each round.
+
+    Args:
+        target: The target.
+        texts: The tokens of the only sequence.
+        trees: Its drafts.
+        masks: Of the sequence's positions.
+    """
+
+    def __init__(self, target: Target, texts: Many[TokenBuffer], trees: Many[DraftTree], masks: CausalMasks) -> None:
+        super().__init__(target, texts, trees)
+        self.masks = masks
+
+    @staticmethod
+    def fits(target: Target, text: TokenBuffer, kwargs: dict[str, object]) -> bool:
+        """Return whether the target's forward needs no more than this: its layers see all that is before, nothing of
+        the text is padding, and nobody prepares other arguments.
+
+        Args:
+            target: The target.
+            text: The only sequence.
+            kwargs: The arguments that are the same in every round, with the cache.
+        """
+        model = cast(Any, target.model)
+        prepares = getattr(model.prepare_inputs_for_generation, "__func__", None)
+        return (
+            prepares is GenerationMixin.prepare_inputs_for_generation
+            and kwargs.keys() <= {CACHE, "use_cache", "logits_to_keep"}
+            and target.config._attn_implementation == "sdpa"
+            and target.takes_static_caches
+            and not any(target.windows)
+            and text.mask(text.end) is None
+            and text.ids.device == model.device
+        )
+
+    def inputs(self, kwargs: dict[str, object]) -> dict[str, object]:
+        text, start = self.texts[0], self.starts[0]
+        ids = text.with_drafts(self.trees[0].tokens)[:, start:]
+        own = {"input_ids": ids.clone(), "position_ids": text.positions(start, start + self.width)}
+        return {**kwargs, **own, "attention_mask": self.masks(start, self.width), "logits_to_keep": self.width}
 
 
 class PromptRound(ChainRound):
@@ -383,15 +427,26 @@ def verification_of(target: Target, cache: RewindableCache) -> TreeVerification:
 
 
 def round_over(
-    target: Target, verification: Verification, texts: Many[TokenBuffer], trees: Many[DraftTree]
+    target: Target,
+    verification: Verification,
+    texts: Many[TokenBuffer],
+    trees: Many[DraftTree],
+    masks: CausalMasks | None = None,
 ) -> ChainRound:
     """Return the round that verifies the trees of a batch.
+
+    Args:
+        target: The target.
+        verification: How it verifies trees.
+        texts: The tokens of each sequence.
+        trees: The drafts of each.
+        masks: Where the only sequence's chains get their masks from; `None` if transformers makes them.
 
     Raises:
         ValueError: If one has several paths, and the target verifies none but chains.
     """
     if verification != "ragged" and trees[0].is_chain:
-        return ChainRound(target, texts, trees)
+        return ChainRound(target, texts, trees) if masks is None else CausalRound(target, texts, trees, masks)
     if verification == "chain":
         raise ValueError(
             f"The drafter made a tree with the parents {trees[0].parents} for a {target.config.model_type} target, "

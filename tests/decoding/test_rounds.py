@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CLIPVisionConfig, DynamicCache, LlavaConfig, LlavaForConditionalGeneration
 
-from hf_hyperdflash import bind
-from hf_hyperdflash.decoding.rounds import ForkedRound, MaskedRound, verification_of
+from hf_hyperdflash import PromptLookupDrafter, bind
+from hf_hyperdflash.decoding.rounds import CausalRound, ForkedRound, MaskedRound, verification_of
 from hf_hyperdflash.decoding.tokens import TokenBuffer
+from hf_hyperdflash.targets.attention_masks import CausalMasks
 from hf_hyperdflash.targets.caches.deepseek_v4 import RewindableHCACacheLayer
 from hf_hyperdflash.targets.caches.name import CACHE
 from hf_hyperdflash.targets.registry import FAMILIES as KNOWN
@@ -26,7 +27,7 @@ from hf_hyperdflash.trees.tree import DraftTree
 
 from ..conftest import CSA, HCA, SLIDING, prompt, tiny_target
 from ..helpers.draft_trees import parents_and_tokens
-from ..helpers.families import ALSO_MASKED, FAMILIES, LATER, MASKED, gpt_oss, qwen3
+from ..helpers.families import ALSO_MASKED, FAMILIES, LATER, MASKED, gpt_oss, mistral, qwen3
 
 
 def filled_cache(target, ids):
@@ -221,3 +222,64 @@ def test_v4s_caches_are_what_the_accepted_path_alone_would_have_left(number, len
     torch.testing.assert_close(
         target(more, **{CACHE: again}).logits, target(more, **{CACHE: before}).logits, atol=2e-4, rtol=1e-3
     )
+
+
+@given(st.lists(st.tuples(st.integers(0, 90), st.integers(1, 12)), min_size=1, max_size=6))
+def test_masks_of_a_chain_show_all_that_is_before(asked):
+    """In any order: the mask that is made once grows."""
+    masks = CausalMasks(torch.device("cpu"))
+    for past, queries in asked:
+        expected = [[key <= past + query for key in range(past + queries)] for query in range(queries)]
+        assert masks(past, queries).tolist() == [[expected]]
+
+
+def chain_rounds(model, monkeypatch, ids, **options):
+    """The text by prompt lookup, the target's own, and how many rounds had a mask of ours."""
+    made, inputs = [], CausalRound.inputs
+    monkeypatch.setattr(CausalRound, "inputs", lambda self, kwargs: made.append(1) or inputs(self, kwargs))
+    expected = model.generate(ids, do_sample=False, max_new_tokens=12, **options)
+    text = bind(model).generate(
+        ids, assistant_model=PromptLookupDrafter(model), do_sample=False, max_new_tokens=12, **options
+    )
+    return text, expected, len(made)
+
+
+def test_a_chains_mask_is_made_once_where_layers_see_all(monkeypatch):
+    ids = prompt(9).repeat(1, 2)
+    text, expected, made = chain_rounds(qwen3().eval(), monkeypatch, ids)
+    assert made and text.tolist() == expected.tolist()
+
+
+def own_preparation(model):
+    """Somebody's model that adds to what each forward gets."""
+
+    class Own(type(model)):
+        def prepare_inputs_for_generation(self, *args, **kwargs):
+            inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+            inputs["position_ids"] = inputs["position_ids"] // 2
+            return inputs
+
+    model.__class__ = Own
+    return model
+
+
+def eager_attention(model):
+    model.set_attn_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize("change", [own_preparation, eager_attention])
+def test_transformers_makes_masks_where_more_is_asked_for(monkeypatch, change):
+    ids = prompt(9).repeat(1, 2)
+    text, expected, made = chain_rounds(change(qwen3().eval()), monkeypatch, ids)
+    assert not made and text.tolist() == expected.tolist()
+
+
+def test_transformers_makes_the_masks_of_windows_and_padding(monkeypatch):
+    ids = prompt(9).repeat(1, 2)
+    text, expected, made = chain_rounds(mistral().eval(), monkeypatch, ids)
+    assert not made and text.tolist() == expected.tolist()
+    mask = torch.ones_like(ids)
+    mask[:, :3] = 0
+    text, expected, made = chain_rounds(qwen3().eval(), monkeypatch, ids, attention_mask=mask)
+    assert not made and text.tolist() == expected.tolist()

@@ -53,9 +53,9 @@ def block_inputs(
     Returns:
         Token ids and positions, `[batch, anchors * block_size]` each.
     """
-    masks = tokens.new_full((*tokens.shape, block_size - 1), mask_token_id or 0)
+    blocks = nn.functional.pad(tokens.unsqueeze(-1), (0, block_size - 1), value=mask_token_id or 0)
     steps = torch.arange(block_size, device=positions.device)
-    return torch.cat([tokens.unsqueeze(-1), masks], dim=-1).flatten(1), (positions.unsqueeze(-1) + steps).flatten(1)
+    return blocks.flatten(1), (positions.unsqueeze(-1) + steps).flatten(1)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

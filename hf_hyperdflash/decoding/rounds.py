@@ -345,7 +345,7 @@ class SlotRound(ChainRound):
         return own[:, : len(kept)] if is_prefix else own[:, torch.tensor(kept, device=own.device)]
 
     def accept(self, cache: RewindableCache, kept: list[list[int]]) -> None:
-        self.slots.accept(kept, self.width)
+        self.slots.accept(kept, self.width, any(self.paths))
 
     def abort(self, cache: RewindableCache) -> None:
         """Do nothing: a round counts no token before it is accepted."""

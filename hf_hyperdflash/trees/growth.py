@@ -378,6 +378,12 @@ def drawn(
         for tree, own, own_tokens in zip(trees, slots, level.split([len(own) for own in slots])):
             tree.add([slot[1:] for slot in own], own_tokens, [next(q) for _ in own])
         paths = torch.cat([paths[rows], level[:, None]], dim=1)
+        goes_on = [bool(tree.places) for tree, own in zip(trees, slots) for _ in own]
+        if not all(goes_on):
+            left = torch.tensor(goes_on, device=anchors.device)
+            level, rows, paths = level[left], rows[left], paths[left]
+        if not len(level):
+            break
     return [tree.tree(anchors) for tree in trees]
 
 
@@ -401,7 +407,7 @@ class _DrawnTree:
         admission: Which nodes are admitted.
 
     Attributes:
-        places: The nodes of the last level.
+        places: The nodes of the last level, if another may follow.
     """
 
     def __init__(self, sizes: list[int], admission: Admission | None) -> None:
@@ -440,7 +446,9 @@ class _DrawnTree:
         self.parents += [self.places[row] for row, _, _ in slots]
         self.signals += [self._level_signals[row] for row, _, _ in slots]
         self.q += q
-        self.places, self.values = list(range(start, len(self.parents))), [value for _, _, value in slots]
+        goes_on = len(self.tokens) < len(self.sizes)
+        self.places = list(range(start, len(self.parents))) if goes_on else []
+        self.values = [value for _, _, value in slots] if goes_on else []
 
     def tree(self, like: torch.Tensor) -> DraftTree:
         """Return the tree, of tokens like `like`."""

@@ -776,11 +776,10 @@ def test_a_batch_is_drafted_for_in_one_compiled_pass(family, kind, do_sample, bu
     assert set(eagerly) <= {0}  # no pass after the first round, for which the prompts' entries are there
     assert len({len(each) for each in drafted}) > 1 or do_sample
     graphs = counted["unique_graphs"]  # of two numbers of slots each
-    target.generate(ids, max_new_tokens=30, pad_token_id=0, **options, compile_config=compiling())
-    # Where the host grows trees, the size of a pass depends on the text: it is one of a few. Of sampled trees these
-    # are three, of each of three numbers of slots, beside the target's graphs.
-    most = {("specblock", False, 7): 10, ("eagle3", True, 7): 12}.get((kind, do_sample, budget), graphs)
-    assert graphs <= 10 and graphs <= counted["unique_graphs"] <= most
+    for seed in (0, 9):
+        others = torch.cat([prompt(12, seed=seed + row) for row in range(3)])
+        target.generate(others, max_new_tokens=30, pad_token_id=0, **options, compile_config=compiling())
+    assert graphs == counted["unique_graphs"] <= 10
     assert not torch._dynamo.utils.counters["graph_break"]
 
 

@@ -159,6 +159,21 @@ def test_levels_are_as_wide_whatever_the_text_and_children_go_where_the_drafter_
         assert (len({tree.parents for tree in trees}) > 1) == sure
 
 
+@pytest.mark.parametrize("depths", [(1, 4), (4, 1, 2), (2, 2)])
+def test_a_pass_is_of_texts_that_go_on(depths):
+    """Leaves at a text's greatest depth are asked for no children."""
+    asked = []
+
+    def steps(k, tokens, rows):
+        asked.append(len(tokens))
+        return DraftStep(torch.zeros(len(tokens), 20))
+
+    trees = drawn(torch.zeros(len(depths), dtype=torch.long), depths, 7, steps, as_they_are)
+    levels = [[tree.depths.count(k) for tree, depth in zip(trees, depths) if k < depth] for k in range(1, max(depths))]
+    assert asked == [len(depths), *map(sum, levels)]
+    assert [max(tree.depths) for tree in trees] == list(depths)
+
+
 def grown(vocabulary, depth, budget, sure, holes=False, admission=None):
     talker = Talker(vocabulary, 5, sure, holes)
     return drawn(IDS[:, -1], [depth], budget, talker, as_they_are, admission)[0], talker

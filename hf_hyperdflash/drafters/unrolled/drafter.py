@@ -335,7 +335,8 @@ class UnrolledDrafter(ReadingDrafter):
                 return self._draft_in_graph(target, requests, asked)
             if self._is_launch_bound:
                 self._run_graph(target, requests, None)  # the entries alone
-                return self._draft(target, CompiledUnrolling(self, target, contexts), requests)
+                most = 1 if budget is None else self.most_blocks(budget, requests[0].sampler.do_sample)
+                return self._draft(target, CompiledUnrolling(self, target, contexts, most), requests)
         self.flush_pending(target, contexts)
         return self._draft(target, Unrolling(self, target, contexts), requests)
 
@@ -354,7 +355,7 @@ class UnrolledDrafter(ReadingDrafter):
         if self.device.type == "meta":
             return []
         # Behind a text there are a round's entries, some of which only fill up, and its later blocks, pass by pass.
-        most_blocks = width_of_pass(min(most_drafts, self.tree_width or most_drafts))
+        most_blocks = width_of_pass(max(self.most_blocks(most_drafts, draws) for draws in (False, True)))
         spare = (most_new + config.max_blocks * most_blocks) * config.block_size
         shape = texts, config.num_key_value_heads, room * config.block_size + spare, config.head_dim
         residual = texts, most_new, config.num_streams, config.target_hidden_size
@@ -364,6 +365,15 @@ class UnrolledDrafter(ReadingDrafter):
         )
         shared = FixedBuffers(config.num_hidden_layers, shape, spare, self.norm.weight, pending, compiled)
         return [FixedEntries(context, shared) for context in contexts]
+
+    def most_blocks(self, budget: int, do_sample: bool) -> int:
+        """Return how many blocks of a text a pass has at most.
+
+        Args:
+            budget: The most nodes of a draft tree.
+            do_sample: Whether these are drawn.
+        """
+        return budget
 
     @property
     def tree_width(self) -> int | None:

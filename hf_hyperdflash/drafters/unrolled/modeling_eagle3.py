@@ -16,7 +16,7 @@ from torch import nn
 
 from ...targets.attention_masks import AttentionMask
 from ...targets.target import Target
-from ...trees.growth import DraftStep
+from ...trees.growth import DraftStep, level_sizes
 from ...trees.tree import DraftTree
 from ..parts.layers import ContextLayer, DrafterRMSNorm, HyperDFlashAttention, HyperDFlashLayer, Rotary
 from ..sampling import DraftRequest, drafts_in_step
@@ -96,6 +96,12 @@ class Eagle3Drafter(UnrolledDrafter):
     @property
     def tree_width(self) -> int:
         return self.config.tree_width
+
+    def most_blocks(self, budget: int, do_sample: bool) -> int:
+        if not do_sample:
+            return min(budget, self.tree_width)
+        of_all = (level_sizes(count, budget)[:-1] for count in range(1, self.max_draft_tokens + 1))
+        return max(max(sizes, default=1) for sizes in of_all)
 
     def _draft(self, target: Target, unrolling: Unrolling, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         first, are_chains = 0, requests[0].sampler.tree_budget is None  # number of the block of the first path

@@ -110,7 +110,19 @@ class Unrolling:
 
 
 class CompiledUnrolling(Unrolling):
-    """The same with compiled passes. They are of all texts of the batch, and of one of a few numbers of blocks."""
+    """The same with compiled passes. They are of all texts of the batch, and all as wide: how many blocks a pass needs
+    depends on the text, and each width is a graph of its own.
+
+    Args:
+        drafter: The drafter.
+        target: For its embedding.
+        contexts: One for each sequence, none of them empty.
+        most_blocks: Of a sequence in a pass.
+    """
+
+    def __init__(self, drafter: Any, target: Target, contexts: Sequence[FixedEntries], most_blocks: int) -> None:
+        super().__init__(drafter, target, contexts)
+        self._width = width_of_pass(most_blocks)
 
     def _run(
         self, carried: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor | None
@@ -119,7 +131,7 @@ class CompiledUnrolling(Unrolling):
         shared, blocks, device = contexts[0].shared, tokens.shape[1], tokens.device
         # A text that is not asked keeps its keys: what fills up lies behind them.
         starts = [[max(self._column, context.filled)] for context in shared.contexts]
-        width = width_of_pass(blocks)
+        width = self._width
         stop = max(starts)[0] + self.size * width
         if stop > shared.capacity or contexts[0].buffer is not shared.all:
             return super()._run(carried, positions, tokens, mask)
@@ -143,7 +155,7 @@ class CompiledUnrolling(Unrolling):
 
 
 def width_of_pass(blocks: int) -> int:
-    """Return the number of blocks of a compiled pass that needs so many: one of a few numbers."""
+    """Return the width of compiled passes of at most so many blocks: one of a few numbers."""
     width = 1
     while width < blocks:
         width *= 4

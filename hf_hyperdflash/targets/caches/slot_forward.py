@@ -69,6 +69,7 @@ class SlotForward:
         self.room = sys.maxsize if self.cache.capacity is None else self.cache.capacity
         self.rows = list(range(len(lengths)))
         self._chains: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._moving_widths: set[int] = set()  # of rounds whose tokens were moved
         self.real: torch.Tensor | None = None
         if any(mask is not None for mask in masks):
             shape = len(lengths), self.cache.capacity or max(lengths)
@@ -144,17 +145,21 @@ class SlotForward:
         self.cache.capture = self.capture
         return self.compiled(choose_over_slots, *inputs)
 
-    def accept(self, kept: list[list[int]], width: int) -> None:
+    def accept(self, kept: list[list[int]], width: int, has_trees: bool) -> None:
         """Keep the positions `kept` of each sequence, a path from the anchor on, and no others.
 
         Args:
             kept: Of each sequence.
             width: Verification positions of the round.
+            has_trees: Whether there are several paths.
         """
         starts, counts = self.cache.starts, [0] * self.size
         for row, path in zip(self.rows, kept):
             counts[row] = len(path)
-        if any(path != list(range(len(path))) for path in kept):
+        is_first = has_trees and self.compiled is not None and width not in self._moving_widths
+        # The first trees of a width in any case: what moves tokens is compiled then, and not some texts later.
+        if is_first or any(path != list(range(len(path))) for path in kept):
+            self._moving_widths.add(width)
             places, _ = self.chains(width)
             old = places.cpu().clone()
             for row, path in zip(self.rows, kept):

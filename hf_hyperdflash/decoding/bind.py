@@ -21,7 +21,7 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 from ..auto.policies import DraftingStats
 from ..drafters.base import Drafter
 from ..targets.caches.name import CACHE, own_cache_names, renamed_cache
-from ..targets.caches.slot_forward import CompiledForwards
+from ..targets.caches.slot_forward import CompiledForwards, CompiledGraphs
 from ..targets.fused import Fusion
 from ..targets.hooks import ResidualCapture, ResidualTap
 from ..targets.registry import check_layers, check_without_virtual_tokens, is_bound, is_drafter, target_of
@@ -89,17 +89,15 @@ class Binding:
         self.target = self.family = target  # drafters' own code from before 0.3 asks for a family, also of a `Target`
         target.hyperdflash_binding = self
         self.residual = ResidualTap(target.layers, target.streams)
-        self._compiled: dict[str, CompiledForwards] = {}
+        self._graphs: dict[str, CompiledGraphs] = {}
         self.fusion = Fusion(target.kernels())
         hooks = [*self.residual.handles, *target.register_hooks(), *count_forwards(target.model)]
         self.handles = [*hooks, self.fusion]
 
     def compiled(self, options: dict[str, object]) -> CompiledForwards:
-        """Return the target's compiled forwards with these options of `torch.compile`."""
+        """Return the target's compiled forwards for a request with these options of `torch.compile`."""
         key = repr(sorted(options.items(), key=str))
-        if key not in self._compiled:
-            self._compiled[key] = CompiledForwards(options)
-        return self._compiled[key]
+        return CompiledForwards(options, self._graphs.setdefault(key, CompiledGraphs()))
 
     @contextmanager
     def capturing_forward(self, capture: ResidualCapture, is_round: bool = False) -> Iterator[None]:

@@ -32,6 +32,7 @@ from hf_hyperdflash.drafters.sampling import DraftRequest, DraftSampler
 from hf_hyperdflash.drafters.saved import SavedDrafter
 from hf_hyperdflash.targets.caches import slot_forward
 from hf_hyperdflash.targets.caches.name import CACHE
+from hf_hyperdflash.targets.caches.slot_forward import CompiledForwards, CompiledGraph, CompiledGraphs
 from hf_hyperdflash.targets.caches.static import SlotCache
 from hf_hyperdflash.targets.registry import target_of
 from hf_hyperdflash.trees.growth import Admission
@@ -371,7 +372,7 @@ class Pair:
     def __init__(self, kind):
         self.target = families.qwen3().eval()
         self.seen, self.drafter = target_of(self.target), drafter_of_kind(kind, self.target)
-        self.compiled = slot_forward.CompiledForwards(dict(fullgraph=True, backend="eager"))
+        self.compiled = CompiledForwards(dict(fullgraph=True, backend="eager"), CompiledGraphs())
         self.contexts = [self.drafter.new_context() for _ in range(2)]
         self.text, self.state = prompt(100), torch.randn(1, 100, len(self.drafter.target_layer_ids), 64)
         self.positions, self.done = torch.arange(100)[None], 0
@@ -489,7 +490,7 @@ def test_a_text_that_is_not_asked_keeps_its_entries(kind, budget, counted, monke
 
     for row, context in enumerate(contexts):
         extend(0, lengths[row % 2], context, row % 2)
-    compiled = slot_forward.CompiledForwards(dict(fullgraph=True, backend="eager"))
+    compiled = CompiledForwards(dict(fullgraph=True, backend="eager"), CompiledGraphs())
     contexts[:2] = drafter.fixed_contexts(seen, contexts[:2], 60, 6, 7, compiled)
     for row, context in enumerate(contexts):
         extend(lengths[row % 2], lengths[row % 2] + 2, context, row % 2)
@@ -608,6 +609,8 @@ def test_a_greedy_round_is_two_graphs_and_one_wait(kind, counted, waits, monkeyp
     target, own = target_and_own(families.qwen3)
     drafter, ids = drafter_of_kind(kind, target), prompt(9)
     options = dict(max_new_tokens=24, cache_implementation="static", max_cache_len=60, compile_config=compiling())
+    without_guards = CompiledGraph.without_guards
+    monkeypatch.setattr(CompiledGraph, "without_guards", lambda graph: recorded(without_guards(graph)))
     target.generate(ids, assistant_model=drafter, **options, **GREEDILY)
     propose = drafter.propose
 
@@ -638,6 +641,16 @@ def test_a_greedy_round_is_two_graphs_and_one_wait(kind, counted, waits, monkeyp
         assert "_local_scalar_dense" not in launches
         counts.append(len(launches))
     assert median(counts) <= 8 and max(counts) <= 16, counts  # more where the buffers of the text grow
+
+
+def recorded(graph):
+    """As torch's profiler shows a graph that it calls itself."""
+
+    def run(*args):
+        with record_function("Torch-Compiled Region"):
+            return graph(*args)
+
+    return run
 
 
 def is_in_graph(event):
@@ -820,6 +833,63 @@ def test_auto_learns_nothing_from_rounds_that_compile(counted, monkeypatch):
     monkeypatch.setattr(slot_forward, "_SLOW_CALLS", 10**6)
     target.generate(prompt(9), assistant_model=drafter, num_assistant_tokens="auto", max_new_tokens=20, **options)
     assert rounds and all(told for told, _ in rounds)
+
+
+def lookups(call):
+    """How often torch looked for a graph that fits, by guards."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
+        call()
+    return sum(event.name == "TorchDynamo Cache Lookup" for event in trace.events())
+
+
+@pytest.mark.parametrize("budget", [None, 7])
+def test_guards_of_a_graph_run_once_a_request(budget, counted):
+    """Of a target of thirty layers they take milliseconds."""
+    target, own = target_and_own(families.qwen3)
+    drafter, rounds = drafter_of(target), []
+    options = dict(cache_implementation="static", compile_config=compiling(), tree_budget=budget, **GREEDILY)
+
+    def write():
+        text = target.generate(prompt(11), max_new_tokens=40, assistant_model=drafter, **options)
+        assert torch.equal(text, own.generate(prompt(11), max_new_tokens=40, **GREEDILY))
+        rounds.append(drafter.last_stats.rounds)
+
+    write()
+    graphs = counted["unique_graphs"]
+    assert lookups(write) <= graphs < rounds[-1] and counted["unique_graphs"] == graphs
+
+
+def with_other_activation(target):
+    target.model.layers[1].mlp.act_fn = torch.nn.ReLU()
+
+
+def with_eager_attention(target):
+    target.set_attn_implementation("eager")
+
+
+def with_other_weights(target):
+    target.model.layers[2].mlp = copy.deepcopy(target.model.layers[2].mlp)
+    target.model.layers[2].mlp.down_proj.weight.data.mul_(-1)
+
+
+def with_adapter(target):
+    layer = target.model.layers[1].mlp
+    layer.up_proj = torch.nn.Sequential(layer.up_proj, torch.nn.Tanh())  # as LoRA wraps it
+
+
+@pytest.mark.parametrize("change", [with_other_activation, with_eager_attention, with_other_weights, with_adapter])
+def test_what_changes_between_requests_is_seen(change, counted):
+    """Although a request's graphs run without guards after their first call."""
+    target, own = target_and_own(families.qwen3)
+    options = dict(cache_implementation="static", max_cache_len=60, max_new_tokens=20, **GREEDILY)
+    ids, texts, drafter = prompt(11), [], drafter_of(target)
+    for _ in range(2):
+        text = target.generate(ids, assistant_model=drafter, compile_config=compiling(), **options)
+        assert torch.equal(text, own.generate(ids, **options))
+        texts.append(text.tolist())
+        for each in (target, own):
+            change(each)
+    assert texts[0] != texts[1] or change is with_eager_attention
 
 
 def test_a_target_with_compiled_rounds_can_be_copied_and_pickled(counted):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -222,33 +222,73 @@ def move_in_slots(cache: SlotCache, old: torch.Tensor, new: torch.Tensor) -> Non
         layer.move(old, new)
 
 
+class CompiledGraph:
+    """A function that was compiled for arguments of one shape.
+
+    Args:
+        function: The function.
+        options: Of `torch.compile`.
+
+    Attributes:
+        calls: How often it was called.
+    """
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        self._function, self.calls = with_own_code(function), 0
+        self.guarded = torch.compile(self._function, **options)
+
+    def without_guards(self) -> Callable[..., Any] | None:
+        """Return what was compiled, without the guards by which torch finds out whether it still fits: of a small
+        target these take a tenth of a round. `None` if it is not one graph."""
+        entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(self._function)
+        if len(entries) != 1 or any(name.startswith("__resume_at") for name in entries[0].code.co_names):
+            return None
+        return types.FunctionType(entries[0].code, self._function.__globals__, self._function.__name__)
+
+
+class CompiledGraphs(dict[tuple[object, ...], CompiledGraph]):
+    """Those of a bound target with the same options, by function and shapes. A copy of it is empty: compiled code can
+    be neither copied nor pickled."""
+
+    def __reduce__(self) -> tuple[type[CompiledGraphs], tuple[()]]:
+        return CompiledGraphs, ()
+
+
 class CompiledForwards:
     """A bound target's functions over static caches, compiled: once for each shape of what they are given.
 
+    Of one request. The first call with a shape lets torch check whether what it has compiled still fits the target and
+    the drafter, which somebody may have changed; the next ones do without.
+
     Args:
         options: Of `torch.compile`.
+        graphs: What was compiled for earlier requests.
 
     Attributes:
         slow_calls: How many calls compiled, or were among the first ones after that, in which a GPU's graph is made.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], graphs: CompiledGraphs) -> None:
         self.options = options if options.get("dynamic") is not None else {**options, "dynamic": False}
-        self.slow_calls = 0
-        self._by_shape: dict[tuple[object, ...], Callable[..., Any]] = {}
-        self._calls: Counter[tuple[object, ...]] = Counter()
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_by_shape": {}, "_calls": Counter()}  # compiled code can be neither copied nor pickled
+        self.slow_calls, self._graphs = 0, graphs
+        self._checked: dict[tuple[object, ...], Callable[..., Any]] = {}
 
     def __call__(self, function: Callable[..., Result], *args: object) -> Result:
         """Call a function compiled for the shapes of its arguments."""
         key = function, *map(_shape_of, args)
-        if key not in self._by_shape:
-            self._by_shape[key] = torch.compile(with_own_code(function), **self.options)
-        self.slow_calls += self._calls[key] < _SLOW_CALLS
-        self._calls[key] += 1
-        return self._by_shape[key](*args)
+        if key in self._checked:
+            torch._dynamo.mutation_guard.GenerationTracker.generation += 1  # by which CUDA graphs know a new call
+            return self._checked[key](*args)
+        if key not in self._graphs:
+            self._graphs[key] = CompiledGraph(function, self.options)
+        graph = self._graphs[key]
+        self.slow_calls += graph.calls < _SLOW_CALLS
+        graph.calls += 1
+        result = graph.guarded(*args)
+        checked = graph.without_guards() if graph.calls >= _SLOW_CALLS else None
+        if checked is not None:
+            self._checked[key] = checked
+        return result
 
 
 def _shape_of(value: object) -> object:

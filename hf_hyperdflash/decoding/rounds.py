@@ -175,7 +175,9 @@ class CausalRound(ChainRound):
         text, start = self.texts[0], self.starts[0]
         ids = text.with_drafts(self.trees[0].tokens)[:, start:]
         own = {"input_ids": ids.clone(), "position_ids": text.positions(start, start + self.width)}
-        return {**kwargs, **own, "attention_mask": self.masks(start, self.width), "logits_to_keep": self.width}
+        if self.width > 1:  # else none is needed, and attention without one is faster
+            own["attention_mask"] = self.masks(start, self.width)
+        return {**kwargs, **own, "logits_to_keep": self.width}
 
 
 class PromptRound(ChainRound):

@@ -378,12 +378,12 @@ def drawn(
         for tree, own, own_tokens in zip(trees, slots, level.split([len(own) for own in slots])):
             tree.add([slot[1:] for slot in own], own_tokens, [next(q) for _ in own])
         paths = torch.cat([paths[rows], level[:, None]], dim=1)
-        goes_on = [bool(tree.places) for tree, own in zip(trees, slots) for _ in own]
-        if not all(goes_on):
-            left = torch.tensor(goes_on, device=anchors.device)
-            level, rows, paths = level[left], rows[left], paths[left]
-        if not len(level):
+        going_on = [bool(tree.places) for tree, own in zip(trees, slots) for _ in own]
+        if not any(going_on):
             break
+        if not all(going_on):
+            left = torch.tensor([row for row, goes_on in enumerate(going_on) if goes_on], device=anchors.device)
+            level, rows, paths = level[left], rows[left], paths[left]
     return [tree.tree(anchors) for tree in trees]
 
 

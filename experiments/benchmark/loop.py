@@ -1,9 +1,9 @@
 """What a verification round costs: our loop beside PyPI's `dflash` 0.1.0 and transformers' own DFlash path.
 
-All read one drafter in z-lab's layout, each has a copy of one target, and they take turns in random order, so that the
-machine's drift hits them alike. Target and drafter are random and small, so that much of a round is the loop; the
-drafter has learnt from the measured texts, so that some drafts are accepted. A round lasts from one forward of the
-target to the next.
+All read one drafter in z-lab's layout, each has a copy of one target, another one in each run, and they take turns in
+random order, so that the machine's drift hits them alike. Target and drafter are random and small, so that much of a
+round is the loop; the drafter has learnt from the measured texts, so that some drafts are accepted. A round lasts from
+one forward of the target to the next.
 
     pip install --no-deps dflash==0.1.0
     python experiments/benchmark loop
@@ -256,12 +256,12 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         export_dflash(drafter, folder)
         rivals, absent = line_up(target, Path(folder))
-    for rival in rivals:
-        take_turn(rival, prompts[0], arguments.max_new_tokens)
-        for kept in (rival.texts, rival.rounds, rival.seconds, rival.whole):
-            kept.clear()
-    for _ in range(arguments.runs):
-        for prompt in prompts:
-            for rival in order.sample(rivals, len(rivals)):
-                take_turn(rival, prompt, arguments.max_new_tokens)
+        for _ in range(arguments.runs):
+            # Copies of its own for each run: where in memory weights lie changes a round by some per cent.
+            for rival, anew in zip(rivals, line_up(target, Path(folder))[0]):
+                rival.target, rival.loop = anew.target, anew.loop
+                rival.loop(prompts[0], arguments.max_new_tokens)
+            for prompt in prompts:
+                for rival in order.sample(rivals, len(rivals)):
+                    take_turn(rival, prompt, arguments.max_new_tokens)
     report(rivals, absent, expected, arguments)

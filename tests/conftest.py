@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+from transformers.utils import logging
 
 from hf_hyperdflash import HyperDFlashDrafter
 
@@ -25,6 +26,14 @@ def pytest_collection_finish():
 def _one_thread_and_seed():
     torch.set_num_threads(1)  # two test workers share two cores
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _as_talkative_as_before():
+    """Commands ask transformers for silence, which would last for all tests after theirs."""
+    verbosity = logging.get_verbosity()
+    yield
+    logging.set_verbosity(verbosity)
 
 
 def tiny_config(**fields) -> DeepseekV4Config:

@@ -184,7 +184,10 @@ PRIVATE = [
     (torch.cpu, {"_is_amx_tile_supported": "to answer in bfloat16 on a CPU that is fast in it"}),
     (torch, {"_dynamo": "to compile a module once for any number of tokens"}),
     (torch, {"_inductor": "to see whether it packs weights"}),
-    (torch._dynamo.eval_frame, {"_orig_mod": "to see the model in a compiled one"}),
+    (torch._dynamo.eval_frame, {
+        "_orig_mod": "to see the model in a compiled one",
+        "_debug_get_cache_entry_list": "to run what was compiled without its guards",
+    }),
 ]  # fmt: skip
 
 

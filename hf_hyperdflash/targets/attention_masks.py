@@ -61,7 +61,7 @@ class CausalMasks:
             queries: The number of positions.
         """
         if queries > self._most_queries or past > self._most_past:
-            rows, before = max(queries, self._most_queries), max(2 * past, self._most_past)
+            rows, before = max(queries, self._most_queries), 2 * past
             self._whole = torch.ones(1, 1, rows, before + rows, dtype=torch.bool, device=self._device).tril(before)
             self._most_queries, self._most_past = rows, before
         return self._whole[:, :, :queries, self._most_past - past : self._most_past + queries]

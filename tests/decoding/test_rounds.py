@@ -275,10 +275,23 @@ def eager_attention(model):
     return model
 
 
-@pytest.mark.parametrize("change", [own_preparation, eager_attention])
+def own_argument(model):
+    """Somebody's model whose forward wants more of each token."""
+
+    class Own(type(model)):
+        def forward(self, input_ids=None, token_type_ids=None, **kwargs):
+            assert token_type_ids is None or token_type_ids.shape == input_ids.shape
+            return super().forward(input_ids, **kwargs)
+
+    model.__class__ = Own
+    return model
+
+
+@pytest.mark.parametrize("change", [own_preparation, eager_attention, own_argument])
 def test_transformers_makes_masks_where_more_is_asked_for(monkeypatch, change):
     ids = prompt(9).repeat(1, 2)
-    text, expected, made = chain_rounds(change(qwen3().eval()), monkeypatch, ids)
+    options = dict(token_type_ids=torch.zeros_like(ids)) if change is own_argument else {}
+    text, expected, made = chain_rounds(change(qwen3().eval()), monkeypatch, ids, **options)
     assert not made and text.tolist() == expected.tolist()
 
 

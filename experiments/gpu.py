@@ -824,7 +824,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", help="folder with gsm8k.jsonl, mbpp.jsonl and mt-bench.jsonl")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--prompts-a-suite", type=int, default=4)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(
+            f"`--device` is {arguments.device!r}, and torch {torch.__version__} finds no GPU here, expected one: run "
+            "it on a machine that has one, or try the script with `--device cpu --tiny`."
+        )
+    return arguments
 
 
 def main() -> None:

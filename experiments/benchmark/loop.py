@@ -92,6 +92,7 @@ def trained_drafter(
     target: PreTrainedModel, prompts: list[torch.Tensor], arguments: argparse.Namespace
 ) -> HyperDFlashDrafter:
     """A drafter that z-lab's layout has words for, trained for a moment on what the target writes after `prompts`."""
+    target = copy.deepcopy(target)  # to ask for hidden states leaves hooks, which would slow every loop down
     block_size, mask, layers = arguments.block_size, 1, [1, arguments.layers // 2, arguments.layers - 2]
     drafter = HyperDFlashDrafter.from_target(
         target, num_hidden_layers=2, num_draft_tokens=block_size - 1, mask_token_id=mask, target_layer_ids=layers
@@ -248,7 +249,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     target, order = random_target(arguments), random.Random(0)
     prompts = [torch.randint(2, arguments.vocab_size, (1, 16 * (i + 1))) for i in range(arguments.prompts)]
-    drafter = trained_drafter(copy.deepcopy(target), prompts, arguments)  # asking for hidden states leaves hooks
+    drafter = trained_drafter(target, prompts, arguments)
     drafter, target = (model.to(arguments.device, getattr(torch, arguments.dtype)) for model in (drafter, target))
     prompts = [prompt.to(arguments.device) for prompt in prompts]
     options = dict(max_new_tokens=arguments.max_new_tokens, do_sample=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,54 @@ from hf_hyperdflash import HyperDFlashDrafter
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 MIXES = [[SLIDING, CSA, HCA], [HCA, CSA, CSA], [CSA, SLIDING, HCA], [HCA, HCA, CSA], [SLIDING, SLIDING, CSA]]
 MODELS = Path(__file__).parent.parent / "examples" / "models"
+DURATIONS = Path(__file__).parent.parent / "build" / "durations.tsv"  # seconds and test, or seconds and file
+
+
+# Whole scripts, notebooks and pages, each a process that imports everything or a run of training.
+NIGHTLY = tuple(f"tests/{place}" for place in ("examples/", "experiments/", "test_notebook.py", "test_snippets.py"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.nodeid.startswith(NIGHTLY):
+            item.add_marker(pytest.mark.nightly)
 
 
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()  # what is imported is no garbage: a trainer collects at its end, and would look through all of torch
+
+
+def mostly_nightly(cases, kept=1):
+    """Cases for `parametrize`, of which each change runs the first ones."""
+    values = [case if isinstance(case, tuple) else (case,) for case in cases[kept:]]
+    return [*cases[:kept], *(pytest.param(*each, marks=pytest.mark.nightly) for each in values)]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter):
+    """Keep what each test took, and say where the time goes."""
+    reports = [
+        report for reports in terminalreporter.stats.values() for report in reports if hasattr(report, "duration")
+    ]
+    tests, files = Counter(), Counter()
+    for report in reports:
+        tests[report.nodeid] += report.duration
+        files[report.nodeid.split("::")[0]] += report.duration
+    if not tests:
+        return
+    DURATIONS.parent.mkdir(exist_ok=True)
+    DURATIONS.write_text(
+        "".join(f"{seconds:.2f}\t{name}\n" for name, seconds in [*files.most_common(), *tests.most_common()])
+    )
+    terminalreporter.section(
+        f"the dearest of {len(files)} files, seconds of a worker; each test is in {DURATIONS.name}"
+    )
+    for name, seconds in files.most_common(10):
+        terminalreporter.line(f"{seconds:8.1f} {name}")
+    over = sum(seconds > 5 for seconds in tests.values())
+    terminalreporter.line(f"{files.total():8.1f} in all; {over} of {len(tests)} tests took more than 5 s")
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -243,6 +244,7 @@ def main() -> None:
     print(
         f"{cases.total()} cases: {wrong['different']} different, {wrong['nearly equal']} where two logits nearly tie"
     )
+    sys.exit(wrong["different"] > 0)
 
 
 if __name__ == "__main__":

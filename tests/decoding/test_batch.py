@@ -39,7 +39,7 @@ from hf_hyperdflash.targets.caches.name import CACHE, cache_of
 from hf_hyperdflash.targets.caches.ragged import RaggedCache, RaggedLayer
 from hf_hyperdflash.targets.registry import target_of
 
-from ..conftest import prompt, tiny_drafter, tiny_target
+from ..conftest import mostly_nightly, prompt, tiny_drafter, tiny_target
 from ..helpers import families
 from ..helpers.drawn_tokens import assert_drawn_from
 from ..helpers.headed_drafters import learned
@@ -356,7 +356,7 @@ DRAWN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "drafts", "drawn"), DRAWN)
+@pytest.mark.parametrize(("family", "drafts", "drawn"), mostly_nightly(DRAWN))
 def test_drawn_texts_have_the_targets_distribution_in_every_row(family, drafts, drawn):
     """Two prompts, several texts of each, drafted well for the one and badly for the other. A right sampler fails once
     in 250,000 times at most, whatever its seed: of four counts each once in a million."""

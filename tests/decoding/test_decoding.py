@@ -699,6 +699,7 @@ def test_caches_that_cannot_be_rewound_are_refused_by_name(pair, kind):
         target.generate(prompt(8), assistant_model=drafter, max_new_tokens=3, cache_implementation=kind)
 
 
+@pytest.mark.nightly  # thousands of texts are drawn
 @pytest.mark.parametrize("temperature", [0.8])
 def test_sampled_text_has_the_targets_distribution(temperature):
     """End to end: pairs of sampled tokens against the target's own joint distribution, top-k included."""

@@ -34,7 +34,7 @@ from hf_hyperdflash.training.features.fingerprint import target_fingerprint
 from hf_hyperdflash.training.features.store import FeatureCache
 from hf_hyperdflash.training.losses.loss import drafter_loss
 
-from ..conftest import CSA, HCA, SLIDING, half_right, perfect, prompt, tiny_drafter
+from ..conftest import CSA, HCA, SLIDING, half_right, mostly_nightly, perfect, prompt, tiny_drafter
 from ..helpers import families
 from ..helpers.deepseek_checkpoints import dspark_fields
 from ..helpers.device_pairs import PLACES, assert_same_text, on_cpu, small_qwen3, small_target
@@ -64,10 +64,10 @@ def test_mistakes_are_seen():
 # Generation
 
 
-@pytest.mark.parametrize("places", PLACES)
-def test_places(places):
+@pytest.mark.parametrize("place", mostly_nightly(range(len(PLACES))))
+def test_places(place):
     target = small_target()
-    assert_same_text(target, tiny_drafter(target), places)
+    assert_same_text(target, tiny_drafter(target), PLACES[place])
 
 
 def test_sampling():
@@ -75,6 +75,7 @@ def test_sampling():
     assert_same_text(target, half_right(target, prompt(12), max_new_tokens=6), do_sample=True, top_k=8)
 
 
+@pytest.mark.nightly  # each module is on a simulated device
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
 def test_a_target_spread_over_two():
     target = small_target([SLIDING, CSA])
@@ -104,14 +105,17 @@ def test_a_drafter_made_for_a_target_on_a_gpu():
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        dict(reducer="fc"),
-        dict(reducer="hybrid"),
-        dict(reducer="stream_mean", dtype=torch.bfloat16),
-        dict(dtype=torch.bfloat16),  # with the gate in float32
-        dict(hidden_size=32, reducer="fc"),  # with projections around it
-        dict(draft_vocab_size=30, target_layer_ids=[0, -1], sliding_window=9),
-    ],
+    mostly_nightly(
+        [
+            dict(reducer="fc"),
+            dict(reducer="hybrid"),
+            dict(reducer="stream_mean", dtype=torch.bfloat16),
+            dict(dtype=torch.bfloat16),  # with the gate in float32
+            dict(hidden_size=32, reducer="fc"),  # with projections around it
+            dict(draft_vocab_size=30, target_layer_ids=[0, -1], sliding_window=9),
+        ],
+        kept=2,
+    ),
     ids=str,
 )
 def test_drafters(fields):
@@ -121,14 +125,17 @@ def test_drafters(fields):
 
 @pytest.mark.parametrize(
     ("kind", "fields"),
-    [
-        ("markov", {"do_sample": True}),
-        ("gated_markov", {"draft_vocab_size": 30, "head_candidates": 5}),
-        ("recurrent", {"dtype": torch.bfloat16}),
-        ("selector", {"do_sample": True, "conv_kernel_size": 2}),
-        ("state", {"head_candidates": 0}),
-        ("state", {"do_sample": True, "draft_vocab_size": 30}),
-    ],
+    mostly_nightly(
+        [
+            ("markov", {"do_sample": True}),
+            ("gated_markov", {"draft_vocab_size": 30, "head_candidates": 5}),
+            ("recurrent", {"dtype": torch.bfloat16}),
+            ("selector", {"do_sample": True, "conv_kernel_size": 2}),
+            ("state", {"head_candidates": 0}),
+            ("state", {"do_sample": True, "draft_vocab_size": 30}),
+        ],
+        kept=2,
+    ),
     ids=str,
 )
 def test_heads(kind, fields):
@@ -137,7 +144,7 @@ def test_heads(kind, fields):
     assert_same_text(target, headed(target, kind, confidence_head=True, **fields), do_sample=do_sample)
 
 
-@pytest.mark.parametrize(("kind", "do_sample"), [("none", False), ("state", True), ("mtp", False)])
+@pytest.mark.parametrize(("kind", "do_sample"), mostly_nightly([("state", True), ("none", False), ("mtp", False)]))
 def test_trees(kind, do_sample):
     target = small_target([CSA])
     if kind == "mtp":
@@ -259,7 +266,7 @@ def waits_of_a_round(accepted: int, do_sample: bool, **fields) -> Counter[str]:
     return Counter({place: count for place, count in waits.items() if not place.startswith("conftest.py")})
 
 
-@pytest.mark.parametrize("accepted, greedy, sampled", [(6, 1, 1), (3, 1, 1), (0, 1, 1)])
+@pytest.mark.parametrize("accepted, greedy, sampled", mostly_nightly([(3, 1, 1), (6, 1, 1), (0, 1, 1)]))
 def test_the_host_waits_no_more_often_than_it_did(accepted, greedy, sampled):
     """What `experiments/benchmark rounds` counts on a Qwen3. All of it is in our loop, none in the target or the
     drafter."""
@@ -270,7 +277,9 @@ def test_the_host_waits_no_more_often_than_it_did(accepted, greedy, sampled):
 
 @pytest.mark.parametrize(
     ("kind", "candidates", "do_sample", "most"),
-    [("recurrent", 0, False, 1), ("selector", 5, False, 1), ("state", 5, False, 1), ("state", 5, True, 1)],
+    mostly_nightly(
+        [("state", 5, True, 1), ("recurrent", 0, False, 1), ("selector", 5, False, 1), ("state", 5, False, 1)]
+    ),
 )
 def test_the_host_waits_for_no_draft_of_a_head(kind, candidates, do_sample, most):
     fields = dict(sequential_head=kind, head_rank=4, head_candidates=candidates, confidence_head=True)
@@ -322,7 +331,7 @@ def trained(tmp_path, target, drafter, data, **args):
 @pytest.mark.skipif(
     hasattr(modeling_qwen3, "maybe_autocast"), reason="transformers 5.17 asks for autocast, which lazy does not know"
 )
-@pytest.mark.parametrize("training, teacher", [("lazy:0", "hc_head"), ("cpu", "mean_pool")])
+@pytest.mark.parametrize("training, teacher", mostly_nightly([("cpu", "mean_pool"), ("lazy:0", "hc_head")]))
 def test_a_training_run(tmp_path, monkeypatch, training, teacher):
     """On one GPU; and on the CPU beside a target that `device_map` put on a GPU."""
     target, data = small_target(), rows(4)
@@ -342,6 +351,7 @@ def test_a_training_run(tmp_path, monkeypatch, training, teacher):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.nightly  # a run of training on a simulated device
 def test_features(tmp_path):
     target, made = small_target([SLIDING, CSA]), packed_rows([(9,), (5, 12)])
     for row in made:

@@ -39,7 +39,7 @@ from hf_hyperdflash.trees.growth import Admission
 from hf_hyperdflash.trees.layout import TreeLayout
 from hf_hyperdflash.trees.tree import DraftTree
 
-from ..conftest import prompt, tiny_target
+from ..conftest import mostly_nightly, prompt, tiny_target
 from ..helpers import families
 from ..helpers.draft_trees import lists_of_parents
 from ..helpers.tree_drafters import RandomChains, RandomTrees, is_wide
@@ -445,7 +445,8 @@ class Least:
 
 
 @pytest.mark.parametrize(
-    ("kind", "is_launch_bound"), [("", True), ("", False), *((kind, True) for kind in (*UNROLLED, "medusa"))]
+    ("kind", "is_launch_bound"),
+    mostly_nightly([("", False), ("medusa", True), ("specblock", True), ("eagle3", True), ("", True)], kept=3),
 )
 @torch.no_grad()
 def test_what_is_admitted_of_a_graph_is_what_is_admitted_eagerly(kind, is_launch_bound, counted, monkeypatch):
@@ -522,7 +523,9 @@ def test_what_has_no_place_in_a_graph_is_drafted_eagerly(kind, counted):
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [(families.qwen3, ""), (families.gemma3, ""), (families.qwen3, "eagle3"), (families.gemma3, "specblock")],
+    mostly_nightly(
+        [(families.gemma3, "specblock"), (families.qwen3, ""), (families.gemma3, ""), (families.qwen3, "eagle3")]
+    ),
 )
 def test_nothing_compiles_twice(family, kind, counted, monkeypatch):
     """After one text of each way to draft, others of any length that fits, turns and temperatures compile nothing."""
@@ -573,6 +576,7 @@ def waits(monkeypatch):
     return rounds
 
 
+@pytest.mark.nightly  # a graph for each of eight sizes
 @pytest.mark.parametrize("kind", ["", "eagle3"])
 def test_a_round_of_what_pays_waits_twice(kind, counted, waits, monkeypatch):
     """On an accelerator: for what was drafted, as it may not all be verified, and for what the target wrote."""
@@ -603,7 +607,7 @@ def test_a_round_of_what_pays_waits_twice(kind, counted, waits, monkeypatch):
     assert {None, 8} <= {*asked}
 
 
-@pytest.mark.parametrize("kind", ["", *UNROLLED, "medusa"])
+@pytest.mark.parametrize("kind", mostly_nightly(["medusa", "", *UNROLLED], kept=2))
 def test_a_greedy_round_is_two_graphs_and_one_wait(kind, counted, waits, monkeypatch):
     """The drafter's passes and the target's; between them what prepares their arguments, a few small operations."""
     target, own = target_and_own(families.qwen3)
@@ -658,6 +662,7 @@ def is_in_graph(event):
     return parent is not None and (parent.name.startswith("Torch-Compiled Region") or is_in_graph(parent))
 
 
+@pytest.mark.nightly  # a graph for each length
 def test_a_longer_text_is_looked_at_by_one_of_a_few_graphs(counted, monkeypatch):
     monkeypatch.setattr(slot_forward, "LEAST_VIEW", 16)
     target, own = target_and_own(families.qwen3)
@@ -675,6 +680,7 @@ def test_a_longer_text_is_looked_at_by_one_of_a_few_graphs(counted, monkeypatch)
     assert set(views) == {16, 32, 64, 128}  # the last are all 100
 
 
+@pytest.mark.nightly  # three drafters are compiled
 def test_drafters_that_read_other_layers_have_graphs_of_their_own(counted):
     """A graph that is compiled once more instead may be so a few times only."""
     target, own = target_and_own(families.qwen3)
@@ -689,6 +695,7 @@ def test_drafters_that_read_other_layers_have_graphs_of_their_own(counted):
             assert widths == {len(layer_ids)}
 
 
+@pytest.mark.nightly  # inductor compiles a target and a drafter, each twice
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="weights are packed for MKL here")
 def test_packed_weights_change_neither_text_nor_drafts(counted, monkeypatch):
     """By inductor, which takes for a weight what it may: it must not take what changes from round to round, nor the
@@ -732,14 +739,14 @@ def test_a_compiled_batch_keeps_its_shape(counted):
 
 @pytest.mark.parametrize(
     ("family", "kind", "do_sample", "budget"),
-    [
-        (families.gemma3, "", False, None), (families.qwen3, "", True, None), (families.qwen3, "", False, 7),
-        (families.qwen3, "eagle3", False, None), (families.gemma3, "eagle3", False, 7),
+    mostly_nightly([
+        (families.qwen3, "", True, None), (families.gemma3, "eagle3", False, 7), (families.gemma3, "", False, None),
+        (families.qwen3, "", False, 7), (families.qwen3, "eagle3", False, None),
         (families.qwen3, "specblock", False, None), (families.qwen3, "specblock", False, 7),
         (families.gemma3, "specblock", True, None), (families.qwen3, "eagle3", True, 7),
         (families.qwen3, "medusa", False, None), (families.qwen3, "medusa", False, 7),
         (families.qwen3, "medusa", True, 7),
-    ],
+    ], kept=2),
 )  # fmt: skip
 def test_a_batch_is_drafted_for_in_one_compiled_pass(family, kind, do_sample, budget, counted, monkeypatch):
     """The drafts of every round are those of an eager one, until the last text has ended."""
@@ -810,6 +817,7 @@ def test_compiled_turns_and_eager_ones(counted):
     assert counted["unique_graphs"] == 2
 
 
+@pytest.mark.nightly  # every number of drafts is compiled
 def test_auto_learns_nothing_from_rounds_that_compile(counted, monkeypatch):
     """Nor from the next ones of these shapes, in which a GPU records what it replays later."""
     monkeypatch.setattr(slot_forward, "_SLOW_CALLS", 1)
@@ -842,6 +850,7 @@ def lookups(call):
     return sum(event.name == "TorchDynamo Cache Lookup" for event in trace.events())
 
 
+@pytest.mark.nightly  # whole requests are compiled
 @pytest.mark.parametrize("budget", [None, 7])
 def test_guards_of_a_graph_run_once_a_request(budget, counted):
     """Of a target of thirty layers they take milliseconds."""
@@ -877,7 +886,9 @@ def with_adapter(target):
     layer.up_proj = torch.nn.Sequential(layer.up_proj, torch.nn.Tanh())  # as LoRA wraps it
 
 
-@pytest.mark.parametrize("change", [with_other_activation, with_eager_attention, with_other_weights, with_adapter])
+@pytest.mark.parametrize(
+    "change", mostly_nightly([with_other_weights, with_other_activation, with_eager_attention, with_adapter])
+)
 def test_what_changes_between_requests_is_seen(change, counted):
     """Although a request's graphs run without guards after their first call."""
     target, own = target_and_own(families.qwen3)
@@ -892,6 +903,7 @@ def test_what_changes_between_requests_is_seen(change, counted):
     assert texts[0] != texts[1] or change is with_eager_attention
 
 
+@pytest.mark.nightly  # three copies are compiled
 def test_a_target_with_compiled_rounds_can_be_copied_and_pickled(counted):
     target, own = target_and_own(families.qwen3)
     options = dict(max_new_tokens=9, cache_implementation="static", compile_config=compiling(), **GREEDILY)

@@ -38,7 +38,7 @@ from hf_hyperdflash.targets.target import computable
 from hf_hyperdflash.training.losses.teacher import check_teacher, teacher_states
 from hf_hyperdflash.trees.tree import DraftTree
 
-from ..conftest import half_right, half_right_about, prompt, tiny_drafter, tiny_target
+from ..conftest import half_right, half_right_about, mostly_nightly, prompt, tiny_drafter, tiny_target
 from ..helpers.families import (
     COMMON,
     FAMILIES,
@@ -209,7 +209,7 @@ def drafters_for(target, ids):
     return kinds
 
 
-@pytest.mark.parametrize("family", [deepseek_v4, qwen3_next], ids=lambda family: family.__name__)
+@pytest.mark.parametrize("family", mostly_nightly([deepseek_v4, qwen3_next]), ids=lambda family: family.__name__)
 def test_many_threads_on_one_target(family):
     """Short texts, so that threads begin and end all the time while others run the same modules."""
     torch.manual_seed(0)
@@ -695,6 +695,7 @@ def test_a_bound_target_is_one_graph_where_nobody_reads_it():
         torch.testing.assert_close(target.lm_head(whole(ids).last_hidden_state), expected)
 
 
+@pytest.mark.nightly  # inductor compiles whole forwards
 def test_a_graph_that_may_not_break_says_what_to_do():
     torch._dynamo.reset()
     target = qwen3().eval()
@@ -885,6 +886,7 @@ os._exit(0)  # torch's own threads abort an interpreter that ends by itself now 
 """
 
 
+@pytest.mark.nightly  # two processes import transformers
 def test_a_target_spread_over_two_processes_writes_the_same_text(tmp_path):
     """Tensor- and expert-parallel: each rank drafts the same tokens and verifies them together with the other."""
     tiny_target(hidden_size=64).save_pretrained(tmp_path / "saved")

@@ -299,7 +299,7 @@ def test_cached_features_train_like_online_ones(tmp_path, target):
     "setting",
     [
         {"gradient_checkpointing": True},
-        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+        pytest.param({"torch_compile": True, "torch_compile_backend": "aot_eager"}, marks=pytest.mark.nightly),
         {"dataloader_num_workers": 1},
         {"loss_chunk_size": 3},
     ],
@@ -312,6 +312,7 @@ def test_trainers_switches_change_no_loss(tmp_path, target, setting):
     assert losses(plain) == pytest.approx(losses(switched), rel=1e-4)
 
 
+@pytest.mark.nightly  # forward and backward are compiled
 def test_a_compiled_drafter_with_heads_has_the_same_losses(tmp_path, target):
     """Under the oldest torch that is declared, too."""
     heads = dict(sequential_head="state", head_rank=8, confidence_head=True)
@@ -535,6 +536,7 @@ if trainer.is_world_process_zero():
 """
 
 
+@pytest.mark.nightly  # two processes import transformers, twice
 def test_two_processes_train_like_one(tmp_path):
     script = tmp_path / "run.py"
     script.write_text(TWO_PROCESSES)

@@ -348,6 +348,7 @@ trainer.leave_group()
 """
 
 
+@pytest.mark.nightly  # two processes import transformers, twice
 def test_two_processes_train_like_one(tmp_path):
     script = tmp_path / "run.py"
     script.write_text(TWO_PROCESSES)

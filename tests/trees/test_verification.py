@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hf_hyperdflash.trees.acceptance import greedy_walk, sample_index, sampled_walk, traversal_walk
 from hf_hyperdflash.trees.tree import ANCHOR, DraftTree
 
+from ..conftest import mostly_nightly
 from ..helpers.draft_trees import SAMPLING_RULES, WHOLE_TREE_RULES, parents_and_tokens, path_to, steps_by
 from ..helpers.enumerated_draws import every_outcome
 
@@ -357,7 +358,7 @@ def test_traversal_accepts_more_of_a_path_than_the_way_down():
 # Sampled, with torch's own random numbers.
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", mostly_nightly(range(3)))
 @pytest.mark.parametrize("name", ["chain", "siblings", "both among siblings", "top k"])
 @pytest.mark.parametrize("rule", SAMPLING_RULES)
 def test_sampled_text_passes_a_chi_square_test(rule, name, seed):

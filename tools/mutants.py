@@ -1,0 +1,250 @@
+"""Break the package on purpose, one place at a time, and see which tests notice.
+
+    python tools/mutants.py record               # run the suite once, and keep which test runs which line
+    python tools/mutants.py run --count 60       # break 60 places; goes on where it was stopped
+    python tools/mutants.py table                # what was found, by room, and what survived
+
+Each mutant meets the tests that run its line, the quickest first, and the first failure ends it. Tests of the short
+set come before those of the night, so that the table says what only the night finds. `record` needs pytest-cov.
+Everything is kept in build/mutants/; mutants are made in a copy of the last commit, never in your tree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+WORK = ROOT / "build" / "mutants"
+COVERAGE, DURATIONS, RESULTS = WORK / "coverage", ROOT / "build" / "durations.tsv", WORK / "results.jsonl"
+ROOMS = ("trees", "decoding", "drafters", "targets", "training/losses")
+SECONDS = 600  # a mutant that no test found until then has survived
+HANGS = 120  # a test that takes longer hangs: the mutant is found
+SETS = {"short": "not compat and not nightly", "night": "nightly and not compat"}
+SWAPS: dict[type, type] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
+}  # fmt: skip
+
+
+class Mutant(NamedTuple):
+    """One place of one file, with what stands there and what replaces it; lines and columns are those of `ast`."""
+
+    path: str
+    function: str
+    place: tuple[int, int, int, int]
+    now: str
+    then: str
+
+
+def mutants_of(path: Path) -> Iterator[Mutant]:
+    """Every mutant of the functions of a file. Errors, annotations, decorators and docstrings stay as they are."""
+    source = path.read_text()
+
+    def replaced(node: ast.AST, then: ast.AST | str, function: str) -> Mutant:
+        place = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
+        now = ast.get_source_segment(source, node) or ""
+        words = then if isinstance(then, str) else f"({ast.unparse(then)})"
+        return Mutant(path.relative_to(ROOT).as_posix(), function, place, now, words)
+
+    def visit(node: ast.AST, function: str) -> Iterator[Mutant]:
+        if isinstance(node, ast.FunctionDef):
+            for statement in node.body:
+                yield from visit(statement, f"{function}.{node.name}".removeprefix("."))
+            return
+        if isinstance(node, ast.ClassDef):
+            for statement in node.body:
+                if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+                    yield from visit(statement, f"{function}.{node.name}".removeprefix("."))
+            return
+        if isinstance(node, (ast.Raise, ast.Import, ast.ImportFrom, ast.JoinedStr)):
+            return
+        if isinstance(node, ast.AnnAssign):
+            if node.value is not None:
+                yield from visit(node.value, function)
+            return
+        if function:
+            yield from (replaced(node, then, function) for then in changes_of(node))
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, function)
+
+    for node in ast.parse(source).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield from visit(node, "")
+
+
+def changes_of(node: ast.AST) -> Iterator[ast.AST | str]:
+    """What may stand in a node's place."""
+    changed: Any = copy.deepcopy(node)
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        changed.ops = [SWAPS[type(node.ops[0])]()]
+        yield changed
+    elif isinstance(node, (ast.BoolOp, ast.BinOp)) and type(node.op) in SWAPS:
+        changed.op = SWAPS[type(node.op)]()
+        yield changed
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield node.operand
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield ast.Constant(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+        yield ast.Constant(node.value + 1)
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield "pass"
+    elif isinstance(node, ast.IfExp):
+        changed.body, changed.orelse = node.orelse, node.body
+        yield changed
+
+
+def chosen(rooms: list[str], count: int, seed: int) -> list[Mutant]:
+    """`count` mutants, at most one of a function."""
+    files = (path for room in rooms for path in sorted((ROOT / "hf_hyperdflash" / room).rglob("*.py")))
+    mutants = [mutant for path in files for mutant in mutants_of(path)]
+    random.Random(seed).shuffle(mutants)
+    of_functions = {(mutant.path, mutant.function): mutant for mutant in reversed(mutants)}
+    return [mutant for mutant in mutants if of_functions[mutant.path, mutant.function] is mutant][:count]
+
+
+def broken(mutant: Mutant) -> str:
+    """The file with the mutant in it."""
+    lines = (ROOT / mutant.path).read_bytes().splitlines(keepends=True)  # columns count bytes
+    first, start, last, end = mutant.place
+    before, after = lines[first - 1][:start], lines[last - 1][end:]
+    return b"".join([*lines[: first - 1], before, mutant.then.encode(), after, *lines[last:]]).decode()
+
+
+def tests_of(mutant: Mutant) -> list[str]:
+    """The tests that run the mutant's lines, the quickest first."""
+    from coverage import CoverageData
+
+    data = CoverageData(str(COVERAGE))
+    data.read()
+    recorded = [name for name in data.measured_files() if name.endswith("/" + mutant.path)]
+    by_line = data.contexts_by_lineno(recorded[0]) if recorded else {}
+    first, _, last, _ = mutant.place
+    tests = {test.split("|")[0] for line in range(first, last + 1) for test in by_line.get(line, ())} - {""}
+    seconds = dict(line.split("\t")[::-1] for line in DURATIONS.read_text().splitlines() if "::" in line)
+    return sorted(tests, key=lambda test: float(seconds.get(test, 0)))
+
+
+def run_tests(tests: list[str], which: str, seconds: float, folder: str) -> str:
+    """Run tests until the first fails.
+
+    Returns:
+        The test that failed, "hangs", "out of time", or "" if all passed.
+    """
+    listed = Path(folder, "build-tests.txt")
+    listed.write_text("\n".join(tests))
+    command = [
+        sys.executable, "-m", "pytest", "-n0", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=ci",
+        "-m", SETS[which], "-o", f"faulthandler_timeout={HANGS}", "-o", "faulthandler_exit_on_timeout=true",
+        f"@{listed}",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return "out of time"
+    if done.returncode in (0, 5):  # 5: none of these tests is in this set
+        return ""
+    failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0] if failed else "hangs"
+
+
+def judge(mutant: Mutant, folder: str) -> dict[str, Any]:
+    """Which set of tests finds a mutant, and with which test."""
+    tests, began = tests_of(mutant), time.monotonic()
+    found = {"tests": len(tests), "set": "", "by": "", "survived": "no test runs this line" if not tests else ""}
+    Path(folder, mutant.path).write_text(broken(mutant))
+    try:
+        for which in SETS if tests else ():
+            by = run_tests(tests, which, SECONDS - (time.monotonic() - began), folder)
+            if by == "out of time":
+                found["survived"] = by
+                break
+            if by:
+                found |= {"set": which, "by": by}
+                break
+    finally:
+        Path(folder, mutant.path).write_text((ROOT / mutant.path).read_text())
+    return found | {"seconds": round(time.monotonic() - began)}
+
+
+def record() -> None:
+    """Run the suite under coverage, with each line's tests."""
+    WORK.mkdir(parents=True, exist_ok=True)
+    settings = WORK / "coverage.ini"
+    settings.write_text(f"[run]\nsource_pkgs = hf_hyperdflash\nparallel = true\ndata_file = {COVERAGE}\n")
+    options = ["--cov=hf_hyperdflash", f"--cov-config={settings}", "--cov-context=test", "--cov-report="]
+    command = [sys.executable, "-m", "pytest", "--hypothesis-profile=ci", "-m", "not compat", *options]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def run(rooms: list[str], count: int, seed: int) -> None:
+    """Judge the mutants that have not been judged yet."""
+    WORK.mkdir(parents=True, exist_ok=True)
+    known = {json.dumps(row["mutant"]) for row in rows()}
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["git", "worktree", "add", "-q", "--detach", folder], cwd=ROOT, check=True)
+        try:
+            for number, mutant in enumerate(chosen(rooms, count, seed), 1):
+                if json.dumps(mutant) in known:
+                    continue
+                row = {"mutant": mutant, **judge(mutant, folder)}
+                with RESULTS.open("a") as results:
+                    results.write(json.dumps(row) + "\n")
+                print(f"{number}/{count} {said(row)}", flush=True)
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", folder], cwd=ROOT, check=True)
+
+
+def rows() -> list[dict[str, Any]]:
+    """What was judged so far."""
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def said(row: dict[str, Any]) -> str:
+    """A mutant and what became of it, in a line."""
+    mutant = Mutant(*row["mutant"])
+    result = f"found by the {row['set']} set: {row['by']}" if row["set"] else f"survived {row['survived']}".strip()
+    now, then = (" ".join(text.split())[:60] for text in (mutant.now, mutant.then))
+    return f"{mutant.path}:{mutant.place[0]} `{now}` -> `{then}`: {result} ({row['tests']} tests, {row['seconds']} s)"
+
+
+def table() -> None:
+    """Print what was found by room, then each mutant that the short set does not find."""
+    counts = Counter((Path(row["mutant"][0]).parts[1], row["set"] or "survived") for row in rows())
+    print("| room | mutants | short set | night alone | survived |\n|---|---:|---:|---:|---:|")
+    for room in sorted({room for room, _ in counts}):
+        of_room = [counts[room, which] for which in (*SETS, "survived")]
+        print(f"| {room} | {sum(of_room)} | " + " | ".join(map(str, of_room)) + " |")
+    print(*(f"- {said(row)}" for row in rows() if row["set"] != "short"), sep="\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["record", "run", "table"])
+    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rooms", nargs="+", default=list(ROOMS), help="folders of the package")
+    arguments = parser.parse_args()
+    if arguments.what == "run":
+        run(arguments.rooms, arguments.count, arguments.seed)
+    else:
+        {"record": record, "table": table}[arguments.what]()
+
+
+if __name__ == "__main__":
+    main()

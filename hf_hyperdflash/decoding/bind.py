@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticCache
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
 from ..auto.policies import DraftingStats
@@ -81,9 +81,11 @@ class Binding:
 
     Attributes:
         default: The drafter of calls that name none ([`~drafters.base.Drafter.bind`]).
+        static_length: Of the longest static cache so far: rounds over a shorter one would be compiled again.
     """
 
     default: Drafter | None = None
+    static_length = 0
 
     def __init__(self, target: Target) -> None:
         self.target = self.family = target  # drafters' own code from before 0.3 asks for a family, also of a `Target`
@@ -156,8 +158,9 @@ class BoundTarget(_Mixed):
         each = call.arguments_of_each()
         if not each:
             return generate(*args, **kwargs)
-        # transformers prepares each sequence as if it were alone: with processors, criteria and a cache of its own.
-        sequences = (started_by(generate, assistant, arguments) for arguments in each)
+        # transformers prepares each sequence as if it were alone: with processors, criteria and a cache of its own. It
+        # prepares all before the first is written: an error of one comes before any work, and `max_time` is for all.
+        sequences = [started_by(generate, assistant, arguments) for arguments in each]
         return speculative_decoding(sequences, self.hyperdflash_binding.target.can_join_sequences)
 
     def _prepare_generation_config(
@@ -186,15 +189,22 @@ class BoundTarget(_Mixed):
         max_cache_length: int,
     ) -> None:
         is_rewound = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
-        target = self.hyperdflash_binding.target
+        binding, implementation = self.hyperdflash_binding, generation_config.cache_implementation
+        target, callers = binding.target, model_kwargs.get(CACHE)
         if is_rewound:
-            check_cache_implementation(target, generation_config.cache_implementation)
-            max_cache_length = static_cache_length(generation_config, max_cache_length)
-        check_whole(target, model_kwargs.get(CACHE))
-        vars(generation_config)["_has_callers_cache"] = model_kwargs.get(CACHE) is not None
-        super()._prepare_cache_for_generation(  # type: ignore[misc]
-            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-        )
+            check_cache_implementation(target, implementation)
+        check_whole(target, callers)
+        vars(generation_config)["_has_callers_cache"] = callers is not None
+        if is_rewound and implementation == "static" and callers is None and generation_config.use_cache is not False:
+            # transformers would remember this length for plain calls, and compile them again. With
+            # `prefill_chunk_size` it would make room for one text, and know nothing of the batch's others.
+            length = static_cache_length(generation_config, max_cache_length)
+            binding.static_length = max(length, binding.static_length)
+            model_kwargs[CACHE] = StaticCache(config=target.config, max_cache_len=binding.static_length)
+        else:
+            super()._prepare_cache_for_generation(  # type: ignore[misc]
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
         cache = model_kwargs.get(CACHE)
         if not generation_config.is_assistant:  # whose calls are rounds of one text, and taken back between them
             stop_recording(cache)  # which loops of others leave on
@@ -282,11 +292,12 @@ class BoundTarget(_Mixed):
         """Return a sequence of a request that transformers has prepared."""
         num_drafts = self._prepare_drafting(drafter, generation_config, model_kwargs)
         target = self.hyperdflash_binding.target
-        check_restart(target.config, input_ids.shape[1], generation_config.max_length)
         options["drafting_stats"] = self._stats_with(drafter, generation_config)
-        return Sequence(
+        sequence = Sequence(
             target, drafter, num_drafts, input_ids, model_kwargs, generation_config=generation_config, **options
         )
+        check_restart(target.config, sequence.tokens.length, generation_config.max_length, sequence.tokens.padding)
+        return sequence
 
     def _prepare_drafting(self, drafter: Drafter, config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
         """Check the pair, make the cache ready, and return how many tokens to draft a round."""

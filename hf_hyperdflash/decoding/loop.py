@@ -29,7 +29,7 @@ from ..trees.tree import DraftTree
 from .continuation import is_between_writes, leave_context, stop_recording
 from .outputs import generate_output
 from .proposals import propose
-from .request import AUTO, can_hold_rounds, check_cache
+from .request import AUTO, can_hold_rounds, check_cache, static_cache_length
 from .rounds import (
     CausalRound,
     ChainRound,
@@ -49,29 +49,28 @@ logger = logging.getLogger(__name__)
 
 @torch.no_grad()
 def speculative_decoding(
-    sequences: Iterable[Sequence], share_forwards: bool = False
+    sequences: list[Sequence], share_forwards: bool = False
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
     """Generate as `target.generate` would without a drafter, several tokens per forward.
 
     Greedy text is the target's own; sampled text has the target's distribution (Leviathan et al., algorithm 1).
 
     Args:
-        sequences: One or several, each made when it is asked for.
+        sequences: One or several.
         share_forwards: Whether one forward serves all sequences; else they are written one after the other.
 
     Returns:
         What `generate` returns.
     """
-    written: list[Sequence] = []
-    for batch in [list(sequences)] if share_forwards else ([sequence] for sequence in sequences):
-        if written:
-            written[-1].release()  # before the next one fills a cache of its own
+    for batch in [sequences] if share_forwards else [[sequence] for sequence in sequences]:
         write(batch)
-        written += batch
-    if len(written) > 1:
-        written[0].drafter.remember(merged_stats([sequence.stats for sequence in written]))
+        if len(sequences) > len(batch):
+            batch[0].release()  # before the next one fills a cache of its own
+    first = sequences[0]
+    if len(sequences) > 1:
+        first.drafter.remember(merged_stats([sequence.stats for sequence in sequences]))
     return generate_output(
-        [sequence.tokens.ids for sequence in written], [sequence.recorder for sequence in written], written[0].cache
+        [sequence.tokens.ids for sequence in sequences], [sequence.recorder for sequence in sequences], first.cache
     )
 
 
@@ -170,6 +169,7 @@ class Batch:
                 self.target,
                 self.cache,
                 [sequence.tokens.prompt_length for sequence in self.sequences],
+                self.sequences[0].config.max_length - 1,
                 [sequence.tokens.mask(sequence.tokens.prompt_length) for sequence in self.sequences],
                 self._most_positions(),
                 self.sequences[0].drafting_stats is None,
@@ -195,7 +195,9 @@ class Batch:
         if self.slots is None or self.slots.compiled is None:
             return
         contexts = [sequence.context for sequence in self.sequences]
-        room = self.slots.cache.capacity or self.sequences[0].config.max_length
+        config = self.sequences[0].config
+        # Windows have room for any text. Its length in steps, as each other room would be compiled for.
+        room = self.slots.cache.capacity or static_cache_length(config, config.max_length)
         most_new = 1 + max(sequence.num_drafts for sequence in self.sequences)
         sizes = room, most_new, self._most_positions() - 1
         self._fixed_contexts = self.drafter.fixed_contexts(self.target, contexts, *sizes, self.slots.compiled)

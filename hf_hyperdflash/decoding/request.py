@@ -123,6 +123,9 @@ class GenerateCall:
         if size * count == 1 or self.way in ("num_beams", "penalty_alpha", "custom_generate"):
             return []
         self._check_several(size, count)
+        if self.setting("token_healing"):  # all at once: one text alone would lose its padding
+            name = "input_ids" if self.arguments.get("inputs") is None else "inputs"
+            self.arguments[name] = cast(Any, self.target).heal_tokens(ids, self.arguments.get("tokenizer"))
         return [self._arguments_of(size, index) for index in range(size) for _ in range(count)]
 
     def _check_several(self, size: int, count: int) -> None:
@@ -155,18 +158,18 @@ class GenerateCall:
 
     def _arguments_of(self, size: int, index: int) -> dict[str, Any]:
         """Return what of the arguments belongs to one of the prompts; settings stay as they are."""
-        own: dict[str, Any] = {
-            name: value[index : index + 1]
-            if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == size and not _is_setting(name)
-            else value
-            for name, value in self.arguments.items()
-        }
+        own = dict(self.arguments)
+        for name, value in own.items():
+            if isinstance(value, torch.Tensor) and value.ndim and not _is_setting(name):
+                rows = int(name == "position_ids" and value.ndim == 3)  # behind the axes
+                own[name] = value.narrow(rows, index, 1) if value.shape[rows] == size else value
+        done = {"num_return_sequences": 1, "token_healing": False}  # by the batch's call
         if self.arguments.get("generation_config") is None:
-            own["num_return_sequences"] = 1
+            own |= done
         else:  # transformers does not want both
-            own.pop("num_return_sequences", None)
+            own = {name: value for name, value in own.items() if name not in done}
             own["generation_config"] = copy.copy(self.arguments["generation_config"])
-            own["generation_config"].num_return_sequences = 1
+            own["generation_config"].__dict__.update(done)
         if self.arguments.get("prefix_allowed_tokens_fn") is not None:
             allowed = self.arguments["prefix_allowed_tokens_fn"]
             own["prefix_allowed_tokens_fn"] = lambda _, ids: allowed(index, ids)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticLayer
 from transformers.generation.configuration_utils import GenerationConfig
 
 from ..attention_masks import AttentionMask, attention_mask_for
@@ -41,6 +41,7 @@ class SlotForward:
         target: The target.
         cache: transformers' static cache after the prompts, several padded on the left.
         lengths: Tokens of each sequence's prompt.
+        longest: The most tokens of a sequence that will be in the cache.
         masks: Which of them are no padding, `[1, tokens]` each; `None` if all are.
         most: The most verification positions of a round.
         is_fixed: Whether almost all rounds have so many.
@@ -57,6 +58,7 @@ class SlotForward:
         target: Target,
         cache: Cache,
         lengths: Sequence[int],
+        longest: int,
         masks: Sequence[torch.Tensor | None],
         most: int,
         is_fixed: bool,
@@ -65,7 +67,14 @@ class SlotForward:
     ) -> None:
         self.target, self.compiled, self.capture = target, compiled, capture
         self.most, self.is_fixed = most, is_fixed
-        self.cache = SlotCache(cache, target.windows, lengths, most)
+        # A text that fits in fewer columns than the window never leaves the window. A longer text slides through
+        # these columns, as in plain decoding.
+        columns = [cast(StaticLayer, layer).max_cache_len for layer in cache.layers]
+        windows = [
+            None if window is None or longest <= count < window else min(window, count)
+            for window, count in zip(target.windows, columns)
+        ]
+        self.cache = SlotCache(cache, windows, lengths, most)
         self.room = sys.maxsize if self.cache.capacity is None else self.cache.capacity
         self.rows = list(range(len(lengths)))
         self._chains: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}

@@ -54,10 +54,9 @@ class SlotLayer(StaticLayer):
     def __init__(
         self, layer: StaticLayer, window: int | None, lengths: Sequence[int], starts: torch.Tensor, width: int
     ) -> None:
-        # As long as its window or the text, whichever is shorter: then no text leaves the window.
-        self.kind = "full_attention" if window is None else "sliding_attention"
-        self.window = window if window is not None and layer.max_cache_len >= window else None
-        self.capacity = layer.max_cache_len if self.window is None else self.window - 1 + width
+        self.kind = "sliding_attention" if isinstance(layer, StaticSlidingWindowLayer) else "full_attention"
+        self.window = window
+        self.capacity = layer.max_cache_len if window is None else window - 1 + width
         super().__init__(self.capacity)
         self.view = self.capacity
         self.starts, self.is_initialized = starts, True
@@ -187,7 +186,7 @@ class SlotCache(Cache):
     def shape(self) -> tuple[object, ...]:
         """What a compiled forward depends on: the sequences, the slots of each kind of layer, and what it captures."""
         captured = self.capture and tuple(self.capture.layer_ids)
-        return len(self.starts), captured, *{each.window: (each.capacity, each.view) for each in self.layers}.values()
+        return len(self.starts), captured, *{each.window: (each.capacity, each.view) for each in self.layers}.items()
 
     def look_at(self, count: int) -> None:
         """Let rounds look at the first `count` slots alone, where layers have one for each token: no longer than the

@@ -83,7 +83,8 @@ def words(*pages: Path) -> int:
 
 def test_the_pages_are_few_and_short():
     pages = sorted(DOCS.glob("*.md"))
-    assert words(PAGES[0]) <= 900 and words(PAGES[1]) <= 800
+    assert len(PAGES[0].read_text().split()) <= 900  # as `wc -w` counts
+    assert words(PAGES[1]) <= 800
     assert len(pages) <= 10 and words(*pages) <= 10_000
 
 

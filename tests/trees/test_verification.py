@@ -411,6 +411,30 @@ def test_an_index_is_where_the_running_sum_is_beyond_the_number(number, weights,
     assert sample_index(torch.tensor([weights])).tolist() == [[index]]
 
 
+@pytest.mark.parametrize("values", [1, 7, 256, 1000, 1024, 1025])
+def test_every_index_is_drawn_by_the_numbers_that_are_its_own(values, monkeypatch):
+    """Those between the running sum before it and its own, at both ends of them; a weight of 0 has none."""
+    generator = torch.Generator().manual_seed(values)
+    weights = torch.randn(values, generator=generator).mul(2).exp() * (torch.rand(values, generator=generator) < 0.7)
+    weights[int(torch.randint(values, (), generator=generator))] = 1.0
+    above = weights.double().cumsum(0) / weights.sum(dtype=torch.float64)
+    own, below = torch.nonzero(weights)[:, 0], above - weights / weights.sum(dtype=torch.float64)
+    for end in (0.001, 0.5, 0.999):
+        numbers = (below + (above - below) * end)[own, None]
+        monkeypatch.setattr(torch, "rand", lambda *shape, numbers=numbers, **options: numbers)
+        assert torch.equal(sample_index(weights.expand(len(own), -1))[:, 0], own)
+
+
+@pytest.mark.parametrize("values", [2, 512, 515])
+def test_what_is_no_number_becomes_the_last_index_and_a_weight_of_zero_is_never_drawn(values, monkeypatch):
+    assert sample_index(torch.full((2, values), torch.nan)).tolist() == [[values - 1]] * 2
+    one = torch.zeros(values).index_fill(0, torch.tensor([values // 2 - 1]), 0.3)
+    for number in (0.0, 1 - 2**-53):
+        numbers = torch.full((1,), number, dtype=torch.float64)
+        monkeypatch.setattr(torch, "rand", lambda *shape, numbers=numbers, **options: numbers)
+        assert sample_index(one).tolist() == [values // 2 - 1]
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 6), st.integers(0, 10**6), st.sampled_from([0.3, 1.0, 4.0]))
 def test_a_seed_gives_a_chains_text_as_the_textbooks_loop(drafts, seed, agreement):

@@ -71,11 +71,11 @@ def main() -> None:
             sys.exit(f"Error: {error}")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of what takes seconds
     from hf_hyperdflash.cli.app import run
-    from hf_hyperdflash.hub.loading import usual_dtype
+    from hf_hyperdflash.hub.loading import default_dtype
 
     sys.argv[1:] = [
         "generate", "--compare", "--target", os.path.relpath(MODEL), "--drafter", os.path.relpath(DRAFTER), "--dtype",
-        usual_dtype(str(MODEL), is_exact=False), "--temperature", args.temperature, "--max-new-tokens",
+        default_dtype(str(MODEL), is_exact=False), "--temperature", args.temperature, "--max-new-tokens",
         args.max_new_tokens, "--num-draft-tokens", "auto", "--", args.question,
     ]  # fmt: skip
     run()

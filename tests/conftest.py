@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from hf_hyperdflash import HyperDFlashDrafter
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 MIXES = [[SLIDING, CSA, HCA], [HCA, CSA, CSA], [CSA, SLIDING, HCA], [HCA, HCA, CSA], [SLIDING, SLIDING, CSA]]
 MODELS = Path(__file__).parent.parent / "examples" / "models"
+os.environ["HF_HYPERDFLASH_GGUF_CACHE"] = "0"  # what tests read stays out of the user's cache
 
 
 def pytest_collection_finish():

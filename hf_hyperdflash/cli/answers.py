@@ -48,7 +48,7 @@ def answers(
     check_loadable(target, [], device_map)
     import torch
 
-    from ..hub.loading import load_target, load_tokenizer, default_dtype
+    from ..hub.loading import default_dtype, load_target, load_tokenizer
     from ..training.data.answers import AnswerSettings, WrittenAnswers, check_tokenizer, read_conversations
 
     settings = AnswerSettings(

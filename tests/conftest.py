@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +18,7 @@ SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily
 MIXES = [[SLIDING, CSA, HCA], [HCA, CSA, CSA], [CSA, SLIDING, HCA], [HCA, HCA, CSA], [SLIDING, SLIDING, CSA]]
 MODELS = Path(__file__).parent.parent / "examples" / "models"
 DURATIONS = Path(__file__).parent.parent / "build" / "durations.tsv"  # seconds and test, or seconds and file
-
+os.environ["HF_HYPERDFLASH_GGUF_CACHE"] = "0"  # what tests read stays out of the user's cache
 
 # Whole scripts, notebooks and pages, each a process that imports everything or a run of training.
 NIGHTLY = tuple(f"tests/{place}" for place in ("examples/", "experiments/", "test_notebook.py", "test_snippets.py"))

@@ -48,7 +48,7 @@ def answers(
     check_loadable(target, [], device_map)
     import torch
 
-    from ..hub.loading import load_target, load_tokenizer, usual_dtype
+    from ..hub.loading import default_dtype, load_target, load_tokenizer
     from ..training.data.answers import AnswerSettings, WrittenAnswers, check_tokenizer, read_conversations
 
     settings = AnswerSettings(
@@ -68,7 +68,7 @@ def answers(
         if threads:
             torch.set_num_threads(threads)
         device_map = device_map or ("cuda" if torch.cuda.is_available() else "cpu")
-        if dtype is None and (dtype := usual_dtype(target, is_exact=False)) == "bfloat16" and device_map == "cpu":
+        if dtype is None and (dtype := default_dtype(target, is_exact=False)) == "bfloat16" and device_map == "cpu":
             typer.echo("In bfloat16, which this CPU multiplies faster; `--dtype float32` for float32.", err=True)
         model = load_target(target, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
         written.add(model, tokenizer, conversations, settings)

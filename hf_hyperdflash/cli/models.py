@@ -118,7 +118,7 @@ def load_checked(
         torch.set_num_threads(threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = loading.load_tokenizer(target, trust_remote_code)
-    dtype = dtype or loading.usual_dtype(target)
+    dtype = dtype or loading.default_dtype(target)
     model = bind(
         loading.load_target(target, dtype=dtype, device_map=device_map or device, trust_remote_code=trust_remote_code)
     )

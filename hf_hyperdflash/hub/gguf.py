@@ -11,16 +11,27 @@ import functools
 import json
 import logging
 import struct
-from collections.abc import Mapping
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import transformers
 from tokenizers import Tokenizer
-from transformers import AutoConfig, GgufConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    TOKENIZER_MAPPING,
+    AutoConfig,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, GgufHeader, read_gguf_metadata
 from transformers.utils import cached_file, is_gguf_available
+
+from .gguf_cache import cached
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +44,8 @@ _DTYPES = {"dtype", "torch_dtype"}  # options that transformers does not take fo
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _MORE_ENDS = ("eot", "eom")  # of a chat's turn and of a message, which llama.cpp stops at, too
 _ADDED = ("add_bos_token", "add_eos_token")  # whether every text gets one
+_OF_CLASS = ("padding_side", "model_input_names")  # which a tokenizer has from its class
+_NAMING = threading.Lock()
 
 
 def name_in_gguf(name: str, options: Mapping[str, Any]) -> tuple[str, Any]:
@@ -119,13 +132,18 @@ def _fields(path: Path) -> Fields:
 def read_gguf_config(name: str, options: Options) -> PreTrainedConfig:
     """Return a target's configuration by its file, which is read once: transformers goes through every token of the
     vocabulary for it, which takes seconds."""
-    path = _path(name, options)
+    path = gguf_path(name, options)
     return copy.deepcopy(_config_of(path, path.stat().st_mtime_ns))
 
 
 @functools.lru_cache(maxsize=2)
 def _config_of(path: Path, _: int) -> PreTrainedConfig:
-    return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    return cached(
+        path, "config",
+        read=lambda: AutoConfig.from_pretrained(path.parent, gguf_file=path.name),
+        load=AutoConfig.from_pretrained,
+        save=lambda config, folder: config.save_pretrained(folder),
+    )  # fmt: skip
 
 
 def dequantized(options: Options, config: PreTrainedConfig) -> Options:
@@ -136,22 +154,64 @@ def dequantized(options: Options, config: PreTrainedConfig) -> Options:
     return {**options, **own, **({"config": config} if is_as_read else {})}
 
 
+@contextmanager
+def names_made_once() -> Iterator[None]:
+    """Let the package `gguf` make a model's table of tensor names once. transformers asks for it at each module, 397
+    times for a Llama of 30 layers, which took a third of the time of loading it."""
+    import gguf
+
+    with _NAMING:
+        made = gguf.get_tensor_name_map
+        gguf.get_tensor_name_map = functools.cache(made)
+        try:
+            yield
+        finally:
+            gguf.get_tensor_name_map = made
+
+
 def settle_target(target: PreTrainedModel, name: str, options: Options) -> None:
-    """Make a target that was loaded from GGUF what it would be from safetensors: it can be saved, and its name is the
-    file's. Its texts begin and end with the tokens that the file says."""
+    """Make a target that was loaded from GGUF what it would be from safetensors: it can be saved. Its texts begin and
+    end with the tokens that the file says."""
     quantizer = getattr(target, "hf_quantizer", None)
     if quantizer is not None:
         quantizer.remove_quantization_config(target)
-    target.config._name_or_path = str(Path(name, options["gguf_file"]))
-    for own, tokens in _special_tokens(_fields(_path(name, options))).items():
+    for own, tokens in _special_tokens(_fields(gguf_path(name, options))).items():
         for owner in (target.config, target.generation_config):
             setattr(owner, f"{own}_token_id", tokens[0] if len(tokens) == 1 else tokens)
+
+
+def read_gguf_tokenizer(name: str, where: Options, options: Options) -> PreTrainedTokenizerBase:
+    """Return a tokenizer by its file, or by the folder that it was kept in when it was read before.
+
+    Args:
+        name: Folder or Hub id.
+        where: Of `options` those that say where the file is.
+        options: As of `from_pretrained`.
+    """
+    others = {option: value for option, value in options.items() if option not in where}
+
+    def read() -> PreTrainedTokenizerBase:
+        # As `AutoTokenizer`, which goes through the file once more for the configuration.
+        kind: Any = TOKENIZER_MAPPING.get(type(read_gguf_config(name, where)), None) or PreTrainedTokenizerFast
+        tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(name, **options)
+        settle_tokenizer(tokenizer, name, where)
+        return tokenizer
+
+    def save(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+        tokenizer.init_kwargs |= {own: getattr(tokenizer, own) for own in _OF_CLASS}
+        tokenizer.save_pretrained(folder)
+
+    def load(folder: Path) -> PreTrainedTokenizerBase:  # its own class might make tokens anew, by other rules
+        tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(folder, **others)
+        return tokenizer
+
+    return cached(gguf_path(name, where), "tokenizer", read, load, None if others else save)
 
 
 def settle_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, options: Options) -> None:
     """Give a tokenizer from GGUF the tokens and special tokens of its file, and warn of each special one that was
     another."""
-    fields = _fields(_path(name, options))
+    fields = _fields(gguf_path(name, options))
     if len(tokenizer) > len(fields[_TOKENS]):  # 5.24 gives some GPT-2's <|endoftext|>, which has no embedding
         backend: Any = tokenizer
         state = json.loads(backend.backend_tokenizer.to_str())
@@ -189,7 +249,7 @@ def _key(token: str) -> str:
     return f"tokenizer.ggml.{token}_token_id"
 
 
-def _path(name: str, options: Options) -> Path:
+def gguf_path(name: str, options: Options) -> Path:
     """Return where the file is, downloaded where it has to be."""
     file, rest = options["gguf_file"], {option: value for option, value in options.items() if option != "gguf_file"}
     return Path(str(cached_file(name, file, **rest)))

@@ -44,7 +44,17 @@ from ..drafters.weights import (
 from ..targets.deepseek_v4 import check_computes
 from ..targets.registry import target_of
 from .formats import foreign_layout, foreign_without_weights, kind_not_read, load_foreign
-from .gguf import check_gguf, dequantized, name_in_gguf, read_gguf_config, settle_target, settle_tokenizer
+from .gguf import (
+    check_gguf,
+    dequantized,
+    gguf_path,
+    name_in_gguf,
+    names_made_once,
+    read_gguf_config,
+    read_gguf_tokenizer,
+    settle_target,
+)
+from .gguf_cache import cached
 from .kinds import KINDS, DrafterKind, kind_in
 
 if TYPE_CHECKING:
@@ -57,6 +67,8 @@ _SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # the ways to pu
 _WHERE = (
     "token", "revision", "code_revision", "subfolder", "cache_dir", "local_files_only", "force_download", "gguf_file",
 )  # fmt: skip
+# Those that change nothing that `save_pretrained` writes; the dtype is a part of where a GGUF file is kept.
+_NOT_SAVED = ("dtype", "device_map", "attn_implementation", "quantization_config")
 
 
 class FoundDrafter(NamedTuple):
@@ -125,31 +137,63 @@ def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) ->
             named_dtype(dtype)
     with _readable(name):
         if "gguf_file" in where:
-            config = read_gguf_config(name, where)
-            options = dequantized(kwargs, config)
+            target = _load_from_gguf(name, where, kwargs)
         else:
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **where)
-            options = kwargs
-        _check_computes(config, kwargs)
-        target, info = _class_of(config).from_pretrained(
-            name, trust_remote_code=trust_remote_code, output_loading_info=True, **options
-        )
+            target = _load_with(config, name, {**kwargs, "trust_remote_code": trust_remote_code})
+    logger.info("`hf-hyperdflash drafters %s` lists the drafters that are published for it.", name)
+    return target.eval()
+
+
+def _load_with(config: PreTrainedConfig, name: str | Path, options: dict[str, Any]) -> PreTrainedModel:
+    """Load a target by its configuration, with every tensor that this asks for, all finite."""
+    _check_computes(config, options)
+    target, info = _class_of(config).from_pretrained(name, output_loading_info=True, **options)
     check_names(name, missing=info["missing_keys"])
     check_finite(target.state_dict(), name)
-    if "gguf_file" in where:
+    return cast(PreTrainedModel, target)
+
+
+def _load_from_gguf(name: str, where: dict[str, Any], options: dict[str, Any]) -> PreTrainedModel:
+    """Load a target from a GGUF file, or from the folder that it was kept in when it was read before."""
+    asked = options.get("dtype", options.get("torch_dtype"))
+    dtype = asked if isinstance(asked, dict) else named_dtype(asked) or torch.float32
+    options = {**{option: options[option] for option in options.keys() - {"torch_dtype"}}, "dtype": dtype}
+
+    def read() -> PreTrainedModel:
+        config = read_gguf_config(name, where)
+        with names_made_once():
+            target = _load_with(config, name, dequantized(options, config))
         settle_target(target, name, where)
-    logger.info("`hf-hyperdflash drafters %s` lists the drafters that are published for it.", name)
-    return cast(PreTrainedModel, target.eval())
+        return target
+
+    def load(folder: Path) -> PreTrainedModel:
+        others = {option: options[option] for option in options.keys() - {*_WHERE, "quantization_config"}}
+        return _load_with(AutoConfig.from_pretrained(folder), folder, others)
+
+    def save(target: PreTrainedModel, folder: Path) -> None:
+        target.save_pretrained(folder, max_shard_size="5GB")  # which a shard takes of the memory, too
+
+    if isinstance(dtype, dict):
+        target = read()
+    else:
+        is_as_read = options.keys() <= {*_WHERE, *_NOT_SAVED}
+        target = cached(
+            gguf_path(name, where), str(dtype).removeprefix("torch."), read, load, save if is_as_read else None,
+            size=lambda target: target.get_memory_footprint(),
+        )  # fmt: skip
+    target.config._name_or_path = str(Path(name, where["gguf_file"]))
+    return target
 
 
-def usual_dtype(name: str, is_exact: bool = True) -> str:
+def default_dtype(name: str, is_exact: bool = True) -> str:
     """Return the dtype that commands load a target in where none is asked for: float32 on a CPU, where drafted text is
     then the target's own token for token, and the checkpoint's elsewhere, or bfloat16 where that is in GGUF.
 
     Args:
         name: As of [`load_target`].
-        is_exact: Whether the text has to be float32's. Where not, a CPU that multiplies bfloat16 in hardware (AMX)
-            loads a checkpoint of bfloat16 as it is, and one in GGUF in bfloat16.
+        is_exact: Whether the text has to be float32's. If not, a CPU that multiplies bfloat16 in hardware (AMX or
+            AVX512-BF16) keeps a checkpoint of bfloat16, and reads one in GGUF as bfloat16.
     """
     is_accelerated = torch.cuda.is_available()
     if not is_accelerated and (is_exact or not _multiplies_bfloat16()):
@@ -170,7 +214,8 @@ def usual_dtype(name: str, is_exact: bool = True) -> str:
 
 
 def _multiplies_bfloat16() -> bool:
-    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
+    probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    return any(getattr(torch.cpu, probe, bool)() for probe in probes)
 
 
 def _check_computes(config: PreTrainedConfig, asked: dict[str, Any]) -> None:
@@ -538,9 +583,11 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, **kwargs: Any) ->
     name, kwargs = name_in_gguf(*resolve_subfolder(name, kwargs))
     with _readable(name):
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)
             if kwargs.get("gguf_file") is not None:
-                settle_tokenizer(tokenizer, name, kwargs)
+                where = {option: kwargs[option] for option in kwargs.keys() & {*_WHERE}}
+                tokenizer = read_gguf_tokenizer(name, where, kwargs)
+            else:
+                tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)
         except (StrictDataclassError, ImportError):  # which have their own words
             raise
         except Exception as error:

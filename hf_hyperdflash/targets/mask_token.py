@@ -106,15 +106,16 @@ def _ends(target: PreTrainedModel, config: PreTrainedConfig, tokenizer: PreTrain
 
 def _tokenizer_of(target: PreTrainedModel) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer beside the target's weights, if it is on this machine."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     name = target.config._name_or_path
     if not name:
         return None
-    in_gguf = {"gguf_file": Path(name).name} if Path(name).suffix == ".gguf" else {}
-    folder = str(Path(name).parent) if in_gguf else name
+    path = Path(name)
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **in_gguf)
+        if path.suffix == ".gguf":  # `AutoTokenizer` goes through the whole file once more for its type
+            return PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+        return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # without a tokenizer there are fewer candidates
-        logger.info("No tokenizer was found with the target, in %s: %s", Path(name).name, error)
+        logger.info("No tokenizer was found with the target, in %s: %s", path.name, error)
         return None

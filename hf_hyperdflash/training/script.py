@@ -31,10 +31,10 @@ from ..hub.loading import (
     check_drafter,
     check_made_for,
     check_target,
+    default_dtype,
     load_drafter,
     load_target,
     load_tokenizer,
-    usual_dtype,
 )
 from ..targets.registry import target_of
 from .acceptance import AcceptanceCallback, check_metric
@@ -378,7 +378,7 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     tokenizer = load_tokenizer(script.target, script.trust_remote_code)
     if template := _read_template(script):
         tokenizer.chat_template = template
-    dtype = script.target_dtype or usual_dtype(script.target)
+    dtype = script.target_dtype or default_dtype(script.target)
     target = load_target(
         script.target, dtype=dtype, device_map=script.device_map, trust_remote_code=script.trust_remote_code
     )

@@ -181,7 +181,10 @@ PRIVATE = [
         "_old_forward": "to replace the forward of a module that its hooks wrap",
     }),
     (transformers.tokenization_utils_tokenizers, {"_tokenizer": "to take back a token that a GGUF file has not"}),
-    (torch.cpu, {"_is_amx_tile_supported": "to answer in bfloat16 on a CPU that is fast in it"}),
+    (torch.cpu, {
+        "_is_amx_tile_supported": "to answer in bfloat16 on a CPU that is fast in it",
+        "_is_avx512_bf16_supported": "to answer in bfloat16 on a CPU that is fast in it",
+    }),
     (torch, {"_dynamo": "to compile a module once for any number of tokens"}),
     (torch, {"_inductor": "to see whether it packs weights"}),
     (torch._dynamo.eval_frame, {

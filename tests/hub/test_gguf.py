@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, modeling_gguf_pytorch_utils
+from transformers import PreTrainedTokenizerFast, modeling_gguf_pytorch_utils
 from typer.testing import CliRunner
 
 from hf_hyperdflash import load_drafter, load_target, load_tokenizer
@@ -133,9 +133,9 @@ def test_texts_end_where_the_file_says(chatting):
 def test_what_transformers_reads_otherwise_is_corrected_and_told(chatting, monkeypatch, caplog):
     """As 5.17 does with every Llama: the beginning for the end."""
     path, *_ = chatting
-    stock = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    stock = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
     stock.eos_token, stock.add_bos_token = "<s>", False
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **kwargs: stock)
+    monkeypatch.setattr(PreTrainedTokenizerFast, "from_pretrained", lambda *args, **kwargs: stock)
     with caplog.at_level(logging.WARNING):
         read = load_tokenizer(path)
     assert (read.eos_token, read.bos_token) == ("</s>", "<s>")

@@ -1,6 +1,7 @@
 """Any drafter by its name: which kind it is, and what it is loaded as."""
 
 import copy
+import itertools
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from hf_hyperdflash import (
     load_target,
 )
 from hf_hyperdflash.hub.formats import export_dflash, load_foreign
-from hf_hyperdflash.hub.loading import check_drafter, check_made_for, load_own_drafter, usual_dtype
+from hf_hyperdflash.hub.loading import check_drafter, check_made_for, default_dtype, load_own_drafter
 
 from ..conftest import tiny_config, tiny_drafter, tiny_target
 from ..helpers.deepseek_checkpoints import (
@@ -294,12 +295,14 @@ def test_a_checkpoint_in_parts_that_is_not_whole_is_told_in_one_line(tmp_path, k
 def test_text_that_need_not_be_exact_is_in_bfloat16_where_the_cpu_multiplies_that(tmp_path, monkeypatch, dtype):
     qwen3().to(dtype).save_pretrained(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    for has_amx in (True, False):
-        monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda has_amx=has_amx: has_amx, raising=False)
-        assert usual_dtype(str(tmp_path)) == "float32"
-        is_faster = has_amx and dtype == torch.bfloat16
-        assert usual_dtype(str(tmp_path), is_exact=False) == ("bfloat16" if is_faster else "float32")
-        in_gguf = usual_dtype("org/name/model.gguf", is_exact=False)
-        assert in_gguf == ("bfloat16" if has_amx else "float32")
+    for has_amx, has_avx512 in itertools.product((True, False), repeat=2):
+        monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda has=has_amx: has, raising=False)
+        monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda has=has_avx512: has, raising=False)
+        assert default_dtype(str(tmp_path)) == "float32"
+        is_faster = has_amx or has_avx512
+        kept = "bfloat16" if is_faster and dtype == torch.bfloat16 else "float32"
+        assert default_dtype(str(tmp_path), is_exact=False) == kept
+        in_gguf = default_dtype("org/name/model.gguf", is_exact=False)
+        assert in_gguf == ("bfloat16" if is_faster else "float32")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert usual_dtype(str(tmp_path)) == "auto" and usual_dtype("org/name/model.gguf") == "bfloat16"
+    assert default_dtype(str(tmp_path)) == "auto" and default_dtype("org/name/model.gguf") == "bfloat16"

@@ -191,8 +191,12 @@ class Target:
 
     def after_head(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the model's logits from its LM head's output."""
-        cap = getattr(self.config, "final_logit_softcapping", None)
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return soft_capped(logits, self.soft_cap)
+
+    @property
+    def soft_cap(self) -> float | None:
+        """What its logits are capped at; `None` for nothing."""
+        return getattr(self.config, "final_logit_softcapping", None)
 
     # Sizes
 
@@ -218,10 +222,15 @@ class Target:
         return getattr(config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
 
     @property
-    def rope_theta(self) -> float:
+    def rope(self) -> dict[str, Any]:
+        """Its `rope_parameters`, those of layers that see everything where kinds of layers differ."""
         rope = getattr(self.config, "rope_parameters", None) or {}
         by_kind = [rope[kind] for kind in ("main", "full_attention") if isinstance(rope.get(kind), dict)]
-        return float((by_kind[0] if by_kind else rope).get("rope_theta", 10000.0))
+        return by_kind[0] if by_kind else rope
+
+    @property
+    def rope_theta(self) -> float:
+        return float(self.rope.get("rope_theta", 10000.0))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -378,6 +387,11 @@ def _warn_of_model(name: str) -> None:
 def _parts_of(layer: object) -> dict[str, tuple[int, torch.Tensor]]:
     """Return the tensors of an indexer in a cache layer, by name, each with its dimension of tokens."""
     return {name: (dim, part) for name, dim in _PARTS.items() if (part := getattr(layer, name, None)) is not None}
+
+
+def soft_capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Return logits between `-cap` and `cap`, nearly the same where they are small; all the same without a cap."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def computable(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,18 @@ from typing import Any
 
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ...drafters.parts.block_attention import SLIDING
-from .common import has_mark, is_dflash2, layer_fields, num_target_layers_field, obstacles_to_dflash2, write_dflash2
+from .common import (
+    NO_SGLANG,
+    has_mark,
+    is_dflash2,
+    layer_fields,
+    num_target_layers_field,
+    obstacles_to_dflash2,
+    rotates_all,
+    soft_cap_field,
+    to_outputs,
+    write_dflash2,
+)
 from .flat import CAUSAL, DFLASH2, read
 
 __all__ = ["fits", "obstacles", "read", "served", "write"]
@@ -30,7 +41,11 @@ def write(config: HyperDFlashConfig) -> dict[str, Any]:
     fields = {
         **layer_fields(config),
         **num_target_layers_field(config),
-        "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": config.target_layer_ids},
+        "dflash_config": {
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": to_outputs(config),
+            **soft_cap_field(config),
+        },
     }
     is_causal = next(value for value, layers in CAUSAL.items() if layers == config.causal_layers)
     if is_causal or (is_causal is False and (is_dflash2(config) or SLIDING in config.kinds)):
@@ -43,6 +58,7 @@ def write(config: HyperDFlashConfig) -> dict[str, Any]:
         **fields,
         "rope_theta": rope["rope_theta"],
         "rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling,
+        **{name: rope[name] for name in ("partial_rotary_factor",) if name in rope},
         "block_size": config.block_size,
     }
 
@@ -68,6 +84,8 @@ def served(config: HyperDFlashConfig, folder: Path) -> str:
     command = f"vLLM: --speculative-config '{json.dumps(speculative)}'"
     if is_dflash2(config):
         return command
+    if not rotates_all(config):
+        return f"{command}\n{NO_SGLANG}"
     return (
         f"{command}\nSGLang: --speculative-algorithm DFLASH --speculative-draft-model-path {folder} "
         f"--speculative-num-draft-tokens {config.block_size}"

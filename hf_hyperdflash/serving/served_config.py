@@ -10,7 +10,6 @@ from transformers import PreTrainedConfig
 from ..drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ..drafters.parts.block_attention import FULL, SLIDING
 from ..hub.kinds import KINDS
-from ..targets.hooks import EMBEDDINGS
 
 # Other drafters of this package, by their model type, and why engines' block drafting is not for them.
 OTHERS = {kind.model_type: kind.why_not_served for kind in KINDS if kind.why_not_served}
@@ -78,9 +77,9 @@ class ServedConfig(HyperDFlashConfig):
 
 
 def layers_read(config: PreTrainedConfig) -> list[int]:
-    """Return the layers as engines count them: our -1 is the last one, before the norm, and -1 the embeddings."""
-    names = {-1: config.target_num_layers - 1, EMBEDDINGS: -1}
-    return [names.get(i, i) for i in config.target_layer_ids or ()]
+    """Return the layers as engines count them: our -1 is the last one, before the norm, our -2, the embeddings, -1."""
+    last = config.target_num_layers - 1
+    return [last if i == -1 else max(i, -1) for i in config.target_layer_ids or ()]
 
 
 def check_same_target(config: PreTrainedConfig, target: PreTrainedConfig) -> None:

@@ -222,15 +222,10 @@ class Target:
         return getattr(config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
 
     @property
-    def rope(self) -> dict[str, Any]:
-        """Its `rope_parameters`, those of layers that see everything where kinds of layers differ."""
+    def rope_theta(self) -> float:
         rope = getattr(self.config, "rope_parameters", None) or {}
         by_kind = [rope[kind] for kind in ("main", "full_attention") if isinstance(rope.get(kind), dict)]
-        return by_kind[0] if by_kind else rope
-
-    @property
-    def rope_theta(self) -> float:
-        return float(self.rope.get("rope_theta", 10000.0))
+        return float((by_kind[0] if by_kind else rope).get("rope_theta", 10000.0))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -70,7 +70,7 @@ def compare_settings(
     """Compare drafts with the drafter's settings to drafts with settings that are easily confused with them.
 
     These are each layer one lower and one higher, all layers at once, the other anchor convention, the bases of RoPE
-    that others have, and RoPE on all of a head or on the target's part of it. A round reads only accepted tokens,
+    that others have, and RoPE on all of a head where it is on a part. A round reads only accepted tokens,
     which are known for a text that the target wrote. So one forward of the target over a text serves all rounds of all
     settings, and all have the same rounds. Settings are compared by the likelihood of the text, which training
     maximizes: accepted lengths would need several times as many rounds.
@@ -131,10 +131,9 @@ def other_settings(config: HyperDFlashConfig, target: PreTrainedModel) -> dict[s
             name = f"`rope_theta` {base:,.0f} instead of {own['rope_theta']:,.0f}"
             found[name] = _changed(config, rope_parameters={**own, "rope_theta": base})
     part = own.get("partial_rotary_factor", 1)
-    for other in dict.fromkeys([1, seen.rope.get("partial_rotary_factor") or 1]):  # programs train with either
-        if other != part and own["rope_type"] != "longrope" and not int(config.head_dim * other) % 2:
-            name = f"`partial_rotary_factor` {other:g} instead of {part:g} in `rope_parameters`"
-            found[name] = _changed(config, rope_parameters={**own, "partial_rotary_factor": other})
+    if part != 1 and own["rope_type"] != "longrope":  # some programs write it and train with all of a head
+        name = f"`partial_rotary_factor` 1 instead of {part:g} in `rope_parameters`"
+        found[name] = _changed(config, rope_parameters={**own, "partial_rotary_factor": 1})
     return found
 
 

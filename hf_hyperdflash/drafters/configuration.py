@@ -293,7 +293,7 @@ class DrafterConfig(WithCode, PreTrainedConfig):
             )
         if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
             raise ValueError(f"`rope_parameters` has the `rope_theta` {theta!r}, expected a positive number.")
-        factor = rope.get("partial_rotary_factor", 1)
+        factor: Any = rope.get("partial_rotary_factor", 1)
         is_part = isinstance(factor, (int, float)) and not isinstance(factor, bool) and 0 < factor <= 1
         if not is_part or int(self.head_dim * factor) % 2 or int(self.head_dim * factor) == 0:
             raise ValueError(

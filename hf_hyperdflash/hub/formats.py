@@ -202,19 +202,18 @@ def check_not_quantized(fields: dict[str, Any], name: str, folder: str | Path) -
     of ModelOpt, a file beside that in `folder` says so."""
     layers = fields.get("transformer_layer_config")
     sections = [fields, layers] if isinstance(layers, dict) else [fields]
-    given = [part.get(field) for part in sections for field in _QUANTIZED]
-    told = Path(folder, "hf_quant_config.json")
-    if told.is_file():
-        given.append({"quant_method": "modelopt", **json.loads(told.read_text(encoding="utf-8"))})
-    said = next((each for each in given if each), None)
-    if said is None:
+    given = [part[field] for part in sections for field in _QUANTIZED if part.get(field)]
+    of_modelopt = Path(folder, "hf_quant_config.json")
+    if of_modelopt.is_file():
+        given.append(
+            {"quant_method": "modelopt", **json.loads(of_modelopt.read_text("utf-8")).get("quantization", {})}
+        )
+    if not given:
         return
-    said = said if isinstance(said, dict) else {}
-    inside = said["quantization"] if isinstance(said.get("quantization"), dict) else {}
+    said = given[0] if isinstance(given[0], dict) else {}
     is_mlx = "quant_method" not in said and "group_size" in said
-    method = "MLX" if is_mlx else said.get("quant_method") or "a program that it does not name"
-    kinds = (f"{said['bits']} bits" if "bits" in said else None, said.get("quant_algo"), inside.get("quant_algo"))
-    kind = next((each for each in (*kinds, said.get("format")) if each), None)
+    method = "MLX" if is_mlx else said.get("quant_method", "a program that it does not name")
+    kind = said.get("quant_algo") or said.get("format") or (f"{said['bits']} bits" if "bits" in said else "")
     raise ValueError(
         f"{name} is quantized by {method}{f' ({kind})' if kind else ''}, expected a drafter's weights as they were "
         "trained: take the original that it was made of."

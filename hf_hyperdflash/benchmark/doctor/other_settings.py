@@ -70,10 +70,10 @@ def compare_settings(
     """Compare drafts with the drafter's settings to drafts with settings that are easily confused with them.
 
     These are each layer one lower and one higher, all layers at once, the other anchor convention, the bases of RoPE
-    that others have, and RoPE on all of a head where it is on a part. A round reads only accepted tokens,
-    which are known for a text that the target wrote. So one forward of the target over a text serves all rounds of all
-    settings, and all have the same rounds. Settings are compared by the likelihood of the text, which training
-    maximizes: accepted lengths would need several times as many rounds.
+    that others have, and RoPE on all of a head where it is on a part. A round reads only accepted tokens, which are
+    known for a text that the target wrote. So one forward of the target over a text serves all rounds of all settings,
+    and all have the same rounds. Settings are compared by the likelihood of the text, which training maximizes:
+    accepted lengths would need several times as many rounds.
 
     Args:
         target: The target.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
@@ -40,7 +41,6 @@ _HARMLESS = {
     "routed_scaling_factor", "scoring_func", "shared_expert_intermediate_size", "topk_group", "topk_method",
     "v_head_dim",
 }  # fmt: skip
-NO_SGLANG = "SGLang rotates all of a drafter's heads, whatever `partial_rotary_factor` says: drafts would differ."
 _MARKOV_HEADS = {"vanilla": "markov", "gated": "gated_markov", "rnn": "recurrent"}
 _SELECTOR = {
     "head_rank": "selector_rank", "head_candidates": "selector_top_k", "conv_kernel_size": "conv_kernel_size",
@@ -187,11 +187,6 @@ def read_shape(shape: Mapping[str, Any], name: str) -> dict[str, Any]:
         rope = {**rope, "partial_rotary_factor": shape.get("partial_rotary_factor")}
     shapes = {field: shape[field] for field in _SHAPE if shape.get(field) is not None}
     return {**shapes, "rope_parameters": rope}
-
-
-def rotates_all(config: HyperDFlashConfig) -> bool:
-    """Return whether RoPE turns all of a head. SGLang's drafters do, whatever their configuration says."""
-    return "partial_rotary_factor" not in (config.rope_parameters or {})
 
 
 def layer_fields(config: HyperDFlashConfig) -> dict[str, Any]:
@@ -380,6 +375,13 @@ def obstacles_to_dflash2(config: HyperDFlashConfig) -> dict[str, bool]:
         "DFlash 2 has no confidence head": config.confidence_head,
         "DFlash 2 has no truncated vocabulary": bool(config.draft_vocab_size),
     }
+
+
+def served_by_both(config: HyperDFlashConfig, speculative: dict[str, Any], sglang: str) -> str:
+    """Return the options of vLLM and SGLang that serve a drafter, or why SGLang does not."""
+    if "partial_rotary_factor" in (config.rope_parameters or {}):
+        sglang = "rotates all of a drafter's heads, whatever `partial_rotary_factor` says: it would draft otherwise."
+    return f"vLLM: --speculative-config '{json.dumps(speculative)}'\nSGLang: {sglang}"
 
 
 def section(fields: Mapping[str, Any], key: str, name: str) -> dict[str, Any]:

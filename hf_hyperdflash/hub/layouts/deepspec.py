@@ -3,19 +3,17 @@ head. Every input of a block drafts, the anchor too. It counts layers as we do, 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from . import flat
 from .common import (
-    NO_SGLANG,
     has_mark,
     layer_fields,
     num_target_layers_field,
     obstacles_to_dspark,
-    rotates_all,
+    served_by_both,
     soft_cap_field,
     to_outputs,
     write_dspark,
@@ -77,10 +75,5 @@ def served(config: HyperDFlashConfig, folder: Path) -> str:
     if config.sequential_head != "markov":
         return "vLLM and SGLang serve DSpark's 'markov' head alone."
     speculative = {"method": "dspark", "model": str(folder), "num_speculative_tokens": config.max_draft_tokens}
-    command = f"vLLM: --speculative-config '{json.dumps(speculative)}'"
-    if not rotates_all(config):
-        return f"{command}\n{NO_SGLANG}"
-    return (
-        f"{command}\nSGLang: --speculative-algorithm DSPARK --speculative-draft-model-path {folder} "
-        f"--speculative-dspark-block-size {config.block_size}"
-    )
+    sglang = f"--speculative-algorithm DSPARK --speculative-draft-model-path {folder}"
+    return served_by_both(config, speculative, f"{sglang} --speculative-dspark-block-size {config.block_size}")

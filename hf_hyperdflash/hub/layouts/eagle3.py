@@ -36,8 +36,7 @@ _LLAMAS = ("llama", "qwen", "phi", "eagle3draftmodel", "eagle3speculator")
 _READS = (
     *SHAPE_FIELDS, *WINDOW_FIELDS, *_MARKS, "num_aux_hidden_states", "target_hidden_size", "target_model_type",
     "target_layer_ids", "target_model_name_or_path", "num_target_layers", "draft_num_hidden_layers",
-    "norm_before_residual", "fc_norm",
-    "final_logit_softcapping",
+    "norm_before_residual", "fc_norm", "final_logit_softcapping",
 )  # fmt: skip
 # Fields that change what is drafted, with the values that do not. SpecForge's `norm_output` says whether the LM head
 # reads normed states; here it always does.
@@ -130,7 +129,9 @@ def _config(
     try:
         return Eagle3Config(
             **{"target_model_type": "", **shape, **more},
-            final_logit_softcapping={**layer, **fields}.get("final_logit_softcapping") or None,
+            final_logit_softcapping=fields.get("final_logit_softcapping")
+            or layer.get("final_logit_softcapping")
+            or None,
             reducer="stream_mean",
             any_streams=True,
             own_embedding=width not in (0, shape["hidden_size"]),

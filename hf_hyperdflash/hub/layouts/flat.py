@@ -35,7 +35,7 @@ _READS = (
     "num_target_layers", "target_layer_ids", EAGLE_IDS, "is_causal", "causal", "sample_from_anchor", "bonus_anchor",
     "use_swa", "swa_window_size", "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_alpha",
     "confidence_head_with_markov", "draft_vocab_size", "hc_mult", "target_hidden_size", "has_embed_tokens",
-    "has_lm_head", "final_logit_softcapping", *SELECTOR_FIELDS,
+    "has_lm_head", "final_logit_softcapping", "partial_rotary_factor", *SELECTOR_FIELDS,
 )  # fmt: skip
 _TOP = (*SHAPE_FIELDS, *WINDOW_FIELDS, *_READS, *_SECTIONS, *(f"{_PREFIX}{field}" for field in _READS))
 # Fields that change what is drafted, with the values that do not.
@@ -70,7 +70,7 @@ def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
     )  # with `use_swa` alone no layer is causal
     size = value("draft_vocab_size")
     return drafter_config(
-        fields, name,
+        {**fields, "partial_rotary_factor": value("partial_rotary_factor")}, name,
         layer_ids=_layer_ids(value, name),
         block_size=value("block_size"),
         mask_token_id=value("noise_token_id") if value("mask_token_id") is None else value("mask_token_id"),

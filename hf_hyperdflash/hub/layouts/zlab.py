@@ -9,13 +9,12 @@ from typing import Any
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ...drafters.parts.block_attention import SLIDING
 from .common import (
-    NO_SGLANG,
     has_mark,
     is_dflash2,
     layer_fields,
     num_target_layers_field,
     obstacles_to_dflash2,
-    rotates_all,
+    served_by_both,
     soft_cap_field,
     to_outputs,
     write_dflash2,
@@ -81,12 +80,7 @@ def obstacles(config: HyperDFlashConfig) -> dict[str, bool]:
 def served(config: HyperDFlashConfig, folder: Path) -> str:
     """Return the options with which engines serve it."""
     speculative = {"method": "dflash", "model": str(folder), "num_speculative_tokens": config.max_draft_tokens}
-    command = f"vLLM: --speculative-config '{json.dumps(speculative)}'"
     if is_dflash2(config):
-        return command
-    if not rotates_all(config):
-        return f"{command}\n{NO_SGLANG}"
-    return (
-        f"{command}\nSGLang: --speculative-algorithm DFLASH --speculative-draft-model-path {folder} "
-        f"--speculative-num-draft-tokens {config.block_size}"
-    )
+        return f"vLLM: --speculative-config '{json.dumps(speculative)}'"
+    sglang = f"--speculative-algorithm DFLASH --speculative-draft-model-path {folder}"
+    return served_by_both(config, speculative, f"{sglang} --speculative-num-draft-tokens {config.block_size}")

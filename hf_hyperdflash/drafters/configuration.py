@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
+from ..targets.hooks import EMBEDDINGS
 from ..version import __version__, series
 from .parts.reducers import REDUCERS
 
@@ -35,11 +36,22 @@ def check_layer_ids(ids: list[int] | None) -> None:
             f"`target_layer_ids` is {ids!r}, expected a list of layer numbers: [-1] or [2, -1], for example."
         )
     order = [math.inf if i == -1 else i for i in ids]  # the last layer comes last
-    if not ids or min(ids) < -1 or order != sorted(set(order)):
+    if not ids or min(ids) < EMBEDDINGS or order != sorted(set(order)):
         raise ValueError(
-            f"`target_layer_ids` is {ids}, expected ascending layer numbers from 0, each once, and -1, the "
-            "pre-collapse residual, at the end: [-1], [2] or [2, -1] for example."
+            f"`target_layer_ids` is {ids}, expected ascending layer numbers from 0, each once, {EMBEDDINGS}, the "
+            "embeddings, before them and -1, the pre-collapse residual, at the end: [-1], [2] or [2, -1] for example."
         )
+
+
+def rope_of_text(rope: Any) -> Any:
+    """Return RoPE parameters for text, a dictionary of their own. M-RoPE is plain RoPE there: a text's position is the
+    same on all three axes."""
+    if not isinstance(rope, dict):
+        return rope
+    plain = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    if plain.get("partial_rotary_factor") in (None, 1):
+        plain.pop("partial_rotary_factor", None)
+    return {**plain, "rope_type": "default"} if plain.get("rope_type") == "mrope" else plain
 
 
 class WithCode:
@@ -64,13 +76,14 @@ class DrafterConfig(WithCode, PreTrainedConfig):
         intermediate_size: Width of the MLP.
         hidden_act: Activation of the MLP.
         rms_norm_eps: Epsilon of every RMSNorm, the reducer's included.
-        rope_parameters: RoPE of the drafter; positions are the target's true positions.
+        rope_parameters: RoPE of the drafter; positions are the target's true positions. With a
+            `partial_rotary_factor` below 1 it rotates that part of each head, the first channels.
         max_position_embeddings: The longest position that RoPE is made for.
         draft_vocab_size: How many tokens it can draft, with an LM head of its own for them; 0 for all, with the
             target's LM head. Only for drafters of other formats.
         target_layer_ids: The layers whose residual streams the drafter reads, ascending: -1 is the last layer's
             output, the pre-collapse residual, which is the paper's source and the default; other numbers are
-            intermediate layers, counted from 0.
+            intermediate layers, counted from 0, and -2 is what enters the first one, the embeddings.
         reducer: How the streams become the conditioning feature. `"hc_gate"`: the paper's, gates inherited from the
             target's `hc_head` (Eq. 1), per layer read. `"fc"`: vanilla DFlash's dense projection of all streams read.
             `"hybrid"`: ours, the gate of the last layer read plus a normed dense projection of the others (of the
@@ -81,6 +94,8 @@ class DrafterConfig(WithCode, PreTrainedConfig):
         target_hidden_size: Width of the target; 0 for the drafter's. If it differs from `hidden_size`, the reducer
             cannot have a gate.
         target_hc_mult: Number of residual streams of the target.
+        final_logit_softcapping: The cap of its logits, c tanh(logits / c): of its own LM head's with a
+            `draft_vocab_size`, and otherwise the target's, which has to have the same; `None` for none of its own.
         any_streams: Whether it reads the mean over a target's streams, however many these are: `target_hc_mult` is set
             when it is bound. Other programs' checkpoints do not have the number.
         target_num_layers: Number of the target's layers, 0 if not known; other programs' layouts have it.
@@ -111,6 +126,7 @@ class DrafterConfig(WithCode, PreTrainedConfig):
     rope_parameters: RopeParameters | dict | None = None
     max_position_embeddings: int = 1048576
     draft_vocab_size: int = 0
+    final_logit_softcapping: float | None = None
     target_layer_ids: list[int] | None = None
     reducer: str = "hc_gate"
     path_norm: bool = True
@@ -140,12 +156,14 @@ class DrafterConfig(WithCode, PreTrainedConfig):
         "target_hidden_size": (0, 2**17), "intermediate_size": (1, 2**20), "num_hidden_layers": (1, 2**10),
         "num_attention_heads": (1, 2**12), "num_key_value_heads": (1, 2**12), "head_dim": (1, 2**13),
         "target_hc_mult": (1, 2**8), "max_position_embeddings": (1, 2**40), "target_num_layers": (0, 2**16),
+        "final_logit_softcapping": (1e-3, 2**40),
     }  # fmt: skip
     why = dict[str, str]()  # what the message adds to a bound
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.check_fields({name: getattr(self, name) for name in self.own_fields()})
         self.check_fields({name: kwargs[name] for name in self._unknown(kwargs)})
+        self.rope_parameters = rope_of_text(self.rope_parameters)  # transformers writes into what it is given
         super().__post_init__(**kwargs)
         if self.target_hidden_size == 0:
             self.target_hidden_size = self.hidden_size
@@ -275,6 +293,21 @@ class DrafterConfig(WithCode, PreTrainedConfig):
             )
         if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
             raise ValueError(f"`rope_parameters` has the `rope_theta` {theta!r}, expected a positive number.")
+        factor: Any = rope.get("partial_rotary_factor", 1)
+        is_part = isinstance(factor, (int, float)) and not isinstance(factor, bool) and 0 < factor <= 1
+        if not is_part or int(self.head_dim * factor) % 2 or int(self.head_dim * factor) == 0:
+            raise ValueError(
+                f"`rope_parameters` has the `partial_rotary_factor` {factor!r}, expected a part of 1 that is an even "
+                f"number of a head's {self.head_dim} channels."
+            )
+        try:
+            if kind != "default":
+                ROPE_INIT_FUNCTIONS[kind](self)
+        except (KeyError, RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"`rope_parameters` is {rope}, expected what a `rope_type` of {kind!r} needs for heads of "
+                f"{self.head_dim} ({error!r})."
+            ) from error
 
     def _check_reducer(self) -> None:
         if self.reducer not in REDUCERS:

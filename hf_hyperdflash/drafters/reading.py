@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..targets.registry import check_layers
-from ..targets.target import Target
+from ..targets.target import Target, soft_capped
 from ..trees.growth import DraftVocabulary
 from .saved import SavedDrafter
 from .weights import check_draft_ids
@@ -56,6 +56,17 @@ class ReadingDrafter(SavedDrafter):
             config.target_model_type = own.model_type
             config.target_num_layers = config.target_num_layers or own.num_hidden_layers
 
+    def check_trainable(self, target: Target) -> None:
+        """Raise a `ValueError` if the drafter cannot be trained for `target`. Trainers call it."""
+        self.check_target(target)
+        config = self.config
+        if config.draft_vocab_size and config.final_logit_softcapping is not None:
+            raise ValueError(
+                f"The drafter's `final_logit_softcapping` is {config.final_logit_softcapping} and its "
+                f"`draft_vocab_size` {config.draft_vocab_size}, expected no cap: training has no loss for an LM head "
+                "of the drafter's own whose logits are capped. Train a new drafter."
+            )
+
     def to_full_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits `[..., config.vocab_size]` from those of the tokens that can be drafted."""
         vocabulary = self.draft_vocabulary
@@ -81,6 +92,10 @@ class ReadingDrafter(SavedDrafter):
             return table
         own = self.lm_head.weight
         return own if table is None else torch.cat([own, table], dim=-1)
+
+    def own_head(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the logits of its own LM head, `[..., config.draft_vocab_size]`, from states that it reads."""
+        return soft_capped(self.lm_head(states), self.config.final_logit_softcapping)
 
     @torch.no_grad()
     def draft_only(self, target: Target, ids: torch.Tensor) -> None:
@@ -220,6 +235,12 @@ def check_pair(config: PreTrainedConfig, target: Target, drafter: str) -> None:
                 f"the drafter's own target{kind} or make a drafter with `{drafter}.from_target(target)`; "
                 "`hf-hyperdflash drafters TARGET` lists the published ones."
             )
+    cap = getattr(config, "final_logit_softcapping", None)
+    if cap not in (None, target.soft_cap) and not config.draft_vocab_size:
+        raise ValueError(
+            f"The drafter was made for a target with `final_logit_softcapping` {cap}, but this target's is "
+            f"{target.soft_cap}. Load the drafter's own target{kind}."
+        )
     deepest = max(config.target_layer_ids or [-1])
     if own.num_hidden_layers and deepest >= own.num_hidden_layers:  # loaded without layers: for its head alone
         raise ValueError(

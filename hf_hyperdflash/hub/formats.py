@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 # Layouts that can be written, too.
 _WRITTEN = {name: module for kind in KINDS for name, module in kind.writes.items()}
 FORMATS = tuple(_WRITTEN)
+_QUANTIZED = ("quantization_config", "compression_config", "quantization")  # in config.json; the last is MLX's
 # Drafters that are not read, by a part of what their config.json calls them.
 _NOT_READ = {
     "peagle": "P-EAGLE", "p_eagle": "P-EAGLE", "medusamodel": "Medusa as a whole model or for vLLM", "hydra": "Hydra",
@@ -82,6 +83,7 @@ def load_foreign(
         folder = _downloaded(name, **hub_kwargs)
     fields = PreTrainedConfig.get_config_dict(folder)[0]
     kind, layout = _layout_of(fields, name)
+    check_not_quantized(fields, name, folder)
     config: DrafterConfig = layout.read(fields, name)
     tensors = _tensors(folder, kind.files, name)
     if hasattr(layout, "rename"):
@@ -193,6 +195,29 @@ def _layout_of(fields: dict[str, Any], name: str) -> tuple[DrafterKind, ModuleTy
             f"it is of a {fields.get('model_type')!r} model."
         )
     return found
+
+
+def check_not_quantized(fields: dict[str, Any], name: str, folder: str | Path) -> None:
+    """Raise a `ValueError` that names what quantized another program's drafter, if something did: its config.json or,
+    of ModelOpt, a file beside that in `folder` says so."""
+    layers = fields.get("transformer_layer_config")
+    sections = [fields, layers] if isinstance(layers, dict) else [fields]
+    given = [part[field] for part in sections for field in _QUANTIZED if part.get(field)]
+    of_modelopt = Path(folder, "hf_quant_config.json")
+    if of_modelopt.is_file():
+        given.append(
+            {"quant_method": "modelopt", **json.loads(of_modelopt.read_text("utf-8")).get("quantization", {})}
+        )
+    if not given:
+        return
+    said = given[0] if isinstance(given[0], dict) else {}
+    is_mlx = "quant_method" not in said and "group_size" in said
+    method = "MLX" if is_mlx else said.get("quant_method", "a program that it does not name")
+    kind = said.get("quant_algo") or said.get("format") or (f"{said['bits']} bits" if "bits" in said else "")
+    raise ValueError(
+        f"{name} is quantized by {method}{f' ({kind})' if kind else ''}, expected a drafter's weights as they were "
+        "trained: take the original that it was made of."
+    )
 
 
 def _has_own(part: str, tensors: dict[str, torch.Tensor], target: PreTrainedModel | None) -> bool:

@@ -43,7 +43,7 @@ from ..drafters.weights import (
 )
 from ..targets.deepseek_v4 import check_computes
 from ..targets.registry import target_of
-from .formats import foreign_layout, foreign_without_weights, kind_not_read, load_foreign
+from .formats import check_not_quantized, foreign_layout, foreign_without_weights, kind_not_read, load_foreign
 from .gguf import (
     check_gguf,
     dequantized,
@@ -395,6 +395,8 @@ def check_drafter(
             f"{name} is a model of type {fields.get('model_type')!r}, expected a drafter. "
             f"`hf-hyperdflash drafters {name}` lists those for it, and what it takes to make one."
         )
+    if found.layout:
+        check_not_quantized(fields, str(name), name)
     is_saved_here = not found.layout and not found.is_targets_own
     is_theirs = bool(found.layout) and found.kind in kinds
     if kinds and not (is_saved_here and found.kind in kinds) and not (is_theirs and or_others):

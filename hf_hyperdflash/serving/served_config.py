@@ -77,8 +77,9 @@ class ServedConfig(HyperDFlashConfig):
 
 
 def layers_read(config: PreTrainedConfig) -> list[int]:
-    """Return the layers as engines count them: our -1 is the last one, before the norm."""
-    return [config.target_num_layers - 1 if i == -1 else i for i in config.target_layer_ids or ()]
+    """Return the layers as engines count them: our -1 is the last one, before the norm, our -2, the embeddings, -1."""
+    last = config.target_num_layers - 1
+    return [last if i == -1 else max(i, -1) for i in config.target_layer_ids or ()]
 
 
 def check_same_target(config: PreTrainedConfig, target: PreTrainedConfig) -> None:

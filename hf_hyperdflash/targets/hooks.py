@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
+EMBEDDINGS = -2  # among layer ids: what enters the first layer
 T = TypeVar("T")
 LayerOutput = torch.Tensor | tuple[torch.Tensor, ...]  # of a decoder layer
 
@@ -76,8 +77,8 @@ class ResidualCapture:
 
 
 class ResidualTap:
-    """Hooks on every decoder layer that add its residual streams to a thread's captures. They do nothing in threads
-    that have none.
+    """Hooks on every decoder layer that add its residual streams to a thread's captures, and on the first one for what
+    enters it. They do nothing in threads that have none.
 
     Args:
         layers: The target's decoder layers.
@@ -95,17 +96,21 @@ class ResidualTap:
             layer.register_forward_hook(partial(_on_output, self.captures, i, streams), with_kwargs=True)
             for i, layer in enumerate(layers)
         ]
+        for layer in layers[:1]:
+            entering = partial(_on_input, self.captures, streams)
+            self.handles.append(layer.register_forward_pre_hook(entering, with_kwargs=True))
 
     def new_capture(self, target_layer_ids: Sequence[int], max_forwards: float = math.inf) -> ResidualCapture:
-        """Return a capture of these layers, -1 for the last. Forwards fill it while it is in `captures`.
+        """Return a capture of these layers, -1 for the last and [`EMBEDDINGS`] for what enters the first. Forwards
+        fill it while it is in `captures`.
 
         Raises:
             ValueError: If the target has no such layer.
         """
-        if wrong := [i for i in target_layer_ids if not -1 <= i <= self._last]:
+        if wrong := [i for i in target_layer_ids if not EMBEDDINGS <= i <= self._last]:
             raise ValueError(
                 f"`target_layer_ids` has {wrong[0]}, but the target's layers are 0 to {self._last}, or -1 for the "
-                "last."
+                f"last, {EMBEDDINGS} for the embeddings."
             )
         return ResidualCapture([self._last if i == -1 else i for i in target_layer_ids], max_forwards)
 
@@ -129,6 +134,13 @@ def _on_output(
     if captures:  # apart from what follows, so that a compiled layer that nobody captures stays one graph
         add = _add_out_of_graph if torch.compiler.is_compiling() else _add_to_captures
         add(captures, layer, streams, output)
+
+
+def _on_input(
+    captures: PerThread[ResidualCapture], streams: int, module: nn.Module, args: tuple[Any, ...], *kwargs: Any
+) -> None:
+    entering = args[0] if args else kwargs[0]["hidden_states"]
+    _on_output(captures, EMBEDDINGS, streams, module, args, *kwargs, entering)
 
 
 def _add_to_captures(captures: PerThread[ResidualCapture], layer: int, streams: int, output: LayerOutput) -> None:

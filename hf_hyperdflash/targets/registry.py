@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .deepseek_v4 import FAMILIES as DEEPSEEK_V4
+from .hooks import EMBEDDINGS
 from .hyper_connections import FAMILIES as HYPER_CONNECTIONS
 from .plain import FAMILIES as PLAIN
 from .target import Target, Trunk
@@ -68,7 +69,7 @@ def check_layers(target: Target, layer_ids: Sequence[int] = ()) -> None:
     why, fix = "", "Use prompt lookup (`PromptLookupDrafter`), which reads no layer"
     if streams > 1:
         why = f"each hands on {streams} streams (AltUp)"
-    elif shared and any(i % count >= count - shared for i in layer_ids):
+    elif shared and any(i != EMBEDDINGS and i % count >= count - shared for i in layer_ids):
         why = f"from {count - shared} on they use keys of earlier ones, and only a prompt's last token runs them"
         fix += f", or read some of 0 to {count - shared - 1} (`target_layer_ids`)"
     if why and layer_ids:

@@ -191,8 +191,12 @@ class Target:
 
     def after_head(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the model's logits from its LM head's output."""
-        cap = getattr(self.config, "final_logit_softcapping", None)
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return soft_capped(logits, self.soft_cap)
+
+    @property
+    def soft_cap(self) -> float | None:
+        """What its logits are capped at; `None` for nothing."""
+        return getattr(self.config, "final_logit_softcapping", None)
 
     # Sizes
 
@@ -378,6 +382,11 @@ def _warn_of_model(name: str) -> None:
 def _parts_of(layer: object) -> dict[str, tuple[int, torch.Tensor]]:
     """Return the tensors of an indexer in a cache layer, by name, each with its dimension of tokens."""
     return {name: (dim, part) for name, dim in _PARTS.items() if (part := getattr(layer, name, None)) is not None}
+
+
+def soft_capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Return logits between `-cap` and `cap`, nearly the same where they are small; all the same without a cap."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def computable(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

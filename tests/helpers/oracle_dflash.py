@@ -18,7 +18,9 @@ the package imports or exports can be held against it. Facts are from the public
   speculators core.py: targets are the verifier's logits at index - 1, slot 0 is masked out of the loss; vLLM
   vllm/v1/spec_decode/dflash.py: 1 + num_speculative_tokens queries, the mask slots are sampled)
 - The drafter's own `norm` and then a head without bias. The target's final norm is not applied.
-- RoPE is Qwen3's half-split one, on the normed queries and keys; scores are scaled by head_dim**-0.5.
+- RoPE is Qwen3's half-split one, on the normed queries and keys; scores are scaled by head_dim**-0.5. With a
+  `partial_rotary_factor` the first channels of a head turn, and the others pass (vLLM's `get_rope`, GLM and Qwen3.5 in
+  transformers). With "linear" scaling positions are divided by `factor`.
 - A target with several residual streams (hyper-connections): its feature is their mean, as engines hand it out
   (vLLM's and SGLang's glm5_next, deepseek_v4). speculators' pull request 524 reads DeepSeek-V4's side by side instead
   and writes `hc_mult` into `transformer_layer_config`.
@@ -385,20 +387,25 @@ def _norm(weights: Weights, name: str, x: Tensor, eps: float) -> Tensor:
     return weights[f"{name}.weight"] * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
-def _theta(config: dict[str, Any]) -> float:
+def _rope(config: dict[str, Any]) -> tuple[float, float, float]:
+    """The base, what positions are divided by, and the part of a head that turns."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type", "default")) not in ("default", "mrope"):  # which are the same for text
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "mrope", "linear"):  # the first two are the same for text
         raise ValueError(f"the oracle knows only plain RoPE, not {rope}")
-    return float(rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"])
+    theta = float(rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"])
+    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    return theta, rope["factor"] if kind == "linear" else 1.0, 1.0 if part is None else part
 
 
-def _rotate(x: Tensor, start: int, theta: float) -> Tensor:
+def _rotate(x: Tensor, start: int, rope: tuple[float, float, float]) -> Tensor:
     """Half-split rotary embedding of x [length, heads, head_dim], whose first row is at position `start`."""
-    half = x.shape[-1] // 2
+    theta, divisor, part = rope
+    half = int(x.shape[-1] * part) // 2
     frequencies = theta ** -(torch.arange(half) / half)
-    angles = (start + torch.arange(len(x)))[:, None, None] * frequencies
-    left, right = x[..., :half], x[..., half:]
-    turned = (left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin())
+    angles = (start + torch.arange(len(x)))[:, None, None] / divisor * frequencies
+    left, right, passed = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = (left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin(), passed)
     return torch.cat(turned, dim=-1)
 
 
@@ -418,15 +425,15 @@ def _visible(drafter: Drafter, layer: int, context: int, slots: int) -> Tensor:
 
 def _attention(drafter: Drafter, layer: int, context: Tensor, block: Tensor) -> Tensor:
     """`block` [slots, D] after the input norm, `context` [length, D] after `hidden_norm`."""
-    weights, eps, theta = drafter.weights, drafter.config["rms_norm_eps"], _theta(drafter.config)
+    weights, eps, rope = drafter.weights, drafter.config["rms_norm_eps"], _rope(drafter.config)
     prefix, length = f"layers.{layer}.self_attn.", len(context)
     heads, groups = drafter.config["num_attention_heads"], drafter.config["num_key_value_heads"]
     source = torch.cat([context, block])
     queries = _linear(weights, prefix + "q_proj", block).unflatten(-1, (heads, -1))
     keys = _linear(weights, prefix + "k_proj", source).unflatten(-1, (groups, -1))
     values = _linear(weights, prefix + "v_proj", source).unflatten(-1, (groups, -1))
-    queries = _rotate(_norm(weights, prefix + "q_norm", queries, eps), length, theta)
-    keys = _rotate(_norm(weights, prefix + "k_norm", keys, eps), 0, theta)
+    queries = _rotate(_norm(weights, prefix + "q_norm", queries, eps), length, rope)
+    keys = _rotate(_norm(weights, prefix + "k_norm", keys, eps), 0, rope)
     keys, values = (each.repeat_interleave(heads // groups, dim=1) for each in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", queries, keys) / queries.shape[-1] ** 0.5
     scores = scores.masked_fill(~_visible(drafter, layer, length, len(block)), -torch.inf)

@@ -28,6 +28,8 @@ class Shape:
     norm_output: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
+    rotary: int = 0  # how many channels of a head turn; 0 for all
+    cap: float = 0.0  # of the logits, c tanh(logits / c); 0 for none
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,12 @@ def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * x / torch.sqrt((x * x).sum() / x.numel() + eps)
 
 
-def _rotate(x: Tensor, position: int, theta: float) -> Tensor:
-    """RoPE of one head's vector, pair by pair: element i turns together with element i + dim/2."""
-    dim = x.numel()
+def _rotate(x: Tensor, position: int, theta: float, rotary: int = 0) -> Tensor:
+    """RoPE of one head's vector, pair by pair: element i turns together with element i + dim/2, of the first `rotary`
+    elements."""
+    dim = rotary or x.numel()
     half = dim // 2
-    turned: list[Tensor] = [x[0]] * dim
+    turned = list(x)
     for i in range(half):
         angle = position * theta ** (-2 * i / dim)
         cos, sin = math.cos(angle), math.sin(angle)
@@ -71,7 +74,7 @@ def _heads(
         x = flat[h * shape.head_dim : (h + 1) * shape.head_dim]
         if norm is not None:
             x = _rms(x, norm, shape.eps)
-        heads.append(x if position is None else _rotate(x, position, shape.rope_theta))
+        heads.append(x if position is None else _rotate(x, position, shape.rope_theta, shape.rotary))
     return heads
 
 
@@ -168,7 +171,8 @@ def further(tensors: dict[str, Tensor], shape: Shape, known: list[Entry], path: 
 
 def logits(tensors: dict[str, Tensor], shape: Shape, out: Tensor) -> Tensor:
     """The logits over the draft vocabulary of an entry's `out`, which is always the one before the final norm."""
-    return tensors["lm_head.weight"] @ _rms(out, tensors["norm.weight"], shape.eps)
+    scores = tensors["lm_head.weight"] @ _rms(out, tensors["norm.weight"], shape.eps)
+    return shape.cap * torch.tanh(scores / shape.cap) if shape.cap else scores
 
 
 def target_logits(tensors: dict[str, Tensor], shape: Shape, out: Tensor, vocab_size: int) -> Tensor:

@@ -27,6 +27,7 @@ class Shape:
     slots: int
     eps: float = 1e-6
     rope_theta: float = 10000.0
+    rotary: int = 0  # how many channels of a head turn; 0 for all
 
 
 @dataclass(eq=False, repr=False)  # a repr would spell out every earlier block, over and over
@@ -215,13 +216,13 @@ def _attend(shape: Shape, query: Tensor, keys: list[Tensor], values: list[Tensor
 
 def _rotated_heads(flat: Tensor, shape: Shape, position: int) -> Tensor:
     """A projection cut into heads [n, head_dim], every head turned by RoPE at ``position``."""
-    half = shape.head_dim // 2
-    frequencies = shape.rope_theta ** (-2 * torch.arange(half, dtype=torch.float64) / shape.head_dim)
+    half = (shape.rotary or shape.head_dim) // 2
+    frequencies = shape.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
     cos, sin = (position * frequencies).cos().to(flat), (position * frequencies).sin().to(flat)
     turned = []
     for head in flat.reshape(-1, shape.head_dim):
-        first, second = head[:half], head[half:]
-        turned.append(torch.cat([first * cos - second * sin, second * cos + first * sin]))
+        first, second = head[:half], head[half : 2 * half]
+        turned.append(torch.cat([first * cos - second * sin, second * cos + first * sin, head[2 * half :]]))
     return torch.stack(turned)
 
 

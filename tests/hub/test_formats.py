@@ -241,7 +241,6 @@ def test_what_cannot_be_expressed_is_refused(tmp_path):
             {"layer_types": ["sliding_attention"], "sliding_window": 8, "use_sliding_window": True},
             "expected None or 2 of",
         ),
-        ({"final_logit_softcapping": 30.0}, "softcapping"),
         ({"num_hidden_layers": 1}, r"11 unexpected \(layers\.1"),
         ({"intermediate_size": 47}, r"of another shape \(layers\.0\.mlp"),
         ({"dflash_config": "yes"}, "`dflash_config` .* is 'yes', expected a dictionary"),

@@ -16,6 +16,7 @@ from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ...drafters.blocks.modeling_hyperdflash import HyperDFlashDrafter, HyperDFlashRotaryEmbedding
 from ...drafters.parts.heads import run_heads
 from ...drafters.parts.layers import block_inputs
+from ...targets.hooks import EMBEDDINGS
 from ...targets.registry import target_of
 from ...training.data.blocks import block_labels, block_masks, previous_tokens
 from ...training.features.capture import compute_residual
@@ -68,11 +69,11 @@ def compare_settings(
 ) -> Comparison:
     """Compare drafts with the drafter's settings to drafts with settings that are easily confused with them.
 
-    These are each layer one lower and one higher, all layers at once, the other anchor convention, and the bases of
-    RoPE that others have. A round reads only accepted tokens, which are known for a text that the target wrote. So one
-    forward of the target over a text serves all rounds of all settings, and all have the same rounds. Settings are
-    compared by the likelihood of the text, which training maximizes: accepted lengths would need several times as many
-    rounds.
+    These are each layer one lower and one higher, all layers at once, the other anchor convention, the bases of RoPE
+    that others have, and RoPE on all of a head where it is on a part. A round reads only accepted tokens, which are
+    known for a text that the target wrote. So one forward of the target over a text serves all rounds of all settings,
+    and all have the same rounds. Settings are compared by the likelihood of the text, which training maximizes:
+    accepted lengths would need several times as many rounds.
 
     Args:
         target: The target.
@@ -113,12 +114,13 @@ def other_settings(config: HyperDFlashConfig, target: PreTrainedModel) -> dict[s
     """Return other configurations by their difference in words; [`cause_of`] has the cause."""
     seen = target_of(target)
     count, ids = seen.config.num_hidden_layers, config.target_layer_ids or []
-    moves = [[layer if layer == -1 else layer + step for layer in ids] for step in (-1, 1)]
-    moves += [[*ids[:i], ids[i] % count + step, *ids[i + 1 :]] for i in range(len(ids)) for step in (-1, 1)]
-    tried, found = [[layer % count for layer in ids]], {}
+    moves = [[layer if layer < 0 else layer + step for layer in ids] for step in (-1, 1)]
+    numbered = [i for i, layer in enumerate(ids) if layer != EMBEDDINGS]
+    moves += [[*ids[:i], ids[i] % count + step, *ids[i + 1 :]] for i in numbered for step in (-1, 1)]
+    tried, found = [_read(ids, count)], {}
     for moved in moves:
-        read = [count - 1 if layer == -1 else layer for layer in moved]
-        if read not in tried and set(read) <= set(range(count)) and len(set(read)) == len(read):
+        read = _read(moved, count)
+        if read not in tried and set(read) <= {EMBEDDINGS, *range(count)} and len(set(read)) == len(read):
             tried.append(read)
             found[f"`target_layer_ids` {moved} instead of {ids}"] = _changed(config, target_layer_ids=moved)
     other = not config.sample_from_anchor
@@ -128,7 +130,16 @@ def other_settings(config: HyperDFlashConfig, target: PreTrainedModel) -> dict[s
         if base != own["rope_theta"]:
             name = f"`rope_theta` {base:,.0f} instead of {own['rope_theta']:,.0f}"
             found[name] = _changed(config, rope_parameters={**own, "rope_theta": base})
+    part = own.get("partial_rotary_factor", 1)
+    if part != 1 and own["rope_type"] != "longrope":  # some programs write it and train with all of a head
+        name = f"`partial_rotary_factor` 1 instead of {part:g} in `rope_parameters`"
+        found[name] = _changed(config, rope_parameters={**own, "partial_rotary_factor": 1})
     return found
+
+
+def _read(ids: Sequence[int], count: int) -> list[int]:
+    """Return layers without -1, of a target with `count`."""
+    return [count - 1 if layer == -1 else layer for layer in ids]
 
 
 def cause_of(name: str) -> str:
@@ -158,8 +169,8 @@ def draft_every_round(
         drafter: Its drafter.
         text: `[1, seq]`.
         start: Where in it the prompt ends.
-        settings: Configurations, which may differ from the drafter's own in its layers, its anchor convention and the
-            base of RoPE.
+        settings: Configurations, which may differ from the drafter's own in its layers, its anchor convention and
+            RoPE.
         shift: By how many positions the block is too late.
 
     Returns:
@@ -167,7 +178,7 @@ def draft_every_round(
         tokens, at least that of a uniform distribution.
     """
     count = target_of(target).config.num_hidden_layers
-    read = [[i % count for i in config.target_layer_ids or []] for config in settings]
+    read = [_read(config.target_layer_ids or [], count) for config in settings]
     layers = sorted({layer for ids in read for layer in ids})
     positions = torch.arange(text.shape[1], device=text.device)[None]
     parts = dict(zip(layers, compute_residual(target, text, positions, layers).chunk(len(layers), dim=2)))

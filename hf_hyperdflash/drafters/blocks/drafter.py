@@ -10,7 +10,7 @@ from torch import nn
 
 from ...targets.attention_masks import AttentionMask, attention_mask_for
 from ...targets.caches.slot_forward import CompiledForwards
-from ...targets.target import Target
+from ...targets.target import Target, soft_capped
 from ...trees.growth import AskedDrafts, GrownChains, GrownNodes, grow_in_graph
 from ...trees.tree import DraftTree, are_trees_kept
 from ..parts.fixed_context import FixedBuffers, FixedContext, FixedLayers
@@ -158,8 +158,7 @@ class BlockDrafter(ReadingDrafter):
         )
 
     def check_trainable(self, target: Target) -> None:
-        """Raise a `ValueError` if the drafter cannot be trained for `target`. Trainers call it."""
-        self.check_target(target)
+        super().check_trainable(target)
         if self.config.draft_vocab_size and self.config.head_candidates:
             raise ValueError(
                 f"The drafter's `draft_vocab_size` is {self.config.draft_vocab_size} and its `head_candidates` "
@@ -334,7 +333,7 @@ class BlockDrafter(ReadingDrafter):
         hidden = self.lm_head_input(hidden)
         mask = self.config.mask_token_id
         if self.config.draft_vocab_size:
-            logits = self.lm_head(hidden).masked_fill(self.draft_ids == (-1 if mask is None else mask), -torch.inf)
+            logits = self.own_head(hidden).masked_fill(self.draft_ids == (-1 if mask is None else mask), -torch.inf)
         else:
             logits = target.logits(hidden)
             if mask is not None:
@@ -348,7 +347,8 @@ class BlockDrafter(ReadingDrafter):
         hidden = self.lm_head_input(hidden)
         if not self.config.draft_vocab_size:
             return target.logits_of(hidden, ids)
-        return torch.einsum("bd,bcd->bc", hidden, self.lm_head.weight[ids])
+        logits = torch.einsum("bd,bcd->bc", hidden, self.lm_head.weight[ids])
+        return soft_capped(logits, self.config.final_logit_softcapping)
 
     @property
     def head(self) -> SequentialHead | None:

@@ -155,6 +155,8 @@ class HyperDFlashDrafter(BlockDrafter):
             # Engines' layouts, which are for targets with one stream, have no field for a window that all slots share.
             "sliding_window": None if seen.streams == 1 else min(2048, own.max_position_embeddings),
             "block_size": num_draft_tokens + (0 if config_fields.get("sample_from_anchor") else 1),
+            # An LM head of its own has no cap.
+            "final_logit_softcapping": None if config_fields.get("draft_vocab_size") else seen.soft_cap,
             "mask_token_id": find_mask_token(target, tokenizer) if mask_token_id is None else mask_token_id,
             "hc_eps": seen.hc_eps,
             "target_hidden_size": own.hidden_size,

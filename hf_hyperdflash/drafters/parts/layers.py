@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,7 +60,12 @@ def block_inputs(
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return x * cos + rotate_half(x) * sin
+    """Rotate as many of the first channels of each head as there are angles for."""
+    width = cos.shape[-1]
+    if width == x.shape[-1]:
+        return x * cos + rotate_half(x) * sin
+    turned, rest = x[..., :width], x[..., width:]
+    return torch.cat([turned * cos + rotate_half(turned) * sin, rest], dim=-1)
 
 
 class HyperDFlashAttention(nn.Module):
@@ -121,8 +127,16 @@ class HyperDFlashRotaryEmbedding(Qwen3RotaryEmbedding):
     """RoPE whose frequencies stay float32 in a drafter of another dtype: rounded to bfloat16, they turn the queries
     and keys of position 1,000 by up to a radian too far.
 
-    Its cosines and sines are for all heads, `[batch, 1, seq, config.head_dim]`, computed once for all layers.
+    Its cosines and sines are for all heads, `[batch, 1, seq, channels]`, computed once for all layers. With a
+    `partial_rotary_factor` the channels are that part of `config.head_dim`, the first ones (as GLM's and Qwen3.5's).
     """
+
+    @staticmethod
+    def compute_default_rope_parameters(config: PreTrainedConfig, *_: Any, **__: Any) -> tuple[torch.Tensor, float]:
+        # Qwen3's rotates all of a head, whatever the factor.
+        rope = config.rope_parameters
+        width = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+        return 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float) / width), 1.0
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Rotary:
         cos, sin = super().forward(x, position_ids)

@@ -99,6 +99,8 @@ class UnrolledDrafter(ReadingDrafter):
         reducer = REDUCERS.get(str(config_fields.get("reducer")))
         if reducer is not None and reducer.has_gate and "target_layer_ids" not in config_fields:
             fields["target_layer_ids"] = [-1]
+        if not fields.get("draft_vocab_size"):  # then it has the target's LM head
+            fields.setdefault("final_logit_softcapping", seen.soft_cap)
         config = kind(**fields)
         check_pair(config, seen, cls.__name__)
         if config.own_embedding and config.hidden_size != config.target_hidden_size:
@@ -252,10 +254,6 @@ class UnrolledDrafter(ReadingDrafter):
         if self.config.usual_layers:
             self.config.target_layer_ids = usual_layers(target.config.num_hidden_layers)
         super().check_target(target)
-
-    def check_trainable(self, target: Target) -> None:
-        """Raise a `ValueError` if the drafter cannot be trained for `target`. Trainers call it."""
-        self.check_target(target)
 
     def new_context(self) -> EntryContext:
         """Return an empty context for one sequence."""
@@ -414,7 +412,7 @@ class UnrolledDrafter(ReadingDrafter):
 
     def drafted_logits(self, target: Target, normed: torch.Tensor) -> torch.Tensor:
         """Return logits `[..., config.draft_vocab_size or config.vocab_size]` from normed states."""
-        return self.lm_head(normed) if self.config.draft_vocab_size else target.logits(normed)
+        return self.own_head(normed) if self.config.draft_vocab_size else target.logits(normed)
 
 
 class _LevelCache:

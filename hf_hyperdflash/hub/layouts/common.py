@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ...drafters.parts.block_attention import FULL, SLIDING
+from ...targets.hooks import EMBEDDINGS
 
 # Fields that have the same name in all layouts.
 _SHAPE = (
@@ -17,7 +19,8 @@ _SHAPE = (
 )  # fmt: skip
 _NEEDED = _SHAPE[:7]  # required: the defaults of other programs differ
 # Fields that `read_shape` and `read_windows` read, for `check_known`.
-SHAPE_FIELDS = (*_SHAPE, "rope_theta", "rope_scaling", "rope_parameters")
+SHAPE_FIELDS = (*_SHAPE, "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+EAGLE_IDS = "eagle_aux_hidden_state_layer_ids"
 WINDOW_FIELDS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 # Fields of any layout that do not change a drafter's output.
 _HARMLESS = {
@@ -64,7 +67,7 @@ def drafter_config(
     Args:
         shape: The fields of its Qwen3 layers.
         name: The checkpoint's name, for errors.
-        layer_ids: The layers of the target whose output it reads, counted from 0.
+        layer_ids: The layers of the target whose output it reads, counted from 0; -1 for the embeddings.
         block_size: Slots of a block, the anchor's included.
         mask_token_id: The token of every other slot.
         num_target_layers: The target's number of layers, if it is given.
@@ -85,10 +88,10 @@ def drafter_config(
         raise ValueError(f"{name} reads layers {ids}, expected integers.")
     if num_target_layers is not None and type(num_target_layers) is not int:
         raise ValueError(f"`num_target_layers` of {name} is {num_target_layers!r}, expected an integer.")
-    if min(ids) < 0 or (num_target_layers and max(ids) >= num_target_layers - 1):
+    if num_target_layers and max(ids) >= num_target_layers - 1:
         raise ValueError(
-            f"{name} reads layers {ids} of its target's {num_target_layers or '?'}: the embeddings and the last "
-            "layer's output, which is normed in some programs and not in others, are not supported."
+            f"{name} reads layers {ids} of its target's {num_target_layers}: the last layer's output, which is normed "
+            "in some programs and not in others, is not supported."
         )
     if ids != sorted(set(ids)):
         raise ValueError(f"{name} reads layers {ids}, expected ascending ones, each once.")
@@ -96,7 +99,7 @@ def drafter_config(
         return HyperDFlashConfig(
             **layers,
             **read_streams(shape, target_hidden_size, name),
-            target_layer_ids=ids,
+            target_layer_ids=from_outputs(ids, name),
             target_num_layers=num_target_layers or 0,
             block_size=block_size,
             mask_token_id=mask_token_id,
@@ -105,6 +108,37 @@ def drafter_config(
         )
     except ValueError as error:
         raise ValueError(f"config.json of {name}: {error}") from error
+
+
+def from_outputs(ids: list[Any], name: str) -> list[Any]:
+    """Return our ids of layers from those that count outputs, in which -1 is the embeddings'.
+
+    Raises:
+        ValueError: If one is less.
+    """
+    if any(type(i) is int and i < -1 for i in ids):
+        raise ValueError(f"{name} reads layers {ids}, expected numbers from 0, or -1 for the embeddings.")
+    return [EMBEDDINGS if i == -1 else i for i in ids]
+
+
+def eagle_config_ids(eagle: Mapping[str, Any], name: str) -> list[Any]:
+    """Return the layers that an `eagle_config` names, counted from 0.
+
+    Raises:
+        ValueError: If one is below 0, which programs read differently.
+    """
+    ids = eagle.get(EAGLE_IDS) or []
+    if any(type(i) is int and i < 0 for i in ids):
+        raise ValueError(
+            f"The `eagle_config` of {name} names layers {ids}, expected numbers from 0: below 0 is the last layer to "
+            f"some programs and the embeddings to others. `{EAGLE_IDS}` at the top level calls the embeddings 0."
+        )
+    return ids
+
+
+def to_outputs(config: HyperDFlashConfig) -> list[int]:
+    """Return the layers that a drafter reads as [`from_outputs`] takes them. None is the last, our -1."""
+    return [-1 if i == EMBEDDINGS else i for i in config.target_layer_ids or ()]
 
 
 def read_streams(shape: Mapping[str, Any], width: int | None, name: str) -> dict[str, Any]:
@@ -149,21 +183,10 @@ def read_shape(shape: Mapping[str, Any], name: str) -> dict[str, Any]:
     rope = shape.get("rope_parameters") or {
         "rope_type": "default", **scaling, "rope_theta": shape.get("rope_theta", 10000.0),
     }  # fmt: skip
+    if isinstance(rope, dict) and rope.get("partial_rotary_factor") is None:
+        rope = {**rope, "partial_rotary_factor": shape.get("partial_rotary_factor")}
     shapes = {field: shape[field] for field in _SHAPE if shape.get(field) is not None}
-    return {**shapes, "rope_parameters": _for_text(rope, name)}
-
-
-def _for_text(rope: Any, name: str) -> Any:
-    """Return RoPE for text, where M-RoPE is plain RoPE: a text's position is the same on all three axes."""
-    if not isinstance(rope, dict):
-        return rope
-    if rope.get("partial_rotary_factor") not in (None, 1):
-        raise ValueError(
-            f"`partial_rotary_factor` of {name} is {rope['partial_rotary_factor']!r}, which is not supported: "
-            "expected 1, RoPE on all of a head."
-        )
-    plain = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
-    return {**plain, "rope_type": "default"} if rope.get("rope_type") == "mrope" else plain
+    return {**shapes, "rope_parameters": rope}
 
 
 def layer_fields(config: HyperDFlashConfig) -> dict[str, Any]:
@@ -216,6 +239,12 @@ def read_windows(fields: Mapping[str, Any], name: str, inner: Mapping[str, Any] 
 def num_target_layers_field(config: HyperDFlashConfig) -> dict[str, int]:
     """Return `num_target_layers` if it is known; drafters made before 0.2 do not have it."""
     return {"num_target_layers": config.target_num_layers} if config.target_num_layers else {}
+
+
+def soft_cap_field(config: HyperDFlashConfig) -> dict[str, float]:
+    """Return `final_logit_softcapping` if its logits are capped."""
+    cap = config.final_logit_softcapping
+    return {} if cap is None else {"final_logit_softcapping": cap}
 
 
 def has_mark(fields: Mapping[str, Any], marks: Collection[str]) -> bool:
@@ -346,6 +375,13 @@ def obstacles_to_dflash2(config: HyperDFlashConfig) -> dict[str, bool]:
         "DFlash 2 has no confidence head": config.confidence_head,
         "DFlash 2 has no truncated vocabulary": bool(config.draft_vocab_size),
     }
+
+
+def served_by_both(config: HyperDFlashConfig, speculative: dict[str, Any], sglang: str) -> str:
+    """Return the options of vLLM and SGLang that serve a drafter, or why SGLang does not."""
+    if "partial_rotary_factor" in (config.rope_parameters or {}):
+        sglang = "rotates all of a drafter's heads, whatever `partial_rotary_factor` says: it would draft otherwise."
+    return f"vLLM: --speculative-config '{json.dumps(speculative)}'\nSGLang: {sglang}"
 
 
 def section(fields: Mapping[str, Any], key: str, name: str) -> dict[str, Any]:

@@ -3,13 +3,21 @@ head. Every input of a block drafts, the anchor too. It counts layers as we do, 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from . import flat
-from .common import has_mark, layer_fields, num_target_layers_field, obstacles_to_dspark, write_dspark
+from .common import (
+    has_mark,
+    layer_fields,
+    num_target_layers_field,
+    obstacles_to_dspark,
+    served_by_both,
+    soft_cap_field,
+    to_outputs,
+    write_dspark,
+)
 
 _ARCHITECTURE = "Qwen3DSparkModel"
 _MARKS = (_ARCHITECTURE, "Gemma4DSparkModel")
@@ -43,7 +51,8 @@ def write(config: HyperDFlashConfig) -> dict[str, Any]:
         **num_target_layers_field(config),
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
-        "target_layer_ids": config.target_layer_ids,
+        "target_layer_ids": to_outputs(config),
+        **soft_cap_field(config),
         "num_anchors": 512,  # of its training, without which it does not load
         **write_dspark(config),
     }
@@ -66,8 +75,5 @@ def served(config: HyperDFlashConfig, folder: Path) -> str:
     if config.sequential_head != "markov":
         return "vLLM and SGLang serve DSpark's 'markov' head alone."
     speculative = {"method": "dspark", "model": str(folder), "num_speculative_tokens": config.max_draft_tokens}
-    return (
-        f"vLLM: --speculative-config '{json.dumps(speculative)}'\n"
-        f"SGLang: --speculative-algorithm DSPARK --speculative-draft-model-path {folder} "
-        f"--speculative-dspark-block-size {config.block_size}"
-    )
+    sglang = f"--speculative-algorithm DSPARK --speculative-draft-model-path {folder}"
+    return served_by_both(config, speculative, f"{sglang} --speculative-dspark-block-size {config.block_size}")

@@ -5,8 +5,8 @@ architecture with EAGLE-3's name, or both. Most do not say which layers of the t
 drafter has one layer, called `midlayer`. Its `num_hidden_layers` may be a copy of the target's, so the tensors decide.
 
 NVIDIA and SpecForge (`eagle_config`) and DeepSpec (`target_layer_ids`) count layers as we do. speculators and vLLM
-write `eagle_aux_hidden_state_layer_ids` at the top level. There id i means the input of layer i: each id is one more
-than ours.
+write `eagle_aux_hidden_state_layer_ids` at the top level. There id i means the input of layer i, 0 the embeddings:
+each id is one more than ours.
 """
 
 from __future__ import annotations
@@ -16,25 +16,33 @@ from typing import Any
 import torch
 
 from ...drafters.unrolled.configuration_eagle3 import Eagle3Config
-from .common import SHAPE_FIELDS, WINDOW_FIELDS, check_known, read_shape, section
+from .common import (
+    EAGLE_IDS,
+    SHAPE_FIELDS,
+    WINDOW_FIELDS,
+    check_known,
+    eagle_config_ids,
+    from_outputs,
+    read_shape,
+    section,
+)
 
 SPECULATORS = "eagle3"  # the `speculators_model_type`
 _OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-_IDS = "eagle_aux_hidden_state_layer_ids"
 # Only an EAGLE-3 drafter has these fields.
-_MARKS = ("eagle_config", _IDS, "draft_vocab_size", "ttt_length")
+_MARKS = ("eagle_config", EAGLE_IDS, "draft_vocab_size", "ttt_length")
 # Words in names of architectures whose layers are Llama's or Qwen3's.
 _LLAMAS = ("llama", "qwen", "phi", "eagle3draftmodel", "eagle3speculator")
 _READS = (
     *SHAPE_FIELDS, *WINDOW_FIELDS, *_MARKS, "num_aux_hidden_states", "target_hidden_size", "target_model_type",
     "target_layer_ids", "target_model_name_or_path", "num_target_layers", "draft_num_hidden_layers",
-    "norm_before_residual", "fc_norm",
+    "norm_before_residual", "fc_norm", "final_logit_softcapping",
 )  # fmt: skip
 # Fields that change what is drafted, with the values that do not. SpecForge's `norm_output` says whether the LM head
 # reads normed states; here it always does.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "norm_output": (True,), "norm_before_fc": (False,), "is_causal": (True,), "causal": (True,), "logit_scale": (1,),
-    "partial_rotary_factor": (1,), "norm_type": ("rms",), "use_rotary_pos_emb": (True,),
+    "norm_type": ("rms",), "use_rotary_pos_emb": (True,),
     "use_aux_hidden_state": (True,), "use_last_layernorm": (True,), "use_mtp_layernorm": (False,),
     "use_input_layernorm_in_first_layer": (True,), "next_layer_regular": (True,), "parallel_draft_step": (0, 1),
 }  # fmt: skip
@@ -44,10 +52,10 @@ _HUNYUAN_FIELDS = (
     "im_start_id", "mask_init_id", "org_vocab_size", "pad_id", "pool_type", "text_end_id", "text_start_id",
     "use_qk_norm",
 )  # fmt: skip
-_LAYER_FIELDS = (*SHAPE_FIELDS, *WINDOW_FIELDS)
+_LAYER_FIELDS = (*SHAPE_FIELDS, *WINDOW_FIELDS, "final_logit_softcapping")
 _SPECULATORS_FIELDS = (
-    *_OPTIONS, _IDS, "speculators_model_type", "speculators_config", "transformer_layer_config", "draft_vocab_size",
-    "target_hidden_size",
+    *_OPTIONS, EAGLE_IDS, "speculators_model_type", "speculators_config", "transformer_layer_config",
+    "draft_vocab_size", "target_hidden_size", "final_logit_softcapping",
 )  # fmt: skip
 
 
@@ -67,8 +75,8 @@ def read(fields: dict[str, Any], name: str) -> Eagle3Config:
     if "speculators_model_type" in fields:
         layer = section(fields, "transformer_layer_config", name)
         check_known(fields, name, _SPECULATORS_FIELDS, {"causal": (True,)})
-        check_known(layer, name, _LAYER_FIELDS, {"is_causal": (True,), "partial_rotary_factor": (1,)})
-        ids = [i - 1 if type(i) is int else i for i in fields.get(_IDS) or ()]
+        check_known(layer, name, _LAYER_FIELDS, {"is_causal": (True,)})
+        ids = [i - 1 if type(i) is int else i for i in fields.get(EAGLE_IDS) or ()]
         more = {
             **{option: bool(fields.get(option)) for option in _OPTIONS},
             "qk_norm": layer.get("model_type") == "qwen3",
@@ -90,7 +98,7 @@ def read(fields: dict[str, Any], name: str) -> Eagle3Config:
         )
     eagle = section(fields, "eagle_config", name) if fields.get("eagle_config") is not None else {}
     check_known(fields, name, (*_READS, *_HUNYUAN_FIELDS), _NEUTRAL)
-    check_known(eagle, name, (_IDS, "parallel_draft_heads_num_layers"), _NEUTRAL)
+    check_known(eagle, name, (EAGLE_IDS, "parallel_draft_heads_num_layers"), _NEUTRAL)
     more = {
         "norm_before_residual": bool(fields.get("norm_before_residual")),
         "fc_norm": bool(fields.get("fc_norm")),
@@ -110,8 +118,6 @@ def _config(
     slides = layer.get("use_sliding_window") and layer.get("sliding_window") and not layer.get("layer_types")
     if slides or "sliding_attention" in (layer.get("layer_types") or ()):
         raise ValueError(f"{name} has sliding attention layers, which is not supported in an EAGLE-3 drafter.")
-    if any(type(i) is int and i < 0 for i in ids):
-        raise ValueError(f"{name} reads the embeddings ({ids}, counted from the first layer), which is not supported.")
     count = fields.get("num_aux_hidden_states")
     if count not in (None, len(ids) or 3):
         raise ValueError(f"`num_aux_hidden_states` of {name} is {count!r}, but it reads {len(ids) or 3} layers.")
@@ -123,11 +129,14 @@ def _config(
     try:
         return Eagle3Config(
             **{"target_model_type": "", **shape, **more},
+            final_logit_softcapping=fields.get("final_logit_softcapping")
+            or layer.get("final_logit_softcapping")
+            or None,
             reducer="stream_mean",
             any_streams=True,
             own_embedding=width not in (0, shape["hidden_size"]),
             draft_vocab_size=fields.get("draft_vocab_size") or shape["vocab_size"],
-            target_layer_ids=ids or [1, 2, 3],
+            target_layer_ids=from_outputs(ids, name) or [1, 2, 3],
             usual_layers=not ids,
             target_hidden_size=width,
             target_hc_mult=1,
@@ -137,13 +146,15 @@ def _config(
 
 
 def _flat_ids(fields: dict[str, Any], eagle: dict[str, Any], name: str) -> list[Any]:
-    """Return the layers that a flat config.json names, counted from 0; none if it names none."""
-    entering = [i - 1 if type(i) is int else i for i in fields.get(_IDS) or ()]
-    stated = [ids for ids in (eagle.get(_IDS), fields.get("target_layer_ids"), entering) if ids]
+    """Return the layers that a flat config.json names, counted from 0, -1 for the embeddings; none if it names
+    none."""
+    entering = [i - 1 if type(i) is int else i for i in fields.get(EAGLE_IDS) or ()]
+    stated = [ids for ids in (eagle_config_ids(eagle, name), fields.get("target_layer_ids"), entering) if ids]
     if any(ids != stated[0] for ids in stated):
         raise ValueError(
-            f"{name} says twice which layers it reads, and not the same: `eagle_config` {eagle.get(_IDS)}, "
-            f"`target_layer_ids` {fields.get('target_layer_ids')}, and `{_IDS}` {fields.get(_IDS)}, which is one more."
+            f"{name} says twice which layers it reads, and not the same: `eagle_config` {eagle.get(EAGLE_IDS)}, "
+            f"`target_layer_ids` {fields.get('target_layer_ids')}, and `{EAGLE_IDS}` {fields.get(EAGLE_IDS)}, which "
+            "is one more."
         )
     return stated[0] if stated else []
 

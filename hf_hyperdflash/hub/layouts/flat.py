@@ -11,6 +11,7 @@ from typing import Any
 
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from .common import (
+    EAGLE_IDS,
     SELECTOR_FIELDS,
     SHAPE_FIELDS,
     WINDOW_FIELDS,
@@ -28,22 +29,21 @@ CAUSAL = {None: "sliding", False: "none", True: "all"}  # what `is_causal` means
 # With these values of `projector_type` the other fields describe the drafter completely.
 _PROJECTORS = (None, "dflash", "dflash2", "dspark")
 _PREFIX = "dspark_"
-_ENTERING = "eagle_aux_hidden_state_layer_ids"
 _SECTIONS = ("dflash_config", "dspark_config")
 _READS = (
     "architectures", "projector_type", "block_size", "mask_token_id", "noise_token_id", "mask_token",
-    "num_target_layers", "target_layer_ids", _ENTERING, "is_causal", "causal", "sample_from_anchor", "bonus_anchor",
+    "num_target_layers", "target_layer_ids", EAGLE_IDS, "is_causal", "causal", "sample_from_anchor", "bonus_anchor",
     "use_swa", "swa_window_size", "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_alpha",
     "confidence_head_with_markov", "draft_vocab_size", "hc_mult", "target_hidden_size", "has_embed_tokens",
-    "has_lm_head", *SELECTOR_FIELDS,
+    "has_lm_head", "final_logit_softcapping", "partial_rotary_factor", *SELECTOR_FIELDS,
 )  # fmt: skip
 _TOP = (*SHAPE_FIELDS, *WINDOW_FIELDS, *_READS, *_SECTIONS, *(f"{_PREFIX}{field}" for field in _READS))
 # Fields that change what is drafted, with the values that do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "input_embedding_scale": (1,), "output_multiplier": (1,), "final_logit_softcapping": (0,), "logit_scale": (1,),
+    "input_embedding_scale": (1,), "output_multiplier": (1,), "logit_scale": (1,),
     "shift_label": (False,), "attention_sink_bias": (False,), "add_swa_attention_sink_bias": (False,),
     "attention_value_scale": (1,), "is_neox_style": (True,), "rope_is_neox_style": (True,),
-    "partial_rotary_factor": (1,), "use_aux_hidden_state": (True,), "attention_mode": ("gqa", "mha"),
+    "use_aux_hidden_state": (True,), "attention_mode": ("gqa", "mha"),
 }  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
     )  # with `use_swa` alone no layer is causal
     size = value("draft_vocab_size")
     return drafter_config(
-        fields, name,
+        {**fields, "partial_rotary_factor": value("partial_rotary_factor")}, name,
         layer_ids=_layer_ids(value, name),
         block_size=value("block_size"),
         mask_token_id=value("noise_token_id") if value("mask_token_id") is None else value("mask_token_id"),
@@ -80,6 +80,7 @@ def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
         causal_layers=CAUSAL[is_causal] if is_causal or (windows and slides_of_kind) else "none",
         sample_from_anchor=_from_anchor(value, is_dspark, name),
         draft_vocab_size=0 if size in (None, fields.get("vocab_size")) else size,
+        final_logit_softcapping=value("final_logit_softcapping") or None,
         **windows,
         **_heads(fields, value, is_dspark, name),
     )  # fmt: skip
@@ -104,16 +105,16 @@ def _is_dspark(fields: Mapping[str, Any], value: Value, name: str) -> bool:
 
 
 def _layer_ids(value: Value, name: str) -> Any:
-    """Return the layers that the drafter reads, counted from 0.
+    """Return the layers that the drafter reads, counted from 0, -1 for the embeddings.
 
     NVIDIA and vLLM may name the layer that an output enters instead, which is one more.
     """
-    ids, entering = value("target_layer_ids"), value(_ENTERING)
+    ids, entering = value("target_layer_ids"), value(EAGLE_IDS)
     if isinstance(entering, list):
         before = [i - 1 if type(i) is int else i for i in entering]
         if ids not in (None, before):
             raise ValueError(
-                f"`{_ENTERING}` of {name} is {entering} and `target_layer_ids` {ids}, expected the same layers, each "
+                f"`{EAGLE_IDS}` of {name} is {entering} and `target_layer_ids` {ids}, expected the same layers, each "
                 "one more."
             )
         return before

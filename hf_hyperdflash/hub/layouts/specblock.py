@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from ...drafters.unrolled.configuration_specblock import SpecBlockConfig
-from .common import SHAPE_FIELDS, check_known, has_mark, read_shape, section
+from .common import EAGLE_IDS, SHAPE_FIELDS, check_known, eagle_config_ids, has_mark, read_shape, section
 
 _MARKS = ("diffspec_draft_token_num", "LlamaForCausalLMSpecBlock", "LlamaForCausalLMSpecBlockShift")
-_IDS = "eagle_aux_hidden_state_layer_ids"
 _READS = (
     *SHAPE_FIELDS, "diffspec_draft_token_num", "draft_vocab_size", "eagle_config", "target_hidden_size",
-    "target_model_type",
+    "target_model_type", "final_logit_softcapping",
 )  # fmt: skip
 # Their names, and ours.
 _NAMES = {
@@ -39,8 +38,8 @@ def read(fields: dict[str, Any], name: str) -> SpecBlockConfig:
     """
     check_known(fields, name, _READS, {"rank_classes": (4,), "is_causal": (True,)})
     eagle = section(fields, "eagle_config", name) if fields.get("eagle_config") is not None else {}
-    check_known(eagle, name, (_IDS,), {"use_aux_hidden_state": (True,)})
-    ids = eagle.get(_IDS)
+    check_known(eagle, name, (EAGLE_IDS,), {"use_aux_hidden_state": (True,)})
+    ids = eagle_config_ids(eagle, name)
     width, heads = fields.get("hidden_size") or 0, fields.get("num_attention_heads") or 1
     shape = read_shape({**fields, "head_dim": width // heads}, name)  # theirs reads no other
     try:
@@ -48,6 +47,7 @@ def read(fields: dict[str, Any], name: str) -> SpecBlockConfig:
             **shape,
             block_size=fields.get("diffspec_draft_token_num") or 7,
             draft_vocab_size=fields.get("draft_vocab_size") or 32000,
+            final_logit_softcapping=fields.get("final_logit_softcapping") or None,
             reducer="stream_mean",
             any_streams=True,
             own_embedding=fields.get("target_hidden_size") not in (None, 0, width),

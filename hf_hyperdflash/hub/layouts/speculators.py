@@ -24,6 +24,8 @@ from .common import (
     read_dspark,
     read_windows,
     section,
+    soft_cap_field,
+    to_outputs,
     write_dflash2,
     write_dspark,
 )
@@ -43,10 +45,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _HEADS = {"dflash2": read_dflash2, "dspark": read_dspark}
 _READS = (
     "speculators_model_type", "speculators_config", "transformer_layer_config", "draft_vocab_size", "block_size",
-    "aux_hidden_state_layer_ids", "mask_token_id", "target_hidden_size",
+    "aux_hidden_state_layer_ids", "mask_token_id", "target_hidden_size", "final_logit_softcapping",
     *(field for fields in _DEFAULTS.values() for field in fields),
 )  # fmt: skip
-_LAYER_FIELDS = (*SHAPE_FIELDS, *WINDOW_FIELDS, "hc_mult")
+_LAYER_FIELDS = (*SHAPE_FIELDS, *WINDOW_FIELDS, "hc_mult", "final_logit_softcapping")
 
 
 def fits(fields: dict[str, Any]) -> bool:
@@ -65,7 +67,7 @@ def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
         raise ValueError(f"{name} is a {algorithm!r} speculator, expected one of {', '.join(_DEFAULTS)}.")
     layer, method = (section(fields, key, name) for key in ("transformer_layer_config", "speculators_config"))
     check_known(fields, name, _READS)
-    check_known(layer, name, _LAYER_FIELDS, {"partial_rotary_factor": (1,)})
+    check_known(layer, name, _LAYER_FIELDS)
     value = {**_DEFAULTS[algorithm], **fields}.get
     windows = read_windows(layer, name)
     size = fields.get("draft_vocab_size") or layer.get("vocab_size")
@@ -86,6 +88,7 @@ def read(fields: dict[str, Any], name: str) -> HyperDFlashConfig:
         sample_from_anchor=bool(value("sample_from_anchor")),
         target_name_or_path=(method.get("verifier") or {}).get("name_or_path") or "",
         draft_vocab_size=0 if size == layer.get("vocab_size") else size,
+        final_logit_softcapping=value("final_logit_softcapping") or layer.get("final_logit_softcapping") or None,
         **heads,
     )  # fmt: skip
 
@@ -112,12 +115,13 @@ def write(config: HyperDFlashConfig) -> dict[str, Any]:
         },
         "transformer_layer_config": {**layer_fields(config), "rope_parameters": dict(config.rope_parameters or {})},
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
-        "aux_hidden_state_layer_ids": [layer + 1 for layer in config.target_layer_ids or ()],
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in to_outputs(config)],
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor,
         # vLLM makes every layer causal where this is false.
         "sliding_window_non_causal": config.causal_layers != "sliding",
+        **soft_cap_field(config),
         **heads,
     }
 

@@ -8,7 +8,17 @@ from typing import Any
 
 from ...drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
 from ...drafters.parts.block_attention import SLIDING
-from .common import has_mark, is_dflash2, layer_fields, num_target_layers_field, obstacles_to_dflash2, write_dflash2
+from .common import (
+    has_mark,
+    is_dflash2,
+    layer_fields,
+    num_target_layers_field,
+    obstacles_to_dflash2,
+    served_by_both,
+    soft_cap_field,
+    to_outputs,
+    write_dflash2,
+)
 from .flat import CAUSAL, DFLASH2, read
 
 __all__ = ["fits", "obstacles", "read", "served", "write"]
@@ -30,7 +40,11 @@ def write(config: HyperDFlashConfig) -> dict[str, Any]:
     fields = {
         **layer_fields(config),
         **num_target_layers_field(config),
-        "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": config.target_layer_ids},
+        "dflash_config": {
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": to_outputs(config),
+            **soft_cap_field(config),
+        },
     }
     is_causal = next(value for value, layers in CAUSAL.items() if layers == config.causal_layers)
     if is_causal or (is_causal is False and (is_dflash2(config) or SLIDING in config.kinds)):
@@ -43,6 +57,7 @@ def write(config: HyperDFlashConfig) -> dict[str, Any]:
         **fields,
         "rope_theta": rope["rope_theta"],
         "rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling,
+        **{name: rope[name] for name in ("partial_rotary_factor",) if name in rope},
         "block_size": config.block_size,
     }
 
@@ -65,10 +80,7 @@ def obstacles(config: HyperDFlashConfig) -> dict[str, bool]:
 def served(config: HyperDFlashConfig, folder: Path) -> str:
     """Return the options with which engines serve it."""
     speculative = {"method": "dflash", "model": str(folder), "num_speculative_tokens": config.max_draft_tokens}
-    command = f"vLLM: --speculative-config '{json.dumps(speculative)}'"
     if is_dflash2(config):
-        return command
-    return (
-        f"{command}\nSGLang: --speculative-algorithm DFLASH --speculative-draft-model-path {folder} "
-        f"--speculative-num-draft-tokens {config.block_size}"
-    )
+        return f"vLLM: --speculative-config '{json.dumps(speculative)}'"
+    sglang = f"--speculative-algorithm DFLASH --speculative-draft-model-path {folder}"
+    return served_by_both(config, speculative, f"{sglang} --speculative-num-draft-tokens {config.block_size}")

@@ -33,7 +33,14 @@ class SGLangConfig(ServedConfig):
 
     def _unsupported_by_engine(self) -> list[tuple[bool, str, str, str]]:
         window, block = self.sliding_window, self.block_size
+        is_capped = bool(self.draft_vocab_size) and self.final_logit_softcapping is not None
         return [
+            # Its DFlash layers rotate all of a head, whatever the factor, and its plugin's selector caps nothing.
+            ("partial_rotary_factor" in (self.rope_parameters or {}), "rope_parameters",
+             "heads that are rotated as a whole", f"serve with vLLM, or {TRAIN} no `partial_rotary_factor`"),
+            (is_capped, "final_logit_softcapping", "an LM head of the drafter's own without a cap", "serve with vLLM"),
+            (-2 in (self.target_layer_ids or ()), "target_layer_ids", "layers from 0 on",
+             f"serve with vLLM, or {TRAIN} others"),
             (self.target_hc_mult > 1, "target_hc_mult", "targets with one residual stream",
              "serve with vLLM, or draft in transformers' `generate`"),
             (window is not None and window < block and self.window_from == "slot", "sliding_window",

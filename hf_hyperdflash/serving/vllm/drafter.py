@@ -53,17 +53,19 @@ class ServedDrafter(DFlashQwen3ForCausalLM):
                 f"vLLM's {kind.__name__} hands out the mean of its residual streams, but the drafter reads each: "
                 f"start vLLM with the environment variable {STREAMS_VARIABLE}=1."
             )
+        has_own_head = bool(config.draft_vocab_size)
         config.draft_vocab_size = config.draft_vocab_size or config.vocab_size
         # vLLM computes RoPE for this many positions; the drafter has those of the target.
         config.max_position_embeddings = max(config.max_position_embeddings, target.max_model_len)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.drafts = speculative.num_speculative_tokens
         self.embedding_scale = embedding_scale(text)
-        self.logits_processor = LogitsProcessor(
-            config.draft_vocab_size,
-            scale=1 / getattr(text, "logits_scaling", 1.0),
-            soft_cap=getattr(text, "final_logit_softcapping", None),
-        )
+        if has_own_head:
+            scale, soft_cap = 1.0, config.final_logit_softcapping
+        else:  # the target's, and what it does to its logits
+            scale = 1 / getattr(text, "logits_scaling", 1.0)
+            soft_cap = getattr(text, "final_logit_softcapping", None)
+        self.logits_processor = LogitsProcessor(config.draft_vocab_size, scale=scale, soft_cap=soft_cap)
         self.reducer, head = REDUCERS[config.reducer], HEADS.get(config.sequential_head)
         self.own_modules = self.reducer.modules(config) | ({} if head is None else {head.key: head(config)})
         del self.model.fc

@@ -1,0 +1,182 @@
+"""Others' drafters that read their target's embeddings, what enters its first layer, were refused: engines call them
+layer 0 in `eagle_aux_hidden_state_layer_ids`, and -1 where outputs are counted."""
+
+import json
+
+import pytest
+import torch
+from transformers import CompileConfig
+
+from hf_hyperdflash import load_drafter
+from hf_hyperdflash.benchmark.doctor.other_settings import draft_every_round, other_settings
+from hf_hyperdflash.decoding.bind import bind, capture_residual, unbind
+from hf_hyperdflash.hub.descriptions import describe_block
+from hf_hyperdflash.hub.formats import export_dflash
+from hf_hyperdflash.serving.sglang.config import SGLangConfig
+from hf_hyperdflash.serving.vllm.config import VLLMConfig
+from hf_hyperdflash.targets.registry import target_of
+from hf_hyperdflash.training.features.store import FeatureCache
+
+from ..conftest import prompt, tiny_drafter, tiny_target
+from ..helpers import oracle_layouts
+from ..helpers.families import FAMILIES, gemma2, qwen3
+from ..helpers.oracle_dflash import speculators_logits, write_speculators, write_zlab, zlab_logits
+from ..helpers.training import trainer_for
+from ..hub.test_formats import check, whole
+from ..hub.test_layout import check as check_rounds
+from ..hub.test_layout import rounds
+from ..hub.test_unrolled_layouts import IDS, check_eagle3, deepspec, eagle3_tensors, listed, safeailab, speculators
+
+SHAPE = {"block_size": 5, "mask_token_id": 1}
+EMBEDDINGS = -2
+
+
+@pytest.fixture
+def target():
+    torch.manual_seed(0)
+    return qwen3().eval()
+
+
+@pytest.fixture(scope="module")
+def deeper():
+    torch.manual_seed(0)
+    return qwen3(layers=8).eval()
+
+
+@pytest.mark.parametrize("layout", [safeailab, speculators])
+def test_eagle3_that_names_them_0(deeper, tmp_path, layout):
+    tensors = eagle3_tensors()
+    more = {"eagle_config": None} if layout is safeailab else {}
+    drafter = load_drafter(layout(tmp_path, tensors, **{**more, IDS: [0, 3, 6]}), dtype=torch.float32)
+    assert drafter.target_layer_ids == [EMBEDDINGS, 2, 5]
+    check_eagle3(drafter, deeper, tensors, [EMBEDDINGS, 2, 5])
+    check_entering(deeper, prompt(9), [EMBEDDINGS, 2, 5])
+
+
+def test_eagle3_of_deepspec_calls_them_minus_1(deeper, tmp_path):
+    folder, tensors = deepspec(tmp_path, target_layer_ids=[-1, 1, 3, 5, 6])
+    check_eagle3(load_drafter(folder, dtype=torch.float32), deeper, listed(tensors), [EMBEDDINGS, 1, 3, 5, 6])
+
+
+@torch.no_grad()
+def check_entering(target, ids, layers):
+    """What is captured is what stock's hidden states hold, in which 0 is what enters the first layer."""
+    states = target(ids, output_hidden_states=True).hidden_states
+    expected = torch.cat([states[0 if i == EMBEDDINGS else i + 1].unsqueeze(2) for i in layers], dim=2)
+    with capture_residual(target, layers) as captured:
+        target(ids)
+    torch.testing.assert_close(captured[0], expected)
+
+
+def test_block_drafters(target, tmp_path):
+    ids = prompt(14)
+    write_zlab(tmp_path / "z-lab", target, nested=True, layer_ids=[-1, 2], **SHAPE)
+    write_zlab(tmp_path / "vllm", target, nested=True, layer_ids=[-1, 2], outer={IDS: [0, 3]}, **SHAPE)
+    for name in ("z-lab", "vllm"):
+        drafter = load_drafter(tmp_path / name, dtype=torch.float32)
+        assert drafter.target_layer_ids == [EMBEDDINGS, 2]
+        check(drafter, target, zlab_logits(tmp_path / name, target, ids, 4, slots=5), ids)
+    write_speculators(tmp_path / "speculators", target, layer_ids=[0, 3], **SHAPE)
+    drafter = load_drafter(tmp_path / "speculators", dtype=torch.float32)
+    check(drafter, target, whole(*speculators_logits(tmp_path / "speculators", target, ids, 4, slots=5)), ids)
+
+
+def test_dspark_and_its_exports(target, tmp_path, monkeypatch):
+    oracle_layouts.write_deepspec(tmp_path / "theirs", target, layer_ids=[-1, 1], **SHAPE)
+    drafter = load_drafter(tmp_path / "theirs", target=target, dtype=torch.float32)
+    check_rounds(rounds(monkeypatch, drafter, target, prompt(12), 0.7), tmp_path / "theirs", target, 0.7)
+    for format in ("deepspec", "speculators"):
+        export_dflash(drafter, tmp_path / format, format, target)
+        again = load_drafter(tmp_path / format, target=target, dtype=torch.float32)
+        assert again.target_layer_ids == [EMBEDDINGS, 1]
+        check_rounds(rounds(monkeypatch, again, target, prompt(12), 0.7), tmp_path / format, target, 0.7)
+    written = json.loads((tmp_path / "speculators" / "config.json").read_text())
+    assert written["aux_hidden_state_layer_ids"] == [0, 2]
+
+
+def test_ours_are_exported_saved_and_served(target, tmp_path):
+    drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[EMBEDDINGS, 2], num_draft_tokens=4).float()
+    assert "the embeddings and" in describe_block(drafter.config).sentences[0]
+    ids = prompt(14)
+    export_dflash(drafter, tmp_path / "z-lab")
+    expected = zlab_logits(tmp_path / "z-lab", target, ids, 4, slots=5)
+    for name in ("z-lab", "ours"):
+        drafter.save_pretrained(tmp_path / "ours")
+        check(load_drafter(tmp_path / name, dtype=torch.float32), target, expected, ids)
+    assert VLLMConfig.from_pretrained(tmp_path / "ours").dflash_config["target_layer_ids"] == [-1, 2]
+    with pytest.raises(ValueError, match=r"`target_layer_ids` is \[-2, 2\], but SGLang serves"):
+        SGLangConfig.from_pretrained(tmp_path / "ours")
+
+
+def test_they_are_trained_on_and_cached(target, tmp_path):
+    drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[EMBEDDINGS, 2], num_draft_tokens=4)
+    others = {"loss_mask": [1] * 18, "position_ids": list(range(18))}
+    rows = [{"input_ids": prompt(18, seed)[0].tolist(), **others} for seed in range(2)]
+    cache = FeatureCache.write(tmp_path / "cache", rows, target, target_layer_ids=[EMBEDDINGS, 2, -1], dtype="float32")
+    with capture_residual(target, [EMBEDDINGS]) as captured, torch.no_grad():
+        target(torch.tensor([rows[0]["input_ids"]]))
+    assert torch.equal(cache[0]["residual"][:, :1], captured[0][0])
+    losses = []
+    for data in (rows, cache):
+        trainer = trainer_for(tmp_path / "out", target, drafter, data, data, recipe="ours", max_steps=1)
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_compiled_rounds_hand_them_out_too(target):
+    """And turn as much of a head as eager ones do."""
+    compiling = CompileConfig(mode=None, fullgraph=True, backend="eager")
+    compiling._compile_all_devices = True  # a CPU's, too
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
+    fields = dict(target_layer_ids=[EMBEDDINGS, 2], num_draft_tokens=4, sliding_window=None, rope_parameters=rope)
+    drafter, written = tiny_drafter(target, reducer="fc", **fields), []
+    propose = drafter.propose
+    drafter.bind(target)
+    for options in ({}, {"cache_implementation": "static", "compile_config": compiling}):
+        drafts = []
+        drafter.propose = lambda *args, drafts=drafts: drafts.append(propose(*args)) or drafts[-1]
+        text = target.generate(prompt(9), max_new_tokens=16, do_sample=False, assistant_model=drafter, **options)
+        written.append((text.tolist(), [tree.tokens.tolist() for tree in drafts]))
+    drafter.unbind(target)
+    torch._dynamo.reset()
+    assert written[0] == written[1] and len(written[0][1]) > 3
+
+
+def test_doctor_moves_the_other_layers(target):
+    drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[EMBEDDINGS, 1])
+    settings = [drafter.config, *other_settings(drafter.config, target).values()]
+    ids = [config.target_layer_ids for config in settings]
+    assert [each for each in ids if each != ids[0]] == [[EMBEDDINGS, 0], [EMBEDDINGS, 2]]
+    emitted, _ = draft_every_round(target, drafter, prompt(20), 10, settings)
+    assert emitted.shape == (len(settings), 9)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+@torch.no_grad()
+def test_every_family_hands_them_out(family):
+    torch.manual_seed(0)
+    target, entered = family().eval(), []
+    first = target_of(target).layers[0]
+
+    def note(module, args, kwargs):
+        entered.append((*args, *kwargs.values())[0])
+
+    handle = first.register_forward_pre_hook(note, with_kwargs=True)
+    bind(target)
+    with capture_residual(target, [EMBEDDINGS, 0]) as captured:
+        target(prompt(9))
+    unbind(target)
+    handle.remove()
+    streams = captured[0].shape[2] // 2
+    assert torch.equal(captured[0][:, :, :streams].flatten(), entered[0].flatten())
+
+
+def test_gemmas_are_scaled_and_a_v4_has_streams_of_them():
+    torch.manual_seed(0)
+    ids = prompt(5)
+    for target, streams in ((gemma2().eval(), 1), (tiny_target(), 4)):
+        embeds = target.get_input_embeddings()(ids)
+        with capture_residual(target, [EMBEDDINGS]) as captured, torch.no_grad():
+            target(ids)
+        assert captured[0].shape[2] == streams
+        assert all(torch.allclose(captured[0][:, :, i], embeds) for i in range(streams))

@@ -1,0 +1,272 @@
+"""`partial_rotary_factor` below 1 was refused in others' drafters. In ours it was taken in silence and all of a head
+turned, while exports asked for the part; with another `rope_type` than the default a round ended in sizes that do not
+match."""
+
+import json
+
+import pytest
+import torch
+from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+from hf_hyperdflash import Eagle3Drafter, HyperDFlashDrafter, SpecBlockDrafter, load_drafter
+from hf_hyperdflash.benchmark.doctor.other_settings import other_settings
+from hf_hyperdflash.drafters.blocks.configuration_hyperdflash import HyperDFlashConfig
+from hf_hyperdflash.hub.formats import export_dflash
+from hf_hyperdflash.serving.sglang.config import SGLangConfig
+from hf_hyperdflash.serving.vllm.config import VLLMConfig
+from hf_hyperdflash.targets.registry import target_of
+from hf_hyperdflash.training.data.blocks import block_masks
+
+from ..conftest import prompt, tiny_drafter
+from ..helpers import oracle_layouts, oracle_specblock
+from ..helpers.families import COMMON, DELTA_NET, FULL, LINEAR, qwen3
+from ..helpers.oracle_dflash import speculators_logits, write_speculators, write_zlab, zlab_logits
+from ..hub.test_formats import check, whole
+from ..hub.test_layout import check as check_rounds
+from ..hub.test_layout import rounds
+from ..hub.test_unrolled_layouts import (
+    LAYER,
+    VOCABULARY,
+    check_eagle3,
+    drafted,
+    eagle3_tensors,
+    read,
+    safeailab,
+    saved,
+    specblock_tensors,
+    speculators,
+)
+
+SHAPE = {"block_size": 5, "mask_token_id": 1}
+PART = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+# As files say it: where RoPE is, beside it, and with M-RoPE, which is plain RoPE for text.
+FLAT = {
+    "in rope_parameters": {"rope_parameters": PART},
+    "beside them": {"rope_theta": 1e4, "rope_scaling": None, "partial_rotary_factor": 0.25},
+    "linear": {"rope_parameters": {**PART, "rope_type": "linear", "factor": 4.0}},
+    "linear, as earlier": {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 4.0},
+                           "partial_rotary_factor": 0.75},
+    "M-RoPE": {"rope_parameters": {**PART, "mrope_section": [2, 1, 1], "mrope_interleaved": True}},
+}  # fmt: skip
+
+
+@pytest.fixture
+def target():
+    torch.manual_seed(0)
+    return qwen3().eval()
+
+
+@pytest.fixture
+def qwen3_5():
+    """With heads of 256, of which a quarter turns, and positions of three axes."""
+    torch.manual_seed(0)
+    text = {**COMMON, **DELTA_NET, "head_dim": 256, "num_hidden_layers": 4, "intermediate_size": 48}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [16, 8, 8]}
+    kinds = [LINEAR, FULL, LINEAR, FULL]
+    config = Qwen3_5TextConfig(**text, rope_parameters={**rope, "mrope_interleaved": True}, layer_types=kinds)
+    return Qwen3_5ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("said", [*FLAT, "in DFlash's section"])
+def test_others_in_zlabs_layout(target, tmp_path, said):
+    plain = {"rope_parameters": None, "rope_theta": None, "rope_scaling": None}
+    more = {"outer": {**plain, **FLAT[said]}} if said in FLAT else {"inner": {"partial_rotary_factor": 0.5}}
+    write_zlab(tmp_path, target, nested=True, layer_ids=[0, 2], **more, **SHAPE)
+    ids = prompt(14)
+    if said not in FLAT:  # where the oracle does not look
+        fields = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**fields, "partial_rotary_factor": 0.5}))
+    expected = zlab_logits(tmp_path, target, ids, 4, slots=5)
+    if said not in FLAT:
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+    check(load_drafter(tmp_path, dtype=torch.float32), target, expected, ids)
+
+
+@pytest.mark.parametrize("said", FLAT)
+def test_others_in_speculators_layout(target, tmp_path, said):
+    write_speculators(tmp_path, target, layer_ids=[1, 3], **SHAPE)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    layers = {name: value for name, value in fields["transformer_layer_config"].items() if name != "rope_parameters"}
+    fields["transformer_layer_config"] = {**layers, **FLAT[said]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    ids = prompt(14)
+    expected = speculators_logits(tmp_path, target, ids, 4, slots=5)
+    check(load_drafter(tmp_path, dtype=torch.float32), target, whole(*expected), ids)
+
+
+@pytest.mark.parametrize("layout", ["z-lab", "speculators"])
+def test_others_dflash2(target, tmp_path, monkeypatch, layout):
+    roles = {**SHAPE, "layer_ids": [0, 2] if layout == "z-lab" else [1, 3]}
+    oracle_layouts.write_dflash2(tmp_path, target, layout=layout, **roles)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (fields if layout == "z-lab" else fields["transformer_layer_config"])["rope_parameters"] = PART
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    drafter = load_drafter(tmp_path, target=target, dtype=torch.float32)
+    check_rounds(rounds(monkeypatch, drafter, target, prompt(12), 0.7), tmp_path, target, 0.7)
+
+
+@pytest.mark.parametrize("layout", [safeailab, speculators])
+def test_others_eagle3(tmp_path, layout):
+    torch.manual_seed(0)
+    target, tensors = qwen3(layers=8).eval(), eagle3_tensors()
+    rope = {"rope_theta": 5000.0, "partial_rotary_factor": 0.5}
+    fields = rope if layout is safeailab else {"transformer_layer_config": {**LAYER, **rope}}
+    drafter = load_drafter(layout(tmp_path, tensors, **fields), dtype=torch.float32)
+    check_eagle3(drafter, target, tensors, rotary=8)
+    with pytest.raises(AssertionError):
+        check_eagle3(drafter, target, tensors)
+
+
+@torch.no_grad()
+def test_others_specblock(tmp_path):
+    torch.manual_seed(0)
+    target, tensors, slots = qwen3(layers=8).eval(), specblock_tensors(), 3
+    fields = {**LAYER, "num_hidden_layers": 2, "diffspec_draft_token_num": slots, "draft_vocab_size": 40}
+    drafter = load_drafter(saved(tmp_path, {**fields, "partial_rotary_factor": 0.25}, tensors), dtype=torch.float32)
+    drafter.check_target(target_of(target))
+    ids, tokens = prompt(12), [7, 9]
+    shape = oracle_specblock.Shape(4, 2, 16, 2, slots, 1e-6, 5000.0, rotary=4)
+    last = oracle_specblock.blocks(tensors, shape, read(target, ids)[0][:-1], read(target, ids)[1])[-1]
+    kept, expected = tensors["t2d"].nonzero().flatten(), []
+    for k in range(slots):
+        logits = oracle_specblock.logits(tensors, shape, last.hidden[k])
+        expected.append(torch.full((VOCABULARY,), -torch.inf).index_copy(0, kept, logits))
+    torch.testing.assert_close(drafted(drafter, target, ids, tokens), torch.stack(expected), atol=5e-4, rtol=2e-3)
+
+
+@pytest.mark.parametrize("format", ["z-lab", "speculators"])
+def test_ours_on_qwen3_5_turn_the_part_that_their_exports_name(qwen3_5, tmp_path, format):
+    rope = qwen3_5.config.rope_parameters
+    before = dict(rope)
+    fields = dict(target_layer_ids=[0, 2], num_draft_tokens=4, sliding_window=None)
+    drafter = tiny_drafter(qwen3_5, reducer="fc", rope_parameters=rope, **fields).float()
+    assert drafter.config.head_dim == 128 and drafter.config.rope_parameters is not rope and rope == before
+    told = export_dflash(drafter, tmp_path / "out", format)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "mrope" not in json.dumps(written) and '"partial_rotary_factor": 0.25' in json.dumps(written)
+    assert "--speculative-draft-model-path" not in told  # SGLang's drafters turn all of a head
+    ids = prompt(14)
+    if format == "z-lab":
+        expected = zlab_logits(tmp_path / "out", qwen3_5, ids, 4, slots=5)
+    else:
+        expected = whole(*speculators_logits(tmp_path / "out", qwen3_5, ids, 4, slots=5))
+    check(drafter, qwen3_5, expected, ids)
+    again = load_drafter(tmp_path / "out", dtype=torch.float32)
+    check(again, qwen3_5, expected, ids)
+    drafter.save_pretrained(tmp_path / "ours")
+    check(load_drafter(tmp_path / "ours", dtype=torch.float32), qwen3_5, expected, ids)
+
+
+def test_a_deepspec_export_names_the_part(target, tmp_path, monkeypatch):
+    fields = dict(sequential_head="markov", head_rank=4, sample_from_anchor=True, target_layer_ids=[0, 2])
+    drafter = tiny_drafter(target, reducer="fc", rope_parameters=dict(PART), **fields).float()
+    told = export_dflash(drafter, tmp_path, "deepspec", target)
+    assert "--speculative-draft-model-path" not in told
+    again = load_drafter(tmp_path, target=target, dtype=torch.float32)
+    for each in (drafter, again):
+        check_rounds(rounds(monkeypatch, each, target, prompt(12), 0.7), tmp_path, target, 0.7)
+
+
+@pytest.mark.parametrize("kind", [Eagle3Drafter, SpecBlockDrafter])
+@torch.no_grad()
+def test_ours_of_entries_turn_the_part(qwen3_5, kind):
+    """Keys of a layer, against pairs of channels turned as complex numbers."""
+    drafter = kind.from_target(qwen3_5, rope_parameters=qwen3_5.config.rope_parameters).float()
+    check_keys(drafter, {"partial_rotary_factor": 0.25})
+    drafter.bind(qwen3_5)
+    ids = prompt(9)
+    text = qwen3_5.generate(ids, max_new_tokens=8, do_sample=False, assistant_model=drafter)
+    drafter.unbind(qwen3_5)
+    assert torch.equal(text, qwen3_5.generate(ids, max_new_tokens=8, do_sample=False))
+
+
+@torch.no_grad()
+def check_keys(drafter, rope, turns=None):
+    """`turns` are the angles of a step, by pairs; plain RoPE's by default."""
+    config, layer = drafter.config, drafter.layers[-1].self_attn
+    half = int(config.head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    turns = config.rope_parameters["rope_theta"] ** -(torch.arange(half) / half) if turns is None else turns
+    positions = torch.tensor([[0, 1, 2, 17]])
+    hidden = torch.randn(1, 4, layer.k_proj.in_features)
+    found, _ = layer.keys_values(hidden, drafter.rotary_emb(hidden, positions))
+    plain = layer.k_norm(layer.k_proj(hidden).unflatten(-1, (-1, config.head_dim))).transpose(1, 2)
+    pairs = torch.complex(plain[..., :half].double(), plain[..., half : 2 * half].double())
+    scale = drafter.rotary_emb.attention_scaling
+    pairs = pairs * torch.polar(torch.tensor(scale).double(), positions[0, :, None].double() * turns.double())
+    expected = torch.cat([pairs.real, pairs.imag, plain[..., 2 * half :].double()], dim=-1)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-4)
+
+
+KINDS = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "longrope": {"factor": 4.0, "short_factor": [1.5] * 4, "long_factor": [4.0] * 4,
+                 "original_max_position_embeddings": 64},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_every_type_turns_the_part_in_training_and_generation(target, kind):
+    rope = {**PART, "rope_type": kind, **KINDS[kind]}
+    drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[0, 2], sliding_window=None, rope_parameters=rope)
+    check_keys(drafter, rope, drafter.rotary_emb.inv_freq)
+    if kind == "linear":
+        check_keys(drafter, rope, 1e4 ** -(torch.arange(4) / 4) / 4.0)
+    residual, embeds, everywhere = torch.randn(1, 30, 2, 64), torch.randn(1, 2 * 7, 64), torch.arange(30)[None]
+    anchors = torch.tensor([[4, 29]])
+    positions = (anchors.unsqueeze(-1) + torch.arange(7)).flatten(1)
+    mask = block_masks(drafter.config, anchors, everywhere)
+    together = drafter(embeds, positions, attention_mask=mask, residual=residual, residual_position_ids=everywhere)
+    context, filled = drafter.new_context(), 0
+    for index, anchor in enumerate(anchors[0].tolist()):
+        new, block = slice(filled, anchor), slice(7 * index, 7 * index + 7)
+        drafter.extend(target_of(target), context, residual[:, new], everywhere[:, new], None)
+        alone = drafter(embeds[:, block], positions[:, block], context, None, *(context.pending or ()))
+        context.pending, filled = None, anchor
+        torch.testing.assert_close(alone, together[:, block], atol=1e-5, rtol=1e-4)
+    ids = prompt(9)
+    drafter.bind(target)
+    text = target.generate(ids, max_new_tokens=8, do_sample=False, assistant_model=drafter)
+    drafter.unbind(target)
+    assert torch.equal(text, target.generate(ids, max_new_tokens=8, do_sample=False))
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {**PART, "partial_rotary_factor": factor} for factor in (0, -0.5, 1.5, "0.5", 0.2)  # 0.2: 3 of 16
+    ] + [{"rope_type": "linear", "rope_theta": 1e4}, {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}],
+)  # fmt: skip
+def test_what_no_head_can_turn_by_is_refused_in_one_line(rope):
+    with pytest.raises(ValueError, match="`rope_parameters`") as caught:
+        HyperDFlashConfig(head_dim=16, rope_parameters=rope)
+    assert "\n" not in str(caught.value)
+
+
+def test_engines_are_told_the_part_or_refuse_it(target, tmp_path):
+    tiny_drafter(target, reducer="fc", rope_parameters=dict(PART)).save_pretrained(tmp_path)
+    assert VLLMConfig.from_pretrained(tmp_path).rope_parameters["partial_rotary_factor"] == 0.5
+    with pytest.raises(ValueError, match="SGLang serves heads that are rotated as a whole"):
+        SGLangConfig.from_pretrained(tmp_path)
+
+
+def test_doctor_tries_all_of_a_head_where_a_file_names_a_part(target):
+    """speculators wrote the factor of a target into drafters that it trained with all of a head (its issue 613)."""
+    drafter = tiny_drafter(target, reducer="fc", target_layer_ids=[0, 2], rope_parameters=dict(PART))
+    tried = other_settings(drafter.config, target)
+    assert [1] == [c.rope_parameters["partial_rotary_factor"] for name, c in tried.items() if "rotary" in name]
+    assert not any("rotary" in name for name in other_settings(tiny_drafter(target, reducer="fc").config, target))
+
+
+def test_a_multimodal_configurations_rope_is_taken_too(qwen3_5):
+    config = Qwen3_5Config(text_config=qwen3_5.config.to_dict()).get_text_config()
+    drafter = HyperDFlashDrafter.from_target(
+        qwen3_5, reducer="fc", mask_token_id=1, num_hidden_layers=1, rope_parameters=config.rope_parameters
+    )
+    assert drafter.config.rope_parameters == {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25
+    }  # fmt: skip

@@ -39,9 +39,9 @@ from ..hub.loading import (
 from ..targets.registry import target_of
 from .acceptance import AcceptanceCallback, check_metric
 from .arguments import MAX_LENGTH, HyperDFlashTrainingArguments
-from .data.encoding import encode_prompts
+from .data.encoding import encode_prompts, end_ids_of
 from .data.file_positions import add_file_positions
-from .data.rows import count_tokens, covering_size, load_rows, prepare_dataset
+from .data.rows import count_tokens, covering_size, json_column, load_rows, prepare_dataset
 from .flags import STAGES, ScriptArguments
 from .runs.checkpoints import (
     apply_umask,
@@ -249,9 +249,8 @@ def _token_counts(
     if is_asked or candidates or own.vocab_size <= _LAYER_WEIGHTS * layers * own.hidden_size:
         return None
     length = args.max_length or min(MAX_LENGTH, getattr(own, "max_position_embeddings", MAX_LENGTH))
-    tokenized = [
-        prepare_dataset(rows, tokenizer, max_length=length, vocab_size=own.vocab_size) for rows in (train, held_out)
-    ]
+    how: dict[str, Any] = {"max_length": length, "vocab_size": own.vocab_size, "end_ids": end_ids_of(target)}
+    tokenized = [prepare_dataset(rows, tokenizer, **how) for rows in (train, held_out)]
     counts = [count_tokens(rows, own.vocab_size) for rows in tokenized]
     return _Vocabulary(tokenized[0], *counts)
 
@@ -274,7 +273,10 @@ def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
         if script.rows is not None:
             rows = rows.take(script.rows) if script.streaming else rows.select(range(min(script.rows, len(rows))))
         parts.append(add_file_positions(rows, source))
-    train = concatenate_datasets(parts)
+    try:
+        train = concatenate_datasets(parts)
+    except ValueError:  # a column has one type here, and another there
+        train = concatenate_datasets(_aligned(parts))
     if script.eval_dataset:
         held_out = add_file_positions(load_rows(script.eval_dataset), script.eval_dataset)
     elif len(train) <= script.eval_rows:
@@ -290,6 +292,21 @@ def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
             "Held-out rows are tokenized, so that there is no prompt to generate from: set `--eval_prompts 0`."
         )
     return train, held_out
+
+
+def _aligned(parts: list[Any]) -> list[Any]:
+    """Return datasets whose columns may be concatenated. A stream's may not if their types differ."""
+    for name in dict.fromkeys(name for part in parts for name in part.column_names or ()):
+        having = [part for part in parts if name in (part.column_names or ())]
+        if len({repr(part.features[name]) for part in having}) == 1:
+            continue
+        if any(not hasattr(part, "__len__") for part in having):
+            raise ValueError(
+                f"`{name}` is of other types in one dataset than in another, which cannot be streamed together: make "
+                "them alike, or leave `--streaming` out."
+            )
+        parts = [json_column(part, name, part[name]) if part in having else part for part in parts]
+    return parts
 
 
 def described(script: ScriptArguments) -> dict[str, object]:

@@ -275,8 +275,8 @@ def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
         parts.append(add_file_positions(rows, source))
     try:
         train = concatenate_datasets(parts)
-    except ValueError:  # a column has one type here, and another there
-        train = concatenate_datasets(_aligned(parts))
+    except ValueError:
+        train = _join_unlike(parts)
     if script.eval_dataset:
         held_out = add_file_positions(load_rows(script.eval_dataset), script.eval_dataset)
     elif len(train) <= script.eval_rows:
@@ -294,19 +294,22 @@ def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
     return train, held_out
 
 
-def _aligned(parts: list[Any]) -> list[Any]:
-    """Return datasets whose columns may be concatenated. A stream's may not if their types differ."""
-    for name in dict.fromkeys(name for part in parts for name in part.column_names or ()):
-        having = [part for part in parts if name in (part.column_names or ())]
-        if len({repr(part.features[name]) for part in having}) == 1:
-            continue
-        if any(not hasattr(part, "__len__") for part in having):
-            raise ValueError(
-                f"`{name}` is of other types in one dataset than in another, which cannot be streamed together: make "
-                "them alike, or leave `--streaming` out."
-            )
-        parts = [json_column(part, name, part[name]) if part in having else part for part in parts]
-    return parts
+def _join_unlike(parts: list[Any]) -> Any:
+    """Concatenate datasets with columns that have one type here, and another there."""
+    from datasets import Dataset, IterableDataset, concatenate_datasets
+
+    if not isinstance(parts[0], Dataset):
+        return IterableDataset.from_generator(_rows_of, gen_kwargs={"parts": parts})
+    for name in dict.fromkeys(name for part in parts for name in part.column_names):
+        having = [part for part in parts if name in part.column_names]
+        if len({repr(part.features[name]) for part in having}) > 1:
+            parts = [json_column(part, name, part[name]) if name in part.column_names else part for part in parts]
+    return concatenate_datasets(parts)
+
+
+def _rows_of(parts: list[Any]) -> Iterator[Any]:
+    for part in parts:
+        yield from part
 
 
 def described(script: ScriptArguments) -> dict[str, object]:

@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
-from jinja2 import TemplateSyntaxError
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..drafters.blocks.drafter import BlockDrafter
 from ..drafters.configuration import DrafterConfig
@@ -42,6 +40,7 @@ from .arguments import MAX_LENGTH, HyperDFlashTrainingArguments
 from .data.encoding import encode_prompts, end_ids_of
 from .data.file_positions import add_file_positions
 from .data.rows import count_tokens, covering_size, json_column, load_rows, prepare_dataset
+from .data.templates import read_chat_template
 from .flags import STAGES, ScriptArguments
 from .runs.checkpoints import (
     apply_umask,
@@ -149,26 +148,8 @@ def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
         raise ValueError(
             "`--overwrite_output_dir` begins anew and `--resume_from_checkpoint` goes on: leave one of them out."
         )
-    _read_template(script)
-
-
-def _read_template(script: ScriptArguments) -> str | None:
-    """Read the chat template that replaces the tokenizer's; `None` without one."""
-    if not script.chat_template:
-        return None
-    if not Path(script.chat_template).is_file():
-        raise ValueError(f"`--chat_template` is {script.chat_template!r}, and there is no such file.")
-    try:
-        template = Path(script.chat_template).read_text(encoding="utf-8")
-        render_jinja_template(conversations=[], chat_template=template)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"`--chat_template` is {script.chat_template!r}, which is not UTF-8 text.") from error
-    except TemplateSyntaxError as error:
-        raise ValueError(
-            f"`--chat_template` is {script.chat_template!r}, which is no Jinja template: {error.message}, line "
-            f"{error.lineno}."
-        ) from error
-    return template
+    if script.chat_template:
+        read_chat_template(script.chat_template, "--chat_template")
 
 
 def earlier_drafter(script: ScriptArguments, seed: int) -> SavedDrafter:
@@ -396,8 +377,8 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     train, held_out = load_data(script, args.seed)
     _print_status(args, f"Loading {script.target} ...")
     tokenizer = load_tokenizer(script.target, script.trust_remote_code)
-    if template := _read_template(script):
-        tokenizer.chat_template = template
+    if script.chat_template:
+        tokenizer.chat_template = read_chat_template(script.chat_template, "--chat_template")
     dtype = script.target_dtype or usual_dtype(script.target)
     target = load_target(
         script.target, dtype=dtype, device_map=script.device_map, trust_remote_code=script.trust_remote_code

@@ -23,8 +23,9 @@ GLM = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' + ('' if enable_thinking else '\n[]') }}{% endif %}"
 )
 TAGGED = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|assistant|>' }}{% generation %}{{ m.content or '!add' }}"
-    "{% endgeneration %}{% elif m.role == 'tool' %}{{ '<s>' + m.content }}{% else %}{{ '<|user|>' + m.content }}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|assistant|>' }}"
+    "{% generation %}{{ m.content or '!add' }}{% endgeneration %}"
+    "{% elif m.role == 'tool' %}{{ '<s>' + m.content }}{% else %}{{ '<|user|>' + m.content }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 # As Nemotron's: a newline before the marker.

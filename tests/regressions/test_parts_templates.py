@@ -1,5 +1,5 @@
-"""A chat template that reads `content` as a list of parts alone, as those of Idefics 3, SmolVLM and LLaVA, gets one, in
-rows and in prompts: it writes nothing of a text."""
+"""A chat template that reads `content` as a list of parts alone, as those of Idefics 3, SmolVLM and LLaVA, gets one,
+in rows and in prompts: it writes nothing of a text."""
 
 import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -18,10 +18,14 @@ TAGGED = LINES.replace("{{ m.content + eos_token", (
     "{% else %}{{ m.content }}{% endif %}{{ eos_token"
 ))  # fmt: skip
 FORGETFUL = LINES.replace("m.content + eos", "(m.content if loop.last or m.role != 'assistant' else '-') + eos")
+STRIPPING = LINES.replace("m.content", "m.content.strip()")
 OPENS = LINES.replace("{{ '<|assistant|>\n' }}", "{{ '<|assistant|>\n<think>' }}")
 SILENT = "{% for m in messages %}{{ '<|user|>' + m.content if m.role != 'assistant' }}{% endfor %}"
 OTHER = LINES.replace("m.content + eos", "('!' if m.role == 'assistant' else m.content) + eos")
-JOINING = "{% for m in messages %}{{ m.content }}{% if not loop.last %}{{ ' ' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ ' ' }}{% endif %}"  # fmt: skip
+JOINING = (
+    "{% for m in messages %}{{ m.content }}{% if not loop.last %}{{ ' ' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ ' ' }}{% endif %}"
+)
 NOTHING = LINES.replace("{{ m.content + eos", "{% generation %}{% endgeneration %}{{ m.content + eos")
 
 
@@ -35,7 +39,7 @@ BEGUN = {"messages": [{"role": "assistant", "content": "It is"}]}
 # For each reason: the template, rows that have it, and what else is said of them; rows of no reason are `GOOD`.
 CASES = {
     "unanswered": (LINES, [{"turns": ["hi"]}, {"messages": chat("hi", "so", "why?")["messages"][2:]}]),
-    "empty": (LINES.replace("m.content", "m.content.strip()"), [chat("hi", ""), chat("hi", "  "), {**chat("hi", ""), "truncated": True}]),
+    "empty": (STRIPPING, [chat("hi", ""), chat("hi", "  "), {**chat("hi", ""), "truncated": True}]),
     "short": ("{% for m in messages %}{{ m.content }}{% endfor %}", [chat("hi", "s")]),
     "unmarked": (LINES, [{"input_ids": [5, 6, 7], "loss_mask": [0, 0, 0]}]),
     "excluded": (LINES, [chat("hi", "It is", off=[1]), chat("hi", "It is", "why?", "so", off=[1, 3])]),
@@ -66,7 +70,7 @@ def reasons(rows, template, caplog, kind="bytes", **options):
             if re.search(re.sub(r"\\\{\w+\\\}", ".*", re.escape(text.replace("{{", "\1").replace("}}", "\2"))).replace(
                 "\1", re.escape("{")).replace("\2", re.escape("}")), line)
         ]  # fmt: skip
-        assert len(keys) == 1 or error and not keys, line
+        assert len(keys) == 1 or (error and not keys), line
         row = re.search(r"row (\d+)", line)
         found[keys[0] if keys else "unanswered"] = int(row[1]) if row else None
     return found

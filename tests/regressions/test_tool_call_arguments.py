@@ -1,5 +1,5 @@
-"""The arguments of a tool call are the same text whether a row has them as a dictionary or, as OpenAI's wire format, as
-JSON text; a template that writes them as they are gets the text."""
+"""The arguments of a tool call are the same text whether a row has them as a dictionary or, as OpenAI's wire format,
+as JSON text; a template that writes them as they are gets the text."""
 
 import json
 
@@ -25,13 +25,12 @@ def template(call, before="", result="m.content"):
     )  # fmt: skip
 
 
+NAMED = """{{- '{"name": "' + tool_call.name + '", "arguments": ' }}"""
 AS_JSON = {
-    "Qwen2.5": template("""{{- '{"name": "' + tool_call.name + '", "arguments": ' }}{{- tool_call.arguments | tojson }}{{- '}' }}"""),
-    "Llama 3.1": template(
-        """{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}{{- tool_call.arguments | tojson }}{{- "}" }}"""
-    ),
+    "Qwen2.5": template(NAMED + "{{- tool_call.arguments | tojson }}{{- '}' }}"),
+    "Llama 3.1": template(NAMED.replace("arguments", "parameters") + '{{- tool_call.arguments | tojson }}{{- "}" }}'),
     "Hermes": template(
-        """{%- if tool_call.arguments is defined %}{{- '{"name": "' + tool_call.name + '", "arguments": ' }}{{- tool_call.arguments|tojson }}{{- "}" }}{%- endif %}"""
+        "{%- if tool_call.arguments is defined %}" + NAMED + '{{- tool_call.arguments|tojson }}{{- "}" }}{%- endif %}'
     ),
     "whole call": template("{{- tool_call | tojson }}"),
     "Qwen3": template(
@@ -42,8 +41,8 @@ AS_JSON = {
 WALKING = {
     "Qwen3.5": template(
         "{{- '<function=' + tool_call.name + '>' }}{%- for name, value in tool_call.arguments|items %}"
-        "{{- '<parameter=' + name + '>' }}{%- set value = value | tojson if value is mapping or (value is sequence and "
-        "value is not string) else value | string %}{{- value + '</parameter>' }}{%- endfor %}"
+        "{{- '<parameter=' + name + '>' }}{%- set value = value | tojson if value is mapping or (value is sequence "
+        "and value is not string) else value | string %}{{- value + '</parameter>' }}{%- endfor %}"
     ),
     "GLM-4.5": template(
         "{{- tool_call.name }}{%- set _args = tool_call.arguments %}{%- for k, v in _args.items() %}"

@@ -179,7 +179,8 @@ class WrittenAnswers:
         self.cut = [answers[-1][1] for answers in self.answers.values()]
 
     def _check_settings(self) -> None:
-        then = json.loads(self.beside.read_text()) if self.beside.exists() and self.path.exists() else {}
+        is_there = self.beside.exists() and self.path.exists()
+        then = json.loads(self.beside.read_text(encoding="utf-8")) if is_there else {}
         changed = sorted(name for name in then.keys() & self.settings.keys() if then[name] != self.settings[name])
         if changed:
             differ = "; ".join(

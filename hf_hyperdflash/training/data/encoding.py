@@ -181,7 +181,7 @@ def _answer_spans(
         )
     spans = [(start, end) if start < end else None for start, end in blocks]
     said = sum(not says_nothing(answer) for answer in answers if _is_trained(answer))
-    return text, spans, ["untagged"] * (said - sum(span is not None for span in spans))
+    return _checked_text(text), spans, ["untagged"] * (said - sum(span is not None for span in spans))
 
 
 def _with_ends(
@@ -276,7 +276,18 @@ def render(
             add_generation_prompt=prompt,
             **mode,
         )
-    return str(text)
+    return _checked_text(str(text))
+
+
+def _checked_text(text: str) -> str:
+    """Return a text that tokenizers can read. JSON can have half a character, as `"\\ud83d"`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"A text has half a character, {text[error.start]!r}: correct it, or leave such rows out."
+        ) from error
+    return text
 
 
 def _spans_by_prefix(

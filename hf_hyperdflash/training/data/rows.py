@@ -53,7 +53,8 @@ _SKIPPED = {
     "untrainable": "rows that have nothing left to train on, the first of them {first}.",
     "unmarked": "rows whose `loss_mask` marks no token, the first of them {first}.",
     "short": (
-        "sequences: too short for a block, which needs two neighbouring tokens of an answer, the first of them {first}."
+        "sequences: too short for a block, which needs two neighbouring tokens of an answer, the first of them "
+        "{first}."
     ),
     "lost": (
         "sequences: cut to {max_length} tokens, {limit}, they have no two neighbouring tokens of an answer, the first "
@@ -381,9 +382,7 @@ def _encode_conversation(
     """Return tokens, loss mask and notes of a conversation. A row that cannot be used gets a note and stops no run."""
     try:
         messages = to_messages(row)
-        ids, mask, notes = encode_with_notes(
-            tokenizer, messages, bool(row.get("truncated")), read_tools(row), end_ids
-        )
+        ids, mask, notes = encode_with_notes(tokenizer, messages, bool(row.get("truncated")), read_tools(row), end_ids)
     except ValueError as error:
         return [], [], ["refused", str(error)]
     answers = [m for m in messages if m["role"] == "assistant" and m.get("train") is not False]

@@ -7,8 +7,10 @@ import json
 import re
 from functools import lru_cache
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -17,6 +19,26 @@ from .messages import REASONING, Message
 _WORD = "quokka"  # said in a small conversation, and in no template
 _ARGUMENTS = {"quokka": "one"}
 _ID = "000000000"  # of a call: Mistral's templates want nine characters
+
+
+def read_chat_template(path: str | Path, option: str) -> str:
+    """Read the chat template that replaces a tokenizer's.
+
+    Raises:
+        ValueError: If there is no such file, or it is no template in UTF-8; with the option that names it.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"`{option}` is {str(path)!r}, and there is no such file.")
+    try:
+        template = Path(path).read_text(encoding="utf-8-sig")
+        render_jinja_template(conversations=[], chat_template=template)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"`{option}` is {str(path)!r}, which is not UTF-8 text.") from error
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"`{option}` is {str(path)!r}, which is no Jinja template: {error.message}, line {error.lineno}."
+        ) from error
+    return template
 
 
 class TemplateReading(NamedTuple):

@@ -311,7 +311,12 @@ def prepare_dataset(
         chat_template_of(tokenizer)  # says that there is none, which is no row's fault
     features = Features({name: Sequence(Value("int32")) for name in _COLUMNS})
     with_notes = Features({**features, _NOTES: Sequence(Value("string")), _POSITION: Value("string")})
-    how = {"tokenizer": tokenizer, "max_length": max_length, "vocab_size": vocab_size, "end_ids": end_ids}
+    how: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "max_length": max_length,
+        "vocab_size": vocab_size,
+        "end_ids": end_ids,
+    }
     processes = {} if streaming else {"num_proc": num_proc}
     if isinstance(dataset, list):  # one by one: a column of Arrow has one type, and rows of a list may have several
         encoded = [_encode_row(row, number, **how) for number, row in enumerate(dataset)]

@@ -67,6 +67,7 @@ def template_reading(tokenizer: PreTrainedTokenizerBase, template: str) -> Templ
 @lru_cache(maxsize=32)
 def _reading(template: str, special_tokens: frozenset[tuple[str, str]]) -> TemplateReading:
     parts: set[str] = set()
+    variables: dict[str, Any] = dict(special_tokens)
 
     def said(role: str, text: str) -> Message:
         return {"role": role, "content": _parts(text) if role in parts else text}
@@ -74,9 +75,7 @@ def _reading(template: str, special_tokens: frozenset[tuple[str, str]]) -> Templ
     def written(*messages: Message) -> str:
         """Return the text of a conversation; an empty one if the template refuses it."""
         try:
-            rendered: Any = render_jinja_template(
-                conversations=[list(messages)], chat_template=template, **dict(special_tokens)
-            )
+            rendered: Any = render_jinja_template(conversations=[list(messages)], chat_template=template, **variables)
         except Exception:  # a template raises anything
             return ""
         return str(rendered[0][0])

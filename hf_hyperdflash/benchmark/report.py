@@ -351,10 +351,8 @@ def print_results(results: Path) -> None:
             suites = suites_in_order(temperature_rows)
             figures = _speedups(temperature_rows, suites)
             best = [max((s for s, _ in column if s is not None), default=None) for column in zip(*figures.values())]
-            titles = [
-                Column(title, justify="right", overflow="fold") for title in [*map(suite_title, suites), "Average"]
-            ]
-            table = _terminal(Column("Method", overflow="fold"), *titles)
+            titles = [Column(title, justify="right") for title in [*map(suite_title, suites), "Average"]]
+            table = _terminal(Column("Method"), *titles)
             for method, method_rows in figures.items():
                 bold = ["bold" if pair[0] == top is not None else "" for pair, top in zip(method_rows, best)]
                 table.add_row(method, *(Text(_pair(pair, between), style) for pair, style in zip(method_rows, bold)))
@@ -370,7 +368,7 @@ def print_fastest(results: Path) -> None:
     Raises:
         ValueError: If the file is no benchmark's or nothing in it can be compared.
     """
-    table = _terminal("Suite", "Mode", "Temperature", "Fastest", "Speedup", "tau")
+    table = _terminal(*map(Column, ("Suite", "Mode", "Temperature", "Fastest", "Speedup", "tau")))
     for temperature_rows in grouped(summarize(load(results)), "mode", "temperature", "suite").values():
         best = max(temperature_rows, key=lambda row: row.speedup)
         figures = _number(best.speedup, unit="×"), _number(best.tau)
@@ -380,7 +378,9 @@ def print_fastest(results: Path) -> None:
     console.print(table)
 
 
-def _terminal(*columns: str | Column) -> Table:
+def _terminal(*columns: Column) -> Table:
+    for column in columns:
+        column.overflow = "fold"  # rich's mark of what is cut off is no ASCII
     return Table(*columns, box=SIMPLE_HEAD, show_edge=False, padding=0)
 
 

@@ -130,6 +130,8 @@ def _turns(line: bytes, position: str) -> list[str]:
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         found = f"`turns` is {turns!r:.60}" if isinstance(row, dict) and "turns" in row else "no `turns`"
         raise ValueError(f'{position}: {found}, expected a list of the user\'s turns, {{"turns": ["..."]}}.')
+    if any("\ud800" <= letter <= "\udfff" for letter in "".join(turns)):
+        raise ValueError(f"{position}: a turn has half a character, as JSON can: correct or remove the line.")
     return turns
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from typer import BadParameter, Option
 
 from . import options
-from .models import announce, check_loadable, check_writable, use_cache_if_offline
+from .models import announce, check_loadable, check_text, check_writable, use_cache_if_offline
 
 
 def _top_p(value: float) -> float:
@@ -44,34 +44,36 @@ def answers(
 ) -> None:
     """Let the target answer a dataset's prompts: drafters that are trained on its own answers accept more."""
     check_writable(output.parent)
+    check_text(question_suffix, "`--question-suffix`")
     use_cache_if_offline(target, *data)
     check_loadable(target, [], device_map)
     import torch
 
     from ..hub.loading import default_dtype, load_target, load_tokenizer
     from ..training.data.answers import AnswerSettings, WrittenAnswers, check_tokenizer, read_conversations
+    from ..training.data.templates import read_chat_template
 
     settings = AnswerSettings(
         question_suffix, max_prompt_length, max_new_tokens, temperature, top_p, thinking, seed, dtype, batch_size
     )
     tokenizer = load_tokenizer(target, trust_remote_code)
     if chat_template:
-        tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+        tokenizer.chat_template = read_chat_template(chat_template, "--chat-template")
     check_tokenizer(target, tokenizer, thinking)
     conversations = read_conversations(data, tokenizer, settings, split, limit)
     written = WrittenAnswers(output, settings.written(target, tokenizer))
     waiting = {conversation.prompt_id for conversation in conversations} - written.answers.keys()
     if waiting:
         if written.answers:
-            typer.echo(f"{len(written.answers)} rows are in {output} already, {len(waiting)} prompts to answer.")
+            print(f"{len(written.answers)} rows are in {output} already, {len(waiting)} prompts to answer.")
         announce("target", target)
         if threads:
             torch.set_num_threads(threads)
         device_map = device_map or ("cuda" if torch.cuda.is_available() else "cpu")
         if dtype is None and (dtype := default_dtype(target, is_exact=False)) == "bfloat16" and device_map == "cpu":
-            typer.echo("In bfloat16, which this CPU multiplies faster; `--dtype float32` for float32.", err=True)
+            print("In bfloat16, which this CPU multiplies faster; `--dtype float32` for float32.", file=sys.stderr)
         model = load_target(target, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
         written.add(model, tokenizer, conversations, settings)
     else:
-        typer.echo(f"All {len(conversations)} prompts are answered already.")
-    typer.echo(written.summary(max_new_tokens))
+        print(f"All {len(conversations)} prompts are answered already.")
+    print(written.summary(max_new_tokens))

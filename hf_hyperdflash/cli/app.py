@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import os
 import sys
 from typing import Annotated, Any
@@ -36,11 +38,27 @@ _AFTERWARDS = {
 }
 
 
+# What texts and tables of ours have, where the encoding of a stream does not. Other characters are escaped.
+_IN_ASCII = {"×": "x", "τ": "tau", "–": "-", "…": "...", "‘": "'", "’": "'", "“": '"', "”": '"'}
+
 _EXTRAS = {"datasets": "train", "peft": "train", "evaluate": "train"}  # the extra that installs a missing module
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """Write what an encoding cannot in ASCII: an error, which is the alternative, comes when the work is done."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    unknown = error.object[error.start : error.end]
+    return "".join(_IN_ASCII.get(c) or c.encode("ascii", "backslashreplace").decode() for c in unknown), error.end
 
 
 def run() -> None:
     """Run the command. Errors that the user can fix end in one line, without a traceback."""
+    codecs.register_error("in ascii", _in_ascii)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # which Python's own are; lines of a pipe come as they are printed
+            is_lenient = stream.errors not in ("strict", "surrogateescape")
+            stream.reconfigure(errors=stream.errors if is_lenient else "in ascii", line_buffering=True)
     for library in ("TRANSFORMERS", "HF_HUB"):  # they would log many retries before the actual error
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     if not sys.stderr.isatty():  # in a file a bar is noise
@@ -62,7 +80,7 @@ def run() -> None:
     except (ValueError, ImportError) as error:
         status = _say(str(error))
     if status == _STOPPED:
-        typer.echo(f"\nStopped.{_AFTERWARDS.get(' '.join(sys.argv[1:2]), '')}", err=True)
+        print(f"\nStopped.{_AFTERWARDS.get(' '.join(sys.argv[1:2]), '')}", file=sys.stderr)
     raise SystemExit(status)
 
 
@@ -81,7 +99,7 @@ def _say(message: str, status: int = 1) -> int:
     # Each of several processes prints its own error: the launcher ends all others when one fails.
     rank = os.environ.get("RANK", "0")
     where = f" in process {rank}" if rank != "0" else ""
-    typer.echo(f"Error{where}: {' '.join(message.split())}", err=True)
+    print(f"Error{where}: {' '.join(message.split())}", file=sys.stderr)
     return status
 
 
@@ -91,10 +109,10 @@ def main(
 ) -> None:
     """HyperDFlash block speculative decoding for DeepSeek-V4."""
     if version:
-        typer.echo(f"hf-hyperdflash {__version__}")
+        print(f"hf-hyperdflash {__version__}")
         raise typer.Exit
     if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+        print(context.get_help())
 
 
 _ANY = {"add_help_option": False, "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-import typer
 from typer import Option
 
 from . import options
@@ -56,11 +55,11 @@ def calibrate(
     found = calibration.calibrate(model, cast(BlockDrafter, assistant), prompts, **options_used, disable_tqdm=False)
     calibration.save_temperatures(drafter, found.temperatures)
     report.print_calibration(found)
-    typer.echo(f"`confidence_temperatures` in {drafter / 'config.json'} is {found.temperatures}.")
+    print(f"`confidence_temperatures` in {drafter / 'config.json'} is {found.temperatures}.")
     if output is not None:
         names = {"drafter": drafter.absolute().name, "data": Path(data).name, "prompts": len(prompts), "seed": seed}
         report.write_calibration(found, {**environment(model), **names, **options_used}, output)
-        typer.echo(f"{output / 'calibration.md'}, calibration.json and reliability.png are written.")
+        print(f"{output / 'calibration.md'}, calibration.json and reliability.png are written.")
 
 
 def _prompts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -33,11 +34,11 @@ def drafters(
 ) -> None:
     """List the drafters that are published for a target, here and on the Hub, and how each is loaded."""
     if target is None:
-        typer.echo(as_text(PUBLISHED))
+        print(as_text(PUBLISHED))
         return
     found, where = _found(target)
-    typer.echo(where, err=True)
-    typer.echo(as_text(found) if found else _NONE.format(target=target, lookup=PROMPT_LOOKUP))
+    print(where, file=sys.stderr)
+    print(as_text(found) if found else _NONE.format(target=target, lookup=PROMPT_LOOKUP))
 
 
 def _found(target: str) -> tuple[list[PublishedDrafter], str]:

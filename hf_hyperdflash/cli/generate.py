@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
+import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from . import options
-from .models import announce, load, use_cache_if_offline
+from .models import announce, check_text, load, use_cache_if_offline
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +52,11 @@ def generate(
     """Answer a prompt with a drafter's help, as it is written, and say how well the drafter did."""
     if not prompt.strip():
         raise ValueError("The prompt is empty, expected what to ask.")
+    check_text(prompt, "The prompt")
+    encoding = codecs.lookup(sys.stdout.encoding or "utf-8").name
+    if not encoding.startswith(("utf", "gb18030")):
+        has_all = "PYTHONIOENCODING=utf-8 prints all characters"
+        print(f"Characters that {encoding} does not have are printed as escapes; {has_all}.", file=sys.stderr)
     announce("target", target)
     use_cache_if_offline(target, drafter)
     model, tokenizer, loaded = load(target, [drafter], dtype, device_map, threads, trust_remote_code, num_draft_tokens)
@@ -89,11 +96,11 @@ def generate(
     rates = ", ".join(f"{100 * rate:.0f}" for rate in stats.acceptance)
     ends = model.generation_config.eos_token_id
     is_cut = stats.tokens >= max_new_tokens and int(text[0, -1]) not in (ends if isinstance(ends, list) else [ends])
-    typer.echo(
+    print(
         f"\n{stats.tokens} tokens in {stats.rounds} verification round{'s' * (stats.rounds != 1)}: "
         f"tau {stats.tau:.2f}, {stats.tokens / max(stats.loop_seconds, 1e-9):.1f} tokens/s. "
         f"Drafts accepted at each position, %: {rates}." + f" Stopped at --max-new-tokens {max_new_tokens}." * is_cut,
-        err=True,
+        file=sys.stderr,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -87,9 +88,9 @@ def doctor(
         served = examine_server(
             model, loaded[drafter], tokenizer, endpoint, model=served_model,
             prompts=PROMPTS[: 4 if quick else 12], max_new_tokens=max_new_tokens or 64, thinking=mode == "think-high",
-            report=functools.partial(typer.echo, err=True),
+            report=functools.partial(print, file=sys.stderr),
         )  # fmt: skip
-        typer.echo(str(served))
+        print(served)
         if output is not None:
             output.mkdir(parents=True, exist_ok=True)
             (output / "served.json").write_text(served.record(), encoding="utf-8")
@@ -109,14 +110,14 @@ def doctor(
         seconds=60 if quick else None,
         began=began,
         disable_tqdm=None,
-        report=functools.partial(typer.echo, err=True),
+        report=functools.partial(print, file=sys.stderr),
     )
-    typer.echo(str(diagnosis))
+    print(diagnosis)
     if output is not None:
         from ..benchmark.doctor.page import write_page
 
         write_page(diagnosis, model, loaded[drafter], output)
-        typer.echo(f"{output / 'doctor.md'} has every measurement, and record.json what an issue needs.", err=True)
+        print(f"{output / 'doctor.md'} has every measurement, and record.json what an issue needs.", file=sys.stderr)
     if diagnosis.is_wrong:
         raise typer.Exit(1)
 
@@ -306,7 +307,7 @@ def _measure_server(
         max_new_tokens, seed,
     )  # fmt: skip
     run_endpoint(settings, output)
-    typer.echo((output / "endpoint.md").read_text(encoding="utf-8"))
+    print((output / "endpoint.md").read_text(encoding="utf-8"))
 
 
 def _chain_shapes(counts: Sequence[int | str]) -> list[Shape]:
@@ -346,5 +347,5 @@ def _run(
     results = run_benchmark(model, tokenizer, methods, settings, output / "results.jsonl")
     write_report(results, output)
     print_results(results)
-    typer.echo(f"{output / 'report.md'}, summary.csv and three pictures are written.")
+    print(f"{output / 'report.md'}, summary.csv and three pictures are written.")
     return results

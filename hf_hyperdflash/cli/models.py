@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import typer
 
 from .options import PROMPT_LOOKUP
 
@@ -32,7 +31,7 @@ def use_cache_if_offline(*names: str | Path | None) -> None:
         return
     if why := why_unreachable():
         os.environ[_OFFLINE] = "1"
-        typer.echo(f"{why}: only what is in its cache is used.", err=True)
+        print(f"{why}: only what is in its cache is used.", file=sys.stderr)
 
 
 def why_unreachable() -> str:
@@ -57,7 +56,18 @@ def why_unreachable() -> str:
 
 def announce(kind: str, name: str | Path) -> None:
     """Print what is going to be loaded, because it takes a while."""
-    typer.echo(f"Loading the {kind} {name} ...", err=True)
+    print(f"Loading the {kind} {name} ...", file=sys.stderr)
+
+
+def check_text(text: str, what: str) -> None:
+    """Raise a `ValueError` if a text of the command line was in another encoding than the terminal's."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what} has {text[error.start : error.end]!r}, which is no text in {sys.getfilesystemencoding()}: "
+            "write it in the terminal's encoding."
+        ) from error
 
 
 def check_writable(folder: Path) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from typer import Argument, Option
 
 from .models import announce, check_writable, use_cache_if_offline
@@ -75,25 +75,26 @@ def card(
     if results is not None and is_copied:
         shutil.copyfile(results / picture, output.parent / picture)
     written.save(output)
-    typer.echo(f"{output} is written.")
+    print(f"{output} is written.")
     made_for = getattr(read_config(folder), "target_name_or_path", "") or "TARGET"
     for option, name in {"--repo-id": repo_id or str(folder), "--target": target or made_for}.items():
         if not is_hub_name(name):
-            typer.echo(
-                f"Its snippet loads {name!r}, which is on no Hub: `{option} org/name` says where it is.", err=True
+            print(
+                f"Its snippet loads {name!r}, which is on no Hub: `{option} org/name` says where it is.",
+                file=sys.stderr,
             )
     if license is None:
-        typer.echo(
+        print(
             "It names no licence, and the Hub will show none: `--license apache-2.0`, or another name, says which.",
-            err=True,
+            file=sys.stderr,
         )
 
 
 def _read_text(path: Path | None) -> str | None:
     try:
-        return None if path is None else path.read_text().strip()
+        return None if path is None else path.read_text(encoding="utf-8-sig").strip()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}.") from error
+        raise ValueError(f"{path} is no text in UTF-8 ({error}): save it as UTF-8.") from error
 
 
 def export(
@@ -127,7 +128,7 @@ def export(
     if target is not None:
         announce("target", target)
     model = None if target is None else load_target(target, dtype="auto")
-    typer.echo(export_dflash(loaded, folder, format, model))
+    print(export_dflash(loaded, folder, format, model))
 
 
 def push(
@@ -160,7 +161,7 @@ def push(
     drafter = check_drafter(str(folder), kinds=KINDS).kind.drafter.from_pretrained(folder, dtype="auto")
     options: dict[str, Any] = {"private": private or None, "revision": revision, "create_pr": create_pr}
     if dry_run:
-        typer.echo(planned_push(drafter, repo_id, **options))
+        print(planned_push(drafter, repo_id, **options))
         return
     done = drafter.push_to_hub(repo_id, commit_message=commit_message, token=token, **options)
-    typer.echo(done.commit_url)
+    print(done.commit_url)

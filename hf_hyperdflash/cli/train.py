@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import typer
 
@@ -16,10 +17,10 @@ def train(context: typer.Context) -> None:
     """Train a drafter for a target. All flags of transformers' TrainingArguments and more: `train --help` lists
     them."""
     if {"-h", "--help"} & set(context.args):
-        typer.echo(help_text(context.command_path))
+        print(help_text(context.command_path))
         return
     if os.environ.get("RANK", "0") == "0":  # of several processes, the first
-        typer.echo("Loading PyTorch and transformers ...", err=True)
+        print("Loading PyTorch and transformers ...", file=sys.stderr)
     use_cache_if_offline(*_sources(context.args))
     from ..training.script import main
 

@@ -146,11 +146,12 @@ class SavedDrafter(WithCode, Drafter, PreTrainedModel):
             ) from error
         if is_main_process and with_code:
             (folder / RECIPE_FILE).parent.mkdir(exist_ok=True)
-            (folder / RECIPE_FILE).write_text(RECIPE.read_text())
+            (folder / RECIPE_FILE).write_text(RECIPE.read_text(encoding="utf-8"), encoding="utf-8")
             for name, text in code.items():
-                (folder / name).write_text(text)
+                (folder / name).write_text(text, encoding="utf-8")
             if not (readme := folder / "README.md").exists():
-                readme.write_text(f"---\nlibrary_name: transformers\n---\n\n{NOTE}\n\n{about_code(__version__)}")
+                text = f"---\nlibrary_name: transformers\n---\n\n{NOTE}\n\n{about_code(__version__)}"
+                readme.write_text(text, encoding="utf-8")
         if is_main_process and push_to_hub:
             self.push_to_hub(push_options.pop("repo_id", folder.name), **push_options)
 
@@ -212,7 +213,7 @@ def flat_code(module: Path, left_out: set[Path] = frozenset()) -> dict[str, str]
 
 def _flattened(path: Path, root: Path, left_out: set[Path]) -> tuple[str, list[Path]]:
     """Return the text of a file for a flat folder, and the files that it imports."""
-    lines, imported = path.read_text().splitlines(keepends=True), []
+    lines, imported = path.read_text(encoding="utf-8").splitlines(keepends=True), []
     for node in ast.walk(ast.parse("".join(lines))):
         if not isinstance(node, ast.ImportFrom) or not node.level:
             continue

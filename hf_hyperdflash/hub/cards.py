@@ -113,7 +113,7 @@ def drafter_card(
     folder = Path(folder)
     config = read_config(folder)
     record = folder / TRAINING_RECORD
-    training = json.loads(record.read_text()) if record.is_file() else {}
+    training = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
     repo_id = repo_id or str(folder)
     made_for = getattr(config, "target_name_or_path", "")
     drafts_for = getattr(config, "target_model_type", "deepseek_v4")  # else it is that model's own

@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..decoding.bind import check_once
 from ..drafters.deepseek_v4.drafter import DeepseekV4Drafter, own_checkpoint
@@ -598,9 +599,10 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, **kwargs: Any) ->
                 f"{textwrap.shorten(str(error), 150)}). Save the target's own there (tokenizer.json, "
                 "tokenizer_config.json)."
             ) from error
+    templates = tokenizer.chat_template or {}
     try:
-        if tokenizer.chat_template:
-            tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+        for template in templates.values() if isinstance(templates, dict) else [templates]:
+            render_jinja_template(conversations=[], chat_template=template)  # of none: a template may refuse a text
     except TemplateSyntaxError as error:
         raise ValueError(
             f"The chat template of {name} is no Jinja template: {error.message}, line {error.lineno}. Correct its "

@@ -109,7 +109,7 @@ def _gather(
         for name in set(_FROM_ITS_FOLDER) & set(drafter_files(source)):
             shutil.copyfile(source / name, folder / name)
     card = folder / "README.md"
-    if NOTE not in card.read_text():
+    if NOTE.encode() not in card.read_bytes():
         return "the folder's own"
     card.unlink()
     if has_card():
@@ -139,7 +139,7 @@ def drafter_files(folder: str | os.PathLike) -> list[str]:
 def code_names(folder: Path) -> set[str]:
     """Return the names of the modules in a saved drafter's configuration, and of all modules that they import."""
     config = folder / "config.json"
-    entries = json.loads(config.read_text()).get("auto_map") or {} if config.is_file() else {}
+    entries = json.loads(config.read_text(encoding="utf-8")).get("auto_map") or {} if config.is_file() else {}
     modules = {folder / f"{folder_name.rpartition('--')[2].partition('.')[0]}.py" for folder_name in entries.values()}
     modules_there = [module for module in modules if module.is_file()]
     imported = (Path(path) for module in modules_there for path in get_relative_import_files(module))

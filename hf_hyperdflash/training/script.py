@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
-from jinja2 import TemplateSyntaxError
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..drafters.blocks.drafter import BlockDrafter
 from ..drafters.configuration import DrafterConfig
@@ -39,9 +37,10 @@ from ..hub.loading import (
 from ..targets.registry import target_of
 from .acceptance import AcceptanceCallback, check_metric
 from .arguments import MAX_LENGTH, HyperDFlashTrainingArguments
-from .data.encoding import encode_prompts
+from .data.encoding import encode_prompts, end_ids_of
 from .data.file_positions import add_file_positions
-from .data.rows import count_tokens, covering_size, load_rows, prepare_dataset
+from .data.rows import count_tokens, covering_size, json_column, load_rows, prepare_dataset
+from .data.templates import read_chat_template
 from .flags import STAGES, ScriptArguments
 from .runs.checkpoints import (
     apply_umask,
@@ -149,26 +148,8 @@ def _check(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
         raise ValueError(
             "`--overwrite_output_dir` begins anew and `--resume_from_checkpoint` goes on: leave one of them out."
         )
-    _read_template(script)
-
-
-def _read_template(script: ScriptArguments) -> str | None:
-    """Read the chat template that replaces the tokenizer's; `None` without one."""
-    if not script.chat_template:
-        return None
-    if not Path(script.chat_template).is_file():
-        raise ValueError(f"`--chat_template` is {script.chat_template!r}, and there is no such file.")
-    try:
-        template = Path(script.chat_template).read_text(encoding="utf-8")
-        render_jinja_template(conversations=[], chat_template=template)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"`--chat_template` is {script.chat_template!r}, which is not UTF-8 text.") from error
-    except TemplateSyntaxError as error:
-        raise ValueError(
-            f"`--chat_template` is {script.chat_template!r}, which is no Jinja template: {error.message}, line "
-            f"{error.lineno}."
-        ) from error
-    return template
+    if script.chat_template:
+        read_chat_template(script.chat_template, "--chat_template")
 
 
 def earlier_drafter(script: ScriptArguments, seed: int) -> SavedDrafter:
@@ -249,9 +230,8 @@ def _token_counts(
     if is_asked or candidates or own.vocab_size <= _LAYER_WEIGHTS * layers * own.hidden_size:
         return None
     length = args.max_length or min(MAX_LENGTH, getattr(own, "max_position_embeddings", MAX_LENGTH))
-    tokenized = [
-        prepare_dataset(rows, tokenizer, max_length=length, vocab_size=own.vocab_size) for rows in (train, held_out)
-    ]
+    how: dict[str, Any] = {"max_length": length, "vocab_size": own.vocab_size, "end_ids": end_ids_of(target)}
+    tokenized = [prepare_dataset(rows, tokenizer, **how) for rows in (train, held_out)]
     counts = [count_tokens(rows, own.vocab_size) for rows in tokenized]
     return _Vocabulary(tokenized[0], *counts)
 
@@ -274,7 +254,10 @@ def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
         if script.rows is not None:
             rows = rows.take(script.rows) if script.streaming else rows.select(range(min(script.rows, len(rows))))
         parts.append(add_file_positions(rows, source))
-    train = concatenate_datasets(parts)
+    try:
+        train = concatenate_datasets(parts)
+    except ValueError:
+        train = _join_unlike(parts)
     if script.eval_dataset:
         held_out = add_file_positions(load_rows(script.eval_dataset), script.eval_dataset)
     elif len(train) <= script.eval_rows:
@@ -290,6 +273,24 @@ def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
             "Held-out rows are tokenized, so that there is no prompt to generate from: set `--eval_prompts 0`."
         )
     return train, held_out
+
+
+def _join_unlike(parts: list[Any]) -> Any:
+    """Concatenate datasets with columns that have one type here, and another there."""
+    from datasets import Dataset, IterableDataset, concatenate_datasets
+
+    if not isinstance(parts[0], Dataset):
+        return IterableDataset.from_generator(_rows_of, gen_kwargs={"parts": parts})
+    for name in dict.fromkeys(name for part in parts for name in part.column_names):
+        having = [part for part in parts if name in part.column_names]
+        if len({repr(part.features[name]) for part in having}) > 1:
+            parts = [json_column(part, name, part[name]) if name in part.column_names else part for part in parts]
+    return concatenate_datasets(parts)
+
+
+def _rows_of(parts: list[Any]) -> Iterator[Any]:
+    for part in parts:
+        yield from part
 
 
 def described(script: ScriptArguments) -> dict[str, object]:
@@ -376,8 +377,8 @@ def run(script: ScriptArguments, args: HyperDFlashTrainingArguments) -> None:
     train, held_out = load_data(script, args.seed)
     _print_status(args, f"Loading {script.target} ...")
     tokenizer = load_tokenizer(script.target, script.trust_remote_code)
-    if template := _read_template(script):
-        tokenizer.chat_template = template
+    if script.chat_template:
+        tokenizer.chat_template = read_chat_template(script.chat_template, "--chat_template")
     dtype = script.target_dtype or default_dtype(script.target)
     target = load_target(
         script.target, dtype=dtype, device_map=script.device_map, trust_remote_code=script.trust_remote_code

@@ -38,6 +38,7 @@ from .data.blocks import (
     sample_anchors,
     walk_rounds,
 )
+from .data.encoding import end_ids_of
 from .data.rows import frequent_tokens, prepare_dataset
 from .features.capture import compute_residual
 from .features.fingerprint import short_fingerprint, target_fingerprint
@@ -176,6 +177,7 @@ class HyperDFlashTrainer(Trainer):
                 packing=packing,
                 vocab_size=vocab_size,
                 positions=_positions(self.target),
+                end_ids=end_ids_of(self.target),
             )
         self._train_rows = rows if name == "train" else self._train_rows
         if args.feature_source == "cached" and not hasattr(rows, "__len__"):

@@ -394,7 +394,7 @@ def test_prepared_rows_stay_as_they_are():
     again = prepare_dataset(packed.with_format("torch"), None, max_length=60, packing=True)
     assert sorted(split_documents(again)) == sorted(split_documents(packed)) and len(again) < len(packed)
     apart = {"input_ids": [1, 2, 3, 4], "loss_mask": [0, 1, 1, 0], "position_ids": [0, 1, 0, 1]}
-    with pytest.raises(ValueError, match="No assistant text"):  # the answers' two tokens are of different documents
+    with pytest.raises(ValueError, match="two neighbouring tokens"):  # these are of different documents
         prepare_dataset(Dataset.from_list([apart]), None, max_length=30)
     with pytest.raises(ValueError, match=r"packed row of \d+ tokens.*max_length=20"):
         prepare_dataset(packed, None, max_length=20)

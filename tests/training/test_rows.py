@@ -275,7 +275,7 @@ def test_an_answer_that_is_not_to_be_trained_on_is_not(template, caplog):
         none = chat("hi", "It is")
         none[1] |= off
         kept, lines = told([{"messages": none}, {"messages": first}], tokenizer, caplog)
-        assert len(kept) == 1 and "Skipped 1 of 2 rows that have no assistant text" in lines[0]
+        assert len(kept) == 1 and "Skipped 1 of 2 rows" in lines[0] and "`train`" in lines[1]
     twice = template.replace("{% endgeneration %}", "{% endgeneration %}{% generation %} {% endgeneration %}")
     if twice != template:
         with pytest.raises(ValueError, match="2 answers have 4 blocks"):

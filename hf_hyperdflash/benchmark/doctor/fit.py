@@ -134,14 +134,14 @@ def _stored_dtype(model: PreTrainedModel) -> torch.dtype | None:
     file = Path(model.config._name_or_path) / CONFIG_NAME
     if not file.is_file():
         return None
-    fields = json.loads(file.read_text())
+    fields = json.loads(file.read_text(encoding="utf-8"))
     return getattr(torch, str(fields.get("dtype") or fields.get("torch_dtype")), None)
 
 
 def _recorded_tau(drafter: SavedDrafter) -> float | None:
     """Return the tokens a round at the end of a drafter's training, if its folder has the record."""
     record = Path(drafter.config._name_or_path) / TRAINING_RECORD
-    metrics = json.loads(record.read_text()).get("metrics", {}) if record.is_file() else {}
+    metrics = json.loads(record.read_text(encoding="utf-8")).get("metrics", {}) if record.is_file() else {}
     return metrics.get("eval_tau")
 
 

@@ -154,9 +154,9 @@ class SideBySide:
             note: What stands below it.
         """
         table = Table(caption=note, caption_justify="left")
-        table.add_column("")
+        table.add_column("", overflow="fold")  # rich's mark of what is cut off is no ASCII
         for heading in ("tokens", "seconds", "tokens/s", "tokens/round", "drafted", "speed"):
-            table.add_column(heading, justify="right")
+            table.add_column(heading, justify="right", overflow="fold")
         stats = self.drafter.last_stats
         for side in self.sides:
             tau, share = 1.0, 0.0

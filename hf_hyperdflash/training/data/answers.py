@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...targets.registry import target_of
-from .encoding import render
+from .encoding import end_ids_of, render
 from .file_positions import add_file_positions, locating_errors
 from .messages import Message, Tool, read_tools, to_messages
 from .rows import load_rows
@@ -179,7 +179,8 @@ class WrittenAnswers:
         self.cut = [answers[-1][1] for answers in self.answers.values()]
 
     def _check_settings(self) -> None:
-        then = json.loads(self.beside.read_text()) if self.beside.exists() and self.path.exists() else {}
+        is_there = self.beside.exists() and self.path.exists()
+        then = json.loads(self.beside.read_text(encoding="utf-8")) if is_there else {}
         changed = sorted(name for name in then.keys() & self.settings.keys() if then[name] != self.settings[name])
         if changed:
             differ = "; ".join(
@@ -299,8 +300,7 @@ def answer_batch(
     if how.temperature:
         options = {"do_sample": True, "temperature": how.temperature, "top_p": how.top_p, "top_k": 0}
     out = cast(Any, target).generate(ids, attention_mask=mask, max_new_tokens=how.max_new_tokens, **options)
-    ends: Any = target.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
+    ends = end_ids_of(target)
     return [parse_answer(tokenizer, row, ends, how.thinking) for row in out[:, ids.shape[1] :].tolist()]
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .file_positions import locating_errors
-from .messages import REASONING, Message, Tool, function_name, read_tools, to_messages
+from .messages import Message, Tool, function_name, read_tools, says_nothing, to_messages
+from .templates import spelled, template_reading
 
 Spans = list[tuple[int, int]]
 
@@ -27,6 +28,7 @@ def encode_chat(
     messages: list[Message],
     truncated: bool = False,
     tools: list[Tool] | None = None,
+    end_ids: Collection[int] | None = None,
 ) -> dict[str, list[int]]:
     """Tokenize a conversation with the tokenizer's chat template and mark the assistant's tokens.
 
@@ -34,6 +36,9 @@ def encode_chat(
     what the conversation up to it adds to its generation prompt; an answer that is rendered differently once the
     conversation goes on (templates that drop old reasoning) is not supervised. Neither is one whose `train` is False.
     What follows the last answer is left out. A turn with `reasoning_content` is in thinking mode.
+
+    Where an answer has no end token of its own, and the next turn begins with one (GLM's `<|user|>`), that belongs to
+    the answer. It is added after the last one.
 
     Tokens are those of the whole text, as the tokenizer writes them. One that reaches from a prompt into an answer,
     which generation never writes, is written as two where the tokenizer can, else it is not supervised.
@@ -43,6 +48,7 @@ def encode_chat(
         messages: The conversation, as [`to_messages`] a row.
         truncated: The last answer hit a token limit: it has no end to learn from, and none is encoded.
         tools: What the assistant may call, as [`read_tools`] a row.
+        end_ids: The target's end tokens, by [`end_ids_of`]; every special token of the tokenizer if `None`.
 
     Returns:
         `input_ids` `[seq]` and `loss_mask` `[seq]`, 1 on the tokens of answers including the end of the turn, else 0.
@@ -51,34 +57,51 @@ def encode_chat(
         ValueError: If the tokenizer has no chat template, the template refuses the conversation, or an answer is there
             but none can be located.
     """
-    ids, mask, _ = encode_with_notes(tokenizer, messages, truncated, tools)
+    ids, mask, _ = encode_with_notes(tokenizer, messages, truncated, tools, end_ids)
     return {"input_ids": ids, "loss_mask": mask}
 
 
+def end_ids_of(target: PreTrainedModel) -> list[int]:
+    """Return the tokens that end a target's text."""
+    ends: Any = target.generation_config.eos_token_id if target.generation_config else None
+    return [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [int(ends)]
+
+
 def encode_with_notes(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], truncated: bool, tools: list[Tool] | None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    truncated: bool,
+    tools: list[Tool] | None,
+    end_ids: Collection[int] | None = None,
 ) -> tuple[list[int], list[int], list[str]]:
     """Return tokens, loss mask, and notes on parts that are not supervised, keys of
-    [`~training.data.rows.LOG_LINES`]."""
-    notes = []
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and _is_trained(message)]
-    if answers and answers[-1] + 1 < len(messages):
-        messages, truncated = messages[: answers[-1] + 1], False
-        notes.append("tail")
-    text, found = _answer_spans(tokenizer, messages, tools)
-    notes += ["untrained"] * found.count(None) + _omitted_parts(text, messages, tools)
-    spans = [(start, _without_newline(tokenizer, text, start, end)) for start, end in filter(None, found)]
-    if truncated and spans and messages[-1]["role"] == "assistant":
+    [`~training.data.rows.LOG_LINES`]: one for each answer that is not."""
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    notes = ["excluded" for i in answers if not _is_trained(messages[i])]
+    trained = [i for i in answers if _is_trained(messages[i])]
+    if trained and trained[-1] + 1 < len(messages):
+        notes += ["tail"] * (trained[-1] == answers[-1])
+        messages, truncated = messages[: trained[-1] + 1], False
+    text, found, reasons = _answer_spans(tokenizer, messages, tools)
+    notes += reasons + _omitted_parts(text, messages, tools)
+    spans = [span for span in found if span is not None]
+    if spans:
+        text, spans = _with_ends(tokenizer, text, spans, messages[-1], tools, end_ids)
+    if truncated and spans and found[-1] is not None and messages[-1]["role"] == "assistant":
+        located = len(spans)
         text, spans = _cut_after_answer(text, spans, messages[-1])
-    return (*_tokens(tokenizer, text, spans), notes)
+        notes += ["uncut"] * (located - len(spans))
+    ids, mask, joined = _tokens(tokenizer, text, spans)
+    return ids, mask, notes + ["joined"] * joined
 
 
 def _is_trained(message: Message) -> bool:
     return message.get("train") is not False
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, spans: Spans) -> tuple[list[int], list[int]]:
-    """Return the tokens of a text, and whether each lies in one of the spans."""
+def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, spans: Spans) -> tuple[list[int], list[int], int]:
+    """Return the tokens of a text, whether each lies in one of the spans, and how many spans have none, because the
+    token that they are in begins before them."""
     ids, ends = _tokens_with_ends(tokenizer, text, [cut for span in spans for cut in span])
     whole = set(ends)
     straddling = [start for start, _ in spans if start and start not in whole]
@@ -90,16 +113,17 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, spans: Spans) -> tupl
         apart = [token for (tokens, _), _ in parts for token in tokens]
         if _decoded(tokenizer, apart) == _decoded(tokenizer, ids):  # else a part got a space of its own, say
             ids, ends = apart, [start + end for (_, those), start in parts for end in those]
-    mask = [0] * len(ids)
+    mask, joined = [0] * len(ids), 0
     for start, end in spans:
         first, stop = bisect_right(ends, start), bisect_right(ends, end)
         if start and ends[first - 1 : first] != [start]:
             first += 1
+            joined += first >= stop and bool(text[start:end].strip())
         # Some end tokens take the white space with them that follows.
         if 0 < stop < len(ids) and ends[stop - 1] < end and not text[end : ends[stop]].strip():
             stop += 1
         mask[first:stop] = [1] * (stop - first)
-    return ids, mask
+    return ids, mask, joined
 
 
 def _tokens_with_ends(
@@ -128,32 +152,71 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 def _answer_spans(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Tool] | None
-) -> tuple[str, list[tuple[int, int] | None]]:
-    """Return the rendered conversation and the spans `text[start:end]` of the answers; None where one is not found."""
+) -> tuple[str, list[tuple[int, int] | None], list[str]]:
+    """Return the rendered conversation, the spans `text[start:end]` of the answers, None where one is not found, and
+    why those are not."""
     template = chat_template_of(tokenizer, tools)
     if not _GENERATION_TAG.search(template):
         return _spans_by_prefix(tokenizer, messages, tools)
     thinking = bool(messages[-1].get("reasoning_content"))
     variables: dict[str, Any] = {**tokenizer.special_tokens_map, "thinking": thinking, "enable_thinking": thinking}
+    conversation = spelled(messages, template, template_reading(tokenizer, template))
     with _explaining_template_errors():
         # As apply_chat_template renders it, with spans of the text instead of the tokens.
         rendered: Any = render_jinja_template(
-            conversations=[_with_reasoning_aliases(messages, template)],
+            conversations=[conversation],
             tools=tools,  # type: ignore[arg-type]
             chat_template=template,
             return_assistant_tokens_mask=True,
             **variables,
         )
-    (text,), (spans,) = rendered
+    (text,), (blocks,) = rendered
     answers = [message for message in messages if message["role"] == "assistant"]
-    if len(spans) == len(answers):
-        spans = [span for span, answer in zip(spans, answers) if _is_trained(answer)]
+    if len(blocks) == len(answers):
+        blocks = [block for block, answer in zip(blocks, answers) if _is_trained(answer)]
     elif not all(map(_is_trained, answers)):
         raise ValueError(
             f"Some answers are not to be trained on (`train`), and which ones cannot be told: {len(answers)} answers "
-            f"have {len(spans)} blocks of {{% generation %}} in the chat template's text."
+            f"have {len(blocks)} blocks of {{% generation %}} in the chat template's text."
         )
-    return text, [(start, end) for start, end in spans if start < end]
+    spans = [(start, end) if start < end else None for start, end in blocks]
+    said = sum(not says_nothing(answer) for answer in answers if _is_trained(answer))
+    return _checked_text(text), spans, ["untagged"] * (said - sum(span is not None for span in spans))
+
+
+def _with_ends(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    spans: Spans,
+    last: Message,
+    tools: list[Tool] | None,
+    end_ids: Collection[int] | None,
+) -> tuple[str, Spans]:
+    """Let each answer end with the token that ends it: its own, without the white space after it, which is never
+    generated; else the one that the next turn begins with, which follows the last answer, too."""
+    added = tokenizer.added_tokens_decoder.values()
+    special = [*tokenizer.all_special_tokens, *(token.content for token in added if token.special)]
+    ends = special if end_ids is None else list(filter(None, tokenizer.convert_ids_to_tokens(list(end_ids))))
+    reading = template_reading(tokenizer, chat_template_of(tokenizer, tools))
+    openings = [_opening(following, ends) for following in (reading.after_answer, reading.after_call)]
+    own = (*special, *ends)
+    if spans[-1][1] == len(text) and last["role"] == "assistant" and not text.rstrip().endswith(own):
+        text += openings[bool(last.get("tool_calls"))]
+    ended = []
+    for start, end in spans:
+        answer = text[start:end].rstrip()
+        if answer.endswith(own):
+            end = start + len(answer)
+        else:
+            end += max((len(opening) for opening in openings if text.startswith(opening, end)), default=0)
+        ended.append((start, end))
+    return text, ended
+
+
+def _opening(text: str, tokens: list[str]) -> str:
+    """Return the one of some tokens that a text begins with, and the white space before it."""
+    space = len(text) - len(text.lstrip())
+    return max((text[: space + len(token)] for token in tokens if text.startswith(token, space)), key=len, default="")
 
 
 def chat_template_of(tokenizer: PreTrainedTokenizerBase, tools: list[Tool] | None = None) -> str:
@@ -174,17 +237,6 @@ def _explaining_template_errors() -> Iterator[None]:
         kind = "" if type(error) is TemplateError else f"{type(error).__name__}: "  # its own `raise_exception`
         why = " ".join(f"{kind}{error}".split())
         raise ValueError(f"The chat template refuses the conversation ({why}).") from error
-
-
-def _with_reasoning_aliases(messages: list[Message], template: str) -> list[Message]:
-    """Add the reasoning under the names that the template reads (with transformers 5.24, `thinking` is one)."""
-    names = [name for name in REASONING[1:] if re.search(rf"""[.'"]{name}\b""", template)]
-    return [
-        {**dict.fromkeys(names, message["reasoning_content"]), **message}
-        if "reasoning_content" in message
-        else message
-        for message in messages
-    ]
 
 
 def _omitted_parts(text: str, messages: list[Message], tools: list[Tool] | None) -> list[str]:
@@ -214,49 +266,66 @@ def render(
         ValueError: If the template refuses it.
     """
     mode: dict[str, Any] = {"thinking": thinking, "enable_thinking": thinking}
-    spelled = _with_reasoning_aliases(messages, chat_template_of(tokenizer, tools))
+    template = chat_template_of(tokenizer, tools)
+    conversation = spelled(messages, template, template_reading(tokenizer, template))
     with _explaining_template_errors():
         text = tokenizer.apply_chat_template(
-            spelled,
+            conversation,
             tools=tools,  # type: ignore[arg-type]
             tokenize=False,
             add_generation_prompt=prompt,
             **mode,
         )
-    return str(text)
+    return _checked_text(str(text))
+
+
+def _checked_text(text: str) -> str:
+    """Return a text that tokenizers can read. JSON can have half a character, as `"\\ud83d"`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"A text has half a character, {text[error.start]!r}: correct it, or leave such rows out."
+        ) from error
+    return text
 
 
 def _spans_by_prefix(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Tool] | None
-) -> tuple[str, list[tuple[int, int] | None]]:
+) -> tuple[str, list[tuple[int, int] | None], list[str]]:
     thinks = [bool(message.get("reasoning_content")) for message in messages]
     text = render(tokenizer, messages, tools, thinks[-1], prompt=False)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and _is_trained(message)]
     spans: list[tuple[int, int] | None] = []
+    reasons = []
     for i in answers:
         spans.append(None)
-        if i == 0:  # nothing asked for it
+        if i == 0:
+            reasons.append("unasked")
             continue
         through = render(tokenizer, messages[: i + 1], tools, thinks[i], prompt=False)
+        reason = "unprompted"
         for thinking in (thinks[i], not thinks[i]):  # the other one where reasoning is written into the content
             prompt = render(tokenizer, messages[:i], tools, thinking, prompt=True)
-            if through.startswith(prompt) and text.startswith(through):
+            if not through.startswith(prompt):
+                continue
+            if through == prompt and not says_nothing(messages[i]):
+                reason = "unwritten"
+            elif text.startswith(through):
                 spans[-1] = (len(prompt), len(through))
                 break
-    if answers[-1:] > [0] and not any(spans):
+            else:
+                reason = "untrained"
+        if spans[-1] is None:
+            reasons.append(reason)
+    if reasons and reasons[-1] == "unprompted" and not any(spans):
         raise ValueError(
             f"No answer can be located in the conversation that begins with {str(messages[0])[:200]}: the chat "
             f"template renders {text[-200:]!r}, which does not continue its own generation prompt {prompt[-100:]!r}. "
             "Put the assistant's text of the template between {% generation %} and {% endgeneration %}, or move "
             "reasoning to `reasoning_content`."
         )
-    return text, spans
-
-
-def _without_newline(tokenizer: PreTrainedTokenizerBase, text: str, start: int, end: int) -> int:
-    """Return the end of an answer without the white space after the end token, which is never generated."""
-    answer = text[start:end].rstrip()
-    return start + len(answer) if answer.endswith(tuple(tokenizer.all_special_tokens)) else end
+    return text, spans, reasons
 
 
 def _cut_after_answer(text: str, spans: Spans, message: Message) -> tuple[str, Spans]:

@@ -1,7 +1,8 @@
-"""The file and line of each row, for error messages, and the line at which a file cannot be read."""
+"""The file and line of each row, for error messages; the rows of a file, and the line at which it cannot be read."""
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -40,16 +41,43 @@ def locating_errors(row: Mapping[str, Any], number: int) -> Iterator[None]:
         raise ValueError(f"{row.get(POSITION_COLUMN) or f'Row {number} (the first is 0)'}: {error}") from error
 
 
+def read_rows(path: str) -> Iterator[Any]:
+    """Yield the rows of a JSON or JSON Lines file as they are.
+
+    `datasets` takes a text for what it means in a column of several types: an answer "42" for a number.
+
+    Raises:
+        ValueError: With the line that is no JSON.
+    """
+    if _is_document(path):
+        with open(path, encoding="utf-8-sig") as file:
+            document = json.load(file)
+        yield from document if isinstance(document, list) else [document]
+        return
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                if line.strip():
+                    yield json.loads(line.strip().decode("utf-8-sig"))
+            except ValueError as error:  # half a character is one, too
+                raise ValueError(f"{path}:{number} is no JSON ({error}): expected an object on every line.") from error
+
+
+def _is_document(path: str) -> bool | None:
+    """Return whether a file is one JSON document, all rows or one over several lines; `None` if it is empty."""
+    with open(path, "rb") as file:
+        start = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
+    return start.startswith(b"[") or start.splitlines()[0].strip() == b"{" if start else None
+
+
 def json_error(path: str, lines: int | None = None) -> str | None:
     """Return where and why a JSON or JSON Lines file, or its first `lines`, is no table of rows; `None` if it is one.
 
     `datasets` does not say it.
     """
-    with open(path, "rb") as file:
-        start = file.read(4096).lstrip()
-    if not start:
+    if (is_one := _is_document(path)) is None:
         return f"{path} is empty: expected a JSON object on every line."
-    if start.startswith(b"[") or start.splitlines()[0].strip() == b"{":  # all rows in one, or one over several lines
+    if is_one:
         return _document_error(path)
     with open(path, "rb") as file:
         for number, line in enumerate(islice(file, lines), start=1):
@@ -58,7 +86,7 @@ def json_error(path: str, lines: int | None = None) -> str | None:
             try:
                 row = json.loads(line.strip().decode("utf-8-sig"))
             except UnicodeDecodeError:
-                return f"{path}:{number} is not UTF-8 text: expected a JSON object on every line."
+                return f"{path}:{number} is not UTF-8 text: save the file as UTF-8."
             except json.JSONDecodeError as error:
                 first_line = f"{error.msg}, column {error.colno}"
                 return f"{path}:{number} is no JSON ({first_line}): expected an object on every line."
@@ -74,7 +102,7 @@ def encoding_error(path: str) -> str | None:
             try:
                 line.decode()
             except UnicodeDecodeError:
-                return f"{path}:{number} is not UTF-8 text: expected a JSON object on every line."
+                return f"{path}:{number} is not UTF-8 text: save the file as UTF-8."
     return None
 
 
@@ -83,7 +111,7 @@ def type_mismatch(path: str) -> str | None:
     types: dict[str, tuple[str, int]] = {}
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
-            for name, found_type in _types(json.loads(line)) if line.strip() else ():
+            for name, found_type in _types(json.loads(line.decode("utf-8-sig"))) if line.strip() else ():
                 first, first_line = types.setdefault(name, (found_type, number))
                 if found_type != first:
                     return (
@@ -95,7 +123,7 @@ def type_mismatch(path: str) -> str | None:
 
 def _document_error(path: str) -> str | None:
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             rows = json.load(file)
     except json.JSONDecodeError as error:
         return f"{path}:{error.lineno} is no JSON ({error.msg})."

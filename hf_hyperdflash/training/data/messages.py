@@ -145,7 +145,11 @@ def read_tools(row: Mapping[str, Json]) -> list[Tool] | None:
         return None
     try:
         tools = json.loads(given) if isinstance(given, str) else _without_nones(given)
-        return _checked_list(tools, dict) or None
+        for tool in _checked_list(tools, dict):
+            schema = tool["function"] if isinstance(tool.get("function"), dict) else tool
+            if isinstance(schema.get("parameters"), str):  # which templates would write as one more text
+                schema["parameters"] = json.loads(schema["parameters"])
+        return tools or None
     except ValueError as error:
         raise ValueError(
             f"`tools` is {str(given)[:100]!r}, expected a list of JSON schemas, or the JSON text of one: correct "
@@ -239,6 +243,12 @@ def function_name(tool: Mapping[str, Json]) -> Json:
     """Return the name of a tool or a call, with or without its `function`."""
     function = tool.get("function")
     return (function if isinstance(function, Mapping) else tool).get("name")
+
+
+def says_nothing(message: Message) -> bool:
+    """Return whether a message has no text, no reasoning and no calls."""
+    texts = (message.get("content"), message.get("reasoning_content"))
+    return not message.get("tool_calls") and not any(text and text.strip() for text in texts)
 
 
 def _checked_list(given: Json, kind: type = object) -> list[Any]:

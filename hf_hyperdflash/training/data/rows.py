@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import glob
+import json
 import logging
 import os
 import re
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from .blocks import anchor_candidates
 from .encoding import chat_template_of, encode_with_notes
-from .file_positions import POSITION_COLUMN, encoding_error, json_error, locating_errors, type_mismatch
-from .messages import read_tools, to_messages
+from .file_positions import POSITION_COLUMN, encoding_error, json_error, locating_errors, read_rows, type_mismatch
+from .messages import read_tools, says_nothing, to_messages
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -29,22 +31,45 @@ _QUOTED = re.compile(r"""'[^']*'|"[^"]*"|\[.*\]|\{.*\}|\d+""")
 _COLUMNS = ("input_ids", "loss_mask", "position_ids")
 # Columns that are removed from the result: notes on a row for the log, and its position in the data.
 _NOTES, _POSITION = "said", "where"
-_SKIPPED = ("refused", "unanswered", "empty", "short")
+# Why an answer is not trained on. A row can have several of these notes.
+_REASONS = {
+    "excluded": "the row says so (`train`, `weight` or `loss`).",
+    "unasked": "the conversation begins with them, and nothing asks for them.",
+    "untrained": (
+        "the chat template writes them otherwise once the conversation goes on, as without their reasoning, than they "
+        "are generated."
+    ),
+    "unprompted": "the chat template does not write them as they follow its own generation prompt.",
+    "unwritten": "the chat template writes nothing of them.",
+    "untagged": "the chat template has nothing of them between its {{% generation %}} and {{% endgeneration %}}.",
+    "uncut": "they hit a token limit, and what the chat template writes does not show where.",
+    "joined": "they are part of a token that begins before them, which generation never writes.",
+}
+# Why a row is skipped: its first note.
+_SKIPPED = {
+    "refused": "rows that cannot be used, the first of them {first}: {why}",
+    "unanswered": "rows that have no assistant text, the first of them {first}.",
+    "empty": "rows whose answer is empty, the first of them {first}.",
+    "untrainable": "rows that have nothing left to train on, the first of them {first}.",
+    "unmarked": "rows whose `loss_mask` marks no token, the first of them {first}.",
+    "short": (
+        "sequences: too short for a block, which needs two neighbouring tokens of an answer, the first of them "
+        "{first}."
+    ),
+    "lost": (
+        "sequences: cut to {max_length} tokens, {limit}, they have no two neighbouring tokens of an answer, the first "
+        "of them {first}."
+    ),
+}
 # The log's lines by note: the number of rows with it, the number of all rows, and the position of the first.
 LOG_LINES = {
-    "refused": "Skipped {count} of {of} rows that cannot be used, the first of them {first}: {why}",
-    "unanswered": "Skipped {count} of {of} rows that have no assistant text, the first of them {first}.",
-    "empty": "Skipped {count} of {of} rows whose answer is empty, the first of them {first}.",
-    "short": (
-        "Skipped {count} of {of} sequences: too short for a block, which needs two neighbouring tokens of an answer, "
-        "the first of them {first}."
-    ),
+    **{name: f"Skipped {{count}} of {{of}} {what}" for name, what in _SKIPPED.items()},
     "cut": "Cut {count} of {of} sequences to {max_length} tokens, {limit}.",
     "tail": "Left out what follows the last answer in {count} of {of} rows, the first of them {first}.",
-    "untrained": (
-        "Not trained on are {times} answers in {count} of {of} rows, the first of them {first}: the chat template "
-        "writes them otherwise once the conversation goes on, as without their reasoning, than they are generated."
-    ),
+    **{
+        name: f"Not trained on are {{times}} answers in {{count}} of {{of}} rows, the first of them {{first}}: {why}"
+        for name, why in _REASONS.items()
+    },
     **{
         name: f"The chat template writes no {what} of {{count}} of {{of}} rows, the first of them {{first}}."
         for name, what in (
@@ -68,14 +93,18 @@ def load_rows(source: str, split: str = "train", streaming: bool = False) -> Dat
     Raises:
         ValueError: If there is no such file, split or dataset, a file is damaged or empty, or the Hub is not reached.
     """
-    from datasets import load_dataset  # an extra: only training needs it
+    from datasets import IterableDataset, load_dataset  # an extra: only training needs it
 
     suffix = os.path.splitext(source)[1].lower()
     if os.path.exists(source):
         with _explaining_read_errors(source, suffix, streaming):
             if not os.path.isdir(source):
+                is_json = suffix in (".json", ".jsonl")
+                if is_json and streaming:
+                    return IterableDataset.from_generator(read_rows, gen_kwargs={"path": source})
                 reader = "parquet" if suffix == ".parquet" else "json"
-                return load_dataset(reader, data_files=source, split="train", streaming=streaming)
+                rows = load_dataset(reader, data_files=source, split="train", streaming=streaming)
+                return _as_in_file(rows, source) if is_json else rows
             if any(os.path.exists(os.path.join(source, name)) for name in ("state.json", "dataset_dict.json")):
                 return _load_saved(source, split, streaming)
             return load_dataset(source, split=split, streaming=streaming)
@@ -91,16 +120,45 @@ def load_rows(source: str, split: str = "train", streaming: bool = False) -> Dat
         ) from error
 
 
+def _as_in_file(rows: Dataset, path: str) -> Dataset:
+    """Return rows with the values of a JSON file in columns of several types."""
+    mixed = [name for name, feature in rows.features.items() if "Json(" in repr(feature)]
+    if mixed and len(read := list(read_rows(path))) == len(rows):
+        for name in mixed:
+            rows = json_column(rows, name, [row.get(name) for row in read])
+    return rows
+
+
+def json_column(rows: Dataset, name: str, values: Iterable[Any]) -> Dataset:
+    """Replace a column by one whose values may have several types.
+
+    Raises:
+        ValueError: If `datasets` is too old for that.
+    """
+    try:
+        from datasets import Json
+    except ImportError as error:
+        raise ValueError(
+            f"`{name}` is of other types in one file than in another: make them alike, or `pip install -U datasets`."
+        ) from error
+    texts = [None if value is None else json.dumps(value) for value in values]
+    unused = "_json"
+    return rows.add_column(unused, texts, feature=Json()).remove_columns(name).rename_column(unused, name)
+
+
 @contextmanager
 def _explaining_read_errors(path: str, suffix: str, streaming: bool) -> Iterator[None]:
     """Explain errors of `datasets` with the line of a JSON file. The first lines of a stream are checked at once."""
     from datasets.exceptions import DatasetsError
 
-    files = [path] if suffix in (".json", ".jsonl") else sorted(glob.glob(os.path.join(path, "*.jsonl")))
+    files = found = [path] if suffix in (".json", ".jsonl") else []
+    if os.path.isdir(path):
+        files = sorted(glob.glob(os.path.join(glob.escape(path), "*.jsonl")))
+        found = sorted(glob.glob(os.path.join(glob.escape(path), "**", "*.json*"), recursive=True))
     if streaming:
         _raise_first(json_error(file, _FIRST_ROWS) for file in files)
-    else:  # the reader does not check text, which would fail later
-        _raise_first(encoding_error(file) for file in files)
+    # Readers do not check text, which would fail later.
+    _raise_first(encoding_error(file) for file in found if file.endswith((".json", ".jsonl")))
     reader = logging.getLogger("datasets.packaged_modules")
     level = reader.level
     reader.setLevel(logging.CRITICAL)  # its message says what is wrong, but not where
@@ -201,6 +259,7 @@ def prepare_dataset(
     vocab_size: int | None = None,
     num_proc: int | None = None,
     positions: int | None = None,
+    end_ids: Collection[int] | None = None,
 ) -> Dataset | IterableDataset:
     """Turn conversations into training rows.
 
@@ -219,6 +278,7 @@ def prepare_dataset(
         vocab_size: The target's: tokenized rows with other ids are refused.
         num_proc: Processes that tokenize a map-style dataset.
         positions: The target's: longer rows than these cannot be had.
+        end_ids: As of [`encode_chat`].
 
     Returns:
         A dataset of the same kind (of a list, map-style) with lists `input_ids`, `loss_mask` and `position_ids`, which
@@ -232,10 +292,8 @@ def prepare_dataset(
 
     if isinstance(dataset, dict):
         raise ValueError(f"Expected one dataset, got several: {sorted(dataset)}. Choose one of these splits.")
-    if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
-        names = dict.fromkeys(name for row in dataset for name in row)  # `from_list` takes the first row's alone
-        dataset = Dataset.from_dict({name: [row.get(name) for row in dataset] for name in names})
-    if not isinstance(dataset, (Dataset, IterableDataset)):
+    is_list = isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset)
+    if not is_list and not isinstance(dataset, (Dataset, IterableDataset)):
         raise ValueError(
             f"The dataset is of type {type(dataset).__name__}, expected a `datasets.Dataset`, an `IterableDataset` or "
             "a list of rows, which are dictionaries."
@@ -243,22 +301,30 @@ def prepare_dataset(
     if max_length < 2:
         raise ValueError(f"max_length={max_length}: a block needs an anchor and a label, so at least 2 tokens.")
     streaming = isinstance(dataset, IterableDataset)
-    if isinstance(dataset, Dataset) and not len(dataset):
+    if not streaming and not len(dataset):
         raise ValueError("The dataset is empty: expected at least one row.")
-    columns = dataset.column_names or list(next(iter(dataset), {}))
+    if isinstance(dataset, list):
+        columns = list(dict.fromkeys(name for row in dataset for name in row))
+    else:
+        columns = dataset.column_names or list(next(iter(dataset), {}))
     if tokenizer is not None and "input_ids" not in columns:
         chat_template_of(tokenizer)  # says that there is none, which is no row's fault
     features = Features({name: Sequence(Value("int32")) for name in _COLUMNS})
-    notes = {_NOTES: Sequence(Value("string")), _POSITION: Value("string")}
+    with_notes = Features({**features, _NOTES: Sequence(Value("string")), _POSITION: Value("string")})
+    how: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "max_length": max_length,
+        "vocab_size": vocab_size,
+        "end_ids": end_ids,
+    }
     processes = {} if streaming else {"num_proc": num_proc}
-    documents = dataset.with_format(None).map(
-        _encode_row,
-        with_indices=True,
-        fn_kwargs={"tokenizer": tokenizer, "max_length": max_length, "vocab_size": vocab_size},
-        remove_columns=columns,
-        features=Features({**features, **notes}),
-        **processes,
-    )
+    if isinstance(dataset, list):  # one by one: a column of Arrow has one type, and rows of a list may have several
+        encoded = [_encode_row(row, number, **how) for number, row in enumerate(dataset)]
+        documents = Dataset.from_list(encoded, features=with_notes)
+    else:
+        documents = dataset.with_format(None).map(
+            _encode_row, with_indices=True, fn_kwargs=how, remove_columns=columns, features=with_notes, **processes
+        )
     report = _Report(max_length, positions)
     rows = (
         _stream_without_skipped(documents, columns, report)
@@ -277,10 +343,12 @@ def _encode_row(
     tokenizer: PreTrainedTokenizerBase | None,
     max_length: int,
     vocab_size: int | None,
+    end_ids: Collection[int] | None,
 ) -> dict[str, Any]:
     notes: list[str] = []
     with locating_errors(row, number):
-        if row.get("input_ids") is not None and row.get("loss_mask") is not None:
+        is_tokenized = row.get("input_ids") is not None and row.get("loss_mask") is not None
+        if is_tokenized:
             ids, mask = _checked_tokens(row, vocab_size)
         elif tokenizer is None:
             raise ValueError(
@@ -288,48 +356,52 @@ def _encode_row(
                 "tokenizer (`processing_class` of the trainer)."
             )
         else:
-            ids, mask, notes = _encode_conversation(row, tokenizer)
-        counted = list(range(len(ids)))
-        positions, length = row.get("position_ids") or counted, len(ids)
-        if length > max_length:
+            ids, mask, notes = _encode_conversation(row, tokenizer, end_ids)
+        counted, whole = list(range(len(ids))), mask
+        given = row.get("position_ids")
+        positions = counted if given is None or not len(given) else list(map(index, given))
+        if len(whole) > max_length:
             if positions != counted:
                 raise ValueError(
-                    f"A packed row of {length} tokens is longer than max_length={max_length}: raise max_length or "
+                    f"A packed row of {len(ids)} tokens is longer than max_length={max_length}: raise max_length or "
                     "pack the documents again."
                 )
             ids, mask = truncate(ids, mask, max_length)
             positions = counted[:max_length]
-    if not notes or notes[0] not in _SKIPPED:
-        if not any(mask):
-            notes = ["unanswered"]
-        elif not _has_anchor(mask, positions):
-            notes = ["short"]
-        elif length > max_length:
-            notes.append("cut")
+    if _is_usable(notes):
+        if _has_anchor(mask, positions):
+            notes += ["cut"] * (len(whole) > max_length)
+        elif len(whole) > max_length and _has_anchor(whole, counted):
+            notes = ["lost"]
+        elif reasons := [note for note in notes if note in _REASONS]:
+            notes = ["untrainable", *reasons]
+        else:
+            notes = ["short" if any(mask) else "unmarked" if is_tokenized else "unanswered"]
     position = row.get(POSITION_COLUMN) or f"row {number} (the first is 0)"
     return {"input_ids": ids, "loss_mask": mask, "position_ids": positions, _NOTES: notes, _POSITION: position}
 
 
 def _encode_conversation(
-    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int] | None
 ) -> tuple[list[int], list[int], list[str]]:
     """Return tokens, loss mask and notes of a conversation. A row that cannot be used gets a note and stops no run."""
     try:
         messages = to_messages(row)
-        ids, mask, notes = encode_with_notes(tokenizer, messages, bool(row.get("truncated")), read_tools(row))
+        ids, mask, notes = encode_with_notes(tokenizer, messages, bool(row.get("truncated")), read_tools(row), end_ids)
     except ValueError as error:
         return [], [], ["refused", str(error)]
-    answers = [message for message in messages if message["role"] == "assistant"]
-    is_empty = answers and not any(map(answers[-1].get, ("content", "reasoning_content", "tool_calls")))
+    answers = [m for m in messages if m["role"] == "assistant" and m.get("train") is not False]
+    is_empty = bool(answers) and all(map(says_nothing, answers))
     return ids, mask, ["empty"] if is_empty and sum(mask) < 2 else notes
 
 
 def _checked_tokens(row: Mapping[str, Any], vocab_size: int | None) -> tuple[list[int], list[int]]:
-    ids, mask = list(row["input_ids"]), [int(bool(supervised)) for supervised in row["loss_mask"]]
-    if len(ids) != len(mask):
-        raise ValueError(f"A row has {len(ids)} input_ids but a loss_mask of {len(mask)}: expected equal lengths.")
-    if None in ids:
-        raise ValueError(f"`input_ids` has nothing at {ids.index(None)}, expected a token id.")
+    given, mask = list(row["input_ids"]), [int(bool(supervised)) for supervised in row["loss_mask"]]
+    if len(given) != len(mask):
+        raise ValueError(f"A row has {len(given)} input_ids but a loss_mask of {len(mask)}: expected equal lengths.")
+    if None in given:
+        raise ValueError(f"`input_ids` has nothing at {given.index(None)}, expected a token id.")
+    ids = list(map(index, given))  # of a tensor, too
     for found in (min(ids, default=0), max(ids, default=0)):
         if found < 0 or (vocab_size is not None and found >= vocab_size):
             below = f", expected ids below {vocab_size}" if vocab_size is not None else ""
@@ -338,7 +410,8 @@ def _checked_tokens(row: Mapping[str, Any], vocab_size: int | None) -> tuple[lis
 
 
 def _has_anchor(loss_mask: list[int], position_ids: list[int]) -> bool:
-    return bool(anchor_candidates(torch.tensor([loss_mask]).bool(), torch.tensor([position_ids])).any())
+    marked = torch.tensor([loss_mask]).bool()
+    return any(loss_mask) and bool(anchor_candidates(marked, torch.tensor([position_ids])).any())
 
 
 def _is_usable(notes: list[str]) -> bool:
@@ -420,20 +493,19 @@ class _Report:
         )  # fmt: skip
 
     def nothing_left(self, position: str, columns: list[str]) -> ValueError:
-        if self.why:
-            most = max(self.why, key=lambda reason: self.count[reason])
-            return ValueError(f"Nothing to train on in {position}. {self._log_line(most)}")
-        first = next((self.first[name] for name in _SKIPPED if name in self.first), "")
-        return _no_assistant_text(f"{position}, the first {first}", columns)
+        most = max([*self.why, *_SKIPPED], key=lambda reason: self.count[reason])
+        if most == "unanswered":
+            return _no_assistant_text(f"{position}, the first {self.first[most]}", columns)
+        if most == "untrainable":
+            most = max(_REASONS, key=lambda reason: self.times[reason])
+        return ValueError(f"Nothing to train on in {position}. {self._log_line(most)}")
 
 
 def _no_assistant_text(position: str, columns: list[str]) -> ValueError:
     return ValueError(
         f"No assistant text in {position} (columns {sorted(set(columns) - {POSITION_COLUMN})}): expected "
-        "conversations that end with an answer of at least two tokens, and a chat template whose "
-        "{% generation %} tags, if it has any, "
-        "enclose the assistant's text. `hf-hyperdflash answers` writes the target's answers to datasets that "
-        "only ask."
+        "conversations that end with an answer of at least two tokens. `hf-hyperdflash answers` writes the target's "
+        "answers to datasets that only ask."
     )
 
 

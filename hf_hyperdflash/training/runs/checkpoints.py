@@ -51,7 +51,7 @@ def _is_truncated(path: Path) -> bool:
             with safe_open(path, "pt"):  # compares the header with the file's length
                 return False
         if path.suffix == ".json":
-            json.loads(path.read_text())
+            json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, SafetensorError):
         return True
     return False

@@ -93,7 +93,7 @@ def check_same_run(checkpoint: Path, now: RunIdentity) -> bool:
     """
     if not (path := checkpoint / RUN_RECORD).is_file():
         return False
-    if differs := list(_differences(json.loads(path.read_text()), now)):
+    if differs := list(_differences(json.loads(path.read_text(encoding="utf-8")), now)):
         raise ValueError(
             f"{checkpoint} is of another run: {'; '.join(differs)}. Go on with what that run had, or train in another "
             "`output_dir`."

@@ -1,0 +1,157 @@
+"""Messages as a chat template reads them. Small conversations are rendered to find out how: what one family's template
+reads, another's writes wrongly, refuses, or leaves out without a word."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from .messages import REASONING, Message
+
+_WORD = "quokka"  # said in a small conversation, and in no template
+_ARGUMENTS = {"quokka": "one"}
+_ID = "000000000"  # of a call: Mistral's templates want nine characters
+
+
+def read_chat_template(path: str | Path, option: str) -> str:
+    """Read the chat template that replaces a tokenizer's.
+
+    Raises:
+        ValueError: If there is no such file, or it is no template in UTF-8; with the option that names it.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"`{option}` is {str(path)!r}, and there is no such file.")
+    try:
+        template = Path(path).read_text(encoding="utf-8-sig")
+        render_jinja_template(conversations=[], chat_template=template)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"`{option}` is {str(path)!r}, which is not UTF-8 text.") from error
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"`{option}` is {str(path)!r}, which is no Jinja template: {error.message}, line {error.lineno}."
+        ) from error
+    return template
+
+
+class TemplateReading(NamedTuple):
+    """What a chat template reads and writes.
+
+    Attributes:
+        parts: The roles whose `content` it reads as a list of parts alone.
+        call_content: The `content` that a call without one needs; `None` if it needs none.
+        writes_arguments: Whether it writes the arguments of a call as they are, and so needs their JSON text.
+        after_answer: What it writes after an answer when the user goes on.
+        after_call: What it writes after a call when the tool answers.
+    """
+
+    parts: frozenset[str]
+    call_content: str | None
+    writes_arguments: bool
+    after_answer: str
+    after_call: str
+
+
+def template_reading(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateReading:
+    """Return how one of a tokenizer's templates reads messages."""
+    return _reading(template, frozenset((name, str(token)) for name, token in tokenizer.special_tokens_map.items()))
+
+
+@lru_cache(maxsize=32)
+def _reading(template: str, special_tokens: frozenset[tuple[str, str]]) -> TemplateReading:
+    parts: set[str] = set()
+    variables: dict[str, Any] = dict(special_tokens)
+
+    def said(role: str, text: str) -> Message:
+        return {"role": role, "content": _parts(text) if role in parts else text}
+
+    def written(*messages: Message) -> str:
+        """Return the text of a conversation; an empty one if the template refuses it."""
+        try:
+            rendered: Any = render_jinja_template(conversations=[list(messages)], chat_template=template, **variables)
+        except Exception:  # a template raises anything
+            return ""
+        return str(rendered[0][0])
+
+    def settle_on_form(role: str, before: tuple[Message, ...], after: tuple[Message, ...]) -> None:
+        """Write the content of a role in parts if its text is lost otherwise."""
+        if _WORD in written(*before, said(role, _WORD), *after):
+            return
+        parts.add(role)
+        if _WORD not in written(*before, said(role, _WORD), *after):
+            parts.discard(role)
+
+    settle_on_form("user", (), ())
+    user = said("user", ".")
+    settle_on_form("assistant", (user,), ())
+    for role in ("system", "developer"):
+        settle_on_form(role, (), (user,))
+    forms: list[tuple[str | None, Any]] = list(product((None, ""), (_ARGUMENTS, json.dumps(_ARGUMENTS))))
+    for content, arguments in [*forms, forms[0]]:  # the first, which the standard is, if all are refused
+        function = {"name": _WORD, "arguments": arguments}
+        call = {"role": "assistant", "tool_calls": [{"type": "function", "id": _ID, "function": function}]}
+        call |= {} if content is None else said("assistant", content)
+        text = written(user, call)
+        if text and str(_ARGUMENTS) not in text:  # Python's way to write a dictionary is no model's
+            break
+    result = {"name": _WORD, "tool_call_id": _ID}
+    settle_on_form("tool", (user, call), ())
+    following = []
+    for asked, reply in ((said("assistant", "."), user), (call, said("tool", ".") | result)):
+        alone, continued = written(user, asked), written(user, asked, reply)
+        following.append(continued[len(alone) :] if alone and continued.startswith(alone) else "")
+    return TemplateReading(frozenset(parts), content, isinstance(arguments, str), *following)
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def spelled(messages: list[Message], template: str, reading: TemplateReading) -> list[Message]:
+    """Return messages in the words that a template reads: content as text or parts, reasoning under each name that it
+    has for it (with transformers 5.24, `thinking` is one), and the arguments of calls as a dictionary or as text.
+
+    Raises:
+        ValueError: If the template needs a dictionary, and a call's arguments are the text of none.
+    """
+    names = [name for name in REASONING[1:] if re.search(rf"""[.'"]{name}\b""", template)]
+    found = []
+    for given in messages:
+        message = dict(given)
+        if "reasoning_content" in message:
+            message = {**dict.fromkeys(names, message["reasoning_content"]), **message}
+        if message.get("tool_calls"):
+            message["tool_calls"] = [_spelled_call(call, reading) for call in message["tool_calls"]]
+            if reading.call_content is not None:
+                message.setdefault("content", reading.call_content)
+        if message["role"] in reading.parts and isinstance(message.get("content"), str):
+            message["content"] = _parts(message["content"])
+        found.append(message)
+    return found
+
+
+def _spelled_call(call: dict[str, Any], reading: TemplateReading) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _spelled_call(call["function"], reading)}
+    arguments = call.get("arguments")
+    if arguments is None or isinstance(arguments, str) == reading.writes_arguments:
+        return call
+    if reading.writes_arguments:
+        return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    try:
+        parsed = json.loads(arguments) if arguments.strip() else {}
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ValueError(
+            f"The arguments of a call are {arguments[:100]!r}, expected a dictionary or the JSON text of one: correct "
+            "them, or leave such rows out."
+        )
+    return {**call, "arguments": parsed}

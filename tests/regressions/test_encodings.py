@@ -1,0 +1,239 @@
+"""Texts that a command reads or prints, in any encoding of the file, the terminal or the pipe: right, or one line
+before models are loaded, and never an error after the work is done."""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from hf_hyperdflash.benchmark.report import print_fastest, print_results
+from hf_hyperdflash.benchmark.suites import load_suite
+from hf_hyperdflash.cli import app
+from hf_hyperdflash.hub import loading
+from hf_hyperdflash.hub.publish import planned_push
+from hf_hyperdflash.training.data.encoding import encode_prompts
+from hf_hyperdflash.training.data.rows import load_rows, prepare_dataset
+from hf_hyperdflash.training.script import main as train
+
+from ..conftest import MODELS, tiny_drafter, tiny_target
+from ..helpers.results_files import random_lines, written
+from ..helpers.tokenizers import trained
+
+DRAFTER = MODELS / "tiny-deepseek-v4-hyperdflash"
+LACKING = ["ascii", "latin-1", "cp1252"]
+OURS = {"×": "x", "τ": "tau", "–": "-", "…": "...", "‘": "'", "’": "'", "“": '"', "”": '"'}
+HALF = "\ud83d"  # of a character
+
+
+def command(monkeypatch, encoding, *arguments, errors="strict"):
+    """Run a command over streams of an encoding: its exit status, and what it printed to both."""
+    out, err = (
+        io.TextIOWrapper(io.BytesIO(), encoding, how, write_through=True) for how in (errors, "backslashreplace")
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "argv", ["hf-hyperdflash", *map(str, arguments)])
+        patched.setattr(sys, "stdout", out)
+        patched.setattr(sys, "stderr", err)
+        with pytest.raises(SystemExit) as stopped:
+            app.run()
+    return stopped.value.code, *(stream.buffer.getvalue().decode(encoding) for stream in (out, err))
+
+
+def shown(text, encoding):
+    """A text in an encoding, letter by letter."""
+    letters = []
+    for letter in text:
+        try:
+            letter.encode(encoding)
+        except UnicodeEncodeError:
+            letter = OURS.get(letter) or letter.encode("ascii", "backslashreplace").decode()
+        letters.append(letter)
+    return "".join(letters)
+
+
+def test_generated_text_is_printed_whatever_the_stream_has(dense_pair, monkeypatch):
+    target, drafter = dense_pair
+    asked = ["generate", "--target", target, "--drafter", drafter, "--max-new-tokens", 40, "What is 3 plus 4?"]
+    status, text, _ = command(monkeypatch, "utf-8", *asked)
+    assert status == 0 and not text.isascii()
+    for encoding in LACKING:
+        assert command(monkeypatch, encoding, *asked)[:2] == (0, shown(text, encoding))
+    assert command(monkeypatch, "ascii", *asked, errors="replace")[1] == text.encode("ascii", "replace").decode()
+    status, coloured, _ = command(monkeypatch, "ascii", *asked, "--show")
+    assert status == 0 and shown(text, "ascii").strip() in coloured
+    status, compared, _ = command(monkeypatch, "ascii", *asked, "--compare")
+    table = compared.splitlines()[-12:]
+    assert status == 0 and any(line.startswith("|") and "1.00x" in line for line in table), table
+
+
+def test_what_a_stream_lacks_is_said_before_models_are_loaded(dense_pair, monkeypatch):
+    monkeypatch.setattr(loading, "load_target", lambda *_, **__: pytest.fail("loaded"))
+    asked = ["generate", "--target", dense_pair[0], "--drafter", dense_pair[1]]
+    status, _, said = command(monkeypatch, "utf-8", *asked, "caf\udce9")  # of a terminal in Latin-1
+    assert status == 1 and "\\udce9" in said and len(said.splitlines()) == 1
+    monkeypatch.setattr(loading, "load_target", lambda *_, **__: sys.exit(7))
+    for encoding in ("utf-8", *LACKING):
+        status, _, said = command(monkeypatch, encoding, *asked, "café")
+        assert status == 7 and ("PYTHONIOENCODING" in said.splitlines()[0]) == (encoding in LACKING)
+
+
+def test_tables_are_drawn_in_ascii(tmp_path, monkeypatch):
+    """Columns begin where they do in UTF-8; nothing of the figures is lost in a narrow terminal."""
+    path = written(tmp_path / "results.jsonl", random_lines(0))
+
+    def tables(*_, **__):
+        print_results(path)
+        print_fastest(path)
+
+    monkeypatch.setattr(app, "app", tables)
+    for width in ("200", "100", "40"):
+        monkeypatch.setenv("COLUMNS", width)
+        _, drawn, _ = command(monkeypatch, "utf-8")
+        for encoding in ("ascii", "latin-1"):
+            status, text, _ = command(monkeypatch, encoding)
+            assert status is None or status == 0
+            figures = [shown(line, encoding) for line in drawn.splitlines() if line.strip("─ ")]
+            lines = [line for line in text.splitlines() if line.strip("-+| ")]
+            assert "…" not in drawn and "\\" not in text and (encoding != "ascii" or text.isascii())
+            if width == "200":  # where no cell is folded
+                assert [re.split(r"[ |]+", line.strip("| ")) for line in lines] == [line.split() for line in figures]
+            else:
+                assert "x" in text
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", *LACKING])
+def test_commands_print_names_of_any_letters(encoding, tmp_path, monkeypatch):
+    folder = tmp_path / "Entwürfe 草稿"
+    status, printed, said = command(monkeypatch, encoding, "card", DRAFTER, "--output", folder / "README.md")
+    assert status == 0 and shown(str(folder), encoding) in printed, said
+    status, _, said = command(monkeypatch, encoding, "calibrate", "--target", folder / "no", "--drafter", DRAFTER,
+                              "--data", folder / "no.jsonl")  # fmt: skip
+    assert status == 1 and ("\\u8349" in said or encoding == "utf-8")
+    for arguments in (["--help"], ["generate", "--help"], ["train", "--help"], ["drafters"], ["--version"]):
+        status, printed, _ = command(monkeypatch, encoding, *arguments)
+        assert status in (0, None) and printed.strip(), arguments
+    assert (folder / "README.md").read_text(encoding="utf-8")
+
+
+def test_notes_of_a_card_are_utf8_with_or_without_its_mark(tmp_path, monkeypatch):
+    notes, card = tmp_path / "notes.md", tmp_path / "card.md"
+    for encoding in ("utf-8", "utf-8-sig"):
+        notes.write_text("Trained in Köln: 草稿.", encoding=encoding)
+        asked = ["card", DRAFTER, "--notes", notes, "--limits", notes, "--output", card]
+        assert command(monkeypatch, "ascii", *asked)[0] == 0
+        text = card.read_text(encoding="utf-8")
+        assert text.count("Trained in Köln: 草稿.") == 2 and "\ufeff" not in text
+    for encoding in ("cp1252", "utf-16"):
+        notes.write_text("Trained in Köln.", encoding=encoding)
+        status, _, said = command(monkeypatch, "utf-8", *asked)
+        assert status == 1 and str(notes) in said and "UTF-8" in said
+
+
+def test_a_machine_without_utf8_writes_and_reads_it(tmp_path):
+    """A process: the encoding of a machine's files is settled when Python starts, which takes more than 5 s."""
+    (tmp_path / "notes.md").write_text("Trained in Köln.", encoding="utf-8")
+    script = (
+        "import locale, sys; from hf_hyperdflash.cli.app import run; "
+        "assert locale.getpreferredencoding(False) in ('ANSI_X3.4-1968', 'US-ASCII'); run()"
+    )
+    plain = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    arguments = ["card", DRAFTER, "--notes", "notes.md", "--output", "card.md"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], cwd=tmp_path, env={**os.environ, **plain}, capture_output=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr.decode()
+    assert "Köln" in (tmp_path / "card.md").read_text(encoding="utf-8")
+
+
+def test_a_drafter_with_a_card_in_another_encoding_is_saved_and_described(tmp_path):
+    drafter = tiny_drafter(tiny_target())
+    drafter.save_pretrained(tmp_path)
+    (tmp_path / "README.md").write_text("# Entwürfe", encoding="cp1252")
+    drafter = type(drafter).from_pretrained(tmp_path)
+    assert "README.md" in planned_push(drafter, "org/name")
+
+
+def written_as(path, rows, encoding):
+    text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    if path.suffix == ".json":
+        text = json.dumps(rows, ensure_ascii=False, indent=1)
+    path.write_bytes(text.encode(encoding))
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_in_utf8_are_read_and_others_refused_at_once(suffix, streaming, tmp_path):
+    rows = [{"question": "café", "answer": f"thé {n}"} for n in range(3)]
+    for encoding in ("utf-8", "utf-8-sig"):
+        path = written_as(tmp_path / f"{encoding}{suffix}", rows, encoding)
+        assert list(load_rows(path, streaming=streaming)) == rows
+    for encoding in ("utf-16", "utf-16-le", "cp1252"):
+        path = written_as(tmp_path / f"{encoding}{suffix}", rows, encoding)
+        with pytest.raises(ValueError, match=r"UTF-8") as refused:
+            load_rows(path, streaming=streaming)
+        assert path in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_line_far_down_a_stream_or_in_a_folder_is_found_before_training(tmp_path):
+    lines = [json.dumps({"question": str(n), "answer": "so"}).encode() for n in range(1500)]
+    lines[1200] = '{"question": "é", "answer": "so"}'.encode("latin-1")
+    (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines))
+    (tmp_path / "parts" / "b").mkdir(parents=True)
+    (tmp_path / "parts" / "b" / "rows.json").write_bytes(lines[1200])
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1201"):
+        load_rows(str(tmp_path / "rows.jsonl"), streaming=True)
+    with pytest.raises(ValueError, match=r"rows\.json:1"):
+        load_rows(str(tmp_path / "parts"))
+
+
+def test_suites_in_utf8_are_read_and_others_refused_with_their_line(tmp_path):
+    rows = [{"turns": ["café"]}, {"turns": ["thé"]}]
+    for encoding in ("utf-8", "utf-8-sig"):
+        written_as(tmp_path / "mine.jsonl", rows, encoding)
+        assert load_suite("mine", tmp_path) == [["café"], ["thé"]]
+    for encoding in ("utf-16", "cp1252"):
+        written_as(tmp_path / "mine.jsonl", rows, encoding)
+        with pytest.raises(ValueError, match=r"mine\.jsonl, line \d"):
+            load_suite("mine", tmp_path)
+    (tmp_path / "mine.jsonl").write_text(json.dumps({"turns": ["so"]}) + "\n" + json.dumps({"turns": [HALF]}))
+    with pytest.raises(ValueError, match=r"mine\.jsonl, line 2"):
+        load_suite("mine", tmp_path)
+
+
+def test_half_a_character_of_a_row_is_a_reason(tmp_path, caplog):
+    tokenizer = trained("bytes")
+    tokenizer.chat_template = "{% for m in messages %}{{ '<|user|>' + m.content + '</s>' }}{% endfor %}"
+    good, half = ({"question": "hi", "answer": text} for text in ("It is 😀", HALF))
+    written_as(tmp_path / "rows.jsonl", [], "utf-8")
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, [good, half])))
+    for rows in ([good, half], load_rows(str(tmp_path / "rows.jsonl"), streaming=True)):
+        caplog.clear()
+        assert len(list(prepare_dataset(rows, tokenizer, max_length=60))) == 1
+        assert "row 1" in caplog.text and "\\ud83d" in caplog.text
+    with pytest.raises(ValueError, match=r"Row 0 .*\\ud83d"):
+        encode_prompts(tokenizer, [{"question": HALF, "answer": ""}])
+
+
+def test_chat_templates_are_utf8_with_or_without_its_mark(dense_pair, tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "load_target", lambda *_, **__: pytest.fail("loaded"))
+    template, rows = tmp_path / "chat.jinja", tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "hi", "answer": "so"}\n')
+    answers = ["answers", "--target", dense_pair[0], "--data", rows, "--output", tmp_path / "out.jsonl"]
+    training = ["--target", dense_pair[0], "--dataset", rows, "--output_dir", tmp_path / "out", "--chat_template"]
+    for encoding in ("utf-16", "cp1252"):
+        template.write_text("{# é #}{{ messages }}", encoding=encoding)
+        status, _, said = command(monkeypatch, "utf-8", *answers, "--chat-template", template)
+        assert status == 1 and str(template) in said and "UTF-8" in said
+        with pytest.raises(ValueError, match=r"chat\.jinja.*UTF-8"):
+            train(list(map(str, [*training, template])))
+    from hf_hyperdflash.training.data.templates import read_chat_template
+
+    for encoding in ("utf-8", "utf-8-sig"):
+        template.write_text("{# é #}{{ messages }}", encoding=encoding)
+        assert read_chat_template(template, "--chat-template") == "{# é #}{{ messages }}"

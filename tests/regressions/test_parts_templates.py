@@ -1,0 +1,116 @@
+"""A chat template that reads `content` as a list of parts alone, as those of Idefics 3, SmolVLM and LLaVA, gets one,
+in rows and in prompts: it writes nothing of a text."""
+
+import pytest
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from hf_hyperdflash.benchmark.doctor.lost_acceptance import encode
+from hf_hyperdflash.benchmark.runner import Method, generate_once
+from hf_hyperdflash.hub.loading import load_tokenizer
+from hf_hyperdflash.training.data.answers import AnswerSettings, Conversation
+from hf_hyperdflash.training.data.encoding import encode_chat, encode_prompts
+from hf_hyperdflash.training.data.messages import to_messages
+from hf_hyperdflash.training.data.rows import prepare_dataset
+
+from ..helpers.tokenizers import trained
+
+IDEFICS = (
+    "{% for message in messages %}{{message['role'].capitalize()}}{% if message['content'][0]['type'] == 'image' %}"
+    "{{':'}}{% else %}{{': '}}{% endif %}{% for line in message['content'] %}{% if line['type'] == 'text' %}"
+    "{{line['text']}}{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
+)
+LLAVA = (
+    "{% for message in messages %}{{ '<|assistant|>' if message['role'] == 'assistant' else '<|user|>' }}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
+    "{% if message['role'] != 'assistant' %}{% for content in message['content'] | selectattr('type', 'equalto', "
+    "'text') %}{{ content['text'] + ' ' }}{% endfor %}{% else %}{% for content in message['content'] | "
+    "selectattr('type', 'equalto', 'text') %}{% generation %}{{ content['text'] + '</s>' }}{% endgeneration %}"
+    "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+FIRST = (  # the first part, and an error of a text
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content[0]['text'] + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+# Parts of the user, text of the others.
+HALF = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<|user|>' }}{% for part in m.content %}{{ part.text }}"
+    "{% endfor %}{% else %}{{ '<|' + m.role + '|>' + m.content + '</s>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+EITHER = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ '[' + part.text + ']' }}{% endfor %}{% endif %}{{ '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+TEXT = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m['content'] + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+TEMPLATES = {"Idefics": IDEFICS, "LLaVA": LLAVA, "first": FIRST, "half": HALF, "either": EITHER, "text": TEXT}
+IN_PARTS = {"Idefics": "usa", "LLaVA": "usa", "first": "usa", "half": "u", "either": "", "text": ""}
+TURNS = [("system", "Hello."), ("user", "What is it?"), ("assistant", "It is three."), ("user", "and one?")]
+
+
+def chat(name, *turns):
+    """The messages as a template reads them, for the stock tokenizer."""
+    return [
+        {"role": role, "content": [{"type": "text", "text": text}] if role[0] in IN_PARTS[name] else text}
+        for role, text in turns
+    ]
+
+
+@pytest.fixture(params=TEMPLATES)
+def pair(request):
+    tokenizer = trained("bytes")
+    tokenizer.chat_template = TEMPLATES[request.param]
+    return request.param, tokenizer
+
+
+def test_rows_have_the_text_of_every_message(pair):
+    name, tokenizer = pair
+    turns = [*TURNS, ("assistant", "Hello there")]
+    stock = tokenizer.apply_chat_template(chat(name, *turns), tokenize=False)
+    rows = [{"messages": [{"role": role, "content": text} for role, text in turns]}]
+    rows += [{"messages": [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns]}]
+    for row in rows:
+        encoded = encode_chat(tokenizer, to_messages(row))
+        assert tokenizer.decode(encoded["input_ids"]).strip() == stock.strip()
+        answers = [token for token, marked in zip(encoded["input_ids"], encoded["loss_mask"]) if marked]
+        assert tokenizer.decode(answers) == "It is three.</s>Hello there</s>"
+    first, second = prepare_dataset(rows, tokenizer, max_length=200).to_list()
+    assert first == second == {**encoded, "position_ids": list(range(len(encoded["input_ids"])))}
+
+
+def test_prompts_have_the_text_of_every_message(pair, tmp_path):
+    name, tokenizer = pair
+    messages = [{"role": role, "content": text} for role, text in TURNS]
+    stock = tokenizer.apply_chat_template(chat(name, *TURNS), tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(encode_prompts(tokenizer, [{"messages": messages}])[0][0]) == stock
+    assert all(text in stock for _, text in TURNS)
+    doctors = encode(tokenizer, [[text for _, text in TURNS[1:]]])[0]
+    assert tokenizer.decode(doctors[0]) == tokenizer.apply_chat_template(
+        chat(name, *TURNS[1:]), tokenize=False, add_generation_prompt=True
+    )
+    asked = Conversation([messages[1]], None)
+    assert asked.ask(tokenizer, AnswerSettings())
+    assert tokenizer.decode(asked.ids) == tokenizer.apply_chat_template(
+        chat(name, TURNS[1]), tokenize=False, add_generation_prompt=True
+    )
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).chat_template == tokenizer.chat_template
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    target = Qwen3ForCausalLM(config).eval()
+    prompt = encode_prompts(tokenizer, [{"messages": messages}])[0]
+    assert len(generate_once(target, Method("target-only"), prompt, 0.0, 3)[1]) == 3
+
+
+def test_the_end_of_an_answer_that_hit_a_limit_is_found(pair):
+    _, tokenizer = pair
+    messages = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is"}]
+    encoded = encode_chat(tokenizer, messages, truncated=True)
+    answer = [token for token, marked in zip(encoded["input_ids"], encoded["loss_mask"]) if marked]
+    assert tokenizer.decode(answer) == "It is" and encoded["loss_mask"][-1] == 1

@@ -31,6 +31,7 @@ from ..drafters.weights import (
     check_source,
     named_dtype,
     resolve_subfolder,
+    warn_of_float16,
     weight_files,
 )
 from ..targets.registry import target_of
@@ -116,6 +117,7 @@ def load_foreign(
     drafter.load_state_dict(tensors)
     drafter.config._name_or_path = name
     like = tensors.get("norm.weight", next(iter(tensors.values())))
+    warn_of_float16(name, like.dtype, dtype)
     return cast(SavedDrafter, drafter.to(dtype or like.dtype).eval())
 
 

@@ -39,6 +39,7 @@ from ..drafters.weights import (
     named_dtype,
     resolve_subfolder,
     tensor_names,
+    warn_of_float16,
     weight_files,
 )
 from ..targets.deepseek_v4 import check_computes
@@ -131,6 +132,9 @@ def load_target(name: str, *, trust_remote_code: bool = False, **kwargs: Any) ->
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **where)
             options = kwargs
         _check_computes(config, kwargs)
+        if not isinstance(chosen := kwargs.get("dtype", kwargs.get("torch_dtype")), dict):
+            saved_in = config.get_text_config(decoder=True).dtype or config.dtype
+            warn_of_float16(name, saved_in, named_dtype(chosen))
         target, info = _class_of(config).from_pretrained(
             name, trust_remote_code=trust_remote_code, output_loading_info=True, **options
         )

@@ -59,7 +59,7 @@ _OF_SOME_TOKENS = {"MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWar
 
 def without_state(processors: LogitsProcessorList) -> LogitsProcessorList:
     """Return those of `processors`, in their order, that are transformers' own and known to keep no state."""
-    return LogitsProcessorList(_for_paths(processor) for processor in processors if type(processor) in stateless_types())
+    return LogitsProcessorList(_for_paths(each) for each in processors if type(each) in stateless_types())
 
 
 @cache

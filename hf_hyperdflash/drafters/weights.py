@@ -20,6 +20,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
+from .untrained import warn_of_untrained
+
 logger = logging.getLogger(__name__)
 
 
@@ -81,6 +83,7 @@ def load_complete(
         version=getattr(drafter.config, "hyperdflash_version", ""),
     )  # fmt: skip
     check_finite(drafter.state_dict(), name)
+    warn_of_untrained(drafter.state_dict(), name)
     if drafter.dtype == torch.float16 and options.get("state_dict") is None:
         where = {option: options[option] for option in HubOptions.__annotations__ if option in options}
         saved = PreTrainedConfig.get_config_dict(name, **where)[0]
@@ -253,8 +256,8 @@ def warn_of_float16(name: str | Path, trained: torch.dtype | str | None, chosen:
     """Warn if weights that were trained in bfloat16 are loaded in float16."""
     if chosen == torch.float16 and str(trained).removeprefix("torch.") == "bfloat16":
         logger.warning(
-            "The weights of %s were saved in bfloat16 and are loaded in float16, which ends at 65504: larger states "
-            "become infinite, and no draft is accepted after them. Load target and drafter in bfloat16, or in float32.",
+            "The weights of %s were saved in bfloat16 and are loaded in float16, which ends at 65504: larger states are "
+            "infinite there, and no draft is accepted after them. Load target and drafter in bfloat16, or in float32.",
             name,
         )
 

@@ -1,4 +1,4 @@
-"""A batch's logits processors and stopping criteria with a state: each row has its own, as plain decoding writes it."""
+"""A batch's logits processors and stopping criteria with a state: each row has its own, as in plain decoding."""
 
 from __future__ import annotations
 

@@ -260,8 +260,8 @@ class Sequence:
             self.observer.end(self.stats)
 
     def check_drafts(self) -> None:
-        """Warn once of a drafter whose scores are not finite: none of its drafts is accepted. It is asked for them where
-        the last drafts were all rejected, and after the text, so that no round waits for the device."""
+        """Warn once of a drafter whose scores are not finite: none of its drafts is accepted. It is asked where the
+        last drafts were all rejected, and after the text, so that no round waits for the device."""
         drafter, last = self.drafter, self.stats.accepted[-_FRUITLESS:]
         if len(last) < _FRUITLESS or any(last) or drafter in _told or not isinstance(drafter, nn.Module):
             return
@@ -269,12 +269,14 @@ class Sequence:
             return
         _told.add(drafter)
         dtypes = cast(Any, drafter).dtype, self.target.dtype
+        if torch.float16 in dtypes:
+            why = "float16 ends at 65504. Load both in bfloat16, or in float32"
+        else:
+            why = "the weights are damaged. Take an earlier checkpoint"
         logger.warning(
-            "The drafter's scores are not finite (the drafter is in %s, its target in %s), so no draft is accepted: %s.",
+            "The drafter's scores are not finite (it is in %s, its target in %s), so no draft is accepted: %s.",
             *dtypes,
-            "float16 ends at 65504. Load both in bfloat16, or in float32"
-            if torch.float16 in dtypes
-            else "the weights are damaged. Take an earlier checkpoint",
+            why,
         )
 
     def release(self) -> None:

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 _ROWS = 4096  # of a table, by which noise is told from what was learned
 _FEWEST = 32  # rows and columns, with which it can be
-# What becomes of each kind of tensor. Read in vLLM (`_should_share` of its EAGLE utilities: the target's embedding where
+# What becomes of each kind of tensor. Read in vLLM (`_should_share` of its EAGLE utilities: the target's embedding if
 # a drafter has none, or an equal one) and in SGLang (`init_lm_head` of its EAGLE worker: always the target's).
 _KINDS = {
     r"(^|\.)embed_tokens\.weight$": "SGLang takes the target's instead, as hf_hyperdflash does for blocks; "

@@ -256,8 +256,8 @@ def warn_of_float16(name: str | Path, trained: torch.dtype | str | None, chosen:
     """Warn if weights that were trained in bfloat16 are loaded in float16."""
     if chosen == torch.float16 and str(trained).removeprefix("torch.") == "bfloat16":
         logger.warning(
-            "The weights of %s were saved in bfloat16 and are loaded in float16, which ends at 65504: larger states are "
-            "infinite there, and no draft is accepted after them. Load target and drafter in bfloat16, or in float32.",
+            "The weights of %s were saved in bfloat16 and are loaded in float16, which ends at 65504: states may be "
+            "larger, and then no draft is accepted. Load target and drafter in bfloat16, or in float32.",
             name,
         )
 
